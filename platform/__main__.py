@@ -1,0 +1,6 @@
+"""`python -m platform` prints what the standard library's module prints."""
+
+import platform
+import runpy
+
+runpy.run_path(platform.__file__, run_name="__main__")

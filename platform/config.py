@@ -1,0 +1,205 @@
+"""The typed configuration: one dataclass per Hydra group, and the one exception for a user's mistakes.
+
+Strict by construction: an unknown key or a wrong type is refused while the configuration is composed. What needs the
+whole plan (products of axes, divisibility, legal layouts) is checked by `platform.train.plan`, before any process starts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from typing import Any
+
+Rules = dict[str, dict[str, list[str]]]  # region or parameter role -> tensor dim -> mesh axes, major to minor
+
+
+class ConfigError(ValueError):
+    """A user's mistake. `violations` holds one line each: key, value, constraint and the nearest legal values."""
+
+    def __init__(self, violations: Sequence[str] | str):
+        self.violations = [violations] if isinstance(violations, str) else list(violations)
+        super().__init__("\n".join(self.violations))
+
+
+@dataclass
+class Run:
+    dir: str = ""  # "" = runs/EXPERIMENT-HASH
+
+
+@dataclass
+class Train:
+    steps: int = 100  # updates that the learning-rate schedule spans
+    stop_at: int = 0  # end after this step, with a checkpoint; 0 = at `steps`
+    global_batch: int = 16  # sequences per update
+    microbatch: int = 4  # sequences per microbatch and data-parallel replica
+
+
+@dataclass
+class Model:
+    kind: str = "decoder"  # a name in platform.model
+    layers: int = 2
+    d_model: int = 64
+    heads: int = 4
+    kv_heads: int = 0  # grouped-query attention; 0 = heads
+    d_kv: int = 0  # 0 = d_model / heads
+    d_ff: int = 0  # 0 = 4 * d_model
+    length: int = 64  # tokens per sequence
+    vocab: int = 512  # rows of the embedding, before any padding
+    dropout: float = 0.0
+    fused_dropout: bool = False  # attention masks drawn inside a fused kernel: faster, differs between layouts
+    norm: str = "layernorm"  # layernorm | rmsnorm
+    activation: str = "gelu"  # gelu | swiglu
+    positions: str = "learned"  # learned | rope
+    rope_theta: float = 10000.0
+    bias: bool = True
+    tied: bool = True  # the output projection is the embedding
+
+
+@dataclass
+class Data:
+    kind: str = "stdlib"  # stdlib | text | synthetic
+    path: str = ""  # data=text: a file, a folder, a glob, or .jsonl
+    field: str = "text"  # the field of a .jsonl object that holds the text
+    validation: float = 0.05  # fraction of the documents that is held out
+    cache: str = ""  # tokenised corpora; "" = ~/.cache/elastic-platform
+
+
+@dataclass
+class Optimizer:
+    kind: str = "adamw"
+    lr: float = 1e-3
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    weight_decay: float = 0.1  # none on vectors
+    clip: float = 1.0  # largest global gradient norm; 0 = no clipping
+    schedule: str = "cosine"  # constant | cosine
+    warmup_steps: int = 0
+    min_lr: float = 0.1  # the cosine ends at this fraction of lr
+
+
+@dataclass
+class Parallel:
+    data: int = 1  # replicas; -1 = as many as the workers give
+    zero: int = 0
+
+
+@dataclass
+class Tensor:
+    scheme: str = "serial"
+    order: list[str] = field(default_factory=list)  # the scheme's axes, outer to inner; [] = as written in `axes`
+    axes: dict[str, int] = field(default_factory=dict)  # sizes; 1 where not given
+    regions: Rules = field(default_factory=dict)
+    parameters: Rules = field(default_factory=dict)  # role (all | in | out | vector) -> dim -> axes
+    layout: Any = None  # tensor=layout: the user's own map, one line or YAML
+
+
+@dataclass
+class Branch:
+    kind: str = "none"
+    axes: dict[str, int] = field(default_factory=dict)
+    append: dict[str, list[str]] = field(default_factory=dict)  # region -> dims whose lists end with the branch axes
+    prepend: dict[str, list[str]] = field(default_factory=dict)  # region -> dims whose lists begin with them
+
+
+@dataclass
+class Pipeline:
+    kind: str = "none"
+    stages: int = 1
+    chunks: int = 1
+    scatter_gather: bool = True
+
+
+@dataclass
+class Checkpoint:
+    url: str = ""
+    every: int = 0
+    resume: str = "auto"
+
+
+@dataclass
+class Eval:
+    every: int = 0  # validation loss every so many steps; 0 = never
+    batches: int = 4  # global batches of the held-out split
+
+
+@dataclass
+class Elastic:
+    min_workers: int = 1
+    max_workers: int = 0  # 0 = the size at the start
+    spares: int = 0
+
+
+@dataclass
+class Cluster:
+    kind: str = "local"  # local | ray | processes | inline
+    device: str = "auto"  # auto | cpu | cuda
+    wait: float = 0.0  # seconds to wait for enough workers at the start
+    threads: int = 0  # CPU threads per worker; 0 = the machine's cores shared among its workers
+
+
+@dataclass
+class Monitor:
+    kind: str = "console"  # console | wandb
+    every: int = 10  # steps between console lines
+    sample: int = 0  # tokens of text to generate when the run is done; 0 = none
+    log_launches: bool = False  # write every collective launch of every worker to logs/
+    project: str = "elastic-platform"
+
+
+@dataclass
+class Config:
+    """Everything that `python -m platform.launch` composes. Identity of a run: see `identity`."""
+
+    run: Run = field(default_factory=Run)
+    seed: int = 0
+    precision: str = "fp32"  # fp64 | fp32 | bf16
+    recompute: str = "none"
+    train: Train = field(default_factory=Train)
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    parallel: Parallel = field(default_factory=Parallel)
+    tensor: Tensor = field(default_factory=Tensor)
+    branch: Branch = field(default_factory=Branch)
+    pipeline: Pipeline = field(default_factory=Pipeline)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    eval: Eval = field(default_factory=Eval)
+    elastic: Elastic = field(default_factory=Elastic)
+    cluster: Cluster = field(default_factory=Cluster)
+    monitor: Monitor = field(default_factory=Monitor)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Config:
+        """The inverse of `to_dict`; also accepts a part of the keys. Raises ConfigError for an unknown key."""
+        return _build(cls, values, "")
+
+
+def _build(cls: type, values: dict[str, Any], prefix: str) -> Any:
+    known = {f.name: f for f in fields(cls)}
+    if unknown := [f"{prefix}{k}" for k in values if k not in known]:
+        raise ConfigError([f"{key}: unknown key" for key in unknown])
+    parts = {k: part for k, f in known.items() if is_dataclass(part := globals().get(str(f.type)))}
+    return cls(**{k: _build(parts[k], v, f"{k}.") if k in parts else v for k, v in values.items()})  # type: ignore[arg-type]
+
+
+def digest(values: Any) -> str:
+    """A short, stable hash of plain data."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def identity(config: Config) -> dict[str, Any]:
+    """What makes a run this run: a directory or checkpoint of another identity is refused (DESIGN section 7)."""
+    values = config.to_dict()
+    data = {k: v for k, v in values["data"].items() if k != "cache"}
+    return {
+        "model": values["model"],
+        "data": data,
+        "seed": config.seed,
+        "train.global_batch": config.train.global_batch,
+        "optimizer": values["optimizer"],
+    }
