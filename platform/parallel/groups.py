@@ -1,0 +1,265 @@
+"""Communicators: one rank's view of the groups along mesh axes, on torch.distributed or on threads of one process.
+
+Only `platform.parallel.convert` and the statistics of `platform.parallel.ops` launch through them. Every launch is
+counted by the contract's rule and, on request, logged.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from platform.parallel.clock import Clock
+from platform.plan.cost import TRAFFIC, label
+from platform.plan.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One collective as a rank issued it: what the replay of all ranks' logs checks."""
+
+    op: str
+    axes: tuple[str, ...]
+    group: tuple[int, ...]
+    elements: int
+
+
+class Handle:
+    """A collective under way. `wait` gives its result and may be called once."""
+
+    def __init__(self, clock: Clock, wait: Callable[[], Any], finish: Callable[[], Tensor]):
+        self._clock, self._wait, self._finish = clock, wait, finish
+
+    def wait(self) -> Tensor:
+        with self._clock.section("exposed_comm"):
+            self._wait()
+        return self._finish()
+
+
+class Communicator(ABC):
+    """`moved`: `OP/AXES` -> bytes moved by the groups in which this rank is the first member, so that the sum over all
+    ranks is the total. `clock` books what is waited for collectives. `log`: every launch, where it is a list."""
+
+    def __init__(self, mesh: Mesh, rank: int, device: torch.device | str = "cpu"):
+        self.mesh, self.rank, self.device = mesh, rank, torch.device(device)
+        self.coordinates = mesh.coordinates(rank)
+        self.moved: Counter[str] = Counter()
+        self.clock = Clock()
+        self.log: list[Launch] | None = None
+
+    def index(self, axes: Sequence[str]) -> int:
+        return self.mesh.index(self.coordinates, axes)
+
+    def launch(
+        self,
+        op: str,
+        x: Tensor,
+        axes: Sequence[str],
+        dim: int = 0,
+        joined: int = 0,
+        *,
+        reduce: str = "sum",
+        owned: bool = False,
+    ) -> Handle:
+        """Issues one collective of `platform.plan.rule.Step` over `axes` without waiting.
+
+        `x` must not be modified until the result is there. `reduce`: sum, or max for all_reduce. `owned`: all_reduce
+        may work in `x`. Several axes act together in mesh order: all_reduce, and all_gather of unordered statistics.
+        """
+        axes = self.mesh.ordered(axes)
+        group = self.mesh.group(self.rank, axes)
+        n = len(group)
+        if self.rank == group[0]:
+            moved = TRAFFIC[op](n, x.numel()) * x.element_size()
+            self.moved[label(op, axes)] += moved
+        if self.log is not None:
+            self.log.append(Launch(op, axes, group, x.numel()))
+        if op == "all_gather":
+            given = x.contiguous()
+            out = given.new_empty((n, *given.shape))
+            finish = lambda: out.movedim(0, dim).flatten(dim, dim + 1)  # noqa: E731
+        elif op == "reduce_scatter":
+            given = x.unflatten(dim, (n, -1)).movedim(dim, 0).contiguous()
+            out = given.new_empty(given.shape[1:])
+            finish = lambda: out  # noqa: E731
+        elif op == "all_to_all":
+            given = x.unflatten(dim, (n, -1)).movedim(dim, 0).contiguous()
+            out = torch.empty_like(given)
+            finish = lambda: out.movedim(0, joined).flatten(joined, joined + 1)  # noqa: E731
+        else:
+            assert op == "all_reduce", op
+            given = x if owned else x.detach().clone(memory_format=torch.contiguous_format)
+            out = given
+            finish = lambda: out  # noqa: E731
+        return Handle(self.clock, self._start(op, given, out, axes, group, reduce), finish)
+
+    @abstractmethod
+    def _start(
+        self, op: str, given: Tensor, out: Tensor, axes: tuple[str, ...], group: tuple[int, ...], reduce: str
+    ) -> Callable[[], Any]:
+        """Begins the collective into `out`; the result blocks until it is there.
+
+        all_gather: [...] -> [n, ...]; reduce_scatter: [n, ...] -> [...]; all_to_all: [n, ...] -> [n, ...];
+        all_reduce: in place.
+        """
+
+    def barrier(self) -> None:
+        """Waits for every rank of the mesh."""
+        if axes := self.mesh.ordered(self.mesh.axes):
+            moved, log = self.moved.copy(), self.log
+            self.log = None
+            self.launch("all_reduce", torch.zeros(1, device=self.device), axes).wait()
+            self.moved, self.log = moved, log
+
+    def close(self) -> None:  # noqa: B027  (most have nothing to leave)
+        """Leaves the groups."""
+
+
+class Alone(Communicator):
+    """A world of one: there is nobody to talk to."""
+
+    def __init__(self, mesh: Mesh, device: torch.device | str = "cpu"):
+        super().__init__(mesh, 0, device)
+
+    def _start(self, op, given, out, axes, group, reduce):
+        raise AssertionError("a world of one launches no collective")
+
+
+class ProcessGroups(Communicator):
+    """Groups of torch.distributed: NCCL on CUDA, gloo on CPU. The default process group must be initialised."""
+
+    def __init__(self, mesh: Mesh, rank: int, axes_of_groups: Iterable[Sequence[str]], device: str = "cpu"):
+        super().__init__(mesh, rank, device)
+        self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
+        for axes in axes_of_groups:  # in one order on every rank: creating a group is collective
+            mine, _ = dist.new_subgroups_by_enumeration([list(g) for g in mesh.groups(axes)])
+            assert mine is not None
+            self._groups[tuple(axes)] = mine
+
+    def _start(self, op, given, out, axes, group, reduce):
+        g = self._groups[axes]
+        if op == "all_gather":
+            work = dist.all_gather_into_tensor(out.view(-1), given.view(-1), group=g, async_op=True)
+        elif op == "reduce_scatter":
+            work = dist.reduce_scatter_tensor(out.view(-1), given.view(-1), group=g, async_op=True)
+        elif op == "all_to_all":
+            work = dist.all_to_all_single(out.view(-1), given.view(-1), group=g, async_op=True)
+        else:
+            work = dist.all_reduce(out, dist.ReduceOp.MAX if reduce == "max" else dist.ReduceOp.SUM, g, async_op=True)
+        return work.wait
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@dataclass
+class _Meeting:
+    """One collective of one group of threads."""
+
+    kind: tuple
+    given: dict[int, Tensor] = field(default_factory=dict)
+    left: int = 0
+
+
+class ThreadWorld:
+    """Where the ranks of one process meet. `fail` releases everybody who waits."""
+
+    def __init__(self, timeout: timedelta = timedelta(seconds=60)):
+        self.changed = threading.Condition()
+        self.meetings: dict[tuple[tuple[int, ...], int], _Meeting] = {}
+        self.failure: BaseException | None = None
+        self.timeout = timeout.total_seconds()
+
+    def fail(self, cause: BaseException) -> None:
+        with self.changed:
+            self.failure = self.failure or cause
+            self.changed.notify_all()
+
+
+class ThreadGroups(Communicator):
+    """Ranks as threads of one process: the same collectives and counters, summed in rank order."""
+
+    def __init__(self, mesh: Mesh, rank: int, world: ThreadWorld):
+        super().__init__(mesh, rank)
+        self._world = world
+        self._calls: Counter[tuple[int, ...]] = Counter()
+
+    def _start(self, op, given, out, axes, group, reduce):
+        key = (group, self._calls[group])
+        self._calls[group] += 1
+        kind = (op, reduce, tuple(given.shape), given.dtype)
+        world = self._world
+        with world.changed:
+            meeting = world.meetings.setdefault(key, _Meeting(kind))
+            if meeting.kind != kind:
+                raise RuntimeError(f"rank {self.rank} calls {kind} where its group {group} calls {meeting.kind}")
+            meeting.given[self.rank] = given.clone() if op == "all_reduce" else given
+            world.changed.notify_all()
+
+        def wait() -> None:
+            with world.changed:
+                complete = world.changed.wait_for(
+                    lambda: world.failure or len(meeting.given) == len(group), world.timeout
+                )
+                if world.failure:
+                    raise RuntimeError("another rank failed") from world.failure
+                if not complete:
+                    raise TimeoutError(f"rank {self.rank} waits for {set(group) - set(meeting.given)} in {kind}")
+                parts = [meeting.given[r] for r in group]
+                meeting.left += 1
+                if meeting.left == len(group):
+                    del world.meetings[key]
+            me = group.index(self.rank)
+            if op == "all_gather":
+                torch.stack(parts, out=out)
+            elif op == "reduce_scatter":
+                out.copy_(_sum([p[me] for p in parts]))
+            elif op == "all_to_all":
+                torch.stack([p[me] for p in parts], out=out)
+            else:
+                out.copy_(torch.stack(parts).amax(0) if reduce == "max" else _sum(parts))
+
+        return wait
+
+
+def _sum(parts: Sequence[Tensor]) -> Tensor:
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+def run_threads(
+    mesh: Mesh, work: Callable[[ThreadGroups], Any], timeout: timedelta = timedelta(seconds=60)
+) -> list[Any]:
+    """Runs `work(communicator)` on every rank of `mesh`, each a thread; returns the results by rank.
+
+    Raises the first failure of any rank; the others are released.
+    """
+    world = ThreadWorld(timeout)
+    results: list[Any] = [None] * mesh.size
+
+    def main(rank: int) -> None:
+        try:
+            results[rank] = work(ThreadGroups(mesh, rank, world))
+        except BaseException as error:
+            world.fail(error)
+
+    threads = [threading.Thread(target=main, args=(r,), name=f"rank{r}") for r in range(mesh.size)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    if world.failure:
+        raise world.failure
+    return results

@@ -1,0 +1,190 @@
+"""The operations at run time: a model's forward on one rank's blocks, executing the plan's lists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from platform.parallel import random, statistics
+from platform.parallel.convert import apply, convert
+from platform.parallel.einsum import einsums
+from platform.parallel.groups import Communicator
+from platform.plan.collectives import PlannedOperation
+from platform.plan.layout import Layout
+from platform.plan.ops import Ops, Parameter, Spec
+from platform.plan.plan import Plan
+from platform.plan.rule import relayout_steps
+
+POINTWISE: dict[str, Callable[..., Tensor]] = {
+    "gelu": lambda x: F.gelu(x),
+    "silu": lambda x: F.silu(x),
+    "add": lambda x, y: x + y,
+    "multiply": lambda x, y: x * y,
+}
+
+
+@dataclass
+class Position:
+    """Where in the run a forward pass is: what dropout masks depend on beside the element."""
+
+    seed: int = 0
+    step: int = 0
+    first_sequence: int = 0  # of this microbatch (all replicas together) in the global batch
+    training: bool = True
+
+
+class ParallelOps(Ops):
+    """Executes a plan's operations on the rank of `communicator`. `tensors`: parameter name -> local block.
+
+    Token ids [length, batch] and labels come in the layouts `plan.layout_of_tokens`.
+    """
+
+    def __init__(self, plan: Plan, communicator: Communicator, tensors: Mapping[str, Tensor], dropout: float = 0.0):
+        self.plan, self.communicator, self.tensors = plan, communicator, tensors
+        self.dropout_rate = dropout
+        self.position = Position()
+
+    def _planned(self, kind: str, name: str) -> PlannedOperation:
+        return self.plan.operations[kind, name]
+
+    def _block(self, spec: Spec) -> list[tuple[int, int]]:
+        """(offset, extent) of this rank's block of an activation."""
+        return self.plan.block(spec, self.communicator.coordinates)
+
+    def lookup(self, table, tokens, out):
+        planned = self._planned("lookup", table.name)
+        into, leave = planned.conversions
+        weight = apply(self.communicator, self.tensors[table.name], into)
+        if planned.over:  # rows of other ranks are zero here: the sum over `over` completes the lookup
+            row = tokens - self.communicator.index(planned.over) * weight.shape[0]
+            mine = (row >= 0) & (row < weight.shape[0])
+            x = F.embedding(row.clamp(0, weight.shape[0] - 1), weight) * mine.unsqueeze(-1).to(weight.dtype)
+        else:
+            x = F.embedding(tokens, weight)
+        return apply(self.communicator, x, leave)
+
+    def project(self, x, spec, weights, outs):
+        tensors = [self.tensors[w.name] for w in weights]
+        return self._einsums(self._planned("project", weights[0].name), x, tensors)
+
+    def einsum(self, name, x, x_spec, y, y_spec, out):
+        return self._einsums(self._planned("einsum", name), x, [y])[0]
+
+    def _einsums(self, planned: PlannedOperation, x: Tensor, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        results: dict[int, Tensor] = {}
+        for group in planned.groups:
+            found = einsums(self.communicator, group, x, [operands[m.index] for m in group.members])
+            results.update((m.index, y) for m, y in zip(group.members, found, strict=True))
+        return tuple(results[i] for i in range(len(operands)))
+
+    def shift(self, x, spec, parameter):
+        (conversion,) = self._planned("shift", parameter.name).conversions
+        p = apply(self.communicator, self.tensors[parameter.name], conversion)
+        assert tuple(d for d in spec.dims if d in parameter.dims) == parameter.dims
+        for i, d in enumerate(spec.dims):
+            if d not in parameter.dims:
+                p = p.unsqueeze(i)
+        return x + p
+
+    def norm(self, x, spec, kind, gain, bias):
+        planned = self._planned("norm", gain.name)
+        vectors = [
+            apply(self.communicator, self.tensors[p.name], c)
+            for p, c in zip(planned.operation.parameters, planned.conversions, strict=True)
+        ]
+        return statistics.norm(x, vectors[0], vectors[1] if bias else None, kind, self.communicator, planned.over)
+
+    def rotate(self, name, x, spec, theta):
+        where = dict(zip(spec.dims, self._block(spec), strict=True))
+        (first, length), (_, d_kv) = where["length"], where["d_kv"]
+        wide = statistics.accumulate(x)
+        frequency = theta ** (-torch.arange(0, d_kv, 2, device=x.device, dtype=torch.float64) / d_kv)
+        angle = torch.arange(first, first + length, device=x.device, dtype=torch.float64).outer(frequency)
+        shape = [length if d == "length" else d_kv // 2 if d == "d_kv" else 1 for d in spec.dims]
+        cos, sin = angle.cos().to(wide.dtype).view(shape), angle.sin().to(wide.dtype).view(shape)
+        a, b = wide.chunk(2, -1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
+    def expand_kv(self, name, x, spec, out):
+        planned = self._planned("expand_kv", name)
+        (conversion,) = planned.conversions
+        x = apply(self.communicator, x, conversion)
+        dim = out.dims.index("heads")
+        first_head, heads = self._block(out)[dim]
+        per_group = self.plan.sizes["heads"] // self.plan.sizes["kv_heads"]
+        if first_head % per_group == 0 and heads == x.shape[dim] * per_group:  # whole groups: a plain repeat
+            return x.repeat_interleave(per_group, dim)
+        have, _ = self._block(spec)[dim]
+        index = torch.arange(first_head, first_head + heads, device=x.device) // per_group - have
+        return x.index_select(dim, index)
+
+    def softmax(self, name, x, spec, dim, *, scale, causal):
+        planned = self._planned("softmax", name)
+        x = x * scale
+        if causal:
+            where = dict(zip(spec.dims, self._block(spec), strict=True))
+            (q, nq), (k, nk) = where["length"], where["memory_length"]
+            future = torch.arange(k, k + nk, device=x.device) > torch.arange(q, q + nq, device=x.device).unsqueeze(1)
+            x = x.masked_fill(future, -torch.inf)
+        return statistics.softmax(x, self.communicator, planned.over)
+
+    def fused_attention(self, name, q, k, v, spec, *, scale, causal):
+        order = [spec.dims.index(d) for d in ("batch", "heads", "length", "d_kv")]
+        back = [("batch", "heads", "length", "d_kv").index(d) for d in spec.dims]
+        q, k, v = (t.permute(order) for t in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale).permute(back)
+
+    def can_fuse_attention(self, spec):
+        return self.plan.scheme.fuses_attention(spec.region)
+
+    def relayout(self, name, x, spec, out):
+        if spec == out:
+            return x
+        (conversion,) = self._planned("relayout", name).conversions
+        return apply(self.communicator, x, conversion)
+
+    def pointwise(self, function, *x):
+        return POINTWISE[function](*x)
+
+    def dropout(self, name, x, spec):
+        if not self.dropout_rate or not self.position.training:
+            return x
+        p = self.position
+        where = dict(zip(spec.dims, self._block(spec), strict=True))
+        first, n = where["batch"]
+        where["batch"] = (first + p.first_sequence, n)
+        order = sorted(range(len(spec.dims)), key=lambda i: spec.dims[i] != "batch")  # batch major: its size is open
+        dims = [spec.dims[i] for i in order]
+        strides = [prod(self.plan.sizes[d] for d in dims[i + 1 :]) for i in range(len(dims))]
+        ids = random.elements([where[d] for d in dims], strides, x.device)
+        keep = random.keep_mask(random.key(p.seed, "dropout", p.step, name), ids, self.dropout_rate)
+        back = [dims.index(d) for d in spec.dims]
+        return x * (keep.permute(back).to(x.dtype) / (1 - self.dropout_rate))
+
+    def cross_entropy(self, name, logits, spec, labels):
+        planned = self._planned("cross_entropy", name)
+        first, _ = self._block(spec)[spec.dims.index("vocab")]
+        vocab = self.plan.sizes["vocab"]
+        return statistics.cross_entropy(logits, labels, self.communicator, planned.over, first, vocab)
+
+    def gathered(self, x: Tensor, spec: Spec) -> Tensor:
+        """An activation, whole on every rank, without gradient; vocab without padding. For sampling text."""
+        whole = convert(self.communicator, x, relayout_steps(spec.dims, self.plan.layout(spec), Layout())).wait()
+        for i, d in enumerate(spec.dims):
+            whole = whole.narrow(i, 0, self.plan.sizes[d])
+        return whole
+
+
+def initialise(plan: Plan, communicator: Communicator, p: Parameter, seed: int, out: Tensor) -> None:
+    """Fills this rank's block of a parameter from (seed, global name, global element)."""
+    with torch.no_grad():
+        if p.init == "normal":
+            where = plan.block(p, communicator.coordinates)
+            random.fill_normal_(out, random.key(seed, "init", p.name), p.std, where, plan.global_shape(p))
+        else:
+            out.fill_({"zeros": 0.0, "ones": 1.0}[p.init])

@@ -1,0 +1,73 @@
+"""Random numbers as a pure function of (key, element): the same under every layout, microbatch and replica count."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_CHUNK = 1 << 18  # elements drawn at once: initialisation needs little memory beyond the block itself
+
+
+def key(*parts: object) -> int:
+    """A signed 64-bit key from any printable parts, such as (seed, "init", parameter name)."""
+    return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:8], "big", signed=True)
+
+
+def _signed(constant: int) -> int:
+    return constant - (1 << 64) if constant >= 1 << 63 else constant
+
+
+_GOLDEN, _MIX1, _MIX2 = (_signed(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+def bits(key_: int, elements: Tensor) -> Tensor:
+    """64 random bits per int64 element: SplitMix64 (Steele, Lea, Flood 2014), counter-based."""
+    z = elements * _GOLDEN + key_
+    z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * _MIX1  # & makes the arithmetic shift of int64 a logical one
+    z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * _MIX2
+    return z ^ ((z >> 31) & 0x1FFFFFFFF)
+
+
+def elements(block: Sequence[tuple[int, int]], strides: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
+    """Global element numbers, int64 [extents of the block]: sum of global index x stride over the dims.
+
+    `block`: (offset, extent) per dim.
+    """
+    out = torch.zeros((), dtype=torch.int64, device=device)
+    for (offset, extent), stride in zip(block, strides, strict=True):
+        out = out.unsqueeze(-1) + torch.arange(offset, offset + extent, device=device) * stride
+    return out
+
+
+def keep_mask(key_: int, elements_: Tensor, rate: float) -> Tensor:
+    """bool: True with probability 1 - rate."""
+    return (bits(key_, elements_) & 0xFFFFFFFF) >= int(rate * 2**32)
+
+
+def _normal(key_: int, elements_: Tensor) -> Tensor:
+    """fp64 standard normal per element (Box-Muller)."""
+    z = bits(key_, elements_)
+    u1 = ((z >> 32) & 0xFFFFFFFF).double().add_(0.5).mul_(2.0**-32)
+    u2 = (z & 0xFFFFFFFF).double().mul_(2 * math.pi * 2.0**-32)
+    return u1.log_().mul_(-2).sqrt_().mul_(u2.cos_())
+
+
+@torch.no_grad()
+def fill_normal_(out: Tensor, key_: int, std: float, block: Sequence[tuple[int, int]], shape: Sequence[int]) -> None:
+    """Fills a block of a tensor of global `shape` with normal numbers; elements beyond `shape` (padding) with zero."""
+    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    row = max(1, math.prod(out.shape[1:]))
+    rows = max(1, _CHUNK // row)
+    offset, extent = block[0]
+    for first in range(0, extent, rows):
+        n = min(rows, extent - first)
+        part = [(offset + first, n), *block[1:]]
+        values = _normal(key_, elements(part, strides, out.device)).mul_(std)
+        for dim, ((start, count), size) in enumerate(zip(part, shape, strict=True)):
+            if start + count > size:
+                values.narrow(dim, max(size - start, 0), count - max(size - start, 0)).zero_()
+        out[first : first + n].copy_(values)

@@ -1,0 +1,144 @@
+"""Norms, softmax and cross-entropy over a dim that is split over ranks: only statistics travel, never the tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from platform.parallel.groups import Communicator
+
+EPS = 1e-5
+
+
+def accumulate(x: Tensor) -> Tensor:
+    """In the type in which statistics are taken: fp32 for 16-bit tensors."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def _summed(communicator: Communicator, x: Tensor, over: Sequence[str]) -> Tensor:
+    return communicator.launch("all_reduce", x, over).wait()
+
+
+class _SplitNorm(torch.autograd.Function):
+    """LayerNorm or RMSNorm over the last dim [..., d], split over the axes `over`.
+
+    LayerNorm's statistics merge as (count, mean, M2) (Chan, Golub, LeVeque 1979): one all-gather, no cancellation.
+    """
+
+    @staticmethod
+    def forward(ctx, x, gain, bias, kind, communicator, over):
+        wide = accumulate(x)
+        n = communicator.mesh.extent(over)
+        d = x.shape[-1]
+        if kind == "layernorm":
+            mean = wide.mean(-1, keepdim=True)
+            m2 = (wide - mean).square().sum(-1, keepdim=True)
+            parts = communicator.launch("all_gather", torch.stack((mean, m2)), over).wait().unflatten(0, (n, 2))
+            means, m2s = parts.unbind(1)
+            mean = means.mean(0)
+            variance = (m2s.sum(0) + d * (means - mean).square().sum(0)) / (n * d)
+            centred = wide - mean
+        else:
+            variance = _summed(communicator, wide.square().sum(-1, keepdim=True), over) / (n * d)
+            centred = wide
+        rstd = torch.rsqrt(variance + EPS)
+        normal = centred * rstd
+        ctx.save_for_backward(normal, rstd, gain)
+        ctx.options = kind, communicator, over, n * d, x.dtype, bias is not None
+        out = normal * gain
+        return (out if bias is None else out + bias).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, dy):
+        normal, rstd, gain = ctx.saved_tensors
+        kind, communicator, over, size, dtype, has_bias = ctx.options
+        dy = accumulate(dy)
+        scaled = dy * gain
+        sums = [(scaled * normal).sum(-1, keepdim=True)]
+        if kind == "layernorm":
+            sums.append(scaled.sum(-1, keepdim=True))
+        coming = communicator.launch("all_reduce", torch.stack(sums), over)
+        dgain = (dy * normal).flatten(0, -2).sum(0)
+        dbias = dy.flatten(0, -2).sum(0) if has_bias else None
+        sums = coming.wait() / size
+        dx = scaled - normal * sums[0]
+        if kind == "layernorm":
+            dx -= sums[1]
+        return (dx * rstd).to(dtype), dgain.to(gain.dtype), dbias, None, None, None
+
+
+def norm(
+    x: Tensor, gain: Tensor, bias: Tensor | None, kind: str, communicator: Communicator, over: Sequence[str]
+) -> Tensor:
+    """x [..., d_model], gain and bias [d_model], all as local blocks."""
+    if over:
+        return _SplitNorm.apply(x, gain, bias, kind, communicator, over)
+    if kind == "layernorm":
+        return F.layer_norm(x, x.shape[-1:], gain, bias, EPS)
+    return F.rms_norm(x, x.shape[-1:], gain, EPS)
+
+
+class _SplitSoftmax(torch.autograd.Function):
+    """Softmax over the last dim, split over the axes `over`."""
+
+    @staticmethod
+    def forward(ctx, x, communicator, over):
+        top = communicator.launch("all_reduce", accumulate(x.amax(-1, keepdim=True)), over, reduce="max").wait()
+        e = torch.exp(accumulate(x) - top)
+        p = (e / _summed(communicator, e.sum(-1, keepdim=True), over)).to(x.dtype)
+        ctx.save_for_backward(p)
+        ctx.options = communicator, over
+        return p
+
+    @staticmethod
+    def backward(ctx, dp):
+        (p,) = ctx.saved_tensors
+        communicator, over = ctx.options
+        inner = _summed(communicator, accumulate(dp * p).sum(-1, keepdim=True), over)
+        return p * (dp - inner.to(dp.dtype)), None, None
+
+
+def softmax(x: Tensor, communicator: Communicator, over: Sequence[str]) -> Tensor:
+    return _SplitSoftmax.apply(x, communicator, over) if over else torch.softmax(x, -1)
+
+
+class _SplitCrossEntropy(torch.autograd.Function):
+    """Sum over tokens of -log softmax(logits)[label]; logits [tokens, vocab block] starting at column `first`."""
+
+    @staticmethod
+    def forward(ctx, logits, labels, communicator, over, first, vocab):
+        wide = accumulate(logits)
+        if (padding := first + logits.shape[-1] - vocab) > 0:
+            wide = wide.clone()
+            wide[..., -min(padding, logits.shape[-1]) :] = -torch.inf
+        top = communicator.launch("all_reduce", wide.amax(-1), over, reduce="max").wait()
+        e = torch.exp(wide - top.unsqueeze(-1))
+        column = labels - first
+        mine = (column >= 0) & (column < logits.shape[-1])
+        column = column.clamp(0, logits.shape[-1] - 1).unsqueeze(-1)
+        target = torch.where(mine, wide.gather(-1, column).squeeze(-1), 0.0)
+        total, target = _summed(communicator, torch.stack((e.sum(-1), target)), over)
+        p = e.div_(total.unsqueeze(-1))
+        p.scatter_add_(-1, column, -mine.unsqueeze(-1).to(p.dtype))
+        ctx.save_for_backward(p)
+        ctx.dtype = logits.dtype
+        return (top + total.log() - target).sum()
+
+    @staticmethod
+    def backward(ctx, dloss):
+        (p,) = ctx.saved_tensors
+        return (p * dloss).to(ctx.dtype), None, None, None, None, None
+
+
+def cross_entropy(
+    logits: Tensor, labels: Tensor, communicator: Communicator, over: Sequence[str], first: int, vocab: int
+) -> Tensor:
+    """The sum over local tokens; logits [..., vocab block], labels [...]. `first`: the block's first column;
+    `vocab`: columns that are not padding."""
+    logits, labels = logits.flatten(0, -2), labels.flatten()
+    if over:
+        return _SplitCrossEntropy.apply(logits, labels, communicator, over, first, vocab)
+    return F.cross_entropy(accumulate(logits), labels, reduction="sum")

@@ -1,0 +1,331 @@
+"""The plan of each operation: its conversions, and every collective with its size, earliest issue and latest wait.
+
+The forward pass executes these lists and `platform.plan.cost` prices them: there is no second description.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from platform.plan.layout import Layout, local_shape, prefix
+from platform.plan.mesh import Mesh
+from platform.plan.ops import Operation, Parameter, Spec
+from platform.plan.rule import COLLECTIVES, Contraction, Conversion, Step, contract, enter, partial_axes
+from platform.plan.scheme import Scheme
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One launch on every rank. `elements`: of one member's input, before the collective.
+
+    `dtype` is `compute` (activations, weights) or `accumulate` (statistics, gradients that are summed up).
+    `issue` and `wait` say the earliest point of issue and the latest wait inside the operation.
+    """
+
+    op: str
+    axes: tuple[str, ...]
+    elements: int
+    dtype: str
+    phase: str  # forward | backward
+    issue: str
+    wait: str
+
+
+@dataclass(frozen=True)
+class Member:
+    """One einsum of a group: `operand` [dims] with the shared x into output number `index`."""
+
+    index: int
+    x_dims: tuple[str, ...]
+    dims: tuple[str, ...]
+    out_dims: tuple[str, ...]
+    operand: Conversion
+    output: Conversion
+
+
+@dataclass(frozen=True)
+class Group:
+    """Einsums that read x in one compute layout: one gather of x, one reduction of its gradient."""
+
+    x: Conversion
+    members: tuple[Member, ...]
+
+
+@dataclass(frozen=True)
+class PlannedOperation:
+    """What a rank executes for one operation.
+
+    `groups` for project and einsum; `conversions`, one per parameter or moved operand, for the others; `over` are the
+    axes that split the dim of a norm, softmax or cross-entropy, whose statistics are merged over them; `tokens` is the
+    layout in which a lookup reads token ids.
+    """
+
+    operation: Operation
+    collectives: tuple[Collective, ...] = ()
+    groups: tuple[Group, ...] = ()
+    conversions: tuple[Conversion, ...] = ()
+    over: tuple[str, ...] = ()
+    tokens: Layout = Layout()
+    compute_axes: tuple[str, ...] = ()
+
+
+def walk(steps: Sequence[Step], shape: Sequence[int], mesh: Mesh) -> list[tuple[Step, int]]:
+    """The collectives among `steps` with the elements of their input, from a local tensor of `shape`."""
+    now, out = list(shape), []
+    for step in steps:
+        n = mesh.extent(step.axes)
+        if step.op in COLLECTIVES:
+            out.append((step, prod(now)))
+        if step.op in ("all_gather", "pad"):
+            now[step.dim] *= n
+        elif step.op in ("reduce_scatter", "slice"):
+            now[step.dim] //= n
+        elif step.op == "all_to_all":
+            now[step.dim] //= n
+            now[step.joined] *= n
+    return out
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Plans operations for one scheme on one mesh. `sizes`: global dims, vocab padded.
+
+    `reduced_at_use[name, kind, parameter]`: axes over which this use's gradient is reduced in its backward, because the
+    parameter's uses disagree on them.
+    """
+
+    mesh: Mesh
+    scheme: Scheme
+    sizes: Mapping[str, int]
+    reduced_at_use: Mapping[tuple[str, str, str], tuple[str, ...]]
+
+    def layout(self, tensor: Spec | Parameter) -> Layout:
+        """The layout of an activation or parameter. kv_heads takes the longest prefix of heads' axes that divides it,
+        where the scheme does not name it."""
+        dims = tensor.dims
+        wanted = (*dims, "heads") if "kv_heads" in dims else dims
+        if isinstance(tensor, Parameter):
+            layout = self.scheme.parameter(tensor.role, wanted)
+        else:
+            layout = self.scheme.activation(tensor.region, wanted)
+        if "kv_heads" in dims:
+            rules = dict(layout)
+            heads = rules.pop("heads", ())
+            rules.setdefault("kv_heads", self._kv_axes(heads))
+            layout = Layout.of(rules)
+        return layout
+
+    def _kv_axes(self, heads: Sequence[str]) -> tuple[str, ...]:
+        n = len(heads)
+        while self.sizes["kv_heads"] % self.mesh.extent(heads[:n]):
+            n -= 1
+        return tuple(heads[:n])
+
+    def shape(self, tensor: Spec | Parameter, layout: Layout | None = None) -> tuple[int, ...]:
+        """Local shape of a tensor in its own layout, or in another one."""
+        return local_shape(tensor.dims, self.sizes, self.layout(tensor) if layout is None else layout, self.mesh)
+
+    def plan(self, operation: Operation) -> PlannedOperation:
+        return _PLANS[operation.kind](self, operation)
+
+    def partial(self, operation: Operation) -> dict[str, tuple[str, ...]]:
+        """Parameter name -> axes over which its gradient is partial after this operation."""
+        parameters = operation.parameters
+        if operation.kind == "project":
+            spec = operation.inputs[0]
+            pairs = zip(parameters, operation.outputs, strict=True)
+            axes = {p.name: self.contraction(spec, p, out).axes for p, out in pairs}
+        elif operation.kind == "lookup":
+            axes = {p.name: self.lookup_contraction(operation).axes for p in parameters}
+        else:
+            axes = {p.name: self.layout(operation.outputs[0]).axes for p in parameters}
+        return {p.name: partial_axes(self.layout(p), axes[p.name]) for p in parameters}
+
+    def contraction(self, x: Spec | Parameter, y: Spec | Parameter, out: Spec) -> Contraction:
+        operands = [(t.dims, self.layout(t), isinstance(t, Parameter)) for t in (x, y)]
+        return contract(operands, (out.dims, self.layout(out)))
+
+    def lookup_contraction(self, operation: Operation) -> Contraction:
+        table, out = operation.inputs[0], operation.outputs[0]
+        token_dims = tuple(d for d in out.dims if d not in table.dims)
+        one_hot = (*token_dims, "vocab")
+        # the one-hot is unmaterialised: it has whatever split of vocab the table has, and whole tokens
+        vocab = self.layout(table).restrict(["vocab"])
+        return contract([(one_hot, vocab, False), (table.dims, self.layout(table), True)], (out.dims, self.layout(out)))
+
+    def parameter_conversion(self, operation: Operation, p: Parameter, conversion: Conversion) -> Conversion:
+        """Adds the reduction at this use, if the parameter's uses disagree, where its gradient is narrowest."""
+        axes = self.reduced_at_use.get((operation.name, operation.kind, p.name), ())
+        if not axes:
+            return conversion
+        backward = list(conversion.backward)
+        at = next((i for i, s in enumerate(backward) if s.op == "pad"), len(backward))
+        backward.insert(at, Step("all_reduce", axes))
+        return replace(conversion, backward=tuple(backward))
+
+    def collectives(
+        self, steps: Sequence[Step], shape: Sequence[int], phase: str, issue: str, wait: str, dtype: str = "compute"
+    ) -> list[Collective]:
+        return [Collective(s.op, s.axes, n, dtype, phase, issue, wait) for s, n in walk(steps, shape, self.mesh)]
+
+    def statistics(self, over: Sequence[str], elements: int, phase: str, op: str = "all_reduce") -> list[Collective]:
+        if not over:
+            return []
+        return [Collective(op, tuple(over), elements, "accumulate", phase, "statistics ready", "at once")]
+
+
+def _plan_einsums(planner: Planner, operation: Operation, operands: Sequence[Spec | Parameter]) -> PlannedOperation:
+    x = operation.inputs[0]
+    grouped: dict[tuple[Conversion, Layout], list[Member]] = {}
+    found: list[Collective] = []
+    axes: tuple[str, ...] = ()
+    for index, (operand, out) in enumerate(zip(operands, operation.outputs, strict=True)):
+        c = planner.contraction(x, operand, out)
+        axes = tuple(dict.fromkeys(axes + c.axes))
+        enter_operand = c.inputs[1]
+        if isinstance(operand, Parameter):
+            enter_operand = planner.parameter_conversion(operation, operand, enter_operand)
+        member = Member(index, x.dims, operand.dims, out.dims, enter_operand, c.output)
+        grouped.setdefault((c.inputs[0], c.compute.restrict(x.dims)), []).append(member)
+        inner = planner.shape(operand, c.compute.restrict(operand.dims))
+        local = planner.shape(out, c.compute.restrict(out.dims))
+        found += [
+            *planner.collectives(enter_operand.forward, planner.shape(operand), "forward", "operation", "contraction"),
+            *planner.collectives(c.output.forward, local, "forward", "contraction", "end"),
+            *planner.collectives(c.output.backward, planner.shape(out), "backward", "operation", "contraction"),
+            *planner.collectives(enter_operand.backward, inner, "backward", "operand gradient", "end"),
+        ]
+    groups = tuple(Group(conversion, tuple(members)) for (conversion, _), members in grouped.items())
+    for (conversion, compute), _ in grouped.items():
+        found += planner.collectives(conversion.forward, planner.shape(x), "forward", "operation", "contraction")
+        found += planner.collectives(
+            conversion.backward, planner.shape(x, compute), "backward", "input gradient", "end"
+        )
+    return PlannedOperation(operation, tuple(found), groups=groups, compute_axes=axes)
+
+
+def _project(planner: Planner, operation: Operation) -> PlannedOperation:
+    return _plan_einsums(planner, operation, operation.inputs[1:])
+
+
+def _lookup(planner: Planner, operation: Operation) -> PlannedOperation:
+    table, out = operation.parameters[0], operation.outputs[0]
+    c = planner.lookup_contraction(operation)
+    conversion = planner.parameter_conversion(operation, table, c.inputs[1])
+    inner = planner.shape(table, c.compute.restrict(table.dims))
+    local = planner.shape(out, c.compute.restrict(out.dims))
+    found = [
+        *planner.collectives(conversion.forward, planner.shape(table), "forward", "operation", "contraction"),
+        *planner.collectives(c.output.forward, local, "forward", "contraction", "end"),
+        *planner.collectives(c.output.backward, planner.shape(out), "backward", "operation", "contraction"),
+        *planner.collectives(conversion.backward, inner, "backward", "operand gradient", "end"),
+    ]
+    token_dims = [d for d in out.dims if d not in table.dims]
+    return PlannedOperation(
+        operation,
+        tuple(found),
+        conversions=(conversion, c.output),
+        over=c.compute["vocab"],
+        tokens=c.compute.restrict(token_dims),
+        compute_axes=c.axes,
+    )
+
+
+def _vectors(planner: Planner, operation: Operation) -> PlannedOperation:
+    """shift and norm: the parameters are brought to the activation's layout; a norm merges its statistics."""
+    spec = operation.inputs[0]
+    have = planner.layout(spec)
+    found: list[Collective] = []
+    conversions = []
+    for p in operation.parameters:
+        target = have.restrict(p.dims)
+        conversion = enter(p.dims, planner.layout(p), target, have.axes, parameter=True)
+        conversion = planner.parameter_conversion(operation, p, conversion)
+        conversions.append(conversion)
+        inner = planner.shape(p, target)
+        found += planner.collectives(conversion.forward, planner.shape(p), "forward", "operation", "use")
+        found += planner.collectives(conversion.backward, inner, "backward", "operand gradient", "end")
+    over: tuple[str, ...] = ()
+    if operation.kind == "norm" and (over := have["d_model"]):
+        rows = prod(planner.shape(spec)) // planner.shape(spec)[spec.dims.index("d_model")]
+        if operation["norm"] == "layernorm":
+            found += planner.statistics(over, 2 * rows, "forward", "all_gather")
+            found += planner.statistics(over, 2 * rows, "backward")
+        else:
+            found += planner.statistics(over, rows, "forward")
+            found += planner.statistics(over, rows, "backward")
+    return PlannedOperation(operation, tuple(found), conversions=tuple(conversions), over=over, compute_axes=have.axes)
+
+
+def _local(planner: Planner, operation: Operation) -> PlannedOperation:
+    return PlannedOperation(operation, compute_axes=planner.layout(operation.outputs[0]).axes)
+
+
+def _expand_kv(planner: Planner, operation: Operation) -> PlannedOperation:
+    """Each rank picks the KV heads of its own heads: free; the gradient is summed over the axes that share them."""
+    spec, out = operation.inputs[0], operation.outputs[0]
+    have, goal = planner.layout(spec), planner.layout(out)
+    if prefix(have["kv_heads"], goal["heads"]) != have["kv_heads"]:
+        raise ValueError(
+            f"kv_heads ({have['kv_heads']}) must be split over a prefix of the axes of heads {goal['heads']}"
+        )
+    lacking = goal["heads"][len(have["kv_heads"]) :]
+    conversion = Conversion((), (Step("all_reduce", lacking),) if lacking else ())
+    found = planner.collectives(conversion.backward, planner.shape(spec), "backward", "gradient", "at once")
+    return PlannedOperation(operation, tuple(found), conversions=(conversion,), compute_axes=goal.axes)
+
+
+def _softmax(planner: Planner, operation: Operation) -> PlannedOperation:
+    spec = operation.inputs[0]
+    dim = operation["dim"]
+    layout = planner.layout(spec)
+    rows = prod(planner.shape(spec)) // planner.shape(spec)[spec.dims.index(dim)]
+    over = layout[dim]
+    found = [*planner.statistics(over, rows, "forward") * 2, *planner.statistics(over, rows, "backward")]
+    return PlannedOperation(operation, tuple(found), over=over, compute_axes=layout.axes)
+
+
+def _relayout(planner: Planner, operation: Operation) -> PlannedOperation:
+    spec, out = operation.inputs[0], operation.outputs[0]
+    renamed = dict(zip(spec.dims, out.dims, strict=True))
+    source = Layout.of({renamed[d]: axes for d, axes in planner.layout(spec).items()})
+    goal = planner.layout(out)
+    conversion = enter(out.dims, source, goal, goal.axes)
+    found = [
+        *planner.collectives(conversion.forward, planner.shape(spec), "forward", "operation", "at once"),
+        *planner.collectives(conversion.backward, planner.shape(out), "backward", "gradient", "at once"),
+    ]
+    return PlannedOperation(operation, tuple(found), conversions=(conversion,), compute_axes=goal.axes)
+
+
+def _cross_entropy(planner: Planner, operation: Operation) -> PlannedOperation:
+    spec = operation.inputs[0]
+    layout = planner.layout(spec)
+    over = layout["vocab"]
+    rows = prod(planner.shape(spec)) // planner.shape(spec)[spec.dims.index("vocab")]
+    found = [*planner.statistics(over, rows, "forward"), *planner.statistics(over, 2 * rows, "forward")]
+    return PlannedOperation(
+        operation,
+        tuple(found),
+        over=over,
+        tokens=layout.restrict([d for d in spec.dims if d != "vocab"]),
+        compute_axes=layout.axes,
+    )
+
+
+_PLANS: dict[str, Callable[[Planner, Operation], PlannedOperation]] = {
+    "project": _project,
+    "einsum": _project,
+    "lookup": _lookup,
+    "shift": _vectors,
+    "norm": _vectors,
+    "rotate": _local,
+    "dropout": _local,
+    "fused_attention": _local,
+    "expand_kv": _expand_kv,
+    "softmax": _softmax,
+    "relayout": _relayout,
+    "cross_entropy": _cross_entropy,
+}

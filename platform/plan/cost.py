@@ -1,0 +1,27 @@
+"""What a plan moves: the bytes of every collective, by the contract's rule (DESIGN section 7)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from platform.plan.collectives import Collective
+from platform.plan.mesh import Mesh
+
+# Elements moved by one group of n members, where one member's input has e elements: the contract's conventions.
+TRAFFIC = {
+    "all_gather": lambda n, e: n * (n - 1) * e,
+    "reduce_scatter": lambda n, e: (n - 1) * e,
+    "all_to_all": lambda n, e: (n - 1) * e,
+    "all_reduce": lambda n, e: 2 * (n - 1) * e,
+}
+
+
+def label(op: str, axes: Iterable[str]) -> str:
+    """The key of `comm_bytes`, such as `all_reduce/data+t`."""
+    return f"{op}/{'+'.join(axes)}"
+
+
+def moved_bytes(c: Collective, mesh: Mesh, itemsize: dict[str, int]) -> int:
+    """Bytes that all workers together move in one launch of `c`; `itemsize`: bytes per element of each dtype class."""
+    n = mesh.extent(c.axes)
+    return TRAFFIC[c.op](n, c.elements) * itemsize[c.dtype] * (mesh.size // n)

@@ -1,0 +1,88 @@
+"""Layouts: which block of a tensor lives on which rank, as a map from tensor dims to mesh axes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from platform.plan.mesh import Mesh
+
+# The dims of a Transformer, named as in Mesh-TensorFlow.
+DIMS = ("batch", "length", "memory_length", "d_model", "heads", "kv_heads", "d_kv", "d_ff", "vocab")
+
+
+@dataclass(frozen=True)
+class Layout(Mapping[str, tuple[str, ...]]):
+    """Tensor dim -> mesh axes, major to minor. A dim without axes is whole; the order of the dims does not matter."""
+
+    items_: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+    @classmethod
+    def of(cls, rules: Mapping[str, Sequence[str]]) -> Layout:
+        return cls(tuple(sorted((dim, tuple(axes)) for dim, axes in rules.items() if axes)))
+
+    def __getitem__(self, dim: str) -> tuple[str, ...]:
+        return next((axes for d, axes in self.items_ if d == dim), ())
+
+    def __iter__(self) -> Iterator[str]:
+        return (dim for dim, _ in self.items_)
+
+    def __len__(self) -> int:
+        return len(self.items_)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return tuple(a for _, axes in self.items_ for a in axes)
+
+    def restrict(self, dims: Iterable[str]) -> Layout:
+        kept = set(dims)
+        return Layout(tuple((d, axes) for d, axes in self.items_ if d in kept))
+
+    def conflict(self) -> tuple[str, str, str] | None:
+        """(axis, dim, dim) where one axis serves two dims, which no tensor can have."""
+        seen: dict[str, str] = {}
+        for dim, axes in self.items_:
+            for axis in axes:
+                if axis in seen:
+                    return axis, seen[axis], dim
+                seen[axis] = dim
+        return None
+
+    def __str__(self) -> str:
+        return ", ".join(f"{d}: {'+'.join(axes)}" for d, axes in self.items_) or "whole"
+
+
+def prefix(*lists: Sequence[str]) -> tuple[str, ...]:
+    """The longest common prefix."""
+    out: list[str] = []
+    for column in zip(*lists, strict=False):
+        if len(set(column)) > 1:
+            break
+        out.append(column[0])
+    return tuple(out)
+
+
+def padded(size: int, parts: int) -> int:
+    """The smallest multiple of `parts` that is at least `size`."""
+    return -(-size // parts) * parts
+
+
+def block(
+    dims: Sequence[str], sizes: Mapping[str, int], layout: Layout, mesh: Mesh, coordinates: Mapping[str, int]
+) -> list[tuple[int, int]]:
+    """(offset, extent) along every dim of the block of a tensor that lies at `coordinates`.
+
+    A dim that its axes do not divide (only vocab may be one) is padded: the last blocks reach beyond `sizes[dim]`.
+    """
+    out = []
+    for dim in dims:
+        axes = layout[dim]
+        parts = mesh.extent(axes)
+        extent = padded(sizes[dim], parts) // parts
+        out.append((mesh.index(coordinates, axes) * extent, extent))
+    return out
+
+
+def local_shape(dims: Sequence[str], sizes: Mapping[str, int], layout: Layout, mesh: Mesh) -> tuple[int, ...]:
+    """The shape of every rank's block: all blocks are equal."""
+    return tuple(padded(sizes[d], mesh.extent(layout[d])) // mesh.extent(layout[d]) for d in dims)

@@ -1,0 +1,89 @@
+"""The mesh: named axes over the ranks of a run, outer (slow links) to inner (fast links)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from math import prod
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Ranks in row-major order over `shape`, pairs of (axis, size): the last axis varies fastest.
+
+    >>> Mesh.of({"data": 2, "t": 3}).coordinates(4)
+    {'data': 1, 't': 1}
+    """
+
+    shape: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def of(cls, axes: Mapping[str, int], world_size: int | None = None) -> Mesh:
+        """A mesh of these axes; one size may be -1 and then takes what `world_size` leaves.
+
+        Raises ValueError where the sizes do not fit the world.
+        """
+        sizes = dict(axes)
+        if bad := [f"{a}={n}" for a, n in sizes.items() if n != -1 and n < 1]:
+            raise ValueError(f"mesh: axis sizes must be at least 1, got {', '.join(bad)}")
+        if free := [a for a, n in sizes.items() if n == -1]:
+            rest = prod(n for n in sizes.values() if n != -1)
+            if len(free) > 1 or world_size is None:
+                raise ValueError(f"mesh: only one axis may be -1, and only for a known world; got {', '.join(free)}")
+            if world_size % rest or world_size < rest:
+                raise ValueError(f"mesh: {world_size} workers are not a multiple of {rest}, the other axes' product")
+            sizes[free[0]] = world_size // rest
+        return cls(tuple(sizes.items()))
+
+    @cached_property
+    def axes(self) -> dict[str, int]:
+        return dict(self.shape)
+
+    @cached_property
+    def size(self) -> int:
+        return prod(n for _, n in self.shape)
+
+    def extent(self, axes: Sequence[str]) -> int:
+        """The number of ranks along these axes together."""
+        return prod(self.axes[a] for a in axes)
+
+    def ordered(self, axes) -> tuple[str, ...]:
+        """The given axes in mesh order, without those of size 1: a canonical name of a group."""
+        wanted = set(axes)
+        return tuple(a for a, n in self.shape if a in wanted and n > 1)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        out = {}
+        for axis, n in reversed(self.shape):
+            rank, out[axis] = divmod(rank, n)
+        return {axis: out[axis] for axis, _ in self.shape}
+
+    def rank(self, coordinates: Mapping[str, int]) -> int:
+        rank = 0
+        for axis, n in self.shape:
+            rank = rank * n + coordinates[axis]
+        return rank
+
+    def index(self, coordinates: Mapping[str, int], axes: Sequence[str]) -> int:
+        """The position along `axes` taken together, the first of them major."""
+        i = 0
+        for axis in axes:
+            i = i * self.axes[axis] + coordinates[axis]
+        return i
+
+    def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
+        """The ranks that differ from `rank` only along `axes`, in the order of `index`."""
+        return _group(self, rank, tuple(axes))
+
+    def groups(self, axes: Sequence[str]) -> list[tuple[int, ...]]:
+        """All groups along `axes`: a partition of the ranks, ordered by first member."""
+        return list(dict.fromkeys(self.group(rank, axes) for rank in range(self.size)))
+
+
+@cache
+def _group(mesh: Mesh, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
+    here = mesh.coordinates(rank)
+    steps = itertools.product(*(range(mesh.axes[a]) for a in axes))
+    return tuple(mesh.rank({**here, **dict(zip(axes, step, strict=True))}) for step in steps)

@@ -1,0 +1,353 @@
+"""The plan: everything that the driver decides about a run, as data that workers execute and people read."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from typing import Any, Protocol
+
+from platform.plan.collectives import Collective, PlannedOperation, Planner
+from platform.plan.cost import label, moved_bytes
+from platform.plan.layout import DIMS, Layout, block, padded
+from platform.plan.mesh import Mesh
+from platform.plan.ops import Operation, Ops, Parameter, Recorder, Spec
+from platform.plan.scheme import REGIONS, Scheme
+
+# precision -> bytes per element of each dtype class (`master`: parameters and optimizer state)
+ITEMSIZE = {
+    "fp64": {"compute": 8, "accumulate": 8, "master": 8},
+    "fp32": {"compute": 4, "accumulate": 4, "master": 4},
+    "bf16": {"compute": 2, "accumulate": 4, "master": 4},
+}
+METRICS = 2  # fp64 numbers that are summed over the world once a step: loss and squared gradient norm
+
+
+class Model(Protocol):
+    """What the plan needs of a model; platform.model holds them."""
+
+    @property
+    def sizes(self) -> Mapping[str, int]: ...
+
+    def parameters(self) -> Sequence[Parameter]: ...
+
+    def forward(self, ops: Ops, tokens: Any, labels: Any) -> Any: ...
+
+
+class IllegalPlan(ValueError):
+    """A plan that cannot be. `violations` has one line each."""
+
+    def __init__(self, violations: Sequence[str]):
+        self.violations = list(violations)
+        super().__init__("\n".join(self.violations))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`sizes` are those of one microbatch of all replicas together (batch = microbatch x data), vocab as configured;
+    the planner's have vocab padded. `reductions`: parameter name -> axes over which its gradient is summed once a
+    step."""
+
+    planner: Planner
+    precision: str
+    microbatches: int
+    sizes: Mapping[str, int]
+    parameters: tuple[Parameter, ...]
+    reductions: Mapping[str, tuple[str, ...]]
+    operations: Mapping[tuple[str, str], PlannedOperation]
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.planner.mesh
+
+    @property
+    def scheme(self) -> Scheme:
+        return self.planner.scheme
+
+    def layout(self, tensor: Spec | Parameter) -> Layout:
+        return self.planner.layout(tensor)
+
+    def local_shape(self, tensor: Spec | Parameter) -> tuple[int, ...]:
+        """The shape of every rank's block."""
+        return self.planner.shape(tensor)
+
+    def block(self, tensor: Spec | Parameter, coordinates: Mapping[str, int]) -> list[tuple[int, int]]:
+        """(offset, extent) per dim of the block at `coordinates`; the last blocks of vocab may reach into padding."""
+        return block(tensor.dims, self.planner.sizes, self.layout(tensor), self.mesh, coordinates)
+
+    def global_shape(self, p: Parameter) -> tuple[int, ...]:
+        """The parameter as the model means it: vocab without padding."""
+        return tuple(self.sizes[d] for d in p.dims)
+
+    @cached_property
+    def groups(self) -> list[tuple[str, ...]]:
+        """The axes of every process group that a step needs, in one order on all ranks; the whole world is the last."""
+        used = {self.mesh.ordered(c.axes) for c, _ in self.step_collectives()}
+        return sorted(used, key=lambda axes: (len(axes), axes))
+
+    @cached_property
+    def itemsize(self) -> dict[str, int]:
+        return ITEMSIZE[self.precision]
+
+    @cached_property
+    def buckets(self) -> dict[tuple[str, ...], list[Parameter]]:
+        """Parameters by the axes of their deferred gradient reduction, in model order; () needs none."""
+        out: dict[tuple[str, ...], list[Parameter]] = defaultdict(list)
+        for p in self.parameters:
+            out[self.reductions[p.name]].append(p)
+        return dict(out)
+
+    @cached_property
+    def parameter_count(self) -> int:
+        return sum(prod(self.global_shape(p)) for p in self.parameters)
+
+    @cached_property
+    def local_parameter_count(self) -> int:
+        return sum(prod(self.local_shape(p)) for p in self.parameters)
+
+    @cached_property
+    def tokens_per_step(self) -> int:
+        return self.microbatches * self.sizes["batch"] * self.sizes["length"]
+
+    @cached_property
+    def flops_per_token(self) -> float:
+        """Model FLOPs of forward and backward: every einsum three times, no recomputation, attention not halved for
+        its causal mask (6N + 12 layers d_model length, with N the parameters of the einsums)."""
+        forward = sum(einsum_flops(o.operation, self.sizes) for o in self.operations.values())
+        return 3 * forward / (self.sizes["batch"] * self.sizes["length"])
+
+    def layout_of_tokens(self, kind: str) -> Layout:
+        """The layout over (batch, length) of the token ids (`lookup`) or labels (`cross_entropy`) a rank needs."""
+        return next(o.tokens for (k, _), o in self.operations.items() if k == kind)
+
+    def step_collectives(self) -> list[tuple[Collective, int]]:
+        """Every collective of one training step with the number of its launches per rank."""
+        found = [(c, self.microbatches) for o in self.operations.values() for c in o.collectives]
+        for axes, parameters in self.buckets.items():
+            if axes:
+                elements = sum(prod(self.local_shape(p)) for p in parameters)
+                c = Collective("all_reduce", axes, elements, "accumulate", "reduce", "last backward", "optimizer")
+                found.append((c, 1))
+        if world := self.mesh.ordered(self.mesh.axes):
+            found.append((Collective("all_reduce", world, METRICS, "metrics", "reduce", "gradients", "clipping"), 1))
+        return found
+
+    def communication(self) -> dict[str, int]:
+        """`OP/AXES` -> bytes that all workers move in one training step: what the counters will measure."""
+        out: dict[str, int] = defaultdict(int)
+        for c, launches in self.step_collectives():
+            key = label(c.op, self.mesh.ordered(c.axes))
+            out[key] += launches * moved_bytes(c, self.mesh, {**self.itemsize, "metrics": 8})
+        return dict(sorted(out.items()))
+
+    def describe(self) -> str:
+        return describe(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as JSON-able data: `plan.json` of the run directory."""
+        return {
+            "mesh": self.mesh.axes,
+            "scheme": self.scheme.name,
+            "precision": self.precision,
+            "microbatches": self.microbatches,
+            "sizes": dict(self.sizes),
+            "regions": {r: dict(layout) for r, layout in self.scheme.regions.items()},
+            "parameters": [
+                {
+                    "name": p.name,
+                    "dims": list(p.dims),
+                    "shape": list(self.global_shape(p)),
+                    "layout": dict(self.layout(p)),
+                    "reduce": list(self.reductions[p.name]),
+                }
+                for p in self.parameters
+            ],
+            "operations": [
+                {
+                    "kind": kind,
+                    "name": name,
+                    "compute_axes": list(o.compute_axes),
+                    "collectives": [vars(c) | {"axes": list(c.axes)} for c in o.collectives],
+                }
+                for (kind, name), o in self.operations.items()
+            ],
+            "communication": self.communication(),
+            "parameter_count": self.parameter_count,
+            "parameters_per_worker": self.local_parameter_count,
+            "flops_per_token": self.flops_per_token,
+        }
+
+
+def einsum_flops(operation: Operation, sizes: Mapping[str, int]) -> float:
+    """2 x iteration space of an operation's einsums, forward, over all ranks together."""
+    if operation.kind in ("project", "einsum"):
+        x = operation.inputs[0].dims
+        pairs = zip(operation.inputs[1:], operation.outputs, strict=True)
+        return sum(2 * prod(sizes[d] for d in dict.fromkeys((*x, *y.dims, *out.dims))) for y, out in pairs)
+    if operation.kind == "fused_attention":
+        return 4 * prod(sizes[d] for d in (*operation.outputs[0].dims, "memory_length"))
+    return 0.0
+
+
+def build(
+    model: Model,
+    scheme: Scheme,
+    *,
+    data: int,
+    microbatch: int,
+    microbatches: int,
+    precision: str = "fp32",
+    dropout: float = 0.0,
+) -> Plan:
+    """Records the model and plans every operation.
+
+    `microbatch`: sequences per microbatch and replica. Raises IllegalPlan with all violations: an axis that would split
+    two dims of one operation, or a dim (other than vocab) that its axes do not divide.
+    """
+    mesh = Mesh.of({"data": data, **dict(scheme.axes)})
+    sizes = {**model.sizes, "batch": microbatch * data, "memory_length": model.sizes["length"]}
+    vocab_axes = {a for layout in (*scheme.regions.values(), *scheme.parameters.values()) for a in layout["vocab"]}
+    padded_sizes = {**sizes, "vocab": padded(sizes["vocab"], mesh.extent(sorted(vocab_axes)))}
+    planner = Planner(mesh, scheme, padded_sizes, {})
+
+    recorder = Recorder(scheme, dropout)
+    model.forward(recorder, None, None)
+    parameters = tuple(model.parameters())
+    if violations := _violations(planner, recorder.operations, parameters, microbatch):
+        raise IllegalPlan(violations)
+
+    uses: dict[str, list[tuple[Operation, tuple[str, ...]]]] = defaultdict(list)
+    for operation in recorder.operations:
+        for name, axes in planner.partial(operation).items():
+            uses[name].append((operation, mesh.ordered(axes)))
+    assert set(uses) == {p.name for p in parameters}, "every declared parameter is used, and no other"
+    reductions, at_use = {}, {}
+    for name, found in uses.items():
+        common = set.intersection(*(set(axes) for _, axes in found))
+        reductions[name] = mesh.ordered(common)
+        for operation, axes in found:
+            if extra := tuple(a for a in axes if a not in common):
+                at_use[operation.name, operation.kind, name] = extra
+
+    planner = replace(planner, reduced_at_use=at_use)
+    operations = {(o.kind, o.name): planner.plan(o) for o in recorder.operations}
+    assert len(operations) == len(recorder.operations), "operation names are unique within their kind"
+    return Plan(
+        planner=planner,
+        precision=precision,
+        microbatches=microbatches,
+        sizes=sizes,
+        parameters=parameters,
+        reductions=reductions,
+        operations=operations,
+        warnings=tuple(_replicated(mesh, operations, sizes)),
+    )
+
+
+KEYS = {"batch": "train.microbatch", "length": "model.length", "memory_length": "model.length"}
+
+
+def _violations(
+    planner: Planner, operations: Sequence[Operation], parameters: Sequence[Parameter], microbatch: int
+) -> list[str]:
+    tensors: dict[Spec | Parameter, str] = {}
+    for o in operations:
+        for t in (*o.inputs, *o.outputs):
+            tensors.setdefault(t, str(t) if isinstance(t, Spec) else f"parameter {t.name}[{' '.join(t.dims)}]")
+    found: dict[str, None] = {}
+    clashing = set()
+    for t, what in tensors.items():
+        layout = planner.layout(t)
+        if clash := layout.conflict():
+            clashing.add(frozenset(clash))
+            found[_conflict(what, *clash)] = None
+    for t in tensors:
+        for d, axes in planner.layout(t).items():
+            if line := _indivisible(planner, t, d, axes, microbatch):
+                found[line] = None
+    if not found:  # the operations' own iteration spaces
+        for o in operations:
+            try:
+                planner.partial(o)
+                planner.plan(o)
+            except ValueError as error:
+                found[f"tensor: illegal layout: in {o.kind} {o.name}, {error}"] = None
+    return list(found)
+
+
+def _conflict(what: str, axis: str, first: str, second: str) -> str:
+    return (
+        f"tensor: illegal layout: axis {axis} would split both {first} and {second} of {what};"
+        f" legal: another axis for {first} or for {second}, or drop one of the two"
+    )
+
+
+def _indivisible(planner: Planner, t: Spec | Parameter, d: str, axes: Sequence[str], microbatch: int) -> str | None:
+    if d == "vocab":
+        return None
+    key = KEYS.get(d, f"model.{d}")
+    size = microbatch if d == "batch" else planner.sizes[d]
+    axes = [a for a in axes if a != "data"] if d == "batch" else list(axes)
+    n = planner.mesh.extent(axes)
+    if size % n == 0:
+        return None
+    branch = [f"{a}={planner.mesh.axes[a]}" for a in axes]
+    divisors = [k for k in range(1, size + 1) if size % k == 0]
+    below, above = max(k for k in divisors if k <= n), min((k for k in divisors if k > n), default=0)
+    axis_values = " or ".join(str(k) for k in (below, above) if k)
+    sizes = " or ".join(str(k) for k in (size // n * n, size // n * n + n) if k)
+    where = f"region {t.region}" if isinstance(t, Spec) else f"{t.role} parameters"
+    return (
+        f"{key}={size} is not divisible by axes {' x '.join(branch)} ({where}); nearest legal: {key}={sizes},"
+        f" or axes with product {axis_values}"
+    )
+
+
+def _replicated(mesh: Mesh, operations: Mapping[tuple[str, str], PlannedOperation], sizes: Mapping[str, int]):
+    """Warns of einsums whose work is repeated because an axis splits none of their dims."""
+    names: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for o in operations.values():
+        if einsum_flops(o.operation, sizes):
+            if unused := mesh.ordered(a for a in mesh.axes if a not in o.compute_axes):
+                names[unused].append(o.operation.name.split(".", 2)[-1])
+    for unused, found in names.items():
+        times = mesh.extent(unused)
+        yield f"axes {'+'.join(unused)} split no dim of {', '.join(dict.fromkeys(found))}: computed {times} times over"
+
+
+def describe(plan: Plan) -> str:
+    """The plan as the small table that a run prints first."""
+    mesh = " x ".join(f"{a} {n}" for a, n in plan.mesh.shape if n > 1) or "1"
+    dims = [d for d in DIMS if any(plan.scheme.regions[r][d] for r in REGIONS)]
+    rows = [["region", *dims]] + [
+        [r, *("+".join(plan.scheme.regions[r][d]) or "-" for d in dims)]
+        for r in REGIONS
+        if r != "core" or plan.scheme.regions["core"] != plan.scheme.regions["attention"]
+    ]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(dims) + 1)]
+    table = ["  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    moved = plan.communication()
+    traffic = ", ".join(f"{k} {human(v)}B" for k, v in sorted(moved.items(), key=lambda kv: -kv[1])[:4]) or "none"
+    more = f", and {len(moved) - 4} more" if len(moved) > 4 else ""
+    lines = [
+        f"plan  {plan.mesh.size} workers = {mesh}; tensor scheme {plan.scheme.name}; {plan.precision}",
+        *(table if dims else []),
+        f"  parameters      {plan.parameter_count:,} ({plan.local_parameter_count:,} per worker)",
+        f"  step            {plan.tokens_per_step:,} tokens in {plan.microbatches} microbatches;"
+        f" {human(plan.flops_per_token * plan.tokens_per_step)}FLOP",
+        f"  communication   {human(sum(moved.values()))}B per step: {traffic}{more}",
+        *(f"  warning         {w}" for w in plan.warnings),
+    ]
+    return "\n".join(lines)
+
+
+def human(x: float) -> str:
+    """1234567 -> '1.23 M': three digits and a decimal prefix."""
+    for unit in ("", "k", "M", "G", "T", "P", "E"):
+        if abs(x) < 999.5:
+            return f"{x:.3g} {unit}"
+        x /= 1000
+    return f"{x:.3g} Z"

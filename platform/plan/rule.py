@@ -1,0 +1,187 @@
+"""The one rule of communication (DESIGN section 3): layouts in, collectives and their adjoints out.
+
+An activation that is replicated over an axis has the same, whole gradient on every rank of that axis; a split one has
+its block of the gradient. A parameter's gradient may stay partial over axes until the end of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from platform.plan.layout import Layout, prefix
+
+
+@dataclass(frozen=True)
+class Step:
+    """One move of one tensor. `dim` is the position of the dim that is split or joined.
+
+    all_gather      joins `dim` over `axes`
+    reduce_scatter  sums over `axes` and splits `dim`
+    all_reduce      sums over `axes`, which may be several at once
+    all_to_all      splits `dim` and joins `joined` over `axes`
+    slice           splits `dim`, free
+    pad             puts the block back into zeros along `dim`, free: the adjoint of a parameter's slice
+    """
+
+    op: str
+    axes: tuple[str, ...]
+    dim: int = 0
+    joined: int = 0
+
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What happens to one operand (forward) and to its gradient (backward)."""
+
+    forward: tuple[Step, ...] = ()
+    backward: tuple[Step, ...] = ()
+
+    def reversed(self) -> Conversion:
+        return Conversion(self.backward, self.forward)
+
+
+def relayout_steps(dims: Sequence[str], source: Layout, target: Layout) -> list[Step]:
+    """The fewest moves from one layout to another: slices first (they shrink what moves), an axis that moves between
+    dims as one all-to-all, gathers minor first."""
+    now = {d: list(source[d]) for d in dims}
+    steps: list[Step] = []
+
+    def next_axis(d: str) -> str | None:
+        goal = target[d]
+        return goal[len(now[d])] if len(now[d]) < len(goal) and list(goal[: len(now[d])]) == now[d] else None
+
+    def surplus(d: str) -> bool:
+        return list(prefix(now[d], target[d])) != now[d]
+
+    def move() -> Step | None:
+        used = {a for axes in now.values() for a in axes}
+        wanting = [(i, d, a) for i, d in enumerate(dims) if (a := next_axis(d))]
+        for i, d, a in wanting:
+            if a not in used:
+                now[d].append(a)
+                return Step("slice", (a,), i)
+        for i, d, a in wanting:
+            for j, e in enumerate(dims):
+                if e != d and surplus(e) and now[e][-1] == a:
+                    now[e].pop()
+                    now[d].append(a)
+                    return Step("all_to_all", (a,), i, j)
+        wanted = {a for axes in target.values() for a in axes}
+        surplus_dims = sorted((now[d][-1] in wanted, j) for j, d in enumerate(dims) if surplus(d))
+        if not surplus_dims:
+            return None
+        j = surplus_dims[0][1]
+        return Step("all_gather", (now[dims[j]].pop(),), j)
+
+    while step := move():
+        steps.append(step)
+    assert all(tuple(now[d]) == target[d] for d in dims), (dims, source, target)
+    return steps
+
+
+def _adjoint(step: Step, compute_axes: Sequence[str], parameter: bool) -> Step:
+    if step.op == "all_gather":  # the gradient is partial where the axis takes part in the computation
+        return replace(step, op="reduce_scatter" if step.axes[0] in compute_axes else "slice")
+    if step.op == "slice":
+        return replace(step, op="pad" if parameter else "all_gather")
+    assert step.op == "all_to_all"
+    return replace(step, dim=step.joined, joined=step.dim)
+
+
+def enter(
+    dims: Sequence[str],
+    source: Layout,
+    target: Layout,
+    compute_axes: Sequence[str],
+    *,
+    parameter: bool = False,
+) -> Conversion:
+    """Brings an operand into an operation that computes on `compute_axes` (rule, steps 2 and 3).
+
+    The gradient of an activation is all-reduced over the compute axes that it lacks; a parameter's stays partial over
+    `partial_axes`.
+    """
+    forward = relayout_steps(dims, source, target)
+    backward = [_adjoint(s, compute_axes, parameter) for s in reversed(forward)]
+    lacking = tuple(a for a in compute_axes if a not in source.axes and a not in target.axes)
+    if lacking and not parameter:
+        # before the all-gathers (they widen), after the reduce-scatters (they narrow)
+        at = next((i for i, s in enumerate(backward) if s.op == "all_gather"), len(backward))
+        backward.insert(at, Step("all_reduce", lacking))
+    return Conversion(tuple(forward), tuple(backward))
+
+
+def partial_axes(source: Layout, compute_axes: Sequence[str]) -> tuple[str, ...]:
+    """The axes over which a parameter's gradient is partial after its use."""
+    return tuple(a for a in compute_axes if a not in source.axes)
+
+
+def leave(dims: Sequence[str], source: Layout, target: Layout, partial: Sequence[str]) -> Conversion:
+    """From the local result to the wanted layout (rule, step 5): `source` is a prefix of `target` in every dim."""
+    forward: list[Step] = []
+    left = list(partial)
+    for i, d in enumerate(dims):
+        for axis in target[d][len(source[d]) :]:
+            if axis in left:
+                left.remove(axis)
+                forward.append(Step("reduce_scatter", (axis,), i))
+            else:
+                forward.append(Step("slice", (axis,), i))
+    backward = [replace(s, op="all_gather") for s in reversed(forward)]
+    if left:
+        forward.append(Step("all_reduce", tuple(left)))
+    return Conversion(tuple(forward), tuple(backward))
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """The rule applied to one einsum."""
+
+    compute: Layout  # over every dim of the iteration space
+    axes: tuple[str, ...]  # C: all axes in the compute layout
+    inputs: tuple[Conversion, ...]
+    output: Conversion
+
+
+def contract(
+    inputs: Sequence[tuple[Sequence[str], Layout, bool]],
+    output: tuple[Sequence[str], Layout],
+) -> Contraction:
+    """Plans an einsum of (dims, layout, is_parameter) operands into (dims, layout).
+
+    Raises ValueError where one axis would serve two dims of the iteration space; the message names axis and dims.
+    """
+    out_dims, out = output
+    space = list(dict.fromkeys(d for dims, _, _ in inputs for d in dims))
+    compute: dict[str, tuple[str, ...]] = {}
+    for d in space:
+        lists = [layout[d] for dims, layout, _ in inputs if d in dims]
+        compute[d] = prefix(*lists, out[d]) if d in out_dims else prefix(*lists)
+
+    def used() -> set[str]:
+        return {a for axes in compute.values() for a in axes}
+
+    for d in out_dims:  # what no operand splits but the output wants split is sliced first
+        for axis in out[d][len(compute[d]) :]:
+            if axis in used():
+                break
+            compute[d] += (axis,)
+
+    layout = Layout.of(compute)
+    if clash := layout.conflict():
+        raise ValueError(f"axis {clash[0]} would split both {clash[1]} and {clash[2]}")
+    axes = tuple(dict.fromkeys(a for d in space for a in compute[d]))
+    partial = [a for d in space if d not in out_dims for a in compute[d]]
+    return Contraction(
+        compute=layout,
+        axes=axes,
+        inputs=tuple(
+            enter(dims, have, layout.restrict(dims), axes, parameter=is_parameter)
+            for dims, have, is_parameter in inputs
+        ),
+        output=leave(out_dims, layout.restrict(out_dims), out, partial),
+    )

@@ -1,0 +1,76 @@
+"""Schemes: a tensor scheme and a branch splitting, two small tables, composed into one layout per region and role.
+
+The tables are the YAML files of conf/tensor and conf/branch; DESIGN section 3 shows them side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from platform.plan.layout import Layout
+
+REGIONS = ("stream", "attention", "core", "mlp", "logits")
+ROLES = ("in", "out", "vector")
+RESERVED = ("stage", "data")
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """The layout of every region's activations and of every role's parameters.
+
+    `axes` are the scheme's and the branch's axes with their sizes, outer to inner, without `data`.
+    """
+
+    name: str
+    axes: tuple[tuple[str, int], ...]
+    regions: Mapping[str, Layout]
+    parameters: Mapping[str, Layout]
+
+    def activation(self, region: str, dims: Sequence[str]) -> Layout:
+        return self.regions[region].restrict(dims)
+
+    def fuses_attention(self, region: str) -> bool:
+        """Whether length, memory_length and d_kv are whole locally in the region: one kernel does attention."""
+        return not any(self.regions[region][d] for d in ("length", "memory_length", "d_kv"))
+
+    def parameter(self, role: str, dims: Sequence[str]) -> Layout:
+        return self.parameters[role].restrict(dims)
+
+
+def compose(tensor: Mapping[str, Any], branch: Mapping[str, Any], data: int) -> Scheme:
+    """A Scheme from the two configuration groups (platform.config.Tensor and Branch, as plain data).
+
+    `data` is put first in batch's list in every region; axes of size 1 are dropped; a region that the scheme does not
+    name is as the stream (core: as attention), for a region's map replaces the stream's.
+    """
+    order = tensor["order"] or list(tensor["axes"])
+    sizes = {a: tensor["axes"].get(a, 1) for a in order} | dict(branch["axes"])
+    branches = list(branch["axes"])
+
+    def region(name: str) -> dict[str, list[str]]:
+        fallback = "attention" if name == "core" and "attention" in tensor["regions"] else "stream"
+        return dict(tensor["regions"].get(name, tensor["regions"].get(fallback, {})))
+
+    def split(name: str, rules: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+        key = "attention" if name == "core" and not any("core" in branch[k] for k in ("append", "prepend")) else name
+        out = {dim: list(axes) for dim, axes in rules.items()}
+        for dim in branch["prepend"].get(key, ()):
+            out[dim] = branches + out.get(dim, [])
+        for dim in branch["append"].get(key, ()):
+            out[dim] = out.get(dim, []) + branches
+        return out
+
+    def layout(rules: Mapping[str, Sequence[str]], first: Mapping[str, list[str]]) -> Layout:
+        merged = {dim: [*first.get(dim, []), *rules.get(dim, [])] for dim in [*first, *rules]}
+        live = {"data": data, **sizes}
+        return Layout.of({dim: [a for a in axes if live[a] > 1] for dim, axes in merged.items()})
+
+    roles = {r: tensor["parameters"].get(r, tensor["parameters"].get("all", {})) for r in ROLES}
+    return Scheme(
+        name=tensor["scheme"] + (f" + {branch['kind']}" if branches else ""),
+        axes=tuple(sizes.items()),
+        regions={r: layout(split(r, region(r)), {"batch": ["data"]}) for r in REGIONS},
+        parameters={r: layout(split("parameters", rules), {}) for r, rules in roles.items()},
+    )

@@ -1,0 +1,100 @@
+"""What one worker does, whoever started it: Ray, a plain process, torchrun or the launching process itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from platform import data
+from platform.config import Config
+from platform.parallel.groups import Alone, Communicator, ProcessGroups
+from platform.train.plan import make_plan
+from platform.train.trainer import Trainer
+
+TIMEOUT = timedelta(minutes=10)  # of one collective
+
+
+class Worker:
+    """One rank. Everything that goes in and comes out is plain data.
+
+    The order of calls is `form`, `build`, then `step`, `evaluate` and `sample` on all ranks alike, `close`.
+    """
+
+    def __init__(self, config: dict[str, Any], rank: int, world_size: int, *, device: str, run_dir: str, threads: int):
+        self.config = Config.from_dict(config)
+        self.rank, self.world_size, self.run_dir = rank, world_size, Path(run_dir)
+        self.device = device
+        self.plan = make_plan(self.config)
+        if self.plan.mesh.size != world_size:
+            raise ValueError(f"the plan is for {self.plan.mesh.size} workers, the world has {world_size}")
+        torch.set_num_threads(threads)
+
+    def form(self, store: tuple[str, int], generation: int) -> dict[str, Any]:
+        """Joins generation `generation` through the driver's TCPStore at (host, port) and builds the groups."""
+        mesh = self.plan.mesh
+        device = self.device
+        if device == "cuda":
+            local = int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count()
+            torch.cuda.set_device(local)
+            device = f"cuda:{local}"
+        self.communicator: Communicator
+        if self.world_size == 1:
+            self.communicator = Alone(mesh, device)
+        else:
+            rendezvous = dist.PrefixStore(f"generation/{generation}", dist.TCPStore(*store, is_master=False))
+            backend = "nccl" if self.device == "cuda" else "gloo"
+            dist.init_process_group(
+                backend, store=rendezvous, rank=self.rank, world_size=self.world_size, timeout=TIMEOUT
+            )
+            self.communicator = ProcessGroups(mesh, self.rank, self.plan.groups, device)
+        if self.config.monitor.log_launches:
+            self.communicator.log = []
+        return {
+            "rank": self.rank,
+            "coordinates": mesh.coordinates(self.rank),
+            "pid": os.getpid(),
+            "node": socket.gethostname(),
+        }
+
+    def build(self) -> dict[str, Any]:
+        """Parameters, optimizer and data."""
+        c = self.config
+        corpus = data.prepare(c.data, length=c.model.length, vocab=c.model.vocab, seed=c.seed)
+        self.trainer = Trainer(c, self.plan, self.communicator, corpus)
+        name = torch.cuda.get_device_name() if self.device == "cuda" else "cpu"
+        return {"parameters": self.plan.local_parameter_count, "device": name}
+
+    def step(self, step: int) -> dict[str, Any]:
+        """Update `step` (from 1); see `Trainer.step`."""
+        report = self.trainer.step(step)
+        if self.communicator.log is not None:
+            self._write_launches()
+        return report
+
+    def _write_launches(self) -> None:
+        assert self.communicator.log is not None
+        path = self.run_dir / "logs" / f"launches-{self.rank}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a") as file:
+            file.writelines(json.dumps(vars(launch)) + "\n" for launch in self.communicator.log)
+        self.communicator.log.clear()
+
+    def evaluate(self) -> dict[str, float]:
+        """{"val_loss": mean loss per token of the held-out batches}, equal on all ranks."""
+        return self.trainer.evaluate()
+
+    def sample(self, tokens: int) -> str:
+        """Generated text, equal on all ranks."""
+        return self.trainer.sample(tokens)
+
+    def close(self) -> None:
+        """Leaves the groups; may be called after a failure."""
+        if communicator := getattr(self, "communicator", None):
+            communicator.close()
