@@ -54,18 +54,16 @@ class Attention:
         self.output = Parameter(f"{name}.output", q, "out", std=out, decay=True)
         inner = [Parameter(f"{p.name}_bias", p.dims[1:], "in", "zeros") for p in (self.query, self.key, self.value)]
         self.inner_biases = inner if c.bias else []
-        self.output_bias = Parameter(f"{name}.output_bias", ("d_model",), "vector", "zeros") if c.bias else None
+        self.output_bias = [Parameter(f"{name}.output_bias", ("d_model",), "vector", "zeros")] if c.bias else []
 
     def parameters(self) -> list[Parameter]:
         weights = [self.query, self.key, self.value, self.output]
-        return [*self.norm.parameters(), *weights, *self.inner_biases, *filter(None, [self.output_bias])]
+        return [*self.norm.parameters(), *weights, *self.inner_biases, *self.output_bias]
 
     def __call__(self, ops: Ops, x: Any) -> Any:
         specs = (QUERY, KEY, KEY)
-        qkv = ops.project(self.norm(ops, x), STREAM, (self.query, self.key, self.value), specs)
-        if self.inner_biases:
-            qkv = tuple(ops.shift(t, s, b) for t, s, b in zip(qkv, specs, self.inner_biases, strict=True))
-        q, k, v = qkv
+        weights = (self.query, self.key, self.value)
+        q, k, v = ops.project(self.norm(ops, x), STREAM, weights, specs, self.inner_biases)
         if self.config.positions == "rope":
             q = ops.rotate(f"{self.name}.query", q, QUERY, self.config.rope_theta)
             k = ops.rotate(f"{self.name}.key", k, KEY, self.config.rope_theta)
@@ -74,8 +72,7 @@ class Attention:
         v = ops.relayout(f"{self.name}.value_core", v, KEY, CORE_KEY)
         a = ops.attention(self.name, q, k, v, CORE_QUERY, CORE_KEY, scale=self.scale, causal=True)
         a = ops.relayout(f"{self.name}.context", a, CORE_QUERY, QUERY)
-        (y,) = ops.project(a, QUERY, (self.output,), (STREAM,))
-        y = ops.shift(y, STREAM, self.output_bias) if self.output_bias else y
+        (y,) = ops.project(a, QUERY, (self.output,), (STREAM,), self.output_bias)
         return ops.pointwise("add", x, ops.dropout(f"{self.name}.residual", y, STREAM))
 
 
@@ -92,24 +89,21 @@ class FeedForward:
         self.inner_biases = (
             [Parameter(f"{p.name}_bias", ("d_ff",), "in", "zeros") for p in self.inner] if c.bias else []
         )
-        self.down_bias = Parameter(f"{name}.down_bias", ("d_model",), "vector", "zeros") if c.bias else None
+        self.down_bias = [Parameter(f"{name}.down_bias", ("d_model",), "vector", "zeros")] if c.bias else []
 
     def parameters(self) -> list[Parameter]:
         return [
-            *self.norm.parameters(), *self.inner, self.down, *self.inner_biases, *filter(None, [self.down_bias])
+            *self.norm.parameters(), *self.inner, self.down, *self.inner_biases, *self.down_bias
         ]  # fmt: skip
 
     def __call__(self, ops: Ops, x: Any) -> Any:
-        h = ops.project(self.norm(ops, x), STREAM, self.inner, [HIDDEN] * len(self.inner))
-        if self.inner_biases:
-            h = tuple(ops.shift(t, HIDDEN, b) for t, b in zip(h, self.inner_biases, strict=True))
+        h = ops.project(self.norm(ops, x), STREAM, self.inner, [HIDDEN] * len(self.inner), self.inner_biases)
         if len(h) == 2:
             up, gate = h
             hidden = ops.pointwise("multiply", ops.pointwise("silu", gate), up)
         else:
             hidden = ops.pointwise("gelu", h[0])
-        (y,) = ops.project(hidden, HIDDEN, (self.down,), (STREAM,))
-        y = ops.shift(y, STREAM, self.down_bias) if self.down_bias else y
+        (y,) = ops.project(hidden, HIDDEN, (self.down,), (STREAM,), self.down_bias)
         return ops.pointwise("add", x, ops.dropout(f"{self.name}.residual", y, STREAM))
 
 

@@ -17,8 +17,9 @@ Dims = tuple[str, ...]
 
 
 @cache
-def local_einsum(a: Dims, b: Dims, out: Dims) -> Callable[[Tensor, Tensor], Tensor]:
-    """A function of two local tensors with dims `a` and `b` that gives dims `out`.
+def local_einsum(a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:
+    """A function (x, y, bias=None) of two local tensors with dims `a` and `b` that gives dims `out`; the bias has the
+    dims of y that are in `out`.
 
     One matrix product of views where the dims fall into contiguous runs (rows, contracted, columns), else torch.einsum.
     """
@@ -34,10 +35,10 @@ def local_einsum(a: Dims, b: Dims, out: Dims) -> Callable[[Tensor, Tensor], Tens
     if not simple:
         names = {d: chr(ord("a") + i) for i, d in enumerate(dict.fromkeys(a + b))}
         equation = "{},{}->{}".format(*("".join(names[d] for d in dims) for dims in (a, b, out)))
-        return lambda x, y: torch.einsum(equation, x, y)
+        return lambda x, y, bias=None: torch.einsum(equation, x, y) + (0 if bias is None else bias)
     na, nb, nc = len(rows), len(columns), len(contracted)
 
-    def product(x: Tensor, y: Tensor) -> Tensor:
+    def product(x: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
         if a_first:
             row_shape, x = x.shape[:na], x.reshape(prod(x.shape[:na]), -1)
         else:
@@ -47,7 +48,9 @@ def local_einsum(a: Dims, b: Dims, out: Dims) -> Callable[[Tensor, Tensor], Tens
         else:
             column_shape, y = y.shape[:nb], y.reshape(prod(y.shape[:nb]), -1).t()
         if out == rows + columns:
-            return (x @ y).view(*row_shape, *column_shape)
+            z = x @ y if bias is None else torch.addmm(bias.reshape(-1), x, y)
+            return z.view(*row_shape, *column_shape)
+        assert bias is None
         return (y.t() @ x.t()).view(*column_shape, *row_shape)
 
     return product
@@ -98,10 +101,14 @@ def _sum(parts) -> Tensor:
     return total
 
 
-def einsums(communicator: Communicator, group: Group, x: Tensor, operands: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The results of a group, in the order of its members. Without any conversion, plain local products."""
+def einsums(
+    communicator: Communicator, group: Group, x: Tensor, operands: Sequence[Tensor], biases: Sequence[Tensor] = ()
+) -> Sequence[Tensor]:
+    """The results of a group, in the order of its members. Without any conversion, plain local products, which may add
+    biases."""
     conversions = [group.x, *(c for m in group.members for c in (m.operand, m.output))]
     if not any(c.forward or c.backward for c in conversions):
-        pairs = zip(operands, group.members, strict=True)
-        return [local_einsum(m.x_dims, m.dims, m.out_dims)(x, w) for w, m in pairs]
+        triples = zip(operands, group.members, biases or [None] * len(operands), strict=True)  # type: ignore[list-item]
+        return [local_einsum(m.x_dims, m.dims, m.out_dims)(x, w, bias) for w, m, bias in triples]
+    assert not biases
     return _Einsums.apply(communicator, group, x, *operands)

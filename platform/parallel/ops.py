@@ -68,17 +68,28 @@ class ParallelOps(Ops):
             x = F.embedding(tokens, weight)
         return apply(self.communicator, x, leave)
 
-    def project(self, x, spec, weights, outs):
+    def project(self, x, spec, weights, outs, biases=()):
         tensors = [self.tensors[w.name] for w in weights]
-        return self._einsums(self._planned("project", weights[0].name), x, tensors)
+        planned = self._planned("project", weights[0].name)
+        if not biases:
+            return self._einsums(planned, x, tensors)
+        if not planned.collectives and not any(self._planned("shift", b.name).conversions[0].forward for b in biases):
+            added = [self.tensors[b.name] for b in biases]  # nothing moves: the product adds the bias on its way
+            return self._einsums(planned, x, tensors, added)
+        found = self._einsums(planned, x, tensors)
+        return tuple(self.shift(y, out, b) for y, out, b in zip(found, outs, biases, strict=True))
 
     def einsum(self, name, x, x_spec, y, y_spec, out):
         return self._einsums(self._planned("einsum", name), x, [y])[0]
 
-    def _einsums(self, planned: PlannedOperation, x: Tensor, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def _einsums(
+        self, planned: PlannedOperation, x: Tensor, operands: Sequence[Tensor], biases: Sequence[Tensor] = ()
+    ) -> tuple[Tensor, ...]:
         results: dict[int, Tensor] = {}
         for group in planned.groups:
-            found = einsums(self.communicator, group, x, [operands[m.index] for m in group.members])
+            members = [m.index for m in group.members]
+            added = [biases[i] for i in members] if biases else ()
+            found = einsums(self.communicator, group, x, [operands[i] for i in members], added)
             results.update((m.index, y) for m, y in zip(group.members, found, strict=True))
         return tuple(results[i] for i in range(len(operands)))
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-# Dense bf16 matrix FLOP/s of a device, by its name. Sources: the data sheets of NVIDIA (half of the figure with sparsity
-# where they print no other) and AMD. More specific names first.
+# Dense bf16 matrix FLOP/s of a device, by its name; more specific names first. Sources: the data sheets of NVIDIA (half
+# of the figure with sparsity where they print no other) and AMD.
 DENSE_BF16_PEAKS: tuple[tuple[str, float], ...] = (
     ("GB200", 2.5e15),
     ("B200", 2.25e15),

@@ -74,9 +74,16 @@ class Ops(ABC):
         """Rows of `table` [vocab, ...] at `tokens` [length, batch]: an einsum with an unmaterialised one-hot."""
 
     @abstractmethod
-    def project(self, x: Any, spec: Spec, weights: Sequence[Parameter], outs: Sequence[Spec]) -> tuple[Any, ...]:
+    def project(
+        self,
+        x: Any,
+        spec: Spec,
+        weights: Sequence[Parameter],
+        outs: Sequence[Spec],
+        biases: Sequence[Parameter] = (),
+    ) -> tuple[Any, ...]:
         """Einsums of one activation with several weights; those with one compute layout share one gather of x and one
-        reduction of its gradient."""
+        reduction of its gradient. `biases`, one per weight or none, are added once, in the output layout."""
 
     @abstractmethod
     def einsum(self, name: str, x: Any, x_spec: Spec, y: Any, y_spec: Spec, out: Spec) -> Any:
@@ -173,9 +180,11 @@ class Recorder(Ops):
     def lookup(self, table, tokens, out):
         return self._record("lookup", table.name, [table], [out])
 
-    def project(self, x, spec, weights, outs):
+    def project(self, x, spec, weights, outs, biases=()):
         self._check(x, spec)
         self._record("project", weights[0].name, [spec, *weights], outs)
+        for bias, out in zip(biases, outs, strict=bool(biases)):
+            self.shift(Symbol(out), out, bias)
         return tuple(Symbol(s) for s in outs)
 
     def einsum(self, name, x, x_spec, y, y_spec, out):

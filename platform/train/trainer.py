@@ -57,36 +57,43 @@ class Trainer:
         """Update number `step` (from 1): the rank's report, plain data, for the driver to aggregate."""
         plan, communicator, clock = self.plan, self.communicator, self.clock
         batch = self.config.train.global_batch
-        first = (step - 1) * batch
         communicator.moved.clear()
         clock.read()
         with clock.section("other"):
-            summed = self._forward_backward(step, first)
-            with clock.section("reduce"):
-                grads = self.weights.gradients
-                gradients.reduce(plan, communicator, grads)
-                squares = gradients.squared_norm(plan, communicator, grads)
-                loss, square = self._sum_over_world(summed, squares)
+            loss, norm = self.compute_gradients(step)
             with clock.section("optimizer"):
-                norm = sqrt(square)
                 lr = learning_rate(self.config.optimizer, step, self.config.train.steps)
                 self._update(norm, lr)
         seconds = clock.read()
         return {
             "step": step,
-            "loss": loss / plan.tokens_per_step,
+            "loss": loss,
             "grad_norm": norm,
             "lr": lr,
             "tokens": step * plan.tokens_per_step,
-            "samples": [first, first + batch],
+            "samples": [(step - 1) * batch, step * batch],
             "step_seconds": sum(seconds.values()),
             "seconds": {name: seconds.get(name, 0.0) for name in SECTIONS},
             "comm_bytes": dict(communicator.moved),
             "peak_memory_bytes": peak_memory(communicator.device),
         }
 
-    def _forward_backward(self, step: int, first: int) -> Tensor:
-        """Accumulates the gradient of the global mean loss; returns this rank's summed loss."""
+    def compute_gradients(self, step: int) -> tuple[float, float]:
+        """Leaves the gradient of the global mean loss in `weights.gradients`, reduced and not yet clipped.
+
+        Returns the loss and the gradient's global 2-norm.
+        """
+        loss = self._forward_backward(step)
+        with self.clock.section("reduce"):
+            grads = self.weights.gradients
+            gradients.reduce(self.plan, self.communicator, grads)
+            squares = gradients.squared_norm(self.plan, self.communicator, grads)
+            total, square = self._sum_over_world(loss, squares)
+        return total / self.plan.tokens_per_step, sqrt(square)
+
+    def _forward_backward(self, step: int) -> Tensor:
+        """Accumulates this rank's gradient of the global mean loss; returns its summed loss."""
+        first = (step - 1) * self.config.train.global_batch
         total = torch.zeros((), dtype=torch.float64, device=self.communicator.device)
         together = self.plan.sizes["batch"]
         for m in range(self.plan.microbatches):

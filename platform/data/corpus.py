@@ -1,0 +1,195 @@
+"""The corpus: documents -> tokens -> samples of one length in one global order; its only state is a sample's index."""
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import ceil
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from platform.config import ConfigError, Data, digest
+from platform.data import cache, sources, synthetic, tokenizer
+from platform.data.permutation import order
+
+_FORMAT = 1  # of a cache entry: raise it when the same documents would give other tokens or other files
+_TRAINING = 16_000_000  # characters that the tokenizer is trained on: evenly spaced pieces of a longer corpus
+_KINDS = [*sources.SOURCES, "synthetic"]
+
+logger = logging.getLogger(__name__)
+
+
+class Tokens(Protocol):
+    """A stream of tokens: the ids at an array of positions."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: NDArray[np.int64], /) -> NDArray[Any]: ...
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A tokenised corpus, cut into samples.
+
+    A split is one stream of tokens, where END_OF_TEXT stands in front of each document. Sample i is the length + 1
+    tokens from i * length on, so that every token but the first is predicted once; it may cross documents.
+    """
+
+    vocab: int  # ids are in [0, vocab); at most model.vocab
+    digest: str  # of documents, tokenizer and splits: equal digests, equal samples
+    length: int
+    seed: int
+    streams: Mapping[str, Tokens]  # by split: train, validation
+    encode: Callable[[str], list[int]]
+    decode: Callable[[Sequence[int]], str]  # ids outside [0, vocab) are left out
+
+    @property
+    def samples(self) -> dict[str, int]:
+        """Samples per epoch of each split."""
+        return {split: (len(stream) - 1) // self.length for split, stream in self.streams.items()}
+
+    def batch(self, split: str, start: int, end: int) -> NDArray[np.int64]:
+        """Samples start..end of the split's endless global order: int64 [end - start, length + 1].
+
+        Inputs are [:, :-1] and labels [:, 1:]. Every epoch of `train` is a permutation of its samples of its own;
+        `validation` is never shuffled.
+        """
+        samples = self.samples[split]
+        epoch, index = np.divmod(np.arange(start, end), samples)
+        if split == "train":
+            index = order(self.seed, epoch, samples, index)
+        positions = index[:, None] * self.length + np.arange(self.length + 1)
+        return self.streams[split][positions].astype(np.int64)
+
+
+def check(data: Data, *, vocab: int = tokenizer.SMALLEST) -> list[str]:
+    """The mistakes in `data` that are found without tokenising, in well under a second: one line per violation."""
+    violations = []
+    if data.kind not in _KINDS:
+        return [f"data={data.kind}: unknown; there are {', '.join(_KINDS)}"]
+    if not 0 < data.validation < 1:
+        violations.append(f"data.validation={data.validation}: a fraction between 0 and 1 is needed, such as 0.05")
+    if data.path and data.kind != "text":
+        violations.append(
+            f"data.path={data.path}: data={data.kind} reads no path; use data=text, or leave data.path empty"
+        )
+    if data.kind == "synthetic":
+        return violations
+    if vocab < tokenizer.SMALLEST:
+        violations.append(f"model.vocab={vocab}: a byte-level tokenizer needs at least {tokenizer.SMALLEST}")
+    return violations + sources.check(data)
+
+
+def prepare(data: Data, *, length: int, vocab: int, seed: int) -> Corpus:
+    """Open the corpus of `data` in samples of `length` + 1 tokens, with at most `vocab` different ones.
+
+    Text is tokenised by the first process that asks, and cached. Raises ConfigError for a user's mistakes: those that
+    `check` finds, a fault deep inside a file, a corpus without one whole sample in each split.
+    """
+    if violations := check(data, vocab=vocab):
+        raise ConfigError(violations)
+    make = _synthetic if data.kind == "synthetic" else _text
+    corpus = make(data, length, vocab, seed)
+    if violations := _too_small(corpus, data):
+        raise ConfigError(violations)
+    return corpus
+
+
+def held_out(sizes: Sequence[int], fraction: float) -> set[int]:
+    """The documents of the validation split: in a fixed random order, each that still fits into its fraction.
+
+    Empty where whole documents cannot fill half of that fraction, as with a single document: then the end of the token
+    stream is held out instead.
+    """
+    room = budget = fraction * sum(sizes)
+    held = set()
+    for number in order(0, 0, len(sizes), np.arange(len(sizes))).tolist():
+        if sizes[number] <= room:
+            held.add(number)
+            room -= sizes[number]
+    return held if room <= budget / 2 else set()
+
+
+def _synthetic(data: Data, length: int, vocab: int, seed: int) -> Corpus:
+    return Corpus(
+        vocab=vocab,
+        digest=digest(["synthetic", _FORMAT, vocab, seed]),
+        length=length,
+        seed=seed,
+        streams={split: synthetic.Stream(seed, i, vocab) for i, split in enumerate(("train", "validation"))},
+        encode=partial(synthetic.encode, vocab=vocab),
+        decode=synthetic.decode,
+    )
+
+
+def _text(data: Data, length: int, vocab: int, seed: int) -> Corpus:
+    files = sources.SOURCES[data.kind](data)
+    contents = [[sources.is_jsonl(file), cache.sha256(file)] for file in files]
+    what = json.dumps([_FORMAT, contents, data.field, data.validation, vocab])
+    key = hashlib.sha256(what.encode()).hexdigest()
+    entry = cache.root(data.cache) / key
+    meta = cache.fetch(entry, lambda folder: _build(folder, files, data, vocab))
+    tokens = np.memmap(entry / "tokens.bin", meta["dtype"], mode="r").view(np.ndarray)
+    bpe = tokenizer.load(entry / "tokenizer.json")
+    return Corpus(
+        vocab=bpe.get_vocab_size(),
+        digest=digest([key, meta["files"]["tokens.bin"]]),
+        length=length,
+        seed=seed,
+        streams={split: tokens[start:end] for split, (start, end) in meta["splits"].items()},
+        encode=lambda text: bpe.encode(text).ids,
+        decode=lambda ids: bpe.decode(ids, skip_special_tokens=False),
+    )
+
+
+def _build(folder: Path, files: list[Path], data: Data, vocab: int) -> dict[str, Any]:
+    """Write tokens.bin (the training documents, then those held out) and tokenizer.json. The documents are read once
+    for their sizes and their faults, once to train the tokenizer, and once per split to encode them."""
+    sizes: list[int] = []
+    for number, piece in sources.documents(files, data):
+        if number == len(sizes):
+            sizes.append(0)
+        sizes[number] += len(piece)
+    if not sizes:
+        raise ConfigError(f"data.path={data.path}: no text in it")
+    held = held_out(sizes, data.validation)
+    logger.info("tokenising %d documents, %.1f million characters", len(sizes), sum(sizes) / 1e6)
+
+    def split(validation: bool) -> Iterator[tuple[int, str]]:
+        return ((n, piece) for n, piece in sources.documents(files, data) if (n in held) == validation)
+
+    share = min(1.0, _TRAINING / sum(sizes))
+    pieces = (piece for i, (_, piece) in enumerate(split(False)) if int((i + 1) * share) > int(i * share))
+    bpe = tokenizer.train(pieces, vocab)
+    bpe.save(str(folder / "tokenizer.json"))
+    dtype = np.dtype("<u2" if vocab <= 1 << 16 else "<u4")
+    ends = []
+    with (folder / "tokens.bin").open("wb") as file:
+        for validation in (False, True):
+            for ids in tokenizer.encode(bpe, split(validation)):
+                file.write(ids.astype(dtype).tobytes())
+            ends.append(file.tell() // dtype.itemsize)
+    train, end = ends
+    if not held:
+        train = end - round(end * data.validation)
+    return {"dtype": dtype.str, "splits": {"train": [0, train], "validation": [train, end]}}
+
+
+def _too_small(corpus: Corpus, data: Data) -> list[str]:
+    """One line per split that does not hold one sample."""
+    tokens = {split: len(stream) for split, stream in corpus.streams.items()}
+    needed, total = corpus.length + 1, sum(tokens.values())
+    violations = []
+    for split in (split for split, count in tokens.items() if count < needed):
+        remedies = [f"model.length={tokens[split] - 1}"] if tokens[split] > 1 else []
+        if split == "validation" and total >= 3 * needed:
+            remedies.append(f"data.validation={ceil(200 * needed / total) / 100:g}")
+        violations.append(
+            f"model.length={corpus.length}: a sample is {needed} tokens, and the {split} split has {tokens[split]}; "
+            f"nearest legal: {' or '.join([*remedies, 'more text'])}"
+        )
+    return violations

@@ -1,0 +1,168 @@
+"""Where text comes from: `SOURCES` finds the files, `documents` reads them.
+
+To add a source, add a function to `SOURCES`. A file is one document, but a .jsonl file holds one per line; any file
+may be compressed with gzip. Text is UTF-8 without NUL bytes.
+"""
+
+import codecs
+import glob
+import gzip
+import json
+import os
+import sysconfig
+import zlib
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+from difflib import get_close_matches
+from itertools import islice
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from platform.config import ConfigError, Data
+
+# The endings that a folder is searched for; a file or a glob that is named by the user may have any.
+ENDINGS = ".txt .md .rst .tex .html .py .c .h .cc .cpp .rs .go .java .js .ts .sh .jsonl".split()
+_PIECE = 64 * 1024  # bytes of a long document that are read at once
+_SNIFFED = 32  # files whose beginning the cheap check reads
+# Parts of the standard library that are tests, tables or a second copy of something, and other people's packages.
+_NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data", "encodings"}
+
+
+def stdlib(data: Data) -> list[Path]:
+    """The Python source files of the running interpreter's own standard library (about 9 MB)."""
+    return _walk(Path(sysconfig.get_path("stdlib")), [".py"], skip=_NOT_STDLIB)
+
+
+def text(data: Data) -> list[Path]:
+    """The user's files: `data.path` is a file, a glob, or a folder (searched for `ENDINGS`, not for hidden files)."""
+    if not data.path:
+        raise ConfigError("data.path: data=text needs a file, a folder or a glob")
+    path = Path(data.path).expanduser()
+    if path.is_dir():
+        found = _walk(path, ENDINGS, skip=set())
+        wanted = f"no file in this folder ends with any of {' '.join(ENDINGS)}; name others by a glob"
+    elif path.is_file():
+        found, wanted = [path], ""
+    else:
+        found = sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file())
+        wanted = "no file or folder, and no file matches it as a glob" + _nearest(path)
+    if not found:
+        raise ConfigError(f"data.path={data.path}: {wanted}")
+    return found
+
+
+SOURCES: dict[str, Callable[[Data], list[Path]]] = {"stdlib": stdlib, "text": text}
+
+
+def check(data: Data) -> list[str]:
+    """What is wrong with the source, as far as the beginnings of its first files tell: one line per violation."""
+    try:
+        files = SOURCES[data.kind](data)
+        if all(file.stat().st_size == 0 for file in files):
+            return [f"{_key(data)}: no text in it"]
+    except ConfigError as error:
+        return error.violations
+    except OSError as error:
+        return [f"{_key(data)}: cannot be read: {error.strerror}"]
+    violations = []
+    for file in files[:_SNIFFED]:
+        try:
+            with closing(documents([file], data)) as beginning:
+                next(beginning, None)
+        except ConfigError as error:
+            violations += error.violations
+    return violations
+
+
+def documents(files: list[Path], data: Data) -> Generator[tuple[int, str], None, None]:
+    """Yield (number of the document, next piece of its text); no piece is empty.
+
+    Raises ConfigError naming the file and the place for what is unreadable, not text, or lacks `data.field`.
+    """
+    number = -1
+    for file in files:
+        reader = _lines if is_jsonl(file) else _blocks
+        try:
+            with file.open("rb") as magic:
+                opened = gzip.open if magic.read(2) == b"\x1f\x8b" else open
+            with opened(file, "rb") as stream:
+                for begins, piece in reader(cast(BinaryIO, stream), data):
+                    number += begins
+                    yield number, piece
+        except (ConfigError, OSError, EOFError, zlib.error) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(f"data.path={file}: {reason}") from None
+
+
+def is_jsonl(file: Path) -> bool:
+    """Whether the file holds one JSON object per line."""
+    return file.name.removesuffix(".gz").endswith(".jsonl")
+
+
+def _blocks(stream: BinaryIO, data: Data) -> Iterator[tuple[bool, str]]:
+    """A whole file as one document, in pieces of some `_PIECE` bytes that end with a line where lines are short."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    begins = True
+    while True:
+        start = stream.tell()
+        block = stream.read(_PIECE) + stream.readline(_PIECE)
+        if (nul := block.find(0)) >= 0:
+            raise ConfigError(f"a binary file (NUL at byte {start + nul}); text is needed")
+        try:
+            piece = decoder.decode(block, final=not block)
+        except UnicodeDecodeError as error:
+            offset = stream.tell() - len(error.object) + error.start
+            raise ConfigError(f"not UTF-8 at byte {offset}; convert it (iconv -t UTF-8) or leave it out") from None
+        if piece:
+            yield begins, piece
+            begins = False
+        if not block:
+            return
+
+
+def _lines(stream: BinaryIO, data: Data) -> Iterator[tuple[bool, str]]:
+    """The string in field `data.field` of the JSON object in each line; blank lines and empty strings are skipped."""
+    for number, line in enumerate(stream, 1):
+        if not line.strip():
+            continue
+        try:
+            values = json.loads(line.decode())
+        except ValueError as error:
+            raise ConfigError(f"line {number} is not JSON: {error}") from None
+        if not isinstance(values, dict):
+            raise ConfigError(f"line {number} is a JSON {type(values).__name__}, not an object with fields")
+        value = values.get(data.field)
+        if not isinstance(value, str):
+            fields = ", ".join(key for key, v in values.items() if isinstance(v, str)) or "none"
+            fault = "is not a string" if data.field in values else "is missing"
+            raise ConfigError(f"data.field={data.field} {fault} in line {number}; its fields with text: {fields}")
+        if value:
+            yield True, value.encode(errors="replace").decode()  # JSON may escape half a surrogate pair; UTF-8 cannot
+
+
+def _walk(folder: Path, endings: list[str], skip: set[str]) -> list[Path]:
+    """The files under `folder` with one of the endings (or that and .gz), in one order on every machine."""
+
+    def refuse(error: OSError) -> None:  # a folder that cannot be listed would silently make another corpus
+        raise error
+
+    found = []
+    for parent, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in skip]
+        found += [
+            Path(parent, name)
+            for name in names
+            if not name.startswith(".") and name.removesuffix(".gz").endswith(tuple(endings))
+        ]
+    return sorted(file for file in found if file.is_file())
+
+
+def _nearest(path: Path) -> str:
+    """What lies beside a path that does not exist."""
+    beside = sorted(p.name for p in islice(path.parent.glob("[!.]*"), 1000)) if path.parent.is_dir() else []
+    close = get_close_matches(path.name, beside, cutoff=0.5)
+    return f"; nearest: {', '.join(str(path.parent / name) for name in close)}" if close else ""
+
+
+def _key(data: Data) -> str:
+    return f"data.path={data.path}" if data.path else f"data={data.kind}"

@@ -1,0 +1,35 @@
+"""Tokens without text, for benchmarks: token t of a stream is a hash of (seed, stream, t)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from platform.data.permutation import mix
+
+
+@dataclass(frozen=True)
+class Stream:
+    """An endless supply of uniform random tokens in [0, vocab), indexed like an array."""
+
+    seed: int
+    number: int
+    vocab: int
+
+    def __len__(self) -> int:
+        return 1 << 40
+
+    def __getitem__(self, index: NDArray[np.int64]) -> NDArray[Any]:
+        return mix(self.seed, self.number, index) % np.uint64(self.vocab)
+
+
+def encode(text: str, vocab: int) -> list[int]:
+    """The text's bytes as ids, modulo the vocabulary: something to start a generation from."""
+    return [byte % vocab for byte in text.encode()]
+
+
+def decode(ids: Sequence[int]) -> str:
+    """A printable placeholder: the ids."""
+    return " ".join(f"<{i}>" for i in ids)

@@ -1,0 +1,68 @@
+"""A byte-level BPE tokenizer, trained on the corpus: every text round-trips, no text is unknown."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+END_OF_TEXT = 0  # the id of the token in front of every document; no text encodes to it, not even its own spelling
+SMALLEST = 257  # entries: one per byte, and END_OF_TEXT
+_BATCH = 2_000_000  # characters encoded at once; the library needs some 100 bytes per token meanwhile
+
+
+def train(texts: Iterable[str], vocab: int) -> "Tokenizer":
+    """A tokenizer of at most `vocab` entries; the same texts give the same tokenizer."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def load(file: Path) -> "Tokenizer":
+    """The tokenizer that was saved in `file`."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.encode_special_tokens = True  # not saved in the file: special tokens in a text are text
+    return tokenizer
+
+
+def encode(tokenizer: "Tokenizer", pieces: Iterable[tuple[int, str]]) -> Iterator[NDArray[np.uint32]]:
+    """The token stream of (document, piece of its text), in parts: END_OF_TEXT in front of each document."""
+    current = -1
+    for batch in _batches(pieces):
+        ids = []
+        for (document, _), encoding in zip(batch, tokenizer.encode_batch_fast([p for _, p in batch]), strict=True):
+            if document != current:
+                ids.append(END_OF_TEXT)
+                current = document
+            ids += encoding.ids
+        yield np.array(ids, np.uint32)
+
+
+def _batches(pieces: Iterable[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
+    batch: list[tuple[int, str]] = []
+    characters = 0
+    for piece in pieces:
+        batch.append(piece)
+        characters += len(piece[1])
+        if characters >= _BATCH:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,94 @@
+"""What a person sees: an aligned line every few steps, and on a terminal a status line that is refreshed in place."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections import deque
+from collections.abc import Callable
+from statistics import fmean
+from typing import Any, TextIO
+
+_HEADER_EVERY = 25  # lines: about once a screen
+_ERASE = "\r\x1b[2K"
+
+_COLUMNS: tuple[tuple[str, int, Callable[[dict[str, Any]], str]], ...] = (  # title, width, text of a row
+    ("step", 7, lambda row: str(row["step"])),
+    ("loss", 10, lambda row: f"{row['loss']:.4f}"),
+    ("grad norm", 11, lambda row: f"{row['grad_norm']:.3f}"),
+    ("lr", 11, lambda row: f"{row['lr']:.2e}"),
+    ("tokens/s", 12, lambda row: f"{row['tokens_per_second']:,.0f}"),
+    ("MFU", 8, lambda row: "~" if row["mfu"] is None else f"{row['mfu']:.1%}"),
+    ("world", 7, lambda row: str(row["world_size"])),
+    ("time left", 11, lambda row: row["left"]),
+)
+
+
+class Console:
+    """Prints a line for the first step that it sees, every `every` steps and the last one.
+
+    Loss and gradient norm are that step's own; tokens/s and MFU are means over the steps since the line before.
+    """
+
+    def __init__(self, stream: TextIO, *, total_steps: int, every: int, clock: Callable[[], float] = time.monotonic):
+        self._stream, self._total, self._every, self._clock = stream, total_steps, every, clock
+        self._live = stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._lines = 0
+        self._since: list[dict[str, Any]] = []  # rows since the last line
+        self._pace: deque[tuple[int, float]] = deque(maxlen=50)  # (step, clock): the time left follows recent steps
+
+    def step(self, row: dict[str, Any]) -> None:
+        """Shows a committed step: a row of metrics.jsonl."""
+        step = row["step"]
+        if self._pace and step <= self._pace[-1][0]:  # rolled back: the time lost says nothing about the next steps
+            self._pace.clear()
+        self._pace.append((step, self._clock()))
+        self._since.append(row)
+        shown = {**row, "left": self._left(step)}
+        if not self._lines or step % self._every == 0 or step == self._total:
+            seconds = [r["step_seconds"] for r in self._since]
+            for key in ("tokens_per_second", "mfu"):
+                values = [r[key] for r in self._since]
+                shown[key] = None if None in values else fmean(values, seconds)
+            self._since.clear()
+            self._line(shown)
+        if "val_loss" in row:
+            self.say(f"{step:>{_COLUMNS[0][1]}}{row['val_loss']:>{_COLUMNS[1][1]}.4f}  validation loss")
+        if self._live:
+            status = f"step {step}/{self._total}  loss {row['loss']:.4f}  "
+            status += f"{row['tokens_per_second']:,.0f} tokens/s  {shown['left']} left"
+            width = shutil.get_terminal_size().columns - 1  # a status that wraps could not be erased
+            self._write(_ERASE + status[:width])
+
+    def say(self, text: str) -> None:
+        """Prints a line of its own."""
+        self._write((_ERASE if self._live else "") + text + "\n")
+
+    def close(self) -> None:
+        """Leaves the terminal without a status line."""
+        if self._live:
+            self._write(_ERASE)
+
+    def _line(self, row: dict[str, Any]) -> None:
+        if self._lines % _HEADER_EVERY == 0:
+            self.say("".join(f"{title:>{width}}" for title, width, _ in _COLUMNS))
+        self._lines += 1
+        self.say("".join(f"{text(row):>{width}}" for _, width, text in _COLUMNS))
+
+    def _left(self, step: int) -> str:
+        (first, then), (last, now) = self._pace[0], self._pace[-1]
+        return _duration((now - then) / (last - first) * (self._total - step)) if last > first else "~"
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d{hours:02}h"
+    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{seconds:02}s"

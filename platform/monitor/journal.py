@@ -1,0 +1,39 @@
+"""`journal.jsonl`: one object per transition of a run, so that recovery time is read and not guessed."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from platform.monitor.json_lines import JsonLines
+
+
+class Journal:
+    """The transitions of a run. `generation` counts formations of the mesh from 1, over all drivers of the run.
+
+    Opening an existing journal cuts a torn last line and goes on from its last generation; a new one is at 0.
+    """
+
+    def __init__(self, path: Path | str):
+        self._lines = JsonLines(path)
+        self.generation: int = max((event["generation"] for event in self.read(path)), default=0)
+
+    def next_generation(self) -> int:
+        """Begins a generation: the events that follow belong to it."""
+        self.generation += 1
+        return self.generation
+
+    def event(self, event: str, **fields: Any) -> dict[str, Any]:
+        """Writes a transition, with the time (seconds since the epoch) and the generation; returns what it wrote."""
+        entry = {"time": time.time(), "generation": self.generation, "event": event, **fields}
+        self._lines.append(entry)
+        return entry
+
+    def close(self) -> None:
+        self._lines.close()
+
+    @staticmethod
+    def read(path: Path | str) -> list[dict[str, Any]]:
+        """Every transition, in order."""
+        return JsonLines.read(path)

@@ -1,0 +1,75 @@
+"""Weights & Biases with the driver as the only writer: offline where no key is set, never a prompt."""
+
+from __future__ import annotations
+
+import secrets
+import shlex
+from pathlib import Path
+from typing import Any
+
+from platform.config import Config
+from platform.monitor.metrics import flatten
+
+RESUMABLE = 75  # the launcher's exit status of a run that will be continued
+
+
+class WandbLog:
+    """One W&B run for one run directory, however many drivers it takes. `where` tells a person where that is.
+
+    W&B's own step counter is never set: it refuses to go back, and a resumed or rolled-back run does.
+    """
+
+    def __init__(self, config: Config, run_dir: Path):
+        import wandb
+
+        wandb_dir = run_dir / "wandb"
+        wandb_dir.mkdir(exist_ok=True)
+        settings = wandb.Settings(silent=True, console="off")
+
+        def start(mode: str) -> Any:
+            return wandb.init(
+                project=config.monitor.project,
+                name=run_dir.name,
+                id=_stable_id(wandb_dir / "run-id"),
+                dir=run_dir,
+                config=config.to_dict(),
+                job_type="train",
+                mode=mode,  # type: ignore[arg-type]
+                resume=None if mode == "offline" else "allow",  # offline parts of one id are merged by `wandb sync`
+                settings=settings,
+            )
+
+        mode: str = wandb.setup(settings).settings.mode
+        why = "WANDB_MODE"
+        mode = {"dryrun": "offline", "run": "online"}.get(mode, mode)  # its older names
+        try:
+            if mode not in ("offline", "disabled") and not wandb.login(prompt=False, verify=False):
+                mode, why = "offline", "no API key"
+            self._run = start(mode)
+        except wandb.Error as error:  # a refused key, no way to the server: train all the same
+            wandb.teardown()  # it would hold the id of the failed attempt
+            mode, why = "offline", str(error).splitlines()[0]
+            self._run = start(mode)
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+        upload = f"; upload with `wandb sync {shlex.quote(str(wandb_dir))}/offline-run-*`"
+        self.where = {"offline": f"offline ({why}){upload}", "disabled": f"disabled ({why})"}.get(mode) or self._run.url
+
+    def step(self, row: dict[str, Any]) -> None:
+        """Logs a row of metrics.jsonl."""
+        self._run.log(flatten(row))
+
+    def close(self, status: int) -> None:
+        """Ends the W&B run with the launcher's exit status; uploads what is left if online."""
+        if status == RESUMABLE:
+            self._run.mark_preempting()
+        self._run.finish(exit_code=status)
+
+
+def _stable_id(path: Path) -> str:
+    """Drawn once and kept in the run directory: a restarted driver continues its W&B run, and no other joins it."""
+    if not path.exists():
+        draft = path.with_suffix(".new")
+        draft.write_text(secrets.token_hex(4))
+        draft.replace(path)
+    return path.read_text()

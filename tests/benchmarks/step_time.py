@@ -1,0 +1,102 @@
+"""A world of one worker against a plain PyTorch loop: the same model, batch, threads and optimizer, side by side.
+
+    python tests/benchmarks/step_time.py [--device cuda] [--pairs 15]
+
+Prints paired step times and the median ratio, and what the named-einsum layer costs per step at world 1: the time of
+its Python beside the same products written with torch.matmul.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch  # noqa: E402
+
+from platform.config import Config, Model  # noqa: E402
+from platform.parallel.groups import Alone  # noqa: E402
+from platform.train.plan import make_plan  # noqa: E402
+from platform.train.trainer import Trainer  # noqa: E402
+from tests.oracle import Tokens  # noqa: E402
+from tests.reference_model import ReferenceModel, parameter_groups  # noqa: E402
+
+SIZES = {
+    "gpt_tiny": (Model(layers=4, d_model=128, heads=4, length=128, vocab=2048), 8),
+    "gpt_small": (Model(layers=4, d_model=384, heads=6, length=256, vocab=4096), 4),
+    "llama_small": (
+        Model(layers=4, d_model=384, heads=6, kv_heads=2, length=256, vocab=4096, d_ff=1024, norm="rmsnorm",
+              activation="swiglu", positions="rope", bias=False, tied=False),
+        4,
+    ),
+}  # fmt: skip
+GPU_SIZES = {"gpt2_124m": (Model(layers=12, d_model=768, heads=12, length=1024, vocab=50257), 8)}
+
+
+class PlainLoop:
+    """Forward, backward, clipping and AdamW as one would write them without the platform."""
+
+    def __init__(self, c: Config, device: str, weights):
+        self.config, self.device, self.tokens = c, device, Tokens(c)
+        self.model = ReferenceModel(c.model).to(device)
+        self.model.load(weights)
+        o = c.optimizer
+        groups = parameter_groups(self.model, o.weight_decay)
+        self.optimizer = torch.optim.AdamW(groups, o.lr, tuple(o.betas), o.eps, fused=True)
+
+    def step(self, k: int) -> float:
+        b = self.config.train.global_batch
+        rows = torch.from_numpy(self.tokens.batch("train", (k - 1) * b, k * b)).to(self.device)
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.config.precision == "bf16"):
+            loss = self.model(rows[:, :-1], rows[:, 1:])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+
+def timed(work, k: int, device: str) -> float:
+    begin = time.perf_counter()
+    work(k)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    sizes = SIZES if args.device == "cpu" else GPU_SIZES
+    print(f"{'model':<12} {'ours (ms)':>10} {'plain (ms)':>11} {'median ratio':>13} {'min':>6} {'max':>6}  loss")
+    for name, (model, batch) in sizes.items():
+        c = Config(model=model, precision="fp32" if args.device == "cpu" else "bf16")
+        c.train.global_batch = c.train.microbatch = batch
+        c.optimizer.schedule = "constant"
+        plan = make_plan(c)
+        ours = Trainer(c, plan, Alone(plan.mesh, args.device), Tokens(c))
+        plain = PlainLoop(c, args.device, ours.weights.master)
+        for k in (1, 2):  # warm-up; the losses agree
+            a, b = ours.step(k)["loss"], plain.step(k)
+            assert abs(a - b) < (1e-4 if c.precision == "fp32" else 2e-2) * abs(b), (a, b)
+        pairs = []
+        for k in range(3, 3 + args.pairs):
+            order = [("ours", ours.step), ("plain", plain.step)]
+            times = {n: timed(f, k, args.device) for n, f in (order if k % 2 else reversed(order))}
+            pairs.append((times["ours"], times["plain"]))
+        ratios = [a / b for a, b in pairs]
+        medians = [1000 * statistics.median(x) for x in zip(*pairs, strict=True)]
+        spread = f"{statistics.median(ratios):>13.3f} {min(ratios):>6.3f} {max(ratios):>6.3f}"
+        print(f"{name:<12} {medians[0]:>10.2f} {medians[1]:>11.2f} {spread}  {a:.4f} {b:.4f}")
+
+
+if __name__ == "__main__":
+    main()

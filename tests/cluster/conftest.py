@@ -1,0 +1,36 @@
+import os
+from pathlib import Path
+
+import pytest
+
+from platform.cluster.job import Job
+from platform.config import Config
+
+HERE = str(Path(__file__).parent)
+
+
+@pytest.fixture(autouse=True)
+def find_fake_worker(monkeypatch):
+    """In this process, in spawned ones and in Ray's workers."""
+    monkeypatch.syspath_prepend(HERE)
+    paths = [HERE, str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+
+
+@pytest.fixture
+def config(tmp_path):
+    config = Config()
+    config.run.dir = str(tmp_path / "run")
+    config.data.kind = "synthetic"
+    config.cluster.kind = "processes"
+    config.train.steps = 5
+    return config
+
+
+@pytest.fixture
+def job(config, tmp_path):
+    def make(size, worker="fake_worker:FakeWorker"):
+        coordinates = [{"stage": 0, "data": rank} for rank in range(size)]
+        return Job(config.to_dict(), coordinates, "cpu", tmp_path, worker)
+
+    return make

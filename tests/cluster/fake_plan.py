@@ -1,0 +1,23 @@
+"""A plan as the driver sees it."""
+
+from dataclasses import dataclass
+
+from platform.plan.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class FakePlan:
+    """`size` data-parallel workers."""
+
+    size: int
+    flops_per_token: float = 1e6
+
+    @property
+    def mesh(self):
+        return Mesh.of({"data": self.size})
+
+    def describe(self):
+        return f"the plan: {self.size} workers"
+
+    def to_dict(self):
+        return {"mesh": self.mesh.axes}

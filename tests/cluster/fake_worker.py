@@ -1,0 +1,104 @@
+"""Workers with the interface of platform.train.worker.Worker that compute nothing and fail on request."""
+
+import json
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+
+class FakeWorker:
+    """Also keeps a collective's habit: on `step`, every rank waits for the others in the driver's store."""
+
+    def __init__(self, config, rank, world_size, *, device, run_dir, threads):
+        self.rank, self.world_size, self.run_dir = rank, world_size, Path(run_dir)
+        self.device, self.threads, self.config = device, threads, config
+
+    def form(self, store, generation):
+        from torch.distributed import PrefixStore, TCPStore
+
+        tcp = TCPStore(store[0], store[1], is_master=False)
+        self.store = PrefixStore(f"generation/{generation}", tcp)
+        self._meet("form")
+        return {"rank": self.rank, "coordinates": {"data": self.rank}, "pid": os.getpid(), "node": socket.gethostname()}
+
+    def build(self):
+        return {"parameters": 42}
+
+    def step(self, step):
+        self._meet(f"step {step}")
+        first = (step - 1) * 4
+        return {
+            "step": step,
+            "loss": 1.0 / step,
+            "grad_norm": 0.5,
+            "lr": 1e-3,
+            "tokens": step * 4 * self.config["model"]["length"],
+            "samples": [first, first + 4],
+            "step_seconds": 0.001,
+            "seconds": {"forward": 0.5 * self.rank, "data": 0.0},
+            "comm_bytes": {"all_reduce/data": 10 + self.rank},
+            "peak_memory_bytes": 100 + self.rank,
+        }
+
+    def evaluate(self):
+        return {"val_loss": 2.0}
+
+    def sample(self, tokens):
+        return "word " * tokens
+
+    def close(self):
+        print("closed", flush=True)
+
+    # what only the tests call
+
+    def place(self):
+        names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"]
+        return {name: os.environ.get(name) for name in names} | {"pid": os.getpid(), "threads": self.threads}
+
+    def add(self, a, b):
+        os.write(1, b"from below Python\n")
+        return a + b + self.rank
+
+    def fail(self, rank):
+        """`rank` fails; the others hang as in a collective."""
+        if self.rank == rank:
+            raise ValueError(f"boom on {rank}")
+        time.sleep(1000)
+
+    def lose(self, rank):
+        """`rank` dies a moment after the others have noticed that it is gone."""
+        if self.rank == rank:
+            time.sleep(0.1)
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise RuntimeError("[/gloo/transport/tcp/pair.cc:1] Connection closed by peer")
+
+    def _meet(self, where):
+        self.store.set(f"{where}/{self.rank}", b"")
+        self.store.wait([f"{where}/{rank}" for rank in range(self.world_size)])
+
+
+class Slow(FakeWorker):
+    """Each step takes a while, and says so."""
+
+    def step(self, step):
+        (self.run_dir / f"rank-{self.rank}-in-step").write_text(json.dumps({"step": step, "pid": os.getpid()}))
+        time.sleep(0.2)
+        return super().step(step)
+
+
+class FailsInStep3(FakeWorker):
+    """Rank 1 fails in step 3, while the others wait for it."""
+
+    def step(self, step):
+        if step == 3 and self.rank == 1:
+            raise ValueError("boom")
+        return super().step(step)
+
+
+class FailsToStart(FakeWorker):
+    def __init__(self, config, rank, *args, **keywords):
+        if rank == 1:
+            raise MemoryError("no room")
+        super().__init__(config, rank, *args, **keywords)

@@ -1,0 +1,193 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from fake_plan import FakePlan
+from process_tree import descendants, gone
+
+from platform.cluster.driver import run
+from platform.config import ConfigError
+from platform.monitor import METRICS, Journal, MetricsLog
+
+
+def events(config):
+    return Journal.read(Path(config.run.dir, "journal.jsonl"))
+
+
+def names(config):
+    return [event["event"] for event in events(config)]
+
+
+def rows(config):
+    return MetricsLog.read(Path(config.run.dir, "metrics.jsonl"))
+
+
+def drive(config, size=2, worker="FakeWorker"):
+    return run(config, FakePlan(size), experiment="quick", worker=f"fake_worker:{worker}")
+
+
+@pytest.mark.parametrize("kind", ["processes", pytest.param("local", marks=pytest.mark.ray)])
+def test_a_run_from_end_to_end(kind, config, capsys):
+    config.cluster.kind = kind
+    config.eval.every, config.monitor.sample = 2, 3
+    before = descendants()
+    assert drive(config) == 0
+    assert gone(descendants() - before)
+    assert names(config) == ["forming", "formed", "running", "first_step", "released", "done"]
+    formed = events(config)[1]
+    assert [worker["rank"] for worker in formed["workers"]] == [0, 1]
+    assert all(worker.keys() == {"rank", "coordinates", "pid", "node"} for worker in formed["workers"])
+    out = capsys.readouterr().out
+    assert out.index("the plan: 2 workers") < out.index("0.2000") < out.index("word word word")
+    assert f"run directory: {config.run.dir}" in out
+    assert "next: python -m platform.launch +experiment=quick" in out
+    assert [row["step"] for row in rows(config)] == [1, 2, 3, 4, 5]
+    assert [row.get("val_loss") for row in rows(config)] == [None, 2.0, None, 2.0, None]
+    row = rows(config)[2]
+    assert row.keys() == METRICS.keys() - {"val_loss"}
+    assert row["samples"] == [8, 12] and row["loss"] == 1 / 3 and row["world_size"] == 2 and row["generation"] == 1
+    assert row["seconds"] == {"forward": 0.25, "data": 0.0}
+    assert row["comm_bytes"] == {"all_reduce/data": 21}
+    assert row["peak_memory_bytes"] == 101
+    assert row["mfu"] is None
+    assert row["tokens_per_second"] == pytest.approx(4 * config.model.length / row["step_seconds"])
+    assert row["tflops_per_worker"] == pytest.approx(row["tokens_per_second"] * 1e6 / 2 / 1e12)
+
+
+def test_a_finished_run_says_so_and_starts_nothing(config, capsys):
+    config.cluster.kind = "inline"
+    assert drive(config, size=1) == 0
+    before = {file: file.read_bytes() for file in Path(config.run.dir).rglob("*") if file.is_file()}
+    capsys.readouterr()
+    assert drive(config, size=1, worker="NoSuchWorker") == 0
+    assert "already done: 5 steps" in capsys.readouterr().out
+    assert before == {file: file.read_bytes() for file in Path(config.run.dir).rglob("*") if file.is_file()}
+
+
+def test_a_failure_names_the_culprit_and_the_same_command_starts_over(config, capsys):
+    before = descendants()
+    assert drive(config, worker="FailsInStep3") == 1
+    assert gone(descendants() - before)
+    assert names(config) == ["forming", "formed", "running", "first_step", "failure", "released"]
+    failure = events(config)[4]
+    assert (failure["rank"], failure["coordinates"], failure["method"]) == (1, {"data": 1}, "step(3)")
+    assert "ValueError: boom" in failure["cause"]
+    out = capsys.readouterr().out
+    assert "rank1[data1] failed in step(3): ValueError: boom" in out
+    assert f"its log: {config.run.dir}/logs/rank-1.log" in out
+    assert "stopped after step 2: nothing was saved" in out
+    assert drive(config) == 0
+    assert [(row["step"], row["generation"]) for row in rows(config)] == [(step, 2) for step in range(1, 6)]
+    assert len(Path(config.run.dir, "metrics.jsonl").read_text().splitlines()) == 2 + 5
+
+
+def test_mistakes_come_before_anything_is_written_or_started(config):
+    config.cluster.kind = "inline"
+    with pytest.raises(ConfigError, match="cluster=inline"):
+        drive(config, size=2)
+    config.data.kind, config.data.path = "text", "/no/such/corpus"
+    with pytest.raises(ConfigError, match="data.path"):
+        drive(config, size=1)
+    assert not Path(config.run.dir).exists()
+
+
+SCRIPT = """
+import json, sys
+from fake_plan import FakePlan
+from platform.cluster.driver import run
+from platform.config import Config
+if __name__ == "__main__":
+    config = Config.from_dict(json.loads(sys.argv[1]))
+    sys.exit(run(config, FakePlan(int(sys.argv[3])), experiment="quick", worker=f"fake_worker:{sys.argv[2]}"))
+"""
+
+
+@pytest.fixture
+def start(config, tmp_path):
+    """Starts a run in a process of its own; what it leaves behind is killed after the test."""
+    started = []
+
+    def start(worker, size=2):
+        script = tmp_path / "drive.py"
+        script.write_text(SCRIPT)
+        command = [sys.executable, script, json.dumps(config.to_dict()), worker, str(size)]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def wait_for(path, process):
+    while not path.exists():
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_lets_the_step_finish_and_leaves_nothing_behind(number, config, start):
+    config.train.steps = 10**6
+    process = start("Slow")
+    wait_for(Path(config.run.dir, "metrics.jsonl"), process)
+    wait_for(Path(config.run.dir, "rank-1-in-step"), process)
+    inside = descendants(process.pid)
+    assert len(inside) >= 2
+    process.send_signal(number)
+    out = process.communicate()[0]
+    assert process.returncode == 1, out
+    assert gone(inside)
+    last = rows(config)[-1]["step"]
+    assert f"stopped by {number.name} after step {last}: nothing was saved" in out
+    assert "Traceback" not in out
+    assert names(config)[-2:] == ["stopped", "released"]
+
+
+def test_a_second_signal_ends_a_step_that_hangs(config, start):
+    process = start("Slow", size=3)
+    wait_for(Path(config.run.dir, "rank-1-in-step"), process)
+    inside = descendants(process.pid)
+    pid = json.loads(Path(config.run.dir, "rank-1-in-step").read_text())["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    process.send_signal(signal.SIGINT)
+    while "stopping after this step" not in process.stdout.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    out = process.communicate()[0]
+    assert process.returncode == 1 and "stopped by SIGINT after step" in out
+    assert gone(inside)
+
+
+@pytest.mark.ray
+def test_a_signal_stops_ray_too(config, start):
+    config.cluster.kind, config.train.steps = "local", 10**6
+    process = start("Slow")
+    wait_for(Path(config.run.dir, "rank-1-in-step"), process)
+    inside = descendants(process.pid)
+    process.send_signal(signal.SIGINT)
+    out = process.communicate()[0]
+    assert process.returncode == 1 and "stopped by SIGINT after step" in out
+    assert gone(inside)
+
+
+def test_torchrun_starts_the_same_run(config, tmp_path):
+    (tmp_path / "drive.py").write_text(SCRIPT)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*torchrun, tmp_path / "drive.py", json.dumps(config.to_dict())]
+    done = subprocess.run([*command, "FakeWorker", "2"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert names(config) == ["forming", "formed", "running", "first_step", "released", "done"]
+    assert len({worker["pid"] for worker in events(config)[1]["workers"]}) == 2
+    assert [row["step"] for row in rows(config)] == [1, 2, 3, 4, 5]
+    again = subprocess.run([*command, "FakeWorker", "2"], capture_output=True, text=True)
+    assert again.returncode == 0 and again.stdout.count("already done") == 1
+    config.run.dir += "-2"
+    command[-1] = json.dumps(config.to_dict())
+    failed = subprocess.run([*command, "FailsInStep3", "2"], capture_output=True, text=True)
+    assert failed.returncode == 1 and "rank1[data1] failed in step(3): ValueError: boom" in failed.stdout

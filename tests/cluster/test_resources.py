@@ -1,0 +1,78 @@
+import pytest
+
+from platform.cluster import resources
+from platform.cluster.resources import Supply, available_workers, secure
+from platform.config import Cluster, ConfigError
+
+
+@pytest.fixture
+def supply(monkeypatch):
+    def set_supply(*supplies):
+        left = list(supplies)
+        monkeypatch.setattr(resources, "_supply", lambda kind: left.pop(0) if len(left) > 1 else left[0])
+
+    return set_supply
+
+
+@pytest.fixture
+def said():
+    return []
+
+
+@pytest.mark.parametrize(("gpus", "device"), [(4, "cuda"), (3, "cpu"), (0, "cpu")])
+def test_auto_takes_gpus_only_for_everybody_and_says_so(supply, said, gpus, device):
+    supply(Supply(gpus, 2, "on this machine"))
+    assert secure(Cluster(), 4, said.append) == device
+    assert said == [f"device: {device} ({gpus} GPUs on this machine)"]
+
+
+def test_too_few_gpus(supply, said):
+    supply(Supply(1, 2, "on this machine"))
+    with pytest.raises(ConfigError, match="cluster.device=cuda: needs 8 GPUs, 1 there"):
+        secure(Cluster(device="cuda"), 8, said.append)
+
+
+def test_local_workers_are_logical_but_a_crowd_is_warned_of(supply, said):
+    supply(Supply(0, 2, "on this machine"))
+    assert secure(Cluster(device="cpu"), 8, said.append) == "cpu"
+    assert said == ["device: cpu"]
+    assert secure(Cluster(device="cpu"), 9, said.append) == "cpu"
+    assert said[-1] == "warning: 9 workers share 2 cores: this will be slow"
+
+
+def test_a_cluster_needs_a_cpu_per_worker(supply, said):
+    supply(Supply(0, 3, "free in the Ray cluster", shared=True))
+    with pytest.raises(ConfigError, match="cluster=ray: needs 4 CPUs, 3 there"):
+        secure(Cluster(kind="ray"), 4, said.append)
+
+
+def test_waiting_for_more(supply, said, monkeypatch):
+    monkeypatch.setattr(resources, "sleep", lambda seconds: None)
+    few, enough = Supply(0, 3, "free", shared=True), Supply(0, 4, "free", shared=True)
+    supply(few, few, enough)
+    assert secure(Cluster(kind="ray", wait=100), 4, said.append) == "cpu"
+    assert said == ["cluster=ray: needs 4 CPUs, 3 there (free); waiting up to 100 s", "device: cpu (0 GPUs free)"]
+
+
+def test_inline_is_a_world_of_one(said):
+    with pytest.raises(ConfigError, match="cluster=inline: .* 2 workers; nearest legal: cluster=processes"):
+        secure(Cluster(kind="inline"), 2, said.append)
+    assert secure(Cluster(kind="inline", device="cpu"), 1, said.append) == "cpu"
+
+
+def test_torchrun_decides_the_size(said, monkeypatch):
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert available_workers(Cluster(kind="inline")) == 2
+    assert secure(Cluster(device="cpu"), 2, said.append) == "cpu"
+    with pytest.raises(ConfigError, match="this plan has 4 workers, and torchrun has started 2"):
+        secure(Cluster(device="cpu"), 4, said.append)
+
+
+def test_available_workers(supply):
+    supply(Supply(3, 16, "there"))
+    assert available_workers(Cluster()) == available_workers(Cluster(device="cuda")) == 3
+    assert available_workers(Cluster(device="cpu")) == 16
+    assert available_workers(Cluster(kind="inline")) == 1
+    supply(Supply(0, 16, "there"))
+    assert available_workers(Cluster()) == 16

@@ -1,0 +1,31 @@
+"""Lets a bare `pytest` find our `platform` in an uninstalled checkout, here and in every child process."""
+
+import os
+from pathlib import Path
+
+import platform
+
+ROOT = Path(__file__).resolve().parent.parent
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: many small processes share few cores
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+if not hasattr(platform, "__path__"):  # pytest imported the standard library's module before we could
+    platform.__path__ = [str(ROOT / "platform")]
+
+import pytest  # noqa: E402
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` are skipped where there is none; torch is imported only if there is one to skip."""
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if on_gpu:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in on_gpu:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The checkout."""
+    return ROOT

@@ -1,0 +1,127 @@
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from offline_run import history, records
+
+from platform.monitor import METRICS
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:wandb_workspaces")
+
+WRITE_A_RUN = """
+import sys
+from pathlib import Path
+from platform.config import Config
+from platform.monitor import METRICS, open_monitor
+config = Config()
+config.monitor.kind = "wandb"
+config.train.steps = 4321
+monitor = open_monitor(config, Path(sys.argv[1]), total_steps=3)
+row = dict.fromkeys(METRICS, 0.5) | {"samples": [0, 16], "comm_bytes": {"all_reduce/t": 1, "all_gather/data+t": 2}}
+row["seconds"] = dict.fromkeys("data forward backward exposed_comm bubble reduce optimizer checkpoint".split(), 0.25)
+monitor.step(row | {"step": 1})
+del row["val_loss"]
+for step in (2, 3, 2, 3):  # a rollback
+    monitor.step(row | {"step": step, "mfu": None})
+monitor.close(0)
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of a small run of our own Monitor, with every metric of design.md, section 7."""
+    run_dir = tmp_path_factory.mktemp("run")
+    env = os.environ | {"WANDB_MODE": "offline", "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", WRITE_A_RUN, str(run_dir)], env=env, check=True, capture_output=True)
+    [path] = run_dir.glob("wandb/offline-run-*/*.wandb")
+    return path
+
+
+@pytest.fixture(scope="module")
+def workspace() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("workspace", ROOT / "dashboards" / "workspace.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def panels(workspace: ModuleType) -> list[dict[str, Any]]:
+    """The panels' configurations as W&B would store them."""
+    model = workspace.build("team", "project")._to_model().model_dump(by_alias=True, mode="json")
+    sections = model["spec"]["section"]["panelBankConfig"]["sections"]
+    assert all(section["panels"] for section in sections)
+    return [panel["config"] for section in sections for panel in section["panels"]]
+
+
+def test_every_metric_on_a_panel_is_logged_and_every_logged_metric_is_on_a_panel(
+    run: Path, panels: list[dict[str, Any]]
+) -> None:
+    logged = {name for row in history(run) for name in row}
+    used = {name for panel in panels for name in [panel["xAxis"], *(panel["metrics"] or [])]}
+    patterns = [panel["metricRegex"] for panel in panels if panel["useMetricRegex"]]
+    matched = {name for name in logged if any(re.fullmatch(pattern, name) for pattern in patterns)}
+    assert used - logged == set()
+    assert logged - used == matched != set()
+    assert all(any(re.fullmatch(pattern, name) for name in logged) for pattern in patterns)
+    assert {name for name in METRICS.values() if name} <= {n for m in logged for n in (m, m.split("/")[0])}
+
+
+def test_no_panel_is_empty_or_twice_there(panels: list[dict[str, Any]]) -> None:
+    titles = [panel["chartTitle"] for panel in panels]
+    assert all(titles) and len(set(titles)) == len(titles)
+    assert all(panel["metrics"] or panel["useMetricRegex"] for panel in panels)
+
+
+def test_the_run_has_our_configuration_our_x_axis_and_every_row(run: Path) -> None:
+    by_kind: dict[str, list[Any]] = {}
+    for record in records(run):
+        by_kind.setdefault(record.WhichOneof("record_type"), []).append(record)
+    started = by_kind["run"][0].run
+    assert started.project == "elastic-platform" and started.run_id in run.name
+    config = {item.key: json.loads(item.value_json) for item in started.config.update}
+    assert config["train"]["steps"] == 4321 and config["cluster"]["kind"] == "local"
+    assert {(m.metric.name, m.metric.glob_name, m.metric.step_metric) for m in by_kind["metric"]} >= {
+        ("step", "", ""),
+        ("", "*", "step"),
+    }
+    assert [(row["step"], "perf/mfu" in row, "val/loss" in row) for row in history(run)] == [
+        (1, True, True),
+        (2, False, False),
+        (3, False, False),
+        (2, False, False),  # W&B's own step counter would have dropped these two
+        (3, False, False),
+    ]
+    assert history(run)[0]["comm/all_gather/data+t"] == 2
+    assert by_kind["exit"][0].exit.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "arguments, status, says",
+    [([], 0, '"Training loss"'), (["a/b", "--json"], 0, '"project": "b"'), (["nonsense"], 2, "is not ENTITY/PROJECT")],
+)
+def test_command_line(arguments: list[str], status: int, says: str, tmp_path: Path) -> None:
+    """Run by its path from elsewhere: it needs neither the installed package nor an account."""
+    command = [sys.executable, str(ROOT / "dashboards" / "workspace.py"), *arguments]
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "PYTHONPATH"))}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == status, done.stderr
+    assert says in done.stdout + done.stderr
+
+
+def test_saving_without_a_key_ends_in_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "dashboards" / "workspace.py"), "team/project"]
+    env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
+    env |= {"HOME": str(tmp_path), "NETRC": str(tmp_path / "none"), "WANDB_CONFIG_DIR": str(tmp_path)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.startswith("not saved:") and "Traceback" not in done.stderr

@@ -1,0 +1,113 @@
+import json
+import multiprocessing
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from platform.config import ConfigError
+from platform.data import cache, corpus, prepare
+
+SIZES = {"length": 32, "vocab": 400, "seed": 0}
+
+
+def _entry(data) -> Path:
+    (entry,) = Path(data.cache).iterdir()  # also: no unfinished folder is left
+    return entry
+
+
+def _build_together(data, barrier, results):
+    """In a process of its own: publish only when the other process has built, too."""
+    build = corpus._build
+
+    def slow(*args):
+        description = build(*args)
+        barrier.wait()
+        return description
+
+    corpus._build = slow
+    made = prepare(data, **SIZES)
+    results.put((made.digest, made.batch("train", 0, 4).tolist()))
+
+
+def test_two_processes_may_build_one_entry_at_once(data):
+    context = multiprocessing.get_context("spawn")
+    barrier, results = context.Barrier(2, timeout=60), context.Queue()
+    processes = [context.Process(target=_build_together, args=(data, barrier, results)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    first, second = (results.get(timeout=60) for _ in processes)
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+    assert first == second
+    _entry(data)
+
+
+def test_the_second_time_nothing_is_built(data, monkeypatch):
+    first = prepare(data, **SIZES)
+    monkeypatch.setattr(corpus, "_build", None)
+    assert np.array_equal(prepare(data, **SIZES).batch("train", 0, 9), first.batch("train", 0, 9))
+
+
+@pytest.mark.parametrize("file", ["tokens.bin", "tokenizer.json", "meta.json"])
+@pytest.mark.parametrize("damage", ["flipped", "cut", "longer", "empty", "missing"])
+def test_a_corrupt_entry_is_built_again(data, file, damage):
+    first = prepare(data, **SIZES)
+    digest, batch = first.digest, first.batch("train", 0, 9)
+    path = _entry(data) / file
+    content = path.read_bytes()
+    path.unlink()  # a new file: `first` still maps the old one
+    middle = len(content) // 2
+    damaged = {
+        "flipped": content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :],
+        "cut": content[:-1],
+        "longer": content + b"0",
+        "empty": b"",
+    }
+    if damage in damaged:
+        path.write_bytes(damaged[damage])
+    again = prepare(data, **SIZES)
+    assert again.digest == digest and np.array_equal(again.batch("train", 0, 9), batch)
+    assert (_entry(data) / file).read_bytes() == content
+
+
+def test_a_changed_description_is_not_trusted(data):
+    samples = prepare(data, **SIZES).samples
+    meta = _entry(data) / "meta.json"
+    content = json.loads(meta.read_text())
+    content["content"]["splits"]["train"][1] -= 64
+    meta.write_text(json.dumps(content))
+    assert prepare(data, **SIZES).samples == samples
+
+
+def test_a_build_that_fails_leaves_nothing(tmp_path):
+    def build(folder):
+        (folder / "half").write_text("x")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cache.fetch(tmp_path / "key", build)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_entry_that_does_not_read_back_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "_verified", lambda entry: None)
+    with pytest.raises(OSError, match="does not hold what was just written"):
+        cache.fetch(tmp_path / "key", lambda folder: {"a": 1})
+
+
+def test_a_cache_that_cannot_be_written_is_named(data, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="data.cache=.*name another folder"):
+        prepare(replace(data, cache=str(tmp_path / "file" / "cache")), **SIZES)
+
+
+def test_the_cache_is_where_the_user_keeps_caches(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache.root("") == tmp_path / "elastic-platform"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache.root("") == tmp_path / ".cache" / "elastic-platform"
+    assert cache.root("~/here") == tmp_path / "here"

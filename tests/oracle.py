@@ -1,0 +1,183 @@
+"""The oracle: one process, no sharding, fp64 (DESIGN section 5). What ranks computed must equal it, gradients too."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from torch import Tensor
+
+from platform.config import Branch, Config
+from platform.config import Model as ModelConfig
+from platform.config import Tensor as TensorConfig
+from platform.parallel.groups import Alone, Communicator, Launch, run_threads
+from platform.plan.plan import Plan
+from platform.train.plan import make_plan
+from platform.train.trainer import Trainer
+
+CONF = Path(__file__).parent.parent / "conf"
+STEPS = 5
+
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt": {},
+    "gpt_untied": {"tied": False, "vocab": 64},
+    "llama": {"kv_heads": 2, "norm": "rmsnorm", "activation": "swiglu", "positions": "rope", "bias": False,
+              "tied": False, "d_ff": 48},
+    "gqa_tied": {"kv_heads": 2, "norm": "rmsnorm", "activation": "swiglu", "vocab": 63},
+}  # fmt: skip
+
+
+def read(group: str, option: str) -> dict[str, Any]:
+    return yaml.safe_load((CONF / group / f"{option}.yaml").read_text())
+
+
+def configure(
+    tensor: str = "serial",
+    axes: Mapping[str, int] | None = None,
+    *,
+    rules: Mapping[str, Any] | None = None,
+    branch: str = "none",
+    branch_axes: Mapping[str, int] | None = None,
+    data: int = 1,
+    microbatch: int = 4,
+    global_batch: int = 8,
+    precision: str = "fp64",
+    **model: Any,
+) -> Config:
+    """A small model under any scheme; `rules` is the map of tensor=layout, for all regions and parameters."""
+    c = Config(precision=precision)
+    c.model = ModelConfig(**{"layers": 2, "d_model": 32, "heads": 8, "length": 16, "vocab": 61, **model})
+    c.tensor = TensorConfig(**{**read("tensor", tensor), "axes": dict(axes or {})})
+    if rules is not None:
+        regions = ("stream", "attention", "mlp", "logits")
+        c.tensor.regions, c.tensor.parameters = {r: dict(rules) for r in regions}, {"all": dict(rules)}
+    c.branch = Branch(**{**read("branch", branch), "axes": dict(branch_axes or {})})
+    c.parallel.data = data
+    c.train.microbatch, c.train.global_batch, c.train.steps = microbatch, global_batch, STEPS
+    c.optimizer.lr, c.optimizer.clip = 1e-2, 0.5
+    return c
+
+
+class Tokens:
+    """A corpus of pseudo-random tokens."""
+
+    def __init__(self, c: Config):
+        self.length, self.vocab = c.model.length, c.model.vocab
+
+    def batch(self, split: str, start: int, end: int) -> np.ndarray:
+        draws = (np.random.default_rng([split == "train", i]) for i in range(start, end))
+        return np.stack([draw.integers(0, self.vocab, self.length + 1) for draw in draws])
+
+    def encode(self, text: str) -> list[int]:
+        return [b % self.vocab for b in text.encode()]
+
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+@dataclass
+class Result:
+    """What one rank computed. Blocks are local; `log` has every launch of the first step."""
+
+    rank: int
+    loss: float
+    grad_norm: float
+    gradients: dict[str, Tensor]
+    initial: dict[str, Tensor]
+    final: dict[str, Tensor]
+    losses: list[float]
+    moved: Counter[str]
+    log: list[Launch]
+
+
+def compute(c: Config, plan: Plan, communicator: Communicator) -> Result:
+    """Gradients of the first step and parameters after five, on one rank."""
+    torch.set_num_threads(1)
+    trainer = Trainer(c, plan, communicator, Tokens(c))
+    communicator.log = []
+    initial = {n: w.detach().clone() for n, w in trainer.weights.master.items()}
+    loss, norm = trainer.compute_gradients(1)
+    log, communicator.log = communicator.log, None
+    moved = Counter(communicator.moved)
+    gradients = {n: g.clone() for n, g in trainer.weights.gradients.items()}
+    trainer.weights.refresh()
+    losses = [trainer.step(k)["loss"] for k in range(1, STEPS + 1)]
+    final = {n: w.detach().clone() for n, w in trainer.weights.master.items()}
+    return Result(communicator.rank, loss, norm, gradients, initial, final, losses, moved, log)
+
+
+def run(c: Config, plan: Plan | None = None) -> tuple[Plan, list[Result]]:
+    """All ranks of a plan, as threads."""
+    plan = plan or make_plan(c)
+    if plan.mesh.size == 1:
+        return plan, [compute(c, plan, Alone(plan.mesh))]
+    return plan, run_threads(plan.mesh, lambda communicator: compute(c, plan, communicator))
+
+
+def assemble(
+    plan: Plan, results: Sequence[Result], pick: Callable[[Result], Mapping[str, Tensor]]
+) -> dict[str, Tensor]:
+    """Whole tensors from all ranks' blocks, without padding. Raises AssertionError where replicas disagree."""
+    out = {}
+    for p in plan.parameters:
+        padded = [plan.planner.sizes[d] for d in p.dims]
+        whole = torch.full(padded, torch.nan, dtype=torch.float64)
+        for r in results:
+            where = tuple(slice(o, o + n) for o, n in plan.block(p, plan.mesh.coordinates(r.rank)))
+            block = pick(r)[p.name].double()
+            seen = whole[where]
+            assert seen.isnan().all() or torch.allclose(seen, block, rtol=1e-10, atol=1e-13), f"replicas of {p.name}"
+            whole[where] = block
+        for i, n in enumerate(plan.global_shape(p)):
+            assert not whole.narrow(i, n, whole.shape[i] - n).any(), f"padding of {p.name} is not zero"
+            whole = whole.narrow(i, 0, n)
+        assert not whole.isnan().any(), f"the blocks of {p.name} leave a hole"
+        out[p.name] = whole
+    return out
+
+
+def compare(c: Config, plan: Plan, results: Sequence[Result], expected: Result) -> None:
+    """Tolerances of DESIGN section 5, for every rank. Raises AssertionError naming the tensor."""
+    lr = c.optimizer.lr
+    largest = max(g.abs().max() for g in expected.gradients.values())
+    parts = {
+        "initial": (lambda r: r.initial, 0.0, 0.0),
+        "gradient": (lambda r: r.gradients, 1e-10, 1e-13 * largest),
+        "final": (lambda r: r.final, 1e-10, 1e-10 * lr),
+    }
+    for what, (pick, relative, absolute) in parts.items():
+        found, wanted = assemble(plan, results, pick), pick(expected)
+        for name, value in found.items():
+            error = (value - wanted[name]).abs().max()
+            bound = relative * wanted[name].abs().max() + absolute
+            assert error <= bound, f"{what} of {name}: {error:.1e} > {bound:.1e}"
+    for r in results:
+        numbers = zip(
+            (r.loss, r.grad_norm, *r.losses), (expected.loss, expected.grad_norm, *expected.losses), strict=True
+        )
+        for have, want in numbers:
+            assert abs(have - want) <= 1e-10 * abs(want), f"rank {r.rank}: {have} != {want}"
+
+
+def counted(results: Sequence[Result]) -> dict[str, int]:
+    """Bytes moved in the first step, summed over the ranks."""
+    return dict(sorted(sum((r.moved for r in results), Counter()).items()))
+
+
+_serial: dict[str, Result] = {}
+
+
+def serial(c: Config) -> Result:
+    """One process: the same model, batch and optimizer without any parallelism. Computed once per model."""
+    key = repr((c.model, c.train.global_batch, c.optimizer, c.seed))
+    if key not in _serial:
+        one = configure(global_batch=c.train.global_batch, microbatch=c.train.global_batch)
+        one.model, one.optimizer, one.seed = c.model, c.optimizer, c.seed
+        _serial[key] = run(one)[1][0]
+    return _serial[key]

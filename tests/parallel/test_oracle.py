@@ -1,0 +1,168 @@
+"""Every tensor scheme and branch choice, with data parallelism and accumulation, against one process in fp64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+
+import pytest
+
+from platform.parallel.groups import Launch
+from platform.plan.replay import replay
+from platform.plan.rule import Conversion
+from platform.train.plan import make_plan
+from tests.oracle import MODELS, compare, configure, counted, run, serial
+from tests.pairwise import cover, product
+
+ROWS_COLS = {"batch": ["rows"], "heads": ["cols"], "d_ff": ["cols"], "vocab": ["cols"]}
+THREE = {"batch": ["r"], "heads": ["c"], "d_ff": ["c"], "vocab": ["c"], "d_model": ["p"]}
+SEQUENCE = {"length": ["rows"], "heads": ["cols"], "d_ff": ["cols"], "vocab": ["cols"]}
+TWO_ON_ONE = {"batch": ["a"], "heads": ["b", "c"], "d_ff": ["b", "c"], "vocab": ["c", "b"]}
+MEMORY = {"length": ["rows"], "memory_length": ["cols"], "d_ff": ["cols"], "d_kv": []}
+
+SCHEMES = {
+    "serial": ("serial", {}, None),
+    "1d t2": ("1d", {"t": 2}, None),
+    "1d t4": ("1d", {"t": 4}, None),
+    "1d_sp t2": ("1d_sp", {"t": 2}, None),
+    "1d_sp t4": ("1d_sp", {"t": 4}, None),
+    "3d 1,2,4": ("3d", {"x": 1, "y": 2, "z": 4}, None),
+    "3d 2,1,2": ("3d", {"x": 2, "y": 1, "z": 2}, None),
+    "3d 2,1,4": ("3d", {"x": 2, "y": 1, "z": 4}, None),
+    "3d 2,2,2": ("3d", {"x": 2, "y": 2, "z": 2}, None),
+    "3d 1,4,1": ("3d", {"x": 1, "y": 4, "z": 1}, None),
+    "3d 4,1,1": ("3d", {"x": 4, "y": 1, "z": 1}, None),
+    "layout rows,cols": ("layout", {"rows": 2, "cols": 2}, ROWS_COLS),
+    "layout 3 axes": ("layout", {"r": 2, "c": 2, "p": 2}, THREE),
+    "layout sequence": ("layout", {"rows": 2, "cols": 2}, SEQUENCE),
+    "layout two axes on heads": ("layout", {"a": 2, "b": 2, "c": 2}, TWO_ON_ONE),
+    "layout memory_length": ("layout", {"rows": 2, "cols": 2}, MEMORY),
+}
+FACTORS = {
+    "scheme": list(SCHEMES),
+    "branch": [{}, {"g": 2}, {"a": 2, "b": 2}],
+    "data": [1, 2],
+    "microbatch": [4, 8],
+    "model": list(MODELS),
+    "dropout": [0.0, 0.2],
+}
+
+
+def build(case, **more):
+    tensor, axes, rules = SCHEMES[case["scheme"]]
+    if rules and case["branch"] and set(axes) & set(case["branch"]):
+        axes = {f"t_{a}": n for a, n in axes.items()}
+        rules = {d: [f"t_{a}" for a in on] for d, on in rules.items()}
+    return configure(
+        tensor,
+        axes,
+        rules=rules,
+        branch="dsp" if case["branch"] else "none",
+        branch_axes=case["branch"],
+        data=case["data"],
+        microbatch=case["microbatch"],
+        global_batch=16,
+        dropout=case["dropout"],
+        **MODELS[case["model"]],
+        **more,
+    )
+
+
+def legal(case) -> bool:
+    axes = SCHEMES[case["scheme"]][1]
+    world = prod(axes.values()) * prod(case["branch"].values()) * case["data"]
+    heads = prod(axes.get(a, 1) for a in "yztbc") * axes.get("cols", 1) * prod(case["branch"].values())
+    batch = prod(axes.get(a, 1) for a in ("x", "r", "a")) * axes.get("rows", 1) * prod(case["branch"].values())
+    return world <= 8 and 8 % heads == 0 and case["microbatch"] % batch == 0
+
+
+CASES = product(FACTORS, legal)
+COVER = cover(CASES)
+
+
+def check(case) -> None:
+    c = build(case)
+    plan, results = run(c)
+    compare(c, plan, results, serial(c))
+    assert counted(results) == plan.communication()
+    assert replay([r.log for r in results]) is None
+
+
+def name(case) -> str:
+    return " ".join(f"{v}" for v in case.values())
+
+
+@pytest.mark.parametrize("case", COVER, ids=name)
+def test_pairwise_cover(case, record_count):
+    record_count("oracle (threads)", len(COVER), len(CASES))
+    check(case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", [c for c in CASES if c not in COVER], ids=name)
+def test_rest_of_the_product(case):
+    check(case)
+
+
+def test_key_value_heads_fewer_than_axes():
+    """kv_heads=2 on t=4: two ranks share a head, and its gradient is summed over both."""
+    c = configure("1d", {"t": 4}, **MODELS["llama"])
+    plan, results = run(c)
+    key = next(p for p in plan.parameters if p.name.endswith("attention.key"))
+    assert plan.layout(key)["kv_heads"] == ()
+    compare(c, plan, results, serial(c))
+
+
+def _without_backward(plan, kind):
+    """The plan with one kind of operation that forgets to reduce its gradients."""
+
+    def forget(o):
+        groups = tuple(replace(g, x=Conversion(g.x.forward, ())) for g in o.groups)
+        return replace(o, groups=groups)
+
+    broken = {k: forget(o) if k[0] == kind else o for k, o in plan.operations.items()}
+    return replace(plan, operations=broken)
+
+
+def test_negative_control_forgotten_reduction():
+    """Without Megatron's f (the all-reduce of the input's gradient) the oracle must fail."""
+    c = configure("1d", {"t": 2})
+    plan, results = run(c, _without_backward(make_plan(c), "project"))
+    with pytest.raises(AssertionError, match="gradient of|replicas of"):
+        compare(c, plan, results, serial(c))
+
+
+def test_negative_control_deferred_reduction():
+    """Without the deferred reduction over the sequence axis, norm gradients are partial and the oracle must fail."""
+    c = configure("1d_sp", {"t": 2})
+    plan = make_plan(c)
+    broken = replace(plan, reductions={n: () for n in plan.reductions})
+    with pytest.raises(AssertionError, match="gradient of|replicas of"):
+        compare(c, *run(c, broken), serial(c))
+
+
+def test_negative_control_scaled_gradient():
+    """A mean over branches, as DDP takes it, halves gradients: AdamW hides it, the oracle does not."""
+    c = configure("serial", branch="dsp", branch_axes={"g": 2})
+    plan, results = run(c)
+    for r in results:
+        r.gradients = {n: g / 2 if "mlp.up" in n else g for n, g in r.gradients.items()}
+    with pytest.raises(AssertionError, match="gradient of"):
+        compare(c, plan, results, serial(c))
+
+
+def test_replay_finds_a_swapped_order():
+    """Two collectives of one group in another order on one rank: gloo may forgive it, the replay does not."""
+    _, results = run(configure("3d", {"x": 2, "y": 2, "z": 1}))
+    logs = [list(r.log) for r in results]
+    first = logs[0][0]
+    other = next(i for i, x in enumerate(logs[0]) if x.group == first.group and x.elements != first.elements)
+    logs[0][0], logs[0][other] = logs[0][other], logs[0][0]
+    assert "rank 0 at launch 0" in replay(logs)
+
+
+def test_replay_finds_a_circular_wait():
+    """Every group sees one order, and yet 0 waits for 1, 1 for 2 and 2 for 0."""
+    a, b, c = (Launch("all_reduce", ("t",), group, 1) for group in [(0, 1), (1, 2), (0, 2)])
+    assert replay([[a, c], [b, a], [c, b]]) is not None
+    assert replay([[a, c], [a, b], [c, b]]) is None

@@ -1,0 +1,168 @@
+"""Our package is called `platform`, as a module of Python's own is: both must work, everywhere.
+
+The rules come from one fact: `import platform` yields the standard library's module object, to which a `__path__` is
+added that leads to our directory.
+"""
+
+import importlib.util
+import os
+import pkgutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+import pytest
+
+import platform
+
+# Run in a child: the standard library's `platform` as it would be without us, and what a user expects of ours.
+CHECK = """
+import importlib.util, os, pickle, pkgutil, platform, sys
+file = os.path.join(os.path.dirname(os.__file__), "platform.py")
+spec = importlib.util.spec_from_file_location("pristine", file)
+pristine = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(pristine)
+import platform.config, platform.launch
+ours = {m.name for m in pkgutil.iter_modules(platform.__path__)}
+assert set(vars(platform)) - set(vars(pristine)) <= {"__path__"} | ours, set(vars(platform)) - set(vars(pristine))
+assert set(vars(pristine)) <= set(vars(platform))
+for name in "system node release version machine python_version python_implementation platform".split():
+    assert getattr(platform, name)() == getattr(pristine, name)(), name
+assert tuple(platform.uname()) == tuple(pristine.uname())
+assert pickle.loads(pickle.dumps(platform.uname())) == platform.uname()
+assert platform.__file__ == file
+assert not {"torch", "ray", "wandb", "hydra"} & set(sys.modules), "launch must be cheap to import: it is the marker"
+print(platform.launch.CONF)
+"""
+
+
+def run(*command, cwd, **env) -> subprocess.CompletedProcess[str]:
+    """Runs a command without the PYTHONPATH by which the tests find an uninstalled checkout."""
+    kept = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    return subprocess.run(list(map(str, command)), cwd=cwd, env=kept | env, capture_output=True, text=True)
+
+
+def succeed(*command, cwd, **env) -> str:
+    done = run(*command, cwd=cwd, **env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def bare(tmp_path) -> Path:
+    """The interpreter of an environment that has what we depend on, and not us: a .pth in a .pth is not read."""
+    succeed(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv", cwd=tmp_path)
+    python = tmp_path / "venv" / "bin" / "python"
+    packages = succeed(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip()
+    Path(packages, "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return python
+
+
+@pytest.fixture
+def elsewhere(tmp_path) -> Path:
+    directory = tmp_path / "elsewhere"
+    directory.mkdir()
+    return directory
+
+
+def test_no_submodule_has_the_name_of_an_attribute_of_the_standard_module():
+    spec = importlib.util.spec_from_file_location("pristine", Path(os.__file__).parent / "platform.py")
+    pristine = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(pristine)
+    ours = {module.name for module in pkgutil.iter_modules(platform.__path__)}
+    assert "launch" in ours and "uname" in dir(pristine)
+    assert not ours & set(dir(pristine))
+
+
+def test_only_modules_lie_directly_in_the_package(root):
+    """`importlib.resources.files("platform")` points at the standard library's directory: data would not be found."""
+    files = {p.name for p in (root / "platform").iterdir() if p.is_file() and p.suffix != ".py"}
+    assert files == {"_startup.pth", "_startup.start"}
+
+
+def test_the_marker_is_there(root):
+    assert '"launch.py"' in (root / "platform" / "_startup.py").read_text()
+    assert (root / "platform" / "launch.py").is_file()
+
+
+def test_from_the_checkout_uninstalled(bare, root):
+    assert succeed(bare, "-c", CHECK, cwd=root).strip() == str(root / "conf")
+    assert "steps: 7" in succeed(bare, "-m", "platform.launch", "--cfg", "job", "train.steps=7", cwd=root)
+
+
+def test_outside_and_uninstalled_python_says_what_the_readme_explains(bare, elsewhere):
+    done = run(bare, "-m", "platform.launch", cwd=elsewhere)
+    assert done.returncode == 1
+    assert "__path__ attribute not found on 'platform' while trying to find 'platform.launch'" in done.stderr
+
+
+@pytest.mark.parametrize("how", ["wheel", "editable"])
+def test_installed(bare, root, elsewhere, how):
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", bare)
+    install = (*pip, "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index")
+    succeed(*install, *(["--editable"] if how == "editable" else []), root, cwd=elsewhere)
+
+    conf = Path(succeed(bare, "-c", CHECK, cwd=elsewhere).strip())
+    assert conf.is_relative_to(root if how == "editable" else bare.parents[1])
+    launch = ("--cfg", "job", "-p", "train", "+experiment=gpt_quick", "train.steps=7")
+    assert "steps: 7" in succeed(bare, "-m", "platform.launch", *launch, cwd=elsewhere)
+    assert "steps: 7" in succeed(bare.parent / "platform-launch", *launch, cwd=elsewhere)
+    assert succeed(bare, "-m", "platform", cwd=elsewhere).startswith(os.uname().sysname)
+    everybody = "import numpy, torch, ray, wandb, uuid, platform; print(platform.system())"
+    assert succeed(bare, "-c", everybody, cwd=elsewhere).strip() == os.uname().sysname
+    first = f"import sys; sys.path.insert(0, {str(elsewhere)!r}); import platform.config"  # as a script's own directory
+    succeed(bare, "-c", first, cwd=elsewhere)
+    assert list(elsewhere.iterdir()) == []  # no outputs/, no .hydra
+
+    succeed(*pip, "uninstall", "--quiet", "--yes", "elastic-platform", cwd=elsewhere)
+    assert run(bare, "-c", "import platform; assert not hasattr(platform, '__path__')", cwd=elsewhere).returncode == 0
+
+
+def test_a_pth_that_imports_the_standard_module_before_ours(bare, root, elsewhere):
+    install = (sys.executable, "-m", "pip", "--python", bare, "install", "--quiet", "--no-deps", "--no-build-isolation")
+    succeed(*install, "--no-index", "--editable", root, cwd=elsewhere)
+    packages = succeed(bare, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=elsewhere).strip()
+    Path(packages, "aa_coverage.pth").write_text("import platform\n")
+    succeed(bare, "-c", CHECK, cwd=elsewhere)
+
+
+def test_pytest_in_an_uninstalled_checkout(bare, root, elsewhere):
+    test = elsewhere / "test_it.py"
+    test.write_text("import platform.config\n\ndef test_it():\n    assert platform.system()\n")
+    conftest = (root / "tests" / "conftest.py").read_text()
+    (elsewhere / "conftest.py").write_text(
+        conftest.replace("Path(__file__).resolve().parent.parent", f"Path({str(root)!r})")
+    )
+    succeed(bare, "-m", "pytest", "-q", "-p", "no:cacheprovider", test, cwd=elsewhere)
+
+
+@pytest.mark.ray
+def test_in_a_ray_worker(root):
+    """Ray's worker has imported the standard library's module long before the driver's paths arrive."""
+    import ray
+
+    installed = "_platform_startup" in sys.modules
+    environment = {} if installed else {"env_vars": {"PYTHONPATH": str(root)}}
+    with tempfile.TemporaryDirectory(prefix="ray") as directory:  # short: sockets lie in it
+        ray.init(
+            address="local",
+            num_cpus=1,
+            include_dashboard=False,
+            _temp_dir=directory,
+            runtime_env=environment,
+            log_to_driver=False,
+        )
+        try:
+
+            @ray.remote
+            def compose() -> tuple[str, int]:
+                import platform
+                from platform.config import Config
+
+                return platform.system(), Config().train.steps
+
+            assert ray.get(compose.remote()) == (os.uname().sysname, 100)
+        finally:
+            ray.shutdown()
