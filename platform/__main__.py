@@ -1,6 +1,7 @@
 """`python -m platform` prints what the standard library's module prints."""
 
-import platform
 import runpy
+
+import platform
 
 runpy.run_path(platform.__file__, run_name="__main__")

@@ -147,7 +147,7 @@ def test_the_experiment_names_the_run_and_every_value_its_hash(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     here = compose([QUICK]).run.dir
     assert here.startswith(f"{tmp_path}/runs/gpt_quick-")
-    assert compose(["experiment=gpt_quick", "train.steps=100"]).run.dir == here
+    assert compose(["experiment=gpt_quick", "train.steps=300"]).run.dir == here
     others = [compose([QUICK, a]).run.dir for a in ("seed=1", "tensor=1d_sp", "tensor.axes.t=4", "monitor=wandb")]
     assert len({here, *others}) == 5
     assert compose([QUICK, "run.dir=there"]).run.dir == f"{tmp_path}/there"
@@ -239,7 +239,7 @@ WRONG = [
     ("optimizer.lr=nan", "optimizer.lr=nan: must be >= 0 and < inf"),
     ("optimizer.betas=[0.9,1]", "optimizer.betas.1=1.0: must be >= 0 and < 1"),
     ("optimizer.betas=[0.9]", "optimizer.betas=[0.9]: must be two numbers"),
-    ("optimizer.warmup_steps=200", "optimizer.warmup_steps=200: must be <= train.steps=100; nearest legal: 100"),
+    ("optimizer.warmup_steps=400", "optimizer.warmup_steps=400: must be <= train.steps=300; nearest legal: 300"),
     ("optimizer.schedule=linear", "optimizer.schedule=linear: unknown; nearest legal: "),
     ("precision=fp8", "precision=fp8: unknown; nearest legal: "),
     ("precision=fp16", "precision=fp16: not built yet (float16 with a loss scale); nearest legal: "),
@@ -270,7 +270,7 @@ WRONG = [
     ("tensor.axes.t=0", "tensor.axes.t=0: must be >= 1; nearest legal: 1"),
     ("tensor.layout=batch:t", "tensor.layout=batch:t: only for tensor=layout"),
     ("data=text", "data.path=: data=text needs a file, a folder or a glob"),
-    ("data.validation=0", "data.validation=0: eval.every=50 needs a held-out split"),
+    ("data.validation=0", "data.validation=0: eval.every=100 needs a held-out split"),
 ]  # fmt: skip
 
 
@@ -359,7 +359,7 @@ def test_the_configuration_is_shown(capsys):
     assert main(["--cfg", "job", "--resolve", QUICK, "train.steps=7"]) == 0
     assert "steps: 7\n" in capsys.readouterr().out
     assert main([QUICK, "--cfg", "job", "--package", "train", "seed=3"]) == 0  # flags and keys in any order
-    assert capsys.readouterr().out == "steps: 100\nstop_at: 0\nglobal_batch: 16\nmicrobatch: 4\n"
+    assert capsys.readouterr().out == "steps: 300\nstop_at: 0\nglobal_batch: 16\nmicrobatch: 4\n"
     assert main(["--cfg", "job", "-p", "trian", QUICK]) == 2
     assert capsys.readouterr().err.startswith("config: --package=trian: no such part; nearest legal: train")
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from platform.parallel.groups import Communicator, Handle
+from platform.parallel.traced import Arrived
 from platform.plan.rule import Conversion, Step
 
 
@@ -17,7 +18,7 @@ class Pending:
     def __init__(self, communicator: Communicator, x: Tensor, steps: Sequence[Step]):
         self._communicator = communicator
         self._x, self._steps = x, steps
-        self._handle: Handle | None = None
+        self._handle: Handle | Arrived | None = None
         self._advance()
 
     def _advance(self) -> None:

@@ -6,6 +6,7 @@ counted by the contract's rule and, on request, logged.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -19,8 +20,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from platform.parallel.clock import Clock
+from platform.parallel.traced import COMMUNICATORS, Arrived, collective
 from platform.plan.cost import TRAFFIC, label
 from platform.plan.mesh import Mesh
+
+
+_NUMBERS = itertools.count()
+# named *_into_tensor, *_tensor before torch 2.13
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
@@ -55,6 +63,8 @@ class Communicator(ABC):
         self.moved: Counter[str] = Counter()
         self.clock = Clock()
         self.log: list[Launch] | None = None
+        self._number = next(_NUMBERS)
+        COMMUNICATORS[self._number] = self
 
     def index(self, axes: Sequence[str]) -> int:
         return self.mesh.index(self.coordinates, axes)
@@ -69,12 +79,15 @@ class Communicator(ABC):
         *,
         reduce: str = "sum",
         owned: bool = False,
-    ) -> Handle:
+    ) -> Handle | Arrived:
         """Issues one collective of `platform.plan.rule.Step` over `axes` without waiting.
 
         `x` must not be modified until the result is there. `reduce`: sum, or max for all_reduce. `owned`: all_reduce
         may work in `x`. Several axes act together in mesh order: all_reduce, and all_gather of unordered statistics.
         """
+        if torch.compiler.is_compiling():
+            members = self.mesh.extent(axes)
+            return Arrived(collective(x, self._number, op, "+".join(axes), members, dim, joined, reduce))
         axes = self.mesh.ordered(axes)
         group = self.mesh.group(self.rank, axes)
         n = len(group)
@@ -148,9 +161,9 @@ class ProcessGroups(Communicator):
     def _start(self, op, given, out, axes, group, reduce):
         g = self._groups[axes]
         if op == "all_gather":
-            work = dist.all_gather_into_tensor(out.view(-1), given.view(-1), group=g, async_op=True)
+            work = _all_gather(out.view(-1), given.view(-1), group=g, async_op=True)
         elif op == "reduce_scatter":
-            work = dist.reduce_scatter_tensor(out.view(-1), given.view(-1), group=g, async_op=True)
+            work = _reduce_scatter(out.view(-1), given.view(-1), group=g, async_op=True)
         elif op == "all_to_all":
             work = dist.all_to_all_single(out.view(-1), given.view(-1), group=g, async_op=True)
         else:

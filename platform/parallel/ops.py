@@ -48,13 +48,15 @@ class ParallelOps(Ops):
         self.plan, self.communicator, self.tensors = plan, communicator, tensors
         self.dropout_rate = dropout
         self.position = Position()
+        tensors_of = (t for o in plan.operations.values() for t in (*o.operation.inputs, *o.operation.outputs))
+        self._blocks = {t: plan.block(t, communicator.coordinates) for t in tensors_of if isinstance(t, Spec)}
 
     def _planned(self, kind: str, name: str) -> PlannedOperation:
         return self.plan.operations[kind, name]
 
     def _block(self, spec: Spec) -> list[tuple[int, int]]:
         """(offset, extent) of this rank's block of an activation."""
-        return self.plan.block(spec, self.communicator.coordinates)
+        return self._blocks[spec]
 
     def lookup(self, table, tokens, out):
         planned = self._planned("lookup", table.name)

@@ -47,7 +47,10 @@ class Mesh:
 
     def extent(self, axes: Sequence[str]) -> int:
         """The number of ranks along these axes together."""
-        return prod(self.axes[a] for a in axes)
+        ranks = 1
+        for axis in axes:
+            ranks *= self.axes[axis]
+        return ranks
 
     def ordered(self, axes) -> tuple[str, ...]:
         """The given axes in mesh order, without those of size 1: a canonical name of a group."""

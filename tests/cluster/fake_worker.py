@@ -24,7 +24,7 @@ class FakeWorker:
         return {"rank": self.rank, "coordinates": {"data": self.rank}, "pid": os.getpid(), "node": socket.gethostname()}
 
     def build(self):
-        return {"parameters": 42}
+        return {"parameters": 42, "device": "cpu"}
 
     def step(self, step):
         self._meet(f"step {step}")

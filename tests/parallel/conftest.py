@@ -16,3 +16,13 @@ def record_count():
 def pytest_terminal_summary(terminalreporter):
     for what, (ran, of) in _counts.items():
         terminalreporter.write_line(f"{what}: {ran} of {of} cases (pairwise cover; `make test-all` runs every one)")
+
+
+@pytest.fixture(scope="session")
+def pool():
+    """Eight gloo processes."""
+    from tests.pool import Pool
+
+    pool = Pool()
+    yield pool
+    pool.close()

@@ -1,0 +1,33 @@
+# Each target sets up .venv by itself: all that is needed is Python 3.11 or newer, with pip (`make PYTHON=python3.12`).
+PYTHON ?= python3
+PY := .venv/bin/python
+READY := .venv/.ready
+export OMP_NUM_THREADS := 1
+
+# import-linter's own command fails where a package is called `platform`: rich, which it uses, imports the other one.
+IMPORT_CONTRACT := import sys; from importlinter import cli; sys.modules.pop("platform", None); sys.exit(cli.lint_imports())
+
+.PHONY: train test test-all lint
+
+train: $(READY)  ## a small GPT on real text, 4 workers, about two minutes
+	$(PY) -m platform.launch +experiment=gpt_quick
+
+test: $(READY)  ## a pairwise cover of every matrix
+	$(PY) -m pytest -m "not full"
+
+test-all: $(READY)  ## the whole product of every matrix
+	$(PY) -m pytest
+
+lint: $(READY)
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	$(PY) -m mypy
+	$(PY) -c '$(IMPORT_CONTRACT)'
+
+$(READY): pyproject.toml requirements.txt $(wildcard platform/_startup.*)
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
+	test -x $(PY) || $(PYTHON) -m venv .venv
+	$(PY) -m pip install --quiet "$$(grep ^torch== requirements.txt)"
+	$(PY) -m pip install --quiet --requirement requirements.txt
+	$(PY) -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@

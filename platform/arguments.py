@@ -1,0 +1,125 @@
+"""The command line's language: what users type, as Hydra wants it, and Hydra's complaints in one line each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from difflib import get_close_matches
+from itertools import product
+from typing import Any
+
+from platform.config import Config, closest, leaves, not_built, violation
+
+
+def rewrite(argument: str) -> str:
+    """One argument as users type it, as Hydra's grammar wants it.
+
+    The user's own axes are new keys (`++`), an experiment is not in the defaults (`+`), the name of a table stands for
+    the table, a layout is text, and so is every value that is no grammar of Hydra's: `~/corpus`, `/data/lr=1`.
+    """
+    key, equals, value = argument.partition("=")
+    name = key.lstrip("+")
+    if not equals or key.startswith("~"):
+        return argument
+    if name == "experiment":
+        return f"+experiment={value}"
+    if name in ("tensor.scheme", "branch.kind"):
+        return f"{name.split('.')[0]}={value}"
+    if re.fullmatch(r"(tensor|branch)\.axes(\.[^.]+)?", name):
+        return f"++{name}={value}"
+    if name == "tensor.layout":
+        return f"{name}={quote(value)}"
+    return argument if _parse(argument) else f"{key}={quote(value)}"
+
+
+def quote(value: str) -> str:
+    """The value as a string of Hydra's grammar; one that is quoted already stays."""
+    if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
+        return value
+    escaped = re.sub(r"(\\*)('|\Z)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), value)
+    return f"'{escaped}'"
+
+
+def _parse(argument: str) -> Any:
+    """Hydra's `Override`, or None where its grammar refuses."""
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    hydra = GlobalHydra.instance()
+    loader = hydra.config_loader() if hydra.is_initialized() else None  # knows the options of a glob over a group
+    try:
+        return OverridesParser.create(loader).parse_overrides([argument])[0]
+    except HydraException:
+        return None
+
+
+def jobs_of(overrides: Sequence[str], multirun: bool) -> list[list[str]]:
+    """The arguments of each job: without `-m` one job, else Hydra's product of choices, ranges and globs."""
+    choices = []
+    for override in overrides:
+        if multirun and (parsed := _parse(rewrite(override))) and parsed.is_discrete_sweep():
+            choices.append([f"{parsed.get_key_element()}={value}" for value in parsed.sweep_string_iterator()])
+        else:
+            choices.append([override])
+    return [list(job) for job in product(*choices)]
+
+
+def typed_values(arguments: Sequence[str]) -> dict[str, Any]:
+    """Key -> value of what the user typed; the members of `tensor.axes={...}` count as typed."""
+    typed: dict[str, Any] = {}
+    for argument in arguments:
+        if (parsed := _parse(rewrite(argument))) and not parsed.is_delete():
+            key, value = parsed.key_or_group, parsed.value()
+            typed[key] = value
+            if key in ("tensor.axes", "branch.axes") and isinstance(value, dict):
+                typed = {k: v for k, v in typed.items() if not k.startswith(f"{key}.")}
+                typed |= {f"{key}.{name}": size for name, size in value.items()}
+    return typed
+
+
+def experiment_of(arguments: Sequence[str]) -> str | None:
+    """The name of the run's experiment: "a", or "a+b" for `+experiment=[a,b]`."""
+    value = typed_values(arguments).get("experiment")
+    return "+".join(value if isinstance(value, list) else [value]).replace("/", "_") if value else None
+
+
+_KINDS = {"Integer": "an integer", "Float": "a number"}
+
+
+def explain(argument: str, error: Exception) -> str:
+    """One line for what Hydra or OmegaConf says about one argument."""
+    from hydra.core.global_hydra import GlobalHydra
+
+    key, _, value = argument.lstrip("+").partition("=")
+    text = str(error) + (f"\n{error.__cause__}" if error.__cause__ else "")
+    if option := re.search(r"Could not (?:find|load) '(.+)/(.*?)'", text):
+        group, name = option.groups()
+        legal = GlobalHydra.instance().config_loader().get_group_options(group)
+        return violation(group, name, not_built(group, name) or "unknown", closest(name, legal))
+    if "Error parsing override" in text or key.startswith("~"):
+        return f"{argument}: must be KEY=VALUE"
+    if "Ambiguous value" in text or "requires --multirun" in text:
+        return violation(key, value, "several values: a sweep needs -m, a list is written [a,b]")
+
+    place = re.search(r"full_key: (\S+)|Could not override '(\S+)'|^(\S+): unknown key", text)
+    where = next(filter(None, place.groups()), key) if place else key
+    within = "" if where.split("[")[0] == key.split("@")[0] else f"{where}: "  # a key in the file that was chosen
+    if re.search(r"' not in '|is not in struct|unknown key|Could not override", text):
+        return violation(key, value, f"{within}unknown key", _similar_keys(where))
+    if "is not a valid bool" in text:
+        return violation(key, value, f"{within}must be true or false")
+    if wrong := re.search(r"Value '(.*)' of type '(\w+)' could not be converted to (\w+)", text, re.S):
+        given, kind, wanted = wrong.groups()
+        legal = [str(int(float(given)))] if (kind, wanted) == ("float", "Integer") and float(given).is_integer() else []
+        return violation(key, value, f"{within}must be {_KINDS.get(wanted, wanted)}", legal)
+    first = text.split("\n    full_key")[0].removeprefix(f"Error merging override {rewrite(argument)}")
+    return violation(key, value, within + " ".join(first.split()))
+
+
+def _similar_keys(key: str) -> list[str]:
+    """Keys and groups that the user may have meant by `key`: alike as a whole, or in their last part."""
+    known = [*vars(Config()), *leaves(Config())]
+    whole = get_close_matches(key, known, n=3, cutoff=0.7)
+    ends = get_close_matches(key.split(".")[-1], {name.split(".")[-1] for name in known}, n=3, cutoff=0.7)
+    return list(dict.fromkeys([*whole, *(name for name in known if name.split(".")[-1] in ends)]))[:3]

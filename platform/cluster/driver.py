@@ -1,0 +1,211 @@
+"""The driver of a run: forms a crew of workers, runs the training loop, and writes everything down."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from time import perf_counter
+from typing import Any
+
+from platform import data
+from platform.cluster import resources, torchrun
+from platform.cluster.crew import Crew, WorkerFailed, open_crew
+from platform.cluster.job import WORKER, Job
+from platform.cluster.metrics import metrics_row
+from platform.cluster.run_directory import RunDirectory
+from platform.cluster.signals import Stopped, StopSignals
+from platform.config import Config, ConfigError
+from platform.monitor import Journal, Monitor, open_monitor
+from platform.plan.hardware import dense_bf16_peak
+from platform.plan.plan import Plan
+
+DONE, FAILED = 0, 1
+_LOST = "nothing was saved (no checkpoints yet); the same command starts again from step 1"
+
+
+def run(config: Config, plan: Plan, *, experiment: str, worker: str = WORKER) -> int:
+    """Trains `config` under `plan` to its last step; returns the exit status (design.md, section 7).
+
+    Raises ConfigError for what the user has to mend, before any process is started. Under torchrun every process
+    calls this, and only that of rank 0 drives.
+    """
+    if torchrun.is_follower():
+        torchrun.serve_rank()
+        return DONE
+    try:
+        return _run(config, plan, experiment, worker)
+    finally:
+        if torchrun.present():
+            torchrun.dismiss()
+
+
+def _run(config: Config, plan: Plan, experiment: str, worker: str) -> int:
+    directory = RunDirectory(config.run.dir)
+    steps = config.train.stop_at or config.train.steps
+    directory.check(config)
+    if directory.finished(steps):
+        print(f"already done: {steps} steps, in {directory.path}")
+        return DONE
+    if mistakes := data.check(config.data, vocab=config.model.vocab):
+        raise ConfigError(mistakes)
+    try:
+        with StopSignals() as signals:
+            device = resources.secure(config.cluster, plan.mesh.size, print)
+            with directory.claim(config, plan.to_dict()):
+                status = _drive(config, plan, directory, device, steps, worker, signals)
+    except Stopped as stopped:  # outside of training, or for the second time
+        print(f"stopped by {stopped}: {_LOST}")
+        return FAILED
+    if status == DONE:
+        print(f"run directory: {directory.path}")
+        print(f"next: {_next_command(config, experiment)}")
+    return status
+
+
+def _drive(
+    config: Config, plan: Plan, directory: RunDirectory, device: str, steps: int, worker: str, signals: StopSignals
+) -> int:
+    job = Job(
+        config=config.to_dict(),
+        coordinates=[plan.mesh.coordinates(rank) for rank in range(plan.mesh.size)],
+        device=device,
+        run_dir=directory.path,
+        worker=worker,
+    )
+    with closing(Journal(directory.journal)) as journal:
+        monitor = open_monitor(config, directory.path, total_steps=steps)
+        status = FAILED
+        try:
+            status = _Driver(config, plan, job, steps, journal, monitor, signals).run()
+        finally:
+            monitor.close(status)
+    return status
+
+
+class _Driver:
+    """One run in one process."""
+
+    def __init__(
+        self,
+        config: Config,
+        plan: Plan,
+        job: Job,
+        steps: int,
+        journal: Journal,
+        monitor: Monitor,
+        signals: StopSignals,
+    ):
+        self.config, self.plan, self.job, self.steps = config, plan, job, steps
+        self.journal, self.monitor, self.signals = journal, monitor, signals
+        self.done = 0  # updates so far
+
+    def run(self) -> int:
+        """One generation, from the data to the last step."""
+        try:
+            self._prepare_data()
+            self.monitor.say(self.plan.describe())
+            self.journal.next_generation()
+            with self._crew() as crew:
+                peak = self._form(crew)
+                with self.signals.deferred():
+                    self._train(crew, peak)
+                self._finish(crew)
+            self.journal.event("released")
+            self.journal.event("done", step=self.steps)
+            return DONE
+        except WorkerFailed as failure:
+            self._report(failure)
+        except Stopped as stopped:
+            self.journal.event("stopped", signal=str(stopped), step=self.done)
+            self.monitor.say(f"stopped by {stopped} after step {self.done}: {_LOST}")
+        self.journal.event("released")
+        return FAILED
+
+    def _train(self, crew: Crew, peak_flops: float | None) -> None:
+        every = self.config.eval.every
+        for step in range(1, self.steps + 1):
+            start = perf_counter()
+            reports = crew.call("step", step)
+            row = self._row(reports, perf_counter() - start, peak_flops)
+            if every and step % every == 0:
+                row["val_loss"] = crew.call("evaluate")[0]["val_loss"]
+            self.monitor.step(row)
+            self.done = step
+            if step == 1:
+                self.journal.event("first_step", step=step)
+            self.signals.check()
+
+    def _row(self, reports: list[dict[str, Any]], seconds: float, peak_flops: float | None) -> dict[str, Any]:
+        return metrics_row(
+            reports,
+            seconds,
+            length=self.config.model.length,
+            flops_per_token=self.plan.flops_per_token,
+            peak_flops=peak_flops,
+            generation=self.journal.generation,
+        )
+
+    def _prepare_data(self) -> None:
+        """Here and first, so that the workers find the tokens in the cache and mistakes come before any process."""
+        model = self.config.model
+        with _messages("platform.data", self.monitor.say):
+            data.prepare(self.config.data, length=model.length, vocab=model.vocab, seed=self.config.seed)
+
+    def _crew(self) -> Crew:
+        kind = resources.crew_kind(self.config.cluster)
+        self.journal.event("forming", world_size=self.job.world_size, cluster=kind, device=self.job.device)
+        self.monitor.say(f"starting {self.job.world_size} workers ({kind}, {self.job.device})")
+        return open_crew(kind, self.job)
+
+    def _form(self, crew: Crew) -> float | None:
+        """Makes the crew a mesh with a model; the peak FLOP/s of each worker, None where unknown."""
+        workers = crew.call("form", crew.store, self.journal.generation)
+        self.journal.event("formed", workers=workers)
+        built = crew.call("build")[0]
+        self.journal.event("running", step=1, parameters_per_worker=built["parameters"])
+        return dense_bf16_peak(built["device"])
+
+    def _finish(self, crew: Crew) -> None:
+        if tokens := self.config.monitor.sample:
+            self.monitor.say(f"a sample of {tokens} tokens:\n{crew.call('sample', tokens)[0]}")
+
+    def _report(self, failure: WorkerFailed) -> None:
+        log = str(failure.log) if failure.log else None
+        self.journal.event(
+            "failure",
+            rank=failure.rank,
+            coordinates=failure.coordinates,
+            method=failure.method,
+            cause=failure.cause,
+            log=log,
+        )
+        self.monitor.say(f"{failure}")
+        if log:
+            self.monitor.say(f"its log: {log}")
+        self.monitor.say(f"stopped after step {self.done}: {_LOST}")
+
+
+@contextmanager
+def _messages(name: str, say: Callable[[str], None]) -> Iterator[None]:
+    """What a library logs under `name` is said to the user."""
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            say(record.getMessage())
+
+    logger, handler = logging.getLogger(name), Handler()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
+
+
+def _next_command(config: Config, experiment: str) -> str:
+    """The same numbers from another layout: what this platform is for."""
+    other = "1d_sp" if config.tensor.scheme == "1d" else "1d"
+    return f"python -m platform.launch +experiment={experiment} tensor={other}"

@@ -1,0 +1,100 @@
+"""What a worker is told: the job that all share, and each one's place in the world."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+WORKER = "platform.train.worker:Worker"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all workers of a run are told, whatever starts them."""
+
+    config: Mapping[str, Any]  # Config.to_dict()
+    coordinates: Sequence[Mapping[str, int]]  # of each rank in the mesh
+    device: str  # cpu | cuda
+    run_dir: Path
+    worker: str = WORKER  # "module:Class", with the interface of platform.train.worker.Worker
+
+    @property
+    def world_size(self) -> int:
+        return len(self.coordinates)
+
+    def name(self, rank: int) -> str:
+        """For people: rank3[data1 t1]. Axes of size 1 are left out."""
+        wide = [a for a in self.coordinates[rank] if any(c[a] for c in self.coordinates)]
+        return f"rank{rank}[{' '.join(f'{a}{self.coordinates[rank][a]}' for a in wide)}]"
+
+    def log(self, rank: int) -> Path:
+        return self.run_dir / "logs" / f"rank-{rank}.log"
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A worker's place in the world. Plain data: `asdict` is JSON."""
+
+    worker: str
+    config: Mapping[str, Any]
+    rank: int
+    world_size: int
+    device: str
+    run_dir: str
+    threads: int
+    log: str = ""  # file for standard output and error; "" = leave them
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def assign(
+    job: Job,
+    rank: int,
+    *,
+    local_rank: int,
+    local_world_size: int,
+    group_rank: int,
+    store: tuple[str, int],
+    cores: int | None = None,
+) -> Assignment:
+    """The place of `rank`, number `local_rank` on machine number `group_rank`, with the environment of torchrun."""
+    count = threads(job.config, local_world_size, cores)
+    environment = {
+        "RANK": rank,
+        "WORLD_SIZE": job.world_size,
+        "LOCAL_RANK": local_rank,
+        "LOCAL_WORLD_SIZE": local_world_size,
+        "GROUP_RANK": group_rank,
+        "NODE_RANK": group_rank,
+        "MASTER_ADDR": store[0],
+        "MASTER_PORT": store[1],
+        "OMP_NUM_THREADS": count,
+    }
+    return Assignment(
+        worker=job.worker,
+        config=job.config,
+        rank=rank,
+        world_size=job.world_size,
+        device=job.device,
+        run_dir=str(job.run_dir),
+        threads=count,
+        log=str(job.log(rank)),
+        environment={key: str(value) for key, value in environment.items()},
+    )
+
+
+def threads(config: Mapping[str, Any], local_world_size: int, cores: int | None = None) -> int:
+    """CPU threads per worker: `cluster.threads`, else the machine's cores shared among its workers."""
+    return config["cluster"]["threads"] or max(1, (cores or usable_cores()) // local_world_size)
+
+
+def usable_cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def one_gpu(local_rank: int) -> dict[str, str]:
+    """The environment in which a process sees one GPU, as Ray's actors do: then "cuda" is the same GPU everywhere."""
+    visible = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
+    return {"CUDA_VISIBLE_DEVICES": visible[local_rank] if visible else str(local_rank)}

@@ -1,0 +1,55 @@
+"""Ctrl-C and SIGTERM: the first asks the run to stop at the next good moment, the second stops it at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+
+
+class Stopped(BaseException):
+    """The run was asked to stop, by the named signal. Like KeyboardInterrupt no Exception: nothing recovers from it."""
+
+
+class StopSignals:
+    """While entered, the first signal raises Stopped where it finds the driver, or, inside `deferred`, is only noted
+    for `check`. The second raises Stopped anywhere, and further ones are ignored while the crew is being ended."""
+
+    def __enter__(self) -> StopSignals:
+        self._requested: str | None = None
+        self._deferred = False
+        self._previous: dict[int, Any] = {number: signal.signal(number, self._handle) for number in STOPPING}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Work that the first signal lets finish. `check` belongs at its good moments."""
+        self._deferred = True
+        try:
+            yield
+        finally:
+            self._deferred = False
+
+    def check(self) -> None:
+        """Raises Stopped if a signal has come."""
+        if self._requested:
+            raise Stopped(self._requested)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        first, self._requested = self._requested is None, signal.Signals(number).name
+        if not first:
+            for ignored in STOPPING:
+                signal.signal(ignored, signal.SIG_IGN)
+        if not (first and self._deferred):
+            raise Stopped(self._requested)
+        # not print(): the signal may have come in the middle of one
+        os.write(2, f"\n{self._requested}: stopping after this step; once more stops at once\n".encode())

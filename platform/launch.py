@@ -1,0 +1,264 @@
+"""`python -m platform.launch +experiment=NAME [key=value ...]`: Hydra in, a finished run out.
+
+Every job of the command is composed and planned before the first one starts, so that all mistakes are reported at
+once. This file is also the marker by which `platform._startup` knows our package, and must stay cheap to import.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from platform.arguments import experiment_of, explain, jobs_of, quote, rewrite, typed_values
+from platform.config import (
+    Config,
+    ConfigError,
+    axes_of,
+    closest,
+    digest,
+    impossible_values,
+    parse_layout,
+    violation,
+    violations,
+)
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from platform.train.plan import Plan
+
+HERE = Path(__file__).resolve().parent
+CONF = next(p for p in (HERE / "conf", HERE.parent / "conf") if p.is_dir())  # in a wheel; in a checkout
+DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 75  # exit status; STOPPED is resumable
+SEVERITY = (DONE, STOPPED, REFUSED, FAILED)  # a sweep ends with the worst of its jobs
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command line (default: this process's own) and returns its exit status, as DESIGN section 7 lists them."""
+    from hydra._internal.utils import get_args_parser  # Hydra's own flags, every one of them
+
+    argv = sys.argv[1:] if argv is None else list(argv)
+    args = get_args_parser().parse_intermixed_args(argv)
+    try:
+        for flag in ("config_path", "config_name", "experimental_rerun"):
+            if getattr(args, flag) is not None:
+                raise ConfigError(f"--{flag.replace('_', '-')}: not supported; own files go by --config-dir DIRECTORY")
+        if args.cfg == "job":
+            return _show(args)
+        if args.help or args.hydra_help or args.cfg or args.info or args.shell_completion:
+            return _inform(argv, args)
+        return _run(args)
+    except ConfigError as error:
+        return _refuse(error)
+
+
+def compose(overrides: Sequence[str], config_dir: str | None = None) -> Config:
+    """The configuration that a command with these arguments runs; `config_dir` adds the user's own files.
+
+    Raises ConfigError: one line for everything that Hydra refuses and everything that is impossible.
+    """
+    with _composer(config_dir) as own:
+        config, lines = _compose([*own, *overrides])
+    if lines:
+        raise ConfigError(lines)
+    return config
+
+
+@contextmanager
+def _composer(config_dir: str | None) -> Iterator[list[str]]:
+    """Opens Hydra on our files; yields the argument that adds the user's own."""
+    from hydra import initialize_config_dir
+    from hydra.core.config_store import ConfigStore
+
+    if config_dir is not None and not os.path.isdir(config_dir):
+        raise ConfigError(violation("--config-dir", config_dir, "no such directory"))
+    ConfigStore.instance().store(name="schema", node=Config)
+    own = [f"hydra.searchpath=[{quote(f'file://{os.path.abspath(config_dir)}')}]"] if config_dir else []
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        yield own
+
+
+def _compose(arguments: Sequence[str]) -> tuple[Config, list[str]]:
+    """The configuration, and one line for everything that is wrong with it."""
+    from hydra.errors import HydraException, MissingConfigException
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    mistakes = (HydraException, OmegaConfBaseException, YAMLError, ValueError)
+    try:
+        config = _load(arguments)
+        return config, [*_settle(config, arguments), *violations(config)]
+    except mistakes:
+        accepted: list[str] = []
+        refused: list[tuple[str, Exception]] = []
+        for argument in arguments:  # Hydra stops at the first mistake; one by one, they all show
+            try:
+                _load([*accepted, argument])
+                accepted.append(argument)
+            except mistakes as error:
+                refused.append((argument, error))
+        config = _load(accepted)
+        lines = _settle(config, accepted)
+        if any(isinstance(error, MissingConfigException) for _, error in refused):
+            lines = impossible_values(config)  # what relates them hangs on the file that is missing
+        else:
+            lines += violations(config)
+        return config, [*(explain(argument, error) for argument, error in refused), *lines]
+
+
+def _load(arguments: Sequence[str]) -> Config:
+    """What Hydra composes, as it is. Raises what Hydra, OmegaConf and YAML raise; ConfigError for an unknown key."""
+    import hydra
+    from omegaconf import OmegaConf
+
+    values = OmegaConf.to_container(hydra.compose("config", [rewrite(a) for a in arguments]), resolve=True)
+    assert isinstance(values, dict)
+    return Config.from_dict({str(k): v for k, v in values.items()})
+
+
+def _settle(config: Config, arguments: Sequence[str]) -> list[str]:
+    """Drops what an experiment set for another scheme, reads the layout, completes the paths; in place.
+
+    What was typed stays, for `violations` to judge. Returns what only the arguments show to be wrong.
+    """
+    typed = typed_values(arguments)
+    lines: list[str] = []
+    tensor, branch, pipeline = config.tensor, config.branch, config.pipeline
+    if tensor.scheme == "layout" and tensor.layout:
+        try:
+            tensor.regions, tensor.parameters = parse_layout(tensor.layout, tensor.axes)
+        except ConfigError as error:
+            lines += error.violations
+    elif "tensor.layout" not in typed:
+        tensor.layout = None
+    declared = axes_of(tensor)
+    tensor.axes = _own_axes("tensor", tensor.axes, declared, typed)
+    tensor.order = list(dict.fromkeys([*tensor.order, *tensor.axes])) if tensor.scheme == "layout" else declared
+    branch.axes = _own_axes("branch", branch.axes, [] if branch.kind == "none" else list(branch.axes), typed)
+    warmup, steps = config.optimizer.warmup_steps, config.train.steps
+    if "optimizer.warmup_steps" in typed and warmup > steps >= 1:  # an experiment cut short may end while it warms up
+        lines.append(violation("optimizer.warmup_steps", warmup, f"must be <= train.steps={steps}", [steps]))
+    if pipeline.kind == "none":
+        pipeline.stages = pipeline.stages if "pipeline.stages" in typed else 1
+        pipeline.chunks = pipeline.chunks if "pipeline.chunks" in typed else 1
+    config.data.path, config.data.cache = _absolute(config.data.path), _absolute(config.data.cache)
+    config.checkpoint.url = _absolute(config.checkpoint.url)
+    name = experiment_of(arguments) or "config"
+    config.run.dir = _absolute(config.run.dir or f"runs/{name}-{digest(config.to_dict())}")
+    return lines
+
+
+def _own_axes(group: str, axes: Mapping[str, int], declared: Sequence[str], typed: Mapping[str, Any]) -> dict[str, int]:
+    """The axes that count: typed ones (but an undeclared one of size 1, which does nothing), and declared ones."""
+    given = [key.removeprefix(f"{group}.axes.") for key in typed if key.startswith(f"{group}.axes.")]
+    if f"{group}.axes" in typed:  # `tensor.axes={...}` stands for all of them
+        axes = {name: axes[name] for name in given}
+    return {name: n for name, n in axes.items() if name in declared or (name in given and n != 1)}
+
+
+def _absolute(path: str) -> str:
+    """Workers have working directories of their own. URLs and "" stay as they are."""
+    return path if not path or "://" in path else os.path.abspath(os.path.expanduser(path))
+
+
+def _run(args: Namespace) -> int:
+    jobs = _planned(args)
+    statuses = []
+    for number, (arguments, config, plan) in enumerate(jobs, 1):
+        if len(jobs) > 1:
+            print(f"job {number} of {len(jobs)}: {' '.join(arguments)}", flush=True)
+        statuses.append(_train(config, plan, experiment=experiment_of(arguments) or ""))
+        if statuses[-1] == STOPPED:  # somebody wants this command to end
+            break
+    return max(statuses, key=SEVERITY.index)
+
+
+def _planned(args: Namespace) -> list[tuple[list[str], Config, Plan]]:
+    """The jobs of a command, composed and planned. Raises ConfigError with all that is wrong with any of them."""
+    from hydra.core.global_hydra import GlobalHydra
+
+    from platform.train.plan import make_plan
+
+    jobs: list[tuple[list[str], Config, Plan]] = []
+    lines: list[str] = []
+    with _composer(args.config_dir) as own:
+        for arguments in jobs_of(args.overrides, args.multirun):
+            config, wrong = _compose([*own, *arguments])
+            if experiment_of(arguments) is None:
+                names = GlobalHydra.instance().config_loader().get_group_options("experiment")
+                wrong.insert(0, f"experiment: none is chosen; write +experiment=NAME, NAME one of {', '.join(names)}")
+            lines += wrong
+            if not wrong:
+                try:
+                    jobs.append((arguments, config, make_plan(config)))
+                except ConfigError as error:
+                    lines += error.violations
+    directories = [config.run.dir for _, config, _ in jobs]
+    lines += [f"run.dir={d}: several jobs of the sweep share it" for d in directories if directories.count(d) > 1]
+    if lines:
+        raise ConfigError(list(dict.fromkeys(lines)))
+    return jobs
+
+
+def _train(config: Config, plan: Plan, experiment: str) -> int:
+    from platform.cluster import driver
+
+    try:
+        return driver.run(config, plan, experiment=experiment)
+    except ConfigError as error:
+        return _refuse(error)
+    except Exception:  # our mistake; the next job of a sweep may still do
+        traceback.print_exc()
+        return FAILED
+
+
+def _refuse(error: ConfigError) -> int:
+    for line in error.violations:
+        print(f"config: {line}", file=sys.stderr)
+    return REFUSED
+
+
+def _show(args: Namespace) -> int:
+    """`--cfg job [--package GROUP]`: what would run, resolved."""
+    from omegaconf import OmegaConf
+
+    with _composer(args.config_dir) as own:
+        config, lines = _compose([*own, *args.overrides])
+    if lines:
+        raise ConfigError(lines)
+    values = OmegaConf.create(config.to_dict())
+    part = OmegaConf.select(values, args.package) if args.package else values
+    if not OmegaConf.is_config(part):
+        raise ConfigError(violation("--package", args.package, "no such part", closest(args.package, values)))
+    print(OmegaConf.to_yaml(part), end="")
+    return DONE
+
+
+def _inform(argv: Sequence[str], args: Namespace) -> int:
+    """Hydra answers: --help, --info, --cfg hydra, shell completion."""
+    import hydra
+
+    with _composer(args.config_dir) as own:
+        if not args.shell_completion:
+            _, lines = _compose([*own, *args.overrides])
+            if lines:
+                raise ConfigError(lines)
+        overrides = [rewrite(a) for a in args.overrides]
+    command = sys.argv
+    try:
+        sys.argv = [command[0], *overrides, *(a for a in argv if a not in args.overrides)]
+        hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(lambda config: None)()
+    except SystemExit as answered:
+        return FAILED if answered.code else DONE
+    finally:
+        sys.argv = command
+    return DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

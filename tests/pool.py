@@ -1,0 +1,77 @@
+"""A pool of processes on gloo, started once per test session: each job forms its groups anew, as a generation does."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+SIZE = 8
+TIMEOUT = 120.0
+
+
+def _serve(rank: int, pipe: Connection, port: int) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+    import torch.distributed as dist
+
+    from platform.parallel.groups import ProcessGroups
+
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    while (job := pipe.recv()) is not None:
+        generation, work, config, plan = job
+        try:
+            rendezvous = dist.PrefixStore(f"generation/{generation}", store)
+            dist.init_process_group(
+                "gloo", store=rendezvous, rank=rank, world_size=plan.mesh.size, timeout=timedelta(seconds=60)
+            )
+            communicator = ProcessGroups(plan.mesh, rank, plan.groups)
+            result = work(config, plan, communicator)
+            communicator.barrier()
+            communicator.close()
+            pipe.send(("done", result))
+        except BaseException:
+            pipe.send(("failed", traceback.format_exc()))
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+class Pool:
+    """`run(work, config, plan)` calls work(config, plan, communicator) on plan.mesh.size processes."""
+
+    def __init__(self) -> None:
+        from torch.distributed import TCPStore
+
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context = mp.get_context("spawn")
+        self._pipes, self._processes, self._generation = [], [], 0
+        for rank in range(SIZE):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, theirs, self._store.port), daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, work: Any, config: Any, plan: Any) -> list[Any]:
+        self._generation += 1
+        pipes = self._pipes[: plan.mesh.size]
+        for pipe in pipes:
+            pipe.send((self._generation, work, config, plan))
+        answers = []
+        for rank, pipe in enumerate(pipes):
+            assert pipe.poll(TIMEOUT), f"rank {rank} does not answer"
+            answers.append(pipe.recv())
+        for rank, (status, value) in enumerate(answers):
+            assert status == "done", f"rank {rank}: {value}"
+        return [value for _, value in answers]
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.send(None)
+        for process in self._processes:
+            process.join(10)
+            process.kill()
