@@ -8,7 +8,8 @@ from difflib import get_close_matches
 from itertools import product
 from typing import Any
 
-from platform.config import Config, closest, leaves, not_built, violation
+from platform.checks import leaves, not_built
+from platform.config import Config, closest, violation
 
 
 def rewrite(argument: str) -> str:

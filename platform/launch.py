@@ -15,17 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from platform.arguments import experiment_of, explain, jobs_of, quote, rewrite, typed_values
-from platform.config import (
-    Config,
-    ConfigError,
-    axes_of,
-    closest,
-    digest,
-    impossible_values,
-    parse_layout,
-    violation,
-    violations,
-)
+from platform.checks import axes_of, impossible_values, parse_layout, violations
+from platform.config import Config, ConfigError, closest, digest, violation
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -193,16 +184,29 @@ def _planned(args: Namespace) -> list[tuple[list[str], Config, Plan]]:
                 names = GlobalHydra.instance().config_loader().get_group_options("experiment")
                 wrong.insert(0, f"experiment: none is chosen; write +experiment=NAME, NAME one of {', '.join(names)}")
             lines += wrong
-            if not wrong:
-                try:
-                    jobs.append((arguments, config, make_plan(config)))
-                except ConfigError as error:
-                    lines += error.violations
+            try:
+                plan = make_plan(config, _workers(config))
+                config.parallel.data = plan.mesh.axes["data"]  # -1 is settled: workers plan what the driver planned
+                jobs.append((arguments, config, plan))
+            except ConfigError as error:
+                lines += error.violations
+            except Exception:
+                if not wrong:  # impossible values may break the plan in any way; they are reported already
+                    raise
     directories = [config.run.dir for _, config, _ in jobs]
     lines += [f"run.dir={d}: several jobs of the sweep share it" for d in directories if directories.count(d) > 1]
     if lines:
         raise ConfigError(list(dict.fromkeys(lines)))
     return jobs
+
+
+def _workers(config: Config) -> int | None:
+    """How many workers there are, where the configuration asks for as many as there are."""
+    if config.parallel.data != -1:
+        return None
+    from platform.cluster.resources import available_workers
+
+    return available_workers(config.cluster)
 
 
 def _train(config: Config, plan: Plan, experiment: str) -> int:

@@ -11,19 +11,8 @@ from hypothesis import strategies as st
 
 from platform import launch
 from platform.arguments import rewrite, typed_values
-from platform.config import (
-    BOUNDS,
-    CHOICES,
-    NOT_BUILT,
-    Branch,
-    Config,
-    ConfigError,
-    Tensor,
-    identity,
-    leaves,
-    parse_layout,
-    violations,
-)
+from platform.checks import BOUNDS, CHOICES, NOT_BUILT, leaves, parse_layout, violations
+from platform.config import Branch, Config, ConfigError, Tensor, identity
 from platform.launch import compose, main
 
 QUICK = "+experiment=gpt_quick"

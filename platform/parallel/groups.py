@@ -24,7 +24,6 @@ from platform.parallel.traced import COMMUNICATORS, Arrived, collective
 from platform.plan.cost import TRAFFIC, label
 from platform.plan.mesh import Mesh
 
-
 _NUMBERS = itertools.count()
 # named *_into_tensor, *_tensor before torch 2.13
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -141,4 +141,6 @@ def cross_entropy(
     logits, labels = logits.flatten(0, -2), labels.flatten()
     if over:
         return _SplitCrossEntropy.apply(logits, labels, communicator, over, first, vocab)
+    if logits.shape[-1] > vocab:  # padded for other regions' axes, and whole here
+        logits = logits.narrow(-1, 0, vocab)
     return F.cross_entropy(accumulate(logits), labels, reduction="sum")

@@ -216,7 +216,7 @@ def build(
     recorder = Recorder(scheme, dropout)
     model.forward(recorder, None, None)
     parameters = tuple(model.parameters())
-    if violations := _violations(planner, recorder.operations, parameters, microbatch):
+    if violations := _violations(planner, recorder.operations, microbatch):
         raise IllegalPlan(violations)
 
     uses: dict[str, list[tuple[Operation, tuple[str, ...]]]] = defaultdict(list)
@@ -250,59 +250,54 @@ def build(
 KEYS = {"batch": "train.microbatch", "length": "model.length", "memory_length": "model.length"}
 
 
-def _violations(
-    planner: Planner, operations: Sequence[Operation], parameters: Sequence[Parameter], microbatch: int
-) -> list[str]:
-    tensors: dict[Spec | Parameter, str] = {}
+def _violations(planner: Planner, operations: Sequence[Operation], microbatch: int) -> list[str]:
+    """One line per clash of two dims on one axis and per dim that its axes do not divide, naming where it occurs."""
+    clashes: dict[tuple[str, str, str], dict[str, None]] = defaultdict(dict)  # (axis, dim, dim) -> operations
+    splits: dict[tuple[str, tuple[str, ...]], dict[str, None]] = defaultdict(dict)  # (dim, axes) -> regions
     for o in operations:
         for t in (*o.inputs, *o.outputs):
-            tensors.setdefault(t, str(t) if isinstance(t, Spec) else f"parameter {t.name}[{' '.join(t.dims)}]")
-    found: dict[str, None] = {}
-    clashing = set()
-    for t, what in tensors.items():
-        layout = planner.layout(t)
-        if clash := layout.conflict():
-            clashing.add(frozenset(clash))
-            found[_conflict(what, *clash)] = None
-    for t in tensors:
-        for d, axes in planner.layout(t).items():
-            if line := _indivisible(planner, t, d, axes, microbatch):
-                found[line] = None
-    if not found:  # the operations' own iteration spaces
+            layout = planner.layout(t)
+            if clash := layout.conflict():
+                clashes[clash][f"{o.kind} {o.name}: {t if isinstance(t, Spec) else ' '.join(t.dims)}"] = None
+            for d, axes in layout.items():
+                splits[d, axes][t.region if isinstance(t, Spec) else "parameters"] = None
+    lines = [_clash(*clash, list(found)) for clash, found in clashes.items()]
+    for (d, axes), regions in splits.items():
+        if line := _indivisible(planner, d, axes, microbatch, list(regions)):
+            lines.append(line)
+    if not lines:  # what no tensor shows by itself: the operations' iteration spaces
         for o in operations:
             try:
                 planner.partial(o)
                 planner.plan(o)
             except ValueError as error:
-                found[f"tensor: illegal layout: in {o.kind} {o.name}, {error}"] = None
-    return list(found)
+                lines.append(f"tensor: illegal layout: in {o.kind} {o.name}, {error}")
+    return lines
 
 
-def _conflict(what: str, axis: str, first: str, second: str) -> str:
+def _clash(axis: str, first: str, second: str, found: Sequence[str]) -> str:
+    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
     return (
-        f"tensor: illegal layout: axis {axis} would split both {first} and {second} of {what};"
-        f" legal: another axis for {first} or for {second}, or drop one of the two"
+        f"tensor: illegal layout: axis {axis} would split both {first} and {second} in {found[0]}{more};"
+        f" legal: {first} or {second} on another axis, or on none"
     )
 
 
-def _indivisible(planner: Planner, t: Spec | Parameter, d: str, axes: Sequence[str], microbatch: int) -> str | None:
-    if d == "vocab":
+def _indivisible(planner: Planner, d: str, axes: Sequence[str], microbatch: int, found: Sequence[str]) -> str | None:
+    """A dim whose size its axes do not divide. `data` always divides batch; vocab is padded."""
+    axes = [a for a in axes if (d, a) != ("batch", "data")]
+    size, n = microbatch if d == "batch" else planner.sizes[d], planner.mesh.extent(axes)
+    if d == "vocab" or size % n == 0:
         return None
     key = KEYS.get(d, f"model.{d}")
-    size = microbatch if d == "batch" else planner.sizes[d]
-    axes = [a for a in axes if a != "data"] if d == "batch" else list(axes)
-    n = planner.mesh.extent(axes)
-    if size % n == 0:
-        return None
-    branch = [f"{a}={planner.mesh.axes[a]}" for a in axes]
     divisors = [k for k in range(1, size + 1) if size % k == 0]
-    below, above = max(k for k in divisors if k <= n), min((k for k in divisors if k > n), default=0)
-    axis_values = " or ".join(str(k) for k in (below, above) if k)
+    parts = [max(k for k in divisors if k < n), *(k for k in divisors if k > n)][:2]
+    product = " x ".join(planner.scheme.key(a) for a in axes)
+    given = " x ".join(f"{planner.scheme.key(a)}={planner.mesh.axes[a]}" for a in axes)
     sizes = " or ".join(str(k) for k in (size // n * n, size // n * n + n) if k)
-    where = f"region {t.region}" if isinstance(t, Spec) else f"{t.role} parameters"
     return (
-        f"{key}={size} is not divisible by axes {' x '.join(branch)} ({where}); nearest legal: {key}={sizes},"
-        f" or axes with product {axis_values}"
+        f"{key}={size} is not divisible by {given} ({', '.join(found)});"
+        f" nearest legal: {key}={sizes}, or {product}={' or '.join(map(str, parts))}"
     )
 
 

@@ -27,6 +27,13 @@ class Scheme:
     axes: tuple[tuple[str, int], ...]
     regions: Mapping[str, Layout]
     parameters: Mapping[str, Layout]
+    branches: tuple[str, ...] = ()  # those of the axes that are the branch's
+
+    def key(self, axis: str) -> str:
+        """The configuration key of an axis."""
+        if axis == "data":
+            return "parallel.data"
+        return f"{'branch' if axis in self.branches else 'tensor'}.axes.{axis}"
 
     def activation(self, region: str, dims: Sequence[str]) -> Layout:
         return self.regions[region].restrict(dims)
@@ -73,4 +80,5 @@ def compose(tensor: Mapping[str, Any], branch: Mapping[str, Any], data: int) -> 
         axes=tuple(sizes.items()),
         regions={r: layout(split(r, region(r)), {"batch": ["data"]}) for r in REGIONS},
         parameters={r: layout(split("parameters", rules), {}) for r, rules in roles.items()},
+        branches=tuple(branches),
     )

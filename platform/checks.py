@@ -1,0 +1,319 @@
+"""What a value may be: tables of choices, bounds and relations, and what is not built yet.
+
+A capability joins by a longer tuple in CHOICES and a shorter NOT_BUILT.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
+from operator import ge, gt, le, lt
+from typing import Any
+
+from platform.config import Config, ConfigError, Rules, Tensor, closest, violation
+from platform.plan.layout import DIMS
+from platform.plan.scheme import REGIONS, RESERVED
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "precision": ("fp64", "fp32", "bf16"),
+    "recompute": ("none",),
+    "train.stop_at": (0,),
+    "model.kind": ("decoder",),
+    "model.fused_dropout": (False,),
+    "model.norm": ("layernorm", "rmsnorm"),
+    "model.activation": ("gelu", "swiglu"),
+    "model.positions": ("learned", "rope"),
+    "data.kind": ("stdlib", "text", "synthetic"),
+    "optimizer.kind": ("adamw",),
+    "optimizer.schedule": ("constant", "cosine"),
+    "parallel.zero": (0,),
+    "pipeline.kind": ("none",),
+    "checkpoint.every": (0,),
+    "checkpoint.resume": ("auto", "never"),
+    "elastic.min_workers": (1,),
+    "elastic.max_workers": (0,),
+    "elastic.spares": (0,),
+    "cluster.kind": ("local", "ray", "processes", "inline"),
+    "cluster.device": ("auto", "cpu", "cuda"),
+    "monitor.kind": ("console", "wandb"),
+}
+
+ANY = "any other value"
+NOT_BUILT: dict[tuple[str, Any], str] = {  # (key, value): what is missing
+    ("precision", "fp16"): "float16 with a loss scale",
+    ("recompute", "selective"): "recomputation of activations",
+    ("recompute", "full"): "recomputation of activations",
+    ("train.stop_at", ANY): "stopping early, which needs checkpoints",
+    ("model.fused_dropout", True): "attention masks drawn inside a fused kernel",
+    ("parallel.zero", 1): "sharding of the optimizer's state",
+    ("parallel.zero", 3): "sharding of the parameters",
+    ("tensor", "2d"): "SUMMA",
+    ("tensor", "2d_gather"): "the 2-D layout by gathers",
+    ("tensor", "2p5d"): "2.5-D tensor parallelism",
+    ("tensor", "3d_literal"): "3-D tensor parallelism with the paper's batch split",
+    ("branch", "dsp_slice"): "D&SP with sliced attention",
+    ("branch", "dsp_csub"): "D&SP with common layers on one sub-grid",
+    ("pipeline", "gpipe"): "pipeline parallelism",
+    ("pipeline", "1f1b"): "pipeline parallelism",
+    ("pipeline", "interleaved"): "pipeline parallelism",
+    ("pipeline", "zb_h1"): "pipeline parallelism",
+    ("checkpoint.every", ANY): "checkpoints",
+    ("checkpoint.resume", ANY): "resuming from a named checkpoint",
+    ("elastic.min_workers", ANY): "a mesh that shrinks and grows",
+    ("elastic.max_workers", ANY): "a mesh that shrinks and grows",
+    ("elastic.spares", ANY): "warm spares",
+}
+
+BOUNDS: dict[str, str] = {
+    "seed": ">= 0",
+    "train.steps": ">= 1",
+    "train.global_batch": ">= 1",
+    "train.microbatch": ">= 1",
+    "model.layers": ">= 1",
+    "model.d_model": ">= 1",
+    "model.heads": ">= 1",
+    "model.kv_heads": ">= 0",
+    "model.d_kv": ">= 0",
+    "model.d_ff": ">= 0",
+    "model.length": ">= 1",
+    "model.vocab": ">= 1",
+    "model.dropout": ">= 0 and < 1",
+    "model.rope_theta": "> 0",
+    "data.validation": ">= 0 and < 1",
+    "optimizer.lr": ">= 0 and < inf",
+    "optimizer.betas": ">= 0 and < 1",
+    "optimizer.eps": "> 0 and < inf",
+    "optimizer.weight_decay": ">= 0 and < inf",
+    "optimizer.clip": ">= 0",
+    "optimizer.warmup_steps": ">= 0",
+    "optimizer.min_lr": ">= 0 and <= 1",
+    "tensor.axes": ">= 1",
+    "branch.axes": ">= 1",
+    "pipeline.stages": ">= 1",
+    "pipeline.chunks": ">= 1",
+    "eval.every": ">= 0",
+    "eval.batches": ">= 1",
+    "cluster.wait": ">= 0",
+    "cluster.threads": ">= 0",
+    "monitor.every": ">= 1",
+    "monitor.sample": ">= 0",
+}
+
+
+def leaves(config: Config) -> dict[str, Any]:
+    """Every key that can be given, with its value: {"seed": 0, "train.steps": 100, "tensor.axes": {}, ...}."""
+    out: dict[str, Any] = {}
+    for group, value in vars(config).items():
+        out |= {f"{group}.{k}": v for k, v in vars(value).items()} if is_dataclass(value) else {group: value}
+    return out
+
+
+def not_built(key: str, value: Any) -> str | None:
+    """What is missing, where the value is a capability that is planned but not there yet."""
+    group = key.removesuffix(".kind").removesuffix(".scheme")
+    what = NOT_BUILT.get((group, value)) or NOT_BUILT.get((group, ANY))
+    return what and f"not built yet ({what})"
+
+
+def violations(config: Config) -> list[str]:
+    """Everything that is impossible in a configuration by itself, one line each; [] if nothing is.
+
+    Pure: looks at no file, device or cluster.
+    """
+    found = _wrong_values(config)
+    related = (rule(config) for keys, rule in RELATIONS if not found.keys() & keys)
+    return [line for lines in (*found.values(), *related) for line in lines]
+
+
+def impossible_values(config: Config) -> list[str]:
+    """The part of `violations` that one key alone shows, whatever the others are."""
+    return [line for lines in _wrong_values(config).values() for line in lines]
+
+
+def _wrong_values(config: Config) -> dict[str, list[str]]:
+    return {key: lines for key, value in leaves(config).items() if (lines := list(_single(key, value)))}
+
+
+def _single(key: str, value: Any) -> Iterator[str]:
+    """What is wrong with one value, whatever the others are."""
+    if key in CHOICES and value not in CHOICES[key]:
+        yield violation(key, value, not_built(key, value) or "unknown", closest(value, CHOICES[key]))
+    if bounds := BOUNDS.get(key):
+        items = value if isinstance(value, dict) else dict(enumerate(value)) if isinstance(value, list) else {"": value}
+        for name, number in items.items():
+            broken = [b for b in bounds.split(" and ") if not _holds(number, *b.split())]
+            legal = [b.split()[1] for b in broken[:1] if "=" in b]
+            if broken:
+                yield violation(f"{key}.{name}".rstrip("."), number, f"must be {bounds}", legal)
+
+
+def _holds(number: float, comparison: str, limit: str) -> bool:
+    compare: Callable[[float, float], bool] = {">=": ge, ">": gt, "<=": le, "<": lt}[comparison]
+    return compare(number, float(limit))  # nothing holds for NaN
+
+
+def _divisors(n: int) -> list[int]:
+    return [k for k in range(1, n + 1) if n % k == 0]
+
+
+def _attention(config: Config) -> Iterator[str]:
+    m = config.model
+    if not m.d_kv and m.d_model % m.heads:
+        constraint = f"must divide model.d_model={m.d_model} where model.d_kv is not given"
+        yield violation("model.heads", m.heads, constraint, closest(m.heads, _divisors(m.d_model)))
+    elif m.positions == "rope" and m.d_kv % 2:
+        yield violation("model.d_kv", m.d_kv, "model.positions=rope needs an even d_kv", [m.d_kv - 1, m.d_kv + 1])
+    elif m.positions == "rope" and not m.d_kv and m.d_model // m.heads % 2:
+        legal = closest(m.heads, [h for h in _divisors(m.d_model) if m.d_model // h % 2 == 0])
+        constraint = (
+            f"model.positions=rope needs an even d_kv, not model.d_model / model.heads = {m.d_model // m.heads}"
+        )
+        yield violation("model.heads", m.heads, constraint, legal)
+    if m.kv_heads and m.heads % m.kv_heads:
+        legal = closest(m.kv_heads, _divisors(m.heads))
+        yield violation("model.kv_heads", m.kv_heads, f"must divide model.heads={m.heads}", legal)
+
+
+def _replicas(config: Config) -> Iterator[str]:
+    batch, micro, data = config.train.global_batch, config.train.microbatch, config.parallel.data
+    if data == 0 or data < -1:
+        yield violation("parallel.data", data, "must be >= 1, or -1 for as many as the workers give", [1, -1])
+        return
+    replicas = max(data, 1)  # -1: at least one
+    unit = micro * replicas
+    if batch % unit:
+        constraint = f"must be a multiple of train.microbatch={micro} x parallel.data={data}"
+        legal = [k for k in (batch // unit * unit, (batch // unit + 1) * unit) if k]
+        micros = closest(micro, _divisors(batch // replicas)) if batch % replicas == 0 else []
+        line = violation("train.global_batch", batch, constraint, legal)
+        yield line + (f"; or train.microbatch: {', '.join(map(str, micros))}" if micros else "")
+
+
+def _optimizer(config: Config) -> Iterator[str]:
+    if len(config.optimizer.betas) != 2:
+        yield violation("optimizer.betas", config.optimizer.betas, "must be two numbers", [[0.9, 0.95]])
+
+
+def _data(config: Config) -> Iterator[str]:
+    if config.data.kind == "text" and not config.data.path:
+        yield violation("data.path", "", "data=text needs a file, a folder or a glob")
+    if config.eval.every and not config.data.validation:
+        yield violation("data.validation", 0, f"eval.every={config.eval.every} needs a held-out split", [0.05])
+
+
+def _pipeline(config: Config) -> Iterator[str]:
+    p = config.pipeline
+    for key, size in (("stages", p.stages), ("chunks", p.chunks)):
+        if p.kind == "none" and size != 1:
+            yield violation(f"pipeline.{key}", size, "pipeline=none has one", [1])
+
+
+def _scheme(config: Config) -> Iterator[str]:
+    tensor, declared = config.tensor, axes_of(config.tensor)
+    if tensor.scheme not in ("serial", "layout") and not (tensor.regions or tensor.parameters):
+        constraint = not_built("tensor", tensor.scheme) or "a scheme's name without its table; write tensor=NAME"
+        yield violation("tensor.scheme", tensor.scheme, constraint)
+    elif tensor.scheme != "layout":
+        for name, size in tensor.axes.items():
+            if name not in declared:
+                legal = closest(name, declared) or ["none"]
+                yield violation(f"tensor.axes.{name}", size, f"tensor={tensor.scheme} has no such axis", legal)
+        if tensor.layout is not None:
+            yield violation("tensor.layout", tensor.layout, "only for tensor=layout")
+    for name in _mentioned(tensor):
+        if name not in declared:
+            yield violation("tensor.order", tensor.order, f"the table names an axis {name}, which is not among them")
+
+
+def _branch(config: Config) -> Iterator[str]:
+    tensor, branch = config.tensor, config.branch
+    if branch.kind != "none" and not (branch.append or branch.prepend):
+        constraint = not_built("branch", branch.kind) or "a branch's name without its table; write branch=NAME"
+        yield violation("branch.kind", branch.kind, constraint)
+    for name, size in branch.axes.items():
+        if branch.kind == "none":
+            yield violation(f"branch.axes.{name}", size, "branch=none has no axes", ["none"])
+        elif name in tensor.axes or name in axes_of(tensor):
+            yield violation(f"branch.axes.{name}", size, f"tensor={tensor.scheme} has an axis {name} already")
+
+
+def _axis_names(config: Config) -> Iterator[str]:
+    for group, axes in (("tensor", config.tensor.axes), ("branch", config.branch.axes)):
+        for name, size in axes.items():
+            if name in RESERVED:
+                yield violation(f"{group}.axes.{name}", size, f"the names {' and '.join(RESERVED)} are reserved")
+            elif not name.isidentifier():
+                yield violation(f"{group}.axes.{name}", size, "an axis is named by letters, digits and _")
+
+
+RELATIONS: tuple[tuple[set[str], Callable[[Config], Iterator[str]]], ...] = (  # judged where each key may be right
+    ({"model.d_model", "model.heads", "model.kv_heads", "model.d_kv"}, _attention),
+    ({"train.global_batch", "train.microbatch"}, _replicas),
+    ({"optimizer.betas"}, _optimizer),
+    ({"data.kind", "data.validation", "eval.every"}, _data),
+    ({"pipeline.kind", "pipeline.stages", "pipeline.chunks"}, _pipeline),
+    (set(), _scheme),
+    (set(), _branch),
+    (set(), _axis_names),
+)
+
+
+def axes_of(tensor: Tensor) -> list[str]:
+    """The axes that the chosen scheme declares, outer to inner: its order, else what its table mentions."""
+    return tensor.order or _mentioned(tensor)
+
+
+def _mentioned(tensor: Tensor) -> list[str]:
+    tables = [*tensor.regions.values(), *tensor.parameters.values()]
+    return list(dict.fromkeys(a for table in tables for axes in table.values() for a in axes))
+
+
+def parse_layout(layout: str | Mapping[str, Any], axes: Iterable[str]) -> tuple[Rules, Rules]:
+    """(regions, parameters) of the user's own layout over `axes`.
+
+    `layout` is one line, "batch:rows;heads:cols" (dims apart by `;`, `,`, `|` or spaces, two axes on one dim as
+    "heads:a+b"), or a map {dim: axis or list of axes}. Either holds for every region and every parameter; or it is a
+    map {region: such a map}, in which `parameters` counts as a region. Raises ConfigError: one line for each unknown
+    dim, region or axis.
+    """
+    table = _read_layout(layout)
+    regions = (*REGIONS, "parameters")
+    named = table if any(isinstance(v, Mapping) for v in table.values()) else dict.fromkeys(regions, table)
+    known = list(axes)
+    rules: Rules = {}
+    lines = []
+    for region, part in named.items():
+        if region not in regions:
+            lines.append(violation("tensor.layout", region, "no such region", closest(region, regions)))
+        rules[region] = {dim: _axis_list(value) for dim, value in (part or {}).items()}
+        for dim, names in rules[region].items():
+            if dim not in DIMS:
+                lines.append(violation("tensor.layout", dim, "no such dim", closest(dim, DIMS)))
+            for name in (name for name in names if name not in known):
+                legal = closest(name, known) or ["tensor.axes.NAME=k makes one"]
+                lines.append(violation("tensor.layout", f"{dim}:{name}", "no such axis in tensor.axes", legal))
+    if lines:
+        raise ConfigError(list(dict.fromkeys(lines)))  # one map for every region would repeat its mistakes
+    return rules, {"all": rules.pop("parameters", {})}
+
+
+def _read_layout(layout: str | Mapping[str, Any]) -> Mapping[str, Any]:
+    if isinstance(layout, str) and layout.lstrip().startswith("{"):
+        import yaml
+
+        try:
+            layout = yaml.safe_load(layout)
+        except yaml.YAMLError as error:
+            raise ConfigError(violation("tensor.layout", layout, f"not YAML ({str(error).splitlines()[0]})")) from None
+    if not isinstance(layout, str):
+        return layout
+    words = re.sub(r"\s*([:+])\s*", r"\1", layout).replace(";", " ").replace(",", " ").replace("|", " ").split()
+    if wrong := [word for word in words if not re.fullmatch(r"\w+:\w+(\+\w+)*", word)]:
+        lines = [violation("tensor.layout", word, "must be dim:axis or dim:axis+axis") for word in wrong]
+        raise ConfigError(lines)
+    return dict(word.split(":") for word in words)
+
+
+def _axis_list(value: str | Sequence[str] | None) -> list[str]:
+    return value.split("+") if isinstance(value, str) else list(value or [])
