@@ -83,9 +83,9 @@ def relayout_steps(dims: Sequence[str], source: Layout, target: Layout) -> list[
     return steps
 
 
-def _adjoint(step: Step, compute_axes: Sequence[str], parameter: bool) -> Step:
-    if step.op == "all_gather":  # the gradient is partial where the axis takes part in the computation
-        return replace(step, op="reduce_scatter" if step.axes[0] in compute_axes else "slice")
+def _adjoint(step: Step, partial: Sequence[str], parameter: bool) -> Step:
+    if step.op == "all_gather":
+        return replace(step, op="reduce_scatter" if step.axes[0] in partial else "slice")
     if step.op == "slice":
         return replace(step, op="pad" if parameter else "all_gather")
     assert step.op == "all_to_all"
@@ -106,7 +106,10 @@ def enter(
     `partial_axes`.
     """
     forward = relayout_steps(dims, source, target)
-    backward = [_adjoint(s, compute_axes, parameter) for s in reversed(forward)]
+    # The gradient is partial over the axes that take part in the computation, but not over one that this operand is
+    # split over: undoing a slice gives every rank the whole gradient (for a parameter, zeros around its block).
+    partial = [a for a in compute_axes if parameter or a not in target.axes]
+    backward = [_adjoint(s, partial, parameter) for s in reversed(forward)]
     lacking = tuple(a for a in compute_axes if a not in source.axes and a not in target.axes)
     if lacking and not parameter:
         # before the all-gathers (they widen), after the reduce-scatters (they narrow)
