@@ -1,21 +1,8 @@
-"""Says how many of how many cases ran."""
+"""A pool of gloo processes."""
 
 from __future__ import annotations
 
 import pytest
-
-_counts: dict[str, tuple[int, int]] = {}
-
-
-@pytest.fixture
-def record_count():
-    """`record_count(what, ran, of)`: printed once at the end of the session."""
-    return lambda what, ran, of: _counts.update({what: (ran, of)})
-
-
-def pytest_terminal_summary(terminalreporter):
-    for what, (ran, of) in _counts.items():
-        terminalreporter.write_line(f"{what}: {ran} of {of} cases (pairwise cover; `make test-all` runs every one)")
 
 
 @pytest.fixture(scope="session")
