@@ -84,8 +84,10 @@ class Plan:
 
     @cached_property
     def groups(self) -> list[tuple[str, ...]]:
-        """The axes of every process group that a step needs, in one order on all ranks; the whole world is the last."""
+        """The axes of every process group that a run needs, in one order on all ranks: those of a step, and the axes
+        that split the logits, which are gathered one by one when text is sampled."""
         used = {self.mesh.ordered(c.axes) for c, _ in self.step_collectives()}
+        used |= {(axis,) for axis in self.scheme.regions["logits"].axes}
         return sorted(used, key=lambda axes: (len(axes), axes))
 
     @cached_property

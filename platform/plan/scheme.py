@@ -14,6 +14,11 @@ from platform.plan.layout import Layout
 REGIONS = ("stream", "attention", "core", "mlp", "logits")
 ROLES = ("in", "out", "vector")
 RESERVED = ("stage", "data")
+GATHERED = {
+    "keep": "gathered operands are kept until the backward pass: fewest bytes",
+    "again": "only the local blocks are kept, and gathered again: activation memory O(1/P)",
+    "panels": "operands are never whole: SUMMA broadcasts one panel at a time and accumulates",
+}
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,7 @@ class Scheme:
     regions: Mapping[str, Layout]
     parameters: Mapping[str, Layout]
     branches: tuple[str, ...] = ()  # those of the axes that are the branch's
+    gathered: str = "keep"  # what an einsum does with gathered operands: see GATHERED
 
     def key(self, axis: str) -> str:
         """The configuration key of an axis."""
@@ -81,4 +87,5 @@ def compose(tensor: Mapping[str, Any], branch: Mapping[str, Any], data: int) -> 
         regions={r: layout(split(r, region(r)), {"batch": ["data"]}) for r in REGIONS},
         parameters={r: layout(split("parameters", rules), {}) for r, rules in roles.items()},
         branches=tuple(branches),
+        gathered=tensor["gathered"],
     )
