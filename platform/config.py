@@ -197,6 +197,16 @@ def _build(cls: type, values: dict[str, Any], prefix: str) -> Any:
     return cls(**{k: _build(parts[k], v, f"{k}.") if k in parts else v for k, v in values.items()})  # type: ignore[arg-type]
 
 
+# model.kind -> what it can be asked to predict; the first is the default
+OBJECTIVES = {"decoder": ["causal"], "encoder": ["masked"], "encoder_decoder": ["span_denoising", "pairs"]}
+
+
+def objective_of(config: Config) -> str:
+    """What the model is asked to predict: data.objective, or what suits model.kind and the data."""
+    default = "pairs" if config.data.kind == "pairs" else OBJECTIVES[config.model.kind][0]
+    return config.data.objective or default
+
+
 def digest(values: Any) -> str:
     """A short, stable hash of plain data."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]

@@ -36,7 +36,7 @@ def test_an_experiment_begins_with_its_command(experiment):
 def test_every_file_says_what_it_is_and_composes(group, option):
     assert (CONF / group / f"{option}.yaml").read_text().startswith("# ")
     if group != "experiment":
-        own = {"text": ["data.path=x"]}.get(option, [])
+        own = {"text": ["data.path=x"], "pairs": ["model=t5_tiny"]}.get(option, [])
         compose([f"{group}={option}", *own])
 
 

@@ -5,7 +5,11 @@ from platform.model.decoder import Decoder
 from platform.model.encoder import Encoder
 from platform.model.encoder_decoder import EncoderDecoder
 
-MODELS = {"decoder": Decoder, "encoder": Encoder, "encoder_decoder": EncoderDecoder}
+MODELS: dict[str, type[Decoder] | type[Encoder] | type[EncoderDecoder]] = {
+    "decoder": Decoder,
+    "encoder": Encoder,
+    "encoder_decoder": EncoderDecoder,
+}
 
 
 def build(config: ModelConfig) -> Decoder | Encoder | EncoderDecoder:

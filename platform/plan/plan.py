@@ -198,6 +198,7 @@ def einsum_flops(operation: Operation, sizes: Mapping[str, int]) -> float:
     """2 x iteration space of an operation's einsums, forward, over all ranks together."""
     if operation.kind == "fused_attention":
         query, key, _ = operation.inputs
+        assert isinstance(key, Spec)
         spaces = [{**_extents(query, sizes), **_extents(key.renamed("length", "memory_length"), sizes)}] * 2
     elif operation.kind in ("project", "einsum"):
         x = _extents(operation.inputs[0], sizes)

@@ -15,6 +15,7 @@ from platform.config import Config
 from platform.data import END_OF_TEXT
 from platform.model import build as build_model
 from platform.model.blocks import LOGITS
+from platform.model.encoder import Encoder
 from platform.parallel import gradients, random
 from platform.parallel.clock import Clock
 from platform.parallel.groups import Communicator
@@ -150,6 +151,7 @@ class Trainer:
     @torch.no_grad()
     def sample(self, count: int, prompt: str = "def ", temperature: float = 0.8) -> str:
         """`count` tokens of text after `prompt`, or in answer to it where an encoder reads it; alike on every rank."""
+        assert not isinstance(self.model, Encoder), "platform.checks refuses monitor.sample"
         length, given = self.plan.sizes["length"], self.corpus.encode(prompt)
         answers = "source" in self.model.inputs
         ids = [END_OF_TEXT] if answers else given[: length - 1]
