@@ -95,8 +95,8 @@ class Masked:
 
 @dataclass(frozen=True)
 class SpanDenoising:
-    """The missing spans of a text (T5, 3.1.4): the encoder reads it with a sentinel in place of each, the decoder writes
-    each behind its sentinel, and END_OF_TEXT. Sentinels are the vocabulary's last ids, downwards.
+    """The missing spans of a text (T5, 3.1.4): the encoder reads it with a sentinel in place of each, the decoder
+    writes each behind its sentinel, and END_OF_TEXT. Sentinels are the vocabulary's last ids, downwards.
 
     A sample takes as many tokens as fit into both lengths; `noise` of them are missing, in `spans` spans.
     """

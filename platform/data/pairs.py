@@ -64,7 +64,7 @@ def check(data: Data) -> list[str]:
 
 
 def read(data: Data) -> Iterator[tuple[str, str]]:
-    """(source, target), both with text in them. Raises ConfigError for files of unequal lengths and for faults in them."""
+    """(source, target), both with text in them. Raises ConfigError for unequal files and faults in them."""
     if not data.path:
         yield from _stdlib(files(data))
     elif data.target_path:

@@ -52,7 +52,6 @@ def test_denoising_puts_every_span_back():
     """Source and target together are the text, which no sample but its own has."""
     corpus = make("span_denoising")
     goal = corpus.objective
-    text = corpus.streams["train"][np.arange(100 * goal.needs)].reshape(100, -1).astype(int).tolist()
     batch = corpus.batch("validation", 0, 100)
     text = corpus.streams["validation"][np.arange(100 * goal.needs)].reshape(100, -1).astype(int).tolist()
     lengths = set()
