@@ -11,7 +11,16 @@ from dataclasses import is_dataclass
 from operator import ge, gt, le, lt
 from typing import Any
 
-from platform.config import Config, ConfigError, Rules, Tensor, closest, violation
+from platform.config import (
+    OBJECTIVES,
+    Config,
+    ConfigError,
+    Rules,
+    Tensor,
+    closest,
+    objective_of,
+    violation,
+)
 from platform.plan.layout import DIMS
 from platform.plan.scheme import GATHERED, REGIONS, RESERVED
 
@@ -19,14 +28,15 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "precision": ("fp64", "fp32", "bf16"),
     "recompute": ("none",),
     "train.stop_at": (0,),
-    "model.kind": ("decoder",),
+    "model.kind": ("decoder", "encoder", "encoder_decoder"),
     "model.fused_dropout": (False,),
     "model.norm": ("layernorm", "rmsnorm"),
-    "model.activation": ("gelu", "swiglu"),
-    "model.positions": ("learned", "rope"),
-    "data.kind": ("stdlib", "text", "synthetic"),
+    "model.activation": ("gelu", "relu", "swiglu", "geglu"),
+    "model.positions": ("learned", "rope", "sinusoidal", "relative"),
+    "data.kind": ("stdlib", "text", "pairs", "synthetic"),
+    "data.objective": ("", "causal", "masked", "span_denoising", "pairs"),
     "optimizer.kind": ("adamw",),
-    "optimizer.schedule": ("constant", "cosine"),
+    "optimizer.schedule": ("constant", "cosine", "inverse_sqrt"),
     "parallel.zero": (0,),
     "pipeline.kind": ("none",),
     "checkpoint.every": (0,),
@@ -74,6 +84,10 @@ BOUNDS: dict[str, str] = {
     "model.d_ff": ">= 0",
     "model.length": ">= 1",
     "model.vocab": ">= 1",
+    "model.source_length": ">= 0",
+    "model.buckets": ">= 4",
+    "model.distance": ">= 1",
+    "model.label_smoothing": ">= 0 and < 1",
     "model.dropout": ">= 0 and < 1",
     "model.rope_theta": "> 0",
     "data.validation": ">= 0 and < 1",
@@ -198,6 +212,27 @@ def _data(config: Config) -> Iterator[str]:
         yield violation("data.validation", 0, f"eval.every={config.eval.every} needs a held-out split", [0.05])
 
 
+def _objective(config: Config) -> Iterator[str]:
+    data, m = config.data, config.model
+    objective, legal = objective_of(config), OBJECTIVES[m.kind]
+    if objective not in legal or (objective == "pairs") != (data.kind == "pairs"):
+        fitting = [o for o in legal if (o == "pairs") == (data.kind == "pairs")]
+        constraint = f"model.kind={m.kind} and data={data.kind} do not go with it"
+        yield violation("data.objective", objective, constraint, fitting)
+    elif objective == "span_denoising" and (m.length < 3 or m.source_length == 1):
+        yield violation("model.length", m.length, "span denoising needs at least 3, and a source of 2", [3])
+    if m.source_length and m.kind != "encoder_decoder":
+        yield violation("model.source_length", m.source_length, f"model.kind={m.kind} has one length", [0])
+    if config.monitor.sample and m.kind == "encoder":
+        yield violation("monitor.sample", config.monitor.sample, "an encoder writes no text", [0])
+
+
+def _buckets(config: Config) -> Iterator[str]:
+    m = config.model
+    if m.positions == "relative" and m.distance <= m.buckets // 2:
+        yield violation("model.distance", m.distance, f"must be more than half of model.buckets={m.buckets}")
+
+
 def _pipeline(config: Config) -> Iterator[str]:
     p = config.pipeline
     for key, size in (("stages", p.stages), ("chunks", p.chunks)):
@@ -248,6 +283,8 @@ RELATIONS: tuple[tuple[set[str], Callable[[Config], Iterator[str]]], ...] = (  #
     ({"train.global_batch", "train.microbatch"}, _replicas),
     ({"optimizer.betas"}, _optimizer),
     ({"data.kind", "data.validation", "eval.every"}, _data),
+    ({"data.kind", "data.objective", "model.kind", "model.length", "monitor.sample"}, _objective),
+    ({"model.buckets", "model.distance"}, _buckets),
     ({"pipeline.kind", "pipeline.stages", "pipeline.chunks"}, _pipeline),
     (set(), _scheme),
     (set(), _branch),

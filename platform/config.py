@@ -40,23 +40,28 @@ class Train:
 
 @dataclass
 class Model:
-    kind: str = "decoder"  # a name in platform.model
-    layers: int = 2
+    kind: str = "decoder"  # decoder | encoder | encoder_decoder
+    layers: int = 2  # of each stack
     d_model: int = 64
     heads: int = 4
     kv_heads: int = 0  # grouped-query attention; 0 = heads
     d_kv: int = 0  # 0 = d_model / heads
     d_ff: int = 0  # 0 = 4 * d_model
     length: int = 64  # tokens per sequence
+    source_length: int = 0  # encoder_decoder: tokens per sequence of the encoder; 0 = length
     vocab: int = 512  # rows of the embedding, before any padding
     dropout: float = 0.0
     fused_dropout: bool = False  # attention masks drawn inside a fused kernel: faster, differs between layouts
     norm: str = "layernorm"  # layernorm | rmsnorm
-    activation: str = "gelu"  # gelu | swiglu
-    positions: str = "learned"  # learned | rope
+    post_norm: bool = False  # norms after the residual connection, as in the original Transformer
+    activation: str = "gelu"  # gelu | relu | swiglu | geglu
+    positions: str = "learned"  # learned | rope | sinusoidal | relative
     rope_theta: float = 10000.0
+    buckets: int = 32  # positions=relative: entries of the bias per head
+    distance: int = 128  # positions=relative: beyond it all positions share an entry
     bias: bool = True
     tied: bool = True  # the output projection is the embedding
+    label_smoothing: float = 0.0  # share of the target that is spread over the vocabulary
 
 
 @dataclass
@@ -64,6 +69,9 @@ class Data:
     kind: str = "stdlib"  # stdlib | text | synthetic
     path: str = ""  # data=text: a file, a folder, a glob, or .jsonl
     field: str = "text"  # the field of a .jsonl object that holds the text
+    target_path: str = ""  # data=pairs: the file whose lines translate those of `path`
+    target_field: str = "target"  # data=pairs: the field of a .jsonl object that translates `field`
+    objective: str = ""  # causal | masked | span_denoising | pairs; "" = what suits model.kind and the data
     validation: float = 0.05  # fraction of the documents that is held out
     cache: str = ""  # tokenised corpora; "" = ~/.cache/elastic-platform
 
@@ -76,7 +84,7 @@ class Optimizer:
     eps: float = 1e-8
     weight_decay: float = 0.1  # none on vectors
     clip: float = 1.0  # largest global gradient norm; 0 = no clipping
-    schedule: str = "cosine"  # constant | cosine
+    schedule: str = "cosine"  # constant | cosine | inverse_sqrt
     warmup_steps: int = 0
     min_lr: float = 0.1  # the cosine ends at this fraction of lr
 
@@ -188,6 +196,16 @@ def _build(cls: type, values: dict[str, Any], prefix: str) -> Any:
         raise ConfigError([f"{key}: unknown key" for key in unknown])
     parts = {k: part for k, f in known.items() if is_dataclass(part := globals().get(str(f.type)))}
     return cls(**{k: _build(parts[k], v, f"{k}.") if k in parts else v for k, v in values.items()})  # type: ignore[arg-type]
+
+
+# model.kind -> what it can be asked to predict; the first is the default
+OBJECTIVES = {"decoder": ["causal"], "encoder": ["masked"], "encoder_decoder": ["span_denoising", "pairs"]}
+
+
+def objective_of(config: Config) -> str:
+    """What the model is asked to predict: data.objective, or what suits model.kind and the data."""
+    default = "pairs" if config.data.kind == "pairs" else OBJECTIVES[config.model.kind][0]
+    return config.data.objective or default
 
 
 def digest(values: Any) -> str:

@@ -30,6 +30,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {"kv_heads": 2, "norm": "rmsnorm", "activation": "swiglu", "positions": "rope", "bias": False,
               "tied": False, "d_ff": 48},
     "gqa_tied": {"kv_heads": 2, "norm": "rmsnorm", "activation": "swiglu", "vocab": 63},
+    "bert": {"kind": "encoder", "post_norm": True},
+    "original": {"kind": "encoder_decoder", "post_norm": True, "positions": "sinusoidal", "activation": "relu",
+                 "label_smoothing": 0.1, "layers": 1},
+    "t5": {"kind": "encoder_decoder", "norm": "rmsnorm", "positions": "relative", "activation": "geglu", "bias": False,
+           "source_length": 8, "buckets": 8, "distance": 12},
 }  # fmt: skip
 
 
@@ -65,14 +70,31 @@ def configure(
 
 
 class Tokens:
-    """A corpus of pseudo-random tokens."""
+    """A corpus of pseudo-random tokens, with padding and labels that do not count unless the model is a decoder."""
 
     def __init__(self, c: Config):
-        self.length, self.vocab = c.model.length, c.model.vocab
+        self.model, self.vocab = c.model, c.model.vocab
 
-    def batch(self, split: str, start: int, end: int) -> np.ndarray:
+    def batch(self, split: str, start: int, end: int) -> dict[str, np.ndarray]:
         draws = (np.random.default_rng([split == "train", i]) for i in range(start, end))
-        return np.stack([draw.integers(0, self.vocab, self.length + 1) for draw in draws])
+        samples = [self.sample(draw) for draw in draws]
+        return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
+
+    def sample(self, draw: np.random.Generator) -> dict[str, np.ndarray]:
+        c = self.model
+        row = draw.integers(0, self.vocab, c.length + 1)
+        if c.kind == "decoder":
+            return {"tokens": row[:-1], "labels": row[1:]}
+        source = draw.integers(0, self.vocab, c.source_length or c.length)
+        source[draw.integers(1, len(source) + 1) :] = -1
+        end = draw.integers(1, c.length + 1)
+        row[end:] = -1
+        if c.kind == "encoder":
+            return {"tokens": row[:-1], "labels": np.where(draw.random(c.length) < 0.5, row[:-1], -1)}
+        return {"source": source, "tokens": row[:-1], "labels": row[1:]}
+
+    def predicted(self, split: str, start: int, end: int) -> int:
+        return int((self.batch(split, start, end)["labels"] >= 0).sum())
 
     def encode(self, text: str) -> list[int]:
         return [b % self.vocab for b in text.encode()]

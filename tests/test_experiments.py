@@ -36,7 +36,7 @@ def test_an_experiment_begins_with_its_command(experiment):
 def test_every_file_says_what_it_is_and_composes(group, option):
     assert (CONF / group / f"{option}.yaml").read_text().startswith("# ")
     if group != "experiment":
-        own = {"text": ["data.path=x"]}.get(option, [])
+        own = {"text": ["data.path=x"], "pairs": ["model=t5_tiny"]}.get(option, [])
         compose([f"{group}={option}", *own])
 
 
@@ -69,9 +69,32 @@ def test_table_1(row):
     assert f"{size(f'gpt_{name}') / 1e9:.1f}" == billions
 
 
+# Mesh-TensorFlow's table 2 (paper 004) as printed, but for d_ff 65516, which is 65536: d_ff, heads, billions.
+TABLE_2 = """
+4096 4 0.14
+8192 8 0.22
+16384 16 0.37
+32768 32 0.67
+65536 64 1.28
+131072 128 2.48
+262144 256 4.90
+"""
+
+
+@pytest.mark.parametrize("row", TABLE_2.split("\n")[1:-1])
+def test_mesh_tensorflows_table_2(row):
+    d_ff, heads, billions = row.split()
+    model = compose([f"model=mesh_lm_{heads}"]).model
+    assert (model.d_model, model.d_kv, model.d_ff, model.heads) == (1024, 256, int(d_ff), int(heads))
+    assert f"{size(f'mesh_lm_{heads}') / 1e9:.2f}" == billions
+
+
 @pytest.mark.parametrize(
     ("model", "billions"),
     [
+        ("transformer_base", 0.0631),
+        ("t5_large_mod", 0.7377),
+        ("cube_bert", 1.272),
         ("gpt2_124m", 0.1244),
         ("gpt3_125m", 0.1252),
         ("gpt3_1_3b", 1.316),

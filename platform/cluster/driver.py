@@ -148,9 +148,8 @@ class _Driver:
 
     def _prepare_data(self) -> None:
         """Here and first, so that the workers find the tokens in the cache and mistakes come before any process."""
-        model = self.config.model
         with _messages("platform.data", self.monitor.say):
-            data.prepare(self.config.data, length=model.length, vocab=model.vocab, seed=self.config.seed)
+            data.of(self.config)
 
     def _crew(self) -> Crew:
         kind = resources.crew_kind(self.config.cluster)

@@ -1,7 +1,7 @@
 """Text -> tokens -> one global, world-size-independent order of samples. Imports neither torch nor Ray."""
 
-from platform.data.corpus import Corpus, check, prepare
+from platform.data.corpus import Corpus, check, of, prepare
 from platform.data.permutation import order
 from platform.data.tokenizer import END_OF_TEXT
 
-__all__ = ["END_OF_TEXT", "Corpus", "check", "order", "prepare"]
+__all__ = ["END_OF_TEXT", "Corpus", "check", "of", "order", "prepare"]

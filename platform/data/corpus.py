@@ -13,57 +13,63 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from platform.config import ConfigError, Data, digest
-from platform.data import cache, sources, synthetic, tokenizer
-from platform.data.permutation import order
+from platform.config import Config, ConfigError, Data, digest, objective_of
+from platform.data import cache, pairs, sources, synthetic, tokenizer
+from platform.data.objectives import OBJECTIVES, Objective
+from platform.data.permutation import mix, order
 
 _FORMAT = 1  # of a cache entry: raise it when the same documents would give other tokens or other files
 _TRAINING = 16_000_000  # characters that the tokenizer is trained on: evenly spaced pieces of a longer corpus
-_KINDS = [*sources.SOURCES, "synthetic"]
+_KINDS = [*sources.SOURCES, "pairs", "synthetic"]
 
 logger = logging.getLogger(__name__)
 
 
 class Tokens(Protocol):
-    """A stream of tokens: the ids at an array of positions."""
+    """A stream of tokens: the ids at an array of positions (or pairs of texts, for the objective of that name)."""
 
     def __len__(self) -> int: ...
-    def __getitem__(self, index: NDArray[np.int64], /) -> NDArray[Any]: ...
 
 
 @dataclass(frozen=True)
 class Corpus:
     """A tokenised corpus, cut into samples.
 
-    A split is one stream of tokens, where END_OF_TEXT stands in front of each document. Sample i is the length + 1
-    tokens from i * length on, so that every token but the first is predicted once; it may cross documents.
+    A split is one stream of tokens, where END_OF_TEXT stands in front of each document; a sample may cross documents.
+    The objective makes samples of it.
     """
 
     vocab: int  # ids are in [0, vocab); at most model.vocab
     digest: str  # of documents, tokenizer and splits: equal digests, equal samples
-    length: int
+    objective: Objective
     seed: int
-    streams: Mapping[str, Tokens]  # by split: train, validation
+    streams: Mapping[str, Any]  # by split (train, validation): `Tokens`
     encode: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]  # ids outside [0, vocab) are left out
 
     @property
     def samples(self) -> dict[str, int]:
         """Samples per epoch of each split."""
-        return {split: (len(stream) - 1) // self.length for split, stream in self.streams.items()}
+        return {split: self.objective.samples(stream) for split, stream in self.streams.items()}
 
-    def batch(self, split: str, start: int, end: int) -> NDArray[np.int64]:
-        """Samples start..end of the split's endless global order: int64 [end - start, length + 1].
+    def batch(self, split: str, start: int, end: int) -> dict[str, NDArray[np.int64]]:
+        """Samples start..end of the split's endless global order: data tensor -> int64 [end - start, length].
 
-        Inputs are [:, :-1] and labels [:, 1:]. Every epoch of `train` is a permutation of its samples of its own;
-        `validation` is never shuffled.
+        Every epoch of `train` is a permutation of its samples of its own; `validation` is never shuffled.
         """
+        keys = mix(self.seed, split == "train", np.arange(start, end))
+        return self.objective.batch(self.streams[split], self._order(split, start, end), keys)
+
+    def predicted(self, split: str, start: int, end: int) -> int:
+        """The labels of samples start..end that are not padding: what their mean loss is over."""
+        return self.objective.predicted(self.streams[split], self._order(split, start, end))
+
+    def _order(self, split: str, start: int, end: int) -> NDArray[np.int64]:
         samples = self.samples[split]
         epoch, index = np.divmod(np.arange(start, end), samples)
         if split == "train":
             index = order(self.seed, epoch, samples, index)
-        positions = index[:, None] * self.length + np.arange(self.length + 1)
-        return self.streams[split][positions].astype(np.int64)
+        return index
 
 
 def check(data: Data, *, vocab: int = tokenizer.SMALLEST) -> list[str]:
@@ -73,7 +79,7 @@ def check(data: Data, *, vocab: int = tokenizer.SMALLEST) -> list[str]:
         return [f"data={data.kind}: unknown; there are {', '.join(_KINDS)}"]
     if not 0 < data.validation < 1:
         violations.append(f"data.validation={data.validation}: a fraction between 0 and 1 is needed, such as 0.05")
-    if data.path and data.kind != "text":
+    if data.path and data.kind not in ("text", "pairs"):
         violations.append(
             f"data.path={data.path}: data={data.kind} reads no path; use data=text, or leave data.path empty"
         )
@@ -81,20 +87,32 @@ def check(data: Data, *, vocab: int = tokenizer.SMALLEST) -> list[str]:
         return violations
     if vocab < tokenizer.SMALLEST:
         violations.append(f"model.vocab={vocab}: a byte-level tokenizer needs at least {tokenizer.SMALLEST}")
-    return violations + sources.check(data)
+    return violations + (pairs.check(data) if data.kind == "pairs" else sources.check(data))
 
 
-def prepare(data: Data, *, length: int, vocab: int, seed: int) -> Corpus:
-    """Open the corpus of `data` in samples of `length` + 1 tokens, with at most `vocab` different ones.
+def of(config: Config) -> Corpus:
+    """The corpus of a run; see `prepare`."""
+    m = config.model
+    shape = {"length": m.length, "source_length": m.source_length, "vocab": m.vocab}
+    return prepare(config.data, **shape, seed=config.seed, objective=objective_of(config))
+
+
+def prepare(
+    data: Data, *, length: int, vocab: int, seed: int, source_length: int = 0, objective: str = "causal"
+) -> Corpus:
+    """Open the corpus of `data` in samples of `length` tokens, with at most `vocab` different ones.
+
+    `source_length`: tokens per sequence of an encoder beside a decoder; 0 = length.
 
     Text is tokenised by the first process that asks, and cached. Raises ConfigError for a user's mistakes: those that
     `check` finds, a fault deep inside a file, a corpus without one whole sample in each split.
     """
-    if violations := check(data, vocab=vocab):
+    goal = OBJECTIVES[objective](length, source_length or length, vocab)
+    if violations := check(data, vocab=vocab - goal.reserved):
         raise ConfigError(violations)
-    make = _synthetic if data.kind == "synthetic" else _text
-    corpus = make(data, length, vocab, seed)
-    if violations := _too_small(corpus, data):
+    make = {"synthetic": _synthetic, "pairs": _pairs}.get(data.kind, _text)
+    corpus = make(data, goal, vocab - goal.reserved, seed)
+    if violations := _too_small(corpus, data, length):
         raise ConfigError(violations)
     return corpus
 
@@ -114,11 +132,11 @@ def held_out(sizes: Sequence[int], fraction: float) -> set[int]:
     return held if room <= budget / 2 else set()
 
 
-def _synthetic(data: Data, length: int, vocab: int, seed: int) -> Corpus:
+def _synthetic(data: Data, objective: Objective, vocab: int, seed: int) -> Corpus:
     return Corpus(
         vocab=vocab,
         digest=digest(["synthetic", _FORMAT, vocab, seed]),
-        length=length,
+        objective=objective,
         seed=seed,
         streams={split: synthetic.Stream(seed, i, vocab) for i, split in enumerate(("train", "validation"))},
         encode=partial(synthetic.encode, vocab=vocab),
@@ -126,7 +144,7 @@ def _synthetic(data: Data, length: int, vocab: int, seed: int) -> Corpus:
     )
 
 
-def _text(data: Data, length: int, vocab: int, seed: int) -> Corpus:
+def _text(data: Data, objective: Objective, vocab: int, seed: int) -> Corpus:
     files = sources.SOURCES[data.kind](data)
     contents = [[sources.is_jsonl(file), cache.sha256(file)] for file in files]
     what = json.dumps([_FORMAT, contents, data.field, data.validation, vocab])
@@ -138,12 +156,55 @@ def _text(data: Data, length: int, vocab: int, seed: int) -> Corpus:
     return Corpus(
         vocab=bpe.get_vocab_size(),
         digest=digest([key, meta["files"]["tokens.bin"]]),
-        length=length,
+        objective=objective,
         seed=seed,
         streams={split: tokens[start:end] for split, (start, end) in meta["splits"].items()},
         encode=lambda text: bpe.encode(text).ids,
         decode=lambda ids: bpe.decode(ids, skip_special_tokens=False),
     )
+
+
+def _pairs(data: Data, objective: Objective, vocab: int, seed: int) -> Corpus:
+    contents = [pairs.contents(data), *(cache.sha256(file) for file in pairs.files(data))]
+    key = hashlib.sha256(json.dumps([_FORMAT, contents, data.validation, vocab]).encode()).hexdigest()
+    entry = cache.root(data.cache) / key
+    meta = cache.fetch(entry, lambda folder: _build_pairs(folder, data, vocab))
+    tokens = np.memmap(entry / "tokens.bin", meta["dtype"], mode="r").view(np.ndarray)
+    ends = np.fromfile(entry / "ends.bin", "<i8").reshape(-1, 2)
+    bpe = tokenizer.load(entry / "tokenizer.json")
+    streams, place, pair = {}, 0, 0
+    for split, (length, count) in meta["splits"].items():
+        streams[split] = pairs.Stream(tokens[place : place + length], ends[pair : pair + count])
+        place, pair = place + length, pair + count
+    return Corpus(
+        vocab=bpe.get_vocab_size(),
+        digest=digest([key, meta["files"]["tokens.bin"]]),
+        objective=objective,
+        seed=seed,
+        streams=streams,
+        encode=lambda text: bpe.encode(text).ids,
+        decode=lambda ids: bpe.decode(ids, skip_special_tokens=False),
+    )
+
+
+def _build_pairs(folder: Path, data: Data, vocab: int) -> dict[str, Any]:
+    """Write tokens.bin and ends.bin (the training pairs, then those held out) and tokenizer.json."""
+    found = list(pairs.read(data))
+    if not found:
+        raise ConfigError(f"data.path={data.path}: no pair of texts in it")
+    held = held_out([len(a) + len(b) for a, b in found], data.validation)
+    splits = {
+        "train": [pair for n, pair in enumerate(found) if n not in held],
+        "validation": [found[n] for n in sorted(held)],
+    }
+    texts = (text for pair in splits["train"] for text in pair)
+    characters = sum(len(a) + len(b) for a, b in splits["train"])
+    share = min(1.0, _TRAINING / characters)
+    bpe = tokenizer.train((t for i, t in enumerate(texts) if int((i + 1) * share) > int(i * share)), vocab)
+    bpe.save(str(folder / "tokenizer.json"))
+    dtype = np.dtype("<u2" if vocab <= 1 << 16 else "<u4")
+    sizes = {split: pairs.write(folder, bpe, iter(part), dtype) for split, part in splits.items()}
+    return {"dtype": dtype.str, "splits": sizes}
 
 
 def _build(folder: Path, files: list[Path], data: Data, vocab: int) -> dict[str, Any]:
@@ -179,17 +240,17 @@ def _build(folder: Path, files: list[Path], data: Data, vocab: int) -> dict[str,
     return {"dtype": dtype.str, "splits": {"train": [0, train], "validation": [train, end]}}
 
 
-def _too_small(corpus: Corpus, data: Data) -> list[str]:
+def _too_small(corpus: Corpus, data: Data, length: int) -> list[str]:
     """One line per split that does not hold one sample."""
     tokens = {split: len(stream) for split, stream in corpus.streams.items()}
-    needed, total = corpus.length + 1, sum(tokens.values())
+    needed, total = corpus.objective.needs, sum(tokens.values())
     violations = []
     for split in (split for split, count in tokens.items() if count < needed):
-        remedies = [f"model.length={tokens[split] - 1}"] if tokens[split] > 1 else []
+        remedies = [f"model.length={tokens[split] - 1}"] if tokens[split] > 1 and needed > length else []
         if split == "validation" and total >= 3 * needed:
             remedies.append(f"data.validation={ceil(200 * needed / total) / 100:g}")
         violations.append(
-            f"model.length={corpus.length}: a sample is {needed} tokens, and the {split} split has {tokens[split]}; "
+            f"model.length={length}: a sample is {needed} tokens, and the {split} split has {tokens[split]}; "
             f"nearest legal: {' or '.join([*remedies, 'more text'])}"
         )
     return violations

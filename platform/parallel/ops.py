@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from platform.parallel import random, statistics
+from platform.parallel import positions, random, statistics
 from platform.parallel.convert import apply, convert
 from platform.parallel.einsum import einsums
 from platform.parallel.groups import Communicator
@@ -22,6 +22,7 @@ from platform.plan.rule import relayout_steps
 
 POINTWISE: dict[str, Callable[..., Tensor]] = {
     "gelu": lambda x: F.gelu(x),
+    "relu": lambda x: F.relu(x),
     "silu": lambda x: F.silu(x),
     "add": lambda x, y: x + y,
     "multiply": lambda x, y: x * y,
@@ -41,7 +42,8 @@ class Position:
 class ParallelOps(Ops):
     """Executes a plan's operations on the rank of `communicator`. `tensors`: parameter name -> local block.
 
-    Token ids [length, batch] and labels come in the layouts `plan.layout_of_tokens`.
+    A data tensor is a mapping from the operations that read it, as (kind, name), to this rank's block of integers
+    [length, batch], laid out as `plan.readers` says.
     """
 
     def __init__(self, plan: Plan, communicator: Communicator, tensors: Mapping[str, Tensor], dropout: float = 0.0):
@@ -59,8 +61,14 @@ class ParallelOps(Ops):
         """(offset, extent) of this rank's block of an activation."""
         return self._blocks[spec]
 
-    def lookup(self, table, tokens, out):
-        planned = self._planned("lookup", table.name)
+    def _range(self, spec: Spec, dim: str, device: torch.device) -> Tensor:
+        """The global positions along `dim` of this rank's block of an activation."""
+        first, n = self._block(spec)[spec.dims.index(dim)]
+        return torch.arange(first, first + n, device=device)
+
+    def lookup(self, name, table, tokens, out):
+        planned = self._planned("lookup", name)
+        tokens = tokens["lookup", name]
         into, leave = planned.conversions
         weight = apply(self.communicator, self.tensors[table.name], into)
         if planned.over:  # rows of other ranks are zero here: the sum over `over` completes the lookup
@@ -68,7 +76,7 @@ class ParallelOps(Ops):
             mine = (row >= 0) & (row < weight.shape[0])
             x = F.embedding(row.clamp(0, weight.shape[0] - 1), weight) * mine.unsqueeze(-1).to(weight.dtype)
         else:
-            x = F.embedding(tokens, weight)
+            x = F.embedding(tokens.clamp_min(0), weight)
         return apply(self.communicator, x, leave)
 
     def project(self, x, spec, weights, outs, biases=()):
@@ -114,15 +122,23 @@ class ParallelOps(Ops):
         return statistics.norm(x, vectors[0], vectors[1] if bias else None, kind, self.communicator, planned.over)
 
     def rotate(self, name, x, spec, theta):
-        where = dict(zip(spec.dims, self._block(spec), strict=True))
-        (first, length), (_, d_kv) = where["length"], where["d_kv"]
-        wide = statistics.accumulate(x)
-        frequency = theta ** (-torch.arange(0, d_kv, 2, device=x.device, dtype=torch.float64) / d_kv)
-        angle = torch.arange(first, first + length, device=x.device, dtype=torch.float64).outer(frequency)
-        shape = [length if d == "length" else d_kv // 2 if d == "d_kv" else 1 for d in spec.dims]
-        cos, sin = angle.cos().to(wide.dtype).view(shape), angle.sin().to(wide.dtype).view(shape)
-        a, b = wide.chunk(2, -1)
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+        length = self._range(spec, "length", x.device)
+        shape = [len(length) if d == "length" else x.shape[-1] // 2 if d == "d_kv" else 1 for d in spec.dims]
+        return positions.rotate(x, length, shape, theta)
+
+    def sinusoid(self, name, x, spec, scale):
+        assert spec.dims == ("length", "batch", "d_model")
+        length, d_model = (self._range(spec, d, x.device) for d in ("length", "d_model"))
+        table = positions.sinusoid(length, d_model, self.plan.sizes["d_model"])
+        return x * scale + table.unsqueeze(1).to(x.dtype)
+
+    def relative_bias(self, table, scores, *, bidirectional, distance):
+        (conversion,) = self._planned("relative_bias", table.name).conversions
+        weight = apply(self.communicator, self.tensors[table.name], conversion)
+        length, memory = (self._range(scores, d, weight.device) for d in ("length", "memory_length"))
+        offsets = memory - length.unsqueeze(1)
+        bucket = positions.relative_bucket(offsets, self.plan.sizes["buckets"], distance, bidirectional)
+        return F.embedding(bucket, weight).permute(2, 0, 1)  # [heads, length, memory_length]
 
     def expand_kv(self, name, x, spec, out):
         planned = self._planned("expand_kv", name)
@@ -137,21 +153,28 @@ class ParallelOps(Ops):
         index = torch.arange(first_head, first_head + heads, device=x.device) // per_group - have
         return x.index_select(dim, index)
 
-    def softmax(self, name, x, spec, dim, *, scale, causal):
+    def softmax(self, name, x, spec, *, scale, causal, mask=None, bias=None):
         planned = self._planned("softmax", name)
         x = x * scale
+        if bias is not None:
+            x = x + bias
         if causal:
-            where = dict(zip(spec.dims, self._block(spec), strict=True))
-            (q, nq), (k, nk) = where["length"], where["memory_length"]
-            future = torch.arange(k, k + nk, device=x.device) > torch.arange(q, q + nq, device=x.device).unsqueeze(1)
-            x = x.masked_fill(future, -torch.inf)
+            length, memory = (self._range(spec, d, x.device) for d in ("length", "memory_length"))
+            x = x.masked_fill(memory > length.unsqueeze(1), -torch.inf)
+        if mask is not None:
+            x = x.masked_fill(positions.hidden(mask["softmax", name]), torch.finfo(x.dtype).min)
         return statistics.softmax(x, self.communicator, planned.over)
 
-    def fused_attention(self, name, q, k, v, spec, *, scale, causal):
+    def fused_attention(self, name, q, k, v, spec, kv, *, scale, causal, mask=None, bias=None):
         order = [spec.dims.index(d) for d in ("batch", "heads", "length", "d_kv")]
         back = [("batch", "heads", "length", "d_kv").index(d) for d in spec.dims]
         q, k, v = (t.permute(order) for t in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale).permute(back)
+        hidden = None if mask is None else positions.hidden(mask["fused_attention", name])
+        if bias is None and hidden is None:
+            seen = None
+        else:
+            seen, causal = positions.attention_mask(q, k, causal, hidden, bias), False
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=causal, scale=scale).permute(back)
 
     def can_fuse_attention(self, spec):
         return self.plan.scheme.fuses_attention(spec.region)
@@ -174,23 +197,25 @@ class ParallelOps(Ops):
         where["batch"] = (first + p.first_sequence, n)
         order = sorted(range(len(spec.dims)), key=lambda i: spec.dims[i] != "batch")  # batch major: its size is open
         dims = [spec.dims[i] for i in order]
-        strides = [prod(self.plan.sizes[d] for d in dims[i + 1 :]) for i in range(len(dims))]
+        sizes = dict(zip(spec.dims, self.plan.global_shape(spec), strict=True))
+        strides = [prod(sizes[d] for d in dims[i + 1 :]) for i in range(len(dims))]
         ids = random.elements([where[d] for d in dims], strides, x.device)
         keep = random.keep_mask(random.key(p.seed, "dropout", p.step, name), ids, self.dropout_rate)
         back = [dims.index(d) for d in spec.dims]
         return x * (keep.permute(back).to(x.dtype) / (1 - self.dropout_rate))
 
-    def cross_entropy(self, name, logits, spec, labels):
+    def cross_entropy(self, name, logits, spec, labels, smoothing=0.0):
         planned = self._planned("cross_entropy", name)
         first, _ = self._block(spec)[spec.dims.index("vocab")]
-        vocab = self.plan.sizes["vocab"]
-        return statistics.cross_entropy(logits, labels, self.communicator, planned.over, first, vocab)
+        vocab, labels = self.plan.sizes["vocab"], labels["cross_entropy", name]
+        smoothing = smoothing if self.position.training else 0.0
+        return statistics.cross_entropy(logits, labels, self.communicator, planned.over, first, vocab, smoothing)
 
     def gathered(self, x: Tensor, spec: Spec) -> Tensor:
         """An activation, whole on every rank, without gradient; vocab without padding. For sampling text."""
         whole = convert(self.communicator, x, relayout_steps(spec.dims, self.plan.layout(spec), Layout())).wait()
-        for i, d in enumerate(spec.dims):
-            whole = whole.narrow(i, 0, self.plan.sizes[d])
+        for i, size in enumerate(self.plan.global_shape(spec)):
+            whole = whole.narrow(i, 0, size)
         return whole
 
 

@@ -106,41 +106,55 @@ def softmax(x: Tensor, communicator: Communicator, over: Sequence[str]) -> Tenso
 
 
 class _SplitCrossEntropy(torch.autograd.Function):
-    """Sum over tokens of -log softmax(logits)[label]; logits [tokens, vocab block] starting at column `first`."""
+    """As `cross_entropy`; logits [tokens, vocab block] starting at column `first`."""
 
     @staticmethod
-    def forward(ctx, logits, labels, communicator, over, first, vocab):
+    def forward(ctx, logits, labels, communicator, over, first, vocab, smoothing):
         wide = accumulate(logits)
-        if (padding := first + logits.shape[-1] - vocab) > 0:
+        real = min(max(vocab - first, 0), logits.shape[-1])  # columns that are not padding
+        if real < logits.shape[-1]:
             wide = wide.clone()
-            wide[..., -min(padding, logits.shape[-1]) :] = -torch.inf
+            wide[..., real:] = -torch.inf
         top = communicator.launch("all_reduce", wide.amax(-1), over, reduce="max").wait()
         e = torch.exp(wide - top.unsqueeze(-1))
         column = labels - first
         mine = (column >= 0) & (column < logits.shape[-1])
         column = column.clamp(0, logits.shape[-1] - 1).unsqueeze(-1)
         target = torch.where(mine, wide.gather(-1, column).squeeze(-1), 0.0)
-        total, target = _summed(communicator, torch.stack((e.sum(-1), target)), over)
+        sums = [e.sum(-1), target, *([wide[..., :real].sum(-1)] if smoothing else [])]
+        total, target, *rest = _summed(communicator, torch.stack(sums), over)
         p = e.div_(total.unsqueeze(-1))
-        p.scatter_add_(-1, column, -mine.unsqueeze(-1).to(p.dtype))
-        ctx.save_for_backward(p)
+        p.scatter_add_(-1, column, (smoothing - 1) * mine.unsqueeze(-1).to(p.dtype))
+        loss = top + total.log() - (1 - smoothing) * target
+        if smoothing:
+            p[..., :real] -= smoothing / vocab
+            loss -= smoothing / vocab * rest[0]
+        counts = labels >= 0
+        ctx.save_for_backward(p.mul_(counts.unsqueeze(-1)))
         ctx.dtype = logits.dtype
-        return (top + total.log() - target).sum()
+        return torch.where(counts, loss, 0.0).sum()
 
     @staticmethod
     def backward(ctx, dloss):
         (p,) = ctx.saved_tensors
-        return (p * dloss).to(ctx.dtype), None, None, None, None, None
+        return (p * dloss).to(ctx.dtype), None, None, None, None, None, None
 
 
 def cross_entropy(
-    logits: Tensor, labels: Tensor, communicator: Communicator, over: Sequence[str], first: int, vocab: int
+    logits: Tensor,
+    labels: Tensor,
+    communicator: Communicator,
+    over: Sequence[str],
+    first: int,
+    vocab: int,
+    smoothing: float = 0.0,
 ) -> Tensor:
-    """The sum over local tokens; logits [..., vocab block], labels [...]. `first`: the block's first column;
-    `vocab`: columns that are not padding."""
+    """The sum of -log softmax(logits)[label] over local tokens; logits [..., vocab block], labels [...]; labels of -1
+    do not count. `first`: the block's first column; `vocab`: columns that are not padding; `smoothing`: the share of
+    the target that is spread evenly over vocab."""
     logits, labels = logits.flatten(0, -2), labels.flatten()
     if over:
-        return _SplitCrossEntropy.apply(logits, labels, communicator, over, first, vocab)
+        return _SplitCrossEntropy.apply(logits, labels, communicator, over, first, vocab, smoothing)
     if logits.shape[-1] > vocab:  # padded for other regions' axes, and whole here
         logits = logits.narrow(-1, 0, vocab)
-    return F.cross_entropy(accumulate(logits), labels, reduction="sum")
+    return F.cross_entropy(accumulate(logits), labels, ignore_index=-1, reduction="sum", label_smoothing=smoothing)

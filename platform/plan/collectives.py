@@ -78,7 +78,7 @@ class PlannedOperation:
 
     `groups` for project and einsum; `conversions`, one per parameter or moved operand, for the others; `over` are the
     axes that split the dim of a norm, softmax or cross-entropy, whose statistics are merged over them; `tokens` is the
-    layout in which a lookup reads token ids.
+    layout over batch and length in which the operation reads a data tensor.
     """
 
     operation: Operation
@@ -142,9 +142,14 @@ class Planner:
             n -= 1
         return tuple(heads[:n])
 
+    def sizes_of(self, tensor: Spec | Parameter) -> dict[str, int]:
+        """Global dims of a tensor: the model's, but for the tensor's own."""
+        return {**self.sizes, **dict(tensor.sizes)}
+
     def shape(self, tensor: Spec | Parameter, layout: Layout | None = None) -> tuple[int, ...]:
         """Local shape of a tensor in its own layout, or in another one."""
-        return local_shape(tensor.dims, self.sizes, self.layout(tensor) if layout is None else layout, self.mesh)
+        layout = self.layout(tensor) if layout is None else layout
+        return local_shape(tensor.dims, self.sizes_of(tensor), layout, self.mesh)
 
     def plan(self, operation: Operation) -> PlannedOperation:
         return _PLANS[operation.kind](self, operation)
@@ -319,7 +324,7 @@ def _lookup(planner: Planner, operation: Operation) -> PlannedOperation:
 
 
 def _vectors(planner: Planner, operation: Operation) -> PlannedOperation:
-    """shift and norm: the parameters are brought to the activation's layout; a norm merges its statistics."""
+    """shift, norm, relative_bias: parameters are brought to the activation's layout; a norm merges its statistics."""
     spec = operation.inputs[0]
     have = planner.layout(spec)
     found: list[Collective] = []
@@ -348,6 +353,16 @@ def _local(planner: Planner, operation: Operation) -> PlannedOperation:
     return PlannedOperation(operation, compute_axes=planner.layout(operation.outputs[0]).axes)
 
 
+def _hidden(layout: Layout) -> Layout:
+    """Where an attention in `layout` reads the data tensor whose padding it hides: its length is memory_length."""
+    return Layout.of({"batch": layout["batch"], "length": layout["memory_length"]})
+
+
+def _fused_attention(planner: Planner, operation: Operation) -> PlannedOperation:
+    layout = planner.layout(operation.outputs[0])
+    return PlannedOperation(operation, tokens=_hidden(layout), compute_axes=layout.axes)
+
+
 def _expand_kv(planner: Planner, operation: Operation) -> PlannedOperation:
     """Each rank picks the KV heads of its own heads: free; the gradient is summed over the axes that share them."""
     spec, out = operation.inputs[0], operation.outputs[0]
@@ -364,12 +379,11 @@ def _expand_kv(planner: Planner, operation: Operation) -> PlannedOperation:
 
 def _softmax(planner: Planner, operation: Operation) -> PlannedOperation:
     spec = operation.inputs[0]
-    dim = operation["dim"]
     layout = planner.layout(spec)
-    rows = prod(planner.shape(spec)) // planner.shape(spec)[spec.dims.index(dim)]
-    over = layout[dim]
+    rows = prod(planner.shape(spec)[:-1])
+    over = layout[spec.dims[-1]]
     found = [*planner.statistics(over, rows, "forward") * 2, *planner.statistics(over, rows, "backward")]
-    return PlannedOperation(operation, tuple(found), over=over, compute_axes=layout.axes)
+    return PlannedOperation(operation, tuple(found), over=over, tokens=_hidden(layout), compute_axes=layout.axes)
 
 
 def _relayout(planner: Planner, operation: Operation) -> PlannedOperation:
@@ -390,7 +404,8 @@ def _cross_entropy(planner: Planner, operation: Operation) -> PlannedOperation:
     layout = planner.layout(spec)
     over = layout["vocab"]
     rows = prod(planner.shape(spec)) // planner.shape(spec)[spec.dims.index("vocab")]
-    found = [*planner.statistics(over, rows, "forward"), *planner.statistics(over, 2 * rows, "forward")]
+    sums = 3 if operation["smoothing"] else 2
+    found = [*planner.statistics(over, rows, "forward"), *planner.statistics(over, sums * rows, "forward")]
     return PlannedOperation(
         operation,
         tuple(found),
@@ -406,9 +421,11 @@ _PLANS: dict[str, Callable[[Planner, Operation], PlannedOperation]] = {
     "lookup": _lookup,
     "shift": _vectors,
     "norm": _vectors,
+    "relative_bias": _vectors,
     "rotate": _local,
+    "sinusoid": _local,
     "dropout": _local,
-    "fused_attention": _local,
+    "fused_attention": _fused_attention,
     "expand_kv": _expand_kv,
     "softmax": _softmax,
     "relayout": _relayout,

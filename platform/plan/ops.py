@@ -3,13 +3,16 @@
 A model's forward is written once against `Ops`. Run with `Recorder` it yields the operations with their dims, which
 become part of the plan; run with `platform.parallel.ops.ParallelOps` it computes. The type of an activation is its
 `Spec`: region and dims, from which a scheme gives its layout.
+
+Data tensors (token ids, labels) are named integers [length, batch], whose negative entries are padding. Every rank
+loads the block that an operation needs, so that data never travels between ranks.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from platform.plan.scheme import Scheme
@@ -17,14 +20,24 @@ from platform.plan.scheme import Scheme
 
 @dataclass(frozen=True)
 class Spec:
-    """The type of an activation: its region and its dims in memory order."""
+    """The type of an activation: its region and its dims in memory order.
+
+    `sizes`: those of its dims that are not of the model's size, such as the length of what an encoder reads. A layout
+    goes by the name of a dim alone, as in Mesh-TensorFlow.
+    """
 
     region: str
     dims: tuple[str, ...]
+    sizes: tuple[tuple[str, int], ...] = ()
 
     @classmethod
-    def of(cls, region: str, dims: str) -> Spec:
-        return cls(region, tuple(dims.split()))
+    def of(cls, region: str, dims: str, sizes: tuple[tuple[str, int], ...] = ()) -> Spec:
+        return cls(region, tuple(dims.split()), sizes)
+
+    def renamed(self, old: str, new: str) -> Spec:
+        """The same tensor with dim `old` called `new`."""
+        sizes = tuple((new if d == old else d, n) for d, n in self.sizes)
+        return Spec(self.region, tuple(new if d == old else d for d in self.dims), sizes)
 
     def __str__(self) -> str:
         return f"{self.region}[{' '.join(self.dims)}]"
@@ -35,7 +48,7 @@ class Parameter:
     """A parameter by its global name and dims.
 
     `role` picks the scheme's table: `in` contracts d_model, `out` produces it, `vector` is a norm, bias or position
-    of d_model. `init` is zeros, ones or normal (with `std`). `decay`: weight decay applies.
+    of d_model. `init` is zeros, ones or normal (with `std`). `decay`: weight decay applies. `sizes` as in Spec.
     """
 
     name: str
@@ -44,17 +57,20 @@ class Parameter:
     init: str = "normal"
     std: float = 0.0
     decay: bool = False
+    sizes: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation of a recorded forward pass. `name` is unique within its kind."""
+    """One operation of a recorded forward pass. `name` is unique within its kind; `reads` names the data tensor that it
+    takes beside its inputs, if any."""
 
     kind: str
     name: str
     inputs: tuple[Spec | Parameter, ...]
     outputs: tuple[Spec, ...]
     attributes: tuple[tuple[str, Any], ...] = ()
+    reads: str | None = None
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -70,8 +86,9 @@ class Ops(ABC):
     dropout_rate: float = 0.0
 
     @abstractmethod
-    def lookup(self, table: Parameter, tokens: Any, out: Spec) -> Any:
-        """Rows of `table` [vocab, ...] at `tokens` [length, batch]: an einsum with an unmaterialised one-hot."""
+    def lookup(self, name: str, table: Parameter, tokens: Any, out: Spec) -> Any:
+        """Rows of `table` [vocab, ...] at the data tensor `tokens`: an einsum with an unmaterialised one-hot. Padding
+        gives some finite row."""
 
     @abstractmethod
     def project(
@@ -102,16 +119,46 @@ class Ops(ABC):
         """Rotary position embedding over d_kv, at global positions along length (RoFormer; half-split pairs)."""
 
     @abstractmethod
+    def sinusoid(self, name: str, x: Any, spec: Spec, scale: float) -> Any:
+        """scale * x plus the sinusoidal position encoding ("Attention Is All You Need", 3.5) at global positions along
+        length: sines at the even d_model, cosines at the odd."""
+
+    @abstractmethod
+    def relative_bias(self, table: Parameter, scores: Spec, *, bidirectional: bool, distance: int) -> Any:
+        """T5's learned bias of `table` [buckets, heads], for adding to attention scores of any number of layers.
+
+        It has the dims of `scores` without batch, whose axes leave the table's gradient partial: all positions
+        memory_length - length of one bucket share an entry, and the buckets widen up to `distance`.
+        """
+
+    @abstractmethod
     def expand_kv(self, name: str, x: Any, spec: Spec, out: Spec) -> Any:
         """Grouped queries: repeats kv_heads so that every rank has the ones that its heads attend to."""
 
     @abstractmethod
-    def softmax(self, name: str, x: Any, spec: Spec, dim: str, *, scale: float, causal: bool) -> Any:
-        """Softmax of scale * x over `dim`; causal: positions memory_length > length are masked out."""
+    def softmax(
+        self, name: str, x: Any, spec: Spec, *, scale: float, causal: bool, mask: Any = None, bias: Any = None
+    ) -> Any:
+        """Softmax of scale * x + bias over memory_length, the last dim. causal: positions memory_length > length are
+        hidden. `mask`: a data tensor [memory_length, batch] whose padding is hidden; `bias`: of `relative_bias`."""
 
     @abstractmethod
-    def fused_attention(self, name: str, q: Any, k: Any, v: Any, spec: Spec, *, scale: float, causal: bool) -> Any:
-        """scaled_dot_product_attention of local heads [length batch heads d_kv]."""
+    def fused_attention(
+        self,
+        name: str,
+        q: Any,
+        k: Any,
+        v: Any,
+        spec: Spec,
+        kv: Spec,
+        *,
+        scale: float,
+        causal: bool,
+        mask: Any = None,
+        bias: Any = None,
+    ) -> Any:
+        """scaled_dot_product_attention of local heads: q [length batch heads d_kv], k and v alike with a length of
+        their own; `mask` and `bias` as in softmax."""
 
     @abstractmethod
     def can_fuse_attention(self, spec: Spec) -> bool:
@@ -123,35 +170,60 @@ class Ops(ABC):
 
     @abstractmethod
     def pointwise(self, function: str, *x: Any) -> Any:
-        """gelu, silu, add, multiply of activations that share a layout."""
+        """gelu, relu, silu, add, multiply of activations that share a layout."""
 
     @abstractmethod
     def dropout(self, name: str, x: Any, spec: Spec) -> Any:
         """Zeroes elements with `dropout_rate`, by a mask of the global element: the same under every plan."""
 
     @abstractmethod
-    def cross_entropy(self, name: str, logits: Any, spec: Spec, labels: Any) -> Any:
-        """The sum over this rank's tokens of -log softmax(logits)[label] over vocab; never gathers logits."""
+    def cross_entropy(self, name: str, logits: Any, spec: Spec, labels: Any, smoothing: float = 0.0) -> Any:
+        """The sum over this rank's tokens of -log softmax(logits)[label] over vocab; never gathers logits.
 
-    def attention(self, name: str, q: Any, k: Any, v: Any, spec: Spec, kv: Spec, *, scale: float, causal: bool) -> Any:
-        """softmax(scale q k^T) v in the region of `spec` [length batch heads d_kv]; k and v come as `kv`.
+        Padding among the data tensor `labels` does not count. `smoothing`: that share of the target is spread evenly
+        over vocab, in training (Szegedy et al. 2016).
+        """
+
+    def attention(
+        self,
+        name: str,
+        q: Any,
+        k: Any,
+        v: Any,
+        spec: Spec,
+        kv: Spec,
+        *,
+        scale: float,
+        causal: bool,
+        mask: Any = None,
+        bias: Any = None,
+    ) -> Any:
+        """softmax(scale q k^T + bias) v in the region of `spec` [length batch heads d_kv]; k and v come as `kv`, of a
+        length of their own in cross-attention. `mask` and `bias` as in softmax.
 
         One fused kernel where length, memory_length and d_kv are whole locally and no dropout mask must be drawn,
         else two einsums and a softmax over split dims.
         """
         if kv.dims != spec.dims:
-            k = self.expand_kv(f"{name}.key", k, kv, spec)
-            v = self.expand_kv(f"{name}.value", v, kv, spec)
+            few, kv = kv, replace(kv, dims=spec.dims)
+            k = self.expand_kv(f"{name}.key", k, few, kv)
+            v = self.expand_kv(f"{name}.value", v, few, kv)
+        hidden: dict[str, Any] = {"causal": causal, "mask": mask, "bias": bias}
         if not self.dropout_rate and self.can_fuse_attention(spec):
-            return self.fused_attention(name, q, k, v, spec, scale=scale, causal=causal)
-        memory = Spec(spec.region, tuple("memory_length" if d == "length" else d for d in spec.dims))
-        scores = Spec(spec.region, ("batch", "heads", "length", "memory_length"))
-        k = self.relayout(f"{name}.key", k, spec, memory)
-        v = self.relayout(f"{name}.value", v, spec, memory)
+            return self.fused_attention(name, q, k, v, spec, kv, scale=scale, **hidden)
+        memory, scores = kv.renamed("length", "memory_length"), scores_of(spec, kv)
+        k = self.relayout(f"{name}.key", k, kv, memory)
+        v = self.relayout(f"{name}.value", v, kv, memory)
         s = self.einsum(f"{name}.scores", q, spec, k, memory, scores)
-        p = self.softmax(name, s, scores, "memory_length", scale=scale, causal=causal)
+        p = self.softmax(name, s, scores, scale=scale, **hidden)
         p = self.dropout(f"{name}.probabilities", p, scores)
         return self.einsum(f"{name}.context", p, scores, v, memory, spec)
+
+
+def scores_of(query: Spec, key: Spec) -> Spec:
+    """The attention scores of queries and keys, which both have length."""
+    sizes = (*query.sizes, *key.renamed("length", "memory_length").sizes)
+    return Spec(query.region, ("batch", "heads", "length", "memory_length"), sizes)
 
 
 @dataclass(frozen=True)
@@ -163,22 +235,32 @@ class Symbol:
 
 @dataclass
 class Recorder(Ops):
-    """Records the operations of a forward pass under a scheme, which decides `can_fuse_attention`."""
+    """Records the operations of a forward pass under a scheme, which decides `can_fuse_attention`. The symbol of a data
+    tensor is its name."""
 
     scheme: Scheme
     dropout_rate: float = 0.0
     operations: list[Operation] = field(default_factory=list)
 
-    def _record(self, kind: str, name: str, inputs: Sequence, outputs: Sequence[Spec], **attributes: Any) -> Any:
-        self.operations.append(Operation(kind, name, tuple(inputs), tuple(outputs), tuple(sorted(attributes.items()))))
+    def _record(
+        self,
+        kind: str,
+        name: str,
+        inputs: Sequence,
+        outputs: Sequence[Spec],
+        reads: str | None = None,
+        **attributes: Any,
+    ) -> Any:
+        rest = tuple(sorted(attributes.items()))
+        self.operations.append(Operation(kind, name, tuple(inputs), tuple(outputs), rest, reads))
         symbols = tuple(Symbol(s) for s in outputs)
         return symbols[0] if len(symbols) == 1 else symbols
 
     def _check(self, x: Symbol, spec: Spec) -> None:
         assert x.spec == spec, f"the model passes {x.spec} where it declares {spec}"
 
-    def lookup(self, table, tokens, out):
-        return self._record("lookup", table.name, [table], [out])
+    def lookup(self, name, table, tokens, out):
+        return self._record("lookup", name, [table], [out], tokens)
 
     def project(self, x, spec, weights, outs, biases=()):
         self._check(x, spec)
@@ -205,18 +287,28 @@ class Recorder(Ops):
         self._check(x, spec)
         return self._record("rotate", name, [spec], [spec], theta=theta)
 
+    def sinusoid(self, name, x, spec, scale):
+        self._check(x, spec)
+        return self._record("sinusoid", name, [spec], [spec], scale=scale)
+
+    def relative_bias(self, table, scores, *, bidirectional, distance):
+        more = {"bidirectional": bidirectional, "distance": distance}
+        return self._record("relative_bias", table.name, [scores, table], [scores], **more)
+
     def expand_kv(self, name, x, spec, out):
         self._check(x, spec)
         return self._record("expand_kv", name, [spec], [out])
 
-    def softmax(self, name, x, spec, dim, *, scale, causal):
-        self._check(x, spec)
-        return self._record("softmax", name, [spec], [spec], dim=dim, scale=scale, causal=causal)
+    def softmax(self, name, x, spec, *, scale, causal, mask=None, bias=None):
+        for scores in (x, bias or x):
+            self._check(scores, spec)
+        return self._record("softmax", name, [spec], [spec], mask, scale=scale, causal=causal)
 
-    def fused_attention(self, name, q, k, v, spec, *, scale, causal):
-        for x in (q, k, v):
-            self._check(x, spec)
-        return self._record("fused_attention", name, [spec, spec, spec], [spec], scale=scale, causal=causal)
+    def fused_attention(self, name, q, k, v, spec, kv, *, scale, causal, mask=None, bias=None):
+        for x, declared in ((q, spec), (k, kv), (v, kv), (bias, scores_of(spec, kv))):
+            if x:
+                self._check(x, declared)
+        return self._record("fused_attention", name, [spec, kv, kv], [spec], mask, scale=scale, causal=causal)
 
     def can_fuse_attention(self, spec):
         return self.scheme.fuses_attention(spec.region)
@@ -234,6 +326,6 @@ class Recorder(Ops):
         self._check(x, spec)
         return self._record("dropout", name, [spec], [spec]) if self.dropout_rate else x
 
-    def cross_entropy(self, name, logits, spec, labels):
+    def cross_entropy(self, name, logits, spec, labels, smoothing=0.0):
         self._check(logits, spec)
-        return self._record("cross_entropy", name, [spec], [])
+        return self._record("cross_entropy", name, [spec], [], labels, smoothing=smoothing)

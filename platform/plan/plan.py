@@ -33,7 +33,10 @@ class Model(Protocol):
 
     def parameters(self) -> Sequence[Parameter]: ...
 
-    def forward(self, ops: Ops, tokens: Any, labels: Any) -> Any: ...
+    @property
+    def inputs(self) -> Sequence[str]: ...  # the data tensors that a forward pass takes
+
+    def forward(self, ops: Ops, inputs: Mapping[str, Any]) -> Any: ...
 
 
 class IllegalPlan(ValueError):
@@ -76,11 +79,11 @@ class Plan:
 
     def block(self, tensor: Spec | Parameter, coordinates: Mapping[str, int]) -> list[tuple[int, int]]:
         """(offset, extent) per dim of the block at `coordinates`; the last blocks of vocab may reach into padding."""
-        return block(tensor.dims, self.planner.sizes, self.layout(tensor), self.mesh, coordinates)
+        return block(tensor.dims, self.planner.sizes_of(tensor), self.layout(tensor), self.mesh, coordinates)
 
-    def global_shape(self, p: Parameter) -> tuple[int, ...]:
-        """The parameter as the model means it: vocab without padding."""
-        return tuple(self.sizes[d] for d in p.dims)
+    def global_shape(self, tensor: Spec | Parameter) -> tuple[int, ...]:
+        """The tensor as the model means it: vocab without padding."""
+        return tuple({**self.sizes, **dict(tensor.sizes)}[d] for d in tensor.dims)
 
     @cached_property
     def groups(self) -> list[tuple[str, ...]]:
@@ -121,9 +124,19 @@ class Plan:
         forward = sum(einsum_flops(o.operation, self.sizes) for o in self.operations.values())
         return 3 * forward / (self.sizes["batch"] * self.sizes["length"])
 
-    def layout_of_tokens(self, kind: str) -> Layout:
-        """The layout over (batch, length) of the token ids (`lookup`) or labels (`cross_entropy`) a rank needs."""
-        return next(o.tokens for (k, _), o in self.operations.items() if k == kind)
+    @cached_property
+    def readers(self) -> dict[str, dict[tuple[str, str], Layout]]:
+        """Data tensor -> operation that reads it -> the layout over batch and length in which it does."""
+        out: dict[str, dict[tuple[str, str], Layout]] = defaultdict(dict)
+        for key, o in self.operations.items():
+            if o.operation.reads is not None:
+                out[o.operation.reads][key] = o.tokens
+        return dict(out)
+
+    @cached_property
+    def loss_layout(self) -> Layout:
+        """The layout over batch and length of the tokens whose loss a rank sums."""
+        return next(o.tokens for (kind, _), o in self.operations.items() if kind == "cross_entropy")
 
     def step_collectives(self) -> list[tuple[Collective, int]]:
         """Every collective of one training step with the number of its launches per rank."""
@@ -185,13 +198,20 @@ class Plan:
 
 def einsum_flops(operation: Operation, sizes: Mapping[str, int]) -> float:
     """2 x iteration space of an operation's einsums, forward, over all ranks together."""
-    if operation.kind in ("project", "einsum"):
-        x = operation.inputs[0].dims
-        pairs = zip(operation.inputs[1:], operation.outputs, strict=True)
-        return sum(2 * prod(sizes[d] for d in dict.fromkeys((*x, *y.dims, *out.dims))) for y, out in pairs)
     if operation.kind == "fused_attention":
-        return 4 * prod(sizes[d] for d in (*operation.outputs[0].dims, "memory_length"))
-    return 0.0
+        query, key, _ = operation.inputs
+        assert isinstance(key, Spec)
+        spaces = [{**_extents(query, sizes), **_extents(key.renamed("length", "memory_length"), sizes)}] * 2
+    elif operation.kind in ("project", "einsum"):
+        x = _extents(operation.inputs[0], sizes)
+        spaces = [{**x, **_extents(y, sizes)} for y in operation.inputs[1:]]
+    else:
+        spaces = []
+    return sum(2 * prod(space.values()) for space in spaces)
+
+
+def _extents(tensor: Spec | Parameter, sizes: Mapping[str, int]) -> dict[str, int]:
+    return {d: dict(tensor.sizes).get(d, sizes[d]) for d in tensor.dims}
 
 
 def build(
@@ -210,13 +230,13 @@ def build(
     two dims of one operation, or a dim (other than vocab) that its axes do not divide.
     """
     mesh = Mesh.of({"data": data, **dict(scheme.axes)})
-    sizes = {**model.sizes, "batch": microbatch * data, "memory_length": model.sizes["length"]}
+    sizes = {"memory_length": model.sizes["length"], **model.sizes, "batch": microbatch * data}
     vocab_axes = {a for layout in (*scheme.regions.values(), *scheme.parameters.values()) for a in layout["vocab"]}
     padded_sizes = {**sizes, "vocab": padded(sizes["vocab"], mesh.extent(sorted(vocab_axes)))}
     planner = Planner(mesh, scheme, padded_sizes, {})
 
     recorder = Recorder(scheme, dropout)
-    model.forward(recorder, None, None)
+    model.forward(recorder, {name: name for name in model.inputs})
     parameters = tuple(model.parameters())
     if violations := _violations(planner, recorder.operations, microbatch):
         raise IllegalPlan(violations)
@@ -255,17 +275,18 @@ KEYS = {"batch": "train.microbatch", "length": "model.length", "memory_length": 
 def _violations(planner: Planner, operations: Sequence[Operation], microbatch: int) -> list[str]:
     """One line per clash of two dims on one axis and per dim that its axes do not divide, naming where it occurs."""
     clashes: dict[tuple[str, str, str], dict[str, None]] = defaultdict(dict)  # (axis, dim, dim) -> operations
-    splits: dict[tuple[str, tuple[str, ...]], dict[str, None]] = defaultdict(dict)  # (dim, axes) -> regions
+    splits: dict[tuple[str, int, tuple[str, ...]], dict[str, None]] = defaultdict(dict)  # (dim, size, axes) -> regions
     for o in operations:
         for t in (*o.inputs, *o.outputs):
             layout = planner.layout(t)
             if clash := layout.conflict():
                 clashes[clash][f"{o.kind} {o.name}: {t if isinstance(t, Spec) else ' '.join(t.dims)}"] = None
+            sizes = {**planner.sizes_of(t), "batch": microbatch}
             for d, axes in layout.items():
-                splits[d, axes][t.region if isinstance(t, Spec) else "parameters"] = None
+                splits[d, sizes[d], axes][t.region if isinstance(t, Spec) else "parameters"] = None
     lines = [_clash(*clash, list(found)) for clash, found in clashes.items()]
-    for (d, axes), regions in splits.items():
-        if line := _indivisible(planner, d, axes, microbatch, list(regions)):
+    for (d, size, axes), regions in splits.items():
+        if line := _indivisible(planner, d, size, axes, list(regions)):
             lines.append(line)
     if not lines:  # what no tensor shows by itself: the operations' iteration spaces
         for o in operations:
@@ -285,13 +306,13 @@ def _clash(axis: str, first: str, second: str, found: Sequence[str]) -> str:
     )
 
 
-def _indivisible(planner: Planner, d: str, axes: Sequence[str], microbatch: int, found: Sequence[str]) -> str | None:
+def _indivisible(planner: Planner, d: str, size: int, axes: Sequence[str], found: Sequence[str]) -> str | None:
     """A dim whose size its axes do not divide. `data` always divides batch; vocab is padded."""
     axes = [a for a in axes if (d, a) != ("batch", "data")]
-    size, n = microbatch if d == "batch" else planner.sizes[d], planner.mesh.extent(axes)
+    n = planner.mesh.extent(axes)
     if d == "vocab" or size % n == 0:
         return None
-    key = KEYS.get(d, f"model.{d}")
+    key = KEYS.get(d, f"model.{d}") if size == planner.sizes[d] or d == "batch" else "model.source_length"
     divisors = [k for k in range(1, size + 1) if size % k == 0]
     parts = [max(k for k in divisors if k < n), *(k for k in divisors if k > n)][:2]
     product = " x ".join(planner.scheme.key(a) for a in axes)

@@ -7,20 +7,27 @@ import math
 from platform.config import Optimizer
 
 
-def _constant(progress: float, low: float) -> float:
+def _constant(o: Optimizer, step: int, steps: int) -> float:
     return 1.0
 
 
-def _cosine(progress: float, low: float) -> float:
-    return low + (1 - low) * (1 + math.cos(math.pi * progress)) / 2
+def _cosine(o: Optimizer, step: int, steps: int) -> float:
+    progress = min((step - o.warmup_steps) / max(1, steps - o.warmup_steps), 1.0)
+    return o.min_lr + (1 - o.min_lr) * (1 + math.cos(math.pi * progress)) / 2
 
 
-SCHEDULES = {"constant": _constant, "cosine": _cosine}
+def _inverse_sqrt(o: Optimizer, step: int, steps: int) -> float:
+    return math.sqrt(max(1, o.warmup_steps) / step)
+
+
+# schedule -> fraction of lr at an update after the warm-up. inverse_sqrt: "Attention Is All You Need", 5.3, whose rate
+# d_model^-0.5 x min(step^-0.5, step x warmup^-1.5) is lr = (d_model x warmup)^-0.5 here.
+SCHEDULES = {"constant": _constant, "cosine": _cosine, "inverse_sqrt": _inverse_sqrt}
 
 
 def learning_rate(o: Optimizer, step: int, steps: int) -> float:
-    """The rate of update `step` (from 1) of `steps`: linear warm-up, then the schedule down to min_lr x lr."""
+    """The rate of update `step` (from 1) of `steps`: linear warm-up to lr, then the schedule; the cosine ends at
+    min_lr x lr."""
     if step <= o.warmup_steps:
         return o.lr * step / o.warmup_steps
-    progress = (step - o.warmup_steps) / max(1, steps - o.warmup_steps)
-    return o.lr * SCHEDULES[o.schedule](min(progress, 1.0), o.min_lr)
+    return o.lr * SCHEDULES[o.schedule](o, step, steps)

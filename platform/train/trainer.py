@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import resource
+from collections.abc import Mapping
 from math import sqrt
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from platform.config import Config
+from platform.data import END_OF_TEXT
 from platform.model import build as build_model
-from platform.model.decoder import LOGITS
+from platform.model.blocks import LOGITS
+from platform.model.encoder import Encoder
 from platform.parallel import gradients, random
 from platform.parallel.clock import Clock
 from platform.parallel.groups import Communicator
 from platform.parallel.ops import ParallelOps, Position
-from platform.plan.layout import Layout, block
 from platform.plan.plan import Plan
+from platform.train.inputs import Blocks, place
 from platform.train.schedule import learning_rate
 from platform.train.weights import Weights
 
@@ -27,7 +31,9 @@ SECTIONS = ("data", "forward", "backward", "exposed_comm", "bubble", "reduce", "
 class Corpus(Protocol):
     """What the trainer needs of platform.data: one global order of samples."""
 
-    def batch(self, split: str, start: int, end: int) -> Any: ...  # int64 [end - start, length + 1]
+    def batch(self, split: str, start: int, end: int) -> Any: ...  # data tensor -> int64 [end - start, length]
+
+    def predicted(self, split: str, start: int, end: int) -> int: ...  # labels that are not padding
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -44,7 +50,6 @@ class Trainer:
         self.ops = ParallelOps(plan, communicator, self.weights.compute, config.model.dropout)
         self.optimizer = self._make_optimizer()
         self.clock = communicator.clock = Clock(communicator.device)
-        self._token_layouts = [plan.layout_of_tokens(kind) for kind in ("lookup", "cross_entropy")]
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         o, master = self.config.optimizer, self.weights.master
@@ -83,49 +88,40 @@ class Trainer:
 
         Returns the loss and the gradient's global 2-norm.
         """
-        loss = self._forward_backward(step)
+        loss, predicted = self._forward_backward(step)
         with self.clock.section("reduce"):
             grads = self.weights.gradients
             gradients.reduce(self.plan, self.communicator, grads)
             squares = gradients.squared_norm(self.plan, self.communicator, grads)
             total, square = self._sum_over_world(loss, squares)
-        return total / self.plan.tokens_per_step, sqrt(square)
+        return total / predicted, sqrt(square)
 
-    def _forward_backward(self, step: int) -> Tensor:
-        """Accumulates this rank's gradient of the global mean loss; returns its summed loss."""
+    def _forward_backward(self, step: int) -> tuple[Tensor, int]:
+        """Accumulates this rank's gradient of the global mean loss; returns its summed loss and the number of tokens
+        that the mean is over."""
         first = (step - 1) * self.config.train.global_batch
+        predicted = self.corpus.predicted("train", first, first + self.config.train.global_batch)
         total = torch.zeros((), dtype=torch.float64, device=self.communicator.device)
         together = self.plan.sizes["batch"]
         for m in range(self.plan.microbatches):
             with self.clock.section("data"):
-                tokens, labels = self._load("train", first + m * together)
+                inputs = self.load("train", first + m * together)
             self.ops.position = Position(self.config.seed, step, m * together)
             with self.clock.section("forward"):
-                loss = self.model.forward(self.ops, tokens, labels)
+                loss = self.model.forward(self.ops, inputs)
             with self.clock.section("backward"):
-                (loss / self.plan.tokens_per_step).backward()
+                (loss / predicted).backward()
                 self.weights.accumulate()
             total += loss.detach()
-        return total
+        return total, predicted
 
-    def _load(self, split: str, first: int) -> tuple[Tensor, Tensor]:
-        """This rank's blocks of token ids and labels, [length, batch] each, of the sequences from `first` on."""
-        out = []
-        for shift, layout in enumerate(self._token_layouts):
-            (start, n), (offset, length) = self._token_block(layout)
-            rows = torch.as_tensor(self.corpus.batch(split, first + start, first + start + n))
-            ids = rows[:, offset + shift : offset + shift + length].t().contiguous()
-            out.append(ids.to(self.communicator.device, non_blocking=True))
-        return out[0], out[1]
-
-    def _token_block(self, layout: Layout) -> list[tuple[int, int]]:
-        dims = ("batch", "length")
-        return block(dims, self.plan.sizes, layout, self.plan.mesh, self.communicator.coordinates)
+    def load(self, split: str, first: int) -> Blocks:
+        """This rank's blocks of the microbatch whose first sequence (all replicas together) is `first`."""
+        return place(self.plan, self.communicator, lambda i, j: self.corpus.batch(split, first + i, first + j))
 
     def _sum_over_world(self, loss: Tensor, squares: Tensor) -> tuple[float, float]:
         """The loss summed over every token of the global batch, and another fp64 scalar summed over all ranks."""
-        layout = self._token_layouts[1]
-        mine = loss if gradients.owns(self.communicator, layout) else torch.zeros_like(loss)
+        mine = loss if gradients.owns(self.communicator, self.plan.loss_layout) else torch.zeros_like(loss)
         both = torch.stack((mine, squares))
         if world := self.plan.mesh.ordered(self.plan.mesh.axes):
             both = self.communicator.launch("all_reduce", both, world).wait()
@@ -148,27 +144,37 @@ class Trainer:
         count = self.config.eval.batches * self.config.train.global_batch // together
         self.ops.position = Position(training=False)
         for m in range(count):
-            total += self.model.forward(self.ops, *self._load("validation", m * together))
+            total += self.model.forward(self.ops, self.load("validation", m * together))
         loss, _ = self._sum_over_world(total, torch.zeros_like(total))
-        return {"val_loss": loss / (count * together * self.plan.sizes["length"])}
+        return {"val_loss": loss / self.corpus.predicted("validation", 0, count * together)}
 
     @torch.no_grad()
     def sample(self, count: int, prompt: str = "def ", temperature: float = 0.8) -> str:
-        """Text after `prompt`: `count` tokens, drawn alike on every rank."""
-        length, rows = self.plan.sizes["length"], self.plan.sizes["batch"]
-        ids = self.corpus.encode(prompt)[: length - 1]
+        """`count` tokens of text after `prompt`, or in answer to it where an encoder reads it; alike on every rank."""
+        assert not isinstance(self.model, Encoder), "platform.checks refuses monitor.sample"
+        length, given = self.plan.sizes["length"], self.corpus.encode(prompt)
+        answers = "source" in self.model.inputs
+        ids = [END_OF_TEXT] if answers else given[: length - 1]
+        source = self._row(given, self.config.model.source_length or length)
         self.ops.position = Position(training=False)
-        (start, n), (offset, extent) = self._token_block(self._token_layouts[0])
         for i in range(count):
             window = ids[-length:]
-            whole = torch.zeros(length, rows, dtype=torch.int64)
-            whole[: len(window)] = torch.tensor(window).unsqueeze(1)
-            tokens = whole[offset : offset + extent, start : start + n].to(self.communicator.device)
-            logits = self.ops.gathered(self.model.logits(self.ops, tokens), LOGITS)[len(window) - 1, 0]
+            row = self._row(window, length)
+            inputs = self._place({"source": source, "tokens": row, "labels": row})
+            logits = self.ops.gathered(self.model.logits(self.ops, inputs), LOGITS)[len(window) - 1, 0]
             p = torch.softmax(logits.double() / temperature, -1)
             draw = (random.bits(random.key(self.config.seed, "sample"), torch.tensor(i)) & 0xFFFFFFFF) * 2.0**-32
             ids.append(min(int(torch.searchsorted(p.cumsum(0).cpu(), draw.double())), len(p) - 1))
-        return self.corpus.decode(ids)
+        return self.corpus.decode(ids[1:] if answers else ids)
+
+    def _place(self, data: Mapping[str, Tensor]) -> Blocks:
+        """This rank's blocks of a batch of equal sequences [1, length]."""
+        return place(self.plan, self.communicator, lambda i, j: {k: v.expand(j - i, -1) for k, v in data.items()})
+
+    @staticmethod
+    def _row(ids: list[int], length: int) -> Tensor:
+        """[1, length]: the ids, then padding."""
+        return F.pad(torch.tensor([ids[:length]], dtype=torch.int64), (0, max(0, length - len(ids))), value=-1)
 
 
 def peak_memory(device: torch.device) -> int:

@@ -66,8 +66,7 @@ class Worker:
     def build(self) -> dict[str, Any]:
         """Parameters, optimizer and data."""
         c = self.config
-        corpus = data.prepare(c.data, length=c.model.length, vocab=c.model.vocab, seed=c.seed)
-        self.trainer = Trainer(c, self.plan, self.communicator, corpus)
+        self.trainer = Trainer(c, self.plan, self.communicator, data.of(c))
         name = torch.cuda.get_device_name() if self.device == "cuda" else "cpu"
         return {"parameters": self.plan.local_parameter_count, "device": name}
 

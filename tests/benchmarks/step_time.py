@@ -51,9 +51,10 @@ class PlainLoop:
 
     def step(self, k: int) -> float:
         b = self.config.train.global_batch
-        rows = torch.from_numpy(self.tokens.batch("train", (k - 1) * b, k * b)).to(self.device)
+        rows = self.tokens.batch("train", (k - 1) * b, k * b)
+        tokens, labels = (torch.from_numpy(rows[name]).to(self.device) for name in ("tokens", "labels"))
         with torch.autocast(self.device, torch.bfloat16, enabled=self.config.precision == "bf16"):
-            loss = self.model(rows[:, :-1], rows[:, 1:])
+            loss = self.model(tokens, labels)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip)
         self.optimizer.step()

@@ -28,7 +28,7 @@ def _build_together(data, barrier, results):
 
     corpus._build = slow
     made = prepare(data, **SIZES)
-    results.put((made.digest, made.batch("train", 0, 4).tolist()))
+    results.put((made.digest, made.batch("train", 0, 4)["labels"].tolist()))
 
 
 def test_two_processes_may_build_one_entry_at_once(data):
@@ -48,14 +48,14 @@ def test_two_processes_may_build_one_entry_at_once(data):
 def test_the_second_time_nothing_is_built(data, monkeypatch):
     first = prepare(data, **SIZES)
     monkeypatch.setattr(corpus, "_build", None)
-    assert np.array_equal(prepare(data, **SIZES).batch("train", 0, 9), first.batch("train", 0, 9))
+    assert np.array_equal(prepare(data, **SIZES).batch("train", 0, 9)["labels"], first.batch("train", 0, 9)["labels"])
 
 
 @pytest.mark.parametrize("file", ["tokens.bin", "tokenizer.json", "meta.json"])
 @pytest.mark.parametrize("damage", ["flipped", "cut", "longer", "empty", "missing"])
 def test_a_corrupt_entry_is_built_again(data, file, damage):
     first = prepare(data, **SIZES)
-    digest, batch = first.digest, first.batch("train", 0, 9)
+    digest, batch = first.digest, first.batch("train", 0, 9)["labels"]
     path = _entry(data) / file
     content = path.read_bytes()
     path.unlink()  # a new file: `first` still maps the old one
@@ -69,7 +69,7 @@ def test_a_corrupt_entry_is_built_again(data, file, damage):
     if damage in damaged:
         path.write_bytes(damaged[damage])
     again = prepare(data, **SIZES)
-    assert again.digest == digest and np.array_equal(again.batch("train", 0, 9), batch)
+    assert again.digest == digest and np.array_equal(again.batch("train", 0, 9)["labels"], batch)
     assert (_entry(data) / file).read_bytes() == content
 
 

@@ -21,13 +21,20 @@ def corpus(data):
     return prepare(data, length=LENGTH, vocab=VOCAB, seed=0)
 
 
+def rows(corpus, split, start, end):
+    """int64 [end - start, LENGTH + 1]: what is read, and the token after it."""
+    batch = corpus.batch(split, start, end)
+    assert np.array_equal(batch["tokens"][:, 1:], batch["labels"][:, :-1])
+    return np.concatenate([batch["tokens"], batch["labels"][:, -1:]], 1)
+
+
 def epoch(corpus, split, number=0):
     samples = corpus.samples[split]
-    return corpus.batch(split, number * samples, (number + 1) * samples)
+    return rows(corpus, split, number * samples, (number + 1) * samples)
 
 
 def test_samples_have_the_contract_shape(corpus):
-    batch = corpus.batch("train", 3, 11)
+    batch = rows(corpus, "train", 3, 11)
     assert batch.shape == (8, LENGTH + 1) and batch.dtype == np.int64
     assert corpus.vocab == VOCAB and batch.min() >= 0 and batch.max() < VOCAB
 
@@ -35,9 +42,9 @@ def test_samples_have_the_contract_shape(corpus):
 def test_a_step_does_not_depend_on_how_it_is_cut(corpus):
     samples = corpus.samples["train"]
     start, end = samples - 20, samples + 20  # across the end of an epoch
-    whole = corpus.batch("train", start, end)
+    whole = rows(corpus, "train", start, end)
     for size in (1, 3, 16):
-        parts = [corpus.batch("train", i, min(i + size, end)) for i in range(start, end, size)]
+        parts = [rows(corpus, "train", i, min(i + size, end)) for i in range(start, end, size)]
         assert np.array_equal(np.concatenate(parts), whole)
 
 
@@ -121,11 +128,11 @@ def test_another_process_and_cache_give_the_same_samples(data, corpus, tmp_path)
 from platform.config import Data
 from platform.data import prepare
 corpus = prepare(Data(**{vars(replace(data, cache=str(tmp_path / "other")))!r}), length={LENGTH}, vocab={VOCAB}, seed=0)
-print(corpus.digest, corpus.batch("train", 5, 9).tolist())
+print(corpus.digest, corpus.batch("train", 5, 9)["labels"].tolist())
 """
     root = Path(__file__).parents[2]
     out = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True).stdout
-    assert out.strip() == f"{corpus.digest} {corpus.batch('train', 5, 9).tolist()}"
+    assert out.strip() == f"{corpus.digest} {corpus.batch('train', 5, 9)['labels'].tolist()}"
 
 
 def test_the_digest_tells_every_difference(data, corpus, folder):
@@ -143,7 +150,7 @@ def test_jsonl_becomes_samples(tmp_path, words):
     data = Data(kind="text", path=str(path), field="body", cache=str(tmp_path / "cache"))
     corpus = prepare(data, length=LENGTH, vocab=VOCAB, seed=0)
     assert corpus.samples["train"] > 50 and corpus.samples["validation"] > 1
-    assert "sheep" in corpus.decode(corpus.batch("train", 0, 1)[0].tolist())
+    assert "sheep" in corpus.decode(rows(corpus, "train", 0, 1)[0].tolist())
 
 
 def test_a_corpus_without_a_whole_sample_is_refused_with_what_would_do(data, folder, corpus):
@@ -166,9 +173,9 @@ def test_a_corpus_without_a_whole_sample_is_refused_with_what_would_do(data, fol
 def test_synthetic_tokens_need_no_text():
     data = Data(kind="synthetic")
     corpus, same, other = (prepare(data, length=8, vocab=50, seed=seed) for seed in (3, 3, 4))
-    batch = corpus.batch("train", 10**6, 10**6 + 500)
+    batch = rows(corpus, "train", 10**6, 10**6 + 500)
     assert batch.shape == (500, 9) and batch.dtype == np.int64 and set(np.unique(batch)) == set(range(50))
-    assert np.array_equal(batch[7:9], same.batch("train", 10**6 + 7, 10**6 + 9)) and corpus.digest == same.digest
-    assert not np.array_equal(batch, other.batch("train", 10**6, 10**6 + 500)) and corpus.digest != other.digest
-    assert not np.array_equal(corpus.batch("train", 0, 4), corpus.batch("validation", 0, 4))
+    assert np.array_equal(batch[7:9], rows(same, "train", 10**6 + 7, 10**6 + 9)) and corpus.digest == same.digest
+    assert not np.array_equal(batch, rows(other, "train", 10**6, 10**6 + 500)) and corpus.digest != other.digest
+    assert not np.array_equal(rows(corpus, "train", 0, 4), rows(corpus, "validation", 0, 4))
     assert corpus.decode([1, 22]) == "<1> <22>" and all(0 <= i < 50 for i in corpus.encode("start"))

@@ -13,11 +13,11 @@ from tests.oracle import MODELS, Tokens, configure
 def eager_and_compiled(c, plan, communicator):
     """Largest difference of loss and gradients, and whether the compiled pass counted the same bytes."""
     trainer = Trainer(c, plan, communicator, Tokens(c))
-    tokens, labels = trainer._load("train", 0)
+    inputs = trainer.load("train", 0)
 
     def loss_and_gradients(forward):
         communicator.moved.clear()
-        loss = forward(trainer.ops, tokens, labels)
+        loss = forward(trainer.ops, inputs)
         loss.backward()
         out = {n: w.grad for n, w in trainer.weights.master.items()}
         trainer.weights.refresh()
@@ -31,7 +31,7 @@ def eager_and_compiled(c, plan, communicator):
     return abs(loss - loss2).item(), worst, moved == moved2
 
 
-@pytest.mark.parametrize("model", ["gpt", "llama"])
+@pytest.mark.parametrize("model", ["gpt", "llama", "bert", "original", "t5"])
 def test_one_process(model):
     from platform.parallel.groups import Alone
 

@@ -10,7 +10,7 @@ from tests.oracle import MODELS, STEPS, Tokens, configure, run
 from tests.reference_model import ReferenceModel, parameter_groups
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [name for name, model in MODELS.items() if "kind" not in model])
 def test_equals_plain_pytorch(model):
     c = configure(**MODELS[model])
     _, (ours,) = run(c)
@@ -20,8 +20,8 @@ def test_equals_plain_pytorch(model):
     optimizer = torch.optim.AdamW(parameter_groups(theirs, o.weight_decay), o.lr, tuple(o.betas), o.eps)
     tokens = Tokens(c)
     for step in range(1, STEPS + 1):
-        rows = torch.from_numpy(tokens.batch("train", (step - 1) * c.train.global_batch, step * c.train.global_batch))
-        loss = theirs(rows[:, :-1], rows[:, 1:])
+        rows = tokens.batch("train", (step - 1) * c.train.global_batch, step * c.train.global_batch)
+        loss = theirs(torch.from_numpy(rows["tokens"]), torch.from_numpy(rows["labels"]))
         optimizer.zero_grad()
         loss.backward()
         if step == 1:

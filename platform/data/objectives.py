@@ -1,0 +1,207 @@
+"""What a model is asked to predict: from a stream of tokens to samples of named data tensors.
+
+An objective gives sample `index` of a stream as int64 rows of fixed lengths, where -1 is padding: nothing to read among
+`tokens` and `source`, nothing to predict among `labels`. What is random in it is a function of the sample's key alone.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from platform.config import ConfigError
+from platform.data.permutation import mix
+from platform.data.tokenizer import END_OF_TEXT
+
+PADDING = -1
+NOISE = 0.15  # of the tokens are predicted (BERT; T5)
+SPAN = 3  # tokens per corrupted span, on average (T5)
+
+Ints = NDArray[np.int64]
+Keys = NDArray[np.uint64]
+
+
+class Objective(Protocol):
+    @property
+    def needs(self) -> int: ...  # tokens of a stream for one sample
+
+    @property
+    def reserved(self) -> int: ...  # ids at the top of the vocabulary that no text may have
+
+    def samples(self, stream: Any) -> int: ...
+
+    def batch(self, stream: Any, index: Ints, keys: Keys) -> dict[str, Ints]: ...
+
+    def predicted(self, stream: Any, index: Ints) -> int: ...  # labels that are not padding
+
+
+@dataclass(frozen=True)
+class Causal:
+    """Every token from those before it. Sample i is the length + 1 tokens from i * length on, so that every token but
+    the first is predicted once."""
+
+    length: int
+    reserved = 0
+
+    @property
+    def needs(self) -> int:
+        return self.length + 1
+
+    def samples(self, stream: Any) -> int:
+        return (len(stream) - 1) // self.length
+
+    def batch(self, stream: Any, index: Ints, keys: Keys) -> dict[str, Ints]:
+        rows = _windows(stream, index * self.length, self.length + 1)
+        return {"tokens": rows[:, :-1], "labels": rows[:, 1:]}
+
+    def predicted(self, stream: Any, index: Ints) -> int:
+        return len(index) * self.length
+
+
+@dataclass(frozen=True)
+class Masked:
+    """Some tokens from all others (BERT, 3.1): of those, 80 % are replaced by the mask, the vocabulary's last id, 10 %
+    by a random token, and 10 % stay."""
+
+    length: int
+    vocab: int
+    reserved = 1
+
+    @property
+    def needs(self) -> int:
+        return self.length
+
+    @property
+    def _count(self) -> int:
+        return max(1, round(NOISE * self.length))
+
+    def samples(self, stream: Any) -> int:
+        return len(stream) // self.length
+
+    def batch(self, stream: Any, index: Ints, keys: Keys) -> dict[str, Ints]:
+        rows = _windows(stream, index * self.length, self.length)
+        place, key = np.arange(self.length), keys[:, None]
+        chosen = _choice(key, self.length, self._count)
+        lot = mix(key, 1, place) % np.uint64(10)
+        random = (mix(key, 2, place) % np.uint64(self.vocab - 1)).astype(np.int64)
+        seen = np.where(lot < 8, self.vocab - 1, np.where(lot == 8, random, rows))
+        return {"tokens": np.where(chosen, seen, rows), "labels": np.where(chosen, rows, PADDING)}
+
+    def predicted(self, stream: Any, index: Ints) -> int:
+        return len(index) * self._count
+
+
+@dataclass(frozen=True)
+class SpanDenoising:
+    """The missing spans of a text (T5, 3.1.4): the encoder reads it with a sentinel in place of each, the decoder
+    writes each behind its sentinel, and END_OF_TEXT. Sentinels are the vocabulary's last ids, downwards.
+
+    A sample takes as many tokens as fit into both lengths; `noise` of them are missing, in `spans` spans.
+    """
+
+    source_length: int
+    length: int
+    vocab: int
+
+    @property
+    def needs(self) -> int:
+        fitting = [n for n in range(2, self.source_length + self.length) if self._fits(n)]
+        if not fitting:
+            raise ConfigError(f"model.length={self.length}: span denoising needs at least 3, and a source of 2")
+        return fitting[-1]
+
+    def _fits(self, n: int) -> bool:
+        noise, spans = _noise(n)
+        return n - noise + spans <= self.source_length and noise + spans + 1 <= self.length
+
+    @property
+    def reserved(self) -> int:
+        return _noise(self.needs)[1]
+
+    def samples(self, stream: Any) -> int:
+        return len(stream) // self.needs
+
+    def batch(self, stream: Any, index: Ints, keys: Keys) -> dict[str, Ints]:
+        n = self.needs
+        noise, spans = _noise(n)
+        rows = _windows(stream, index * n, n)
+        # kept and missing stretches in turn, the kept one first
+        stretches = np.stack([_parts(keys, 0, n - noise, spans), _parts(keys, 1, noise, spans)], -1)
+        starts = np.cumsum(stretches.reshape(len(rows), -1), 1)[:, :-1]
+        first = np.zeros_like(rows)
+        np.put_along_axis(first, starts, 1, 1)
+        stretch = np.cumsum(first, 1)
+        missing, sentinel = stretch % 2 == 1, self.vocab - 1 - stretch // 2
+        begins = missing & (first == 1)
+        source = np.where(begins, sentinel, rows)[~missing | begins].reshape(len(rows), -1)
+        both = np.stack([sentinel, rows], -1)[np.stack([begins, missing], -1)].reshape(len(rows), -1)
+        labels = np.pad(both, ((0, 0), (0, 1)), constant_values=END_OF_TEXT)
+        return {"source": _padded(source, self.source_length), **target(_padded(labels, self.length))}
+
+    def predicted(self, stream: Any, index: Ints) -> int:
+        return len(index) * (sum(_noise(self.needs)) + 1)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The target of every pair of texts from its source; both end with END_OF_TEXT and are cut at their length. The
+    stream is a `platform.data.pairs.Stream`."""
+
+    source_length: int
+    length: int
+    needs, reserved = 1, 0
+
+    def samples(self, stream: Any) -> int:
+        return len(stream.ends)
+
+    def batch(self, stream: Any, index: Ints, keys: Keys) -> dict[str, Ints]:
+        return {"source": stream.rows(0, index, self.source_length), **target(stream.rows(1, index, self.length))}
+
+    def predicted(self, stream: Any, index: Ints) -> int:
+        first, last = stream.ends[index].T
+        return int(np.minimum(last - first + 1, self.length).sum())
+
+
+OBJECTIVES: dict[str, Callable[[int, int, int], Objective]] = {  # of (length, source_length, vocab)
+    "causal": lambda length, source_length, vocab: Causal(length),
+    "masked": lambda length, source_length, vocab: Masked(length, vocab),
+    "span_denoising": lambda length, source_length, vocab: SpanDenoising(source_length, length, vocab),
+    "pairs": lambda length, source_length, vocab: Pairs(source_length, length),
+}
+
+
+def target(labels: Ints) -> dict[str, Ints]:
+    """What a decoder reads and predicts: the labels, and the same one place later behind END_OF_TEXT."""
+    shifted = np.pad(labels[:, :-1], ((0, 0), (1, 0)), constant_values=END_OF_TEXT)
+    return {"tokens": np.where(labels < 0, PADDING, shifted), "labels": labels}
+
+
+def _noise(n: int) -> tuple[int, int]:
+    """How many of n tokens are missing, and in how many spans."""
+    noise = max(1, round(NOISE * n))
+    return noise, max(1, round(noise / SPAN))
+
+
+def _windows(stream: Any, starts: Ints, length: int) -> Ints:
+    return np.asarray(stream[starts[:, None] + np.arange(length)]).astype(np.int64)
+
+
+def _padded(rows: Ints, length: int) -> Ints:
+    return np.pad(rows, ((0, 0), (0, length - rows.shape[1])), constant_values=PADDING)
+
+
+def _choice(key: NDArray[np.uint64], n: int, count: int) -> NDArray[np.bool_]:
+    """[rows, n] with `count` of each row true, uniformly; key [rows, 1]."""
+    chosen = np.zeros((len(key), n), bool)
+    ranked = np.argsort(mix(key, 0, np.arange(n)), 1, kind="stable")
+    np.put_along_axis(chosen, ranked[:, :count], True, 1)
+    return chosen
+
+
+def _parts(keys: Keys, salt: int, total: int, parts: int) -> Ints:
+    """[rows, parts] positive integers that sum to `total`, uniformly among all such."""
+    cuts = _choice(mix(keys, 3, salt)[:, None], total - 1, parts - 1)
+    ends = np.nonzero(cuts)[1].reshape(len(keys), parts - 1) + 1
+    return np.diff(ends, axis=1, prepend=0, append=total)

@@ -1,0 +1,124 @@
+"""Pairs of texts for an encoder-decoder: two files line by line, two fields of .jsonl, or the standard library's
+signatures and docstrings."""
+
+import ast
+import gzip
+import inspect
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from platform.config import ConfigError, Data
+from platform.data import sources
+from platform.data.objectives import PADDING, Ints
+from platform.data.tokenizer import END_OF_TEXT
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_BATCH = 4096  # pairs that are encoded at once
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Tokenised pairs: source and target of each, one after the other in `tokens`; `ends` [pairs, 2] of both."""
+
+    tokens: NDArray[Any]
+    ends: Ints
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def rows(self, side: int, index: Ints, length: int) -> Ints:
+        """[len(index), length]: sources (side 0) or targets (1) and END_OF_TEXT, cut or padded to length."""
+        bounds = np.concatenate([[0], self.ends.reshape(-1)])
+        start, end = bounds[2 * index + side], bounds[2 * index + side + 1]
+        offset = np.arange(length)
+        place, size = start[:, None] + offset, (end - start)[:, None]
+        ids = self.tokens[np.minimum(place, max(len(self.tokens) - 1, 0))].astype(np.int64)
+        return np.where(offset < size, ids, np.where(offset == size, END_OF_TEXT, PADDING))
+
+
+def files(data: Data) -> list[Path]:
+    """What `read` reads. Raises ConfigError for paths that are not there, or are no pair."""
+    if not data.path:
+        return sources.stdlib(data)
+    found = [sources.text(replace(data, path=path)) for path in filter(None, (data.path, data.target_path))]
+    if [len(f) for f in found] == [1, 1] or (len(found) == 1 and all(map(sources.is_jsonl, found[0]))):
+        return [file for part in found for file in part]
+    raise ConfigError(f"data.path={data.path}: data=pairs needs .jsonl files, or one file and data.target_path=FILE")
+
+
+def check(data: Data) -> list[str]:
+    """What is wrong with the paths: one line per violation."""
+    try:
+        return [] if files(data) else [f"data={data.kind}: no file"]
+    except ConfigError as error:
+        return error.violations
+
+
+def read(data: Data) -> Iterator[tuple[str, str]]:
+    """(source, target), both with text in them. Raises ConfigError for unequal files and faults in them."""
+    if not data.path:
+        yield from _stdlib(files(data))
+    elif data.target_path:
+        yield from _lines(*files(data))
+    else:
+        for file in files(data):
+            yield from _objects(file, data)
+
+
+def _lines(source: Path, other: Path) -> Iterator[tuple[str, str]]:
+    sides = [file.read_text(encoding="utf-8").splitlines() for file in (source, other)]
+    if len(sides[0]) != len(sides[1]):
+        raise ConfigError(
+            f"data.target_path={other}: {len(sides[1])} lines beside the {len(sides[0])} of data.path={source}"
+        )
+    yield from ((a, b) for a, b in zip(*sides, strict=True) if a.strip() and b.strip())
+
+
+def _objects(file: Path, data: Data) -> Iterator[tuple[str, str]]:
+    with (gzip.open if file.name.endswith(".gz") else open)(file, "rt", encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                values = json.loads(line or "{}")
+                source, other = values[data.field], values[data.target_field]
+                if source.strip() and other.strip():
+                    yield source, other
+            except (ValueError, LookupError, TypeError, AttributeError):
+                wanted = f"data.field={data.field} and data.target_field={data.target_field}"
+                raise ConfigError(f"data.path={file}: line {number} has no texts {wanted}") from None
+
+
+def _stdlib(modules: Sequence[Path]) -> Iterator[tuple[str, str]]:
+    """Every function's and class's first line, and the first paragraph of its docstring."""
+    for module in modules:
+        for node in ast.walk(ast.parse(module.read_bytes())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and ast.get_docstring(node):
+                text = inspect.cleandoc(ast.get_docstring(node) or "").split("\n\n")[0]
+                node.body, node.decorator_list = [ast.Expr(ast.Constant(...))], []
+                yield ast.unparse(node).rsplit(":\n", 1)[0] + ":", " ".join(text.split())
+
+
+def write(folder: Path, bpe: "Tokenizer", pairs: Iterator[tuple[str, str]], dtype: np.dtype) -> list[int]:
+    """Appends to tokens.bin and ends.bin; returns the numbers of tokens and pairs that were written."""
+    place = pairs_written = 0
+    with (folder / "tokens.bin").open("ab") as tokens, (folder / "ends.bin").open("ab") as ends:
+        while batch := list(islice(pairs, _BATCH)):
+            found = [e.ids for e in bpe.encode_batch_fast([text for pair in batch for text in pair])]
+            tokens.write(np.concatenate([np.array(ids, dtype) for ids in found]).tobytes())
+            bounds = place + np.cumsum([len(ids) for ids in found], dtype="<i8")
+            ends.write(bounds.astype("<i8").tobytes())
+            place, pairs_written = int(bounds[-1]), pairs_written + len(batch)
+    return [place, pairs_written]
+
+
+def contents(data: Data) -> str:
+    """What of the configuration decides which pairs the files hold."""
+    return json.dumps([bool(data.path), bool(data.target_path), data.field, data.target_field])

@@ -1,0 +1,244 @@
+"""What Transformers are built of, in named dims: norms, attention, feed-forward layers, embeddings, stacks of blocks.
+
+No collective and no rank in sight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import sqrt
+from typing import Any
+
+from platform.config import Model as ModelConfig
+from platform.plan.ops import Ops, Parameter, Spec, scores_of
+
+LOGITS = Spec.of("logits", "length batch vocab")
+
+STD = 0.02  # of every normal initialisation; residual projections divide it by sqrt(2 layers) (GPT-2)
+
+# activation -> the pointwise function, and whether it gates a second projection (Shazeer 2020)
+ACTIVATIONS = {"gelu": ("gelu", False), "relu": ("relu", False), "swiglu": ("silu", True), "geglu": ("gelu", True)}
+
+
+class Shapes:
+    """The activations of one stack of blocks. `length`: tokens per sequence, where not the model's."""
+
+    def __init__(self, length: int | None = None):
+        sizes = () if length is None else (("length", length),)
+        self.stream = Spec.of("stream", "length batch d_model", sizes)
+        self.query = Spec.of("attention", "length batch heads d_kv", sizes)
+        self.key = Spec.of("attention", "length batch kv_heads d_kv", sizes)
+        self.core_query, self.core_key = replace(self.query, region="core"), replace(self.key, region="core")
+        self.hidden = Spec.of("mlp", "length batch d_ff", sizes)
+
+
+def sizes(c: ModelConfig) -> dict[str, int]:
+    """The global dims of a model's tensors."""
+    return {
+        "length": c.length,
+        "d_model": c.d_model,
+        "heads": c.heads,
+        "kv_heads": c.kv_heads or c.heads,
+        "d_kv": c.d_kv or c.d_model // c.heads,
+        "d_ff": c.d_ff or 4 * c.d_model,
+        "vocab": c.vocab,
+        "buckets": c.buckets,
+    }
+
+
+@dataclass(frozen=True)
+class Norm:
+    kind: str
+    gain: Parameter
+    bias: Parameter | None
+
+    @classmethod
+    def of(cls, name: str, kind: str) -> Norm:
+        bias = Parameter(f"{name}.bias", ("d_model",), "vector", "zeros") if kind == "layernorm" else None
+        return cls(kind, Parameter(f"{name}.gain", ("d_model",), "vector", "ones"), bias)
+
+    def parameters(self) -> list[Parameter]:
+        return [p for p in (self.gain, self.bias) if p]
+
+    def __call__(self, ops: Ops, x: Any, spec: Spec) -> Any:
+        return ops.norm(x, spec, self.kind, self.gain, self.bias)
+
+
+class Residual:
+    """A layer with its residual connection and norm: x + layer(norm(x)), or norm(x + layer(x)) as in the original
+    Transformer (`post_norm`)."""
+
+    def __init__(self, name: str, c: ModelConfig, shapes: Shapes):
+        self.name, self.config, self.shapes = name, c, shapes
+        self.norm = Norm.of(f"{name}.norm", c.norm)
+
+    def enter(self, ops: Ops, x: Any) -> Any:
+        return x if self.config.post_norm else self.norm(ops, x, self.shapes.stream)
+
+    def leave(self, ops: Ops, x: Any, y: Any) -> Any:
+        x = ops.pointwise("add", x, ops.dropout(f"{self.name}.residual", y, self.shapes.stream))
+        return self.norm(ops, x, self.shapes.stream) if self.config.post_norm else x
+
+
+class Attention(Residual):
+    """Self-attention, or with `memory` cross-attention to what a stack of these shapes gives. Weights put d_model, the
+    dim that is gathered, first in memory."""
+
+    def __init__(self, name: str, c: ModelConfig, shapes: Shapes, *, causal: bool, memory: Shapes | None = None):
+        super().__init__(name, c, shapes)
+        self.causal, self.cross, self.memory = causal, memory is not None, memory or shapes
+        self.scale = 1 / sqrt(c.d_kv or c.d_model // c.heads)
+        out = STD / sqrt(2 * c.layers)
+        q, kv = ("d_model", "heads", "d_kv"), ("d_model", "kv_heads", "d_kv")
+        self.query = Parameter(f"{name}.query", q, "in", std=STD, decay=True)
+        self.key = Parameter(f"{name}.key", kv, "in", std=STD, decay=True)
+        self.value = Parameter(f"{name}.value", kv, "in", std=STD, decay=True)
+        self.output = Parameter(f"{name}.output", q, "out", std=out, decay=True)
+        inner = [Parameter(f"{p.name}_bias", p.dims[1:], "in", "zeros") for p in (self.query, self.key, self.value)]
+        self.inner_biases = inner if c.bias else []
+        self.output_bias = [Parameter(f"{name}.output_bias", ("d_model",), "vector", "zeros")] if c.bias else []
+
+    def parameters(self) -> list[Parameter]:
+        weights = [self.query, self.key, self.value, self.output]
+        return [*self.norm.parameters(), *weights, *self.inner_biases, *self.output_bias]
+
+    def __call__(self, ops: Ops, x: Any, memory: Any = None, *, mask: Any = None, bias: Any = None) -> Any:
+        """`memory`: the keys and values of cross-attention, from `keys_and_values`; `mask`, `bias` as in
+        `Ops.attention`."""
+        s, m = self.shapes, self.memory
+        weights, specs, biases = (self.query, self.key, self.value), (s.query, s.key, s.key), self.inner_biases
+        if self.cross:
+            (q,) = ops.project(self.enter(ops, x), s.stream, weights[:1], specs[:1], biases[:1])
+            k, v = memory
+        else:
+            q, k, v = ops.project(self.enter(ops, x), s.stream, weights, specs, biases)
+        if self.config.positions == "rope" and not self.cross:
+            q = ops.rotate(f"{self.name}.query", q, s.query, self.config.rope_theta)
+            k = ops.rotate(f"{self.name}.key", k, s.key, self.config.rope_theta)
+        q = ops.relayout(f"{self.name}.query_core", q, s.query, s.core_query)
+        k = ops.relayout(f"{self.name}.key_core", k, m.key, m.core_key)
+        v = ops.relayout(f"{self.name}.value_core", v, m.key, m.core_key)
+        more = {"scale": self.scale, "causal": self.causal, "mask": mask, "bias": bias}
+        a = ops.attention(self.name, q, k, v, s.core_query, m.core_key, **more)
+        a = ops.relayout(f"{self.name}.context", a, s.core_query, s.query)
+        (y,) = ops.project(a, s.query, (self.output,), (s.stream,), self.output_bias)
+        return self.leave(ops, x, y)
+
+
+def keys_and_values(ops: Ops, layers: list[Attention], memory: Any) -> list[tuple[Any, Any]]:
+    """(key, value) of an encoder's memory for every layer of cross-attention, in one group of einsums: the memory is
+    converted once, and its gradient, summed over the layers, is reduced once."""
+    shapes = layers[0].memory
+    weights = [w for layer in layers for w in (layer.key, layer.value)]
+    biases = [b for layer in layers for b in layer.inner_biases[1:]]
+    found = ops.project(memory, shapes.stream, weights, [shapes.key] * len(weights), biases)
+    return list(zip(found[::2], found[1::2], strict=True))
+
+
+class FeedForward(Residual):
+    """An activation between two projections; a gated one multiplies a third projection by it."""
+
+    def __init__(self, name: str, c: ModelConfig, shapes: Shapes):
+        super().__init__(name, c, shapes)
+        self.function, gated = ACTIVATIONS[c.activation]
+        dims = ("d_model", "d_ff")
+        names = ["up", "gate"] if gated else ["up"]
+        self.inner = [Parameter(f"{name}.{n}", dims, "in", std=STD, decay=True) for n in names]
+        self.down = Parameter(f"{name}.down", dims, "out", std=STD / sqrt(2 * c.layers), decay=True)
+        biases = [Parameter(f"{p.name}_bias", ("d_ff",), "in", "zeros") for p in self.inner]
+        self.inner_biases = biases if c.bias else []
+        self.down_bias = [Parameter(f"{name}.down_bias", ("d_model",), "vector", "zeros")] if c.bias else []
+
+    def parameters(self) -> list[Parameter]:
+        biases = [*self.inner_biases, *self.down_bias]
+        return [*self.norm.parameters(), *self.inner, self.down, *biases]
+
+    def __call__(self, ops: Ops, x: Any) -> Any:
+        s = self.shapes
+        h = ops.project(self.enter(ops, x), s.stream, self.inner, [s.hidden] * len(self.inner), self.inner_biases)
+        hidden = ops.pointwise(self.function, h[-1])
+        hidden = ops.pointwise("multiply", hidden, h[0]) if len(h) == 2 else hidden
+        (y,) = ops.project(hidden, s.hidden, (self.down,), (s.stream,), self.down_bias)
+        return self.leave(ops, x, y)
+
+
+class Embedding:
+    """Token ids to activations, with learned or sinusoidal positions, or none. `table` may be shared by stacks."""
+
+    def __init__(self, prefix: str, c: ModelConfig, shapes: Shapes, table: Parameter):
+        self.name, self.config, self.spec, self.table = f"{prefix}embedding", c, shapes.stream, table
+        dims, own = ("length", "d_model"), shapes.stream.sizes
+        learned = Parameter(f"{prefix}position", dims, "vector", "normal", STD, True, own)
+        self.position = learned if c.positions == "learned" else None
+
+    def parameters(self) -> list[Parameter]:
+        return [self.position] if self.position else []
+
+    def __call__(self, ops: Ops, tokens: Any) -> Any:
+        x = ops.lookup(self.name, self.table, tokens, self.spec)
+        if self.position:
+            x = ops.shift(x, self.spec, self.position)
+        elif self.config.positions == "sinusoidal":
+            x = ops.sinusoid(self.name, x, self.spec, sqrt(self.config.d_model))
+        return ops.dropout(self.name, x, self.spec)
+
+
+class Stack:
+    """Blocks of self-attention, perhaps cross-attention, and feed-forward layers, with what they share: positions
+    relative to one another (T5) and the norm at the end, which a post-norm stack has in every layer."""
+
+    def __init__(self, prefix: str, c: ModelConfig, shapes: Shapes, *, causal: bool, memory: Shapes | None = None):
+        self.config, self.shapes, self.causal = c, shapes, causal
+        self.blocks: list[tuple[Attention, Attention | None, FeedForward]] = []
+        for i in range(c.layers):
+            name = f"{prefix}layers.{i}"
+            cross = Attention(f"{name}.cross", c, shapes, causal=False, memory=memory) if memory else None
+            attention = Attention(f"{name}.attention", c, shapes, causal=causal)
+            self.blocks.append((attention, cross, FeedForward(f"{name}.mlp", c, shapes)))
+        self.norm = None if c.post_norm else Norm.of(f"{prefix}norm", c.norm)
+        table = Parameter(f"{prefix}relative_bias", ("buckets", "heads"), "in", std=STD)
+        self.relative = table if c.positions == "relative" else None
+
+    def parameters(self) -> list[Parameter]:
+        layers = [p for block in self.blocks for layer in block if layer for p in layer.parameters()]
+        shared = [self.relative] if self.relative else []
+        return [*shared, *layers, *(self.norm.parameters() if self.norm else [])]
+
+    def __call__(self, ops: Ops, x: Any, *, mask: Any = None, memory: Any = None, memory_mask: Any = None) -> Any:
+        """`mask` hides padding of x, `memory_mask` of the encoder's `memory`: data tensors."""
+        s = self.shapes
+        bias = None
+        if self.relative:
+            options: Mapping[str, Any] = {"bidirectional": not self.causal, "distance": self.config.distance}
+            bias = ops.relative_bias(self.relative, scores_of(s.core_query, s.core_query), **options)
+        crossing = [cross for _, cross, _ in self.blocks if cross]
+        pairs = iter(keys_and_values(ops, crossing, memory) if crossing else ())
+        for attention, cross, mlp in self.blocks:
+            x = attention(ops, x, mask=mask, bias=bias)
+            x = cross(ops, x, next(pairs), mask=memory_mask) if cross else x
+            x = mlp(ops, x)
+        return self.norm(ops, x, s.stream) if self.norm else x
+
+
+class Head:
+    """Logits over vocab, by the embedding (`tied`) or a table of its own, and their loss."""
+
+    def __init__(self, c: ModelConfig, shapes: Shapes, embedding: Parameter):
+        self.config, self.spec = c, shapes.stream
+        self.table = embedding if c.tied else Parameter("head", ("vocab", "d_model"), "in", std=STD, decay=True)
+
+    def parameters(self) -> list[Parameter]:
+        return [] if self.config.tied else [self.table]
+
+    def logits(self, ops: Ops, x: Any) -> Any:
+        return ops.project(x, self.spec, (self.table,), (LOGITS,))[0]
+
+    def loss(self, ops: Ops, x: Any, labels: Any) -> Any:
+        return ops.cross_entropy("loss", self.logits(ops, x), LOGITS, labels, self.config.label_smoothing)
+
+
+def embedding_table(c: ModelConfig) -> Parameter:
+    """Where positions are sinusoidal, tokens become as large as they: N(0, 1 / d_model), scaled by sqrt(d_model)."""
+    std = 1 / sqrt(c.d_model) if c.positions == "sinusoidal" else STD
+    return Parameter("embedding", ("vocab", "d_model"), "in", std=std, decay=True)

@@ -1,0 +1,33 @@
+"""A bidirectional Transformer encoder with a masked-token objective, as BERT (Devlin et al. 2018) without its segments,
+its second objective and its transform in front of the head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from platform.config import Model as ModelConfig
+from platform.model.blocks import Embedding, Head, Shapes, Stack, embedding_table, sizes
+from platform.plan.ops import Ops, Parameter
+
+
+class Encoder:
+    """`forward` maps `tokens` to the summed cross-entropy of those `labels` that are to be predicted: data tensors
+    [length, batch]."""
+
+    inputs = ("tokens", "labels")
+
+    def __init__(self, c: ModelConfig):
+        self.config, self.sizes, shapes = c, sizes(c), Shapes()
+        self.table = embedding_table(c)
+        self.embedding = Embedding("", c, shapes, self.table)
+        self.stack = Stack("", c, shapes, causal=False)
+        self.head = Head(c, shapes, self.table)
+
+    def parameters(self) -> list[Parameter]:
+        parts = (self.embedding, self.stack, self.head)
+        return [self.table, *(p for part in parts for p in part.parameters())]
+
+    def forward(self, ops: Ops, inputs: Mapping[str, Any]) -> Any:
+        x = self.stack(ops, self.embedding(ops, inputs["tokens"]), mask=inputs["tokens"])
+        return self.head.loss(ops, x, inputs["labels"])

@@ -1,0 +1,40 @@
+"""A rank's blocks of the data: every operation gets the block that it needs, read by the rank itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from platform.parallel.groups import Communicator
+from platform.plan.layout import Layout, block
+from platform.plan.plan import Plan
+
+Blocks = dict[str, dict[tuple[str, str], Tensor]]  # data tensor -> operation that reads it -> [length, batch]
+
+
+def place(plan: Plan, communicator: Communicator, rows: Callable[[int, int], Mapping[str, Any]]) -> Blocks:
+    """This rank's blocks of a microbatch (all replicas together).
+
+    `rows(start, end)` gives every data tensor of its sequences start..end: int64 [end - start, length]. Equal blocks
+    are read once and shared.
+    """
+    dims = ("batch", "length")
+    read: dict[tuple[int, int], Mapping[str, Any]] = {}
+
+    def load(name: str, layout: Layout) -> Tensor:
+        ((start, n),) = block(dims[:1], plan.sizes, layout, plan.mesh, communicator.coordinates)
+        if (start, n) not in read:
+            read[start, n] = rows(start, start + n)
+        whole = torch.as_tensor(read[start, n][name])
+        ((offset, extent),) = block(dims[1:], {"length": whole.shape[1]}, layout, plan.mesh, communicator.coordinates)
+        mine = whole[:, offset : offset + extent].t().contiguous()
+        return mine.to(communicator.device, non_blocking=True)
+
+    out: Blocks = {}
+    for name, readers in plan.readers.items():
+        blocks = {layout: load(name, layout) for layout in dict.fromkeys(readers.values())}
+        out[name] = {operation: blocks[layout] for operation, layout in readers.items()}
+    return out

@@ -1,0 +1,124 @@
+"""What models are asked to predict: pure functions of (seed, sample), of fixed shapes."""
+
+import json
+
+import numpy as np
+import pytest
+
+from platform.config import Config, ConfigError, Data, Model
+from platform.data import END_OF_TEXT, of, prepare
+from platform.data.objectives import SpanDenoising
+
+VOCAB = 400
+SHAPES = {
+    "causal": {"length": 32},
+    "masked": {"length": 32},
+    "span_denoising": {"length": 16, "source_length": 40},
+}
+
+
+def make(objective, data=None, seed=0):
+    return prepare(data or Data(kind="synthetic"), vocab=VOCAB, seed=seed, objective=objective, **SHAPES[objective])
+
+
+@pytest.mark.parametrize("objective", SHAPES)
+def test_a_batch_does_not_depend_on_how_it_is_cut(objective, data):
+    corpus = make(objective, data)
+    start = corpus.samples["train"] - 10
+    whole = corpus.batch("train", start, start + 20)  # across the end of an epoch
+    for size in (1, 7):
+        parts = [corpus.batch("train", i, min(i + size, start + 20)) for i in range(start, start + 20, size)]
+        for name, rows in whole.items():
+            assert np.array_equal(np.concatenate([part[name] for part in parts]), rows) and rows.dtype == np.int64
+    assert corpus.predicted("train", start, start + 20) == (whole["labels"] >= 0).sum()
+    assert max(rows.max() for rows in whole.values()) < VOCAB
+    other = make(objective, data, seed=1).batch("train", start, start + 20)
+    assert not np.array_equal(other["labels"], whole["labels"])
+
+
+def test_masked_tokens():
+    """15 % are to be predicted; of those 80 % are masked, 10 % random, 10 % as they were, and the rest is untouched."""
+    corpus = make("masked")
+    batch = corpus.batch("train", 0, 4000)
+    chosen = batch["labels"] >= 0
+    assert (chosen.sum(1) == round(0.15 * 32)).all() and chosen.mean(0).std() < 0.01
+    read, label = batch["tokens"][chosen], batch["labels"][chosen]
+    assert (read == VOCAB - 1).mean() == pytest.approx(0.8, abs=0.01)
+    assert (read == label).mean() == pytest.approx(0.1, abs=0.01)
+    assert not (batch["labels"] == VOCAB - 1).any() and not (batch["tokens"][~chosen] == VOCAB - 1).any()
+
+
+def test_denoising_puts_every_span_back():
+    """Source and target together are the text, which no sample but its own has."""
+    corpus = make("span_denoising")
+    goal = corpus.objective
+    batch = corpus.batch("validation", 0, 100)
+    text = corpus.streams["validation"][np.arange(100 * goal.needs)].reshape(100, -1).astype(int).tolist()
+    lengths = set()
+    for row, source, tokens, labels in zip(text, batch["source"], batch["tokens"], batch["labels"], strict=True):
+        target = [i for i in labels.tolist() if i >= 0]
+        assert tokens.tolist()[: len(target)] == [END_OF_TEXT, *target[:-1]] and target[-1] == END_OF_TEXT
+        spans, rebuilt = {}, []
+        for i in target[:-1]:
+            if i >= VOCAB - goal.reserved:
+                spans[sentinel := i] = []
+            else:
+                spans[sentinel].append(i)
+        for i in (i for i in source.tolist() if i >= 0):
+            rebuilt += spans.get(i, [i])
+        assert rebuilt == row and list(spans) == [VOCAB - 1 - k for k in range(goal.reserved)]
+        lengths |= {len(span) for span in spans.values()}
+    assert sum(map(len, spans.values())) == round(0.15 * goal.needs) and len(lengths) > 2
+
+
+@pytest.mark.parametrize(("source_length", "length"), [(512, 114), (96, 32), (4, 3), (40, 16)])
+def test_denoising_fills_its_lengths(source_length, length):
+    goal = SpanDenoising(source_length, length, 1000)
+    batch = goal.batch(np.arange(2000), np.arange(1), np.zeros(1, np.uint64))
+    free = min((batch["source"] < 0).sum(), (batch["labels"] < 0).sum())
+    assert free <= 2 and batch["source"].shape == (1, source_length) and batch["labels"].shape == (1, length)
+
+
+def corpus_of_pairs(tmp_path, pairs, **more):
+    data = Data(kind="pairs", cache=str(tmp_path / "cache"), validation=0.2, **more)
+    model = Model(kind="encoder_decoder", length=12, source_length=9, vocab=300)
+    return of(Config(data=data, model=model))
+
+
+PAIRS = [(f"the word {i}", f"das Wort {i}{i}") for i in range(40)]
+
+
+@pytest.mark.parametrize("form", ["lines", "jsonl"])
+def test_pairs(tmp_path, form):
+    if form == "lines":
+        for side, name in enumerate("ab"):
+            (tmp_path / name).write_text("".join(pair[side] + "\n" for pair in PAIRS))
+        corpus = corpus_of_pairs(tmp_path, PAIRS, path=str(tmp_path / "a"), target_path=str(tmp_path / "b"))
+    else:
+        (tmp_path / "x.jsonl").write_text("".join(json.dumps({"en": a, "de": b}) + "\n" for a, b in PAIRS))
+        corpus = corpus_of_pairs(tmp_path, PAIRS, path=str(tmp_path / "x.jsonl"), field="en", target_field="de")
+    known, seen = {a: b for a, b in PAIRS}, set()
+    assert sum(corpus.samples.values()) == 40
+    for split, samples in corpus.samples.items():
+        batch = corpus.batch(split, 0, samples)
+        assert corpus.predicted(split, 0, samples) == (batch["labels"] >= 0).sum()
+        for source, tokens, labels in zip(batch["source"], batch["tokens"], batch["labels"], strict=True):
+            left, right = ([i for i in ids.tolist() if i >= 0] for ids in (source, labels))
+            assert [i for i in tokens.tolist() if i >= 0] == [END_OF_TEXT, *right[:-1]]
+            a, b = corpus.decode(left).removesuffix("<|endoftext|>"), corpus.decode(right)
+            (full,) = (k for k in known if k == a or (len(left) == 9 and k.startswith(a)))
+            assert b == known[full] + "<|endoftext|>" or (len(right) == 12 and known[full].startswith(b))
+            seen.add(full)
+    assert seen == set(known)
+
+
+def test_pairs_that_are_no_pairs_are_refused(tmp_path):
+    for name, lines in (("a", 3), ("b", 4)):
+        (tmp_path / name).write_text("line\n" * lines)
+    with pytest.raises(ConfigError, match="4 lines beside the 3"):
+        corpus_of_pairs(tmp_path, PAIRS, path=str(tmp_path / "a"), target_path=str(tmp_path / "b"))
+    with pytest.raises(ConfigError, match="data.target_path=FILE"):
+        corpus_of_pairs(tmp_path, PAIRS, path=str(tmp_path / "a"))
+    (tmp_path / "x.jsonl").write_text('{"source": "a"}\n')
+    with pytest.raises(ConfigError, match="line 1 has no texts data.field=source"):
+        corpus_of_pairs(tmp_path, PAIRS, path=str(tmp_path / "x.jsonl"), field="source")
