@@ -19,7 +19,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "precision": ("fp64", "fp32", "bf16"),
     "recompute": ("none",),
     "train.stop_at": (0,),
-    "model.kind": ("decoder",),
+    "model.kind": ("decoder", "two_layer"),
     "model.fused_dropout": (False,),
     "model.norm": ("layernorm", "rmsnorm"),
     "model.activation": ("gelu", "swiglu"),
@@ -78,6 +78,8 @@ BOUNDS: dict[str, str] = {
     "model.d_ff": ">= 0",
     "model.length": ">= 1",
     "model.vocab": ">= 1",
+    "model.io": ">= 1",
+    "model.hidden": ">= 1",
     "model.dropout": ">= 0 and < 1",
     "model.rope_theta": "> 0",
     "data.validation": ">= 0 and < 1",
@@ -190,6 +192,11 @@ def _replicas(config: Config) -> Iterator[str]:
         yield line + (f"; or train.microbatch: {', '.join(map(str, micros))}" if micros else "")
 
 
+def _text(config: Config) -> Iterator[str]:
+    if config.model.kind == "two_layer" and config.monitor.sample:
+        yield violation("monitor.sample", config.monitor.sample, "model=two_layer generates no text", [0])
+
+
 def _optimizer(config: Config) -> Iterator[str]:
     if len(config.optimizer.betas) != 2:
         yield violation("optimizer.betas", config.optimizer.betas, "must be two numbers", [[0.9, 0.95]])
@@ -250,6 +257,7 @@ def _axis_names(config: Config) -> Iterator[str]:
 RELATIONS: tuple[tuple[set[str], Callable[[Config], Iterator[str]]], ...] = (  # judged where each key may be right
     ({"model.d_model", "model.heads", "model.kv_heads", "model.d_kv"}, _attention),
     ({"train.global_batch", "train.microbatch"}, _replicas),
+    ({"model.kind", "monitor.sample"}, _text),
     ({"optimizer.betas"}, _optimizer),
     ({"data.kind", "data.validation", "eval.every"}, _data),
     ({"pipeline.kind", "pipeline.stages", "pipeline.chunks"}, _pipeline),

@@ -49,6 +49,8 @@ class Model:
     d_ff: int = 0  # 0 = 4 * d_model
     length: int = 64  # tokens per sequence
     vocab: int = 512  # rows of the embedding, before any padding
+    io: int = 64  # model=two_layer: width of its input and output
+    hidden: int = 256  # model=two_layer: width between its layers
     dropout: float = 0.0
     fused_dropout: bool = False  # attention masks drawn inside a fused kernel: faster, differs between layouts
     norm: str = "layernorm"  # layernorm | rmsnorm

@@ -23,6 +23,8 @@ from platform.plan.rule import relayout_steps
 POINTWISE: dict[str, Callable[..., Tensor]] = {
     "gelu": lambda x: F.gelu(x),
     "silu": lambda x: F.silu(x),
+    "relu": lambda x: F.relu(x),
+    "absolute": lambda x: x.abs(),
     "add": lambda x, y: x + y,
     "multiply": lambda x, y: x * y,
 }
@@ -69,6 +71,13 @@ class ParallelOps(Ops):
         else:
             x = F.embedding(tokens, weight)
         return apply(self.communicator, x, leave)
+
+    def features(self, name, ids, out):
+        *_, (first, n) = self._block(out)
+        columns = torch.arange(first, first + n, device=ids.device)
+        elements = ids.unsqueeze(-1) * self.plan.sizes[out.dims[-1]] + columns
+        dtype = next(iter(self.tensors.values())).dtype
+        return random.normal(random.key("features", name), elements).to(dtype).requires_grad_()
 
     def project(self, x, spec, weights, outs, biases=()):
         tensors = [self.tensors[w.name] for w in weights]
@@ -184,6 +193,9 @@ class ParallelOps(Ops):
         first, _ = self._block(spec)[spec.dims.index("vocab")]
         vocab = self.plan.sizes["vocab"]
         return statistics.cross_entropy(logits, labels, self.communicator, planned.over, first, vocab)
+
+    def squared_error(self, name, y, target, spec):
+        return (statistics.accumulate(y) - statistics.accumulate(target.detach())).square().sum() / 2
 
     def gathered(self, x: Tensor, spec: Spec) -> Tensor:
         """An activation, whole on every rank, without gradient; vocab without padding. For sampling text."""

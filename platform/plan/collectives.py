@@ -263,6 +263,11 @@ def _local(planner: Planner, operation: Operation) -> PlannedOperation:
     return PlannedOperation(operation, compute_axes=planner.layout(operation.outputs[0]).axes)
 
 
+def _features(planner: Planner, operation: Operation) -> PlannedOperation:
+    layout = planner.layout(operation.outputs[0])
+    return PlannedOperation(operation, tokens=layout.restrict(("length", "batch")), compute_axes=layout.axes)
+
+
 def _expand_kv(planner: Planner, operation: Operation) -> PlannedOperation:
     """Each rank picks the KV heads of its own heads: free; the gradient is summed over the axes that share them."""
     spec, out = operation.inputs[0], operation.outputs[0]
@@ -315,10 +320,17 @@ def _cross_entropy(planner: Planner, operation: Operation) -> PlannedOperation:
     )
 
 
+def _squared_error(planner: Planner, operation: Operation) -> PlannedOperation:
+    """Local: every rank's part of the loss is over its own elements, so `tokens` names all axes that split them."""
+    layout = planner.layout(operation.inputs[0])
+    return PlannedOperation(operation, tokens=layout, compute_axes=layout.axes)
+
+
 _PLANS: dict[str, Callable[[Planner, Operation], PlannedOperation]] = {
     "project": _project,
     "einsum": _project,
     "lookup": _lookup,
+    "features": _features,
     "shift": _vectors,
     "norm": _vectors,
     "rotate": _local,
@@ -328,4 +340,5 @@ _PLANS: dict[str, Callable[[Planner, Operation], PlannedOperation]] = {
     "softmax": _softmax,
     "relayout": _relayout,
     "cross_entropy": _cross_entropy,
+    "squared_error": _squared_error,
 }

@@ -46,6 +46,10 @@ class Parameter:
     decay: bool = False
 
 
+READERS = ("lookup", "features")  # kinds of operations that read the token ids
+LOSSES = ("cross_entropy", "squared_error")  # kinds that read the labels and end the forward pass
+
+
 @dataclass(frozen=True)
 class Operation:
     """One operation of a recorded forward pass. `name` is unique within its kind."""
@@ -72,6 +76,12 @@ class Ops(ABC):
     @abstractmethod
     def lookup(self, table: Parameter, tokens: Any, out: Spec) -> Any:
         """Rows of `table` [vocab, ...] at `tokens` [length, batch]: an einsum with an unmaterialised one-hot."""
+
+    @abstractmethod
+    def features(self, name: str, ids: Any, out: Spec) -> Any:
+        """Fixed standard normal features [length, batch, one dim] of the ids [length, batch]: random, not learned.
+
+        They take a gradient, as if layers lay below."""
 
     @abstractmethod
     def project(
@@ -123,7 +133,7 @@ class Ops(ABC):
 
     @abstractmethod
     def pointwise(self, function: str, *x: Any) -> Any:
-        """gelu, silu, add, multiply of activations that share a layout."""
+        """gelu, silu, relu, absolute, add, multiply of activations that share a layout."""
 
     @abstractmethod
     def dropout(self, name: str, x: Any, spec: Spec) -> Any:
@@ -132,6 +142,10 @@ class Ops(ABC):
     @abstractmethod
     def cross_entropy(self, name: str, logits: Any, spec: Spec, labels: Any) -> Any:
         """The sum over this rank's tokens of -log softmax(logits)[label] over vocab; never gathers logits."""
+
+    @abstractmethod
+    def squared_error(self, name: str, y: Any, target: Any, spec: Spec) -> Any:
+        """Half the sum of (y - target)^2 over this rank's elements; the target takes no gradient."""
 
     def attention(self, name: str, q: Any, k: Any, v: Any, spec: Spec, kv: Spec, *, scale: float, causal: bool) -> Any:
         """softmax(scale q k^T) v in the region of `spec` [length batch heads d_kv]; k and v come as `kv`.
@@ -179,6 +193,9 @@ class Recorder(Ops):
 
     def lookup(self, table, tokens, out):
         return self._record("lookup", table.name, [table], [out])
+
+    def features(self, name, ids, out):
+        return self._record("features", name, [], [out])
 
     def project(self, x, spec, weights, outs, biases=()):
         self._check(x, spec)
@@ -237,3 +254,8 @@ class Recorder(Ops):
     def cross_entropy(self, name, logits, spec, labels):
         self._check(logits, spec)
         return self._record("cross_entropy", name, [spec], [])
+
+    def squared_error(self, name, y, target, spec):
+        self._check(y, spec)
+        self._check(target, spec)
+        return self._record("squared_error", name, [spec], [])

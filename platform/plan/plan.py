@@ -119,9 +119,10 @@ class Plan:
         forward = sum(einsum_flops(o.operation, self.sizes) for o in self.operations.values())
         return 3 * forward / (self.sizes["batch"] * self.sizes["length"])
 
-    def layout_of_tokens(self, kind: str) -> Layout:
-        """The layout over (batch, length) of the token ids (`lookup`) or labels (`cross_entropy`) a rank needs."""
-        return next(o.tokens for (k, _), o in self.operations.items() if k == kind)
+    def layout_of_tokens(self, kinds: Sequence[str]) -> Layout:
+        """The layout over (batch, length) of the token ids (kinds READERS) or labels (LOSSES) that a rank needs; of
+        labels, all axes over which the loss is a sum of parts."""
+        return next(o.tokens for (kind, _), o in self.operations.items() if kind in kinds)
 
     def step_collectives(self) -> list[tuple[Collective, int]]:
         """Every collective of one training step with the number of its launches per rank."""
@@ -247,6 +248,7 @@ def build(
     )
 
 
+_ELSEWHERE = "on another axis, or on none"
 KEYS = {"batch": "train.microbatch", "length": "model.length", "memory_length": "model.length"}
 
 
@@ -271,7 +273,7 @@ def _violations(planner: Planner, operations: Sequence[Operation], microbatch: i
                 planner.partial(o)
                 planner.plan(o)
             except ValueError as error:
-                lines.append(f"tensor: illegal layout: in {o.kind} {o.name}, {error}")
+                lines.append(f"tensor: illegal layout: in {o.kind} {o.name}, {error}; legal: one of them {_ELSEWHERE}")
     return lines
 
 
@@ -279,7 +281,7 @@ def _clash(axis: str, first: str, second: str, found: Sequence[str]) -> str:
     more = f" and {len(found) - 1} more" if len(found) > 1 else ""
     return (
         f"tensor: illegal layout: axis {axis} would split both {first} and {second} in {found[0]}{more};"
-        f" legal: {first} or {second} on another axis, or on none"
+        f" legal: {first} or {second} {_ELSEWHERE}"
     )
 
 

@@ -17,6 +17,7 @@ from platform.parallel.clock import Clock
 from platform.parallel.groups import Communicator
 from platform.parallel.ops import ParallelOps, Position
 from platform.plan.layout import Layout, block
+from platform.plan.ops import LOSSES, READERS
 from platform.plan.plan import Plan
 from platform.train.schedule import learning_rate
 from platform.train.weights import Weights
@@ -44,7 +45,7 @@ class Trainer:
         self.ops = ParallelOps(plan, communicator, self.weights.compute, config.model.dropout)
         self.optimizer = self._make_optimizer()
         self.clock = communicator.clock = Clock(communicator.device)
-        self._token_layouts = [plan.layout_of_tokens(kind) for kind in ("lookup", "cross_entropy")]
+        self._token_layouts = [plan.layout_of_tokens(kind) for kind in (READERS, LOSSES)]
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         o, master = self.config.optimizer, self.weights.master
