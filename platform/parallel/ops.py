@@ -122,15 +122,17 @@ class ParallelOps(Ops):
         return statistics.norm(x, vectors[0], vectors[1] if bias else None, kind, self.communicator, planned.over)
 
     def rotate(self, name, x, spec, theta):
-        where = dict(zip(spec.dims, self._block(spec), strict=True))
-        (first, length), (_, d_kv) = where["length"], where["d_kv"]
-        wide = statistics.accumulate(x)
+        into, leave = self._planned("rotate", name).conversions
+        first, length = self._block(spec)[spec.dims.index("length")]
+        d_kv = self.plan.sizes["d_kv"]
+        wide = statistics.accumulate(apply(self.communicator, x, into))
         frequency = theta ** (-torch.arange(0, d_kv, 2, device=x.device, dtype=torch.float64) / d_kv)
         angle = torch.arange(first, first + length, device=x.device, dtype=torch.float64).outer(frequency)
         shape = [length if d == "length" else d_kv // 2 if d == "d_kv" else 1 for d in spec.dims]
         cos, sin = angle.cos().to(wide.dtype).view(shape), angle.sin().to(wide.dtype).view(shape)
         a, b = wide.chunk(2, -1)
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+        return apply(self.communicator, turned, leave)
 
     def expand_kv(self, name, x, spec, out):
         planned = self._planned("expand_kv", name)
