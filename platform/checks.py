@@ -28,6 +28,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "optimizer.kind": ("adamw",),
     "optimizer.schedule": ("constant", "cosine"),
     "parallel.zero": (0,),
+    "branch.order": ("inner", "outer"),
     "pipeline.kind": ("none",),
     "checkpoint.every": (0,),
     "checkpoint.resume": ("auto", "never"),
@@ -38,6 +39,12 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "cluster.device": ("auto", "cpu", "cuda"),
     "monitor.kind": ("console", "wandb"),
 }
+
+
+def allow(key: str, value: Any) -> None:
+    """Adds a choice: how a module named in `extend` makes its own models, optimizers and the like legal."""
+    CHOICES[key] = tuple(dict.fromkeys((*CHOICES[key], value)))
+
 
 ANY = "any other value"
 NOT_BUILT: dict[tuple[str, Any], str] = {  # (key, value): what is missing

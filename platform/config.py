@@ -103,6 +103,7 @@ class Tensor:
 class Branch:
     kind: str = "none"
     axes: dict[str, int] = field(default_factory=dict)
+    order: str = "inner"  # inner: branch axes innermost in the mesh, inside a node | outer: D&SP's naive order
     append: dict[str, list[str]] = field(default_factory=dict)  # region -> dims whose lists end with the branch axes
     prepend: dict[str, list[str]] = field(default_factory=dict)  # region -> dims whose lists begin with them
 
@@ -157,6 +158,7 @@ class Config:
     """Everything that `python -m platform.launch` composes. Identity of a run: see `identity`."""
 
     run: Run = field(default_factory=Run)
+    extend: list[str] = field(default_factory=list)  # own modules, imported by the driver and every worker
     seed: int = 0
     precision: str = "fp32"  # fp64 | fp32 | bf16
     recompute: str = "none"

@@ -85,7 +85,7 @@ class Plan:
     @cached_property
     def groups(self) -> list[tuple[str, ...]]:
         """The axes of every process group that a step needs, in one order on all ranks; the whole world is the last."""
-        used = {self.mesh.ordered(c.axes) for c, _ in self.step_collectives()}
+        used = {self.mesh.ordered(c.axes) for _, c, _ in self.step_collectives()}
         return sorted(used, key=lambda axes: (len(axes), axes))
 
     @cached_property
@@ -124,24 +124,29 @@ class Plan:
         labels, all axes over which the loss is a sum of parts."""
         return next(o.tokens for (kind, _), o in self.operations.items() if kind in kinds)
 
-    def step_collectives(self) -> list[tuple[Collective, int]]:
-        """Every collective of one training step with the number of its launches per rank."""
-        found = [(c, self.microbatches) for o in self.operations.values() for c in o.collectives]
+    def step_collectives(self) -> list[tuple[str, Collective, int]]:
+        """Every collective of one training step: where it belongs, itself, and its launches per rank."""
+        operations = self.operations.items()
+        found = [(f"{kind} {name}", c, self.microbatches) for (kind, name), o in operations for c in o.collectives]
         for axes, parameters in self.buckets.items():
             if axes:
                 elements = sum(prod(self.local_shape(p)) for p in parameters)
                 c = Collective("all_reduce", axes, elements, "accumulate", "reduce", "last backward", "optimizer")
-                found.append((c, 1))
+                found.append(("gradients", c, 1))
         if world := self.mesh.ordered(self.mesh.axes):
-            found.append((Collective("all_reduce", world, METRICS, "metrics", "reduce", "gradients", "clipping"), 1))
+            c = Collective("all_reduce", world, METRICS, "metrics", "reduce", "gradients", "clipping")
+            found.append(("loss and norm", c, 1))
         return found
+
+    def moved_bytes(self, c: Collective) -> int:
+        """Bytes that all workers together move in one launch of `c`."""
+        return moved_bytes(c, self.mesh, {**self.itemsize, "metrics": 8})
 
     def communication(self) -> dict[str, int]:
         """`OP/AXES` -> bytes that all workers move in one training step: what the counters will measure."""
         out: dict[str, int] = defaultdict(int)
-        for c, launches in self.step_collectives():
-            key = label(c.op, self.mesh.ordered(c.axes))
-            out[key] += launches * moved_bytes(c, self.mesh, {**self.itemsize, "metrics": 8})
+        for _, c, launches in self.step_collectives():
+            out[label(c.op, self.mesh.ordered(c.axes))] += launches * self.moved_bytes(c)
         return dict(sorted(out.items()))
 
     def describe(self) -> str:
@@ -208,7 +213,7 @@ def build(
     `microbatch`: sequences per microbatch and replica. Raises IllegalPlan with all violations: an axis that would split
     two dims of one operation, or a dim (other than vocab) that its axes do not divide.
     """
-    mesh = Mesh.of({"data": data, **dict(scheme.axes)})
+    mesh = Mesh.of(scheme.mesh_axes(data))
     sizes = {**model.sizes, "batch": microbatch * data, "memory_length": model.sizes["length"]}
     vocab_axes = {a for layout in (*scheme.regions.values(), *scheme.parameters.values()) for a in layout["vocab"]}
     padded_sizes = {**sizes, "vocab": padded(sizes["vocab"], mesh.extent(sorted(vocab_axes)))}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
+from platform.checks import allow
 from platform.config import Optimizer
 
 
@@ -15,7 +17,15 @@ def _cosine(progress: float, low: float) -> float:
     return low + (1 - low) * (1 + math.cos(math.pi * progress)) / 2
 
 
-SCHEDULES = {"constant": _constant, "cosine": _cosine}
+Schedule = Callable[[float, float], float]  # (progress after warm-up in [0, 1], min_lr) -> factor of lr
+
+SCHEDULES: dict[str, Schedule] = {"constant": _constant, "cosine": _cosine}
+
+
+def register_schedule(name: str, schedule: Schedule) -> None:
+    """Makes `optimizer.schedule=NAME` known."""
+    SCHEDULES[name] = schedule
+    allow("optimizer.schedule", name)
 
 
 def learning_rate(o: Optimizer, step: int, steps: int) -> float:
