@@ -72,7 +72,7 @@ def check(data: Data, *, vocab: int = tokenizer.SMALLEST) -> list[str]:
         return [f"data={data.kind}: unknown; there are {', '.join(kinds)}"]
     if not 0 < data.validation < 1:
         violations.append(f"data.validation={data.validation}: a fraction between 0 and 1 is needed, such as 0.05")
-    if data.path and data.kind != "text":
+    if data.path and data.kind in ("stdlib", "synthetic"):
         violations.append(
             f"data.path={data.path}: data={data.kind} reads no path; use data=text, or leave data.path empty"
         )
