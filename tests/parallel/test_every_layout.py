@@ -169,3 +169,15 @@ def test_candidates_miss_nothing():
     }
     simple = [m for m in candidates("ab") if all(len(on) == 1 for on in m.values())]
     assert found == {tuple(m.get(d, [None])[0] for d in DIMS) for m in simple if legal(model("ab", m))}
+
+
+def test_a_tied_table_split_for_the_logits_alone():
+    """The lookup leaves a whole gradient, the head one block of it: they are gathered, not summed."""
+    rules: dict[str, Map] = {place: {} for place in (*REGIONS, *ROLES)}
+    for logits in ({"vocab": ["a"]}, {"vocab": ["b", "a"]}, {"vocab": ["b"], "length": ["a"]}):
+        check(per_region("ab", {**rules, "logits": logits}, "gpt"), logits)
+
+
+def test_rotary_positions_where_d_kv_is_split():
+    for layout in ({"d_kv": ["a"]}, {"d_kv": ["a", "b"]}, {"heads": ["a"], "d_kv": ["b"]}):
+        check(model("ab", layout, "llama"), layout)
