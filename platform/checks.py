@@ -13,7 +13,7 @@ from typing import Any
 
 from platform.config import Config, ConfigError, Rules, Tensor, closest, violation
 from platform.plan.layout import DIMS
-from platform.plan.scheme import REGIONS, RESERVED
+from platform.plan.scheme import GATHERED, REGIONS, RESERVED
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "precision": ("fp64", "fp32", "bf16"),
@@ -35,6 +35,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "elastic.min_workers": (1,),
     "elastic.max_workers": (0,),
     "elastic.spares": (0,),
+    "tensor.gathered": tuple(GATHERED),
     "cluster.kind": ("local", "ray", "processes", "inline"),
     "cluster.device": ("auto", "cpu", "cuda"),
     "monitor.kind": ("console", "wandb"),
@@ -55,11 +56,6 @@ NOT_BUILT: dict[tuple[str, Any], str] = {  # (key, value): what is missing
     ("model.fused_dropout", True): "attention masks drawn inside a fused kernel",
     ("parallel.zero", 1): "sharding of the optimizer's state",
     ("parallel.zero", 3): "sharding of the parameters",
-    ("tensor", "2d"): "SUMMA",
-    ("tensor", "2d_gather"): "the 2-D layout by gathers",
-    ("tensor", "2p5d"): "2.5-D tensor parallelism",
-    ("tensor", "3d_literal"): "3-D tensor parallelism with the paper's batch split",
-    ("branch", "dsp_slice"): "D&SP with sliced attention",
     ("branch", "dsp_csub"): "D&SP with common layers on one sub-grid",
     ("pipeline", "gpipe"): "pipeline parallelism",
     ("pipeline", "1f1b"): "pipeline parallelism",

@@ -96,6 +96,7 @@ class Tensor:
     axes: dict[str, int] = field(default_factory=dict)  # sizes; 1 where not given
     regions: Rules = field(default_factory=dict)
     parameters: Rules = field(default_factory=dict)  # role (all | in | out | vector) -> dim -> axes
+    gathered: str = "keep"  # gathered operands until the backward pass: keep | again | panels (SUMMA, where it applies)
     layout: Any = None  # tensor=layout: the user's own map, one line or YAML
 
 

@@ -242,8 +242,8 @@ WRONG = [
     ("pipeline.kind=1f1b", "pipeline.kind=1f1b: not built yet (pipeline parallelism); nearest legal: none"),
     ("pipeline=2f2b", "pipeline=2f2b: unknown; nearest legal: none"),
     ("pipeline.stages=4", "pipeline.stages=4: pipeline=none has one; nearest legal: 1"),
-    ("tensor=2d", "tensor=2d: not built yet"),
-    ("tensor.scheme=2d", "tensor=2d: not built yet"),
+    ("branch=dsp_csub", "branch=dsp_csub: not built yet"),
+    ("branch.kind=dsp_csub", "branch=dsp_csub: not built yet"),
     ("branch=dsp_csub", "branch=dsp_csub: not built yet"),
     ("branch.axes.g=2", "branch.axes.g=2: branch=none has no axes"),
     ("checkpoint.every=10", "checkpoint.every=10: not built yet (checkpoints); nearest legal: 0"),
@@ -259,7 +259,7 @@ WRONG = [
     ("tensor.axes.t=0", "tensor.axes.t=0: must be >= 1; nearest legal: 1"),
     ("tensor.layout=batch:t", "tensor.layout=batch:t: only for tensor=layout"),
     ("data=text", "data.path=: data=text needs a file, a folder or a glob"),
-    ("data.validation=0", "data.validation=0: eval.every=100 needs a held-out split"),
+    ("data.validation=0", "data.validation=0: eval.every=50 needs a held-out split"),
 ]  # fmt: skip
 
 
@@ -280,7 +280,7 @@ def test_one_mistake_is_one_line(argument, line):
         (["tensor=layout", "tensor.axes={a-b: 2}"], "tensor.axes.a-b=2: an axis is named by letters"),
         (["model.positions=rope", "model.d_kv=17"], "model.d_kv=17: model.positions=rope needs an even d_kv"),
         (["model.positions=rope", "model.heads=128"], "model.heads=128: model.positions=rope needs an even"),
-        (["tensor=2d", "tensor.axes.r=2", "tensor.axes.c=2"], "tensor=2d: not built yet"),
+        (["branch=dsp_csub", "branch.axes.g=2"], "branch=dsp_csub: not built yet"),
     ],
 )  # fmt: skip
 def test_one_mistake_in_context_is_one_line(arguments, line):
@@ -334,7 +334,7 @@ def test_the_tables_name_keys_that_exist_and_their_defaults_are_legal():
 
 def test_violations_knows_schemes_by_their_tables():
     assert violations(Config(tensor=Tensor(scheme="foo")))[0].startswith("tensor.scheme=foo: ")
-    assert violations(Config(branch=Branch(kind="dsp_slice")))[0].startswith("branch.kind=dsp_slice: not built yet")
+    assert violations(Config(branch=Branch(kind="dsp_csub")))[0].startswith("branch.kind=dsp_csub: not built yet")
     mine = Tensor(scheme="foo", axes={"u": 2}, regions={"mlp": {"d_ff": ["u"]}})
     assert violations(Config(tensor=mine)) == []
     mine.order = ["v"]
@@ -362,7 +362,14 @@ def command(*arguments: str, cwd) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("arguments", "shown"),
     [
-        (["--help"], ["+experiment=gpt_quick", "tensor: 1d, 1d_sp, 3d, layout, serial", "--config-dir"]),
+        (
+            ["--help"],
+            [
+                "+experiment=gpt_quick",
+                "tensor: 1d, 1d_sp, 2d, 2d_gather, 2p5d, 3d, 3d_literal, layout, serial",
+                "--config-dir",
+            ],
+        ),
         (["--hydra-help"], ["Hydra"]),
         (["--info", "defaults", QUICK, "tensor.axes.t=1"], ["experiment/gpt_quick"]),
         (["--cfg", "hydra", "--package", "hydra.job"], ["name: launch"]),
@@ -407,7 +414,7 @@ def test_a_sweep_over_experiments_ranges_axes_and_globs(driver):
     driver.runs.clear()
     assert main(["-m", QUICK, "tensor.axes.t=1,2,4", "branch=glob(*)"]) == 0
     assert sorted((c.tensor.axes["t"], c.branch.kind) for _, c in driver.runs) == [
-        (t, branch) for t in (1, 2, 4) for branch in ("dsp", "none")
+        (t, branch) for t in (1, 2, 4) for branch in ("dsp", "dsp_slice", "none")
     ]
 
 
@@ -487,7 +494,12 @@ def test_the_command_itself(tmp_path):
     done = command(QUICK, "train.stepz=1", "tensor.axes.t=3", "train.steps=0", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stdout == "" and "Traceback" not in done.stderr
-    assert [line.split("=")[0] for line in done.stderr.splitlines()] == ["config: train.stepz", "config: train.steps"]
+    assert [line.split("=")[0] for line in done.stderr.splitlines()] == [
+        "config: train.stepz",
+        "config: train.steps",
+        "config: model.heads",
+        "config: model.d_ff",
+    ]
     assert command("--no-such-flag", cwd=tmp_path).returncode == 2
     assert list(tmp_path.iterdir()) == []
 

@@ -11,7 +11,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -78,11 +78,14 @@ class Communicator(ABC):
         *,
         reduce: str = "sum",
         owned: bool = False,
+        root: int = 0,
     ) -> Handle | Arrived:
         """Issues one collective of `platform.plan.rule.Step` over `axes` without waiting.
 
-        `x` must not be modified until the result is there. `reduce`: sum, or max for all_reduce. `owned`: all_reduce
-        may work in `x`. Several axes act together in mesh order: all_reduce, and all_gather of unordered statistics.
+        `x` must not be modified until the result is there. `reduce`: sum, or max for all_reduce. `owned`: reductions
+        may work in `x`. `root`: index in the group of the member whose `x` a broadcast gives to all (theirs is
+        overwritten), and which gets a reduce's sum. Several axes act together in mesh order: all_reduce, and
+        all_gather of unordered statistics.
         """
         if torch.compiler.is_compiling():
             members = self.mesh.extent(axes)
@@ -107,21 +110,31 @@ class Communicator(ABC):
             given = x.unflatten(dim, (n, -1)).movedim(dim, 0).contiguous()
             out = torch.empty_like(given)
             finish = lambda: out.movedim(0, joined).flatten(joined, joined + 1)  # noqa: E731
+        elif op == "broadcast":
+            given = out = x.contiguous()
+            finish = lambda: out  # noqa: E731
         else:
-            assert op == "all_reduce", op
-            given = x if owned else x.detach().clone(memory_format=torch.contiguous_format)
+            assert op in ("all_reduce", "reduce"), op
+            given = x.contiguous() if owned else x.detach().clone(memory_format=torch.contiguous_format)
             out = given
             finish = lambda: out  # noqa: E731
-        return Handle(self.clock, self._start(op, given, out, axes, group, reduce), finish)
+        return Handle(self.clock, self._start(op, given, out, axes, group, reduce, root), finish)
 
     @abstractmethod
     def _start(
-        self, op: str, given: Tensor, out: Tensor, axes: tuple[str, ...], group: tuple[int, ...], reduce: str
+        self,
+        op: str,
+        given: Tensor,
+        out: Tensor,
+        axes: tuple[str, ...],
+        group: tuple[int, ...],
+        reduce: str,
+        root: int,
     ) -> Callable[[], Any]:
         """Begins the collective into `out`; the result blocks until it is there.
 
         all_gather: [...] -> [n, ...]; reduce_scatter: [n, ...] -> [...]; all_to_all: [n, ...] -> [n, ...];
-        all_reduce: in place.
+        all_reduce, broadcast, reduce: in place.
         """
 
     def barrier(self) -> None:
@@ -142,7 +155,7 @@ class Alone(Communicator):
     def __init__(self, mesh: Mesh, device: torch.device | str = "cpu"):
         super().__init__(mesh, 0, device)
 
-    def _start(self, op, given, out, axes, group, reduce):
+    def _start(self, op, given, out, axes, group, reduce, root):
         raise AssertionError("a world of one launches no collective")
 
 
@@ -157,7 +170,7 @@ class ProcessGroups(Communicator):
             assert mine is not None
             self._groups[tuple(axes)] = mine
 
-    def _start(self, op, given, out, axes, group, reduce):
+    def _start(self, op, given, out, axes, group, reduce, root):
         g = self._groups[axes]
         if op == "all_gather":
             work = _all_gather(out.view(-1), given.view(-1), group=g, async_op=True)
@@ -165,6 +178,10 @@ class ProcessGroups(Communicator):
             work = _reduce_scatter(out.view(-1), given.view(-1), group=g, async_op=True)
         elif op == "all_to_all":
             work = dist.all_to_all_single(out.view(-1), given.view(-1), group=g, async_op=True)
+        elif op == "broadcast":
+            work = dist.broadcast(out, group[root], group=g, async_op=True)
+        elif op == "reduce":
+            work = dist.reduce(out, group[root], group=g, async_op=True)
         else:
             work = dist.all_reduce(out, dist.ReduceOp.MAX if reduce == "max" else dist.ReduceOp.SUM, g, async_op=True)
         return work.wait
@@ -174,28 +191,30 @@ class ProcessGroups(Communicator):
             dist.destroy_process_group()
 
 
-@dataclass
 class _Meeting:
     """One collective of one group of threads."""
 
-    kind: tuple
-    given: dict[int, Tensor] = field(default_factory=dict)
-    left: int = 0
+    def __init__(self, kind: tuple):
+        self.kind = kind
+        self.given: dict[int, Tensor] = {}
+        self.complete = threading.Event()
+        self.left = 0
 
 
 class ThreadWorld:
     """Where the ranks of one process meet. `fail` releases everybody who waits."""
 
     def __init__(self, timeout: timedelta = timedelta(seconds=60)):
-        self.changed = threading.Condition()
+        self.lock = threading.Lock()
         self.meetings: dict[tuple[tuple[int, ...], int], _Meeting] = {}
         self.failure: BaseException | None = None
         self.timeout = timeout.total_seconds()
 
     def fail(self, cause: BaseException) -> None:
-        with self.changed:
+        with self.lock:
             self.failure = self.failure or cause
-            self.changed.notify_all()
+            for meeting in self.meetings.values():
+                meeting.complete.set()
 
 
 class ThreadGroups(Communicator):
@@ -206,27 +225,26 @@ class ThreadGroups(Communicator):
         self._world = world
         self._calls: Counter[tuple[int, ...]] = Counter()
 
-    def _start(self, op, given, out, axes, group, reduce):
+    def _start(self, op, given, out, axes, group, reduce, root):
         key = (group, self._calls[group])
         self._calls[group] += 1
-        kind = (op, reduce, tuple(given.shape), given.dtype)
+        kind = (op, reduce, root, tuple(given.shape), given.dtype)
         world = self._world
-        with world.changed:
+        with world.lock:
             meeting = world.meetings.setdefault(key, _Meeting(kind))
             if meeting.kind != kind:
                 raise RuntimeError(f"rank {self.rank} calls {kind} where its group {group} calls {meeting.kind}")
-            meeting.given[self.rank] = given.clone() if op == "all_reduce" else given
-            world.changed.notify_all()
+            in_place = op in ("all_reduce", "reduce", "broadcast")
+            meeting.given[self.rank] = given.clone() if in_place else given
+            if world.failure or len(meeting.given) == len(group):
+                meeting.complete.set()
 
         def wait() -> None:
-            with world.changed:
-                complete = world.changed.wait_for(
-                    lambda: world.failure or len(meeting.given) == len(group), world.timeout
-                )
-                if world.failure:
-                    raise RuntimeError("another rank failed") from world.failure
-                if not complete:
-                    raise TimeoutError(f"rank {self.rank} waits for {set(group) - set(meeting.given)} in {kind}")
+            if not meeting.complete.wait(world.timeout):
+                raise TimeoutError(f"rank {self.rank} waits for {set(group) - set(meeting.given)} in {kind}")
+            if world.failure:
+                raise RuntimeError("another rank failed") from world.failure
+            with world.lock:
                 parts = [meeting.given[r] for r in group]
                 meeting.left += 1
                 if meeting.left == len(group):
@@ -238,7 +256,10 @@ class ThreadGroups(Communicator):
                 out.copy_(_sum([p[me] for p in parts]))
             elif op == "all_to_all":
                 torch.stack([p[me] for p in parts], out=out)
-            else:
+            elif op == "broadcast":
+                if me != root:
+                    out.copy_(parts[root])
+            elif op == "all_reduce" or me == root:
                 out.copy_(torch.stack(parts).amax(0) if reduce == "max" else _sum(parts))
 
         return wait

@@ -13,6 +13,8 @@ TRAFFIC = {
     "reduce_scatter": lambda n, e: (n - 1) * e,
     "all_to_all": lambda n, e: (n - 1) * e,
     "all_reduce": lambda n, e: 2 * (n - 1) * e,
+    "broadcast": lambda n, e: (n - 1) * e,
+    "reduce": lambda n, e: (n - 1) * e,
 }
 
 

@@ -120,11 +120,14 @@ class _Meter(Ops):
         return self._einsums(planned, x, x_spec, [y], [self.plan.local_shape(y_spec)], [out], parameters=False)[0]
 
     def _einsums(self, planned, x, spec, operands, shapes, outs, *, parameters):
+        again = self.plan.scheme.gathered == "again"  # the blocks are kept and gathered again for the backward pass
         for group in planned.groups:
-            self._save(self._convert(x, self.plan.local_shape(spec), group.x.forward))
+            self._save(x if again else self._convert(x, self.plan.local_shape(spec), group.x.forward))
             for m in group.members:
-                i = m.index
-                self._save(self._convert(operands[i], shapes[i], m.operand.forward, parameters))
+                operand = operands[m.index]
+                if not again:
+                    operand = self._convert(operand, shapes[m.index], m.operand.forward, parameters)
+                self._save(operand)
         return tuple(self._at(out) for out in outs)
 
     def shift(self, x, spec, parameter):

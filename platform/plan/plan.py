@@ -84,8 +84,10 @@ class Plan:
 
     @cached_property
     def groups(self) -> list[tuple[str, ...]]:
-        """The axes of every process group that a step needs, in one order on all ranks; the whole world is the last."""
+        """The axes of every process group that a run needs, in one order on all ranks: those of a step, and the axes
+        that split the logits, which are gathered one by one when text is sampled."""
         used = {self.mesh.ordered(c.axes) for _, c, _ in self.step_collectives()}
+        used |= {(axis,) for axis in self.scheme.regions["logits"].axes}
         return sorted(used, key=lambda axes: (len(axes), axes))
 
     @cached_property
@@ -301,11 +303,19 @@ def _indivisible(planner: Planner, d: str, axes: Sequence[str], microbatch: int,
     parts = [max(k for k in divisors if k < n), *(k for k in divisors if k > n)][:2]
     product = " x ".join(planner.scheme.key(a) for a in axes)
     given = " x ".join(f"{planner.scheme.key(a)}={planner.mesh.axes[a]}" for a in axes)
-    sizes = " or ".join(str(k) for k in (size // n * n, size // n * n + n) if k)
+    sizes = " or ".join(str(k) for k in _legal_sizes(planner, d, size, n) if k)
+    either = f"{key}={sizes}, or " if sizes else ""
     return (
         f"{key}={size} is not divisible by {given} ({', '.join(found)});"
-        f" nearest legal: {key}={sizes}, or {product}={' or '.join(map(str, parts))}"
+        f" nearest legal: {either}{product}={' or '.join(map(str, parts))}"
     )
+
+
+def _legal_sizes(planner: Planner, d: str, size: int, n: int) -> list[int]:
+    """The multiples of n next to `size`; of heads only those that divide d_model, where they share it."""
+    shared = planner.sizes["d_model"] if d == "heads" else 0
+    multiples = [k for k in range(n, 2 * max(size, n) + 1, n) if shared % k == 0]
+    return [max((k for k in multiples if k < size), default=0), min((k for k in multiples if k > size), default=0)]
 
 
 def _replicated(mesh: Mesh, operations: Mapping[tuple[str, str], PlannedOperation], sizes: Mapping[str, int]):

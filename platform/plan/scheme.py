@@ -14,6 +14,11 @@ from platform.plan.layout import Layout
 REGIONS = ("stream", "attention", "core", "mlp", "logits")
 ROLES = ("in", "out", "vector")
 RESERVED = ("stage", "data")
+GATHERED = {
+    "keep": "gathered operands are kept until the backward pass: fewest bytes",
+    "again": "only the local blocks are kept, and gathered again: activation memory O(1/P)",
+    "panels": "operands are never whole: SUMMA broadcasts one panel at a time and accumulates",
+}
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,7 @@ class Scheme:
     parameters: Mapping[str, Layout]
     branches: tuple[str, ...] = ()  # those of the axes that are the branch's
     branches_outer: bool = False  # the branch axes lie outside of all others: D&SP's naive order
+    gathered: str = "keep"  # what an einsum does with gathered operands: see GATHERED
 
     def mesh_axes(self, data: int) -> dict[str, int]:
         """Every axis with its size, outer to inner."""
@@ -89,4 +95,5 @@ def compose(tensor: Mapping[str, Any], branch: Mapping[str, Any], data: int) -> 
         parameters={r: layout(split("parameters", rules), {}) for r, rules in roles.items()},
         branches=tuple(branches),
         branches_outer=branch["order"] == "outer",
+        gathered=tensor["gathered"],
     )

@@ -21,6 +21,7 @@ SCHEMES: list[tuple[str, dict[str, int]]] = [
     ("1d", {"t": 4}),
     ("1d_sp", {"t": 2}),
     ("1d_sp", {"t": 4}),
+    ("2d", {"r": 2, "c": 2}),
     ("2d_gather", {"r": 2, "c": 2}),
     ("3d", {"x": 2, "y": 2, "z": 2}),
     ("3d", {"x": 1, "y": 2, "z": 2}),
@@ -57,6 +58,15 @@ def measured(c) -> tuple[Any, list[int]]:
 @pytest.mark.parametrize(("scheme", "axes"), SCHEMES, ids=str)
 def test_saved_for_backward(scheme, axes, model):
     c = configure(scheme, axes, **MODELS[model])
+    plan, found = measured(c)
+    assert set(found) == {saved_for_backward(plan, build(c.model)).total}
+
+
+@pytest.mark.parametrize(("scheme", "axes"), SCHEMES, ids=str)
+def test_gathered_again(scheme, axes):
+    """Nothing that was gathered for an einsum is kept: only vectors of norms may be."""
+    c = configure(scheme, axes)
+    c.tensor.gathered = "again"
     plan, found = measured(c)
     assert set(found) == {saved_for_backward(plan, build(c.model)).total}
 

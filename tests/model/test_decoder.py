@@ -1,0 +1,85 @@
+"""What a decoder declares: its parameters, their dims, roles and initial values; the sizes that conf/model prints."""
+
+from __future__ import annotations
+
+import re
+from math import prod
+
+import pytest
+import yaml
+
+from platform.config import Model
+from platform.model import build
+from platform.model.decoder import STD
+from platform.plan.layout import DIMS
+from platform.plan.ops import Recorder
+from platform.train.plan import make_plan
+from tests.conftest import ROOT
+from tests.oracle import MODELS, configure
+
+FILES = sorted((ROOT / "conf" / "model").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_models_comment_prints_its_size(path):
+    """As many digits as are printed, of the parameters of a plan on one worker."""
+    text = path.read_text()
+    printed, unit, without = re.search(r"([\d.]+)([MB]) parameters( without the embedding)?", text).groups()
+    c = configure()
+    c.model = Model(**yaml.safe_load(text))
+    plan = make_plan(c)
+    assert plan.communication() == {} and plan.warnings == ()
+    count = plan.parameter_count - (c.model.vocab * c.model.d_model if without else 0)
+    digits = len(printed.partition(".")[2])
+    assert abs(count / {"M": 1e6, "B": 1e9}[unit] - float(printed)) <= 0.501 * 10**-digits
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_declared_parameter_is_used(model):
+    c = configure(**MODELS[model])
+    decoder = build(c.model)
+    recorder = Recorder(make_plan(c).scheme)
+    decoder.forward(recorder, None, None)
+    used = {p.name for o in recorder.operations for p in o.parameters}
+    declared = [p.name for p in decoder.parameters()]
+    assert len(set(declared)) == len(declared) and set(declared) == used
+    assert all(set(p.dims) <= set(DIMS) & set(decoder.sizes) for p in decoder.parameters())
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_roles_decay_and_initial_values(model):
+    """Vectors do not decay; what writes to the stream starts smaller by sqrt(2 layers); d_model is first in memory."""
+    c = configure(layers=8, **MODELS[model]).model
+    for p in build(c).parameters():
+        matrix = p.init == "normal"
+        assert p.decay == matrix, p
+        if matrix:
+            assert p.std == (STD / 4 if p.role == "out" else STD), p
+        else:
+            assert p.init == ("ones" if p.name.endswith("gain") else "zeros"), p
+        if p.role == "vector":
+            assert p.dims[-1] == "d_model"
+        elif matrix and "vocab" not in p.dims:
+            assert p.dims[0] == "d_model", p
+
+
+def names(**model) -> set[str]:
+    return {p.name for p in build(Model(layers=1, **model)).parameters()}
+
+
+def test_options_add_and_remove_parameters():
+    gpt = names()
+    assert names(tied=False) - gpt == {"head"}
+    assert gpt - names(positions="rope") == {"position"}
+    assert gpt - names(norm="rmsnorm") == {f"{n}norm.bias" for n in ("", "layers.0.attention.", "layers.0.mlp.")}
+    assert names(activation="swiglu") - gpt == {"layers.0.mlp.gate", "layers.0.mlp.gate_bias"}
+    assert {n.rsplit("_", 1)[-1] for n in gpt - names(bias=False)} == {"bias"}
+
+
+def test_sizes_that_are_not_given():
+    sizes = build(Model(d_model=96, heads=6, kv_heads=0, d_ff=0, d_kv=0)).sizes
+    assert (sizes["d_kv"], sizes["kv_heads"], sizes["d_ff"]) == (16, 6, 384)
+    given = build(Model(d_model=96, heads=6, kv_heads=2, d_ff=100, d_kv=32))
+    assert (given.sizes["d_kv"], given.sizes["kv_heads"], given.sizes["d_ff"]) == (32, 2, 100)
+    query = next(p for p in given.parameters() if p.name.endswith("query"))
+    assert prod(given.sizes[d] for d in query.dims) == 96 * 6 * 32

@@ -1,0 +1,57 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from platform.plan.mesh import Mesh
+
+MESHES = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(
+    lambda sizes: Mesh(tuple((f"a{i}", n) for i, n in enumerate(sizes)))
+)
+
+
+@given(MESHES)
+def test_ranks_and_coordinates_are_one_to_one(mesh):
+    found = [mesh.coordinates(rank) for rank in range(mesh.size)]
+    assert [mesh.rank(c) for c in found] == list(range(mesh.size))
+    assert [tuple(c.values()) for c in found] == sorted(tuple(c.values()) for c in found)  # the last axis is fastest
+
+
+@given(MESHES, st.data())
+def test_groups_partition_the_ranks(mesh, data):
+    axes = data.draw(st.permutations(list(mesh.axes)).flatmap(lambda a: st.integers(0, len(a)).map(lambda n: a[:n])))
+    groups = mesh.groups(axes)
+    assert sorted(rank for group in groups for rank in group) == list(range(mesh.size))
+    for group in groups:
+        assert [mesh.index(mesh.coordinates(rank), axes) for rank in group] == list(range(mesh.extent(axes)))
+        others = [{a: i for a, i in mesh.coordinates(r).items() if a not in axes} for r in group]
+        assert others.count(others[0]) == len(group)
+
+
+def test_groups_of_a_small_mesh():
+    mesh = Mesh.of({"data": 2, "t": 3})
+    assert mesh.groups(["t"]) == [(0, 1, 2), (3, 4, 5)]
+    assert mesh.groups(["data"]) == [(0, 3), (1, 4), (2, 5)]
+    assert mesh.groups(["t", "data"]) == [(0, 3, 1, 4, 2, 5)]  # the first axis is major
+    assert mesh.ordered({"t", "data"}) == ("data", "t")
+    assert Mesh.of({"data": 1, "t": 3}).ordered(["t", "data"]) == ("t",)
+
+
+@given(MESHES, st.integers(1, 4))
+def test_one_axis_fills_the_world(mesh, n):
+    open_mesh = {**mesh.axes, "open": -1}
+    assert Mesh.of(open_mesh, mesh.size * n).axes == {**mesh.axes, "open": n}
+
+
+@pytest.mark.parametrize(
+    ("axes", "world", "message"),
+    [
+        ({"data": -1, "t": 3}, 8, "8 workers are not a multiple of 3"),
+        ({"data": -1, "t": 4}, 2, "2 workers are not a multiple of 4"),
+        ({"data": -1}, None, "only for a known world"),
+        ({"data": -1, "t": -1}, 4, "only one axis may be -1"),
+        ({"data": 0, "t": -2}, 4, "must be at least 1, got data=0, t=-2"),
+    ],
+)
+def test_meshes_that_cannot_be(axes, world, message):
+    with pytest.raises(ValueError, match=message):
+        Mesh.of(axes, world)
