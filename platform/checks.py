@@ -28,7 +28,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "precision": ("fp64", "fp32", "bf16"),
     "recompute": ("none",),
     "train.stop_at": (0,),
-    "model.kind": ("decoder", "encoder", "encoder_decoder"),
+    "model.kind": ("decoder", "encoder", "encoder_decoder", "two_layer"),
     "model.fused_dropout": (False,),
     "model.norm": ("layernorm", "rmsnorm"),
     "model.activation": ("gelu", "relu", "swiglu", "geglu"),
@@ -38,6 +38,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "optimizer.kind": ("adamw",),
     "optimizer.schedule": ("constant", "cosine", "inverse_sqrt"),
     "parallel.zero": (0,),
+    "branch.order": ("inner", "outer"),
     "pipeline.kind": ("none",),
     "checkpoint.every": (0,),
     "checkpoint.resume": ("auto", "never"),
@@ -49,6 +50,12 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "cluster.device": ("auto", "cpu", "cuda"),
     "monitor.kind": ("console", "wandb"),
 }
+
+
+def allow(key: str, value: Any) -> None:
+    """Adds a choice: how a module named in `extend` makes its own models, optimizers and the like legal."""
+    CHOICES[key] = tuple(dict.fromkeys((*CHOICES[key], value)))
+
 
 ANY = "any other value"
 NOT_BUILT: dict[tuple[str, Any], str] = {  # (key, value): what is missing
@@ -88,6 +95,8 @@ BOUNDS: dict[str, str] = {
     "model.buckets": ">= 4",
     "model.distance": ">= 1",
     "model.label_smoothing": ">= 0 and < 1",
+    "model.io": ">= 1",
+    "model.hidden": ">= 1",
     "model.dropout": ">= 0 and < 1",
     "model.rope_theta": "> 0",
     "data.validation": ">= 0 and < 1",
@@ -200,6 +209,12 @@ def _replicas(config: Config) -> Iterator[str]:
         yield line + (f"; or train.microbatch: {', '.join(map(str, micros))}" if micros else "")
 
 
+def _text(config: Config) -> Iterator[str]:
+    if config.model.kind in ("encoder", "two_layer") and config.monitor.sample:
+        constraint = f"model.kind={config.model.kind} generates no text"
+        yield violation("monitor.sample", config.monitor.sample, constraint, [0])
+
+
 def _optimizer(config: Config) -> Iterator[str]:
     if len(config.optimizer.betas) != 2:
         yield violation("optimizer.betas", config.optimizer.betas, "must be two numbers", [[0.9, 0.95]])
@@ -223,8 +238,6 @@ def _objective(config: Config) -> Iterator[str]:
         yield violation("model.length", m.length, "span denoising needs at least 3, and a source of 2", [3])
     if m.source_length and m.kind != "encoder_decoder":
         yield violation("model.source_length", m.source_length, f"model.kind={m.kind} has one length", [0])
-    if config.monitor.sample and m.kind == "encoder":
-        yield violation("monitor.sample", config.monitor.sample, "an encoder writes no text", [0])
 
 
 def _buckets(config: Config) -> Iterator[str]:
@@ -281,9 +294,10 @@ def _axis_names(config: Config) -> Iterator[str]:
 RELATIONS: tuple[tuple[set[str], Callable[[Config], Iterator[str]]], ...] = (  # judged where each key may be right
     ({"model.d_model", "model.heads", "model.kv_heads", "model.d_kv"}, _attention),
     ({"train.global_batch", "train.microbatch"}, _replicas),
+    ({"model.kind", "monitor.sample"}, _text),
     ({"optimizer.betas"}, _optimizer),
     ({"data.kind", "data.validation", "eval.every"}, _data),
-    ({"data.kind", "data.objective", "model.kind", "model.length", "monitor.sample"}, _objective),
+    ({"data.kind", "data.objective", "model.kind", "model.length"}, _objective),
     ({"model.buckets", "model.distance"}, _buckets),
     ({"pipeline.kind", "pipeline.stages", "pipeline.chunks"}, _pipeline),
     (set(), _scheme),

@@ -40,7 +40,7 @@ class Train:
 
 @dataclass
 class Model:
-    kind: str = "decoder"  # decoder | encoder | encoder_decoder
+    kind: str = "decoder"  # decoder | encoder | encoder_decoder | two_layer
     layers: int = 2  # of each stack
     d_model: int = 64
     heads: int = 4
@@ -50,6 +50,8 @@ class Model:
     length: int = 64  # tokens per sequence
     source_length: int = 0  # encoder_decoder: tokens per sequence of the encoder; 0 = length
     vocab: int = 512  # rows of the embedding, before any padding
+    io: int = 64  # model=two_layer: width of its input and output
+    hidden: int = 256  # model=two_layer: width between its layers
     dropout: float = 0.0
     fused_dropout: bool = False  # attention masks drawn inside a fused kernel: faster, differs between layouts
     norm: str = "layernorm"  # layernorm | rmsnorm
@@ -110,6 +112,7 @@ class Tensor:
 class Branch:
     kind: str = "none"
     axes: dict[str, int] = field(default_factory=dict)
+    order: str = "inner"  # inner: branch axes innermost in the mesh, inside a node | outer: D&SP's naive order
     append: dict[str, list[str]] = field(default_factory=dict)  # region -> dims whose lists end with the branch axes
     prepend: dict[str, list[str]] = field(default_factory=dict)  # region -> dims whose lists begin with them
 
@@ -164,6 +167,7 @@ class Config:
     """Everything that `python -m platform.launch` composes. Identity of a run: see `identity`."""
 
     run: Run = field(default_factory=Run)
+    extend: list[str] = field(default_factory=list)  # own modules, imported by the driver and every worker
     seed: int = 0
     precision: str = "fp32"  # fp64 | fp32 | bf16
     recompute: str = "none"
@@ -199,7 +203,12 @@ def _build(cls: type, values: dict[str, Any], prefix: str) -> Any:
 
 
 # model.kind -> what it can be asked to predict; the first is the default
-OBJECTIVES = {"decoder": ["causal"], "encoder": ["masked"], "encoder_decoder": ["span_denoising", "pairs"]}
+OBJECTIVES: dict[str, Sequence[str]] = {
+    "decoder": ["causal"],
+    "encoder": ["masked"],
+    "encoder_decoder": ["span_denoising", "pairs"],
+    "two_layer": ["causal"],
+}
 
 
 def objective_of(config: Config) -> str:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from platform.arguments import experiment_of, explain, jobs_of, quote, rewrite, typed_values
 from platform.checks import axes_of, impossible_values, parse_layout, violations
 from platform.config import Config, ConfigError, closest, digest, violation
+from platform.extensions import load_extensions
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -113,12 +114,13 @@ def _load(arguments: Sequence[str]) -> Config:
 
 
 def _settle(config: Config, arguments: Sequence[str]) -> list[str]:
-    """Drops what an experiment set for another scheme, reads the layout, completes the paths; in place.
+    """Imports the user's modules, drops what an experiment set for another scheme, reads the layout, completes the
+    paths; in place.
 
     What was typed stays, for `violations` to judge. Returns what only the arguments show to be wrong.
     """
     typed = typed_values(arguments)
-    lines: list[str] = []
+    lines = load_extensions(config.extend)
     tensor, branch, pipeline = config.tensor, config.branch, config.pipeline
     if tensor.scheme == "layout" and tensor.layout:
         try:

@@ -31,15 +31,15 @@ def root() -> Path:
     return ROOT
 
 
-_counts: dict[str, tuple[int, int]] = {}
+_counts: dict[str, tuple[int, int, str]] = {}
 
 
 @pytest.fixture
 def record_count():
-    """`record_count(what, ran, of)`: how many of how many cases ran, printed once at the end of the session."""
-    return lambda what, ran, of: _counts.update({what: (ran, of)})
+    """`record_count(what, ran, of, how)`: how many of how many cases ran, printed once at the end of the session."""
+    return lambda what, ran, of, how="`make test-all` runs every one": _counts.update({what: (ran, of, how)})
 
 
 def pytest_terminal_summary(terminalreporter):
-    for what, (ran, of) in _counts.items():
-        terminalreporter.write_line(f"{what}: {ran} of {of} cases (`make test-all` runs every one)")
+    for what, (ran, of, how) in _counts.items():
+        terminalreporter.write_line(f"{what}: {ran} of {of} cases ({how})")

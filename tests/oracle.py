@@ -83,7 +83,7 @@ class Tokens:
     def sample(self, draw: np.random.Generator) -> dict[str, np.ndarray]:
         c = self.model
         row = draw.integers(0, self.vocab, c.length + 1)
-        if c.kind == "decoder":
+        if c.kind in ("decoder", "two_layer"):
             return {"tokens": row[:-1], "labels": row[1:]}
         source = draw.integers(0, self.vocab, c.source_length or c.length)
         source[draw.integers(1, len(source) + 1) :] = -1

@@ -20,7 +20,6 @@ from platform.data.permutation import mix, order
 
 _FORMAT = 1  # of a cache entry: raise it when the same documents would give other tokens or other files
 _TRAINING = 16_000_000  # characters that the tokenizer is trained on: evenly spaced pieces of a longer corpus
-_KINDS = [*sources.SOURCES, "pairs", "synthetic"]
 
 logger = logging.getLogger(__name__)
 
@@ -75,11 +74,11 @@ class Corpus:
 def check(data: Data, *, vocab: int = tokenizer.SMALLEST) -> list[str]:
     """The mistakes in `data` that are found without tokenising, in well under a second: one line per violation."""
     violations = []
-    if data.kind not in _KINDS:
-        return [f"data={data.kind}: unknown; there are {', '.join(_KINDS)}"]
+    if data.kind not in (kinds := [*sources.SOURCES, "pairs", "synthetic"]):
+        return [f"data={data.kind}: unknown; there are {', '.join(kinds)}"]
     if not 0 < data.validation < 1:
         violations.append(f"data.validation={data.validation}: a fraction between 0 and 1 is needed, such as 0.05")
-    if data.path and data.kind not in ("text", "pairs"):
+    if data.path and data.kind in ("stdlib", "synthetic"):
         violations.append(
             f"data.path={data.path}: data={data.kind} reads no path; use data=text, or leave data.path empty"
         )

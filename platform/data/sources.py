@@ -1,6 +1,6 @@
 """Where text comes from: `SOURCES` finds the files, `documents` reads them.
 
-To add a source, add a function to `SOURCES`. A file is one document, but a .jsonl file holds one per line; any file
+`register_source` adds one. A file is one document, but a .jsonl file holds one per line; any file
 may be compressed with gzip. Text is UTF-8 without NUL bytes.
 """
 
@@ -18,6 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, cast
 
+from platform.checks import allow
 from platform.config import ConfigError, Data
 
 # The endings that a folder is searched for; a file or a glob that is named by the user may have any.
@@ -52,6 +53,12 @@ def text(data: Data) -> list[Path]:
 
 
 SOURCES: dict[str, Callable[[Data], list[Path]]] = {"stdlib": stdlib, "text": text}
+
+
+def register_source(name: str, files: Callable[[Data], list[Path]]) -> None:
+    """Makes `data.kind=NAME` known: `files` finds the text."""
+    SOURCES[name] = files
+    allow("data.kind", name)
 
 
 def check(data: Data) -> list[str]:

@@ -1,16 +1,31 @@
 """Models by name. A model is a class with `sizes`, `inputs`, `parameters()` and `forward(ops, inputs)`."""
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from platform.checks import allow
+from platform.config import OBJECTIVES
 from platform.config import Model as ModelConfig
 from platform.model.decoder import Decoder
 from platform.model.encoder import Encoder
 from platform.model.encoder_decoder import EncoderDecoder
+from platform.model.two_layer import TwoLayer
 
-MODELS: dict[str, type[Decoder] | type[Encoder] | type[EncoderDecoder]] = {
+MODELS: dict[str, Any] = {
     "decoder": Decoder,
     "encoder": Encoder,
     "encoder_decoder": EncoderDecoder,
+    "two_layer": TwoLayer,
 }
 
 
-def build(config: ModelConfig) -> Decoder | Encoder | EncoderDecoder:
+def register_model(name: str, model: Callable[[ModelConfig], Any], objectives: Sequence[str] = ("causal",)) -> None:
+    """Makes `model.kind=NAME` known: `model(config.model)` is what `platform.plan.plan.Model` asks for. `objectives`:
+    the values that data.objective may have with it, the default first."""
+    MODELS[name] = model
+    OBJECTIVES[name] = objectives
+    allow("model.kind", name)
+
+
+def build(config: ModelConfig) -> Any:
     return MODELS[config.kind](config)

@@ -24,6 +24,7 @@ POINTWISE: dict[str, Callable[..., Tensor]] = {
     "gelu": lambda x: F.gelu(x),
     "relu": lambda x: F.relu(x),
     "silu": lambda x: F.silu(x),
+    "absolute": lambda x: x.abs(),
     "add": lambda x, y: x + y,
     "multiply": lambda x, y: x * y,
 }
@@ -79,6 +80,14 @@ class ParallelOps(Ops):
             x = F.embedding(tokens.clamp_min(0), weight)
         return apply(self.communicator, x, leave)
 
+    def features(self, name, ids, out):
+        ids = ids["features", name]
+        *_, (first, n) = self._block(out)
+        columns = torch.arange(first, first + n, device=ids.device)
+        elements = ids.unsqueeze(-1) * self.plan.sizes[out.dims[-1]] + columns
+        dtype = next(iter(self.tensors.values())).dtype
+        return random.normal(random.key("features", name), elements).to(dtype).requires_grad_()
+
     def project(self, x, spec, weights, outs, biases=()):
         tensors = [self.tensors[w.name] for w in weights]
         planned = self._planned("project", weights[0].name)
@@ -122,9 +131,10 @@ class ParallelOps(Ops):
         return statistics.norm(x, vectors[0], vectors[1] if bias else None, kind, self.communicator, planned.over)
 
     def rotate(self, name, x, spec, theta):
-        length = self._range(spec, "length", x.device)
+        into, leave = self._planned("rotate", name).conversions
+        x, length = apply(self.communicator, x, into), self._range(spec, "length", x.device)
         shape = [len(length) if d == "length" else x.shape[-1] // 2 if d == "d_kv" else 1 for d in spec.dims]
-        return positions.rotate(x, length, shape, theta)
+        return apply(self.communicator, positions.rotate(x, length, shape, theta), leave)
 
     def sinusoid(self, name, x, spec, scale):
         assert spec.dims == ("length", "batch", "d_model")
@@ -210,6 +220,9 @@ class ParallelOps(Ops):
         vocab, labels = self.plan.sizes["vocab"], labels["cross_entropy", name]
         smoothing = smoothing if self.position.training else 0.0
         return statistics.cross_entropy(logits, labels, self.communicator, planned.over, first, vocab, smoothing)
+
+    def squared_error(self, name, y, target, spec):
+        return (statistics.accumulate(y) - statistics.accumulate(target.detach())).square().sum() / 2
 
     def gathered(self, x: Tensor, spec: Spec) -> Tensor:
         """An activation, whole on every rank, without gradient; vocab without padding. For sampling text."""

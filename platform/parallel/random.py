@@ -48,7 +48,7 @@ def keep_mask(key_: int, elements_: Tensor, rate: float) -> Tensor:
     return (bits(key_, elements_) & 0xFFFFFFFF) >= int(rate * 2**32)
 
 
-def _normal(key_: int, elements_: Tensor) -> Tensor:
+def normal(key_: int, elements_: Tensor) -> Tensor:
     """fp64 standard normal per element (Box-Muller)."""
     z = bits(key_, elements_)
     u1 = ((z >> 32) & 0xFFFFFFFF).double().add_(0.5).mul_(2.0**-32)
@@ -66,7 +66,7 @@ def fill_normal_(out: Tensor, key_: int, std: float, block: Sequence[tuple[int, 
     for first in range(0, extent, rows):
         n = min(rows, extent - first)
         part = [(offset + first, n), *block[1:]]
-        values = _normal(key_, elements(part, strides, out.device)).mul_(std)
+        values = normal(key_, elements(part, strides, out.device)).mul_(std)
         for dim, ((start, count), size) in enumerate(zip(part, shape, strict=True)):
             if start + count > size:
                 values.narrow(dim, max(size - start, 0), count - max(size - start, 0)).zero_()

@@ -12,7 +12,7 @@ from math import lcm, prod
 from platform.plan.layout import Layout, local_shape, prefix
 from platform.plan.mesh import Mesh
 from platform.plan.ops import Operation, Parameter, Spec
-from platform.plan.rule import COLLECTIVES, Contraction, Conversion, Step, contract, enter, partial_axes
+from platform.plan.rule import COLLECTIVES, Contraction, Conversion, Step, contract, enter, leave, partial_axes
 from platform.plan.scheme import Scheme
 
 
@@ -180,13 +180,18 @@ class Planner:
         return contract([(one_hot, vocab, False), (table.dims, self.layout(table), True)], (out.dims, self.layout(out)))
 
     def parameter_conversion(self, operation: Operation, p: Parameter, conversion: Conversion) -> Conversion:
-        """Adds the reduction at this use, if the parameter's uses disagree, where its gradient is narrowest."""
+        """Adds the reduction at this use, if the parameter's uses disagree, where its gradient is narrowest.
+
+        The sum over an axis of blocks in zeros along that axis is an all-gather of the blocks.
+        """
         axes = self.reduced_at_use.get((operation.name, operation.kind, p.name), ())
-        if not axes:
-            return conversion
-        backward = list(conversion.backward)
-        at = next((i for i, s in enumerate(backward) if s.op == "pad"), len(backward))
-        backward.insert(at, Step("all_reduce", axes))
+        backward = [
+            replace(s, op="all_gather") if s.op == "pad" and s.axes[0] in axes else s for s in conversion.backward
+        ]
+        gathered = {s.axes[0] for s, old in zip(backward, conversion.backward, strict=True) if s != old}
+        if summed := tuple(a for a in axes if a not in gathered):
+            at = next((i for i, s in enumerate(conversion.backward) if s.op == "pad"), len(backward))
+            backward.insert(at, Step("all_reduce", summed))
         return replace(conversion, backward=tuple(backward))
 
     def collectives(
@@ -363,6 +368,25 @@ def _fused_attention(planner: Planner, operation: Operation) -> PlannedOperation
     return PlannedOperation(operation, tokens=_hidden(layout), compute_axes=layout.axes)
 
 
+def _features(planner: Planner, operation: Operation) -> PlannedOperation:
+    layout = planner.layout(operation.outputs[0])
+    return PlannedOperation(operation, tokens=layout.restrict(("length", "batch")), compute_axes=layout.axes)
+
+
+def _rotate(planner: Planner, operation: Operation) -> PlannedOperation:
+    """Pairs lie half of d_kv apart: where it is split, it is gathered first and split again."""
+    spec = operation.inputs[0]
+    have = planner.layout(spec)
+    whole = have.restrict([d for d in spec.dims if d != "d_kv"])
+    into, leaving = enter(spec.dims, have, whole, whole.axes), leave(spec.dims, whole, have, ())
+    shape = planner.shape(spec)
+    found = [
+        *planner.collectives(into.forward, shape, "forward", "operation", "at once"),
+        *planner.collectives(leaving.backward, shape, "backward", "gradient", "at once"),
+    ]
+    return PlannedOperation(operation, tuple(found), conversions=(into, leaving), compute_axes=whole.axes)
+
+
 def _expand_kv(planner: Planner, operation: Operation) -> PlannedOperation:
     """Each rank picks the KV heads of its own heads: free; the gradient is summed over the axes that share them."""
     spec, out = operation.inputs[0], operation.outputs[0]
@@ -415,14 +439,21 @@ def _cross_entropy(planner: Planner, operation: Operation) -> PlannedOperation:
     )
 
 
+def _squared_error(planner: Planner, operation: Operation) -> PlannedOperation:
+    """Local: every rank's part of the loss is over its own elements, so `tokens` names all axes that split them."""
+    layout = planner.layout(operation.inputs[0])
+    return PlannedOperation(operation, tokens=layout, compute_axes=layout.axes)
+
+
 _PLANS: dict[str, Callable[[Planner, Operation], PlannedOperation]] = {
     "project": _project,
     "einsum": _project,
     "lookup": _lookup,
+    "features": _features,
     "shift": _vectors,
     "norm": _vectors,
     "relative_bias": _vectors,
-    "rotate": _local,
+    "rotate": _rotate,
     "sinusoid": _local,
     "dropout": _local,
     "fused_attention": _fused_attention,
@@ -430,4 +461,5 @@ _PLANS: dict[str, Callable[[Planner, Operation], PlannedOperation]] = {
     "softmax": _softmax,
     "relayout": _relayout,
     "cross_entropy": _cross_entropy,
+    "squared_error": _squared_error,
 }

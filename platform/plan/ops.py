@@ -60,6 +60,9 @@ class Parameter:
     sizes: tuple[tuple[str, int], ...] = ()
 
 
+LOSSES = ("cross_entropy", "squared_error")  # kinds of operations that end the forward pass
+
+
 @dataclass(frozen=True)
 class Operation:
     """One operation of a recorded forward pass. `name` is unique within its kind; `reads` names the data tensor that it
@@ -89,6 +92,12 @@ class Ops(ABC):
     def lookup(self, name: str, table: Parameter, tokens: Any, out: Spec) -> Any:
         """Rows of `table` [vocab, ...] at the data tensor `tokens`: an einsum with an unmaterialised one-hot. Padding
         gives some finite row."""
+
+    @abstractmethod
+    def features(self, name: str, ids: Any, out: Spec) -> Any:
+        """Fixed standard normal features [length, batch, one dim] of the data tensor `ids`: random, not learned.
+
+        They take a gradient, as if layers lay below."""
 
     @abstractmethod
     def project(
@@ -170,7 +179,7 @@ class Ops(ABC):
 
     @abstractmethod
     def pointwise(self, function: str, *x: Any) -> Any:
-        """gelu, relu, silu, add, multiply of activations that share a layout."""
+        """gelu, relu, silu, absolute, add, multiply of activations that share a layout."""
 
     @abstractmethod
     def dropout(self, name: str, x: Any, spec: Spec) -> Any:
@@ -183,6 +192,10 @@ class Ops(ABC):
         Padding among the data tensor `labels` does not count. `smoothing`: that share of the target is spread evenly
         over vocab, in training (Szegedy et al. 2016).
         """
+
+    @abstractmethod
+    def squared_error(self, name: str, y: Any, target: Any, spec: Spec) -> Any:
+        """Half the sum of (y - target)^2 over this rank's elements; the target takes no gradient."""
 
     def attention(
         self,
@@ -262,6 +275,9 @@ class Recorder(Ops):
     def lookup(self, name, table, tokens, out):
         return self._record("lookup", name, [table], [out], tokens)
 
+    def features(self, name, ids, out):
+        return self._record("features", name, [], [out], ids)
+
     def project(self, x, spec, weights, outs, biases=()):
         self._check(x, spec)
         self._record("project", weights[0].name, [spec, *weights], outs)
@@ -329,3 +345,8 @@ class Recorder(Ops):
     def cross_entropy(self, name, logits, spec, labels, smoothing=0.0):
         self._check(logits, spec)
         return self._record("cross_entropy", name, [spec], [], labels, smoothing=smoothing)
+
+    def squared_error(self, name, y, target, spec):
+        self._check(y, spec)
+        self._check(target, spec)
+        return self._record("squared_error", name, [spec], [])

@@ -13,7 +13,7 @@ from platform.plan.collectives import Collective, PlannedOperation, Planner
 from platform.plan.cost import label, moved_bytes
 from platform.plan.layout import DIMS, Layout, block, padded
 from platform.plan.mesh import Mesh
-from platform.plan.ops import Operation, Ops, Parameter, Recorder, Spec
+from platform.plan.ops import LOSSES, Operation, Ops, Parameter, Recorder, Spec
 from platform.plan.scheme import REGIONS, Scheme
 
 # precision -> bytes per element of each dtype class (`master`: parameters and optimizer state)
@@ -89,7 +89,7 @@ class Plan:
     def groups(self) -> list[tuple[str, ...]]:
         """The axes of every process group that a run needs, in one order on all ranks: those of a step, and the axes
         that split the logits, which are gathered one by one when text is sampled."""
-        used = {self.mesh.ordered(c.axes) for c, _ in self.step_collectives()}
+        used = {self.mesh.ordered(c.axes) for _, c, _ in self.step_collectives()}
         used |= {(axis,) for axis in self.scheme.regions["logits"].axes}
         return sorted(used, key=lambda axes: (len(axes), axes))
 
@@ -135,27 +135,32 @@ class Plan:
 
     @cached_property
     def loss_layout(self) -> Layout:
-        """The layout over batch and length of the tokens whose loss a rank sums."""
-        return next(o.tokens for (kind, _), o in self.operations.items() if kind == "cross_entropy")
+        """The layout of what a rank's loss is the sum over: all axes over which the loss is a sum of parts."""
+        return next(o.tokens for (kind, _), o in self.operations.items() if kind in LOSSES)
 
-    def step_collectives(self) -> list[tuple[Collective, int]]:
-        """Every collective of one training step with the number of its launches per rank."""
-        found = [(c, self.microbatches) for o in self.operations.values() for c in o.collectives]
+    def step_collectives(self) -> list[tuple[str, Collective, int]]:
+        """Every collective of one training step: where it belongs, itself, and its launches per rank."""
+        operations = self.operations.items()
+        found = [(f"{kind} {name}", c, self.microbatches) for (kind, name), o in operations for c in o.collectives]
         for axes, parameters in self.buckets.items():
             if axes:
                 elements = sum(prod(self.local_shape(p)) for p in parameters)
                 c = Collective("all_reduce", axes, elements, "accumulate", "reduce", "last backward", "optimizer")
-                found.append((c, 1))
+                found.append(("gradients", c, 1))
         if world := self.mesh.ordered(self.mesh.axes):
-            found.append((Collective("all_reduce", world, METRICS, "metrics", "reduce", "gradients", "clipping"), 1))
+            c = Collective("all_reduce", world, METRICS, "metrics", "reduce", "gradients", "clipping")
+            found.append(("loss and norm", c, 1))
         return found
+
+    def moved_bytes(self, c: Collective) -> int:
+        """Bytes that all workers together move in one launch of `c`."""
+        return moved_bytes(c, self.mesh, {**self.itemsize, "metrics": 8})
 
     def communication(self) -> dict[str, int]:
         """`OP/AXES` -> bytes that all workers move in one training step: what the counters will measure."""
         out: dict[str, int] = defaultdict(int)
-        for c, launches in self.step_collectives():
-            key = label(c.op, self.mesh.ordered(c.axes))
-            out[key] += launches * moved_bytes(c, self.mesh, {**self.itemsize, "metrics": 8})
+        for _, c, launches in self.step_collectives():
+            out[label(c.op, self.mesh.ordered(c.axes))] += launches * self.moved_bytes(c)
         return dict(sorted(out.items()))
 
     def describe(self) -> str:
@@ -229,7 +234,7 @@ def build(
     `microbatch`: sequences per microbatch and replica. Raises IllegalPlan with all violations: an axis that would split
     two dims of one operation, or a dim (other than vocab) that its axes do not divide.
     """
-    mesh = Mesh.of({"data": data, **dict(scheme.axes)})
+    mesh = Mesh.of(scheme.mesh_axes(data))
     sizes = {"memory_length": model.sizes["length"], **model.sizes, "batch": microbatch * data}
     vocab_axes = {a for layout in (*scheme.regions.values(), *scheme.parameters.values()) for a in layout["vocab"]}
     padded_sizes = {**sizes, "vocab": padded(sizes["vocab"], mesh.extent(sorted(vocab_axes)))}
@@ -269,6 +274,7 @@ def build(
     )
 
 
+_ELSEWHERE = "on another axis, or on none"
 KEYS = {"batch": "train.microbatch", "length": "model.length", "memory_length": "model.length"}
 
 
@@ -294,7 +300,7 @@ def _violations(planner: Planner, operations: Sequence[Operation], microbatch: i
                 planner.partial(o)
                 planner.plan(o)
             except ValueError as error:
-                lines.append(f"tensor: illegal layout: in {o.kind} {o.name}, {error}")
+                lines.append(f"tensor: illegal layout: in {o.kind} {o.name}, {error}; legal: one of them {_ELSEWHERE}")
     return lines
 
 
@@ -302,7 +308,7 @@ def _clash(axis: str, first: str, second: str, found: Sequence[str]) -> str:
     more = f" and {len(found) - 1} more" if len(found) > 1 else ""
     return (
         f"tensor: illegal layout: axis {axis} would split both {first} and {second} in {found[0]}{more};"
-        f" legal: {first} or {second} on another axis, or on none"
+        f" legal: {first} or {second} {_ELSEWHERE}"
     )
 
 

@@ -33,7 +33,14 @@ class Scheme:
     regions: Mapping[str, Layout]
     parameters: Mapping[str, Layout]
     branches: tuple[str, ...] = ()  # those of the axes that are the branch's
+    branches_outer: bool = False  # the branch axes lie outside of all others: D&SP's naive order
     gathered: str = "keep"  # what an einsum does with gathered operands: see GATHERED
+
+    def mesh_axes(self, data: int) -> dict[str, int]:
+        """Every axis with its size, outer to inner."""
+        sizes = {"data": data, **dict(self.axes)}
+        first = self.branches if self.branches_outer else ()
+        return {a: sizes[a] for a in dict.fromkeys((*first, *sizes))}
 
     def key(self, axis: str) -> str:
         """The configuration key of an axis."""
@@ -87,5 +94,6 @@ def compose(tensor: Mapping[str, Any], branch: Mapping[str, Any], data: int) -> 
         regions={r: layout(split(r, region(r)), {"batch": ["data"]}) for r in REGIONS},
         parameters={r: layout(split("parameters", rules), {}) for r, rules in roles.items()},
         branches=tuple(branches),
+        branches_outer=branch["order"] == "outer",
         gathered=tensor["gathered"],
     )

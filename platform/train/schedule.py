@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
+from platform.checks import allow
 from platform.config import Optimizer
 
 
@@ -20,9 +22,17 @@ def _inverse_sqrt(o: Optimizer, step: int, steps: int) -> float:
     return math.sqrt(max(1, o.warmup_steps) / step)
 
 
-# schedule -> fraction of lr at an update after the warm-up. inverse_sqrt: "Attention Is All You Need", 5.3, whose rate
-# d_model^-0.5 x min(step^-0.5, step x warmup^-1.5) is lr = (d_model x warmup)^-0.5 here.
-SCHEDULES = {"constant": _constant, "cosine": _cosine, "inverse_sqrt": _inverse_sqrt}
+Schedule = Callable[[Optimizer, int, int], float]  # (config.optimizer, update, updates) -> fraction of lr after warm-up
+
+# inverse_sqrt: "Attention Is All You Need", 5.3, whose rate d_model^-0.5 x min(step^-0.5, step x warmup^-1.5) is
+# lr = (d_model x warmup)^-0.5 here.
+SCHEDULES: dict[str, Schedule] = {"constant": _constant, "cosine": _cosine, "inverse_sqrt": _inverse_sqrt}
+
+
+def register_schedule(name: str, schedule: Schedule) -> None:
+    """Makes `optimizer.schedule=NAME` known."""
+    SCHEDULES[name] = schedule
+    allow("optimizer.schedule", name)
 
 
 def learning_rate(o: Optimizer, step: int, steps: int) -> float:

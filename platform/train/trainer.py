@@ -22,6 +22,7 @@ from platform.parallel.groups import Communicator
 from platform.parallel.ops import ParallelOps, Position
 from platform.plan.plan import Plan
 from platform.train.inputs import Blocks, place
+from platform.train.optimizers import OPTIMIZERS
 from platform.train.schedule import learning_rate
 from platform.train.weights import Weights
 
@@ -56,7 +57,7 @@ class Trainer:
         decayed = [master[p.name] for p in self.plan.parameters if p.decay]
         others = [master[p.name] for p in self.plan.parameters if not p.decay]
         groups = [{"params": decayed, "weight_decay": o.weight_decay}, {"params": others, "weight_decay": 0.0}]
-        return torch.optim.AdamW([g for g in groups if g["params"]], o.lr, (o.betas[0], o.betas[1]), o.eps, fused=True)
+        return OPTIMIZERS[o.kind].make([g for g in groups if g["params"]], o)
 
     def step(self, step: int) -> dict[str, Any]:
         """Update number `step` (from 1): the rank's report, plain data, for the driver to aggregate."""

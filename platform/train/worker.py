@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from platform import data
-from platform.config import Config
+from platform.config import Config, ConfigError
+from platform.extensions import load_extensions
 from platform.parallel.groups import Alone, Communicator, ProcessGroups
 from platform.train.plan import make_plan
 from platform.train.trainer import Trainer
@@ -29,6 +30,8 @@ class Worker:
 
     def __init__(self, config: dict[str, Any], rank: int, world_size: int, *, device: str, run_dir: str, threads: int):
         self.config = Config.from_dict(config)
+        if mistakes := load_extensions(self.config.extend):
+            raise ConfigError(mistakes)
         self.rank, self.world_size, self.run_dir = rank, world_size, Path(run_dir)
         self.device = device
         self.plan = make_plan(self.config)

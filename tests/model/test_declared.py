@@ -1,4 +1,4 @@
-"""What a decoder declares: its parameters, their dims, roles and initial values; the sizes that conf/model prints."""
+"""What a model declares: its parameters, their dims, roles and initial values; the sizes that conf/model prints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import yaml
 
 from platform.config import Model
 from platform.model import build
-from platform.model.decoder import STD
+from platform.model.blocks import STD, embedding_table
 from platform.plan.layout import DIMS
 from platform.plan.ops import Recorder
 from platform.train.plan import make_plan
@@ -37,29 +37,31 @@ def test_a_models_comment_prints_its_size(path):
 @pytest.mark.parametrize("model", MODELS)
 def test_every_declared_parameter_is_used(model):
     c = configure(**MODELS[model])
-    decoder = build(c.model)
+    built = build(c.model)
     recorder = Recorder(make_plan(c).scheme)
-    decoder.forward(recorder, None, None)
+    built.forward(recorder, {name: name for name in built.inputs})
     used = {p.name for o in recorder.operations for p in o.parameters}
-    declared = [p.name for p in decoder.parameters()]
+    declared = [p.name for p in built.parameters()]
     assert len(set(declared)) == len(declared) and set(declared) == used
-    assert all(set(p.dims) <= set(DIMS) & set(decoder.sizes) for p in decoder.parameters())
+    assert all(set(p.dims) <= {*DIMS, "buckets"} & set(built.sizes) for p in built.parameters())
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_roles_decay_and_initial_values(model):
     """Vectors do not decay; what writes to the stream starts smaller by sqrt(2 layers); d_model is first in memory."""
-    c = configure(layers=8, **MODELS[model]).model
+    c = configure(**{**MODELS[model], "layers": 8}).model
     for p in build(c).parameters():
-        matrix = p.init == "normal"
-        assert p.decay == matrix, p
-        if matrix:
+        matrix, relative = p.init == "normal", "relative" in p.name
+        assert p.decay == (matrix and not relative), p
+        if p.name == "embedding":
+            assert p.std == embedding_table(c).std
+        elif matrix:
             assert p.std == (STD / 4 if p.role == "out" else STD), p
         else:
             assert p.init == ("ones" if p.name.endswith("gain") else "zeros"), p
         if p.role == "vector":
             assert p.dims[-1] == "d_model"
-        elif matrix and "vocab" not in p.dims:
+        elif matrix and "vocab" not in p.dims and not relative:
             assert p.dims[0] == "d_model", p
 
 

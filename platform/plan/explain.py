@@ -1,0 +1,120 @@
+"""A plan for people: the groups, every collective with its bytes, what a worker holds, D&SP's messages.
+
+All numbers come from the plan that the workers execute; nothing is counted a second time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from platform.plan.memory import saved_for_backward, weight_bytes
+from platform.plan.placement import messages, with_axes
+from platform.plan.plan import Model, Plan, describe, human
+
+GROUPS_SHOWN = 8
+
+
+def explain(plan: Plan, model: Model, *, moments: int, workers_per_node: int, dropout: float = 0.0) -> dict[str, Any]:
+    """The explanation as JSON-able data. `moments`: the optimizer's numbers of state per parameter."""
+    saved = saved_for_backward(plan, model, dropout)
+    out: dict[str, Any] = {
+        "mesh": plan.mesh.axes,
+        "groups": {"+".join(axes): plan.mesh.groups(axes) for axes in _groups(plan)},
+        "collectives": collectives(plan),
+        "communication": plan.communication(),
+        "bytes_per_worker": weight_bytes(plan, moments),
+        "parameters_per_worker": plan.local_parameter_count,
+        "saved_elements_per_worker": {"activations": saved.activations, "gathered_parameters": saved.gathered},
+        "warnings": list(plan.warnings),
+    }
+    if branches := plan.mesh.ordered(plan.scheme.branches):
+        meshes = {order: with_axes(plan.mesh, branches, outer=order == "outer") for order in ("inner", "outer")}
+        found = {order: messages(mesh, branches, workers_per_node) for order, mesh in meshes.items()}
+        out["branch_messages"] = {
+            "workers_per_node": workers_per_node,
+            "order": "outer" if plan.scheme.branches_outer else "inner",
+            **{order: {"inside": inside, "between": between} for order, (inside, between) in found.items()},
+        }
+    return out
+
+
+def _groups(plan: Plan) -> list[tuple[str, ...]]:
+    """Every axis by itself, then the joint ones that a step uses."""
+    single = [(a,) for a, n in plan.mesh.shape if n > 1]
+    return [*single, *(axes for axes in plan.groups if axes not in single)]
+
+
+def collectives(plan: Plan) -> list[dict[str, Any]]:
+    """One row per distinct collective of a step, layers folded: it occurs `times` times in the model, is launched
+    `launches` times per rank and step, and then has moved `bytes` over all workers. The bytes by op and axes add up to
+    `plan.communication()`."""
+    rows: dict[tuple, dict[str, Any]] = {}
+    for where, c, launches in plan.step_collectives():
+        axes = "+".join(plan.mesh.ordered(c.axes))
+        folded = re.sub(r"\.\d+\.", ".*.", where)
+        key = (folded, c.op, axes, c.elements, c.dtype, c.phase, c.issue, c.wait)
+        names = ("operation", "op", "axes", "elements", "dtype", "phase", "issue", "wait")
+        row = rows.setdefault(key, {**dict(zip(names, key, strict=True)), "times": 0, "launches": 0, "bytes": 0})
+        row["times"] += 1
+        row["launches"] += launches
+        row["bytes"] += launches * plan.moved_bytes(c)
+    return list(rows.values())
+
+
+def render(plan: Plan, found: dict[str, Any]) -> str:
+    """The explanation as aligned text."""
+    heading, *described = describe(plan).splitlines()
+    blocks = [
+        [heading, *described],
+        ["groups (ranks)", *_table([[axes, str(len(g[0])), _ranks(g)] for axes, g in found["groups"].items()])],
+        _collectives(found["collectives"]),
+        ["bytes per step, all workers", *_table([[k, f"{v:,}"] for k, v in found["communication"].items()])],
+        ["per worker", *_table(_holdings(found))],
+    ]
+    if m := found.get("branch_messages"):
+        title = f"messages of a split or join, {m['workers_per_node']} workers per node (branch.order={m['order']})"
+        rows = [[order, str(m[order]["inside"]), str(m[order]["between"])] for order in ("inner", "outer")]
+        blocks.append([title, *_table([["branch axis", "inside a node", "between nodes"], *rows])])
+    return "\n\n".join("\n".join(block) for block in blocks if len(block) > 1)
+
+
+def _ranks(groups: Sequence[Sequence[int]]) -> str:
+    more = f" and {len(groups) - GROUPS_SHOWN} more" if len(groups) > GROUPS_SHOWN else ""
+    return " ".join("[" + " ".join(map(str, g)) + "]" for g in groups[:GROUPS_SHOWN]) + more
+
+
+def _collectives(rows: Sequence[dict[str, Any]]) -> list[str]:
+    head = ["operation", "collective", "elements", "times", "launches", "bytes per step", "phase", "issue", "wait"]
+    cells = [
+        [r["operation"], f"{r['op']}/{r['axes']}", f"{r['elements']:,}", f"x{r['times']}"]
+        + [f"{r['launches']:,}", f"{r['bytes']:,}", r["phase"], r["issue"], r["wait"]]
+        for r in rows
+    ]
+    return ["collectives", *(_table([head, *cells]) if rows else [])]
+
+
+def _holdings(found: dict[str, Any]) -> list[list[str]]:
+    saved, size = found["saved_elements_per_worker"], found["bytes_per_worker"]
+    return [
+        ["parameters", f"{found['parameters_per_worker']:,}", f"{human(size['parameters'])}B"],
+        ["gradients", "", f"{human(size['gradients'])}B"],
+        ["optimizer state", "", f"{human(size['optimizer'])}B"],
+        ["saved activations", f"{saved['activations']:,}", "elements per microbatch"],
+        ["gathered parameters", f"{saved['gathered_parameters']:,}", "elements, kept until the backward pass"],
+    ]
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns of equal width; numbers to the right."""
+    columns = list(zip(*rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    numeric = [all(re.fullmatch(r"x?[\d,]*", cell) for cell in column[1:]) and any(column[1:]) for column in columns]
+    return [
+        "  "
+        + "  ".join(
+            c.rjust(w) if right else c.ljust(w) for c, w, right in zip(row, widths, numeric, strict=True)
+        ).rstrip()
+        for row in rows
+    ]

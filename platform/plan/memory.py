@@ -1,0 +1,214 @@
+"""What a worker holds: bytes of parameters, gradients and optimizer state, and what autograd saves for the backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from math import prod
+from typing import Any
+
+from platform.plan.collectives import PlannedOperation
+from platform.plan.ops import Ops, Parameter, Spec
+from platform.plan.plan import Model, Plan
+from platform.plan.rule import Conversion, Step
+
+
+def weight_bytes(plan: Plan, moments: int) -> dict[str, int]:
+    """Bytes per worker; the optimizer keeps `moments` numbers of the master's type per parameter."""
+    n, compute, master = plan.local_parameter_count, plan.itemsize["compute"], plan.itemsize["master"]
+    copies = n * compute if compute != master else 0
+    return {"parameters": n * master + copies, "gradients": n * master, "optimizer": n * master * moments}
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Elements of distinct tensors, per worker and microbatch: `activations`, and copies of parameters that were
+    gathered for an operation (`gathered`)."""
+
+    activations: int
+    gathered: int
+
+    @property
+    def total(self) -> int:
+        return self.activations + self.gathered
+
+
+def saved_for_backward(plan: Plan, model: Model, dropout: float = 0.0) -> Saved:
+    """What autograd saves in one forward pass of `model` under `plan`, beside the parameters themselves.
+
+    It is what `platform.parallel.ops` and torch's CPU kernels keep in fp32 and fp64; index and mask tensors of integers
+    and booleans do not count, nor do copies that torch.einsum makes of permuted operands.
+    """
+    meter = _Meter(plan, dropout)
+    model.forward(meter, {name: name for name in model.inputs})
+    activations = sum(s.elements for s in meter.saved if not s.parameter)
+    return Saved(activations, sum(s.elements for s in meter.saved if s.parameter))
+
+
+@dataclass(frozen=True)
+class _Storage:
+    """Memory under one or more tensors. `parameter`: a copy of one, gathered."""
+
+    number: int
+    elements: int
+    parameter: bool = False
+
+
+class _Meter(Ops):
+    """Runs a model's forward on storages: which ones does each operation create, and which does it save?
+
+    None stands for a parameter in place, which is not counted.
+    """
+
+    def __init__(self, plan: Plan, dropout: float):
+        self.plan, self.dropout_rate = plan, dropout
+        self.saved: dict[_Storage, None] = {}
+        self._numbers = count()
+
+    def _new(self, elements: int, parameter: bool = False) -> _Storage:
+        return _Storage(next(self._numbers), elements, parameter)
+
+    def _at(self, spec: Spec) -> _Storage:
+        """A new local block of an activation."""
+        return self._new(prod(self.plan.local_shape(spec)))
+
+    def _save(self, *storages: _Storage | None) -> None:
+        self.saved.update((s, None) for s in storages if s)
+
+    def _planned(self, kind: str, name: str) -> PlannedOperation:
+        return self.plan.operations[kind, name]
+
+    def _convert(self, x: _Storage | None, shape: Sequence[int], steps: Sequence[Step], parameter: bool = False) -> Any:
+        """A slice is a view of the same memory; a collective writes anew."""
+        elements = prod(shape)
+        for step in steps:
+            n = self.plan.mesh.extent(step.axes)
+            if step.op in ("all_gather", "pad"):
+                elements *= n
+            elif step.op in ("slice", "reduce_scatter"):
+                elements //= n
+            if step.op != "slice":
+                x = self._new(elements, parameter)
+        return x
+
+    def _parameter(self, p: Parameter, conversion: Conversion) -> _Storage | None:
+        return self._convert(None, self.plan.local_shape(p), conversion.forward, parameter=True)
+
+    def lookup(self, name, table, tokens, out):
+        planned = self._planned("lookup", name)
+        leave = planned.conversions[1]
+        sizes = self.plan.planner.sizes_of(out)
+        rows = [sizes[d] // self.plan.mesh.extent(planned.tokens[d]) for d in ("length", "batch")]
+        if planned.over:
+            self._save(self._new(prod(rows)))  # which rows are this rank's
+        inner = prod(self.plan.local_shape(out))
+        for step in leave.backward:
+            inner *= self.plan.mesh.extent(step.axes)  # all-gathers: the local result is wider than the layout
+        return self._convert(self._new(inner), (inner,), leave.forward)
+
+    def features(self, name, ids, out):
+        return self._at(out)
+
+    def project(self, x, spec, weights, outs, biases=()):
+        planned = self._planned("project", weights[0].name)
+        shapes = [self.plan.local_shape(w) for w in weights]
+        results = self._einsums(planned, x, spec, [None] * len(weights), shapes, outs, parameters=True)
+        return tuple(self._at(out) for out in outs) if biases and planned.collectives else results
+
+    def einsum(self, name, x, x_spec, y, y_spec, out):
+        planned = self._planned("einsum", name)
+        return self._einsums(planned, x, x_spec, [y], [self.plan.local_shape(y_spec)], [out], parameters=False)[0]
+
+    def _einsums(self, planned, x, spec, operands, shapes, outs, *, parameters):
+        again = self.plan.scheme.gathered == "again"  # the blocks are kept and gathered again for the backward pass
+        for group in planned.groups:
+            self._save(x if again else self._convert(x, self.plan.local_shape(spec), group.x.forward))
+            for m in group.members:
+                operand = operands[m.index]
+                if not again:
+                    operand = self._convert(operand, shapes[m.index], m.operand.forward, parameters)
+                self._save(operand)
+        return tuple(self._at(out) for out in outs)
+
+    def shift(self, x, spec, parameter):
+        return self._at(spec)
+
+    def norm(self, x, spec, kind, gain, bias):
+        planned = self._planned("norm", gain.name)
+        vectors = [self._parameter(p, c) for p, c in zip((gain, bias), planned.conversions, strict=False)]
+        elements = prod(self.plan.local_shape(spec))
+        rows = elements // self.plan.local_shape(spec)[spec.dims.index("d_model")]
+        if planned.over:
+            self._save(self._new(elements), self._new(rows), vectors[0])  # normal, rstd, gain
+        elif kind == "layernorm":
+            self._save(x, self._new(2 * rows), *vectors)  # mean and rstd
+        else:
+            self._save(x, self._new(elements), self._new(rows), vectors[0])  # normal, rstd, gain
+        return self._new(elements)
+
+    def rotate(self, name, x, spec, theta):
+        into, leave = self._planned("rotate", name).conversions
+        length = self.plan.local_shape(spec)[spec.dims.index("length")]
+        self._save(self._new(length * self.plan.sizes["d_kv"]))  # cosines and sines of d_kv / 2 angles each
+        whole = prod(self.plan.local_shape(spec)) * prod(self.plan.mesh.extent(s.axes) for s in into.forward)
+        return self._convert(self._new(whole), (whole,), leave.forward)
+
+    def sinusoid(self, name, x, spec, scale):
+        return self._at(spec)
+
+    def relative_bias(self, table, scores, *, bidirectional, distance):
+        return self._new(prod(self.plan.local_shape(scores)) // self.plan.local_shape(scores)[0])
+
+    def expand_kv(self, name, x, spec, out):
+        return self._at(out)
+
+    def softmax(self, name, x, spec, *, scale, causal, mask=None, bias=None):
+        out = self._at(spec)
+        self._save(out)
+        return out
+
+    def fused_attention(self, name, q, k, v, spec, kv, *, scale, causal, mask=None, bias=None):
+        out = self._at(spec)
+        query, key = (dict(zip(s.dims, self.plan.local_shape(s), strict=True)) for s in (spec, kv))
+        rows = out.elements // query["d_kv"]
+        if bias is not None:  # no kernel gives a gradient to a bias: torch computes the probabilities
+            scaled = self._new(q.elements), self._new(k.elements)
+            self._save(*scaled, v, self._new(rows * key["length"]))
+            return out
+        self._save(q, k, v, out, self._new(rows))  # and the log of each row's sum
+        if mask is not None:  # as numbers that are added to the scores
+            self._save(self._new(key["batch"] * key["length"] * (query["length"] if causal else 1)))
+        return out
+
+    def can_fuse_attention(self, spec):
+        return self.plan.scheme.fuses_attention(spec.region)
+
+    def relayout(self, name, x, spec, out):
+        if spec == out:
+            return x
+        (conversion,) = self._planned("relayout", name).conversions
+        return self._convert(x, self.plan.local_shape(spec), conversion.forward)
+
+    def pointwise(self, function, *x):
+        out = self._new(min(s.elements for s in x))  # the memory under a view may be larger than the view
+        self._save(*{"add": (), "relu": (out,)}.get(function, x))
+        return out
+
+    def dropout(self, name, x, spec):
+        if not self.dropout_rate:
+            return x
+        out = self._at(spec)
+        self._save(self._new(out.elements))  # the mask, scaled
+        return out
+
+    def cross_entropy(self, name, logits, spec, labels, smoothing=0.0):
+        planned = self._planned("cross_entropy", name)
+        *rows, columns = self.plan.local_shape(spec)
+        if planned.over:
+            self._save(self._new(prod(rows) * columns))  # probabilities
+        else:
+            self._save(self._new(prod(rows) * self.plan.sizes["vocab"]), self._new(1))  # log-probabilities; the divisor
+
+    def squared_error(self, name, y, target, spec):
+        self._save(self._at(spec))

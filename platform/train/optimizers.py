@@ -1,0 +1,36 @@
+"""Optimizers by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from platform.checks import allow
+from platform.config import Optimizer
+
+
+@dataclass(frozen=True)
+class OptimizerKind:
+    """`make(groups, config.optimizer)`: a torch optimizer of parameter groups [{"params", "weight_decay"}], which are
+    local blocks: it must treat every element by itself. `moments`: numbers of state per parameter."""
+
+    make: Callable[[list[dict[str, Any]], Optimizer], torch.optim.Optimizer]
+    moments: int
+
+
+def _adamw(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, o.lr, (o.betas[0], o.betas[1]), o.eps, fused=True)
+
+
+OPTIMIZERS = {"adamw": OptimizerKind(_adamw, moments=2)}
+
+
+def register_optimizer(
+    name: str, make: Callable[[list[dict[str, Any]], Optimizer], torch.optim.Optimizer], moments: int
+) -> None:
+    """Makes `optimizer.kind=NAME` known; see `OptimizerKind`."""
+    OPTIMIZERS[name] = OptimizerKind(make, moments)
+    allow("optimizer.kind", name)

@@ -1,0 +1,101 @@
+"""What autograd saves is what the plan says, element by element of distinct storages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from platform.model import build
+from platform.parallel.groups import Alone, run_threads
+from platform.parallel.ops import Position
+from platform.plan.memory import saved_for_backward, weight_bytes
+from platform.train.plan import make_plan
+from platform.train.trainer import Trainer
+from tests.oracle import MODELS, Tokens, configure
+
+SCHEMES: list[tuple[str, dict[str, int]]] = [
+    ("serial", {}),
+    ("1d", {"t": 2}),
+    ("1d", {"t": 4}),
+    ("1d_sp", {"t": 2}),
+    ("1d_sp", {"t": 4}),
+    ("2d", {"r": 2, "c": 2}),
+    ("2d_gather", {"r": 2, "c": 2}),
+    ("3d", {"x": 2, "y": 2, "z": 2}),
+    ("3d", {"x": 1, "y": 2, "z": 2}),
+    ("3d", {"x": 4, "y": 1, "z": 1}),
+]
+
+
+def measure(trainer: Trainer, seed: int) -> int:
+    """Floating-point elements of the distinct storages that one forward pass saves, without the parameters' own."""
+    own = {w.untyped_storage().data_ptr() for w in trainer.weights.compute.values()}
+    found: dict[int, torch.Tensor] = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        if x.is_floating_point():
+            found[x.untyped_storage().data_ptr()] = x  # keeps it alive: no other storage gets its address
+        return x
+
+    trainer.ops.position = Position(seed, 1, 0)
+    inputs = trainer.load("train", 0)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        trainer.model.forward(trainer.ops, inputs)
+    return sum(x.untyped_storage().nbytes() // x.itemsize for p, x in found.items() if p not in own)
+
+
+def measured(c) -> tuple[Any, list[int]]:
+    plan = make_plan(c)
+    trainer = lambda communicator: Trainer(c, plan, communicator, Tokens(c))  # noqa: E731
+    if plan.mesh.size == 1:
+        return plan, [measure(trainer(Alone(plan.mesh)), c.seed)]
+    return plan, run_threads(plan.mesh, lambda communicator: measure(trainer(communicator), c.seed))
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("scheme", "axes"), SCHEMES, ids=str)
+def test_saved_for_backward(scheme, axes, model):
+    c = configure(scheme, axes, **MODELS[model])
+    plan, found = measured(c)
+    assert set(found) == {saved_for_backward(plan, build(c.model)).total}
+
+
+@pytest.mark.parametrize(("scheme", "axes"), SCHEMES, ids=str)
+def test_gathered_again(scheme, axes):
+    """Nothing that was gathered for an einsum is kept: only vectors of norms may be."""
+    c = configure(scheme, axes)
+    c.tensor.gathered = "again"
+    plan, found = measured(c)
+    assert set(found) == {saved_for_backward(plan, build(c.model)).total}
+
+
+@pytest.mark.parametrize("data", [1, 2])
+@pytest.mark.parametrize("scheme", ["serial", "1d", "1d_sp"])
+def test_beside_branches_and_data_parallel(scheme, data):
+    c = configure(scheme, {"t": 2} if scheme != "serial" else {}, branch="dsp", branch_axes={"g": 2}, data=data)
+    plan, found = measured(c)
+    assert set(found) == {saved_for_backward(plan, build(c.model)).total}
+
+
+def test_two_layers():
+    c = configure(kind="two_layer", length=1, io=8, hidden=24, vocab=100)
+    plan, found = measured(c)
+    assert found == [saved_for_backward(plan, build(c.model)).total]
+
+
+def test_gathered_parameters_are_told_apart():
+    c = configure("3d", {"x": 4, "y": 1, "z": 1})
+    plan = make_plan(c)
+    saved = saved_for_backward(plan, build(c.model))
+    assert saved.gathered > plan.local_parameter_count
+    assert saved_for_backward(make_plan(configure("1d", {"t": 4})), build(c.model)).gathered == 0
+
+
+def test_weight_bytes():
+    plan = make_plan(configure("1d", {"t": 2}, precision="bf16"))
+    n = plan.local_parameter_count
+    assert weight_bytes(plan, 2) == {"parameters": 6 * n, "gradients": 4 * n, "optimizer": 8 * n}
+    plan = make_plan(configure("1d", {"t": 2}))
+    assert weight_bytes(plan, 2) == {"parameters": 8 * n, "gradients": 8 * n, "optimizer": 16 * n}

@@ -1,0 +1,41 @@
+"""Messages inside and between nodes: the closed forms against enumeration."""
+
+from __future__ import annotations
+
+import pytest
+
+from platform.plan.mesh import Mesh
+from platform.plan.placement import aware_messages, messages, naive_messages, with_axes
+
+POWERS = [1, 2, 4, 8, 16, 32]
+CASES = [(n, g, node) for n in POWERS for g in POWERS for node in POWERS if g <= n and node <= n]
+
+
+@pytest.mark.parametrize(("n", "g", "node"), CASES)
+def test_closed_forms(n, g, node):
+    aware = Mesh.of({"data": n // g, "g": g})
+    naive = with_axes(aware, ["g"], outer=True)
+    assert naive.shape == (("g", g), ("data", n // g))
+    assert messages(naive, ["g"], node) == naive_messages(n, g, node)
+    assert messages(aware, ["g"], node) == aware_messages(n, g, node)
+    assert sum(naive_messages(n, g, node)) == sum(aware_messages(n, g, node)) == n * g
+
+
+def test_as_printed_the_cases_of_equations_4_and_5_are_swapped():
+    def printed(n, g, node):
+        return (n, n * (g - 1)) if n // g <= node else (node * g, (n - node) * g)
+
+    wrong = [case for case in CASES if printed(*case) != naive_messages(*case)]
+    assert wrong and all(n // g != node for n, g, node in wrong)
+
+
+def test_other_sizes_are_counted():
+    aware = Mesh.of({"data": 4, "g": 3})
+    assert messages(with_axes(aware, ["g"], outer=True), ["g"], 4) == (12, 24)
+    assert messages(aware, ["g"], 4) == (28, 8)
+
+
+def test_two_branch_axes_and_a_scheme_between():
+    mesh = Mesh.of({"data": 2, "t": 2, "a": 2, "b": 2})
+    assert messages(mesh, ["a", "b"], 4) == (64, 0)
+    assert messages(with_axes(mesh, ["a", "b"], outer=True), ["a", "b"], 4) == (16, 48)
