@@ -11,7 +11,7 @@ from platform.parallel.convert import apply, convert
 from platform.parallel.groups import Communicator
 from platform.parallel.products import local_einsum
 from platform.parallel.summa import summa
-from platform.plan.collectives import Group
+from platform.plan.planned import Group
 
 
 class _Einsums(torch.autograd.Function):

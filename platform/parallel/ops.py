@@ -14,10 +14,10 @@ from platform.parallel import positions, random, statistics
 from platform.parallel.convert import apply, convert
 from platform.parallel.einsum import einsums
 from platform.parallel.groups import Communicator
-from platform.plan.collectives import PlannedOperation
 from platform.plan.layout import Layout
 from platform.plan.ops import Ops, Parameter, Spec
 from platform.plan.plan import Plan
+from platform.plan.planned import PlannedOperation
 from platform.plan.rule import relayout_steps
 
 POINTWISE: dict[str, Callable[..., Tensor]] = {

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from platform.parallel.groups import Communicator
 from platform.parallel.products import local_einsum
-from platform.plan.collectives import Group, Member, Panels
+from platform.plan.planned import Group, Member, Panels
 
 
 class _Split:

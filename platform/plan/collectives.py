@@ -5,304 +5,15 @@ The forward pass executes these lists and `platform.plan.cost` prices them: ther
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from math import lcm, prod
+from collections.abc import Callable
+from math import prod
 
-from platform.plan.layout import Layout, local_shape, prefix
-from platform.plan.mesh import Mesh
-from platform.plan.ops import Operation, Parameter, Spec
-from platform.plan.rule import COLLECTIVES, Contraction, Conversion, Step, contract, enter, leave, partial_axes
-from platform.plan.scheme import Scheme
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One launch on every rank. `elements`: of one member's input, before the collective.
-
-    `dtype` is `compute` (activations, weights) or `accumulate` (statistics, gradients that are summed up).
-    `issue` and `wait` say the earliest point of issue and the latest wait inside the operation.
-    """
-
-    op: str
-    axes: tuple[str, ...]
-    elements: int
-    dtype: str
-    phase: str  # forward | backward
-    issue: str
-    wait: str
-
-
-@dataclass(frozen=True)
-class Member:
-    """One einsum of a group: `operand` [dims] with the shared x into output number `index`."""
-
-    index: int
-    x_dims: tuple[str, ...]
-    dims: tuple[str, ...]
-    out_dims: tuple[str, ...]
-    operand: Conversion
-    output: Conversion
-
-
-@dataclass(frozen=True)
-class Panels:
-    """SUMMA instead of two gathers: `dim`, which every member contracts, is split over `x_axes` in x and over
-    `operand_axes` in the operands (either may be none), and comes in `count` panels, each broadcast by its owners."""
-
-    dim: str
-    x_axes: tuple[str, ...]
-    operand_axes: tuple[str, ...]
-    count: int
-
-
-@dataclass(frozen=True)
-class Group:
-    """Einsums that read x in one compute layout: one gather of x, one reduction of its gradient.
-
-    With `panels`, the conversions leave out the gathers of the contracted dim and their adjoints.
-    """
-
-    x: Conversion
-    members: tuple[Member, ...]
-    panels: Panels | None = None
-
-    @property
-    def x_dims(self) -> tuple[str, ...]:
-        return self.members[0].x_dims
-
-
-@dataclass(frozen=True)
-class PlannedOperation:
-    """What a rank executes for one operation.
-
-    `groups` for project and einsum; `conversions`, one per parameter or moved operand, for the others; `over` are the
-    axes that split the dim of a norm, softmax or cross-entropy, whose statistics are merged over them; `tokens` is the
-    layout over batch and length in which the operation reads a data tensor.
-    """
-
-    operation: Operation
-    collectives: tuple[Collective, ...] = ()
-    groups: tuple[Group, ...] = ()
-    conversions: tuple[Conversion, ...] = ()
-    over: tuple[str, ...] = ()
-    tokens: Layout = Layout()
-    compute_axes: tuple[str, ...] = ()
-
-
-def walk(steps: Sequence[Step], shape: Sequence[int], mesh: Mesh) -> list[tuple[Step, int]]:
-    """The collectives among `steps` with the elements of their input, from a local tensor of `shape`."""
-    now, out = list(shape), []
-    for step in steps:
-        n = mesh.extent(step.axes)
-        if step.op in COLLECTIVES:
-            out.append((step, prod(now)))
-        if step.op in ("all_gather", "pad"):
-            now[step.dim] *= n
-        elif step.op in ("reduce_scatter", "slice"):
-            now[step.dim] //= n
-        elif step.op == "all_to_all":
-            now[step.dim] //= n
-            now[step.joined] *= n
-    return out
-
-
-@dataclass(frozen=True)
-class Planner:
-    """Plans operations for one scheme on one mesh. `sizes`: global dims, vocab padded.
-
-    `reduced_at_use[name, kind, parameter]`: axes over which this use's gradient is reduced in its backward, because the
-    parameter's uses disagree on them.
-    """
-
-    mesh: Mesh
-    scheme: Scheme
-    sizes: Mapping[str, int]
-    reduced_at_use: Mapping[tuple[str, str, str], tuple[str, ...]]
-
-    def layout(self, tensor: Spec | Parameter) -> Layout:
-        """The layout of an activation or parameter. kv_heads takes the longest prefix of heads' axes that divides it,
-        where the scheme does not name it."""
-        dims = tensor.dims
-        wanted = (*dims, "heads") if "kv_heads" in dims else dims
-        if isinstance(tensor, Parameter):
-            layout = self.scheme.parameter(tensor.role, wanted)
-        else:
-            layout = self.scheme.activation(tensor.region, wanted)
-        if "kv_heads" in dims:
-            rules = dict(layout)
-            heads = rules.pop("heads", ())
-            rules.setdefault("kv_heads", self._kv_axes(heads))
-            layout = Layout.of(rules)
-        return layout
-
-    def _kv_axes(self, heads: Sequence[str]) -> tuple[str, ...]:
-        n = len(heads)
-        while self.sizes["kv_heads"] % self.mesh.extent(heads[:n]):
-            n -= 1
-        return tuple(heads[:n])
-
-    def sizes_of(self, tensor: Spec | Parameter) -> dict[str, int]:
-        """Global dims of a tensor: the model's, but for the tensor's own."""
-        return {**self.sizes, **dict(tensor.sizes)}
-
-    def shape(self, tensor: Spec | Parameter, layout: Layout | None = None) -> tuple[int, ...]:
-        """Local shape of a tensor in its own layout, or in another one."""
-        layout = self.layout(tensor) if layout is None else layout
-        return local_shape(tensor.dims, self.sizes_of(tensor), layout, self.mesh)
-
-    def plan(self, operation: Operation) -> PlannedOperation:
-        return _PLANS[operation.kind](self, operation)
-
-    def partial(self, operation: Operation) -> dict[str, tuple[str, ...]]:
-        """Parameter name -> axes over which its gradient is partial after this operation."""
-        parameters = operation.parameters
-        if operation.kind == "project":
-            spec = operation.inputs[0]
-            pairs = zip(parameters, operation.outputs, strict=True)
-            axes = {p.name: self.contraction(spec, p, out).axes for p, out in pairs}
-        elif operation.kind == "lookup":
-            axes = {p.name: self.lookup_contraction(operation).axes for p in parameters}
-        else:
-            axes = {p.name: self.layout(operation.outputs[0]).axes for p in parameters}
-        return {p.name: partial_axes(self.layout(p), axes[p.name]) for p in parameters}
-
-    def contraction(self, x: Spec | Parameter, y: Spec | Parameter, out: Spec) -> Contraction:
-        operands = [(t.dims, self.layout(t), isinstance(t, Parameter)) for t in (x, y)]
-        return contract(operands, (out.dims, self.layout(out)))
-
-    def lookup_contraction(self, operation: Operation) -> Contraction:
-        table, out = operation.inputs[0], operation.outputs[0]
-        token_dims = tuple(d for d in out.dims if d not in table.dims)
-        one_hot = (*token_dims, "vocab")
-        # the one-hot is unmaterialised: it has whatever split of vocab the table has, and whole tokens
-        vocab = self.layout(table).restrict(["vocab"])
-        return contract([(one_hot, vocab, False), (table.dims, self.layout(table), True)], (out.dims, self.layout(out)))
-
-    def parameter_conversion(self, operation: Operation, p: Parameter, conversion: Conversion) -> Conversion:
-        """Adds the reduction at this use, if the parameter's uses disagree, where its gradient is narrowest.
-
-        The sum over an axis of blocks in zeros along that axis is an all-gather of the blocks.
-        """
-        axes = self.reduced_at_use.get((operation.name, operation.kind, p.name), ())
-        backward = [
-            replace(s, op="all_gather") if s.op == "pad" and s.axes[0] in axes else s for s in conversion.backward
-        ]
-        gathered = {s.axes[0] for s, old in zip(backward, conversion.backward, strict=True) if s != old}
-        if summed := tuple(a for a in axes if a not in gathered):
-            at = next((i for i, s in enumerate(conversion.backward) if s.op == "pad"), len(backward))
-            backward.insert(at, Step("all_reduce", summed))
-        return replace(conversion, backward=tuple(backward))
-
-    def collectives(
-        self, steps: Sequence[Step], shape: Sequence[int], phase: str, issue: str, wait: str, dtype: str = "compute"
-    ) -> list[Collective]:
-        return [Collective(s.op, s.axes, n, dtype, phase, issue, wait) for s, n in walk(steps, shape, self.mesh)]
-
-    def statistics(self, over: Sequence[str], elements: int, phase: str, op: str = "all_reduce") -> list[Collective]:
-        if not over:
-            return []
-        return [Collective(op, tuple(over), elements, "accumulate", phase, "statistics ready", "at once")]
-
-
-def _project(planner: Planner, operation: Operation) -> PlannedOperation:
-    """project and einsum: members that bring x to one compute layout form a group."""
-    x = operation.inputs[0]
-    grouped: dict[tuple[Conversion, Layout], list[tuple[Member, Contraction]]] = {}
-    for index, (operand, out) in enumerate(zip(operation.inputs[1:], operation.outputs, strict=True)):
-        c = planner.contraction(x, operand, out)
-        enter_operand = c.inputs[1]
-        if isinstance(operand, Parameter):
-            enter_operand = planner.parameter_conversion(operation, operand, enter_operand)
-        member = Member(index, x.dims, operand.dims, out.dims, enter_operand, c.output)
-        grouped.setdefault((c.inputs[0], c.compute.restrict(x.dims)), []).append((member, c))
-    groups, found = [], []
-    for (enter_x, _), entries in grouped.items():
-        group = Group(enter_x, tuple(member for member, _ in entries))
-        if planner.scheme.gathered == "panels" and (in_panels := split_into_panels(group, planner.mesh)):
-            group = in_panels
-        groups.append(group)
-        found += _einsum_collectives(planner, operation, group, [c for _, c in entries])
-    axes = tuple(dict.fromkeys(a for entries in grouped.values() for _, c in entries for a in c.axes))
-    return PlannedOperation(operation, tuple(found), groups=tuple(groups), compute_axes=axes)
-
-
-def split_into_panels(group: Group, mesh: Mesh) -> Group | None:
-    """The same products by SUMMA, where x and all operands gather one contracted dim last, and nothing else follows."""
-    contracted = [d for d in group.x_dims if all(d in m.dims and d not in m.out_dims for m in group.members)]
-    plans = []
-    for dim in contracted:
-        x = _without_gather(group.x, group.x_dims.index(dim))
-        operands = [_without_gather(m.operand, m.dims.index(dim)) for m in group.members]
-        axes = {taken for _, taken in operands}
-        local = not any(m.output.forward or m.output.backward for m in group.members)
-        if local and len(axes) == 1 and (x[1] or operands[0][1]):
-            plans.append((dim, x, operands))
-    if not plans:
-        return None
-    dim, (rest, x_axes), operands = plans[0]
-    count = lcm(mesh.extent(x_axes), mesh.extent(operands[0][1]))
-    members = (replace(m, operand=c) for m, (c, _) in zip(group.members, operands, strict=True))
-    return Group(rest, tuple(members), Panels(dim, x_axes, operands[0][1], count))
-
-
-def _without_gather(c: Conversion, position: int) -> tuple[Conversion, tuple[str, ...]]:
-    """A conversion without its last step, if that gathers the dim at `position` and its adjoint sums; and its axes."""
-    if c.forward and c.backward:
-        last, first = c.forward[-1], c.backward[0]
-        if (last.op, first.op) == ("all_gather", "reduce_scatter") and last.dim == first.dim == position:
-            return Conversion(c.forward[:-1], c.backward[1:]), last.axes
-    return c, ()
-
-
-def _einsum_collectives(
-    planner: Planner, operation: Operation, group: Group, contractions: Sequence[Contraction]
-) -> list[Collective]:
-    """Every collective of a group, forward and backward, in the order of `platform.parallel.einsum`.
-
-    `contractions`: of its members.
-    """
-    found: list[Collective] = []
-    panels = group.panels
-
-    def entering(tensor: Spec | Parameter, compute: Layout, conversion: Conversion, ready: str) -> None:
-        rules = dict(compute.restrict(tensor.dims))
-        axes: tuple[str, ...] = ()
-        if panels:  # their dim is still split
-            axes = panels.operand_axes if isinstance(tensor, Parameter) else panels.x_axes
-            rules[panels.dim] = (*compute[panels.dim], *axes)
-        local = planner.shape(tensor, Layout.of(rules))
-        steps = planner.collectives(conversion.forward, planner.shape(tensor), "forward", "operation", "contraction")
-        found.extend(steps)
-        if planner.scheme.gathered == "again":
-            found.extend(replace(s, phase="backward", wait="gradients") for s in steps)
-        found.extend(planner.collectives(conversion.backward, local, "backward", ready, "end"))
-        if panels:
-            found.extend(_panel_collectives(panels, axes, local, planner))
-
-    entering(operation.inputs[0], contractions[0].compute, group.x, "input gradient")
-    for m, c in zip(group.members, contractions, strict=True):
-        out = operation.outputs[m.index]
-        local = planner.shape(out, c.compute.restrict(out.dims))
-        entering(operation.inputs[1:][m.index], c.compute, m.operand, "operand gradient")
-        found += planner.collectives(m.output.forward, local, "forward", "contraction", "end")
-        found += planner.collectives(m.output.backward, planner.shape(out), "backward", "operation", "contraction")
-    return found
-
-
-def _panel_collectives(
-    panels: Panels, axes: tuple[str, ...], local: Sequence[int], planner: Planner
-) -> list[Collective]:
-    """Of one operand: each panel is broadcast forward and again backward, and its gradient is reduced."""
-    if not axes:
-        return []
-    elements = prod(local) * planner.mesh.extent(axes) // panels.count
-    kinds = [("broadcast", "forward"), ("broadcast", "backward"), ("reduce", "backward")]
-    return [
-        Collective(op, axes, elements, "compute", phase, "panel before", "panel")
-        for op, phase in kinds
-        for _ in range(panels.count)
-    ]
+from platform.plan.einsums import plan_einsums
+from platform.plan.layout import Layout, prefix
+from platform.plan.ops import Operation
+from platform.plan.planned import Collective, PlannedOperation
+from platform.plan.planner import Planner
+from platform.plan.rule import Conversion, Step, enter, leave
 
 
 def _lookup(planner: Planner, operation: Operation) -> PlannedOperation:
@@ -446,8 +157,8 @@ def _squared_error(planner: Planner, operation: Operation) -> PlannedOperation:
 
 
 _PLANS: dict[str, Callable[[Planner, Operation], PlannedOperation]] = {
-    "project": _project,
-    "einsum": _project,
+    "project": plan_einsums,
+    "einsum": plan_einsums,
     "lookup": _lookup,
     "features": _features,
     "shift": _vectors,
@@ -463,3 +174,8 @@ _PLANS: dict[str, Callable[[Planner, Operation], PlannedOperation]] = {
     "cross_entropy": _cross_entropy,
     "squared_error": _squared_error,
 }
+
+
+def plan_operation(planner: Planner, operation: Operation) -> PlannedOperation:
+    """Its conversions and collectives. Raises ValueError for a layout in which the operation cannot be computed."""
+    return _PLANS[operation.kind](planner, operation)

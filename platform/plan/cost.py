@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from platform.plan.collectives import Collective
 from platform.plan.mesh import Mesh
+from platform.plan.planned import Collective
 
 # Elements moved by one group of n members, where one member's input has e elements: the contract's conventions.
 TRAFFIC = {

@@ -8,9 +8,9 @@ from itertools import count
 from math import prod
 from typing import Any
 
-from platform.plan.collectives import PlannedOperation
 from platform.plan.ops import Ops, Parameter, Spec
 from platform.plan.plan import Model, Plan
+from platform.plan.planned import PlannedOperation
 from platform.plan.rule import Conversion, Step
 
 

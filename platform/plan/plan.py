@@ -9,11 +9,13 @@ from functools import cached_property
 from math import prod
 from typing import Any, Protocol
 
-from platform.plan.collectives import Collective, PlannedOperation, Planner
+from platform.plan.collectives import plan_operation
 from platform.plan.cost import label, moved_bytes
 from platform.plan.layout import DIMS, Layout, block, padded
 from platform.plan.mesh import Mesh
 from platform.plan.ops import LOSSES, Operation, Ops, Parameter, Recorder, Spec
+from platform.plan.planned import Collective, PlannedOperation
+from platform.plan.planner import Planner
 from platform.plan.scheme import REGIONS, Scheme
 
 # precision -> bytes per element of each dtype class (`master`: parameters and optimizer state)
@@ -260,7 +262,7 @@ def build(
                 at_use[operation.name, operation.kind, name] = extra
 
     planner = replace(planner, reduced_at_use=at_use)
-    operations = {(o.kind, o.name): planner.plan(o) for o in recorder.operations}
+    operations = {(o.kind, o.name): plan_operation(planner, o) for o in recorder.operations}
     assert len(operations) == len(recorder.operations), "operation names are unique within their kind"
     return Plan(
         planner=planner,
@@ -298,7 +300,7 @@ def _violations(planner: Planner, operations: Sequence[Operation], microbatch: i
         for o in operations:
             try:
                 planner.partial(o)
-                planner.plan(o)
+                plan_operation(planner, o)
             except ValueError as error:
                 lines.append(f"tensor: illegal layout: in {o.kind} {o.name}, {error}; legal: one of them {_ELSEWHERE}")
     return lines

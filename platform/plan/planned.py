@@ -1,0 +1,103 @@
+"""What the plan of an operation consists of: collectives, groups of einsums, conversions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from platform.plan.layout import Layout
+from platform.plan.mesh import Mesh
+from platform.plan.ops import Operation
+from platform.plan.rule import COLLECTIVES, Conversion, Step
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One launch on every rank. `elements`: of one member's input, before the collective.
+
+    `dtype` is `compute` (activations, weights) or `accumulate` (statistics, gradients that are summed up).
+    `issue` and `wait` say the earliest point of issue and the latest wait inside the operation.
+    """
+
+    op: str
+    axes: tuple[str, ...]
+    elements: int
+    dtype: str
+    phase: str  # forward | backward
+    issue: str
+    wait: str
+
+
+@dataclass(frozen=True)
+class Member:
+    """One einsum of a group: `operand` [dims] with the shared x into output number `index`."""
+
+    index: int
+    x_dims: tuple[str, ...]
+    dims: tuple[str, ...]
+    out_dims: tuple[str, ...]
+    operand: Conversion
+    output: Conversion
+
+
+@dataclass(frozen=True)
+class Panels:
+    """SUMMA instead of two gathers: `dim`, which every member contracts, is split over `x_axes` in x and over
+    `operand_axes` in the operands (either may be none), and comes in `count` panels, each broadcast by its owners."""
+
+    dim: str
+    x_axes: tuple[str, ...]
+    operand_axes: tuple[str, ...]
+    count: int
+
+
+@dataclass(frozen=True)
+class Group:
+    """Einsums that read x in one compute layout: one gather of x, one reduction of its gradient.
+
+    With `panels`, the conversions leave out the gathers of the contracted dim and their adjoints.
+    """
+
+    x: Conversion
+    members: tuple[Member, ...]
+    panels: Panels | None = None
+
+    @property
+    def x_dims(self) -> tuple[str, ...]:
+        return self.members[0].x_dims
+
+
+@dataclass(frozen=True)
+class PlannedOperation:
+    """What a rank executes for one operation.
+
+    `groups` for project and einsum; `conversions`, one per parameter or moved operand, for the others; `over` are the
+    axes that split the dim of a norm, softmax or cross-entropy, whose statistics are merged over them; `tokens` is the
+    layout over batch and length in which the operation reads a data tensor.
+    """
+
+    operation: Operation
+    collectives: tuple[Collective, ...] = ()
+    groups: tuple[Group, ...] = ()
+    conversions: tuple[Conversion, ...] = ()
+    over: tuple[str, ...] = ()
+    tokens: Layout = Layout()
+    compute_axes: tuple[str, ...] = ()
+
+
+def walk(steps: Sequence[Step], shape: Sequence[int], mesh: Mesh) -> list[tuple[Step, int]]:
+    """The collectives among `steps` with the elements of their input, from a local tensor of `shape`."""
+    now, out = list(shape), []
+    for step in steps:
+        n = mesh.extent(step.axes)
+        if step.op in COLLECTIVES:
+            out.append((step, prod(now)))
+        if step.op in ("all_gather", "pad"):
+            now[step.dim] *= n
+        elif step.op in ("reduce_scatter", "slice"):
+            now[step.dim] //= n
+        elif step.op == "all_to_all":
+            now[step.dim] //= n
+            now[step.joined] *= n
+    return out

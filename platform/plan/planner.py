@@ -1,0 +1,108 @@
+"""What planning an operation needs to know: layouts, local shapes, contractions, collectives of a conversion."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from platform.plan.layout import Layout, local_shape
+from platform.plan.mesh import Mesh
+from platform.plan.ops import Operation, Parameter, Spec
+from platform.plan.planned import Collective, walk
+from platform.plan.rule import Contraction, Conversion, Step, contract, partial_axes
+from platform.plan.scheme import Scheme
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Plans operations for one scheme on one mesh. `sizes`: global dims, vocab padded.
+
+    `reduced_at_use[name, kind, parameter]`: axes over which this use's gradient is reduced in its backward, because the
+    parameter's uses disagree on them.
+    """
+
+    mesh: Mesh
+    scheme: Scheme
+    sizes: Mapping[str, int]
+    reduced_at_use: Mapping[tuple[str, str, str], tuple[str, ...]]
+
+    def layout(self, tensor: Spec | Parameter) -> Layout:
+        """The layout of an activation or parameter. kv_heads takes the longest prefix of heads' axes that divides it,
+        where the scheme does not name it."""
+        dims = tensor.dims
+        wanted = (*dims, "heads") if "kv_heads" in dims else dims
+        if isinstance(tensor, Parameter):
+            layout = self.scheme.parameter(tensor.role, wanted)
+        else:
+            layout = self.scheme.activation(tensor.region, wanted)
+        if "kv_heads" in dims:
+            rules = dict(layout)
+            heads = rules.pop("heads", ())
+            rules.setdefault("kv_heads", self._kv_axes(heads))
+            layout = Layout.of(rules)
+        return layout
+
+    def _kv_axes(self, heads: Sequence[str]) -> tuple[str, ...]:
+        n = len(heads)
+        while self.sizes["kv_heads"] % self.mesh.extent(heads[:n]):
+            n -= 1
+        return tuple(heads[:n])
+
+    def sizes_of(self, tensor: Spec | Parameter) -> dict[str, int]:
+        """Global dims of a tensor: the model's, but for the tensor's own."""
+        return {**self.sizes, **dict(tensor.sizes)}
+
+    def shape(self, tensor: Spec | Parameter, layout: Layout | None = None) -> tuple[int, ...]:
+        """Local shape of a tensor in its own layout, or in another one."""
+        layout = self.layout(tensor) if layout is None else layout
+        return local_shape(tensor.dims, self.sizes_of(tensor), layout, self.mesh)
+
+    def partial(self, operation: Operation) -> dict[str, tuple[str, ...]]:
+        """Parameter name -> axes over which its gradient is partial after this operation."""
+        parameters = operation.parameters
+        if operation.kind == "project":
+            spec = operation.inputs[0]
+            pairs = zip(parameters, operation.outputs, strict=True)
+            axes = {p.name: self.contraction(spec, p, out).axes for p, out in pairs}
+        elif operation.kind == "lookup":
+            axes = {p.name: self.lookup_contraction(operation).axes for p in parameters}
+        else:
+            axes = {p.name: self.layout(operation.outputs[0]).axes for p in parameters}
+        return {p.name: partial_axes(self.layout(p), axes[p.name]) for p in parameters}
+
+    def contraction(self, x: Spec | Parameter, y: Spec | Parameter, out: Spec) -> Contraction:
+        operands = [(t.dims, self.layout(t), isinstance(t, Parameter)) for t in (x, y)]
+        return contract(operands, (out.dims, self.layout(out)))
+
+    def lookup_contraction(self, operation: Operation) -> Contraction:
+        table, out = operation.inputs[0], operation.outputs[0]
+        token_dims = tuple(d for d in out.dims if d not in table.dims)
+        one_hot = (*token_dims, "vocab")
+        # the one-hot is unmaterialised: it has whatever split of vocab the table has, and whole tokens
+        vocab = self.layout(table).restrict(["vocab"])
+        return contract([(one_hot, vocab, False), (table.dims, self.layout(table), True)], (out.dims, self.layout(out)))
+
+    def parameter_conversion(self, operation: Operation, p: Parameter, conversion: Conversion) -> Conversion:
+        """Adds the reduction at this use, if the parameter's uses disagree, where its gradient is narrowest.
+
+        The sum over an axis of blocks in zeros along that axis is an all-gather of the blocks.
+        """
+        axes = self.reduced_at_use.get((operation.name, operation.kind, p.name), ())
+        backward = [
+            replace(s, op="all_gather") if s.op == "pad" and s.axes[0] in axes else s for s in conversion.backward
+        ]
+        gathered = {s.axes[0] for s, old in zip(backward, conversion.backward, strict=True) if s != old}
+        if summed := tuple(a for a in axes if a not in gathered):
+            at = next((i for i, s in enumerate(conversion.backward) if s.op == "pad"), len(backward))
+            backward.insert(at, Step("all_reduce", summed))
+        return replace(conversion, backward=tuple(backward))
+
+    def collectives(
+        self, steps: Sequence[Step], shape: Sequence[int], phase: str, issue: str, wait: str, dtype: str = "compute"
+    ) -> list[Collective]:
+        return [Collective(s.op, s.axes, n, dtype, phase, issue, wait) for s, n in walk(steps, shape, self.mesh)]
+
+    def statistics(self, over: Sequence[str], elements: int, phase: str, op: str = "all_reduce") -> list[Collective]:
+        if not over:
+            return []
+        return [Collective(op, tuple(over), elements, "accumulate", phase, "statistics ready", "at once")]
