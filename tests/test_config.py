@@ -366,7 +366,7 @@ def command(*arguments: str, cwd) -> subprocess.CompletedProcess[str]:
             ["--help"],
             [
                 "+experiment=gpt_quick",
-                "tensor: 1d, 1d_sp, 2d, 2d_gather, 2p5d, 3d, 3d_literal, layout, serial",
+                "tensor: 1d, 1d_sp, 2d, 2d_gather, 2p5d, 3d, 3d_literal, layout, mesh_tf_2d, mesh_tf_3d,",
                 "--config-dir",
             ],
         ),
