@@ -120,7 +120,7 @@ def test_paths_are_refused_with_what_is_near(tmp_path):
 
 def test_every_mistake_is_named_at_once(data):
     assert check(data) == []
-    assert "stdlib, text, synthetic" in check(replace(data, kind="txet"))[0]
+    assert "stdlib, text, pairs, synthetic" in check(replace(data, kind="txet"))[0]
     assert "needs a file" in check(replace(data, path=""))[0]
     several = check(Data(kind="stdlib", path="x", validation=1.5), vocab=256)
     assert [line.split("=")[0] for line in several] == ["data.validation", "data.path", "model.vocab"]
