@@ -234,8 +234,7 @@ class ThreadGroups(Communicator):
             meeting = world.meetings.setdefault(key, _Meeting(kind))
             if meeting.kind != kind:
                 raise RuntimeError(f"rank {self.rank} calls {kind} where its group {group} calls {meeting.kind}")
-            in_place = op in ("all_reduce", "reduce", "broadcast")
-            meeting.given[self.rank] = given.clone() if in_place else given
+            meeting.given[self.rank] = given.clone()  # others may read it after this rank has gone on and changed it
             if world.failure or len(meeting.given) == len(group):
                 meeting.complete.set()
 
