@@ -59,6 +59,11 @@ ROWS = {
             "parameters": "d_ff: y, d_model: z+x, heads: y, vocab: y",
         },
     ),
+    "2d": (
+        scheme("2d", RC),
+        {"stream": "batch: r, d_model: c", "attention": "batch: r, heads: c", "mlp": "batch: r, d_ff: c"}
+        | {"logits": "batch: r, vocab: c", **WEIGHTS_2D},
+    ),
     "2d_gather": (
         scheme("2d_gather", RC),
         {"stream": "batch: r, d_model: c", "attention": "batch: r, heads: c", "mlp": "batch: r, d_ff: c"}
