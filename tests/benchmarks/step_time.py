@@ -2,8 +2,8 @@
 
     python tests/benchmarks/step_time.py [--device cuda] [--pairs 15]
 
-Prints paired step times and the median ratio, and what the named-einsum layer costs per step at world 1: the time of
-its Python beside the same products written with torch.matmul.
+Prints paired step times and the median ratio, and what the named-einsum layer costs per step at world 1: its calls on
+tensors too small to matter, beside torch.matmul on the same ones.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch  # noqa: E402
 
 from platform.config import Config, Model  # noqa: E402
+from platform.model.decoder import HIDDEN, STREAM  # noqa: E402
 from platform.parallel.groups import Alone  # noqa: E402
 from platform.train.plan import make_plan  # noqa: E402
 from platform.train.trainer import Trainer  # noqa: E402
@@ -60,6 +61,27 @@ class PlainLoop:
         return loss.item()
 
 
+def einsum_layer(trainer: Trainer, calls: int = 300) -> tuple[float, float, int]:
+    """Seconds of one product through `ops.project` and through torch.matmul, and how many a forward pass makes."""
+    ops, weight = trainer.ops, trainer.model.blocks[0][1].down
+    tensor = trainer.weights.compute[weight.name]
+    small = torch.randn(1, 1, tensor.shape[1], device=tensor.device, dtype=tensor.dtype)
+
+    def best(work) -> float:
+        times = []
+        for _ in range(5):
+            begin = time.perf_counter()
+            for _ in range(calls):
+                work()
+            times.append((time.perf_counter() - begin) / calls)
+        return min(times)
+
+    named = best(lambda: ops.project(small, HIDDEN, (weight,), (STREAM,)))
+    plain = best(lambda: torch.matmul(small, tensor.t()))
+    products = sum(len(g.members) for o in trainer.plan.operations.values() for g in o.groups)
+    return named, plain, products
+
+
 def timed(work, k: int, device: str) -> float:
     begin = time.perf_counter()
     work(k)
@@ -96,6 +118,12 @@ def main() -> None:
         medians = [1000 * statistics.median(x) for x in zip(*pairs, strict=True)]
         spread = f"{statistics.median(ratios):>13.3f} {min(ratios):>6.3f} {max(ratios):>6.3f}"
         print(f"{name:<12} {medians[0]:>10.2f} {medians[1]:>11.2f} {spread}  {a:.4f} {b:.4f}")
+        named, direct, products = einsum_layer(ours)
+        cost = products * (named - direct)
+        print(
+            f"{'':<12} named einsum {1e6 * named:.1f} us a product, torch.matmul {1e6 * direct:.1f} us:"
+            f" {products} products cost {1e3 * cost:.3f} ms, {cost / medians[0] * 1e5:.2f} % of the step"
+        )
 
 
 if __name__ == "__main__":
