@@ -67,7 +67,7 @@ def curve(rows: Sequence[dict[str, Any]]) -> list[str]:
         out.append(line(points, "val"))
         out += [f'<circle class="val" cx="{x}" cy="{y}" r="4"/>' for x, y in points]
         x, y = points[-1]
-        out.append(text(x, y - 14, f"validation {validation[-1][1]:.2f}", "val", "end"))
+        out.append(text(x, y - 28, f"validation {validation[-1][1]:.2f}", "val", "end"))
     x, y = at(rows[0]["step"], rows[0]["loss"])
     return [*out, text(x + 12, y + 5, f"training {rows[0]['loss']:.2f}", "faint")]
 

@@ -49,8 +49,9 @@ def own_text(tmp_path_factory) -> list[str]:
 
 @pytest.mark.ray
 def test_a_run_on_ray(tmp_path, own_text):
-    shrunk = "train.steps=3 model.layers=1 model.d_model=32 monitor.sample=4 eval.every=2 optimizer.warmup_steps=1"
-    arguments = [QUICK, *shrunk.split(), *own_text, "run.dir=run", "monitor.every=1"]
+    shrunk = "train.steps=3 model.layers=1 model.d_model=32 monitor.sample=4 eval.every=2"
+    rate = ["optimizer.warmup_steps=1", "optimizer.lr=3e-3"]
+    arguments = [QUICK, *shrunk.split(), *rate, *own_text, "run.dir=run", "monitor.every=1"]
     done = command(*arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     run = tmp_path / "run"

@@ -234,7 +234,9 @@ class ThreadGroups(Communicator):
             meeting = world.meetings.setdefault(key, _Meeting(kind))
             if meeting.kind != kind:
                 raise RuntimeError(f"rank {self.rank} calls {kind} where its group {group} calls {meeting.kind}")
-            meeting.given[self.rank] = given.clone()  # others may read it after this rank has gone on and changed it
+            # A copy: once this rank has waited, it may change what it gave, read or not by the others. Gradients do:
+            # where the local batch is one sequence, a position table's gradient is a view of its activation's.
+            meeting.given[self.rank] = given.clone()
             if world.failure or len(meeting.given) == len(group):
                 meeting.complete.set()
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_CHUNK = 1 << 18  # elements drawn at once: initialisation needs little memory beyond the block itself
+_CHUNK = 1 << 16  # elements drawn at once: initialisation needs little memory beyond the block itself
 
 
 def key(*parts: object) -> int:

@@ -105,24 +105,23 @@ def test_the_share_that_dropout_keeps(rate):
 
 
 MEMORY = """
-import resource
 from platform.parallel.groups import ThreadGroups, ThreadWorld
 from platform.train.plan import make_plan
 from platform.train.weights import Weights
 from tests.oracle import configure
 
-def resident():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
+def memory(field):  # ru_maxrss would start at the size of the process that started this one
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(field))
 
 def weights(vocab):
     plan = make_plan(configure("1d", {"t": 2}, layers=1, d_model=256, vocab=vocab))
     return Weights(plan, ThreadGroups(plan.mesh, 1, ThreadWorld()), 0)
 
 small = weights(4096)  # what torch allocates once
-before = resident()
+before = memory('VmRSS')
 large = weights(200_000)
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+peak = memory('VmHWM')
 print((peak - before) / sum(w.nbytes for w in large.master.values()))
 """
 
