@@ -12,6 +12,7 @@ from docs import figure
 from platform import launch
 from platform.cluster import driver, resources
 from platform.launch import compose
+from platform.plan.__main__ import main as explain_plan
 from platform.train.plan import make_plan
 
 ROOT = Path(__file__).parents[1]
@@ -67,11 +68,19 @@ def test_there_are_commands():
     assert len(COMMANDS) > 20 and sum(bool(p.values[1]) for p in COMMANDS) >= 4
 
 
-@pytest.mark.parametrize("group", ["tensor", "branch", "cluster"])
+@pytest.mark.parametrize("group", ["tensor", "branch", "cluster", "experiment"])
 def test_every_option_has_its_row(group):
-    table = README.partition(f"| `{group}=` |")[2].partition("\n\n")[0]
-    rows = re.findall(r"^\| `(\w+)`", table, re.M)
-    assert sorted(rows) == sorted(path.stem for path in (ROOT / "conf" / group).glob("*.yaml"))
+    _, _, table = re.split(rf"^\| `(\+?){group}=` \|", README, maxsplit=1, flags=re.M)
+    first_cells = re.findall(r"^\| ([^|]+)\|", table.partition("\n\n")[0], re.M)
+    options = [name for cell in first_cells for name in re.findall(r"`(\w+)`", cell)]
+    assert sorted(options) == sorted(path.stem for path in (ROOT / "conf" / group).glob("*.yaml"))
+
+
+@pytest.mark.parametrize("line", re.findall(r"-m platform\.plan (.+)", README))
+def test_a_plan_is_explained(line, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["platform.plan", *shlex.split(line)])
+    assert explain_plan() == launch.DONE
+    assert "bytes per step, all workers" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -90,7 +99,7 @@ def test_the_design_lists_the_files_of_the_rooms():
     for room in ("plan", "parallel"):
         lines = re.search(rf"^  {room}/ .*\n((?:    .*\n)+)", listing, re.M)[1]
         there, _, coming = lines.partition("to come:")
-        files = {path.name for path in (ROOT / "platform" / room).glob("*.py")} - {"__init__.py"}
+        files = {path.name for path in (ROOT / "platform" / room).glob("*.py")} - {"__init__.py", "__main__.py"}
         assert set(re.findall(r"\w+\.py", there)) == files
         assert not set(re.findall(r"\w+\.py", coming)) & files
 
