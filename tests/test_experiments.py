@@ -7,19 +7,37 @@ import pytest
 
 from platform.launch import CONF, compose
 from platform.train.plan import make_plan
+from tests.pairwise import cover, product
 
 EXPERIMENTS, MODELS, TENSORS, BRANCHES = (
     sorted(path.stem for path in (CONF / group).glob("*.yaml")) for group in ("experiment", "model", "tensor", "branch")
 )
 
 
-@pytest.mark.parametrize("branch", BRANCHES)
-@pytest.mark.parametrize("tensor", TENSORS)
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_every_experiment_with_every_scheme(experiment, tensor, branch):
+CASES = product({"experiment": EXPERIMENTS, "tensor": TENSORS, "branch": BRANCHES}, lambda case: True)
+COVER = cover(CASES)
+
+
+def check(experiment, tensor, branch):
     config = compose([f"+experiment={experiment}", f"tensor={tensor}", f"branch={branch}"])
     assert (config.tensor.scheme, config.branch.kind) == (tensor, branch)
     assert make_plan(config).mesh.size >= config.parallel.data
+
+
+def name(case) -> str:
+    return "-".join(case.values())
+
+
+@pytest.mark.parametrize("case", COVER, ids=name)
+def test_every_experiment_with_every_scheme(case, record_count):
+    record_count("experiments x schemes x branches", len(COVER), len(CASES))
+    check(**case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", [c for c in CASES if c not in COVER], ids=name)
+def test_the_rest_of_the_product(case):
+    check(**case)
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
