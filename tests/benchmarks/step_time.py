@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch  # noqa: E402
 
 from platform.config import Config, Model  # noqa: E402
-from platform.model.decoder import HIDDEN, STREAM  # noqa: E402
+from platform.model.blocks import FeedForward, Shapes  # noqa: E402
 from platform.parallel.groups import Alone  # noqa: E402
 from platform.train.plan import make_plan  # noqa: E402
 from platform.train.trainer import Trainer  # noqa: E402
@@ -64,7 +64,8 @@ class PlainLoop:
 
 def einsum_layer(trainer: Trainer, calls: int = 300) -> tuple[float, float, int]:
     """Seconds of one product through `ops.project` and through torch.matmul, and how many a forward pass makes."""
-    ops, weight = trainer.ops, trainer.model.blocks[0][1].down
+    ops, shapes = trainer.ops, Shapes()
+    weight = FeedForward("layers.0.mlp", trainer.config.model, shapes).down
     tensor = trainer.weights.compute[weight.name]
     small = torch.randn(1, 1, tensor.shape[1], device=tensor.device, dtype=tensor.dtype)
 
@@ -77,7 +78,7 @@ def einsum_layer(trainer: Trainer, calls: int = 300) -> tuple[float, float, int]
             times.append((time.perf_counter() - begin) / calls)
         return min(times)
 
-    named = best(lambda: ops.project(small, HIDDEN, (weight,), (STREAM,)))
+    named = best(lambda: ops.project(small, shapes.hidden, (weight,), (shapes.stream,)))
     plain = best(lambda: torch.matmul(small, tensor.t()))
     products = sum(len(g.members) for o in trainer.plan.operations.values() for g in o.groups)
     return named, plain, products
