@@ -5,7 +5,7 @@ No collective and no rank in sight.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
 from typing import Any
@@ -14,6 +14,8 @@ from platform.config import Model as ModelConfig
 from platform.plan.ops import Ops, Parameter, Spec, scores_of
 
 LOGITS = Spec.of("logits", "length batch vocab")
+
+Flow = dict[str, Any]  # the activations that go from one unit of a model to the next, by name
 
 STD = 0.02  # of every normal initialisation; residual projections divide it by sqrt(2 layers) (GPT-2)
 
@@ -184,41 +186,60 @@ class Embedding:
         return ops.dropout(self.name, x, self.spec)
 
 
+class Block:
+    """Self-attention, perhaps cross-attention, and a feed-forward layer."""
+
+    def __init__(self, name: str, c: ModelConfig, shapes: Shapes, *, causal: bool, memory: Shapes | None):
+        self.name = name
+        self.cross = Attention(f"{name}.cross", c, shapes, causal=False, memory=memory) if memory else None
+        self.attention = Attention(f"{name}.attention", c, shapes, causal=causal)
+        self.mlp = FeedForward(f"{name}.mlp", c, shapes)
+
+    def parameters(self) -> list[Parameter]:
+        layers = (self.attention, self.cross, self.mlp)
+        return [p for layer in layers if layer for p in layer.parameters()]
+
+    def __call__(self, ops: Ops, x: Any, pair: Any, *, mask: Any, bias: Any, memory_mask: Any) -> Any:
+        x = self.attention(ops, x, mask=mask, bias=bias)
+        x = self.cross(ops, x, pair, mask=memory_mask) if self.cross else x
+        return self.mlp(ops, x)
+
+
 class Stack:
-    """Blocks of self-attention, perhaps cross-attention, and feed-forward layers, with what they share: positions
-    relative to one another (T5) and the norm at the end, which a post-norm stack has in every layer."""
+    """Blocks with what they share: positions relative to one another (T5) and the norm at the end, which a post-norm
+    stack has in every layer. `units`: the names of the blocks."""
 
     def __init__(self, prefix: str, c: ModelConfig, shapes: Shapes, *, causal: bool, memory: Shapes | None = None):
         self.config, self.shapes, self.causal = c, shapes, causal
-        self.blocks: list[tuple[Attention, Attention | None, FeedForward]] = []
-        for i in range(c.layers):
-            name = f"{prefix}layers.{i}"
-            cross = Attention(f"{name}.cross", c, shapes, causal=False, memory=memory) if memory else None
-            attention = Attention(f"{name}.attention", c, shapes, causal=causal)
-            self.blocks.append((attention, cross, FeedForward(f"{name}.mlp", c, shapes)))
+        names = [f"{prefix}layers.{i}" for i in range(c.layers)]
+        self.blocks = {name: Block(name, c, shapes, causal=causal, memory=memory) for name in names}
+        self.units = tuple(names)
         self.norm = None if c.post_norm else Norm.of(f"{prefix}norm", c.norm)
         table = Parameter(f"{prefix}relative_bias", ("buckets", "heads"), "in", std=STD)
         self.relative = table if c.positions == "relative" else None
 
     def parameters(self) -> list[Parameter]:
-        layers = [p for block in self.blocks for layer in block if layer for p in layer.parameters()]
+        layers = [p for block in self.blocks.values() for p in block.parameters()]
         shared = [self.relative] if self.relative else []
         return [*shared, *layers, *(self.norm.parameters() if self.norm else [])]
 
-    def __call__(self, ops: Ops, x: Any, *, mask: Any = None, memory: Any = None, memory_mask: Any = None) -> Any:
-        """`mask` hides padding of x, `memory_mask` of the encoder's `memory`: data tensors."""
-        s = self.shapes
+    def __call__(
+        self, ops: Ops, x: Any, units: Sequence[str], *, mask: Any = None, memory: Any = None, memory_mask: Any = None
+    ) -> Any:
+        """Runs the blocks that are among `units`; the norm belongs to the last. `mask` hides padding of x, `memory_mask`
+        of the encoder's `memory`: data tensors."""
+        s, blocks = self.shapes, [block for name, block in self.blocks.items() if name in units]
+        if not blocks:
+            return x
         bias = None
         if self.relative:
             options: Mapping[str, Any] = {"bidirectional": not self.causal, "distance": self.config.distance}
             bias = ops.relative_bias(self.relative, scores_of(s.core_query, s.core_query), **options)
-        crossing = [cross for _, cross, _ in self.blocks if cross]
-        pairs = iter(keys_and_values(ops, crossing, memory) if crossing else ())
-        for attention, cross, mlp in self.blocks:
-            x = attention(ops, x, mask=mask, bias=bias)
-            x = cross(ops, x, next(pairs), mask=memory_mask) if cross else x
-            x = mlp(ops, x)
-        return self.norm(ops, x, s.stream) if self.norm else x
+        crossing = [block.cross for block in blocks if block.cross]
+        pairs = keys_and_values(ops, crossing, memory) if crossing else [None] * len(blocks)
+        for block, pair in zip(blocks, pairs, strict=True):
+            x = block(ops, x, pair, mask=mask, bias=bias, memory_mask=memory_mask)
+        return self.norm(ops, x, s.stream) if self.norm and self.units[-1] in units else x
 
 
 class Head:
@@ -231,11 +252,12 @@ class Head:
     def parameters(self) -> list[Parameter]:
         return [] if self.config.tied else [self.table]
 
-    def logits(self, ops: Ops, x: Any) -> Any:
-        return ops.project(x, self.spec, (self.table,), (LOGITS,))[0]
-
-    def loss(self, ops: Ops, x: Any, labels: Any) -> Any:
-        return ops.cross_entropy("loss", self.logits(ops, x), LOGITS, labels, self.config.label_smoothing)
+    def __call__(self, ops: Ops, x: Any, labels: Any) -> Flow:
+        """{"loss": ...} of the data tensor `labels`, or {"logits": ...} if it is None."""
+        (logits,) = ops.project(x, self.spec, (self.table,), (LOGITS,))
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": ops.cross_entropy("loss", logits, LOGITS, labels, self.config.label_smoothing)}
 
 
 def embedding_table(c: ModelConfig) -> Parameter:

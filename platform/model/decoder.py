@@ -3,16 +3,19 @@ SwiGLU, grouped queries) by configuration."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from platform.config import Model as ModelConfig
-from platform.model.blocks import Embedding, Head, Shapes, Stack, embedding_table, sizes
+from platform.model.blocks import Embedding, Flow, Head, Shapes, Stack, embedding_table, sizes
 from platform.plan.ops import Ops, Parameter
 
 
 class Decoder:
-    """`forward` maps `tokens` to the summed cross-entropy of `labels`: data tensors [length, batch]."""
+    """`forward` maps `tokens` to the summed cross-entropy of `labels`: data tensors [length, batch].
+
+    `part` runs some of the `units`, which are what pipeline stages are made of: an embedding, a block, a head.
+    """
 
     inputs = ("tokens", "labels")
 
@@ -22,17 +25,18 @@ class Decoder:
         self.embedding = Embedding("", c, shapes, self.table)
         self.stack = Stack("", c, shapes, causal=True)
         self.head = Head(c, shapes, self.table)
+        self.units = ("embedding", *self.stack.units, "head")
 
     def parameters(self) -> list[Parameter]:
         parts = (self.embedding, self.stack, self.head)
         return [self.table, *(p for part in parts for p in part.parameters())]
 
     def forward(self, ops: Ops, inputs: Mapping[str, Any]) -> Any:
-        return self.head.loss(ops, self._hidden(ops, inputs), inputs["labels"])
+        return self.part(ops, inputs, {}, self.units)["loss"]
 
-    def logits(self, ops: Ops, inputs: Mapping[str, Any]) -> Any:
-        """[length, batch, vocab], in the layout of the logits region."""
-        return self.head.logits(ops, self._hidden(ops, inputs))
-
-    def _hidden(self, ops: Ops, inputs: Mapping[str, Any]) -> Any:
-        return self.stack(ops, self.embedding(ops, inputs["tokens"]))
+    def part(self, ops: Ops, inputs: Mapping[str, Any], flow: Mapping[str, Any], units: Sequence[str]) -> Flow:
+        """`flow`: the activations by name that the units before gave; returns those for the units after. The head gives
+        `logits` [length, batch, vocab] in the layout of its region, or, where there are labels, the `loss`."""
+        x = self.embedding(ops, inputs["tokens"]) if "embedding" in units else flow["stream"]
+        x = self.stack(ops, x, units)
+        return self.head(ops, x, inputs.get("labels")) if "head" in units else {"stream": x}

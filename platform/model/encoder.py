@@ -3,11 +3,11 @@ its second objective and its transform in front of the head."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from platform.config import Model as ModelConfig
-from platform.model.blocks import Embedding, Head, Shapes, Stack, embedding_table, sizes
+from platform.model.blocks import Embedding, Flow, Head, Shapes, Stack, embedding_table, sizes
 from platform.plan.ops import Ops, Parameter
 
 
@@ -23,11 +23,17 @@ class Encoder:
         self.embedding = Embedding("", c, shapes, self.table)
         self.stack = Stack("", c, shapes, causal=False)
         self.head = Head(c, shapes, self.table)
+        self.units = ("embedding", *self.stack.units, "head")
 
     def parameters(self) -> list[Parameter]:
         parts = (self.embedding, self.stack, self.head)
         return [self.table, *(p for part in parts for p in part.parameters())]
 
     def forward(self, ops: Ops, inputs: Mapping[str, Any]) -> Any:
-        x = self.stack(ops, self.embedding(ops, inputs["tokens"]), mask=inputs["tokens"])
-        return self.head.loss(ops, x, inputs["labels"])
+        return self.part(ops, inputs, {}, self.units)["loss"]
+
+    def part(self, ops: Ops, inputs: Mapping[str, Any], flow: Mapping[str, Any], units: Sequence[str]) -> Flow:
+        """Some of the `units`: see Decoder.part."""
+        x = self.embedding(ops, inputs["tokens"]) if "embedding" in units else flow["stream"]
+        x = self.stack(ops, x, units, mask=inputs["tokens"])
+        return self.head(ops, x, inputs.get("labels")) if "head" in units else {"stream": x}

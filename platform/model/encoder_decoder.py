@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from platform.config import Model as ModelConfig
-from platform.model.blocks import Embedding, Head, Shapes, Stack, embedding_table, sizes
+from platform.model.blocks import Embedding, Flow, Head, Shapes, Stack, embedding_table, sizes
 from platform.plan.ops import Ops, Parameter
 
 
@@ -26,19 +26,25 @@ class EncoderDecoder:
         self.target = Embedding("decoder.", c, target, self.table)
         self.decoder = Stack("decoder.", c, target, causal=True, memory=source)
         self.head = Head(c, target, self.table)
+        encoder = ("encoder.embedding", *self.encoder.units)
+        self.units = (*encoder, "decoder.embedding", *self.decoder.units, "head")
 
     def parameters(self) -> list[Parameter]:
         parts = (self.source, self.encoder, self.target, self.decoder, self.head)
         return [self.table, *(p for part in parts for p in part.parameters())]
 
     def forward(self, ops: Ops, inputs: Mapping[str, Any]) -> Any:
-        return self.head.loss(ops, self._hidden(ops, inputs), inputs["labels"])
+        return self.part(ops, inputs, {}, self.units)["loss"]
 
-    def logits(self, ops: Ops, inputs: Mapping[str, Any]) -> Any:
-        """[length, batch, vocab], in the layout of the logits region."""
-        return self.head.logits(ops, self._hidden(ops, inputs))
-
-    def _hidden(self, ops: Ops, inputs: Mapping[str, Any]) -> Any:
-        memory = self.encoder(ops, self.source(ops, inputs["source"]), mask=inputs["source"])
-        x = self.target(ops, inputs["tokens"])  # its padding is at the end, which no token before it sees
-        return self.decoder(ops, x, memory=memory, memory_mask=inputs["source"])
+    def part(self, ops: Ops, inputs: Mapping[str, Any], flow: Mapping[str, Any], units: Sequence[str]) -> Flow:
+        """Some of the `units`: see Decoder.part. `memory` flows beside the decoder's stream."""
+        source, flow = inputs["source"], dict(flow)
+        if "encoder.embedding" in units:
+            flow["stream"] = self.source(ops, source)
+        if "memory" not in flow:
+            flow["stream"] = self.encoder(ops, flow["stream"], units, mask=source)
+        if "decoder.embedding" in units:  # the target's padding is at the end, which no token before it sees
+            flow = {"memory": flow["stream"], "stream": self.target(ops, inputs["tokens"])}
+        if "memory" in flow:
+            flow["stream"] = self.decoder(ops, flow["stream"], units, memory=flow["memory"], memory_mask=source)
+        return self.head(ops, flow["stream"], inputs.get("labels")) if "head" in units else flow

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from platform.parallel.convert import apply, convert
+from platform.parallel.convert import Pending, apply, convert
 from platform.parallel.groups import Communicator
 from platform.parallel.products import local_einsum
 from platform.parallel.summa import summa
-from platform.plan.planned import Group
+from platform.plan.planned import Group, Member
+
+Deferred = list[Callable[[], None]]  # computations of parameters' gradients, for later
 
 
 class _Einsums(torch.autograd.Function):
@@ -19,11 +21,13 @@ class _Einsums(torch.autograd.Function):
 
     Backward: the gradient of x is computed first and its reduction runs while the operands' gradients are computed.
     `again`: keeps the local blocks only and gathers them again, under way together with the results' gradients.
+    `deferred`: a list that takes the computation of the operands' gradients, which are parameters then (zero bubble).
     """
 
     @staticmethod
-    def forward(ctx, communicator, group: Group, again: bool, x: Tensor, *operands: Tensor):
-        ctx.communicator, ctx.group, ctx.again = communicator, group, again
+    def forward(ctx, communicator, group: Group, again: bool, deferred: Deferred | None, x: Tensor, *operands: Tensor):
+        ctx.communicator, ctx.group, ctx.again, ctx.deferred = communicator, group, again, deferred
+        ctx.leaves = operands if deferred is not None else ()
         if again:
             ctx.save_for_backward(x, *operands)
         coming = [convert(communicator, w, m.operand.forward) for w, m in zip(operands, group.members, strict=True)]
@@ -50,14 +54,28 @@ class _Einsums(torch.autograd.Function):
         products = (
             local_einsum(m.out_dims, m.dims, m.x_dims)(g, w) for g, w, m in zip(local, operands, members, strict=True)
         )
-        dx = convert(communicator, _sum(products), ctx.group.x.backward) if ctx.needs_input_grad[3] else None
-        dws = [
-            convert(communicator, local_einsum(m.x_dims, m.out_dims, m.dims)(x, g), m.operand.backward)
-            if needed
-            else None
-            for g, m, needed in zip(local, members, ctx.needs_input_grad[4:], strict=True)
-        ]
-        return None, None, None, dx and dx.wait(), *(dw and dw.wait() for dw in dws)
+        dx = convert(communicator, _sum(products), ctx.group.x.backward) if ctx.needs_input_grad[4] else None
+
+        def gradient(m: Member, g: Tensor) -> Pending:
+            return convert(communicator, local_einsum(m.x_dims, m.out_dims, m.dims)(x, g), m.operand.backward)
+
+        needed = ctx.needs_input_grad[5:]
+        if ctx.deferred is not None:
+
+            def compute() -> None:
+                dws = [gradient(m, g) for g, m in zip(local, members, strict=True)]
+                for leaf, dw in zip(ctx.leaves, dws, strict=True):
+                    accumulate(leaf, dw.wait())
+
+            ctx.deferred.append(compute)
+            return None, None, None, None, dx and dx.wait(), *(None for _ in needed)
+        dws = [gradient(m, g) if n else None for g, m, n in zip(local, members, needed, strict=True)]
+        return None, None, None, None, dx and dx.wait(), *(dw and dw.wait() for dw in dws)
+
+
+def accumulate(leaf: Tensor, gradient: Tensor) -> None:
+    """As autograd does at a leaf."""
+    leaf.grad = gradient if leaf.grad is None else leaf.grad.add_(gradient)
 
 
 def _sum(parts) -> Tensor:
@@ -75,15 +93,16 @@ def einsums(
     biases: Sequence[Tensor] = (),
     *,
     again: bool = False,
+    deferred: Deferred | None = None,
 ) -> Sequence[Tensor]:
     """The results of a group, in the order of its members. Without any conversion, plain local products, which may add
-    biases. `again`: gathered operands are not kept until the backward pass."""
+    biases. `again`: gathered operands are not kept until the backward pass. `deferred`: see `_Einsums`; panels ignore it."""
     if group.panels:
         entered = (apply(communicator, w, m.operand) for w, m in zip(operands, group.members, strict=True))
         return summa(communicator, group, apply(communicator, x, group.x), list(entered))
     conversions = [group.x, *(c for m in group.members for c in (m.operand, m.output))]
-    if not any(c.forward or c.backward for c in conversions):
+    if deferred is None and not any(c.forward or c.backward for c in conversions):
         triples = zip(operands, group.members, biases or [None] * len(operands), strict=True)  # type: ignore[list-item]
         return [local_einsum(m.x_dims, m.dims, m.out_dims)(x, w, bias) for w, m, bias in triples]
     assert not biases
-    return _Einsums.apply(communicator, group, again, x, *operands)
+    return _Einsums.apply(communicator, group, again, deferred, x, *operands)

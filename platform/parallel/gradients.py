@@ -40,17 +40,19 @@ def reduce(plan: Plan, communicator: Communicator, gradients: Mapping[str, Tenso
 
 
 def owns(communicator: Communicator, layout: Layout) -> bool:
-    """Whether this rank is the one that counts a block which is replicated over the axes outside of `layout`."""
-    return all(i == 0 for axis, i in communicator.coordinates.items() if axis not in layout.axes)
+    """Whether this rank is the one of its stage that counts a block which is replicated over axes outside of `layout`."""
+    return all(i == 0 for axis, i in communicator.coordinates.items() if axis != "stage" and axis not in layout.axes)
 
 
 @torch.no_grad()
 def squared_norm(plan: Plan, communicator: Communicator, gradients: Mapping[str, Tensor]) -> Tensor:
-    """This rank's part of the squared 2-norm of the whole gradient, fp64: replicated blocks are counted once.
+    """This rank's part of the squared 2-norm of the whole gradient, fp64: replicated blocks are counted once, and tied
+    parameters on the stage that owns them. `plan`: of its stage.
 
     Padded rows of vocab have zero gradient and do not count.
     """
-    mine = [gradients[p.name] for p in plan.parameters if owns(communicator, plan.layout(p))]
+    here = [p for p in plan.parameters if plan.homes[p.name][0] == communicator.coordinates["stage"]]
+    mine = [gradients[p.name] for p in here if owns(communicator, plan.layout(p))]
     if not mine:
         return torch.zeros((), dtype=torch.float64, device=communicator.device)
     return torch.stack(torch._foreach_norm(mine)).double().square().sum()

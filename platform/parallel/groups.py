@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -41,13 +41,16 @@ class Launch:
 
 
 class Handle:
-    """A collective under way. `wait` gives its result and may be called once."""
+    """A collective or transfer under way. `wait` gives its result and may be called once; the time that it takes is
+    booked under `section`."""
 
-    def __init__(self, clock: Clock, wait: Callable[[], Any], finish: Callable[[], Tensor]):
-        self._clock, self._wait, self._finish = clock, wait, finish
+    def __init__(
+        self, clock: Clock, wait: Callable[[], Any], finish: Callable[[], Tensor], section: str = "exposed_comm"
+    ):
+        self._clock, self._wait, self._finish, self._section = clock, wait, finish, section
 
     def wait(self) -> Tensor:
-        with self._clock.section("exposed_comm"):
+        with self._clock.section(self._section):
             self._wait()
         return self._finish()
 
@@ -137,6 +140,32 @@ class Communicator(ABC):
         all_reduce, broadcast, reduce: in place.
         """
 
+    def send(self, x: Tensor, stage: int) -> Handle:
+        """Begins to send `x` to this rank's place in another stage. It must not be modified until `wait` returns."""
+        x, peer = x.contiguous(), self._peer(stage)
+        self.moved[label("send", ("stage",))] += x.nbytes
+        self._log_transfer((self.rank, peer), x.numel())
+        return Handle(self.clock, self._send(x, peer), lambda: x, "bubble")
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, stage: int) -> Handle:
+        """Begins to receive what this rank's place in another stage sends next."""
+        out, peer = torch.empty(tuple(shape), dtype=dtype, device=self.device), self._peer(stage)
+        self._log_transfer((peer, self.rank), out.numel())
+        return Handle(self.clock, self._receive(out, peer), lambda: out, "bubble")
+
+    def _peer(self, stage: int) -> int:
+        return self.mesh.rank({**self.coordinates, "stage": stage})
+
+    def _log_transfer(self, pair: tuple[int, int], elements: int) -> None:
+        if self.log is not None:
+            self.log.append(Launch("send", ("stage",), pair, elements))
+
+    def _send(self, x: Tensor, peer: int) -> Callable[[], Any]:
+        raise AssertionError("one stage sends nothing")
+
+    def _receive(self, out: Tensor, peer: int) -> Callable[[], Any]:
+        raise AssertionError("one stage receives nothing")
+
     def barrier(self) -> None:
         """Waits for every rank of the mesh."""
         if axes := self.mesh.ordered(self.mesh.axes):
@@ -186,6 +215,16 @@ class ProcessGroups(Communicator):
             work = dist.all_reduce(out, dist.ReduceOp.MAX if reduce == "max" else dist.ReduceOp.SUM, g, async_op=True)
         return work.wait
 
+    def _send(self, x, peer):
+        work = dist.isend(x, peer)
+        assert work is not None
+        return work.wait
+
+    def _receive(self, out, peer):
+        work = dist.irecv(out, peer)
+        assert work is not None
+        return work.wait
+
     def close(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -201,11 +240,20 @@ class _Meeting:
         self.left = 0
 
 
+class _Letter:
+    """What one thread sends another."""
+
+    def __init__(self) -> None:
+        self.content: Tensor | None = None
+        self.complete = threading.Event()
+
+
 class ThreadWorld:
     """Where the ranks of one process meet. `fail` releases everybody who waits."""
 
     def __init__(self, timeout: timedelta = timedelta(seconds=60)):
         self.lock = threading.Lock()
+        self.letters: dict[tuple[int, int, int], _Letter] = defaultdict(_Letter)  # sender, receiver, number
         self.meetings: dict[tuple[tuple[int, ...], int], _Meeting] = {}
         self.failure: BaseException | None = None
         self.timeout = timeout.total_seconds()
@@ -215,6 +263,8 @@ class ThreadWorld:
             self.failure = self.failure or cause
             for meeting in self.meetings.values():
                 meeting.complete.set()
+            for letter in self.letters.values():
+                letter.complete.set()
 
 
 class ThreadGroups(Communicator):
@@ -262,6 +312,37 @@ class ThreadGroups(Communicator):
                     out.copy_(parts[root])
             elif op == "all_reduce" or me == root:
                 out.copy_(torch.stack(parts).amax(0) if reduce == "max" else _sum(parts))
+
+        return wait
+
+    def _letter(self, sender: int, receiver: int) -> tuple[tuple[int, int, int], _Letter]:
+        """The next one of a pair: receives match sends in the order in which both were begun."""
+        pair = (sender, receiver)
+        key = (*pair, self._calls[pair])
+        self._calls[pair] += 1
+        with self._world.lock:
+            letter = self._world.letters[key]
+            if self._world.failure:
+                letter.complete.set()
+        return key, letter
+
+    def _send(self, x, peer):
+        _, letter = self._letter(self.rank, peer)
+        letter.content = x.detach().clone()
+        letter.complete.set()
+        return lambda: None
+
+    def _receive(self, out, peer):
+        key, letter = self._letter(peer, self.rank)
+
+        def wait() -> None:
+            if not letter.complete.wait(self._world.timeout):
+                raise TimeoutError(f"rank {self.rank} waits for what rank {peer} sends")
+            if letter.content is None:
+                raise RuntimeError("another rank failed") from self._world.failure
+            out.copy_(letter.content)
+            with self._world.lock:
+                del self._world.letters[key]
 
         return wait
 

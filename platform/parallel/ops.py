@@ -12,7 +12,7 @@ from torch import Tensor
 
 from platform.parallel import positions, random, statistics
 from platform.parallel.convert import apply, convert
-from platform.parallel.einsum import einsums
+from platform.parallel.einsum import Deferred, einsums
 from platform.parallel.groups import Communicator
 from platform.plan.layout import Layout
 from platform.plan.ops import Ops, Parameter, Spec
@@ -51,6 +51,7 @@ class ParallelOps(Ops):
         self.plan, self.communicator, self.tensors = plan, communicator, tensors
         self.dropout_rate = dropout
         self.position = Position()
+        self.deferred: Deferred | None = None  # takes the gradients of weights, where a schedule computes them later
         self._again = plan.scheme.gathered == "again"
         tensors_of = (t for o in plan.operations.values() for t in (*o.operation.inputs, *o.operation.outputs))
         self._blocks = {t: plan.block(t, communicator.coordinates) for t in tensors_of if isinstance(t, Spec)}
@@ -92,24 +93,30 @@ class ParallelOps(Ops):
         tensors = [self.tensors[w.name] for w in weights]
         planned = self._planned("project", weights[0].name)
         if not biases:
-            return self._einsums(planned, x, tensors)
-        if not planned.collectives and not any(self._planned("shift", b.name).conversions[0].forward for b in biases):
+            return self._einsums(planned, x, tensors, deferred=self.deferred)
+        if self.deferred is None and not planned.collectives and not any(self._planned("shift", b.name).conversions[0].forward for b in biases):
             added = [self.tensors[b.name] for b in biases]  # nothing moves: the product adds the bias on its way
             return self._einsums(planned, x, tensors, added)
-        found = self._einsums(planned, x, tensors)
+        found = self._einsums(planned, x, tensors, deferred=self.deferred)
         return tuple(self.shift(y, out, b) for y, out, b in zip(found, outs, biases, strict=True))
 
     def einsum(self, name, x, x_spec, y, y_spec, out):
         return self._einsums(self._planned("einsum", name), x, [y])[0]
 
     def _einsums(
-        self, planned: PlannedOperation, x: Tensor, operands: Sequence[Tensor], biases: Sequence[Tensor] = ()
+        self,
+        planned: PlannedOperation,
+        x: Tensor,
+        operands: Sequence[Tensor],
+        biases: Sequence[Tensor] = (),
+        deferred: Deferred | None = None,
     ) -> tuple[Tensor, ...]:
         results: dict[int, Tensor] = {}
         for group in planned.groups:
             members = [m.index for m in group.members]
             added = [biases[i] for i in members] if biases else ()
-            found = einsums(self.communicator, group, x, [operands[i] for i in members], added, again=self._again)
+            mine, options = [operands[i] for i in members], {"again": self._again, "deferred": deferred}
+            found = einsums(self.communicator, group, x, mine, added, **options)
             results.update((m.index, y) for m, y in zip(group.members, found, strict=True))
         return tuple(results[i] for i in range(len(operands)))
 

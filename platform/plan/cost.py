@@ -15,6 +15,7 @@ TRAFFIC = {
     "all_reduce": lambda n, e: 2 * (n - 1) * e,
     "broadcast": lambda n, e: (n - 1) * e,
     "reduce": lambda n, e: (n - 1) * e,
+    "send": lambda n, e: n * e,  # every one of n stages sends
 }
 
 

@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
+from platform.plan.chunks import Chunk, Model, einsum_flops, record, replicated_axes
 from platform.plan.collectives import plan_operation
 from platform.plan.cost import label, moved_bytes
 from platform.plan.layout import DIMS, Layout, block, padded
 from platform.plan.mesh import Mesh
-from platform.plan.ops import LOSSES, Operation, Ops, Parameter, Recorder, Spec
+from platform.plan.ops import LOSSES, Operation, Parameter, Spec
 from platform.plan.planned import Collective, PlannedOperation
 from platform.plan.planner import Planner
 from platform.plan.scheme import REGIONS, Scheme
@@ -25,20 +26,6 @@ ITEMSIZE = {
     "bf16": {"compute": 2, "accumulate": 4, "master": 4},
 }
 METRICS = 2  # fp64 numbers that are summed over the world once a step: loss and squared gradient norm
-
-
-class Model(Protocol):
-    """What the plan needs of a model; platform.model holds them."""
-
-    @property
-    def sizes(self) -> Mapping[str, int]: ...
-
-    def parameters(self) -> Sequence[Parameter]: ...
-
-    @property
-    def inputs(self) -> Sequence[str]: ...  # the data tensors that a forward pass takes
-
-    def forward(self, ops: Ops, inputs: Mapping[str, Any]) -> Any: ...
 
 
 class IllegalPlan(ValueError):
@@ -53,7 +40,9 @@ class IllegalPlan(ValueError):
 class Plan:
     """`sizes` are those of one microbatch of all replicas together (batch = microbatch x data), vocab as configured;
     the planner's have vocab padded. `reductions`: parameter name -> axes over which its gradient is summed once a
-    step."""
+    step. `homes`: parameter name -> the stages that use it, the first of which owns it; the others of a tied parameter
+    hold copies. `scatter_gather`: stages send 1/n of a tensor that n ranks of a stage replicate.
+    """
 
     planner: Planner
     precision: str
@@ -61,8 +50,45 @@ class Plan:
     sizes: Mapping[str, int]
     parameters: tuple[Parameter, ...]
     reductions: Mapping[str, tuple[str, ...]]
-    operations: Mapping[tuple[str, str], PlannedOperation]
+    homes: Mapping[str, tuple[int, ...]]
+    chunks: tuple[Chunk, ...]
+    scatter_gather: bool = True
     warnings: tuple[str, ...] = ()
+
+    @cached_property
+    def operations(self) -> dict[tuple[str, str], PlannedOperation]:
+        """By (kind, name), in order. Chunks that share an operation, such as relative positions, plan it alike."""
+        return {key: o for chunk in self.chunks for key, o in chunk.operations.items()}
+
+    @property
+    def stages(self) -> int:
+        return self.mesh.axes["stage"]
+
+    def at(self, stage: int) -> Plan:
+        """What one stage sees of the plan: its chunks and their parameters."""
+        chunks = tuple(c for c in self.chunks if c.stage == stage)
+        return replace(self, chunks=chunks, parameters=tuple(p for p in self.parameters if stage in self.homes[p.name]))
+
+    @cached_property
+    def tied(self) -> dict[str, tuple[int, ...]]:
+        """Parameters on several stages: their gradients are summed over these once a step."""
+        return {p.name: self.homes[p.name] for p in self.parameters if len(self.homes[p.name]) > 1}
+
+    @cached_property
+    def neighbours(self) -> list[tuple[int, int]]:
+        """Pairs of stages that send each other something, the lower first."""
+        pairs = [(a.stage, b.stage) for a, b in zip(self.chunks, self.chunks[1:], strict=False)]
+        pairs += [(owner, other) for owner, *others in self.tied.values() for other in others]
+        return sorted({(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]})
+
+    def shared_axes(self, spec: Spec) -> tuple[str, ...]:
+        """The axes over which a tensor is scattered when it is sent to another stage, and gathered there."""
+        return replicated_axes(self.layout(spec), self.mesh) if self.scatter_gather else ()
+
+    def sent_elements(self, spec: Spec) -> int:
+        """What each rank sends of an activation, or of its gradient, to another stage."""
+        n = self.mesh.extent(self.shared_axes(spec))
+        return padded(prod(self.local_shape(spec)), n) // n
 
     @property
     def mesh(self) -> Mesh:
@@ -89,10 +115,11 @@ class Plan:
 
     @cached_property
     def groups(self) -> list[tuple[str, ...]]:
-        """The axes of every process group that a run needs, in one order on all ranks: those of a step, and the axes
-        that split the logits, which are gathered one by one when text is sampled."""
-        used = {self.mesh.ordered(c.axes) for _, c, _ in self.step_collectives()}
+        """The axes of every process group that a run needs, in one order on all ranks: those of a step, and for sampling
+        text the axes that split the logits, which are gathered one by one, and the stages, which learn the token."""
+        used = {self.mesh.ordered(c.axes) for _, c, _ in self.step_collectives() if c.op != "send"}
         used |= {(axis,) for axis in self.scheme.regions["logits"].axes}
+        used |= {("stage",)} if self.stages > 1 else set()
         return sorted(used, key=lambda axes: (len(axes), axes))
 
     @cached_property
@@ -113,7 +140,9 @@ class Plan:
 
     @cached_property
     def local_parameter_count(self) -> int:
-        return sum(prod(self.local_shape(p)) for p in self.parameters)
+        """Elements that a rank holds, of the stage that holds most."""
+        stages = (self.at(stage).parameters for stage in {c.stage for c in self.chunks})
+        return max(sum(prod(self.local_shape(p)) for p in parameters) for parameters in stages)
 
     @cached_property
     def tokens_per_step(self) -> int:
@@ -141,22 +170,49 @@ class Plan:
         return next(o.tokens for (kind, _), o in self.operations.items() if kind in LOSSES)
 
     def step_collectives(self) -> list[tuple[str, Collective, int]]:
-        """Every collective of one training step: where it belongs, itself, and its launches per rank."""
-        operations = self.operations.items()
-        found = [(f"{kind} {name}", c, self.microbatches) for (kind, name), o in operations for c in o.collectives]
-        for axes, parameters in self.buckets.items():
-            if axes:
-                elements = sum(prod(self.local_shape(p)) for p in parameters)
-                c = Collective("all_reduce", axes, elements, "accumulate", "reduce", "last backward", "optimizer")
-                found.append(("gradients", c, 1))
+        """Every collective of one training step: where it belongs, itself, and its launches per rank.
+
+        Those of an operation, and a send, belong to the ranks of one stage only, and so do the gradients'.
+        """
+        found = []
+        for chunk in self.chunks:
+            operations = chunk.operations.items()
+            found += [(f"{kind} {name}", c, self.microbatches) for (kind, name), o in operations for c in o.collectives]
+        for here, there in zip(self.chunks, self.chunks[1:], strict=False):
+            if here.stage != there.stage:
+                for name, spec in here.sends:
+                    where = f"stage {here.stage} to {there.stage} {name}"
+                    found += [(where, c, self.microbatches) for c in self._transfer(spec)]
+        for stage in dict.fromkeys(c.stage for c in self.chunks):
+            for axes, parameters in self.at(stage).buckets.items():
+                if axes:
+                    elements = sum(prod(self.local_shape(p)) for p in parameters)
+                    c = Collective("all_reduce", axes, elements, "accumulate", "reduce", "last backward", "optimizer")
+                    found.append(("gradients", c, 1))
+        for p in self.parameters:
+            if others := len(self.tied.get(p.name, ())[1:]):
+                elements = prod(self.local_shape(p))
+                c = Collective("send", ("stage",), elements, "accumulate", "reduce", "gradients", "optimizer")
+                found.append((f"tied {p.name}", c, 2 * others))
         if world := self.mesh.ordered(self.mesh.axes):
             c = Collective("all_reduce", world, METRICS, "metrics", "reduce", "gradients", "clipping")
             found.append(("loss and norm", c, 1))
         return found
 
+    def _transfer(self, spec: Spec) -> list[Collective]:
+        """An activation goes from stage to stage, and its gradient back."""
+        found = []
+        elements, axes = self.sent_elements(spec), self.shared_axes(spec)
+        for phase in ("forward", "backward"):
+            found.append(Collective("send", ("stage",), elements, "compute", phase, phase, "next stage"))
+            if axes:
+                found.append(Collective("all_gather", axes, elements, "compute", phase, "received", "next stage"))
+        return found
+
     def moved_bytes(self, c: Collective) -> int:
-        """Bytes that all workers together move in one launch of `c`."""
-        return moved_bytes(c, self.mesh, {**self.itemsize, "metrics": 8})
+        """Bytes that all workers together move in one launch of `c`, which one stage makes unless it spans stages."""
+        everywhere = moved_bytes(c, self.mesh, {**self.itemsize, "metrics": 8})
+        return everywhere if "stage" in c.axes and c.op != "send" else everywhere // self.stages
 
     def communication(self) -> dict[str, int]:
         """`OP/AXES` -> bytes that all workers move in one training step: what the counters will measure."""
@@ -203,24 +259,6 @@ class Plan:
         }
 
 
-def einsum_flops(operation: Operation, sizes: Mapping[str, int]) -> float:
-    """2 x iteration space of an operation's einsums, forward, over all ranks together."""
-    if operation.kind == "fused_attention":
-        query, key, _ = operation.inputs
-        assert isinstance(key, Spec)
-        spaces = [{**_extents(query, sizes), **_extents(key.renamed("length", "memory_length"), sizes)}] * 2
-    elif operation.kind in ("project", "einsum"):
-        x = _extents(operation.inputs[0], sizes)
-        spaces = [{**x, **_extents(y, sizes)} for y in operation.inputs[1:]]
-    else:
-        spaces = []
-    return sum(2 * prod(space.values()) for space in spaces)
-
-
-def _extents(tensor: Spec | Parameter, sizes: Mapping[str, int]) -> dict[str, int]:
-    return {d: dict(tensor.sizes).get(d, sizes[d]) for d in tensor.dims}
-
-
 def build(
     model: Model,
     scheme: Scheme,
@@ -228,28 +266,34 @@ def build(
     data: int,
     microbatch: int,
     microbatches: int,
+    stage_of: Sequence[int] = (0,),
+    scatter_gather: bool = True,
     precision: str = "fp32",
     dropout: float = 0.0,
 ) -> Plan:
     """Records the model and plans every operation.
 
-    `microbatch`: sequences per microbatch and replica. Raises IllegalPlan with all violations: an axis that would split
-    two dims of one operation, or a dim (other than vocab) that its axes do not divide.
+    `microbatch`: sequences per microbatch and replica; `stage_of`: the pipeline stage of every model chunk. Raises
+    IllegalPlan with all violations: an axis that would split two dims of one operation, or a dim (other than vocab)
+    that its axes do not divide, or more chunks than the model has units.
     """
-    mesh = Mesh.of(scheme.mesh_axes(data))
+    mesh = Mesh.of({"stage": max(stage_of) + 1, **scheme.mesh_axes(data)})
     sizes = {"memory_length": model.sizes["length"], **model.sizes, "batch": microbatch * data}
     vocab_axes = {a for layout in (*scheme.regions.values(), *scheme.parameters.values()) for a in layout["vocab"]}
     padded_sizes = {**sizes, "vocab": padded(sizes["vocab"], mesh.extent(sorted(vocab_axes)))}
     planner = Planner(mesh, scheme, padded_sizes, {})
 
-    recorder = Recorder(scheme, dropout)
-    model.forward(recorder, {name: name for name in model.inputs})
+    try:
+        recorded = record(model, scheme, dropout, len(stage_of), sizes)
+    except ValueError as error:
+        raise IllegalPlan([str(error)]) from None
+    everything = [o for chunk in recorded for o in chunk.operations]
     parameters = tuple(model.parameters())
-    if violations := _violations(planner, recorder.operations, microbatch):
+    if violations := _violations(planner, everything, microbatch):
         raise IllegalPlan(violations)
 
     uses: dict[str, list[tuple[Operation, tuple[str, ...]]]] = defaultdict(list)
-    for operation in recorder.operations:
+    for operation in everything:
         for name, axes in planner.partial(operation).items():
             uses[name].append((operation, mesh.ordered(axes)))
     assert set(uses) == {p.name for p in parameters}, "every declared parameter is used, and no other"
@@ -262,18 +306,24 @@ def build(
                 at_use[operation.name, operation.kind, name] = extra
 
     planner = replace(planner, reduced_at_use=at_use)
-    operations = {(o.kind, o.name): plan_operation(planner, o) for o in recorder.operations}
-    assert len(operations) == len(recorder.operations), "operation names are unique within their kind"
-    return Plan(
+    chunks = []
+    for number, (stage, r) in enumerate(zip(stage_of, recorded, strict=True)):
+        operations = {(o.kind, o.name): plan_operation(planner, o) for o in r.operations}
+        assert len(operations) == len(r.operations), "operation names are unique within their kind"
+        chunks.append(Chunk(number, stage, r.units, r.receives, r.sends, operations))
+    homes = {p.name: tuple(dict.fromkeys(c.stage for c in chunks if p.name in c.parameters)) for p in parameters}
+    plan = Plan(
         planner=planner,
         precision=precision,
         microbatches=microbatches,
         sizes=sizes,
         parameters=parameters,
         reductions=reductions,
-        operations=operations,
-        warnings=tuple(_replicated(mesh, operations, sizes)),
+        homes=homes,
+        chunks=tuple(chunks),
+        scatter_gather=scatter_gather,
     )
+    return replace(plan, warnings=tuple(_replicated(mesh, plan.operations, sizes)))
 
 
 _ELSEWHERE = "on another axis, or on none"
@@ -345,7 +395,7 @@ def _replicated(mesh: Mesh, operations: Mapping[tuple[str, str], PlannedOperatio
     names: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for o in operations.values():
         if einsum_flops(o.operation, sizes):
-            if unused := mesh.ordered(a for a in mesh.axes if a not in o.compute_axes):
+            if unused := mesh.ordered(a for a in mesh.axes if a not in ("stage", *o.compute_axes)):
                 names[unused].append(o.operation.name.split(".", 2)[-1])
     for unused, found in names.items():
         times = mesh.extent(unused)

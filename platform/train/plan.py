@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from platform.config import Config, ConfigError
 from platform.model import build as build_model
 from platform.plan.plan import IllegalPlan, Plan, build
+from platform.plan.schedule import Schedule, ScheduleError
+from platform.plan.schedules import generate, legal_microbatches
 from platform.plan.scheme import compose
 
 
-def make_plan(config: Config, workers: int | None = None) -> Plan:
-    """The plan of a run. `workers`: how many there are, where parallel.data is -1.
+def make_schedule(config: Config, microbatches: int) -> Schedule:
+    """The table of the run's pipeline. Raises ConfigError naming the nearest legal numbers of microbatches."""
+    p = config.pipeline
+    kind = "1f1b" if p.kind == "none" else p.kind
+    try:
+        return generate(kind, p.stages, p.chunks, microbatches)
+    except ScheduleError as error:
+        nearest = legal_microbatches(kind, p.stages, p.chunks, microbatches) or ()
+        together = config.train.microbatch * config.parallel.data
+        batches = " or ".join(f"train.global_batch={m * together} ({m} microbatches)" for m in nearest)
+        legal = f"; nearest legal: {batches}" if batches else ""
+        raise ConfigError([f"pipeline={kind}: {line}{legal}" for line in error.violations]) from None
+
+
+def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int] | None = None) -> Plan:
+    """The plan of a run. `workers`: how many there are, where parallel.data is -1. `stage_of`: the stage of every model
+    chunk, from the schedule if None.
 
     Raises ConfigError with one line per violation.
     """
@@ -19,6 +37,7 @@ def make_plan(config: Config, workers: int | None = None) -> Plan:
     inner = 1
     for _, n in compose(tensor, branch, 1).axes:
         inner *= n
+    inner *= config.pipeline.stages
     data, train = config.parallel.data, config.train
     if data == -1:
         data = (workers or inner) // inner
@@ -34,13 +53,16 @@ def make_plan(config: Config, workers: int | None = None) -> Plan:
             f"train.global_batch={train.global_batch} is not a multiple of train.microbatch x parallel.data ="
             f" {train.microbatch} x {data}; nearest legal: {nearest}"
         )
+    microbatches = train.global_batch // together
     try:
         return build(
             build_model(config.model),
             compose(tensor, branch, data),
             data=data,
             microbatch=train.microbatch,
-            microbatches=train.global_batch // together,
+            microbatches=microbatches,
+            stage_of=make_schedule(config, microbatches).placement if stage_of is None else stage_of,
+            scatter_gather=config.pipeline.scatter_gather,
             precision=config.precision,
             dropout=config.model.dropout,
         )

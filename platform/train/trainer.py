@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from math import sqrt
 from typing import Any, Protocol
 
@@ -14,17 +15,21 @@ from torch import Tensor
 from platform.config import Config
 from platform.data import END_OF_TEXT
 from platform.model import build as build_model
-from platform.model.blocks import LOGITS
+from platform.model.blocks import LOGITS, Flow
 from platform.model.encoder import Encoder
 from platform.parallel import gradients, random
 from platform.parallel.clock import Clock
+from platform.parallel.einsum import Deferred
 from platform.parallel.groups import Communicator
 from platform.parallel.ops import ParallelOps, Position
+from platform.parallel.pipeline import Forward, Pipeline, sum_tied
+from platform.plan.chunks import Chunk
 from platform.plan.plan import Plan
+from platform.plan.rows import Rows
 from platform.train.inputs import Blocks, place
 from platform.train.optimizers import OPTIMIZERS
 from platform.train.schedule import learning_rate
-from platform.train.weights import Weights
+from platform.train.weights import DTYPES, Weights
 
 SECTIONS = ("data", "forward", "backward", "exposed_comm", "bubble", "reduce", "optimizer", "checkpoint")
 
@@ -42,20 +47,21 @@ class Corpus(Protocol):
 
 
 class Trainer:
-    """Executes a plan on the rank of `communicator`."""
+    """Executes a plan on the rank of `communicator`, whose stage runs `rows`."""
 
-    def __init__(self, config: Config, plan: Plan, communicator: Communicator, corpus: Corpus):
+    def __init__(self, config: Config, plan: Plan, communicator: Communicator, corpus: Corpus, rows: Rows):
         self.config, self.plan, self.communicator, self.corpus = config, plan, communicator, corpus
+        self.rows, self.stage = rows, plan.at(communicator.coordinates["stage"])
         self.model = build_model(config.model)
-        self.weights = Weights(plan, communicator, config.seed)
-        self.ops = ParallelOps(plan, communicator, self.weights.compute, config.model.dropout)
+        self.weights = Weights(self.stage, communicator, config.seed)
+        self.ops = ParallelOps(self.stage, communicator, self.weights.compute, config.model.dropout)
         self.optimizer = self._make_optimizer()
         self.clock = communicator.clock = Clock(communicator.device)
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         o, master = self.config.optimizer, self.weights.master
-        decayed = [master[p.name] for p in self.plan.parameters if p.decay]
-        others = [master[p.name] for p in self.plan.parameters if not p.decay]
+        decayed = [master[p.name] for p in self.stage.parameters if p.decay]
+        others = [master[p.name] for p in self.stage.parameters if not p.decay]
         groups = [{"params": decayed, "weight_decay": o.weight_decay}, {"params": others, "weight_decay": 0.0}]
         return OPTIMIZERS[o.kind].make([g for g in groups if g["params"]], o)
 
@@ -92,8 +98,9 @@ class Trainer:
         loss, predicted = self._forward_backward(step)
         with self.clock.section("reduce"):
             grads = self.weights.gradients
-            gradients.reduce(self.plan, self.communicator, grads)
-            squares = gradients.squared_norm(self.plan, self.communicator, grads)
+            gradients.reduce(self.stage, self.communicator, grads)
+            sum_tied(self.stage, self.communicator, grads)
+            squares = gradients.squared_norm(self.stage, self.communicator, grads)
             total, square = self._sum_over_world(loss, squares)
         return total / predicted, sqrt(square)
 
@@ -103,26 +110,46 @@ class Trainer:
         first = (step - 1) * self.config.train.global_batch
         predicted = self.corpus.predicted("train", first, first + self.config.train.global_batch)
         total = torch.zeros((), dtype=torch.float64, device=self.communicator.device)
-        together = self.plan.sizes["batch"]
-        for m in range(self.plan.microbatches):
-            with self.clock.section("data"):
-                inputs = self.load("train", first + m * together)
-            self.ops.position = Position(self.config.seed, step, m * together)
-            with self.clock.section("forward"):
-                loss = self.model.forward(self.ops, inputs)
-            with self.clock.section("backward"):
-                (loss / predicted).backward()
-                self.weights.accumulate()
-            total += loss.detach()
+
+        def forward(chunk: Chunk, m: int, flow: Flow, deferred: Deferred | None) -> Flow:
+            self.ops.position = Position(self.config.seed, step, m * self.plan.sizes["batch"])
+            self.ops.deferred = deferred
+            out = self._part(chunk, flow, first + m * self.plan.sizes["batch"])
+            if "loss" in out:
+                total.add_(out["loss"].detach())
+                out = {"loss": out["loss"] / predicted}
+            return out
+
+        self._pipeline(forward, lambda chunks: self.weights.accumulate()).run(self.rows.step)
         return total, predicted
 
-    def load(self, split: str, first: int) -> Blocks:
-        """This rank's blocks of the microbatch whose first sequence (all replicas together) is `first`."""
-        return place(self.plan, self.communicator, lambda i, j: self.corpus.batch(split, first + i, first + j))
+    def _pipeline(self, forward: Forward, accumulated: Callable[[Sequence[int]], None] = lambda chunks: None) -> Pipeline:
+        dtype = DTYPES[self.plan.precision][0]
+        return Pipeline(self.stage, self.communicator, dtype, forward, accumulated)
+
+    def _part(self, chunk: Chunk, flow: Flow, first: int, split: str = "train") -> Flow:
+        """Runs a model chunk on the microbatch whose first sequence (all replicas together) is `first`."""
+        with self.clock.section("data"):
+            inputs = self.load(split, first, chunk)
+        return self._run(chunk, flow, inputs)
+
+    def _run(self, chunk: Chunk, flow: Flow, inputs: Blocks) -> Flow:
+        if chunk.units:
+            return self.model.part(self.ops, inputs, flow, chunk.units)
+        return {"loss": self.model.forward(self.ops, inputs)}
+
+    def load(self, split: str, first: int, chunk: Chunk | None = None) -> Blocks:
+        """This rank's blocks of the microbatch whose first sequence (all replicas together) is `first`, as the operations
+        of `chunk` read them, or of all of this stage's chunks."""
+        return self._place(lambda i, j: self.corpus.batch(split, first + i, first + j), chunk)
+
+    def _place(self, read: Callable[[int, int], Mapping[str, Any]], chunk: Chunk | None) -> Blocks:
+        plan = replace(self.stage, chunks=(chunk,)) if chunk else self.stage
+        return place(plan, self.communicator, read)
 
     def _sum_over_world(self, loss: Tensor, squares: Tensor) -> tuple[float, float]:
         """The loss summed over every token of the global batch, and another fp64 scalar summed over all ranks."""
-        mine = loss if gradients.owns(self.communicator, self.plan.loss_layout) else torch.zeros_like(loss)
+        mine = loss if gradients.owns(self.communicator, self.plan.loss_layout) else torch.zeros_like(loss)  # 0 elsewhere
         both = torch.stack((mine, squares))
         if world := self.plan.mesh.ordered(self.plan.mesh.axes):
             both = self.communicator.launch("all_reduce", both, world).wait()
@@ -145,7 +172,14 @@ class Trainer:
         count = self.config.eval.batches * self.config.train.global_batch // together
         self.ops.position = Position(training=False)
         for m in range(count):
-            total += self.model.forward(self.ops, self.load("validation", m * together))
+            first = m * together
+
+            def forward(chunk: Chunk, _: int, flow: Flow, deferred: Deferred | None, first: int = first) -> Flow:
+                out = self._part(chunk, flow, first, "validation")
+                total.add_(out.get("loss", 0.0))
+                return out
+
+            self._pipeline(forward).run(self.rows.forward)
         loss, _ = self._sum_over_world(total, torch.zeros_like(total))
         return {"val_loss": loss / self.corpus.predicted("validation", 0, count * together)}
 
@@ -160,17 +194,28 @@ class Trainer:
         self.ops.position = Position(training=False)
         for i in range(count):
             window = ids[-length:]
-            row = self._row(window, length)
-            inputs = self._place({"source": source, "tokens": row, "labels": row})
-            logits = self.ops.gathered(self.model.logits(self.ops, inputs), LOGITS)[len(window) - 1, 0]
+            logits = self._logits({"source": source, "tokens": self._row(window, length)}, len(window) - 1)
             p = torch.softmax(logits.double() / temperature, -1)
             draw = (random.bits(random.key(self.config.seed, "sample"), torch.tensor(i)) & 0xFFFFFFFF) * 2.0**-32
             ids.append(min(int(torch.searchsorted(p.cumsum(0).cpu(), draw.double())), len(p) - 1))
         return self.corpus.decode(ids[1:] if answers else ids)
 
-    def _place(self, data: Mapping[str, Tensor]) -> Blocks:
-        """This rank's blocks of a batch of equal sequences [1, length]."""
-        return place(self.plan, self.communicator, lambda i, j: {k: v.expand(j - i, -1) for k, v in data.items()})
+    def _logits(self, data: Mapping[str, Tensor], position: int) -> Tensor:
+        """[vocab] at a position of sequences [1, length] that are all alike, on every rank."""
+        found = torch.zeros(self.plan.sizes["vocab"], dtype=DTYPES[self.plan.precision][0], device=self.communicator.device)
+
+        def forward(chunk: Chunk, _: int, flow: Flow, deferred: Deferred | None) -> Flow:
+            inputs = self._place(lambda i, j: {k: v.expand(j - i, -1) for k, v in data.items()}, chunk)
+            out = self._run(chunk, flow, inputs)
+            if "logits" in out:
+                found.copy_(self.ops.gathered(out["logits"], LOGITS)[position, 0])
+            return out
+
+        self._pipeline(forward).run(self.rows.forward)
+        if self.plan.stages > 1:
+            last = self.plan.chunks[-1].stage
+            return self.communicator.launch("broadcast", found, ("stage",), root=last).wait()
+        return found
 
     @staticmethod
     def _row(ids: list[int], length: int) -> Tensor:
