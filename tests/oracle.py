@@ -13,12 +13,13 @@ import torch
 import yaml
 from torch import Tensor
 
-from platform.config import Branch, Config
+from platform.config import Branch, Config, Pipeline
 from platform.config import Model as ModelConfig
 from platform.config import Tensor as TensorConfig
 from platform.parallel.groups import Alone, Communicator, Launch, run_threads
 from platform.plan.plan import Plan
-from platform.train.plan import make_plan
+from platform.plan.rows import rows
+from platform.train.plan import make_plan, make_schedule
 from platform.train.trainer import Trainer
 
 CONF = Path(__file__).parent.parent / "conf"
@@ -53,6 +54,10 @@ def configure(
     microbatch: int = 4,
     global_batch: int = 8,
     precision: str = "fp64",
+    pipeline: str = "none",
+    stages: int = 1,
+    chunks: int = 1,
+    scatter_gather: bool = True,
     **model: Any,
 ) -> Config:
     """A small model under any scheme; `rules` is the map of tensor=layout, for all regions and parameters."""
@@ -64,6 +69,7 @@ def configure(
         c.tensor.regions, c.tensor.parameters = {r: dict(rules) for r in regions}, {"all": dict(rules)}
     c.branch = Branch(**{**read("branch", branch), "axes": dict(branch_axes or {})})
     c.parallel.data = data
+    c.pipeline = Pipeline(pipeline, stages, chunks, scatter_gather)
     c.train.microbatch, c.train.global_batch, c.train.steps = microbatch, global_batch, STEPS
     c.optimizer.lr, c.optimizer.clip = 1e-2, 0.5
     return c
@@ -118,10 +124,16 @@ class Result:
     log: list[Launch]
 
 
+def trainer_of(c: Config, plan: Plan, communicator: Communicator) -> Trainer:
+    """A rank's trainer, with the rows that the driver would hand it."""
+    stage = communicator.coordinates["stage"]
+    return Trainer(c, plan, communicator, Tokens(c), rows(make_schedule(c, plan.microbatches))[stage])
+
+
 def compute(c: Config, plan: Plan, communicator: Communicator) -> Result:
     """Gradients of the first step and parameters after five, on one rank."""
     torch.set_num_threads(1)
-    trainer = Trainer(c, plan, communicator, Tokens(c))
+    trainer = trainer_of(c, plan, communicator)
     communicator.log = []
     initial = {n: w.detach().clone() for n, w in trainer.weights.master.items()}
     loss, norm = trainer.compute_gradients(1)
@@ -151,6 +163,8 @@ def assemble(
         padded = [plan.planner.sizes[d] for d in p.dims]
         whole = torch.full(padded, torch.nan, dtype=torch.float64)
         for r in results:
+            if plan.mesh.coordinates(r.rank)["stage"] not in plan.homes[p.name]:
+                continue
             where = tuple(slice(o, o + n) for o, n in plan.block(p, plan.mesh.coordinates(r.rank)))
             block = pick(r)[p.name].double()
             seen = whole[where]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -15,6 +15,15 @@ from platform.cluster.job import Job
 
 GRACE = 0.5  # seconds for the culprit of a failure to turn up after a rank that only noticed it
 CLOSE_SECONDS = 10.0  # for the ranks to leave by themselves; then they are killed
+
+
+class ByRank(list[Any]):
+    """An argument of a call that differs by rank: one value for each."""
+
+
+def arguments(args: Iterable[Any], rank: int) -> list[Any]:
+    """The arguments of a call on one rank."""
+    return [a[rank] if isinstance(a, ByRank) else a for a in args]
 
 
 @dataclass(frozen=True)
@@ -48,7 +57,8 @@ class Crew(ABC):
 
     @abstractmethod
     def call(self, method: str, *args: Any) -> list[Any]:
-        """The results of `worker.method(*args)` on all ranks at once, by rank. Arguments and results are plain data.
+        """The results of `worker.method(*args)` on all ranks at once, by rank. Arguments and results are plain data; one
+        that is a `ByRank` gives each rank its own.
 
         Raises WorkerFailed as soon as one rank has failed, without waiting for others that may hang in a collective.
         """
@@ -100,7 +110,7 @@ class RemoteCrew(Crew):
 
     def call(self, method: str, *args: Any) -> list[Any]:
         self._send(method, args)
-        return self._gather(f"{method}({', '.join(map(str, args))})")
+        return self._gather(shown(method, args))
 
     def close(self) -> None:
         if self._closed:
@@ -156,6 +166,11 @@ def open_crew(kind: str, job: Job) -> Crew:
 
             return TorchrunCrew(job)
     raise AssertionError(kind)
+
+
+def shown(method: str, args: Iterable[Any]) -> str:
+    """A call as messages name it: long arguments are left out."""
+    return f"{method}({', '.join(str(a) if isinstance(a, str | int | float) else '...' for a in args)})"
 
 
 def _innocence(failure: Outcome) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 from platform import data
 from platform.cluster import resources, torchrun
-from platform.cluster.crew import Crew, WorkerFailed, open_crew
+from platform.cluster.crew import ByRank, Crew, WorkerFailed, open_crew
 from platform.cluster.job import WORKER, Job
 from platform.cluster.metrics import metrics_row
 from platform.cluster.run_directory import RunDirectory
@@ -19,6 +19,10 @@ from platform.config import Config, ConfigError
 from platform.monitor import Journal, Monitor, open_monitor
 from platform.plan.hardware import dense_bf16_peak
 from platform.plan.plan import Plan
+from platform.plan.rows import rows
+from platform.plan.schedule import Schedule, table
+from platform.plan.simulate import simulate
+from platform.train.plan import make_schedule
 
 DONE, FAILED = 0, 1
 _LOST = "nothing was saved (no checkpoints yet); the same command starts again from step 1"
@@ -159,9 +163,13 @@ class _Driver:
 
     def _form(self, crew: Crew) -> float | None:
         """Makes the crew a mesh with a model; the peak FLOP/s of each worker, None where unknown."""
-        workers = crew.call("form", crew.store, self.journal.generation)
+        schedule = make_schedule(self.config, self.plan.microbatches)
+        if schedule.stages > 1:
+            self.monitor.say(_described(schedule))
+        workers = crew.call("form", crew.store, self.journal.generation, list(schedule.placement))
         self.journal.event("formed", workers=workers)
-        built = crew.call("build")[0]
+        by_stage = [stage.plain() for stage in rows(schedule)]
+        built = crew.call("build", ByRank(by_stage[c["stage"]] for c in self.job.coordinates))[0]
         self.journal.event("running", step=1, parameters_per_worker=built["parameters"])
         return dense_bf16_peak(built["device"])
 
@@ -202,6 +210,13 @@ def _messages(name: str, say: Callable[[str], None]) -> Iterator[None]:
     finally:
         logger.setLevel(level)
         logger.removeHandler(handler)
+
+
+def _described(schedule: Schedule) -> str:
+    """The table of a pipeline, and what it should cost."""
+    bubble = simulate(schedule).bubble
+    title = f"schedule  {schedule.name}: {schedule.stages} stages x {schedule.chunks} chunks, {schedule.microbatches}"
+    return f"{title} microbatches; bubble {bubble:.1%} of the work\n{table(schedule.rows)}"
 
 
 def _next_command(config: Config, experiment: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pkgutil import resolve_name
 from typing import Any
 
-from platform.cluster.crew import Crew, Outcome, WorkerFailed
+from platform.cluster.crew import Crew, Outcome, WorkerFailed, arguments, shown
 from platform.cluster.job import Job, threads
 from platform.cluster.rendezvous import Rendezvous
 
@@ -26,10 +26,10 @@ class InlineCrew(Crew):
 
     def call(self, method: str, *args: Any) -> list[Any]:
         try:
-            return [getattr(self._worker, method)(*args)]
+            return [getattr(self._worker, method)(*arguments(args, 0))]
         except Exception as error:
             outcome = Outcome(0, error=f"{type(error).__name__}: {error}")
-            raise WorkerFailed(self.job, f"{method}({', '.join(map(str, args))})", outcome, None) from error
+            raise WorkerFailed(self.job, shown(method, args), outcome, None) from error
 
     def close(self) -> None:
         if not self._closed:

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection, wait
 from time import monotonic
 from typing import Any
 
-from platform.cluster.crew import Outcome, RemoteCrew
+from platform.cluster.crew import Outcome, RemoteCrew, arguments
 from platform.cluster.host import serve
 from platform.cluster.job import Assignment, assign, one_gpu
 from platform.cluster.rendezvous import Rendezvous
@@ -47,9 +47,9 @@ class ProcessCrew(RemoteCrew):
         return [process.pid or 0 for process in self._processes]
 
     def _send(self, method: str, args: tuple[Any, ...]) -> None:
-        for pipe in self._pipes:
+        for rank, pipe in enumerate(self._pipes):
             with suppress(BrokenPipeError, ConnectionResetError):  # dead: `_receive` says so
-                pipe.send((method, list(args)))
+                pipe.send((method, arguments(args, rank)))
 
     def _receive(self, pending: Set[int], timeout: float) -> list[Outcome]:
         sources = {self._pipes[rank]: rank for rank in pending}

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from platform.cluster.crew import Outcome, RemoteCrew
+from platform.cluster.crew import Outcome, RemoteCrew, arguments
 from platform.cluster.host import Answer, Host
 from platform.cluster.job import Assignment, Job, assign, usable_cores
 from platform.cluster.rendezvous import Rendezvous
@@ -87,7 +87,7 @@ class RayCrew(RemoteCrew):
         ]
 
     def _send(self, method: str, args: tuple[Any, ...]) -> None:
-        self._calls = {actor.call.remote(method, list(args)): rank for rank, actor in enumerate(self._actors)}
+        self._calls = {actor.call.remote(method, arguments(args, rank)): rank for rank, actor in enumerate(self._actors)}
 
     def _receive(self, pending: Set[int], timeout: float) -> list[Outcome]:
         import ray

@@ -16,7 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from platform.cluster.crew import Outcome, RemoteCrew
+from platform.cluster.crew import Outcome, RemoteCrew, arguments
 from platform.cluster.host import Answer, Call, serve
 from platform.cluster.job import Assignment, assign, one_gpu
 
@@ -46,7 +46,7 @@ def serve_rank() -> None:
     number = 0  # of the call; 0 is the making of the worker
 
     def receive() -> Call | None:
-        return _get(store, f"call/{number}")
+        return _get(store, f"call/{number}/{rank}")
 
     def send(answer: Answer) -> None:
         nonlocal number
@@ -85,12 +85,14 @@ class TorchrunCrew(RemoteCrew):
         return None
 
     def _send(self, method: str, args: tuple[Any, ...]) -> None:
-        for key in (f"call/{self._number}", f"outcomes/{self._number}"):  # all ranks are done with them
-            self._store.delete_key(key)
+        ranks = range(self.job.world_size)
+        for key in (*(f"call/{self._number}/{rank}" for rank in ranks), f"outcomes/{self._number}"):
+            self._store.delete_key(key)  # all ranks are done with it
         for place_in_line in range(1, self._arrived + 1):
             self._store.delete_key(f"outcome/{self._number}/{place_in_line}")
         self._number, self._arrived = self._number + 1, 0
-        self._store.set(f"call/{self._number}", json.dumps([method, args]))
+        for rank in ranks:
+            self._store.set(f"call/{self._number}/{rank}", json.dumps([method, arguments(args, rank)]))
 
     def _receive(self, pending: Set[int], timeout: float) -> list[Outcome]:
         deadline = time.monotonic() + timeout
@@ -103,7 +105,8 @@ class TorchrunCrew(RemoteCrew):
         return [Outcome(**json.loads(self._store.get(key)))]
 
     def _dismiss(self) -> None:
-        self._store.set(f"call/{self._number + 1}", "null")
+        for rank in range(self.job.world_size):
+            self._store.set(f"call/{self._number + 1}/{rank}", "null")
         if self._polite:
             self._own.join(_EXIT_SECONDS)
 

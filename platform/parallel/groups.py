@@ -174,6 +174,18 @@ class Communicator(ABC):
             self.launch("all_reduce", torch.zeros(1, device=self.device), axes).wait()
             self.moved, self.log = moved, log
 
+    def meet(self, neighbours: Iterable[tuple[int, int]]) -> None:
+        """Opens the connections between pairs of stages, lower first, in one order: later no first send waits for one."""
+        moved, log, here = self.moved.copy(), self.log, self.coordinates["stage"]
+        self.log = None
+        for pair in neighbours:
+            if here in pair:
+                (there,) = set(pair) - {here}
+                sending = self.send(torch.zeros(1, device=self.device), there)
+                self.receive((1,), torch.float32, there).wait()
+                sending.wait()
+        self.moved, self.log = moved, log
+
     def close(self) -> None:  # noqa: B027  (most have nothing to leave)
         """Leaves the groups."""
 

@@ -25,6 +25,7 @@ from platform.plan.ops import Spec
 from platform.plan.plan import Plan
 from platform.plan.rule import Step
 from platform.plan.schedule import Action, Kind
+from platform.plan.simulate import Event
 
 Key = tuple[int, int]  # chunk, microbatch
 Forward = Callable[[Chunk, int, dict[str, Tensor], Deferred | None], dict[str, Tensor]]
@@ -44,17 +45,6 @@ class _Live:
     deferred: Deferred | None
 
 
-@dataclass(frozen=True)
-class Event:
-    """What ran when, in seconds since the epoch."""
-
-    kind: str
-    chunk: int
-    microbatch: int
-    start: float
-    end: float
-
-
 @dataclass
 class Pipeline:
     """Runs rows on the rank of `communicator`. `plan`: of its stage.
@@ -70,7 +60,7 @@ class Pipeline:
     dtype: torch.dtype  # of activations
     forward: Forward
     accumulated: Callable[[Sequence[int]], None] = lambda last: None
-    events: list[Event] | None = None
+    events: list[Event] | None = None  # a list takes what ran when, in seconds since the epoch
     peak_live: int = 0  # forward passes whose backward has not run, at most
     _live: dict[Key, _Live] = field(default_factory=dict)
     _flow: dict[Key, dict[str, Tensor]] = field(default_factory=dict)  # between chunks of this stage, and to be sent
@@ -112,7 +102,7 @@ class Pipeline:
                 stage = c.coordinates["stage"]
                 raise StageFailed(f"rank {c.rank} (stage {stage}) failed at {action}: {error}") from error
             if self.events is not None:
-                self.events.append(Event(action.kind.value, action.chunk, action.microbatch, start, time()))
+                self.events.append(Event(self.communicator.coordinates["stage"], action, start, time()))
         while self._sending:
             self._sending.popleft().wait()
         assert not (self._live or self._flow or self._gradients or self._arriving), "a row ends with nothing left over"

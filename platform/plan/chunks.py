@@ -11,7 +11,7 @@ from platform.plan.layout import Layout
 from platform.plan.mesh import Mesh
 from platform.plan.ops import Operation, Ops, Parameter, Recorder, Spec, Symbol
 from platform.plan.planned import PlannedOperation
-from platform.plan.schedule import place_layers
+from platform.plan.stages import place_layers
 from platform.plan.scheme import Scheme
 
 Flow = tuple[tuple[str, Spec], ...]  # activations by name
@@ -97,8 +97,8 @@ def record(model: Model, scheme: Scheme, dropout: float, count: int, sizes: Mapp
         operations, flow = run(flow, [unit])
         costs.append(sum(cost(o, sizes) for o in operations))
     flow, chunks = {}, []
-    for start, stop in place_layers(costs, count):
-        part = tuple(units[start:stop])
+    for where in place_layers(costs, count):
+        part = tuple(units[where.start : where.stop])
         receives = tuple((name, x.spec) for name, x in flow.items())
         operations, flow = run(flow, part)
         sends = tuple((name, x.spec) for name, x in flow.items())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import torch
@@ -15,8 +15,14 @@ from platform.plan.plan import Plan
 Blocks = dict[str, dict[tuple[str, str], Tensor]]  # data tensor -> operation that reads it -> [length, batch]
 
 
-def place(plan: Plan, communicator: Communicator, rows: Callable[[int, int], Mapping[str, Any]]) -> Blocks:
-    """This rank's blocks of a microbatch (all replicas together).
+def place(
+    plan: Plan,
+    communicator: Communicator,
+    rows: Callable[[int, int], Mapping[str, Any]],
+    only: Container[str] | None = None,
+) -> Blocks:
+    """This rank's blocks of a microbatch (all replicas together), of all data tensors that the plan reads or `only` of
+    some.
 
     `rows(start, end)` gives every data tensor of its sequences start..end: int64 [end - start, length]. Equal blocks
     are read once and shared.
@@ -35,6 +41,8 @@ def place(plan: Plan, communicator: Communicator, rows: Callable[[int, int], Map
 
     out: Blocks = {}
     for name, readers in plan.readers.items():
+        if only is not None and name not in only:
+            continue
         blocks = {layout: load(name, layout) for layout in dict.fromkeys(readers.values())}
         out[name] = {operation: blocks[layout] for operation, layout in readers.items()}
     return out

@@ -52,6 +52,7 @@ class Trainer:
     def __init__(self, config: Config, plan: Plan, communicator: Communicator, corpus: Corpus, rows: Rows):
         self.config, self.plan, self.communicator, self.corpus = config, plan, communicator, corpus
         self.rows, self.stage = rows, plan.at(communicator.coordinates["stage"])
+        self._parts = {chunk.number: replace(self.stage, chunks=(chunk,)) for chunk in self.stage.chunks}
         self.model = build_model(config.model)
         self.weights = Weights(self.stage, communicator, config.seed)
         self.ops = ParallelOps(self.stage, communicator, self.weights.compute, config.model.dropout)
@@ -141,11 +142,8 @@ class Trainer:
     def load(self, split: str, first: int, chunk: Chunk | None = None) -> Blocks:
         """This rank's blocks of the microbatch whose first sequence (all replicas together) is `first`, as the operations
         of `chunk` read them, or of all of this stage's chunks."""
-        return self._place(lambda i, j: self.corpus.batch(split, first + i, first + j), chunk)
-
-    def _place(self, read: Callable[[int, int], Mapping[str, Any]], chunk: Chunk | None) -> Blocks:
-        plan = replace(self.stage, chunks=(chunk,)) if chunk else self.stage
-        return place(plan, self.communicator, read)
+        part = self._parts[chunk.number] if chunk else self.stage
+        return place(part, self.communicator, lambda i, j: self.corpus.batch(split, first + i, first + j))
 
     def _sum_over_world(self, loss: Tensor, squares: Tensor) -> tuple[float, float]:
         """The loss summed over every token of the global batch, and another fp64 scalar summed over all ranks."""
@@ -205,7 +203,8 @@ class Trainer:
         found = torch.zeros(self.plan.sizes["vocab"], dtype=DTYPES[self.plan.precision][0], device=self.communicator.device)
 
         def forward(chunk: Chunk, _: int, flow: Flow, deferred: Deferred | None) -> Flow:
-            inputs = self._place(lambda i, j: {k: v.expand(j - i, -1) for k, v in data.items()}, chunk)
+            same = lambda i, j: {k: v.expand(j - i, -1) for k, v in data.items()}  # noqa: E731
+            inputs = place(self._parts[chunk.number], self.communicator, same, only=data)
             out = self._run(chunk, flow, inputs)
             if "logits" in out:
                 found.copy_(self.ops.gathered(out["logits"], LOGITS)[position, 0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from platform import data
 from platform.config import Config, ConfigError
 from platform.extensions import load_extensions
 from platform.parallel.groups import Alone, Communicator, ProcessGroups
+from platform.plan.rows import Rows
 from platform.train.plan import make_plan
 from platform.train.trainer import Trainer
 
@@ -34,13 +36,16 @@ class Worker:
             raise ConfigError(mistakes)
         self.rank, self.world_size, self.run_dir = rank, world_size, Path(run_dir)
         self.device = device
-        self.plan = make_plan(self.config)
-        if self.plan.mesh.size != world_size:
-            raise ValueError(f"the plan is for {self.plan.mesh.size} workers, the world has {world_size}")
         torch.set_num_threads(threads)
 
-    def form(self, store: tuple[str, int], generation: int) -> dict[str, Any]:
-        """Joins generation `generation` through the driver's TCPStore at (host, port) and builds the groups."""
+    def form(self, store: tuple[str, int], generation: int, stage_of: Sequence[int]) -> dict[str, Any]:
+        """Joins generation `generation` through the driver's TCPStore at (host, port) and builds the groups.
+
+        `stage_of`: the pipeline stage of every model chunk, which the driver has from the schedule.
+        """
+        self.plan = make_plan(self.config, stage_of=stage_of)
+        if self.plan.mesh.size != self.world_size:
+            raise ValueError(f"the plan is for {self.plan.mesh.size} workers, the world has {self.world_size}")
         mesh = self.plan.mesh
         device = self.device
         if device == "cuda":
@@ -57,6 +62,7 @@ class Worker:
                 backend, store=rendezvous, rank=self.rank, world_size=self.world_size, timeout=TIMEOUT
             )
             self.communicator = ProcessGroups(mesh, self.rank, self.plan.groups, device)
+            self.communicator.meet(self.plan.neighbours)
         if self.config.monitor.log_launches:
             self.communicator.log = []
         return {
@@ -66,10 +72,10 @@ class Worker:
             "node": socket.gethostname(),
         }
 
-    def build(self) -> dict[str, Any]:
-        """Parameters, optimizer and data."""
+    def build(self, rows: list[Any]) -> dict[str, Any]:
+        """Parameters, optimizer and data. `rows`: what this stage runs, see `platform.plan.rows.Rows.plain`."""
         c = self.config
-        self.trainer = Trainer(c, self.plan, self.communicator, data.of(c))
+        self.trainer = Trainer(c, self.plan, self.communicator, data.of(c), Rows.from_plain(rows))
         name = torch.cuda.get_device_name() if self.device == "cuda" else "cpu"
         return {"parameters": self.plan.local_parameter_count, "device": name}
 
