@@ -62,6 +62,7 @@ class _Einsums(torch.autograd.Function):
         needed = ctx.needs_input_grad[5:]
         if ctx.deferred is not None:
 
+            @torch.no_grad()
             def compute() -> None:
                 dws = [gradient(m, g) for g, m in zip(local, members, strict=True)]
                 for leaf, dw in zip(ctx.leaves, dws, strict=True):
