@@ -26,7 +26,7 @@ from platform.plan.scheme import GATHERED, REGIONS, RESERVED
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "precision": ("fp64", "fp32", "bf16"),
-    "recompute": ("none",),
+    "recompute": ("none", "selective", "full"),
     "train.stop_at": (0,),
     "model.kind": ("decoder", "encoder", "encoder_decoder", "two_layer"),
     "model.fused_dropout": (False,),
@@ -60,8 +60,6 @@ def allow(key: str, value: Any) -> None:
 ANY = "any other value"
 NOT_BUILT: dict[tuple[str, Any], str] = {  # (key, value): what is missing
     ("precision", "fp16"): "float16 with a loss scale",
-    ("recompute", "selective"): "recomputation of activations",
-    ("recompute", "full"): "recomputation of activations",
     ("train.stop_at", ANY): "stopping early, which needs checkpoints",
     ("model.fused_dropout", True): "attention masks drawn inside a fused kernel",
     ("parallel.zero", 1): "sharding of the optimizer's state",
@@ -76,6 +74,7 @@ NOT_BUILT: dict[tuple[str, Any], str] = {  # (key, value): what is missing
 
 BOUNDS: dict[str, str] = {
     "seed": ">= 0",
+    "recompute_every": ">= 1",
     "train.steps": ">= 1",
     "train.global_batch": ">= 1",
     "train.microbatch": ">= 1",

@@ -171,6 +171,7 @@ class Config:
     seed: int = 0
     precision: str = "fp32"  # fp64 | fp32 | bf16
     recompute: str = "none"
+    recompute_every: int = 1  # blocks between kept activations under recompute=full
     train: Train = field(default_factory=Train)
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)

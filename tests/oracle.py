@@ -58,10 +58,12 @@ def configure(
     stages: int = 1,
     chunks: int = 1,
     scatter_gather: bool = True,
+    recompute: str = "none",
+    every: int = 1,
     **model: Any,
 ) -> Config:
     """A small model under any scheme; `rules` is the map of tensor=layout, for all regions and parameters."""
-    c = Config(precision=precision)
+    c = Config(precision=precision, recompute=recompute, recompute_every=every)
     c.model = ModelConfig(**{"layers": 2, "d_model": 32, "heads": 8, "length": 16, "vocab": 61, **model})
     c.tensor = TensorConfig(**{**read("tensor", tensor), "axes": dict(axes or {})})
     if rules is not None:

@@ -236,9 +236,18 @@ class Stack:
             options: Mapping[str, Any] = {"bidirectional": not self.causal, "distance": self.config.distance}
             bias = ops.relative_bias(self.relative, scores_of(s.core_query, s.core_query), **options)
         crossing = [block.cross for block in blocks if block.cross]
-        pairs = keys_and_values(ops, crossing, memory) if crossing else [None] * len(blocks)
-        for block, pair in zip(blocks, pairs, strict=True):
-            x = block(ops, x, pair, mask=mask, bias=bias, memory_mask=memory_mask)
+        pairs = keys_and_values(ops, crossing, memory) if crossing else [(None, None)] * len(blocks)
+        every = ops.recompute.every
+        for i in range(0, len(blocks), every):
+            together = blocks[i : i + every]
+
+            def run(x: Any, bias: Any, *kv: Any, together: Sequence[Block] = together) -> Any:
+                for block, pair in zip(together, zip(kv[::2], kv[1::2], strict=True), strict=True):
+                    x = block(ops, x, pair, mask=mask, bias=bias, memory_mask=memory_mask)
+                return x
+
+            kv = [x for pair in pairs[i : i + every] for x in pair]
+            x = ops.recomputed("full", run, s.stream, x, bias, *kv)
         return self.norm(ops, x, s.stream) if self.norm and self.units[-1] in units else x
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 
@@ -14,6 +15,7 @@ from platform.parallel import positions, random, statistics
 from platform.parallel.convert import apply, convert
 from platform.parallel.einsum import Deferred, einsums
 from platform.parallel.groups import Communicator
+from platform.parallel.recompute import recomputed
 from platform.plan.layout import Layout
 from platform.plan.ops import Ops, Parameter, Spec
 from platform.plan.plan import Plan
@@ -52,9 +54,26 @@ class ParallelOps(Ops):
         self.dropout_rate = dropout
         self.position = Position()
         self.deferred: Deferred | None = None  # takes the gradients of weights, where a schedule computes them later
+        self.recompute = plan.recompute
         self._again = plan.scheme.gathered == "again"
         tensors_of = (t for o in plan.operations.values() for t in (*o.operation.inputs, *o.operation.outputs))
         self._blocks = {t: plan.block(t, communicator.coordinates) for t in tensors_of if isinstance(t, Spec)}
+
+    def recomputed(self, kind, function, spec, x, *more):
+        if kind != self.recompute.kind or not torch.is_grad_enabled():
+            return function(x, *more)
+        here = self.position, self.deferred
+
+        @contextmanager
+        def restore():
+            now = self.position, self.deferred
+            self.position, self.deferred = here
+            yield
+            self.position, self.deferred = now
+
+        axes = self.plan.kept_axes(spec)
+        elements = self.plan.shared_elements(spec, axes)
+        return recomputed(self.communicator, function, restore, axes, elements, x, *more)
 
     def _planned(self, kind: str, name: str) -> PlannedOperation:
         return self.plan.operations[kind, name]

@@ -9,21 +9,18 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from time import time
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from platform.parallel.convert import convert
 from platform.parallel.einsum import Deferred
 from platform.parallel.groups import Communicator, Handle
+from platform.parallel.share import gather, scatter
 from platform.plan.chunks import Chunk
 from platform.plan.ops import Spec
 from platform.plan.plan import Plan
-from platform.plan.rule import Step
 from platform.plan.schedule import Action, Kind
 from platform.plan.simulate import Event
 
@@ -162,11 +159,8 @@ class Pipeline:
     def _send(self, tensors: Mapping[str, Tensor], flow: Sequence[tuple[str, Spec]], peer: int | None) -> None:
         assert peer is not None
         for name, spec in flow:
-            x = tensors[name]
-            if axes := self.plan.shared_axes(spec):
-                n = self.plan.sent_elements(spec)
-                whole = F.pad(x.flatten(), (0, n * self.plan.mesh.extent(axes) - x.numel()))
-                x = whole.narrow(0, self.communicator.index(axes) * n, n)
+            axes, elements = self.plan.shared_axes(spec), self.plan.sent_elements(spec)
+            x = scatter(self.communicator, tensors[name], axes, elements)
             self._sending.append(self.communicator.send(x, peer))
         # Safe at any later place, since a schedule is refused if it would stop where sends block.
         while len(self._sending) > SENDS_IN_FLIGHT:
@@ -190,15 +184,13 @@ class Pipeline:
     def _arrived(self, way: str, key: Key, flow: Sequence[tuple[str, Spec]]) -> dict[str, Tensor]:
         if not flow:
             return {}
-        coming, out = self._arriving.pop((way, key)), {}
-        for name, spec in flow:
-            x = coming[name].wait()
-            if axes := self.plan.shared_axes(spec):
-                shape = self.plan.local_shape(spec)
-                x = convert(self.communicator, x, [Step("all_gather", axes, 0)]).wait()
-                x = x[: prod(shape)].view(shape)
-            out[name] = x
-        return out
+        coming = self._arriving.pop((way, key))
+        return {
+            name: gather(
+                self.communicator, coming[name].wait(), self.plan.shared_axes(spec), self.plan.local_shape(spec)
+            )
+            for name, spec in flow
+        }
 
 
 def sum_tied(plan: Plan, communicator: Communicator, gradients: Mapping[str, Tensor]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol
@@ -12,7 +12,6 @@ from platform.plan.mesh import Mesh
 from platform.plan.ops import Operation, Ops, Parameter, Recorder, Spec, Symbol
 from platform.plan.planned import PlannedOperation
 from platform.plan.stages import place_layers
-from platform.plan.scheme import Scheme
 
 Flow = tuple[tuple[str, Spec], ...]  # activations by name
 
@@ -53,6 +52,7 @@ class Chunk:
     receives: Flow
     sends: Flow
     operations: Mapping[tuple[str, str], PlannedOperation]
+    kept: tuple[Spec, ...] = ()  # the first activation of every stretch that is recomputed
 
     @property
     def parameters(self) -> set[str]:
@@ -67,18 +67,21 @@ class Recorded:
     operations: tuple[Operation, ...]
     receives: Flow
     sends: Flow
+    kept: tuple[Spec, ...]
 
 
-def record(model: Model, scheme: Scheme, dropout: float, count: int, sizes: Mapping[str, int]) -> list[Recorded]:
-    """Records a model as `count` chunks of about equal cost, in order.
+def record(
+    model: Model, recorder: Callable[[], Recorder], count: int, sizes: Mapping[str, int]
+) -> list[Recorded]:
+    """Records a model as `count` chunks of about equal cost, in order. `recorder` makes a new one.
 
     Raises ValueError for a model of fewer units than chunks.
     """
     inputs = {name: name for name in model.inputs}
     if count == 1:
-        recorder = Recorder(scheme, dropout)
-        model.forward(recorder, inputs)
-        return [Recorded(tuple(getattr(model, "units", ())), tuple(recorder.operations), (), ())]
+        ops = recorder()
+        model.forward(ops, inputs)
+        return [Recorded(tuple(getattr(model, "units", ())), tuple(ops.operations), (), (), tuple(ops.kept))]
     units = getattr(model, "units", ("the model",))
     if len(units) < count:
         raise ValueError(
@@ -86,24 +89,24 @@ def record(model: Model, scheme: Scheme, dropout: float, count: int, sizes: Mapp
             f" are made of (embeddings, blocks, head); nearest legal: {len(units)}"
         )
 
-    def run(flow: Mapping[str, Symbol], part: Sequence[str]) -> tuple[list[Operation], dict[str, Symbol]]:
-        recorder = Recorder(scheme, dropout)
-        found = model.part(recorder, inputs, flow, part)  # type: ignore[attr-defined]
-        return recorder.operations, {name: x for name, x in found.items() if isinstance(x, Symbol)}
+    def run(flow: Mapping[str, Symbol], part: Sequence[str]) -> tuple[Recorder, dict[str, Symbol]]:
+        ops = recorder()
+        return ops, model.part(ops, inputs, flow, part)  # type: ignore[attr-defined]
+
+    def specs(flow: Mapping[str, Symbol]) -> Flow:
+        return tuple((name, x.spec) for name, x in flow.items())
 
     flow: dict[str, Symbol] = {}
     costs = []
     for unit in units:
-        operations, flow = run(flow, [unit])
-        costs.append(sum(cost(o, sizes) for o in operations))
+        ops, flow = run(flow, [unit])
+        costs.append(sum(cost(o, sizes) for o in ops.operations))
     flow, chunks = {}, []
     for where in place_layers(costs, count):
-        part = tuple(units[where.start : where.stop])
-        receives = tuple((name, x.spec) for name, x in flow.items())
-        operations, flow = run(flow, part)
-        sends = tuple((name, x.spec) for name, x in flow.items())
-        chunks.append(Recorded(part, tuple(operations), receives, sends))
-    chunks[-1] = Recorded(part, tuple(operations), receives, ())
+        part, receives = tuple(units[where.start : where.stop]), specs(flow)
+        ops, flow = run(flow, part)
+        sends = specs(flow) if where.stop < len(units) else ()
+        chunks.append(Recorded(part, tuple(ops.operations), receives, sends, tuple(ops.kept)))
     return chunks
 
 

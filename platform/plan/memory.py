@@ -62,12 +62,22 @@ class _Meter(Ops):
     """
 
     def __init__(self, plan: Plan, dropout: float):
-        self.plan, self.dropout_rate = plan, dropout
+        self.plan, self.dropout_rate, self.recompute = plan, dropout, plan.recompute
         self.saved: dict[_Storage, None] = {}
         self._numbers = count()
 
     def _new(self, elements: int, parameter: bool = False) -> _Storage:
         return _Storage(next(self._numbers), elements, parameter)
+
+    def recomputed(self, kind, function, spec, x, *more):
+        if kind != self.recompute.kind:
+            return function(x, *more)
+        before = dict(self.saved)
+        out = function(x, *more)
+        self.saved = before
+        axes = self.plan.kept_axes(spec)
+        self._save(self._new(self.plan.shared_elements(spec, axes)) if axes else x, *more)
+        return out
 
     def _at(self, spec: Spec) -> _Storage:
         """A new local block of an activation."""

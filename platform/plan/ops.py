@@ -11,7 +11,7 @@ loads the block that an operation needs, so that data never travels between rank
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -66,7 +66,7 @@ LOSSES = ("cross_entropy", "squared_error")  # kinds of operations that end the 
 @dataclass(frozen=True)
 class Operation:
     """One operation of a recorded forward pass. `name` is unique within its kind; `reads` names the data tensor that it
-    takes beside its inputs, if any."""
+    takes beside its inputs, if any; `recomputed`: it runs again in the backward pass."""
 
     kind: str
     name: str
@@ -74,6 +74,7 @@ class Operation:
     outputs: tuple[Spec, ...]
     attributes: tuple[tuple[str, Any], ...] = ()
     reads: str | None = None
+    recomputed: bool = False
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -83,10 +84,26 @@ class Operation:
         return dict(self.attributes)[attribute]
 
 
+@dataclass(frozen=True)
+class Recompute:
+    """What is not kept for the backward pass but computed again: `none`; `selective`, the inside of attention, whose
+    memory grows with length^2 and whose work does not (Korthikanti et al. 2022); `full`, everything between the inputs
+    of every `every` blocks."""
+
+    kind: str = "none"
+    every: int = 1
+
+
 class Ops(ABC):
     """The language of models. Tensors are opaque here: symbols in the recorder, plain local tensors at run time."""
 
     dropout_rate: float = 0.0
+    recompute: Recompute = Recompute()
+
+    def recomputed(self, kind: str, function: Callable[..., Any], spec: Spec, x: Any, *more: Any) -> Any:
+        """function(x, *more), one activation. Where this kind of stretch is recomputed, only its arguments are kept for
+        the backward pass, x [spec] in 1/n where n ranks replicate it, and what lies between is computed again."""
+        return function(x, *more)
 
     @abstractmethod
     def lookup(self, name: str, table: Parameter, tokens: Any, out: Spec) -> Any:
@@ -217,20 +234,24 @@ class Ops(ABC):
         One fused kernel where length, memory_length and d_kv are whole locally and no dropout mask must be drawn,
         else two einsums and a softmax over split dims.
         """
-        if kv.dims != spec.dims:
-            few, kv = kv, replace(kv, dims=spec.dims)
-            k = self.expand_kv(f"{name}.key", k, few, kv)
-            v = self.expand_kv(f"{name}.value", v, few, kv)
-        hidden: dict[str, Any] = {"causal": causal, "mask": mask, "bias": bias}
-        if not self.dropout_rate and self.can_fuse_attention(spec):
-            return self.fused_attention(name, q, k, v, spec, kv, scale=scale, **hidden)
-        memory, scores = kv.renamed("length", "memory_length"), scores_of(spec, kv)
-        k = self.relayout(f"{name}.key", k, kv, memory)
-        v = self.relayout(f"{name}.value", v, kv, memory)
-        s = self.einsum(f"{name}.scores", q, spec, k, memory, scores)
-        p = self.softmax(name, s, scores, scale=scale, **hidden)
-        p = self.dropout(f"{name}.probabilities", p, scores)
-        return self.einsum(f"{name}.context", p, scores, v, memory, spec)
+        heads = replace(kv, dims=spec.dims)
+
+        def core(q: Any, k: Any, v: Any, bias: Any) -> Any:
+            if kv.dims != spec.dims:
+                k = self.expand_kv(f"{name}.key", k, kv, heads)
+                v = self.expand_kv(f"{name}.value", v, kv, heads)
+            hidden: dict[str, Any] = {"causal": causal, "mask": mask, "bias": bias}
+            if not self.dropout_rate and self.can_fuse_attention(spec):
+                return self.fused_attention(name, q, k, v, spec, heads, scale=scale, **hidden)
+            memory, scores = heads.renamed("length", "memory_length"), scores_of(spec, heads)
+            k = self.relayout(f"{name}.key", k, heads, memory)
+            v = self.relayout(f"{name}.value", v, heads, memory)
+            s = self.einsum(f"{name}.scores", q, spec, k, memory, scores)
+            p = self.softmax(name, s, scores, scale=scale, **hidden)
+            p = self.dropout(f"{name}.probabilities", p, scores)
+            return self.einsum(f"{name}.context", p, scores, v, memory, spec)
+
+        return self.recomputed("selective", core, spec, q, k, v, bias)
 
 
 def scores_of(query: Spec, key: Spec) -> Spec:
@@ -253,7 +274,20 @@ class Recorder(Ops):
 
     scheme: Scheme
     dropout_rate: float = 0.0
+    recompute: Recompute = Recompute()
     operations: list[Operation] = field(default_factory=list)
+    kept: list[Spec] = field(default_factory=list)  # the first argument of every stretch that is recomputed
+    _again: bool = False
+
+    def recomputed(self, kind, function, spec, x, *more):
+        if kind != self.recompute.kind:
+            return function(x, *more)
+        self._check(x, spec)
+        self.kept.append(spec)
+        self._again = True
+        out = function(x, *more)
+        self._again = False
+        return out
 
     def _record(
         self,
@@ -265,7 +299,7 @@ class Recorder(Ops):
         **attributes: Any,
     ) -> Any:
         rest = tuple(sorted(attributes.items()))
-        self.operations.append(Operation(kind, name, tuple(inputs), tuple(outputs), rest, reads))
+        self.operations.append(Operation(kind, name, tuple(inputs), tuple(outputs), rest, reads, self._again))
         symbols = tuple(Symbol(s) for s in outputs)
         return symbols[0] if len(symbols) == 1 else symbols
 

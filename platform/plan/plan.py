@@ -14,7 +14,7 @@ from platform.plan.collectives import plan_operation
 from platform.plan.cost import label, moved_bytes
 from platform.plan.layout import DIMS, Layout, block, padded
 from platform.plan.mesh import Mesh
-from platform.plan.ops import LOSSES, Operation, Parameter, Spec
+from platform.plan.ops import LOSSES, Operation, Parameter, Recompute, Recorder, Spec
 from platform.plan.planned import Collective, PlannedOperation
 from platform.plan.planner import Planner
 from platform.plan.scheme import REGIONS, Scheme
@@ -53,6 +53,7 @@ class Plan:
     homes: Mapping[str, tuple[int, ...]]
     chunks: tuple[Chunk, ...]
     scatter_gather: bool = True
+    recompute: Recompute = Recompute()
     warnings: tuple[str, ...] = ()
 
     @cached_property
@@ -87,7 +88,15 @@ class Plan:
 
     def sent_elements(self, spec: Spec) -> int:
         """What each rank sends of an activation, or of its gradient, to another stage."""
-        n = self.mesh.extent(self.shared_axes(spec))
+        return self.shared_elements(spec, self.shared_axes(spec))
+
+    def kept_axes(self, spec: Spec) -> tuple[str, ...]:
+        """The axes over which a tensor that is kept for recomputation is scattered until then."""
+        return replicated_axes(self.layout(spec), self.mesh)
+
+    def shared_elements(self, spec: Spec, axes: tuple[str, ...]) -> int:
+        """The size of an equal part of a local block, padded, for every rank along `axes`."""
+        n = self.mesh.extent(axes)
         return padded(prod(self.local_shape(spec)), n) // n
 
     @property
@@ -176,8 +185,15 @@ class Plan:
         """
         found = []
         for chunk in self.chunks:
-            operations = chunk.operations.items()
-            found += [(f"{kind} {name}", c, self.microbatches) for (kind, name), o in operations for c in o.collectives]
+            for (kind, name), o in chunk.operations.items():
+                for c in o.collectives:
+                    twice = o.operation.recomputed and c.phase == "forward"
+                    found.append((f"{kind} {name}", c, self.microbatches * (2 if twice else 1)))
+            for spec in chunk.kept:
+                if axes := self.kept_axes(spec):
+                    n = self.shared_elements(spec, axes)
+                    c = Collective("all_gather", axes, n, "compute", "backward", "recomputation", "at once")
+                    found.append((f"kept {spec}", c, self.microbatches))
         for here, there in zip(self.chunks, self.chunks[1:], strict=False):
             if here.stage != there.stage:
                 for name, spec in here.sends:
@@ -268,6 +284,7 @@ def build(
     microbatches: int,
     stage_of: Sequence[int] = (0,),
     scatter_gather: bool = True,
+    recompute: Recompute = Recompute(),
     precision: str = "fp32",
     dropout: float = 0.0,
 ) -> Plan:
@@ -284,7 +301,7 @@ def build(
     planner = Planner(mesh, scheme, padded_sizes, {})
 
     try:
-        recorded = record(model, scheme, dropout, len(stage_of), sizes)
+        recorded = record(model, lambda: Recorder(scheme, dropout, recompute), len(stage_of), sizes)
     except ValueError as error:
         raise IllegalPlan([str(error)]) from None
     everything = [o for chunk in recorded for o in chunk.operations]
@@ -310,7 +327,7 @@ def build(
     for number, (stage, r) in enumerate(zip(stage_of, recorded, strict=True)):
         operations = {(o.kind, o.name): plan_operation(planner, o) for o in r.operations}
         assert len(operations) == len(r.operations), "operation names are unique within their kind"
-        chunks.append(Chunk(number, stage, r.units, r.receives, r.sends, operations))
+        chunks.append(Chunk(number, stage, r.units, r.receives, r.sends, operations, r.kept))
     homes = {p.name: tuple(dict.fromkeys(c.stage for c in chunks if p.name in c.parameters)) for p in parameters}
     plan = Plan(
         planner=planner,
@@ -322,6 +339,7 @@ def build(
         homes=homes,
         chunks=tuple(chunks),
         scatter_gather=scatter_gather,
+        recompute=recompute,
     )
     return replace(plan, warnings=tuple(_replicated(mesh, plan.operations, sizes)))
 

@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 from platform.config import Config, ConfigError
 from platform.model import build as build_model
+from platform.plan.ops import Recompute
 from platform.plan.plan import IllegalPlan, Plan, build
 from platform.plan.schedule import Schedule, ScheduleError
 from platform.plan.schedules import generate, legal_microbatches
@@ -62,6 +63,7 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
             microbatch=train.microbatch,
             microbatches=microbatches,
             stage_of=make_schedule(config, microbatches).placement if stage_of is None else stage_of,
+            recompute=Recompute(config.recompute, config.recompute_every),
             scatter_gather=config.pipeline.scatter_gather,
             precision=config.precision,
             dropout=config.model.dropout,
