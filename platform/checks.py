@@ -71,6 +71,7 @@ NOT_BUILT: dict[tuple[str, Any], str] = {  # (key, value): what is missing
     ("pipeline", "1f1b"): "pipeline parallelism",
     ("pipeline", "interleaved"): "pipeline parallelism",
     ("pipeline", "zb_h1"): "pipeline parallelism",
+    ("pipeline", "file"): "pipeline parallelism",
     ("checkpoint.every", ANY): "checkpoints",
     ("checkpoint.resume", ANY): "resuming from a named checkpoint",
     ("elastic.min_workers", ANY): "a mesh that shrinks and grows",
@@ -251,6 +252,10 @@ def _pipeline(config: Config) -> Iterator[str]:
     for key, size in (("stages", p.stages), ("chunks", p.chunks)):
         if p.kind == "none" and size != 1:
             yield violation(f"pipeline.{key}", size, "pipeline=none has one", [1])
+    if p.kind == "file" and not p.file:
+        yield violation("pipeline.file", "", "pipeline=file needs the table of a schedule, one line per stage")
+    elif p.kind != "file" and p.file:
+        yield violation("pipeline.file", p.file, "only for pipeline=file")
 
 
 def _scheme(config: Config) -> Iterator[str]:
@@ -299,7 +304,7 @@ RELATIONS: tuple[tuple[set[str], Callable[[Config], Iterator[str]]], ...] = (  #
     ({"data.kind", "data.validation", "eval.every"}, _data),
     ({"data.kind", "data.objective", "model.kind", "model.length"}, _objective),
     ({"model.buckets", "model.distance"}, _buckets),
-    ({"pipeline.kind", "pipeline.stages", "pipeline.chunks"}, _pipeline),
+    ({"pipeline.kind", "pipeline.stages", "pipeline.chunks", "pipeline.file"}, _pipeline),
     (set(), _scheme),
     (set(), _branch),
     (set(), _axis_names),

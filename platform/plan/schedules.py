@@ -98,6 +98,7 @@ def _row(
     return [*row, *weights]
 
 
+ONE_CHUNK = ("gpipe", "1f1b")  # the schedules that take no other number of chunks per stage
 SCHEDULES: dict[str, Generator] = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved, "zb_h1": zb_h1}
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
-from platform.plan.schedule import Action, Kind, Schedule, ScheduleError, needs, result, table
+from platform.plan.schedule import Action, Kind, Schedule, ScheduleError, needs, result
 
 # In units of one chunk's forward pass of one microbatch.
 NOMINAL: Mapping[Kind, float] = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.INPUT: 1.0, Kind.WEIGHT: 1.0}
@@ -77,7 +77,7 @@ def simulate(schedule: Schedule, times: Times = NOMINAL, transfer: float = 0.0) 
                 progress = True
     if stuck := [(stage, row[i]) for stage, (row, i) in enumerate(zip(schedule.rows, at, strict=True)) if i < len(row)]:
         lines = [_explain(stage, action, schedule, done) for stage, action in stuck]
-        raise ScheduleError([f"deadlock: {'; '.join(lines)}", table(schedule.rows)])
+        raise ScheduleError(f"deadlock: {'; '.join(lines)}", schedule.rows)
     live, pending = zip(*(_peaks(row) for row in schedule.rows), strict=True)
     return Simulation(
         timeline=tuple(sorted(events, key=lambda e: (e.end, e.stage, e.start))),
