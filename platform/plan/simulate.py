@@ -57,7 +57,8 @@ def simulate(schedule: Schedule, times: Times = NOMINAL, transfer: float = 0.0) 
     """
     seconds = times if callable(times) else (lambda stage, action: times[action.kind])
     done: dict[tuple[str, int, int], tuple[float, int]] = {}  # result -> when, on which stage
-    at, clock = [0] * len(schedule.rows), [0.0] * len(schedule.rows)
+    at = [0] * len(schedule.rows)
+    clock, busy = [0.0] * len(at), [0.0] * len(at)
     events = []
     progress = True
     while progress:
@@ -65,12 +66,14 @@ def simulate(schedule: Schedule, times: Times = NOMINAL, transfer: float = 0.0) 
         for stage, row in enumerate(schedule.rows):
             while at[stage] < len(row):
                 action = row[at[stage]]
-                inputs = [done.get(result) for result in needs(action, schedule.total_chunks)]
+                inputs = [done.get(r) for r in needs(action, schedule.total_chunks)]
                 if None in inputs:
                     break
                 arrivals = (when + (transfer if origin != stage else 0.0) for when, origin in filter(None, inputs))
                 start = max(clock[stage], *arrivals, 0.0)
-                clock[stage] = end = start + seconds(stage, action)
+                duration = seconds(stage, action)
+                clock[stage] = end = start + duration
+                busy[stage] += duration
                 events.append(Event(stage, action, start, end))
                 done[result(action)] = end, stage
                 at[stage] += 1
@@ -82,7 +85,7 @@ def simulate(schedule: Schedule, times: Times = NOMINAL, transfer: float = 0.0) 
     return Simulation(
         timeline=tuple(sorted(events, key=lambda e: (e.end, e.stage, e.start))),
         makespan=max(clock),
-        busy=tuple(sum(e.end - e.start for e in events if e.stage == stage) for stage in range(len(clock))),
+        busy=tuple(busy),
         peak_live=live,
         peak_pending=pending,
     )
