@@ -39,7 +39,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "optimizer.schedule": ("constant", "cosine", "inverse_sqrt"),
     "parallel.zero": (0,),
     "branch.order": ("inner", "outer"),
-    "pipeline.kind": ("none", "gpipe", "1f1b", "interleaved", "zb_h1"),
+    "pipeline.kind": ("none", "gpipe", "1f1b", "interleaved", "zb_h1", "file"),
     "checkpoint.every": (0,),
     "checkpoint.resume": ("auto", "never"),
     "elastic.min_workers": (1,),
@@ -246,6 +246,10 @@ def _pipeline(config: Config) -> Iterator[str]:
     for key, size in (("stages", p.stages), ("chunks", p.chunks)):
         if p.kind == "none" and size != 1:
             yield violation(f"pipeline.{key}", size, "pipeline=none has one", [1])
+    if p.kind == "file" and not p.file:
+        yield violation("pipeline.file", "", "pipeline=file needs the table of a schedule, one line per stage")
+    elif p.kind != "file" and p.file:
+        yield violation("pipeline.file", p.file, "only for pipeline=file")
 
 
 def _scheme(config: Config) -> Iterator[str]:
@@ -294,7 +298,7 @@ RELATIONS: tuple[tuple[set[str], Callable[[Config], Iterator[str]]], ...] = (  #
     ({"data.kind", "data.validation", "eval.every"}, _data),
     ({"data.kind", "data.objective", "model.kind", "model.length"}, _objective),
     ({"model.buckets", "model.distance"}, _buckets),
-    ({"pipeline.kind", "pipeline.stages", "pipeline.chunks"}, _pipeline),
+    ({"pipeline.kind", "pipeline.stages", "pipeline.chunks", "pipeline.file"}, _pipeline),
     (set(), _scheme),
     (set(), _branch),
     (set(), _axis_names),

@@ -119,9 +119,10 @@ class Branch:
 
 @dataclass
 class Pipeline:
-    kind: str = "none"
+    kind: str = "none"  # none | gpipe | 1f1b | interleaved | zb_h1 | file, or a registered one
     stages: int = 1
-    chunks: int = 1
+    chunks: int = 1  # model chunks per stage
+    file: str = ""  # pipeline=file: the table, one line per stage (platform.plan.schedule_file)
     scatter_gather: bool = True
 
 

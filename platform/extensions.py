@@ -1,8 +1,9 @@
 """The user's own code without a fork: `extend=[my_module]` is imported by the driver and by every worker.
 
 What such a module may call while it is imported: `platform.model.register_model`,
-`platform.data.sources.register_source`, `platform.train.optimizers.register_optimizer` and
-`platform.train.schedule.register_schedule`. Tensor schemes, like every other configuration file, go by --config-dir.
+`platform.data.sources.register_source`, `platform.train.optimizers.register_optimizer`,
+`platform.train.schedule.register_schedule` and `platform.train.pipeline.register_pipeline`. Tensor schemes,
+like every other configuration file, go by --config-dir.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from platform.arguments import experiment_of, explain, jobs_of, quote, rewrite, 
 from platform.checks import axes_of, impossible_values, parse_layout, violations
 from platform.config import Config, ConfigError, closest, digest, violation
 from platform.extensions import load_extensions
+from platform.plan.schedules import ONE_CHUNK
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -138,7 +139,11 @@ def _settle(config: Config, arguments: Sequence[str]) -> list[str]:
         lines.append(violation("optimizer.warmup_steps", warmup, f"must be <= train.steps={steps}", [steps]))
     if pipeline.kind == "none":
         pipeline.stages = pipeline.stages if "pipeline.stages" in typed else 1
+    if pipeline.kind in ("none", *ONE_CHUNK):
         pipeline.chunks = pipeline.chunks if "pipeline.chunks" in typed else 1
+    if pipeline.kind != "file":
+        pipeline.file = pipeline.file if "pipeline.file" in typed else ""
+    pipeline.file = _absolute(pipeline.file)
     config.data.path, config.data.cache = _absolute(config.data.path), _absolute(config.data.cache)
     config.checkpoint.url = _absolute(config.checkpoint.url)
     name = experiment_of(arguments) or "config"

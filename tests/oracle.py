@@ -19,7 +19,8 @@ from platform.config import Tensor as TensorConfig
 from platform.parallel.groups import Alone, Communicator, Launch, run_threads
 from platform.plan.plan import Plan
 from platform.plan.rows import rows
-from platform.train.plan import make_plan, make_schedule
+from platform.train.pipeline import schedule_of
+from platform.train.plan import make_plan
 from platform.train.trainer import Trainer
 
 CONF = Path(__file__).parent.parent / "conf"
@@ -71,7 +72,7 @@ def configure(
         c.tensor.regions, c.tensor.parameters = {r: dict(rules) for r in regions}, {"all": dict(rules)}
     c.branch = Branch(**{**read("branch", branch), "axes": dict(branch_axes or {})})
     c.parallel.data = data
-    c.pipeline = Pipeline(pipeline, stages, chunks, scatter_gather)
+    c.pipeline = Pipeline(pipeline, stages, chunks, scatter_gather=scatter_gather)
     c.train.microbatch, c.train.global_batch, c.train.steps = microbatch, global_batch, STEPS
     c.optimizer.lr, c.optimizer.clip = 1e-2, 0.5
     return c
@@ -129,7 +130,7 @@ class Result:
 def trainer_of(c: Config, plan: Plan, communicator: Communicator) -> Trainer:
     """A rank's trainer, with the rows that the driver would hand it."""
     stage = communicator.coordinates["stage"]
-    return Trainer(c, plan, communicator, Tokens(c), rows(make_schedule(c, plan.microbatches))[stage])
+    return Trainer(c, plan, communicator, Tokens(c), rows(schedule_of(c, c.parallel.data))[stage])
 
 
 def compute(c: Config, plan: Plan, communicator: Communicator) -> Result:

@@ -118,12 +118,12 @@ def test_an_experiment_is_fitted_to_what_was_chosen(tmp_path):
         "defaults: [{override /tensor: layout}, {override /branch: dsp}, _self_]\n"
         "tensor: {axes: {rows: 2, spare: 2}, layout: {batch: rows}}\n"
         "branch: {axes: {g: 2}}\n"
-        "pipeline: {stages: 4, chunks: 2}\n"
+        "pipeline: {stages: 4, chunks: 2, file: mine.csv}\n"
         "optimizer: {warmup_steps: 50}\n"
     )
     mine = compose(["+experiment=mine", "train.steps=5"], config_dir=str(tmp_path))
     assert (mine.tensor.axes, mine.branch.axes) == ({"rows": 2}, {"g": 2})
-    assert (mine.pipeline.stages, mine.pipeline.chunks) == (1, 1)
+    assert (mine.pipeline.stages, mine.pipeline.chunks, mine.pipeline.file) == (1, 1, "")
     assert mine.optimizer.warmup_steps == 50  # five steps of the same warm-up: the same run, cut short
     plain = compose(["+experiment=mine", "tensor=1d", "branch=none"], config_dir=str(tmp_path))
     assert (plain.tensor.axes, plain.tensor.layout, plain.branch.axes) == ({}, None, {})
@@ -238,9 +238,10 @@ WRONG = [
     ("parallel.data=0", "parallel.data=0: must be >= 1, or -1"),
     ("parallel.zero=1", "parallel.zero=1: not built yet"),
     ("parallel.zero=2", "parallel.zero=2: unknown; nearest legal: 0"),
-    ("pipeline=1f1b", "pipeline=1f1b: not built yet (pipeline parallelism); nearest legal: none"),
+    ("pipeline=1f1b", "pipeline.kind=1f1b: not built yet (pipeline parallelism); nearest legal: none"),
+    ("pipeline.file=/mine.csv", "pipeline.file=/mine.csv: only for pipeline=file"),
     ("pipeline.kind=1f1b", "pipeline.kind=1f1b: not built yet (pipeline parallelism); nearest legal: none"),
-    ("pipeline=2f2b", "pipeline=2f2b: unknown; nearest legal: none"),
+    ("pipeline=2f2b", "pipeline=2f2b: unknown; nearest legal: "),
     ("pipeline.stages=4", "pipeline.stages=4: pipeline=none has one; nearest legal: 1"),
     ("branch=dsp_csub", "branch=dsp_csub: not built yet"),
     ("branch.kind=dsp_csub", "branch=dsp_csub: not built yet"),
@@ -481,7 +482,7 @@ def test_own_files(driver, tmp_path, capsys):
     assert (name, config.train.steps, config.model.layers, config.tensor.axes) == ("my_run", 9, 1, {"t": 2})
     for name, line in [
         ("typo", "experiment=typo: train.stepz: unknown key; nearest legal: train.steps"),
-        ("later", "pipeline=gpipe: not built yet"),
+        ("later", "pipeline.kind=gpipe: not built yet"),
         ("broken", "experiment=broken: while parsing"),
     ]:
         assert main([*files, f"+experiment={name}"]) == 2

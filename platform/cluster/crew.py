@@ -57,8 +57,8 @@ class Crew(ABC):
 
     @abstractmethod
     def call(self, method: str, *args: Any) -> list[Any]:
-        """The results of `worker.method(*args)` on all ranks at once, by rank. Arguments and results are plain data; one
-        that is a `ByRank` gives each rank its own.
+        """The results of `worker.method(*args)` on all ranks at once, by rank. Arguments and results are plain data;
+        a `ByRank` gives each rank its own.
 
         Raises WorkerFailed as soon as one rank has failed, without waiting for others that may hang in a collective.
         """

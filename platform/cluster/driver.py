@@ -22,7 +22,7 @@ from platform.plan.plan import Plan
 from platform.plan.rows import rows
 from platform.plan.schedule import Schedule, table
 from platform.plan.simulate import simulate
-from platform.train.plan import make_schedule
+from platform.train.pipeline import schedule_of
 
 DONE, FAILED = 0, 1
 _LOST = "nothing was saved (no checkpoints yet); the same command starts again from step 1"
@@ -163,7 +163,7 @@ class _Driver:
 
     def _form(self, crew: Crew) -> float | None:
         """Makes the crew a mesh with a model; the peak FLOP/s of each worker, None where unknown."""
-        schedule = make_schedule(self.config, self.plan.microbatches)
+        schedule = schedule_of(self.config, self.plan.mesh.axes["data"])
         if schedule.stages > 1:
             self.monitor.say(_described(schedule))
         workers = crew.call("form", crew.store, self.journal.generation, list(schedule.placement))

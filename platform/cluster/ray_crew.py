@@ -87,7 +87,9 @@ class RayCrew(RemoteCrew):
         ]
 
     def _send(self, method: str, args: tuple[Any, ...]) -> None:
-        self._calls = {actor.call.remote(method, arguments(args, rank)): rank for rank, actor in enumerate(self._actors)}
+        self._calls = {
+            actor.call.remote(method, arguments(args, rank)): rank for rank, actor in enumerate(self._actors)
+        }
 
     def _receive(self, pending: Set[int], timeout: float) -> list[Outcome]:
         import ray

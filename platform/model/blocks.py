@@ -226,8 +226,8 @@ class Stack:
     def __call__(
         self, ops: Ops, x: Any, units: Sequence[str], *, mask: Any = None, memory: Any = None, memory_mask: Any = None
     ) -> Any:
-        """Runs the blocks that are among `units`; the norm belongs to the last. `mask` hides padding of x, `memory_mask`
-        of the encoder's `memory`: data tensors."""
+        """Runs the blocks that are among `units`; the norm belongs to the last. `mask` hides padding of x, and
+        `memory_mask` that of the encoder's `memory`: data tensors."""
         s, blocks = self.shapes, [block for name, block in self.blocks.items() if name in units]
         if not blocks:
             return x

@@ -97,7 +97,8 @@ def einsums(
     deferred: Deferred | None = None,
 ) -> Sequence[Tensor]:
     """The results of a group, in the order of its members. Without any conversion, plain local products, which may add
-    biases. `again`: gathered operands are not kept until the backward pass. `deferred`: see `_Einsums`; panels ignore it."""
+    biases. `again`: gathered operands are not kept until the backward pass. `deferred`: see `_Einsums`; panels do not
+    defer."""
     if group.panels:
         entered = (apply(communicator, w, m.operand) for w, m in zip(operands, group.members, strict=True))
         return summa(communicator, group, apply(communicator, x, group.x), list(entered))

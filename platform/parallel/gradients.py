@@ -40,14 +40,14 @@ def reduce(plan: Plan, communicator: Communicator, gradients: Mapping[str, Tenso
 
 
 def owns(communicator: Communicator, layout: Layout) -> bool:
-    """Whether this rank is the one of its stage that counts a block which is replicated over axes outside of `layout`."""
+    """Whether this rank is the one of its stage that counts a block replicated over the axes outside of `layout`."""
     return all(i == 0 for axis, i in communicator.coordinates.items() if axis != "stage" and axis not in layout.axes)
 
 
 @torch.no_grad()
 def squared_norm(plan: Plan, communicator: Communicator, gradients: Mapping[str, Tensor]) -> Tensor:
-    """This rank's part of the squared 2-norm of the whole gradient, fp64: replicated blocks are counted once, and tied
-    parameters on the stage that owns them. `plan`: of its stage.
+    """This rank's part of the squared 2-norm of the whole gradient, fp64: replicated blocks are counted once, and
+    tied parameters on the stage that owns them. `plan`: of its stage.
 
     Padded rows of vocab have zero gradient and do not count.
     """

@@ -175,7 +175,7 @@ class Communicator(ABC):
             self.moved, self.log = moved, log
 
     def meet(self, neighbours: Iterable[tuple[int, int]]) -> None:
-        """Opens the connections between pairs of stages, lower first, in one order: later no first send waits for one."""
+        """Opens the connections between pairs of stages, lower first, in one order, before a first send needs one."""
         moved, log, here = self.moved.copy(), self.log, self.coordinates["stage"]
         self.log = None
         for pair in neighbours:

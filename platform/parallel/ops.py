@@ -113,7 +113,11 @@ class ParallelOps(Ops):
         planned = self._planned("project", weights[0].name)
         if not biases:
             return self._einsums(planned, x, tensors, deferred=self.deferred)
-        if self.deferred is None and not planned.collectives and not any(self._planned("shift", b.name).conversions[0].forward for b in biases):
+        if (
+            self.deferred is None
+            and not planned.collectives
+            and not any(self._planned("shift", b.name).conversions[0].forward for b in biases)
+        ):
             added = [self.tensors[b.name] for b in biases]  # nothing moves: the product adds the bias on its way
             return self._einsums(planned, x, tensors, added)
         found = self._einsums(planned, x, tensors, deferred=self.deferred)
@@ -134,8 +138,8 @@ class ParallelOps(Ops):
         for group in planned.groups:
             members = [m.index for m in group.members]
             added = [biases[i] for i in members] if biases else ()
-            mine, options = [operands[i] for i in members], {"again": self._again, "deferred": deferred}
-            found = einsums(self.communicator, group, x, mine, added, **options)
+            mine = [operands[i] for i in members]
+            found = einsums(self.communicator, group, x, mine, added, again=self._again, deferred=deferred)
             results.update((m.index, y) for m, y in zip(group.members, found, strict=True))
         return tuple(results[i] for i in range(len(operands)))
 

@@ -21,7 +21,13 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, communicator, function, restore, axes, elements, x, *more):
-        ctx.communicator, ctx.function, ctx.restore, ctx.axes, ctx.shape = communicator, function, restore, axes, x.shape
+        ctx.communicator, ctx.function, ctx.restore, ctx.axes, ctx.shape = (
+            communicator,
+            function,
+            restore,
+            axes,
+            x.shape,
+        )
         ctx.tensors = [i for i, other in enumerate(more) if other is not None]
         ctx.count = len(more)
         ctx.save_for_backward(scatter(communicator, x, axes, elements), *(more[i] for i in ctx.tensors))

@@ -14,7 +14,7 @@ from platform.plan.rule import Step
 
 
 def scatter(communicator: Communicator, x: Tensor, axes: Sequence[str], elements: int) -> Tensor:
-    """This rank's part [elements] of x, which the ranks along `axes` have alike, flattened and padded; x without any."""
+    """This rank's part [elements] of x, which the ranks along `axes` have alike, flattened and padded; x if none do."""
     if not axes:
         return x
     whole = F.pad(x.flatten(), (0, elements * communicator.mesh.extent(axes) - x.numel()))

@@ -70,9 +70,7 @@ class Recorded:
     kept: tuple[Spec, ...]
 
 
-def record(
-    model: Model, recorder: Callable[[], Recorder], count: int, sizes: Mapping[str, int]
-) -> list[Recorded]:
+def record(model: Model, recorder: Callable[[], Recorder], count: int, sizes: Mapping[str, int]) -> list[Recorded]:
     """Records a model as `count` chunks of about equal cost, in order. `recorder` makes a new one.
 
     Raises ValueError for a model of fewer units than chunks.

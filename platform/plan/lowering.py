@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from platform.plan.schedule import COMPUTE, SENDS, Action, Kind, Rows, Schedule, ScheduleError, needs, result, table
+from platform.plan.schedule import COMPUTE, SENDS, Action, Kind, Rows, Schedule, ScheduleError, needs, result
 from platform.plan.simulate import simulate
 
 Message = tuple[tuple[int, Action], tuple[int, Action]]  # (stage, send), (stage, receive)
@@ -22,7 +22,7 @@ def validate(schedule: Schedule) -> None:
     A table without any backward pass is legal: evaluation uses one.
     """
     if lines := list(_violations(schedule)):
-        raise ScheduleError([*lines, table(schedule.rows)])
+        raise ScheduleError(lines, schedule.rows)
     simulate(schedule)  # raises where the stages wait for each other
 
 
@@ -33,7 +33,7 @@ def lower(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
     during which its message is sent, so it can be posted by then.
     """
     if lines := list(_violations(schedule)):
-        raise ScheduleError([*lines, table(schedule.rows)])
+        raise ScheduleError(lines, schedule.rows)
     rows: list[list[Action]] = [[] for _ in schedule.rows]
     for event in simulate(schedule).timeline:
         rows[event.stage].append(event.action)
@@ -72,7 +72,7 @@ def replay_blocking(rows: Rows) -> None:
                     missing = [r for r in needs(action, total_chunks) if r not in here[stage]]
                     if missing:
                         names = " and ".join(f"{chunk}{kind}{m}" for kind, chunk, m in missing)
-                        raise ScheduleError([f"stage {stage}: {action} runs before {names} is there", table(rows)])
+                        raise ScheduleError(f"stage {stage}: {action} runs before {names} is there", rows)
                     here[stage].add(result(action))
                 elif _meets(rows, at, stage, action):
                     assert action.peer is not None
@@ -85,7 +85,7 @@ def replay_blocking(rows: Rows) -> None:
     heads = [(stage, row[i]) for stage, (row, i) in enumerate(zip(rows, at, strict=True)) if i < len(row)]
     if heads:
         stuck = "; ".join(f"stage {stage} waits at {action} for stage {action.peer}" for stage, action in heads)
-        raise ScheduleError([f"deadlock where sends block: {stuck}", table(rows)])
+        raise ScheduleError(f"deadlock where sends block: {stuck}", rows)
 
 
 def _meets(rows: Rows, at: list[int], stage: int, send: Action) -> bool:

@@ -94,11 +94,14 @@ class Recompute:
     every: int = 1
 
 
+KEEP = Recompute()
+
+
 class Ops(ABC):
     """The language of models. Tensors are opaque here: symbols in the recorder, plain local tensors at run time."""
 
     dropout_rate: float = 0.0
-    recompute: Recompute = Recompute()
+    recompute: Recompute = KEEP
 
     def recomputed(self, kind: str, function: Callable[..., Any], spec: Spec, x: Any, *more: Any) -> Any:
         """function(x, *more), one activation. Where this kind of stretch is recomputed, only its arguments are kept for
@@ -274,7 +277,7 @@ class Recorder(Ops):
 
     scheme: Scheme
     dropout_rate: float = 0.0
-    recompute: Recompute = Recompute()
+    recompute: Recompute = KEEP
     operations: list[Operation] = field(default_factory=list)
     kept: list[Spec] = field(default_factory=list)  # the first argument of every stretch that is recomputed
     _again: bool = False

@@ -14,7 +14,7 @@ from platform.plan.collectives import plan_operation
 from platform.plan.cost import label, moved_bytes
 from platform.plan.layout import DIMS, Layout, block, padded
 from platform.plan.mesh import Mesh
-from platform.plan.ops import LOSSES, Operation, Parameter, Recompute, Recorder, Spec
+from platform.plan.ops import KEEP, LOSSES, Operation, Parameter, Recompute, Recorder, Spec
 from platform.plan.planned import Collective, PlannedOperation
 from platform.plan.planner import Planner
 from platform.plan.scheme import REGIONS, Scheme
@@ -53,7 +53,7 @@ class Plan:
     homes: Mapping[str, tuple[int, ...]]
     chunks: tuple[Chunk, ...]
     scatter_gather: bool = True
-    recompute: Recompute = Recompute()
+    recompute: Recompute = KEEP
     warnings: tuple[str, ...] = ()
 
     @cached_property
@@ -124,8 +124,8 @@ class Plan:
 
     @cached_property
     def groups(self) -> list[tuple[str, ...]]:
-        """The axes of every process group that a run needs, in one order on all ranks: those of a step, and for sampling
-        text the axes that split the logits, which are gathered one by one, and the stages, which learn the token."""
+        """The axes of every process group that a run needs, in one order on all ranks: those of a step, and for
+        sampling text the axes that split the logits, which are gathered one by one, and the stages, which learn the token."""
         used = {self.mesh.ordered(c.axes) for _, c, _ in self.step_collectives() if c.op != "send"}
         used |= {(axis,) for axis in self.scheme.regions["logits"].axes}
         used |= {("stage",)} if self.stages > 1 else set()
@@ -284,7 +284,7 @@ def build(
     microbatches: int,
     stage_of: Sequence[int] = (0,),
     scatter_gather: bool = True,
-    recompute: Recompute = Recompute(),
+    recompute: Recompute = KEEP,
     precision: str = "fp32",
     dropout: float = 0.0,
 ) -> Plan:

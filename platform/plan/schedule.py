@@ -50,11 +50,13 @@ Rows = Sequence[Sequence[Action]]  # one row per stage
 
 
 class ScheduleError(ValueError):
-    """A table that cannot run. `violations` holds one line each, without a configuration key."""
+    """A table that cannot run. `violations` holds one line each, without a configuration key; the message ends with
+    the table, where there is one."""
 
-    def __init__(self, violations: Sequence[str] | str):
+    def __init__(self, violations: Sequence[str] | str, rows: Rows = ()):
         self.violations = [violations] if isinstance(violations, str) else list(violations)
-        super().__init__("\n".join(self.violations))
+        self.rows = rows
+        super().__init__("\n".join([*self.violations, *([table(rows)] if rows else [])]))
 
 
 @dataclass(frozen=True)

@@ -61,13 +61,13 @@ def _one_chunk(name: str, chunks: int) -> None:
 def _groups(name: str, stages: int, chunks: int, microbatches: int) -> tuple[list[tuple[int, int]], int]:
     """Each forward pass as (microbatch, chunk on the stage), in order, and the number of microbatches in a group.
 
-    A group goes through all chunks before the next one starts. With 2 chunks and 5 microbatches in groups of 3:
+    A group goes through all chunks before the next one starts. With 2 chunks and 6 microbatches in groups of 3:
 
-        microbatch | 0 1 2 0 1 2 3 4 3 4
-        chunk      | 0 0 0 1 1 1 0 0 1 1
+        microbatch | 0 1 2 0 1 2 3 4 5 3 4 5
+        chunk      | 0 0 0 1 1 1 0 0 0 1 1 1
 
-    The group is the smallest number >= stages that divides the microbatches: a smaller one starves the first stage,
-    a larger one holds more activations, and one that leaves a remainder makes the bubble larger.
+    The group is the smallest number >= stages that divides the microbatches: a larger one holds more activations, in a
+    smaller one the last stage's output comes too late for the first stage's next chunk.
     """
     if chunks > 1 and microbatches < stages:
         raise ScheduleError(f"{name} with several chunks needs at least as many microbatches as stages={stages}")
@@ -98,6 +98,7 @@ def _row(
     return [*row, *weights]
 
 
+ONE_CHUNK = ("gpipe", "1f1b")  # the schedules that take no other number of chunks per stage
 SCHEDULES: dict[str, Generator] = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved, "zb_h1": zb_h1}
 
 

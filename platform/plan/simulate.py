@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
-from platform.plan.schedule import Action, Kind, Schedule, ScheduleError, needs, result, table
+from platform.plan.schedule import Action, Kind, Schedule, ScheduleError, needs, result
 
 # In units of one chunk's forward pass of one microbatch.
 NOMINAL: Mapping[Kind, float] = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.INPUT: 1.0, Kind.WEIGHT: 1.0}
@@ -57,7 +57,8 @@ def simulate(schedule: Schedule, times: Times = NOMINAL, transfer: float = 0.0) 
     """
     seconds = times if callable(times) else (lambda stage, action: times[action.kind])
     done: dict[tuple[str, int, int], tuple[float, int]] = {}  # result -> when, on which stage
-    at, clock = [0] * len(schedule.rows), [0.0] * len(schedule.rows)
+    at = [0] * len(schedule.rows)
+    clock, busy = [0.0] * len(at), [0.0] * len(at)
     events = []
     progress = True
     while progress:
@@ -65,24 +66,26 @@ def simulate(schedule: Schedule, times: Times = NOMINAL, transfer: float = 0.0) 
         for stage, row in enumerate(schedule.rows):
             while at[stage] < len(row):
                 action = row[at[stage]]
-                inputs = [done.get(result) for result in needs(action, schedule.total_chunks)]
+                inputs = [done.get(r) for r in needs(action, schedule.total_chunks)]
                 if None in inputs:
                     break
                 arrivals = (when + (transfer if origin != stage else 0.0) for when, origin in filter(None, inputs))
                 start = max(clock[stage], *arrivals, 0.0)
-                clock[stage] = end = start + seconds(stage, action)
+                duration = seconds(stage, action)
+                clock[stage] = end = start + duration
+                busy[stage] += duration
                 events.append(Event(stage, action, start, end))
                 done[result(action)] = end, stage
                 at[stage] += 1
                 progress = True
     if stuck := [(stage, row[i]) for stage, (row, i) in enumerate(zip(schedule.rows, at, strict=True)) if i < len(row)]:
         lines = [_explain(stage, action, schedule, done) for stage, action in stuck]
-        raise ScheduleError([f"deadlock: {'; '.join(lines)}", table(schedule.rows)])
+        raise ScheduleError(f"deadlock: {'; '.join(lines)}", schedule.rows)
     live, pending = zip(*(_peaks(row) for row in schedule.rows), strict=True)
     return Simulation(
         timeline=tuple(sorted(events, key=lambda e: (e.end, e.stage, e.start))),
         makespan=max(clock),
-        busy=tuple(sum(e.end - e.start for e in events if e.stage == stage) for stage in range(len(clock))),
+        busy=tuple(busy),
         peak_live=live,
         peak_pending=pending,
     )

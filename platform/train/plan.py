@@ -9,23 +9,8 @@ from platform.config import Config, ConfigError
 from platform.model import build as build_model
 from platform.plan.ops import Recompute
 from platform.plan.plan import IllegalPlan, Plan, build
-from platform.plan.schedule import Schedule, ScheduleError
-from platform.plan.schedules import generate, legal_microbatches
 from platform.plan.scheme import compose
-
-
-def make_schedule(config: Config, microbatches: int) -> Schedule:
-    """The table of the run's pipeline. Raises ConfigError naming the nearest legal numbers of microbatches."""
-    p = config.pipeline
-    kind = "1f1b" if p.kind == "none" else p.kind
-    try:
-        return generate(kind, p.stages, p.chunks, microbatches)
-    except ScheduleError as error:
-        nearest = legal_microbatches(kind, p.stages, p.chunks, microbatches) or ()
-        together = config.train.microbatch * config.parallel.data
-        batches = " or ".join(f"train.global_batch={m * together} ({m} microbatches)" for m in nearest)
-        legal = f"; nearest legal: {batches}" if batches else ""
-        raise ConfigError([f"pipeline={kind}: {line}{legal}" for line in error.violations]) from None
+from platform.train.pipeline import schedule_of
 
 
 def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int] | None = None) -> Plan:
@@ -62,7 +47,7 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
             data=data,
             microbatch=train.microbatch,
             microbatches=microbatches,
-            stage_of=make_schedule(config, microbatches).placement if stage_of is None else stage_of,
+            stage_of=schedule_of(config, data).placement if stage_of is None else stage_of,
             recompute=Recompute(config.recompute, config.recompute_every),
             scatter_gather=config.pipeline.scatter_gather,
             precision=config.precision,

@@ -124,7 +124,9 @@ class Trainer:
         self._pipeline(forward, lambda chunks: self.weights.accumulate()).run(self.rows.step)
         return total, predicted
 
-    def _pipeline(self, forward: Forward, accumulated: Callable[[Sequence[int]], None] = lambda chunks: None) -> Pipeline:
+    def _pipeline(
+        self, forward: Forward, accumulated: Callable[[Sequence[int]], None] = lambda chunks: None
+    ) -> Pipeline:
         dtype = DTYPES[self.plan.precision][0]
         return Pipeline(self.stage, self.communicator, dtype, forward, accumulated)
 
@@ -140,14 +142,16 @@ class Trainer:
         return {"loss": self.model.forward(self.ops, inputs)}
 
     def load(self, split: str, first: int, chunk: Chunk | None = None) -> Blocks:
-        """This rank's blocks of the microbatch whose first sequence (all replicas together) is `first`, as the operations
-        of `chunk` read them, or of all of this stage's chunks."""
+        """This rank's blocks of the microbatch whose first sequence (all replicas together) is `first`, for the
+        operations of `chunk`, or of all of this stage's chunks."""
         part = self._parts[chunk.number] if chunk else self.stage
         return place(part, self.communicator, lambda i, j: self.corpus.batch(split, first + i, first + j))
 
     def _sum_over_world(self, loss: Tensor, squares: Tensor) -> tuple[float, float]:
         """The loss summed over every token of the global batch, and another fp64 scalar summed over all ranks."""
-        mine = loss if gradients.owns(self.communicator, self.plan.loss_layout) else torch.zeros_like(loss)  # 0 elsewhere
+        mine = (
+            loss if gradients.owns(self.communicator, self.plan.loss_layout) else torch.zeros_like(loss)
+        )  # 0 elsewhere
         both = torch.stack((mine, squares))
         if world := self.plan.mesh.ordered(self.plan.mesh.axes):
             both = self.communicator.launch("all_reduce", both, world).wait()
@@ -200,7 +204,9 @@ class Trainer:
 
     def _logits(self, data: Mapping[str, Tensor], position: int) -> Tensor:
         """[vocab] at a position of sequences [1, length] that are all alike, on every rank."""
-        found = torch.zeros(self.plan.sizes["vocab"], dtype=DTYPES[self.plan.precision][0], device=self.communicator.device)
+        found = torch.zeros(
+            self.plan.sizes["vocab"], dtype=DTYPES[self.plan.precision][0], device=self.communicator.device
+        )
 
         def forward(chunk: Chunk, _: int, flow: Flow, deferred: Deferred | None) -> Flow:
             same = lambda i, j: {k: v.expand(j - i, -1) for k, v in data.items()}  # noqa: E731

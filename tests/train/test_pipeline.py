@@ -1,0 +1,75 @@
+"""From pipeline.* to the table of a run; what cannot be is refused with the nearest that can."""
+
+import pytest
+
+from platform.config import Config, ConfigError, Pipeline, Train
+from platform.plan.schedule import ScheduleError, table
+from platform.plan.schedule_file import to_csv
+from platform.plan.schedules import SCHEDULES, generate
+from platform.train.pipeline import register_pipeline, schedule_of
+
+
+def config(batch: int = 16, microbatch: int = 2, **pipeline) -> Config:
+    return Config(train=Train(global_batch=batch, microbatch=microbatch), pipeline=Pipeline(**pipeline))
+
+
+def refused(*args, data: int = 1, **kwargs) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        schedule_of(config(*args, **kwargs), data)
+    return error.value.violations
+
+
+def test_microbatches_are_what_one_replica_does_in_a_step():
+    assert schedule_of(config(kind="interleaved", stages=2, chunks=2), data=2) == generate("interleaved", 2, 2, 4)
+
+
+def test_without_a_pipeline_each_backward_pass_follows_its_forward_pass():
+    assert table(schedule_of(config(batch=4), 1).rows) == "stage 0 | 0F0 0B0 0F1 0B1"
+
+
+def test_too_few_microbatches():
+    assert refused(batch=12, kind="zb_h1", stages=4, chunks=2, data=2) == [
+        "train.global_batch=12: is 3 microbatches; zb_h1 with several chunks needs at least as many microbatches as"
+        " stages=4; nearest legal: 16, 20, 24"
+    ]
+
+
+def test_several_chunks_where_there_is_one():
+    [line] = refused(kind="gpipe", stages=2, chunks=3)
+    assert line.startswith("pipeline=gpipe: gpipe has one chunk per stage, not 3")
+
+
+def test_a_schedule_in_a_file(tmp_path):
+    path = str(tmp_path / "mine.csv")
+    to_csv(generate("zb_h1", 2, 2, 4), path)
+    mine = config(batch=8, kind="file", file=path, stages=2, chunks=2)
+    assert schedule_of(mine, 1).rows == generate("zb_h1", 2, 2, 4).rows
+    assert refused(batch=12, kind="file", file=path, stages=4) == [
+        "pipeline.stages=4: the table in pipeline.file has 2; nearest legal: 2",
+        "pipeline.chunks=1: the table in pipeline.file has 2; nearest legal: 2",
+        "train.global_batch=12: is 6 microbatches; the table in pipeline.file has 4; nearest legal: 8",
+    ]
+    (tmp_path / "mine.csv").write_text("0F0,0B0\n1B0,1F0\n")
+    assert refused(kind="file", file=path, stages=2) == [
+        f"pipeline.file={path}: 1B0 stands before 1F0",
+        "stage 0 | 0F0 0B0\nstage 1 | 1B0 1F0",
+    ]
+    [line] = refused(kind="file", file=path + "x")
+    assert line.startswith(f"pipeline.file={path}x: cannot be read")
+
+
+def test_a_registered_schedule(monkeypatch):
+    monkeypatch.setattr("platform.train.pipeline.SCHEDULES", SCHEDULES)
+    monkeypatch.setattr("platform.train.pipeline.allow", lambda *_: None)
+
+    def pairs(stages, chunks, microbatches):
+        if microbatches % 2:
+            raise ScheduleError("needs pairs")
+        return SCHEDULES["gpipe"](stages, chunks, microbatches)
+
+    register_pipeline("pairs", pairs)
+    try:
+        assert schedule_of(config(kind="pairs", stages=2), 1).name == "pairs"
+        assert refused(batch=6, kind="pairs", stages=2)[0].endswith("needs pairs; nearest legal: 4, 8, 12")
+    finally:
+        del SCHEDULES["pairs"]
