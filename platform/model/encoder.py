@@ -35,5 +35,5 @@ class Encoder:
     def part(self, ops: Ops, inputs: Mapping[str, Any], flow: Mapping[str, Any], units: Sequence[str]) -> Flow:
         """Some of the `units`: see Decoder.part."""
         x = self.embedding(ops, inputs["tokens"]) if "embedding" in units else flow["stream"]
-        x = self.stack(ops, x, units, mask=inputs["tokens"])
+        x = self.stack(ops, x, units, mask=inputs.get("tokens"))
         return self.head(ops, x, inputs.get("labels")) if "head" in units else {"stream": x}

@@ -38,7 +38,7 @@ class EncoderDecoder:
 
     def part(self, ops: Ops, inputs: Mapping[str, Any], flow: Mapping[str, Any], units: Sequence[str]) -> Flow:
         """Some of the `units`: see Decoder.part. `memory` flows beside the decoder's stream."""
-        source, flow = inputs["source"], dict(flow)
+        source, flow = inputs.get("source"), dict(flow)
         if "encoder.embedding" in units:
             flow["stream"] = self.source(ops, source)
         if "memory" not in flow:
@@ -47,4 +47,6 @@ class EncoderDecoder:
             flow = {"memory": flow["stream"], "stream": self.target(ops, inputs["tokens"])}
         if "memory" in flow:
             flow["stream"] = self.decoder(ops, flow["stream"], units, memory=flow["memory"], memory_mask=source)
+        if self.decoder.units[-1] in units:
+            del flow["memory"]
         return self.head(ops, flow["stream"], inputs.get("labels")) if "head" in units else flow

@@ -124,8 +124,8 @@ class Plan:
 
     @cached_property
     def groups(self) -> list[tuple[str, ...]]:
-        """The axes of every process group that a run needs, in one order on all ranks: those of a step, and for
-        sampling text the axes that split the logits, which are gathered one by one, and the stages, which learn the token."""
+        """The axes of every process group that a run needs, in one order on all ranks: those of a step; and, for text to
+        be sampled, those that split the logits, which are gathered one by one, and the stages, which learn the token."""
         used = {self.mesh.ordered(c.axes) for _, c, _ in self.step_collectives() if c.op != "send"}
         used |= {(axis,) for axis in self.scheme.regions["logits"].axes}
         used |= {("stage",)} if self.stages > 1 else set()

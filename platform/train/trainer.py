@@ -47,7 +47,12 @@ class Corpus(Protocol):
 
 
 class Trainer:
-    """Executes a plan on the rank of `communicator`, whose stage runs `rows`."""
+    """Executes a plan on the rank of `communicator`, whose stage runs `rows`.
+
+    `peak_live`: forward passes of chunks whose activations were alive at once in the last step.
+    """
+
+    peak_live = 0
 
     def __init__(self, config: Config, plan: Plan, communicator: Communicator, corpus: Corpus, rows: Rows):
         self.config, self.plan, self.communicator, self.corpus = config, plan, communicator, corpus
@@ -121,7 +126,9 @@ class Trainer:
                 out = {"loss": out["loss"] / predicted}
             return out
 
-        self._pipeline(forward, lambda chunks: self.weights.accumulate()).run(self.rows.step)
+        pipeline = self._pipeline(forward, lambda chunks: self.weights.accumulate())
+        pipeline.run(self.rows.step)
+        self.peak_live = pipeline.peak_live
         return total, predicted
 
     def _pipeline(
