@@ -18,14 +18,14 @@ class _Einsums(torch.autograd.Function):
     """Forward: gather x and the operands (all issued first), multiply, convert the results as they come.
 
     Backward: the gradient of x is computed first and its reduction runs while the operands' gradients are computed.
-    `again`: keeps the local blocks only and gathers them again, under way together with the results' gradients.
+    What the plan brings in again is kept as it is stored only, and gathered again together with the results' gradients.
     """
 
     @staticmethod
-    def forward(ctx, communicator, group: Group, again: bool, x: Tensor, *operands: Tensor):
-        ctx.communicator, ctx.group, ctx.again = communicator, group, again
-        if again:
-            ctx.save_for_backward(x, *operands)
+    def forward(ctx, communicator, group: Group, x: Tensor, *operands: Tensor):
+        ctx.communicator, ctx.group = communicator, group
+        again = [group.again, *(m.again for m in group.members)]
+        stored = (x, *operands)
         coming = [convert(communicator, w, m.operand.forward) for w, m in zip(operands, group.members, strict=True)]
         x = convert(communicator, x, group.x.forward).wait()
         local = [c.wait() for c in coming]
@@ -33,8 +33,7 @@ class _Einsums(torch.autograd.Function):
             convert(communicator, local_einsum(m.x_dims, m.dims, m.out_dims)(x, w), m.output.forward)
             for w, m in zip(local, group.members, strict=True)
         ]
-        if not again:
-            ctx.save_for_backward(x, *local)
+        ctx.save_for_backward(*(s if a else t for s, t, a in zip(stored, (x, *local), again, strict=True)))
         return tuple(c.wait() for c in leaving)
 
     @staticmethod
@@ -42,22 +41,25 @@ class _Einsums(torch.autograd.Function):
         x, *operands = ctx.saved_tensors
         communicator, members = ctx.communicator, ctx.group.members
         coming = [convert(communicator, g, m.output.backward) for g, m in zip(gradients, members, strict=True)]
-        if ctx.again:
-            regathered = [convert(communicator, w, m.operand.forward) for w, m in zip(operands, members, strict=True)]
+        regathered = [
+            convert(communicator, w, m.operand.forward if m.again else ())
+            for w, m in zip(operands, members, strict=True)
+        ]
+        if ctx.group.again:
             x = convert(communicator, x, ctx.group.x.forward).wait()
-            operands = [c.wait() for c in regathered]
+        operands = [c.wait() for c in regathered]
         local = [c.wait() for c in coming]
         products = (
             local_einsum(m.out_dims, m.dims, m.x_dims)(g, w) for g, w, m in zip(local, operands, members, strict=True)
         )
-        dx = convert(communicator, _sum(products), ctx.group.x.backward) if ctx.needs_input_grad[3] else None
+        dx = convert(communicator, _sum(products), ctx.group.x.backward) if ctx.needs_input_grad[2] else None
         dws = [
             convert(communicator, local_einsum(m.x_dims, m.out_dims, m.dims)(x, g), m.operand.backward)
             if needed
             else None
-            for g, m, needed in zip(local, members, ctx.needs_input_grad[4:], strict=True)
+            for g, m, needed in zip(local, members, ctx.needs_input_grad[3:], strict=True)
         ]
-        return None, None, None, dx and dx.wait(), *(dw and dw.wait() for dw in dws)
+        return None, None, dx and dx.wait(), *(dw and dw.wait() for dw in dws)
 
 
 def _sum(parts) -> Tensor:
@@ -73,17 +75,14 @@ def einsums(
     x: Tensor,
     operands: Sequence[Tensor],
     biases: Sequence[Tensor] = (),
-    *,
-    again: bool = False,
 ) -> Sequence[Tensor]:
     """The results of a group, in the order of its members. Without any conversion, plain local products, which may add
-    biases. `again`: gathered operands are not kept until the backward pass."""
+    biases."""
     if group.panels:
-        entered = (apply(communicator, w, m.operand) for w, m in zip(operands, group.members, strict=True))
-        return summa(communicator, group, apply(communicator, x, group.x), list(entered))
+        return summa(communicator, group, apply(communicator, x, group.x), operands)
     conversions = [group.x, *(c for m in group.members for c in (m.operand, m.output))]
     if not any(c.forward or c.backward for c in conversions):
         triples = zip(operands, group.members, biases or [None] * len(operands), strict=True)  # type: ignore[list-item]
         return [local_einsum(m.x_dims, m.dims, m.out_dims)(x, w, bias) for w, m, bias in triples]
     assert not biases
-    return _Einsums.apply(communicator, group, again, x, *operands)
+    return _Einsums.apply(communicator, group, x, *operands)

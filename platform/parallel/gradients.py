@@ -2,55 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
+from platform.parallel import chunks
+from platform.parallel.convert import Pending, convert
 from platform.parallel.groups import Communicator
-from platform.plan.layout import Layout
+from platform.plan.ops import Parameter
 from platform.plan.plan import Plan
 
-BUCKET_BYTES = 32 << 20
+
+class Reduction:
+    """The deferred reductions of partial gradients under way: every bucket's first collective is issued at once.
+
+    `gradients`: name -> sum over the microbatches, shaped as the compute copy, of all parameters or some. They must not
+    be used any more.
+    """
+
+    @torch.no_grad()
+    def __init__(self, plan: Plan, communicator: Communicator, gradients: Mapping[str, Tensor]):
+        self._plan = plan
+        self._done: dict[str, Tensor] = {}
+        self._under_way: list[tuple[list[Parameter], Pending]] = []
+        for axes, parameters in plan.buckets.items():
+            present = [p for p in parameters if p.name in gradients]
+            steps = plan.reduction(axes)
+            if not steps:
+                self._done.update((p.name, gradients[p.name]) for p in present)
+                continue
+            parts = plan.mesh.extent(plan.scattered(axes))
+            for bucket in chunks.buckets(present, gradients):
+                rows = [chunks.flatten(gradients[p.name], parts).view(parts, -1) for p in bucket]  # a row per rank
+                self._under_way.append((bucket, convert(communicator, torch.cat(rows, 1), steps, owned=True)))
+
+    @torch.no_grad()
+    def wait(self) -> dict[str, Tensor]:
+        """Name -> the whole sum of this rank's block or chunk, shaped as the master copy."""
+        for _, pending in self._under_way:
+            pending.proceed()
+        for bucket, pending in self._under_way:
+            shapes = [self._plan.master_shape(p) for p in bucket]
+            parts = pending.wait().flatten().split([torch.Size(shape).numel() for shape in shapes])
+            triples = zip(bucket, parts, shapes, strict=True)
+            self._done.update((p.name, part.view(shape)) for p, part, shape in triples)
+        return self._done
 
 
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    bucket: list[Tensor] = []
-    for t in tensors:
-        if bucket and sum(b.nbytes for b in bucket) + t.nbytes > BUCKET_BYTES:
-            yield bucket
-            bucket = []
-        bucket.append(t)
-    yield bucket
-
-
-@torch.no_grad()
-def reduce(plan: Plan, communicator: Communicator, gradients: Mapping[str, Tensor]) -> None:
-    """Sums the partial gradients in place, over the axes that the plan names; all buckets are under way at once."""
-    under_way = []
-    for axes, parameters in plan.buckets.items():
-        if axes:
-            for bucket in _buckets([gradients[p.name] for p in parameters]):
-                flat = torch.cat([g.flatten() for g in bucket])
-                under_way.append((bucket, communicator.launch("all_reduce", flat, axes, owned=True)))
-    for bucket, handle in under_way:
-        parts = handle.wait().split([g.numel() for g in bucket])
-        for g, part in zip(bucket, parts, strict=True):
-            g.copy_(part.view_as(g))
-
-
-def owns(communicator: Communicator, layout: Layout) -> bool:
-    """Whether this rank is the one that counts a block which is replicated over the axes outside of `layout`."""
-    return all(i == 0 for axis, i in communicator.coordinates.items() if axis not in layout.axes)
+def owns(communicator: Communicator, axes: Iterable[str]) -> bool:
+    """Whether this rank is the one that counts what is split over `axes` and replicated over all others."""
+    split = set(axes)
+    return all(i == 0 for axis, i in communicator.coordinates.items() if axis not in split)
 
 
 @torch.no_grad()
 def squared_norm(plan: Plan, communicator: Communicator, gradients: Mapping[str, Tensor]) -> Tensor:
-    """This rank's part of the squared 2-norm of the whole gradient, fp64: replicated blocks are counted once.
+    """This rank's part of the squared 2-norm of the whole gradient, fp64: what is replicated is counted once.
 
-    Padded rows of vocab have zero gradient and do not count.
+    Padded rows of vocab and the padding of chunks have zero gradient and do not count.
     """
-    mine = [gradients[p.name] for p in plan.parameters if owns(communicator, plan.layout(p))]
+    mine = [gradients[p.name] for p in plan.parameters if owns(communicator, plan.split_over(p))]
     if not mine:
         return torch.zeros((), dtype=torch.float64, device=communicator.device)
     return torch.stack(torch._foreach_norm(mine)).double().square().sum()

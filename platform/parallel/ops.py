@@ -51,7 +51,6 @@ class ParallelOps(Ops):
         self.plan, self.communicator, self.tensors = plan, communicator, tensors
         self.dropout_rate = dropout
         self.position = Position()
-        self._again = plan.scheme.gathered == "again"
         tensors_of = (t for o in plan.operations.values() for t in (*o.operation.inputs, *o.operation.outputs))
         self._blocks = {t: plan.block(t, communicator.coordinates) for t in tensors_of if isinstance(t, Spec)}
 
@@ -109,7 +108,7 @@ class ParallelOps(Ops):
         for group in planned.groups:
             members = [m.index for m in group.members]
             added = [biases[i] for i in members] if biases else ()
-            found = einsums(self.communicator, group, x, [operands[i] for i in members], added, again=self._again)
+            found = einsums(self.communicator, group, x, [operands[i] for i in members], added)
             results.update((m.index, y) for m, y in zip(group.members, found, strict=True))
         return tuple(results[i] for i in range(len(operands)))
 

@@ -16,6 +16,7 @@ from platform.plan.mesh import Mesh
 from platform.plan.ops import LOSSES, Operation, Ops, Parameter, Recorder, Spec
 from platform.plan.planned import Collective, PlannedOperation
 from platform.plan.planner import Planner
+from platform.plan.rule import Step
 from platform.plan.scheme import REGIONS, Scheme
 
 # precision -> bytes per element of each dtype class (`master`: parameters and optimizer state)
@@ -53,7 +54,8 @@ class IllegalPlan(ValueError):
 class Plan:
     """`sizes` are those of one microbatch of all replicas together (batch = microbatch x data), vocab as configured;
     the planner's have vocab padded. `reductions`: parameter name -> axes over which its gradient is summed once a
-    step."""
+    step. `sharded`: axes over which master copies, reduced gradients and optimizer state are kept in chunks: equal
+    padded parts of the flattened local block, one per rank."""
 
     planner: Planner
     precision: str
@@ -62,6 +64,7 @@ class Plan:
     parameters: tuple[Parameter, ...]
     reductions: Mapping[str, tuple[str, ...]]
     operations: Mapping[tuple[str, str], PlannedOperation]
+    sharded: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
     @property
@@ -71,6 +74,11 @@ class Plan:
     @property
     def scheme(self) -> Scheme:
         return self.planner.scheme
+
+    @property
+    def storage(self) -> tuple[str, ...]:
+        """Those of the sharded axes over which not even the compute copies are whole between uses."""
+        return self.planner.storage
 
     def layout(self, tensor: Spec | Parameter) -> Layout:
         return self.planner.layout(tensor)
@@ -82,6 +90,26 @@ class Plan:
     def block(self, tensor: Spec | Parameter, coordinates: Mapping[str, int]) -> list[tuple[int, int]]:
         """(offset, extent) per dim of the block at `coordinates`; the last blocks of vocab may reach into padding."""
         return block(tensor.dims, self.planner.sizes_of(tensor), self.layout(tensor), self.mesh, coordinates)
+
+    def chunk(self, p: Parameter, coordinates: Mapping[str, int]) -> tuple[int, int]:
+        """(start, stop) of what the rank at `coordinates` keeps of its flattened local block as master copy and as
+        optimizer state: all of it, or its chunk without the padding, which may be empty."""
+        elements = prod(self.local_shape(p))
+        chunk = self.planner.chunk(p, self.sharded)
+        start = self.mesh.index(coordinates, self.sharded) * chunk
+        return min(start, elements), min(start + chunk, elements)
+
+    def master_shape(self, p: Parameter) -> tuple[int, ...]:
+        """The shape of a rank's master copy and reduced gradient: its block, or its chunk with the padding."""
+        return (self.planner.chunk(p, self.sharded),) if self.sharded else self.local_shape(p)
+
+    def stored_shape(self, p: Parameter) -> tuple[int, ...]:
+        """The shape of a rank's compute copy between uses, and of its gradient."""
+        return self.planner.stored(p)
+
+    def split_over(self, p: Parameter) -> tuple[str, ...]:
+        """The axes along which ranks have different parts of the master copy."""
+        return (*self.layout(p).axes, *self.sharded)
 
     def global_shape(self, tensor: Spec | Parameter) -> tuple[int, ...]:
         """The tensor as the model means it: vocab without padding."""
@@ -107,13 +135,31 @@ class Plan:
             out[self.reductions[p.name]].append(p)
         return dict(out)
 
+    def scattered(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """Those of the axes of a deferred reduction over which it leaves chunks."""
+        return tuple(a for a in axes if a in self.sharded)
+
+    def reduction(self, axes: Sequence[str]) -> list[Step]:
+        """The moves of a bucket of gradients [ranks along the scattered axes, elements of a chunk] that is summed over
+        `axes`. It is scattered first: the fewest bytes."""
+        scattered = self.scattered(axes)
+        summed = tuple(a for a in axes if a not in scattered)
+        moves = (("reduce_scatter", scattered), ("all_reduce", summed))
+        return [Step(op, over) for op, over in moves if over]
+
     @cached_property
     def parameter_count(self) -> int:
         return sum(prod(self.global_shape(p)) for p in self.parameters)
 
     @cached_property
     def local_parameter_count(self) -> int:
-        return sum(prod(self.local_shape(p)) for p in self.parameters)
+        """What a worker keeps between uses: compute copies."""
+        return sum(prod(self.stored_shape(p)) for p in self.parameters)
+
+    @cached_property
+    def local_master_count(self) -> int:
+        """What a worker's optimizer updates: master copies, each with the optimizer's state."""
+        return sum(prod(self.master_shape(p)) for p in self.parameters)
 
     @cached_property
     def tokens_per_step(self) -> int:
@@ -145,13 +191,17 @@ class Plan:
         operations = self.operations.items()
         found = [(f"{kind} {name}", c, self.microbatches) for (kind, name), o in operations for c in o.collectives]
         for axes, parameters in self.buckets.items():
-            if axes:
-                elements = sum(prod(self.local_shape(p)) for p in parameters)
-                c = Collective("all_reduce", axes, elements, "accumulate", "reduce", "last backward", "optimizer")
-                found.append(("gradients", c, 1))
+            shape = self.mesh.extent(self.scattered(axes)), sum(prod(self.master_shape(p)) for p in parameters)
+            when = "reduce", "last backward", "clipping"
+            planned = self.planner.collectives(self.reduction(axes), shape, *when, "accumulate")
+            found += [("gradients", c, 1) for c in planned]
         if world := self.mesh.ordered(self.mesh.axes):
             c = Collective("all_reduce", world, METRICS, "metrics", "reduce", "gradients", "clipping")
             found.append(("loss and norm", c, 1))
+        if self.sharded and not self.storage:
+            count = self.local_master_count
+            c = Collective("all_gather", self.sharded, count, "compute", "update", "optimizer", "next step")
+            found.append(("parameters", c, 1))
         return found
 
     def moved_bytes(self, c: Collective) -> int:
@@ -175,6 +225,8 @@ class Plan:
             "scheme": self.scheme.name,
             "precision": self.precision,
             "microbatches": self.microbatches,
+            "sharded": list(self.sharded),
+            "storage": list(self.storage),
             "sizes": dict(self.sizes),
             "regions": {r: dict(layout) for r, layout in self.scheme.regions.items()},
             "parameters": [
@@ -229,18 +281,22 @@ def build(
     microbatch: int,
     microbatches: int,
     precision: str = "fp32",
+    zero: int = 0,
     dropout: float = 0.0,
 ) -> Plan:
     """Records the model and plans every operation.
 
-    `microbatch`: sequences per microbatch and replica. Raises IllegalPlan with all violations: an axis that would split
-    two dims of one operation, or a dim (other than vocab) that its axes do not divide.
+    `microbatch`: sequences per microbatch and replica. `zero`: what is sharded over `data` (ZeRO, Rajbhandari et al.
+    2020): 0 nothing, 1 master copies and optimizer state, 3 the parameters too, whose storage axis `data` then is.
+    Raises IllegalPlan with all violations: an axis that would split two dims of one operation, or a dim (other than
+    vocab) that its axes do not divide.
     """
     mesh = Mesh.of(scheme.mesh_axes(data))
     sizes = {"memory_length": model.sizes["length"], **model.sizes, "batch": microbatch * data}
     vocab_axes = {a for layout in (*scheme.regions.values(), *scheme.parameters.values()) for a in layout["vocab"]}
     padded_sizes = {**sizes, "vocab": padded(sizes["vocab"], mesh.extent(sorted(vocab_axes)))}
-    planner = Planner(mesh, scheme, padded_sizes, {})
+    sharded = mesh.ordered(("data",)) if zero else ()
+    planner = Planner(mesh, scheme, padded_sizes, {}, storage=sharded if zero == 3 else ())
 
     recorder = Recorder(scheme, dropout)
     model.forward(recorder, {name: name for name in model.inputs})
@@ -261,6 +317,7 @@ def build(
             if extra := tuple(a for a in axes if a not in common):
                 at_use[operation.name, operation.kind, name] = extra
 
+    assert all({*planner.storage, *axes} >= set(sharded) for axes in reductions.values()), "batch is split over data"
     planner = replace(planner, reduced_at_use=at_use)
     operations = {(o.kind, o.name): plan_operation(planner, o) for o in recorder.operations}
     assert len(operations) == len(recorder.operations), "operation names are unique within their kind"
@@ -272,6 +329,7 @@ def build(
         parameters=parameters,
         reductions=reductions,
         operations=operations,
+        sharded=sharded,
         warnings=tuple(_replicated(mesh, operations, sizes)),
     )
 
@@ -369,13 +427,20 @@ def describe(plan: Plan) -> str:
     lines = [
         f"plan  {plan.mesh.size} workers = {mesh}; tensor scheme {plan.scheme.name}; {plan.precision}",
         *(table if dims else []),
-        f"  parameters      {plan.parameter_count:,} ({plan.local_parameter_count:,} per worker)",
+        f"  parameters      {plan.parameter_count:,} ({plan.local_parameter_count:,} per worker){_sharding(plan)}",
         f"  step            {plan.tokens_per_step:,} tokens in {plan.microbatches} microbatches;"
         f" {human(plan.flops_per_token * plan.tokens_per_step)}FLOP",
         f"  communication   {human(sum(moved.values()))}B per step: {traffic}{more}",
         *(f"  warning         {w}" for w in plan.warnings),
     ]
     return "\n".join(lines)
+
+
+def _sharding(plan: Plan) -> str:
+    if not plan.sharded:
+        return ""
+    over = f"chunks over {'+'.join(plan.sharded)}"
+    return f", kept in {over}" if plan.storage else f", updated in {over} ({plan.local_master_count:,} per worker)"
 
 
 def human(x: float) -> str:

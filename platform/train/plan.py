@@ -42,6 +42,7 @@ def make_plan(config: Config, workers: int | None = None) -> Plan:
             microbatch=train.microbatch,
             microbatches=train.global_batch // together,
             precision=config.precision,
+            zero=config.parallel.zero,
             dropout=config.model.dropout,
         )
     except IllegalPlan as error:

@@ -18,6 +18,7 @@ from platform.model.blocks import LOGITS
 from platform.model.encoder import Encoder
 from platform.parallel import gradients, random
 from platform.parallel.clock import Clock
+from platform.parallel.gradients import Reduction
 from platform.parallel.groups import Communicator
 from platform.parallel.ops import ParallelOps, Position
 from platform.plan.plan import Plan
@@ -91,9 +92,8 @@ class Trainer:
         """
         loss, predicted = self._forward_backward(step)
         with self.clock.section("reduce"):
-            grads = self.weights.gradients
-            gradients.reduce(self.plan, self.communicator, grads)
-            squares = gradients.squared_norm(self.plan, self.communicator, grads)
+            self.weights.receive(Reduction(self.plan, self.communicator, self.weights.sums).wait())
+            squares = gradients.squared_norm(self.plan, self.communicator, self.weights.gradients)
             total, square = self._sum_over_world(loss, squares)
         return total / predicted, sqrt(square)
 
@@ -122,7 +122,7 @@ class Trainer:
 
     def _sum_over_world(self, loss: Tensor, squares: Tensor) -> tuple[float, float]:
         """The loss summed over every token of the global batch, and another fp64 scalar summed over all ranks."""
-        mine = loss if gradients.owns(self.communicator, self.plan.loss_layout) else torch.zeros_like(loss)
+        mine = loss if gradients.owns(self.communicator, self.plan.loss_layout.axes) else torch.zeros_like(loss)
         both = torch.stack((mine, squares))
         if world := self.plan.mesh.ordered(self.plan.mesh.axes):
             both = self.communicator.launch("all_reduce", both, world).wait()
