@@ -1,8 +1,8 @@
-"""What happens to gradients once a step: the deferred reductions, bucketed per set of axes, and the global norm."""
+"""What moves once a step, in buckets: the deferred reductions of gradients, and updated chunks. And the global norm."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,6 +12,23 @@ from platform.parallel.convert import Pending, convert
 from platform.parallel.groups import Communicator
 from platform.plan.ops import Parameter
 from platform.plan.plan import Plan
+
+BUCKET_BYTES = 32 << 20
+
+
+def _buckets(parameters: Sequence[Parameter], tensors: Mapping[str, Tensor]) -> Iterator[list[Parameter]]:
+    """The parameters in runs whose `tensors` are launched together."""
+    bucket: list[Parameter] = []
+    size = 0
+    for p in parameters:
+        nbytes = tensors[p.name].nbytes
+        if bucket and size + nbytes > BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(p)
+        size += nbytes
+    if bucket:
+        yield bucket
 
 
 class Reduction:
@@ -33,7 +50,7 @@ class Reduction:
                 self._done.update((p.name, gradients[p.name]) for p in present)
                 continue
             parts = plan.mesh.extent(plan.scattered(axes))
-            for bucket in chunks.buckets(present, gradients):
+            for bucket in _buckets(present, gradients):
                 rows = [chunks.flatten(gradients[p.name], parts).view(parts, -1) for p in bucket]  # a row per rank
                 self._under_way.append((bucket, convert(communicator, torch.cat(rows, 1), steps, owned=True)))
 
@@ -66,3 +83,19 @@ def squared_norm(plan: Plan, communicator: Communicator, gradients: Mapping[str,
     if not mine:
         return torch.zeros((), dtype=torch.float64, device=communicator.device)
     return torch.stack(torch._foreach_norm(mine)).double().square().sum()
+
+
+@torch.no_grad()
+def gather(plan: Plan, communicator: Communicator, masters: Mapping[str, Tensor], blocks: Mapping[str, Tensor]) -> None:
+    """Copies the chunks of all ranks' master copies, in the type of `blocks`, into the whole local blocks; all buckets
+    are under way at once."""
+    under_way = []
+    for bucket in _buckets(plan.parameters, masters):
+        flat = torch.cat([masters[p.name].to(blocks[p.name].dtype) for p in bucket])
+        under_way.append((bucket, convert(communicator, flat, plan.gathering)))
+    for bucket, pending in under_way:
+        ranks = pending.wait().view(plan.mesh.extent(plan.sharded), -1)
+        parts = ranks.split([masters[p.name].numel() for p in bucket], 1)
+        for p, part in zip(bucket, parts, strict=True):
+            block = blocks[p.name]
+            block.copy_(chunks.unflatten(part, block.shape))

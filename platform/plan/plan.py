@@ -147,6 +147,11 @@ class Plan:
         moves = (("reduce_scatter", scattered), ("all_reduce", summed))
         return [Step(op, over) for op, over in moves if over]
 
+    @property
+    def gathering(self) -> list[Step]:
+        """The moves of a bucket [elements] of updated chunks where the compute copies are whole blocks."""
+        return [Step("all_gather", self.sharded)]
+
     @cached_property
     def parameter_count(self) -> int:
         return sum(prod(self.global_shape(p)) for p in self.parameters)
@@ -199,9 +204,9 @@ class Plan:
             c = Collective("all_reduce", world, METRICS, "metrics", "reduce", "gradients", "clipping")
             found.append(("loss and norm", c, 1))
         if self.sharded and not self.storage:
-            count = self.local_master_count
-            c = Collective("all_gather", self.sharded, count, "compute", "update", "optimizer", "next step")
-            found.append(("parameters", c, 1))
+            when = "update", "optimizer", "next step"
+            planned = self.planner.collectives(self.gathering, (self.local_master_count,), *when)
+            found += [("parameters", c, 1) for c in planned]
         return found
 
     def moved_bytes(self, c: Collective) -> int:

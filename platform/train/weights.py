@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from platform.parallel import chunks
+from platform.parallel import chunks, gradients
 from platform.parallel.groups import Communicator
 from platform.parallel.ops import initialise
 from platform.plan.plan import Plan
@@ -70,7 +70,7 @@ class Weights:
         for master in self.master.values():
             master.grad = None
         if self._plan.sharded and not self._plan.storage:
-            chunks.gather(self._plan, self._communicator, self.master, self.compute)
+            gradients.gather(self._plan, self._communicator, self.master, self.compute)
             return
         for name, w in self.compute.items():
             if w is not self.master[name]:

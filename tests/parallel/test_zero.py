@@ -12,6 +12,7 @@ import torch
 
 from platform.config import ConfigError
 from platform.parallel import chunks
+from platform.parallel.gradients import Reduction
 from platform.parallel.groups import Alone, run_threads
 from platform.plan.memory import weight_bytes
 from platform.plan.replay import replay
@@ -99,6 +100,20 @@ def test_rest_of_the_product(case):
     check(case)
 
 
+@pytest.mark.parametrize("zero", [1, 3])
+def test_uses_that_disagree(zero):
+    """The tied embedding's gradient is partial over `rows` where it is looked up, and not where it gives the logits;
+    there, it is reduced at its use."""
+    c = configure("layout", {"rows": 2, "cols": 2}, rules={}, data=2, zero=zero, layers=1)
+    c.tensor.regions = {r: {"length": ["rows"]} for r in ("stream", "mlp")} | {"attention": {}, "logits": {}}
+    c.tensor.parameters = {"all": {"d_model": ["cols"]}}
+    plan, results = run(c)
+    assert "rows" in plan.planner.reduced_at_use["embedding", "lookup", "embedding"]
+    compare(c, plan, results, serial(c))
+    assert counted(results) == plan.communication()
+    assert replay([r.log for r in results]) is None
+
+
 # What a rank keeps.
 
 
@@ -183,6 +198,29 @@ def test_bytes_of_a_step():
     twice = n + sum(prod(plan.global_shape(p)) for p in plan.parameters if p.name in multiplied)
     assert moved["fp64", 3] == {"all_gather/data": 2 * 8 * twice, "reduce_scatter/data": 2 * 8 * n, **metrics}
     assert moved["bf16", 3] == {"all_gather/data": 2 * 2 * twice, "reduce_scatter/data": 2 * 2 * n, **metrics}
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_buckets(zero, monkeypatch):
+    """Many small ones move the same bytes to the same gradients, and so do parameters that are reduced in two halves."""
+    c = configure("1d_sp", {"t": 2}, data=2, zero=zero, layers=1)
+
+    def halves(trainer):
+        trainer._forward_backward(1)
+        names = list(trainer.weights.sums)
+        parts = [{n: trainer.weights.sums[n].clone() for n in names[i::2]} for i in (0, 1)]
+        under_way = [Reduction(trainer.plan, trainer.communicator, part) for part in parts]
+        trainer.weights.receive({n: g for reduction in under_way for n, g in reduction.wait().items()})
+        return trainer.weights.gradients
+
+    plan, (one, *_) = run(c)
+    _, (found, *_) = on_all_ranks(c, halves)
+    assert set(found) == set(one.gradients) and all(torch.equal(g, one.gradients[n]) for n, g in found.items())
+    monkeypatch.setattr("platform.parallel.gradients.BUCKET_BYTES", 4096)
+    _, many = run(c)
+    compare(c, plan, many, serial(c))
+    assert counted(many) == plan.communication()
+    assert len(many[0].log) > len(one.log) + 4
 
 
 # Lower precisions, real processes, and what must fail.
