@@ -202,7 +202,7 @@ def test_bytes_of_a_step():
 
 @pytest.mark.parametrize("zero", [0, 1])
 def test_buckets(zero, monkeypatch):
-    """Many small ones move the same bytes to the same gradients, and so do parameters that are reduced in two halves."""
+    """Many small ones move the same bytes to the same gradients; so do parameters that are reduced in two halves."""
     c = configure("1d_sp", {"t": 2}, data=2, zero=zero, layers=1)
 
     def halves(trainer):
