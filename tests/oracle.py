@@ -52,6 +52,7 @@ def configure(
     branch: str = "none",
     branch_axes: Mapping[str, int] | None = None,
     data: int = 1,
+    zero: int = 0,
     microbatch: int = 4,
     global_batch: int = 8,
     precision: str = "fp64",
@@ -71,7 +72,7 @@ def configure(
         regions = ("stream", "attention", "mlp", "logits")
         c.tensor.regions, c.tensor.parameters = {r: dict(rules) for r in regions}, {"all": dict(rules)}
     c.branch = Branch(**{**read("branch", branch), "axes": dict(branch_axes or {})})
-    c.parallel.data = data
+    c.parallel.data, c.parallel.zero = data, zero
     c.pipeline = Pipeline(pipeline, stages, chunks, scatter_gather=scatter_gather)
     c.train.microbatch, c.train.global_batch, c.train.steps = microbatch, global_batch, STEPS
     c.optimizer.lr, c.optimizer.clip = 1e-2, 0.5
@@ -114,7 +115,8 @@ class Tokens:
 
 @dataclass
 class Result:
-    """What one rank computed. Blocks are local; `log` has every launch of the first step."""
+    """What one rank computed. Tensors are local: blocks, or chunks of them; `moved` and `log` are those of the first
+    step."""
 
     rank: int
     loss: float
@@ -137,14 +139,15 @@ def compute(c: Config, plan: Plan, communicator: Communicator) -> Result:
     """Gradients of the first step and parameters after five, on one rank."""
     torch.set_num_threads(1)
     trainer = trainer_of(c, plan, communicator)
-    communicator.log = []
     initial = {n: w.detach().clone() for n, w in trainer.weights.master.items()}
     loss, norm = trainer.compute_gradients(1)
-    log, communicator.log = communicator.log, None
-    moved = Counter(communicator.moved)
     gradients = {n: g.clone() for n, g in trainer.weights.gradients.items()}
     trainer.weights.refresh()
-    losses = [trainer.step(k)["loss"] for k in range(1, STEPS + 1)]
+    communicator.log = []
+    first = trainer.step(1)
+    log, communicator.log = communicator.log, None
+    moved = Counter(first["comm_bytes"])
+    losses = [first["loss"], *(trainer.step(k)["loss"] for k in range(2, STEPS + 1))]
     final = {n: w.detach().clone() for n, w in trainer.weights.master.items()}
     return Result(communicator.rank, loss, norm, gradients, initial, final, losses, moved, log)
 
@@ -160,19 +163,24 @@ def run(c: Config, plan: Plan | None = None) -> tuple[Plan, list[Result]]:
 def assemble(
     plan: Plan, results: Sequence[Result], pick: Callable[[Result], Mapping[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """Whole tensors from all ranks' blocks, without padding. Raises AssertionError where replicas disagree."""
+    """Whole tensors from what all ranks hold, without padding. Raises AssertionError where replicas disagree."""
     out = {}
     for p in plan.parameters:
         padded = [plan.planner.sizes[d] for d in p.dims]
         whole = torch.full(padded, torch.nan, dtype=torch.float64)
         for r in results:
-            if plan.mesh.coordinates(r.rank)["stage"] not in plan.homes[p.name]:
+            here = plan.mesh.coordinates(r.rank)
+            if here["stage"] not in plan.homes[p.name]:
                 continue
-            where = tuple(slice(o, o + n) for o, n in plan.block(p, plan.mesh.coordinates(r.rank)))
-            block = pick(r)[p.name].double()
-            seen = whole[where]
-            assert seen.isnan().all() or torch.allclose(seen, block, rtol=1e-10, atol=1e-13), f"replicas of {p.name}"
-            whole[where] = block
+            where = tuple(slice(o, o + n) for o, n in plan.block(p, here))
+            start, stop = plan.shard(p, here)
+            shard, padding = pick(r)[p.name].double().flatten().tensor_split([stop - start])
+            assert not padding.any(), f"padding of a shard of {p.name} is not zero"
+            block = whole[where].flatten()
+            seen = block[start:stop]
+            assert seen.isnan().all() or torch.allclose(seen, shard, rtol=1e-10, atol=1e-13), f"replicas of {p.name}"
+            block[start:stop] = shard
+            whole[where] = block.view_as(whole[where])
         for i, n in enumerate(plan.global_shape(p)):
             assert not whole.narrow(i, n, whole.shape[i] - n).any(), f"padding of {p.name} is not zero"
             whole = whole.narrow(i, 0, n)

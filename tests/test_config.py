@@ -236,9 +236,7 @@ WRONG = [
     ("model.norm=batchnorm", "model.norm=batchnorm: unknown; nearest legal: "),
     ("model.fused_dropout=true", "model.fused_dropout=true: not built yet"),
     ("parallel.data=0", "parallel.data=0: must be >= 1, or -1"),
-    ("parallel.zero=1", "parallel.zero=1: not built yet"),
-    ("parallel.zero=2", "parallel.zero=2: unknown; nearest legal: 0"),
-    ("pipeline=1f1b", "pipeline.kind=1f1b: not built yet (pipeline parallelism); nearest legal: none"),
+    ("parallel.zero=2", "parallel.zero=2: unknown; nearest legal: 1, 3, 0"),
     ("pipeline.file=/mine.csv", "pipeline.file=/mine.csv: only for pipeline=file"),
     ("pipeline.kind=1f1b", "pipeline.kind=1f1b: not built yet (pipeline parallelism); nearest legal: none"),
     ("pipeline=2f2b", "pipeline=2f2b: unknown; nearest legal: "),
@@ -310,7 +308,7 @@ def test_all_mistakes_at_once():
         "precision",
         "train.steps",
     ]
-    related = refused("train.stepz=1", "train.global_batch=10", "model.heads=5", "tensor.axes.q=2", "parallel.zero=3")
+    related = refused("train.stepz=1", "train.global_batch=10", "model.heads=5", "tensor.axes.q=2", "parallel.zero=2")
     assert len(related) == 5
 
 

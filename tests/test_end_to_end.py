@@ -102,15 +102,26 @@ SCHEMES = {
     "3d": "tensor=3d tensor.axes.y=2 tensor.axes.z=2",
     "layout": f"tensor=layout tensor.axes.rows=2 tensor.axes.cols=2 {MAP}",
 }
-WITH_DSP = {  # four workers at most
+SMALLER = {  # four workers at most
     **SCHEMES,
     "3d": "tensor=3d tensor.axes.z=2",
     "layout": "tensor=layout tensor.axes.rows=2 tensor.layout=batch:rows",
 }
-BRANCHES = {"none": (SCHEMES, ""), "dsp": (WITH_DSP, "branch=dsp branch.axes.g=2")}
+BESIDE = {
+    "alone": (SCHEMES, ""),
+    "dsp": (SMALLER, "branch=dsp branch.axes.g=2"),
+    "zero=1": (SMALLER, "parallel.data=2 parallel.zero=1"),
+    "zero=3": (SMALLER, "parallel.data=2 parallel.zero=3"),
+}
 PRECISIONS = {"fp64": 1e-9, "fp32": 1e-4}
-CASES = [(s, b, p) for p in PRECISIONS for b in BRANCHES for s in SCHEMES if (s, b, p) != ("serial", "none", "fp64")]
-COVER = [("1d_sp", "none", "fp64"), ("3d", "none", "fp64"), ("layout", "dsp", "fp64"), ("1d", "dsp", "fp32")]
+CASES = [(s, b, p) for p in PRECISIONS for b in BESIDE for s in SCHEMES if (s, b, p) != ("serial", "alone", "fp64")]
+COVER = [
+    ("1d_sp", "alone", "fp64"),
+    ("3d", "zero=3", "fp64"),
+    ("layout", "dsp", "fp64"),
+    ("serial", "zero=1", "fp64"),
+    ("1d", "dsp", "fp32"),
+]
 
 
 def numbers(tmp_path: Path, *arguments: str) -> list[tuple[float, float]]:
@@ -133,9 +144,9 @@ def one_process(tmp_path_factory) -> tuple[Path, list[tuple[float, float]]]:
 
 
 def equals_one_process(case, tmp_path, one_process) -> None:
-    scheme, branch, precision = case
-    schemes, branch_arguments = BRANCHES[branch]
-    arguments = [*schemes[scheme].split(), *branch_arguments.split(), f"precision={precision}", "cluster=processes"]
+    scheme, beside, precision = case
+    schemes, more = BESIDE[beside]
+    arguments = [*schemes[scheme].split(), *more.split(), f"precision={precision}", "cluster=processes"]
     found = numbers(tmp_path, *arguments)
     for have, want in zip(found, one_process[1], strict=True):
         assert have == pytest.approx(want, rel=PRECISIONS[precision], abs=0)

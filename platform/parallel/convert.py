@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from platform.parallel import shards
 from platform.parallel.groups import Communicator, Handle
 from platform.parallel.traced import Arrived
 from platform.plan.rule import Conversion, Step
@@ -15,8 +16,8 @@ from platform.plan.rule import Conversion, Step
 class Pending:
     """A tensor on its way to another layout; `wait` where the value is used."""
 
-    def __init__(self, communicator: Communicator, x: Tensor, steps: Sequence[Step]):
-        self._communicator = communicator
+    def __init__(self, communicator: Communicator, x: Tensor, steps: Sequence[Step], owned: bool):
+        self._communicator, self._owned = communicator, owned
         self._x, self._steps = x, steps
         self._handle: Handle | Arrived | None = None
         self._advance()
@@ -35,22 +36,33 @@ class Pending:
                 whole = self._x.new_zeros(shape)
                 whole.narrow(step.dim, self._communicator.index(step.axes) * extent, extent).copy_(self._x)
                 self._x = whole
+            elif step.op == "flatten":
+                self._x = shards.flatten(self._x, self._communicator.mesh.extent(step.axes))
+            elif step.op == "unflatten":
+                self._x = shards.unflatten(self._x, step.shape)
             else:
-                self._handle = self._communicator.launch(step.op, self._x, step.axes, step.dim, step.joined)
+                launch = self._communicator.launch
+                self._handle = launch(step.op, self._x, step.axes, step.dim, step.joined, owned=self._owned)
                 self._steps = self._steps[i + 1 :]
                 return
         self._steps = ()
 
-    def wait(self) -> Tensor:
-        while self._handle:
+    def proceed(self) -> None:
+        """Waits for the collective that is under way, if any, and issues the next."""
+        if self._handle:
             self._x = self._handle.wait()
             self._advance()
+
+    def wait(self) -> Tensor:
+        while self._handle:
+            self.proceed()
         return self._x
 
 
-def convert(communicator: Communicator, x: Tensor, steps: Sequence[Step]) -> Pending:
-    """Starts the moves `steps` of a local tensor: the first collective is issued at once."""
-    return Pending(communicator, x, steps)
+def convert(communicator: Communicator, x: Tensor, steps: Sequence[Step], *, owned: bool = False) -> Pending:
+    """Starts the moves `steps` of a local tensor: the first collective is issued at once. `owned`: reductions may
+    work in it."""
+    return Pending(communicator, x, steps, owned)
 
 
 class _Convert(torch.autograd.Function):

@@ -55,7 +55,6 @@ class ParallelOps(Ops):
         self.position = Position()
         self.deferred: Deferred | None = None  # takes the gradients of weights, where a schedule computes them later
         self.recompute = plan.recompute
-        self._again = plan.scheme.gathered == "again"
         tensors_of = (t for o in plan.operations.values() for t in (*o.operation.inputs, *o.operation.outputs))
         self._blocks = {t: plan.block(t, communicator.coordinates) for t in tensors_of if isinstance(t, Spec)}
 
@@ -139,7 +138,7 @@ class ParallelOps(Ops):
             members = [m.index for m in group.members]
             added = [biases[i] for i in members] if biases else ()
             mine = [operands[i] for i in members]
-            found = einsums(self.communicator, group, x, mine, added, again=self._again, deferred=deferred)
+            found = einsums(self.communicator, group, x, mine, added, deferred=deferred)
             results.update((m.index, y) for m, y in zip(group.members, found, strict=True))
         return tuple(results[i] for i in range(len(operands)))
 

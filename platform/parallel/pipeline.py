@@ -48,15 +48,15 @@ class Pipeline:
 
     `forward(chunk, microbatch, flow, deferred)` runs a model chunk on received activations and returns those that it
     gives by name, or {"loss": ...} with a gradient of 1. Where `deferred` is a list, the backward appends to it what
-    computes the gradients of weights. `accumulated(last)` is called after each part of a backward; `last`: the chunks
-    whose gradients are complete with it.
+    computes the gradients of weights. `accumulated(done)` is called after each part of a backward;
+    `done`: the chunk, if it was the last part of its last one.
     """
 
     plan: Plan
     communicator: Communicator
     dtype: torch.dtype  # of activations
     forward: Forward
-    accumulated: Callable[[Sequence[int]], None] = lambda last: None
+    accumulated: Callable[[int | None], None] = lambda done: None
     events: list[Event] | None = None  # a list takes what ran when, in seconds since the epoch
     peak_live: int = 0  # forward passes whose backward has not run, at most
     _live: dict[Key, _Live] = field(default_factory=dict)
@@ -93,7 +93,7 @@ class Pipeline:
                 if action.kind in (Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT):
                     left[action.chunk] -= action.kind is not Kind.INPUT
                     done = action.kind is not Kind.INPUT and not left[action.chunk]
-                    self.accumulated([action.chunk] if done else [])
+                    self.accumulated(action.chunk if done else None)
             except Exception as error:
                 c = self.communicator
                 stage = c.coordinates["stage"]

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from platform.parallel.convert import convert
 from platform.parallel.groups import Communicator
 from platform.parallel.products import local_einsum
 from platform.plan.planned import Group, Member, Panels
@@ -81,10 +82,12 @@ class _Summa(torch.autograd.Function):
     @staticmethod
     def forward(ctx, communicator, group: Group, x: Tensor, *operands: Tensor):
         ctx.communicator, ctx.group = communicator, group
-        ctx.save_for_backward(x, *operands)
+        local = _enter(communicator, group.members, operands)
+        kept = (w if m.again else here for w, here, m in zip(operands, local, group.members, strict=True))
+        ctx.save_for_backward(x, *kept)
         assert group.panels is not None
         out: list[Tensor] = []
-        for _, (xt, *ws) in _panels_in_turn(_splits(communicator, group, x, operands), group.panels.count):
+        for _, (xt, *ws) in _panels_in_turn(_splits(communicator, group, x, local), group.panels.count):
             products = [_product(m)(xt, w) for m, w in zip(group.members, ws, strict=True)]
             out = [y.add_(p) for y, p in zip(out, products, strict=True)] if out else products
         return tuple(out)
@@ -93,6 +96,8 @@ class _Summa(torch.autograd.Function):
     def backward(ctx, *gradients):
         x, *operands = ctx.saved_tensors
         group = ctx.group
+        if any(m.again for m in group.members):  # then all: they are parameters
+            operands = _enter(ctx.communicator, group.members, operands)
         splits = _splits(ctx.communicator, group, x, operands)
         dx, *dws = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, *operands))
         finish = []
@@ -104,7 +109,14 @@ class _Summa(torch.autograd.Function):
                 finish.append(split.reduce(t, local_einsum(m.x_dims, m.out_dims, m.dims)(xt, g), dw))
         for done in finish:
             done()
-        return None, None, dx, *dws
+        leaving = [convert(ctx.communicator, w, m.operand.backward) for w, m in zip(dws, group.members, strict=True)]
+        return None, None, dx, *(c.wait() for c in leaving)
+
+
+def _enter(communicator: Communicator, members: Sequence[Member], operands: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The operands in the operation's layout, but for the dim whose panels are broadcast."""
+    coming = [convert(communicator, w, m.operand.forward) for w, m in zip(operands, members, strict=True)]
+    return [c.wait() for c in coming]
 
 
 def _product(m: Member) -> Callable[..., Tensor]:
@@ -112,5 +124,5 @@ def _product(m: Member) -> Callable[..., Tensor]:
 
 
 def summa(communicator: Communicator, group: Group, x: Tensor, operands: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The results of a group with panels, from local blocks of x and the operands."""
+    """The results of a group with panels, from local blocks of x, and the operands as they are stored."""
     return _Summa.apply(communicator, group, x, *operands)

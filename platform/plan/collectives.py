@@ -23,7 +23,7 @@ def _lookup(planner: Planner, operation: Operation) -> PlannedOperation:
     inner = planner.shape(table, c.compute.restrict(table.dims))
     local = planner.shape(out, c.compute.restrict(out.dims))
     found = [
-        *planner.collectives(conversion.forward, planner.shape(table), "forward", "operation", "contraction"),
+        *planner.collectives(conversion.forward, planner.stored(table), "forward", "operation", "contraction"),
         *planner.collectives(c.output.forward, local, "forward", "contraction", "end"),
         *planner.collectives(c.output.backward, planner.shape(out), "backward", "operation", "contraction"),
         *planner.collectives(conversion.backward, inner, "backward", "operand gradient", "end"),
@@ -51,7 +51,7 @@ def _vectors(planner: Planner, operation: Operation) -> PlannedOperation:
         conversion = planner.parameter_conversion(operation, p, conversion)
         conversions.append(conversion)
         inner = planner.shape(p, target)
-        found += planner.collectives(conversion.forward, planner.shape(p), "forward", "operation", "use")
+        found += planner.collectives(conversion.forward, planner.stored(p), "forward", "operation", "use")
         found += planner.collectives(conversion.backward, inner, "backward", "operand gradient", "end")
     over: tuple[str, ...] = ()
     if operation.kind == "norm" and (over := have["d_model"]):

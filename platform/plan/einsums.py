@@ -17,17 +17,19 @@ from platform.plan.rule import Contraction, Conversion
 def plan_einsums(planner: Planner, operation: Operation) -> PlannedOperation:
     """project and einsum: members that bring x to one compute layout form a group."""
     x = operation.inputs[0]
+    again = planner.scheme.gathered == "again"
     grouped: dict[tuple[Conversion, Layout], list[tuple[Member, Contraction]]] = {}
     for index, (operand, out) in enumerate(zip(operation.inputs[1:], operation.outputs, strict=True)):
         c = planner.contraction(x, operand, out)
-        enter_operand = c.inputs[1]
+        enter_operand, bring_again = c.inputs[1], again
         if isinstance(operand, Parameter):
             enter_operand = planner.parameter_conversion(operation, operand, enter_operand)
-        member = Member(index, x.dims, operand.dims, out.dims, enter_operand, c.output)
+            bring_again |= bool(planner.storage)
+        member = Member(index, x.dims, operand.dims, out.dims, enter_operand, c.output, bring_again)
         grouped.setdefault((c.inputs[0], c.compute.restrict(x.dims)), []).append((member, c))
     groups, found = [], []
     for (enter_x, _), entries in grouped.items():
-        group = Group(enter_x, tuple(member for member, _ in entries))
+        group = Group(enter_x, tuple(member for member, _ in entries), again=again)
         if planner.scheme.gathered == "panels" and (in_panels := split_into_panels(group, planner.mesh)):
             group = in_panels
         groups.append(group)
@@ -74,26 +76,26 @@ def _einsum_collectives(
     found: list[Collective] = []
     panels = group.panels
 
-    def entering(tensor: Spec | Parameter, compute: Layout, conversion: Conversion, ready: str) -> None:
+    def entering(tensor: Spec | Parameter, compute: Layout, conversion: Conversion, again: bool, ready: str) -> None:
         rules = dict(compute.restrict(tensor.dims))
         axes: tuple[str, ...] = ()
         if panels:  # their dim is still split
             axes = panels.operand_axes if isinstance(tensor, Parameter) else panels.x_axes
             rules[panels.dim] = (*compute[panels.dim], *axes)
         local = planner.shape(tensor, Layout.of(rules))
-        steps = planner.collectives(conversion.forward, planner.shape(tensor), "forward", "operation", "contraction")
+        steps = planner.collectives(conversion.forward, planner.stored(tensor), "forward", "operation", "contraction")
         found.extend(steps)
-        if planner.scheme.gathered == "again":
+        if again:
             found.extend(replace(s, phase="backward", wait="gradients") for s in steps)
         found.extend(planner.collectives(conversion.backward, local, "backward", ready, "end"))
         if panels:
             found.extend(_panel_collectives(panels, axes, local, planner))
 
-    entering(operation.inputs[0], contractions[0].compute, group.x, "input gradient")
+    entering(operation.inputs[0], contractions[0].compute, group.x, group.again, "input gradient")
     for m, c in zip(group.members, contractions, strict=True):
         out = operation.outputs[m.index]
         local = planner.shape(out, c.compute.restrict(out.dims))
-        entering(operation.inputs[1:][m.index], c.compute, m.operand, "operand gradient")
+        entering(operation.inputs[1:][m.index], c.compute, m.operand, m.again, "operand gradient")
         found += planner.collectives(m.output.forward, local, "forward", "contraction", "end")
         found += planner.collectives(m.output.backward, planner.shape(out), "backward", "operation", "contraction")
     return found

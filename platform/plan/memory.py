@@ -16,9 +16,14 @@ from platform.plan.rule import Conversion, Step
 
 def weight_bytes(plan: Plan, moments: int) -> dict[str, int]:
     """Bytes per worker; the optimizer keeps `moments` numbers of the master's type per parameter."""
-    n, compute, master = plan.local_parameter_count, plan.itemsize["compute"], plan.itemsize["master"]
-    copies = n * compute if compute != master else 0
-    return {"parameters": n * master + copies, "gradients": n * master, "optimizer": n * master * moments}
+    stored, masters = plan.local_parameter_count, plan.local_master_count
+    compute, master = plan.itemsize["compute"], plan.itemsize["master"]
+    shared = compute == master and plan.sharded == plan.storage
+    return {
+        "parameters": masters * master + (0 if shared else stored * compute),
+        "gradients": stored * master,
+        "optimizer": masters * master * moments,
+    }
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,7 @@ class _Meter(Ops):
         return self.plan.operations[kind, name]
 
     def _convert(self, x: _Storage | None, shape: Sequence[int], steps: Sequence[Step], parameter: bool = False) -> Any:
-        """A slice is a view of the same memory; a collective writes anew."""
+        """A slice is a view of the same memory, and so is a block without its padding; a collective writes anew."""
         elements = prod(shape)
         for step in steps:
             n = self.plan.mesh.extent(step.axes)
@@ -98,12 +103,14 @@ class _Meter(Ops):
                 elements *= n
             elif step.op in ("slice", "reduce_scatter"):
                 elements //= n
-            if step.op != "slice":
+            elif step.op == "unflatten":
+                elements = prod(step.shape)
+            if step.op not in ("slice", "unflatten"):
                 x = self._new(elements, parameter)
         return x
 
     def _parameter(self, p: Parameter, conversion: Conversion) -> _Storage | None:
-        return self._convert(None, self.plan.local_shape(p), conversion.forward, parameter=True)
+        return self._convert(None, self.plan.stored_shape(p), conversion.forward, parameter=True)
 
     def lookup(self, name, table, tokens, out):
         planned = self._planned("lookup", name)
@@ -122,7 +129,7 @@ class _Meter(Ops):
 
     def project(self, x, spec, weights, outs, biases=()):
         planned = self._planned("project", weights[0].name)
-        shapes = [self.plan.local_shape(w) for w in weights]
+        shapes = [self.plan.stored_shape(w) for w in weights]
         results = self._einsums(planned, x, spec, [None] * len(weights), shapes, outs, parameters=True)
         return tuple(self._at(out) for out in outs) if biases and planned.collectives else results
 
@@ -131,12 +138,11 @@ class _Meter(Ops):
         return self._einsums(planned, x, x_spec, [y], [self.plan.local_shape(y_spec)], [out], parameters=False)[0]
 
     def _einsums(self, planned, x, spec, operands, shapes, outs, *, parameters):
-        again = self.plan.scheme.gathered == "again"  # the blocks are kept and gathered again for the backward pass
         for group in planned.groups:
-            self._save(x if again else self._convert(x, self.plan.local_shape(spec), group.x.forward))
+            self._save(x if group.again else self._convert(x, self.plan.local_shape(spec), group.x.forward))
             for m in group.members:
                 operand = operands[m.index]
-                if not again:
+                if not m.again:
                     operand = self._convert(operand, shapes[m.index], m.operand.forward, parameters)
                 self._save(operand)
         return tuple(self._at(out) for out in outs)

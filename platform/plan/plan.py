@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -17,6 +17,7 @@ from platform.plan.mesh import Mesh
 from platform.plan.ops import KEEP, LOSSES, Operation, Parameter, Recompute, Recorder, Spec
 from platform.plan.planned import Collective, PlannedOperation
 from platform.plan.planner import Planner
+from platform.plan.rule import Step
 from platform.plan.scheme import REGIONS, Scheme
 
 # precision -> bytes per element of each dtype class (`master`: parameters and optimizer state)
@@ -41,7 +42,9 @@ class Plan:
     """`sizes` are those of one microbatch of all replicas together (batch = microbatch x data), vocab as configured;
     the planner's have vocab padded. `reductions`: parameter name -> axes over which its gradient is summed once a
     step. `homes`: parameter name -> the stages that use it, the first of which owns it; the others of a tied parameter
-    hold copies. `scatter_gather`: stages send 1/n of a tensor that n ranks of a stage replicate.
+    hold copies. `scatter_gather`: stages send 1/n of a tensor that n ranks of a stage replicate. `sharded`: axes over
+    which master copies, reduced gradients and optimizer state are kept in shards: equal padded parts of the flattened
+    local block, one per rank.
     """
 
     planner: Planner
@@ -52,6 +55,7 @@ class Plan:
     reductions: Mapping[str, tuple[str, ...]]
     homes: Mapping[str, tuple[int, ...]]
     chunks: tuple[Chunk, ...]
+    sharded: tuple[str, ...] = ()
     scatter_gather: bool = True
     recompute: Recompute = KEEP
     warnings: tuple[str, ...] = ()
@@ -107,6 +111,11 @@ class Plan:
     def scheme(self) -> Scheme:
         return self.planner.scheme
 
+    @property
+    def storage(self) -> tuple[str, ...]:
+        """Those of the sharded axes over which not even the compute copies are whole between uses."""
+        return self.planner.storage
+
     def layout(self, tensor: Spec | Parameter) -> Layout:
         return self.planner.layout(tensor)
 
@@ -117,6 +126,26 @@ class Plan:
     def block(self, tensor: Spec | Parameter, coordinates: Mapping[str, int]) -> list[tuple[int, int]]:
         """(offset, extent) per dim of the block at `coordinates`; the last blocks of vocab may reach into padding."""
         return block(tensor.dims, self.planner.sizes_of(tensor), self.layout(tensor), self.mesh, coordinates)
+
+    def shard(self, p: Parameter, coordinates: Mapping[str, int]) -> tuple[int, int]:
+        """(start, stop) of what the rank at `coordinates` keeps of its flattened local block as master copy and as
+        optimizer state: all of it, or its chunk without the padding, which may be empty."""
+        elements = prod(self.local_shape(p))
+        shard = self.planner.shard(p, self.sharded)
+        start = self.mesh.index(coordinates, self.sharded) * shard
+        return min(start, elements), min(start + shard, elements)
+
+    def master_shape(self, p: Parameter) -> tuple[int, ...]:
+        """The shape of a rank's master copy and reduced gradient: its block, or its chunk with the padding."""
+        return (self.planner.shard(p, self.sharded),) if self.sharded else self.local_shape(p)
+
+    def stored_shape(self, p: Parameter) -> tuple[int, ...]:
+        """The shape of a rank's compute copy between uses, and of its gradient."""
+        return self.planner.stored(p)
+
+    def split_over(self, p: Parameter) -> tuple[str, ...]:
+        """The axes along which ranks have different parts of the master copy."""
+        return (*self.layout(p).axes, *self.sharded)
 
     def global_shape(self, tensor: Spec | Parameter) -> tuple[int, ...]:
         """The tensor as the model means it: vocab without padding."""
@@ -143,15 +172,40 @@ class Plan:
             out[self.reductions[p.name]].append(p)
         return dict(out)
 
+    def scattered(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """Those of the axes of a deferred reduction over which it leaves chunks."""
+        return tuple(a for a in axes if a in self.sharded)
+
+    def reduction(self, axes: Sequence[str]) -> list[Step]:
+        """The moves of a bucket of gradients [ranks along the scattered axes, elements of a chunk] that is summed over
+        `axes`. It is scattered first: the fewest bytes."""
+        scattered = self.scattered(axes)
+        summed = tuple(a for a in axes if a not in scattered)
+        moves = (("reduce_scatter", scattered), ("all_reduce", summed))
+        return [Step(op, over) for op, over in moves if over]
+
+    @property
+    def gathering(self) -> list[Step]:
+        """The moves of a bucket [elements] of updated chunks where the compute copies are whole blocks."""
+        return [Step("all_gather", self.sharded)]
+
     @cached_property
     def parameter_count(self) -> int:
         return sum(prod(self.global_shape(p)) for p in self.parameters)
 
     @cached_property
     def local_parameter_count(self) -> int:
-        """Elements that a rank holds, of the stage that holds most."""
+        """What a worker keeps between uses: compute copies, of the stage that has most."""
+        return self._most(self.stored_shape)
+
+    @cached_property
+    def local_master_count(self) -> int:
+        """What a worker's optimizer updates: master copies, each with the optimizer's state, likewise."""
+        return self._most(self.master_shape)
+
+    def _most(self, shape: Callable[[Parameter], tuple[int, ...]]) -> int:
         stages = (self.at(stage).parameters for stage in {c.stage for c in self.chunks})
-        return max(sum(prod(self.local_shape(p)) for p in parameters) for parameters in stages)
+        return max(sum(prod(shape(p)) for p in parameters) for parameters in stages)
 
     @cached_property
     def tokens_per_step(self) -> int:
@@ -181,7 +235,7 @@ class Plan:
     def step_collectives(self) -> list[tuple[str, Collective, int]]:
         """Every collective of one training step: where it belongs, itself, and its launches per rank.
 
-        Those of an operation, and a send, belong to the ranks of one stage only, and so do the gradients'.
+        Those of an operation, a send, and those of gradients and updates belong to the ranks of one stage only.
         """
         found = []
         for chunk in self.chunks:
@@ -200,19 +254,29 @@ class Plan:
                     where = f"stage {here.stage} to {there.stage} {name}"
                     found += [(where, c, self.microbatches) for c in self._transfer(spec)]
         for stage in dict.fromkeys(c.stage for c in self.chunks):
-            for axes, parameters in self.at(stage).buckets.items():
-                if axes:
-                    elements = sum(prod(self.local_shape(p)) for p in parameters)
-                    c = Collective("all_reduce", axes, elements, "accumulate", "reduce", "last backward", "optimizer")
-                    found.append(("gradients", c, 1))
+            found += self.at(stage)._update()
         for p in self.parameters:
             if others := len(self.tied.get(p.name, ())[1:]):
-                elements = prod(self.local_shape(p))
+                elements = prod(self.master_shape(p))
                 c = Collective("send", ("stage",), elements, "accumulate", "reduce", "gradients", "optimizer")
                 found.append((f"tied {p.name}", c, 2 * others))
         if world := self.mesh.ordered(self.mesh.axes):
             c = Collective("all_reduce", world, METRICS, "metrics", "reduce", "gradients", "clipping")
             found.append(("loss and norm", c, 1))
+        return found
+
+    def _update(self) -> list[tuple[str, Collective, int]]:
+        """Of one stage: its gradients are summed, and its updated parameters gathered."""
+        found = []
+        for axes, parameters in self.buckets.items():
+            shape = self.mesh.extent(self.scattered(axes)), sum(prod(self.master_shape(p)) for p in parameters)
+            when = "reduce", "last backward", "clipping"
+            planned = self.planner.collectives(self.reduction(axes), shape, *when, "accumulate")
+            found += [("gradients", c, 1) for c in planned]
+        if self.sharded and not self.storage:
+            when = "update", "optimizer", "next step"
+            planned = self.planner.collectives(self.gathering, (self.local_master_count,), *when)
+            found += [("parameters", c, 1) for c in planned]
         return found
 
     def _transfer(self, spec: Spec) -> list[Collective]:
@@ -247,6 +311,8 @@ class Plan:
             "scheme": self.scheme.name,
             "precision": self.precision,
             "microbatches": self.microbatches,
+            "sharded": list(self.sharded),
+            "storage": list(self.storage),
             "sizes": dict(self.sizes),
             "regions": {r: dict(layout) for r, layout in self.scheme.regions.items()},
             "parameters": [
@@ -286,19 +352,23 @@ def build(
     scatter_gather: bool = True,
     recompute: Recompute = KEEP,
     precision: str = "fp32",
+    zero: int = 0,
     dropout: float = 0.0,
 ) -> Plan:
     """Records the model and plans every operation.
 
-    `microbatch`: sequences per microbatch and replica; `stage_of`: the pipeline stage of every model chunk. Raises
-    IllegalPlan with all violations: an axis that would split two dims of one operation, or a dim (other than vocab)
-    that its axes do not divide, or more chunks than the model has units.
+    `microbatch`: sequences per microbatch and replica; `stage_of`: the pipeline stage of every model chunk. `zero`:
+    what is sharded over `data` (ZeRO, Rajbhandari et al. 2020): 0 nothing, 1 master copies and optimizer state, 3 the
+    parameters too, whose storage axis `data` then is. Raises IllegalPlan with all violations: an axis that would split
+    two dims of one operation, or a dim (other than vocab) that its axes do not divide, or more chunks than the model
+    has units.
     """
     mesh = Mesh.of({"stage": max(stage_of) + 1, **scheme.mesh_axes(data)})
     sizes = {"memory_length": model.sizes["length"], **model.sizes, "batch": microbatch * data}
     vocab_axes = {a for layout in (*scheme.regions.values(), *scheme.parameters.values()) for a in layout["vocab"]}
     padded_sizes = {**sizes, "vocab": padded(sizes["vocab"], mesh.extent(sorted(vocab_axes)))}
-    planner = Planner(mesh, scheme, padded_sizes, {})
+    sharded = mesh.ordered(("data",)) if zero else ()
+    planner = Planner(mesh, scheme, padded_sizes, {}, storage=sharded if zero == 3 else ())
 
     try:
         recorded = record(model, lambda: Recorder(scheme, dropout, recompute), len(stage_of), sizes)
@@ -322,6 +392,7 @@ def build(
             if extra := tuple(a for a in axes if a not in common):
                 at_use[operation.name, operation.kind, name] = extra
 
+    assert all({*planner.storage, *axes} >= set(sharded) for axes in reductions.values()), "batch is split over data"
     planner = replace(planner, reduced_at_use=at_use)
     chunks = []
     for number, (stage, r) in enumerate(zip(stage_of, recorded, strict=True)):
@@ -338,6 +409,7 @@ def build(
         reductions=reductions,
         homes=homes,
         chunks=tuple(chunks),
+        sharded=sharded,
         scatter_gather=scatter_gather,
         recompute=recompute,
     )
@@ -437,13 +509,20 @@ def describe(plan: Plan) -> str:
     lines = [
         f"plan  {plan.mesh.size} workers = {mesh}; tensor scheme {plan.scheme.name}; {plan.precision}",
         *(table if dims else []),
-        f"  parameters      {plan.parameter_count:,} ({plan.local_parameter_count:,} per worker)",
+        f"  parameters      {plan.parameter_count:,} ({plan.local_parameter_count:,} per worker){_sharding(plan)}",
         f"  step            {plan.tokens_per_step:,} tokens in {plan.microbatches} microbatches;"
         f" {human(plan.flops_per_token * plan.tokens_per_step)}FLOP",
         f"  communication   {human(sum(moved.values()))}B per step: {traffic}{more}",
         *(f"  warning         {w}" for w in plan.warnings),
     ]
     return "\n".join(lines)
+
+
+def _sharding(plan: Plan) -> str:
+    if not plan.sharded:
+        return ""
+    over = f"chunks over {'+'.join(plan.sharded)}"
+    return f", kept in {over}" if plan.storage else f", updated in {over} ({plan.local_master_count:,} per worker)"
 
 
 def human(x: float) -> str:

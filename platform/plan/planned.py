@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from platform.plan.layout import Layout
+from platform.plan.layout import Layout, padded
 from platform.plan.mesh import Mesh
 from platform.plan.ops import Operation
 from platform.plan.rule import COLLECTIVES, Conversion, Step
@@ -16,7 +16,8 @@ from platform.plan.rule import COLLECTIVES, Conversion, Step
 class Collective:
     """One launch on every rank. `elements`: of one member's input, before the collective.
 
-    `dtype` is `compute` (activations, weights) or `accumulate` (statistics, gradients that are summed up).
+    `dtype` is `compute` (activations, weights) or `accumulate` (statistics, gradients that are summed up). `phase` is
+    forward or backward in an operation; beside them, a step has `reduce` and `update`.
     `issue` and `wait` say the earliest point of issue and the latest wait inside the operation.
     """
 
@@ -24,14 +25,17 @@ class Collective:
     axes: tuple[str, ...]
     elements: int
     dtype: str
-    phase: str  # forward | backward
+    phase: str
     issue: str
     wait: str
 
 
 @dataclass(frozen=True)
 class Member:
-    """One einsum of a group: `operand` [dims] with the shared x into output number `index`."""
+    """One einsum of a group: `operand` [dims] with the shared x into output number `index`.
+
+    `again`: the operand is not kept as it was brought in, but brought in again for the backward pass.
+    """
 
     index: int
     x_dims: tuple[str, ...]
@@ -39,6 +43,7 @@ class Member:
     out_dims: tuple[str, ...]
     operand: Conversion
     output: Conversion
+    again: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,12 +61,14 @@ class Panels:
 class Group:
     """Einsums that read x in one compute layout: one gather of x, one reduction of its gradient.
 
-    With `panels`, the conversions leave out the gathers of the contracted dim and their adjoints.
+    With `panels`, the conversions leave out the gathers of the contracted dim and their adjoints. `again`: of x, as in
+    `Member`.
     """
 
     x: Conversion
     members: tuple[Member, ...]
     panels: Panels | None = None
+    again: bool = False
 
     @property
     def x_dims(self) -> tuple[str, ...]:
@@ -100,4 +107,8 @@ def walk(steps: Sequence[Step], shape: Sequence[int], mesh: Mesh) -> list[tuple[
         elif step.op == "all_to_all":
             now[step.dim] //= n
             now[step.joined] *= n
+        elif step.op == "flatten":
+            now = [padded(prod(now), n)]
+        elif step.op == "unflatten":
+            now = list(step.shape)
     return out

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
-from platform.plan.layout import Layout, local_shape
+from platform.plan.layout import Layout, local_shape, padded
 from platform.plan.mesh import Mesh
 from platform.plan.ops import Operation, Parameter, Spec
 from platform.plan.planned import Collective, walk
@@ -18,13 +19,15 @@ class Planner:
     """Plans operations for one scheme on one mesh. `sizes`: global dims, vocab padded.
 
     `reduced_at_use[name, kind, parameter]`: axes over which this use's gradient is reduced in its backward, because the
-    parameter's uses disagree on them.
+    parameter's uses disagree on them. `storage`: axes over which the flattened block of every parameter is kept in
+    shards, which are gathered before each use.
     """
 
     mesh: Mesh
     scheme: Scheme
     sizes: Mapping[str, int]
     reduced_at_use: Mapping[tuple[str, str, str], tuple[str, ...]]
+    storage: tuple[str, ...] = ()
 
     def layout(self, tensor: Spec | Parameter) -> Layout:
         """The layout of an activation or parameter. kv_heads takes the longest prefix of heads' axes that divides it,
@@ -57,8 +60,19 @@ class Planner:
         layout = self.layout(tensor) if layout is None else layout
         return local_shape(tensor.dims, self.sizes_of(tensor), layout, self.mesh)
 
+    def shard(self, p: Parameter, axes: Sequence[str]) -> int:
+        """Elements of one of the equal shards over `axes` of the flattened local block, padding included."""
+        n = self.mesh.extent(axes)
+        return padded(prod(self.shape(p)), n) // n
+
+    def stored(self, tensor: Spec | Parameter) -> tuple[int, ...]:
+        """The shape of what a rank keeps between uses: a block, or the shard of a parameter with storage axes."""
+        if isinstance(tensor, Parameter) and self.storage:
+            return (self.shard(tensor, self.storage),)
+        return self.shape(tensor)
+
     def partial(self, operation: Operation) -> dict[str, tuple[str, ...]]:
-        """Parameter name -> axes over which its gradient is partial after this operation."""
+        """Parameter name -> axes over which its gradient is partial after this operation, but for the storage axes."""
         parameters = operation.parameters
         if operation.kind == "project":
             spec = operation.inputs[0]
@@ -68,7 +82,9 @@ class Planner:
             axes = {p.name: self.lookup_contraction(operation).axes for p in parameters}
         else:
             axes = {p.name: self.layout(operation.outputs[0]).axes for p in parameters}
-        return {p.name: partial_axes(self.layout(p), axes[p.name]) for p in parameters}
+        found = {p.name: partial_axes(self.layout(p), axes[p.name]) for p in parameters}
+        assert all(a in over for a in self.storage for over in found.values()), "every use sums over a storage axis"
+        return {name: tuple(a for a in over if a not in self.storage) for name, over in found.items()}
 
     def contraction(self, x: Spec | Parameter, y: Spec | Parameter, out: Spec) -> Contraction:
         operands = [(t.dims, self.layout(t), isinstance(t, Parameter)) for t in (x, y)]
@@ -83,10 +99,12 @@ class Planner:
         return contract([(one_hot, vocab, False), (table.dims, self.layout(table), True)], (out.dims, self.layout(out)))
 
     def parameter_conversion(self, operation: Operation, p: Parameter, conversion: Conversion) -> Conversion:
-        """Adds the reduction at this use, if the parameter's uses disagree, where its gradient is narrowest.
+        """Adds the gather over the storage axes, and the reduction at this use, if the parameter's uses disagree, where
+        its gradient is narrowest.
 
         The sum over an axis of blocks in zeros along that axis is an all-gather of the blocks.
         """
+        conversion = self._from_storage(p, conversion)
         axes = self.reduced_at_use.get((operation.name, operation.kind, p.name), ())
         backward = [
             replace(s, op="all_gather") if s.op == "pad" and s.axes[0] in axes else s for s in conversion.backward
@@ -96,6 +114,14 @@ class Planner:
             at = next((i for i, s in enumerate(conversion.backward) if s.op == "pad"), len(backward))
             backward.insert(at, Step("all_reduce", summed))
         return replace(conversion, backward=tuple(backward))
+
+    def _from_storage(self, p: Parameter, conversion: Conversion) -> Conversion:
+        """First gathers the shards over the storage axes; last, reduce-scatters the gradient into shards."""
+        if not self.storage:
+            return conversion
+        gather = (Step("all_gather", self.storage), Step("unflatten", (), shape=self.shape(p)))
+        scatter = (Step("flatten", self.storage), Step("reduce_scatter", self.storage))
+        return Conversion(gather + conversion.forward, conversion.backward + scatter)
 
     def collectives(
         self, steps: Sequence[Step], shape: Sequence[int], phase: str, issue: str, wait: str, dtype: str = "compute"

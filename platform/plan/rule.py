@@ -22,12 +22,15 @@ class Step:
     all_to_all      splits `dim` and joins `joined` over `axes`
     slice           splits `dim`, free
     pad             puts the block back into zeros along `dim`, free: the adjoint of a parameter's slice
+    flatten         one dim, padded with zeros to a multiple of the ranks along `axes`, free
+    unflatten       the block of `shape` back out of it, free
     """
 
     op: str
     axes: tuple[str, ...]
     dim: int = 0
     joined: int = 0
+    shape: tuple[int, ...] = ()
 
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")

@@ -51,6 +51,7 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
             recompute=Recompute(config.recompute, config.recompute_every),
             scatter_gather=config.pipeline.scatter_gather,
             precision=config.precision,
+            zero=config.parallel.zero,
             dropout=config.model.dropout,
         )
     except IllegalPlan as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import sqrt
 from typing import Any, Protocol
@@ -20,6 +20,7 @@ from platform.model.encoder import Encoder
 from platform.parallel import gradients, random
 from platform.parallel.clock import Clock
 from platform.parallel.einsum import Deferred
+from platform.parallel.gradients import Reduction
 from platform.parallel.groups import Communicator
 from platform.parallel.ops import ParallelOps, Position
 from platform.parallel.pipeline import Forward, Pipeline, sum_tied
@@ -101,18 +102,18 @@ class Trainer:
 
         Returns the loss and the gradient's global 2-norm.
         """
-        loss, predicted = self._forward_backward(step)
+        loss, predicted, reductions = self._forward_backward(step)
         with self.clock.section("reduce"):
-            grads = self.weights.gradients
-            gradients.reduce(self.stage, self.communicator, grads)
-            sum_tied(self.stage, self.communicator, grads)
-            squares = gradients.squared_norm(self.stage, self.communicator, grads)
+            reduced = {name: g for reduction in reductions for name, g in reduction.wait().items()}
+            sum_tied(self.stage, self.communicator, reduced)
+            self.weights.receive(reduced)
+            squares = gradients.squared_norm(self.stage, self.communicator, self.weights.gradients)
             total, square = self._sum_over_world(loss, squares)
         return total / predicted, sqrt(square)
 
-    def _forward_backward(self, step: int) -> tuple[Tensor, int]:
-        """Accumulates this rank's gradient of the global mean loss; returns its summed loss and the number of tokens
-        that the mean is over."""
+    def _forward_backward(self, step: int) -> tuple[Tensor, int, list[Reduction]]:
+        """Accumulates this rank's gradient of the global mean loss; returns its summed loss, the number of tokens that
+        the mean is over, and the gradients' reductions, which run while other chunks still have backward passes."""
         first = (step - 1) * self.config.train.global_batch
         predicted = self.corpus.predicted("train", first, first + self.config.train.global_batch)
         total = torch.zeros((), dtype=torch.float64, device=self.communicator.device)
@@ -126,14 +127,22 @@ class Trainer:
                 out = {"loss": out["loss"] / predicted}
             return out
 
-        pipeline = self._pipeline(forward, lambda chunks: self.weights.accumulate())
+        left = {chunk.number: chunk.parameters for chunk in self.stage.chunks}  # those with backward passes to come
+        reductions = []
+
+        def accumulated(done: int | None) -> None:
+            self.weights.accumulate()
+            if done is not None:
+                complete = left.pop(done) - set().union(*left.values())
+                sums = {name: g for name, g in self.weights.sums.items() if name in complete}
+                reductions.append(Reduction(self.stage, self.communicator, sums))
+
+        pipeline = self._pipeline(forward, accumulated)
         pipeline.run(self.rows.step)
         self.peak_live = pipeline.peak_live
-        return total, predicted
+        return total, predicted, reductions
 
-    def _pipeline(
-        self, forward: Forward, accumulated: Callable[[Sequence[int]], None] = lambda chunks: None
-    ) -> Pipeline:
+    def _pipeline(self, forward: Forward, accumulated: Callable[[int | None], None] = lambda done: None) -> Pipeline:
         dtype = DTYPES[self.plan.precision][0]
         return Pipeline(self.stage, self.communicator, dtype, forward, accumulated)
 
@@ -156,9 +165,7 @@ class Trainer:
 
     def _sum_over_world(self, loss: Tensor, squares: Tensor) -> tuple[float, float]:
         """The loss summed over every token of the global batch, and another fp64 scalar summed over all ranks."""
-        mine = (
-            loss if gradients.owns(self.communicator, self.plan.loss_layout) else torch.zeros_like(loss)
-        )  # 0 elsewhere
+        mine = loss if gradients.owns(self.communicator, self.plan.loss_layout.axes) else torch.zeros_like(loss)
         both = torch.stack((mine, squares))
         if world := self.plan.mesh.ordered(self.plan.mesh.axes):
             both = self.communicator.launch("all_reduce", both, world).wait()

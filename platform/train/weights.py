@@ -1,4 +1,4 @@
-"""One rank's blocks of the parameters: master copies, compute copies and gradients."""
+"""One rank's part of the parameters: master copies, compute copies and gradients."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from platform.parallel import gradients, shards
 from platform.parallel.groups import Communicator
 from platform.parallel.ops import initialise
 from platform.plan.plan import Plan
@@ -20,38 +21,61 @@ DTYPES = {
 
 
 class Weights:
-    """`compute`: name -> what the forward pass reads; `master`: name -> what the optimizer updates, the same tensor
-    where the precisions agree. `gradients`: name -> gradient in the master's type, summed over microbatches."""
+    """`compute`: name -> what the forward pass reads, `plan.stored_shape`: this rank's block, or its shard [elements]
+    where parameters are stored in shards. `master`: name -> what the optimizer updates, `plan.master_shape`: the block
+    or the shard, and the same tensor as in `compute` where type and shape agree."""
 
     def __init__(self, plan: Plan, communicator: Communicator, seed: int):
-        low, high = DTYPES[plan.precision]
+        self._plan, self._communicator = plan, communicator
+        low, self._high = DTYPES[plan.precision]
         self.master: dict[str, Tensor] = {}
+        self.compute: dict[str, Tensor] = {}
+        self._sums: dict[str, Tensor] = {}
         for p in plan.parameters:
-            block = torch.empty(plan.local_shape(p), dtype=high, device=communicator.device)
+            block = torch.empty(plan.local_shape(p), dtype=self._high, device=communicator.device)
             initialise(plan, communicator, p, seed, block)
-            self.master[p.name] = block.requires_grad_()
-        self._shadowed = low != high
-        self.compute: Mapping[str, Tensor] = self.master
-        if self._shadowed:
-            self.compute = {n: w.detach().to(low).requires_grad_() for n, w in self.master.items()}
+            master = shards.own(plan, communicator, block) if plan.sharded else block
+            stored = master if plan.storage else block
+            self.master[p.name] = master.requires_grad_()
+            self.compute[p.name] = stored if stored is master and low == self._high else _copy(stored, low)
+
+    def accumulate(self) -> None:
+        """Adds the last microbatch's gradients of the compute copies to their sums in the master's type."""
+        for name, w in self.compute.items():
+            if w.dtype != self._high and w.grad is not None:
+                g = w.grad.to(self._high)
+                self._sums[name] = self._sums[name].add_(g) if name in self._sums else g
+                w.grad = None
+
+    @property
+    def sums(self) -> Mapping[str, Tensor]:
+        """Name -> this rank's gradient summed over the microbatches, in the master's type, shaped as in `compute`."""
+        return self._sums or {n: w.grad for n, w in self.compute.items() if w.grad is not None}
+
+    def receive(self, reduced: Mapping[str, Tensor]) -> None:
+        """Takes the reduced gradients for the optimizer, shaped as in `master`, in place of the sums."""
+        self._sums.clear()
+        for name, g in reduced.items():
+            self.compute[name].grad = None
+            self.master[name].grad = g
 
     @property
     def gradients(self) -> dict[str, Tensor]:
+        """Name -> what `receive` took."""
         return {n: w.grad for n, w in self.master.items() if w.grad is not None}
-
-    def accumulate(self) -> None:
-        """Adds the last microbatch's gradients of the compute copies to the master's."""
-        if self._shadowed:
-            for name, low in self.compute.items():
-                high = self.master[name]
-                if low.grad is not None:
-                    high.grad = low.grad.to(high.dtype) if high.grad is None else high.grad.add_(low.grad)
-                    low.grad = None
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Brings the compute copies up to the updated master copies and drops the gradients."""
-        for name, high in self.master.items():
-            high.grad = None
-            if self._shadowed:
-                self.compute[name].copy_(high)
+        for master in self.master.values():
+            master.grad = None
+        if self._plan.sharded and not self._plan.storage:
+            gradients.gather(self._plan, self._communicator, self.master, self.compute)
+            return
+        for name, w in self.compute.items():
+            if w is not self.master[name]:
+                w.copy_(self.master[name])
+
+
+def _copy(w: Tensor, dtype: torch.dtype) -> Tensor:
+    return w.detach().to(dtype).requires_grad_()

@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from platform.train.plan import make_plan
-from platform.train.trainer import Trainer
-from tests.oracle import MODELS, Tokens, configure
+from tests.oracle import MODELS, configure
 
 
 def eager_and_compiled(c, plan, communicator):
     """Largest difference of loss and gradients, and whether the compiled pass counted the same bytes."""
-    trainer = Trainer(c, plan, communicator, Tokens(c))
+    trainer = trainer_of(c, plan, communicator)
     inputs = trainer.load("train", 0)
 
     def loss_and_gradients(forward):
@@ -40,8 +39,11 @@ def test_one_process(model):
     assert eager_and_compiled(c, plan, Alone(plan.mesh)) == (0.0, 0.0, True)
 
 
-@pytest.mark.parametrize("scheme", [("1d_sp", {"t": 2}), ("3d", {"x": 1, "y": 2, "z": 2})], ids=str)
-def test_with_collectives(scheme, pool):
-    c = configure(*scheme, layers=1)
+SCHEMES = [("1d_sp", {"t": 2}, 0), ("3d", {"x": 1, "y": 2, "z": 2}, 0), ("serial", {}, 3)]
+
+
+@pytest.mark.parametrize(("scheme", "axes", "zero"), SCHEMES, ids=str)
+def test_with_collectives(scheme, axes, zero, pool):
+    c = configure(scheme, axes, data=2 if zero else 1, zero=zero, layers=1)
     plan = make_plan(c)
     assert set(pool.run(eager_and_compiled, c, plan)) == {(0.0, 0.0, True)}

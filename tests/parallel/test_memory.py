@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from platform.parallel.ops import Position
 from platform.plan.memory import saved_for_backward, weight_bytes
 from platform.train.plan import make_plan
 from platform.train.trainer import Trainer
-from tests.oracle import MODELS, Tokens, configure
+from tests.oracle import MODELS, configure
 
 SCHEMES: list[tuple[str, dict[str, int]]] = [
     ("serial", {}),
@@ -48,7 +49,7 @@ def measure(trainer: Trainer, seed: int) -> int:
 
 def measured(c) -> tuple[Any, list[int]]:
     plan = make_plan(c)
-    trainer = lambda communicator: Trainer(c, plan, communicator, Tokens(c))  # noqa: E731
+    trainer = lambda communicator: trainer_of(c, plan, communicator)  # noqa: E731
     if plan.mesh.size == 1:
         return plan, [measure(trainer(Alone(plan.mesh)), c.seed)]
     return plan, run_threads(plan.mesh, lambda communicator: measure(trainer(communicator), c.seed))
@@ -77,6 +78,18 @@ def test_beside_branches_and_data_parallel(scheme, data):
     c = configure(scheme, {"t": 2} if scheme != "serial" else {}, branch="dsp", branch_axes={"g": 2}, data=data)
     plan, found = measured(c)
     assert set(found) == {saved_for_backward(plan, build(c.model)).total}
+
+
+@pytest.mark.parametrize("model", ["gpt", "llama", "t5"])
+@pytest.mark.parametrize(("scheme", "axes"), [SCHEMES[i] for i in (0, 3, 5, 7)], ids=str)
+def test_parameters_in_chunks(scheme, axes, model):
+    """Nothing that was gathered for an einsum is kept: only vectors of norms are."""
+    c = configure(scheme, {a: n for a, n in axes.items() if a != "x"}, data=2, zero=3, layers=1, **MODELS[model])
+    plan, found = measured(c)
+    saved = saved_for_backward(plan, build(c.model))
+    assert set(found) == {saved.total}
+    vectors = [p for p in plan.parameters if "norm" in p.name]
+    assert saved.gathered <= sum(2 * prod(plan.stored_shape(p)) for p in vectors)
 
 
 def test_two_layers():

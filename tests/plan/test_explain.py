@@ -31,9 +31,9 @@ def explained(c, plan):
     return explain(plan, build(c.model), moments=2, workers_per_node=2)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_rows_add_up_to_what_is_counted(case):
-    c = configured(*case, data=2 if len(case[1]) == 1 else 1)
+@pytest.mark.parametrize(("case", "zero"), [*((case, 0) for case in CASES), (CASES[0], 1), (CASES[1], 3)], ids=str)
+def test_the_rows_add_up_to_what_is_counted(case, zero):
+    c = configured(*case, data=2 if len(case[1]) == 1 else 1, zero=zero)
     plan, results = run(c)
     found = explained(c, plan)
     total: Counter[str] = Counter()

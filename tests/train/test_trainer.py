@@ -11,7 +11,7 @@ import torch
 from platform.config import Config
 from platform.parallel.groups import Alone, run_threads
 from platform.train.plan import make_plan
-from platform.train.trainer import SECTIONS, Trainer
+from platform.train.trainer import SECTIONS
 from tests.oracle import Tokens, configure
 
 B, STEPS = 16, 3
@@ -30,6 +30,8 @@ CASES = {
     "data": case(data=4, microbatch=2),
     "1d": case("1d", {"t": 2}, data=2),
     "1d_sp": case("1d_sp", {"t": 2}),
+    "zero 1": case("1d", {"t": 2}, data=2, zero=1),
+    "zero 3": case("1d_sp", {"t": 2}, data=2, zero=3),
     "3d": case("3d", {"x": 2, "y": 2, "z": 2}, microbatch=8),
     "layout": case("layout", {"rows": 2, "cols": 2}, rules=ROWS_COLS),
     "dsp": case("1d", {"t": 2}, branch="dsp", branch_axes={"g": 2}, data=2, dropout=0.1),
@@ -42,7 +44,7 @@ def on_all_ranks(c: Config, work) -> list:
     plan = make_plan(c)
 
     def start(communicator):
-        return work(Trainer(c, plan, communicator, Tokens(c)))
+        return work(trainer_of(c, plan, communicator))
 
     return [start(Alone(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, start)
 
@@ -111,7 +113,7 @@ def clipped(c: Config) -> list[tuple[float, dict, dict]]:
     return on_all_ranks(c, work)
 
 
-@pytest.mark.parametrize("name", ["serial", "1d", "3d"])
+@pytest.mark.parametrize("name", ["serial", "1d", "3d", "zero 1", "zero 3"])
 def test_clipping_scales_every_gradient_to_the_global_norm(name):
     for norm, before, after in clipped(with_clip(CASES[name], 0.01)):
         assert norm > 0.01
@@ -155,7 +157,9 @@ def test_evaluation_and_sampling_are_the_same_in_every_layout(name, serial):
 TWO_ON_BATCH = case("layout", {"rows": 2}, rules={"batch": ["rows"]}, data=2)
 
 
-@pytest.mark.parametrize("c", [CASES["3d"], CASES["dsp"], TWO_ON_BATCH], ids=["3d", "dsp", "two axes on batch"])
+@pytest.mark.parametrize(
+    "c", [CASES["3d"], CASES["dsp"], CASES["zero 3"], TWO_ON_BATCH], ids=["3d", "dsp", "zero 3", "two axes on batch"]
+)
 def test_the_plan_names_every_group_that_a_run_launches_in(c):
     """Sampling and evaluation too: real process groups exist only where the plan says so."""
     groups = set(make_plan(c).groups)
