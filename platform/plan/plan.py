@@ -13,9 +13,10 @@ from platform.plan.collectives import plan_operation
 from platform.plan.cost import label, moved_bytes
 from platform.plan.layout import DIMS, Layout, block, padded
 from platform.plan.mesh import Mesh
-from platform.plan.ops import LOSSES, Operation, Ops, Parameter, Recorder, Spec
+from platform.plan.ops import LOSSES, Operation, Ops, Parameter, Spec
 from platform.plan.planned import Collective, PlannedOperation
 from platform.plan.planner import Planner
+from platform.plan.recorder import Recorder
 from platform.plan.scheme import REGIONS, Scheme
 
 # precision -> bytes per element of each dtype class (`master`: parameters and optimizer state)
@@ -320,7 +321,8 @@ def _indivisible(planner: Planner, d: str, size: int, axes: Sequence[str], found
     n = planner.mesh.extent(axes)
     if d == "vocab" or size % n == 0:
         return None
-    key = KEYS.get(d, f"model.{d}") if size == planner.sizes[d] or d == "batch" else "model.source_length"
+    own = d in ("length", "memory_length") and size != planner.sizes[d]
+    key = "model.source_length" if own else KEYS.get(d, f"model.{d}")
     divisors = [k for k in range(1, size + 1) if size % k == 0]
     parts = [max(k for k in divisors if k < n), *(k for k in divisors if k > n)][:2]
     product = " x ".join(planner.scheme.key(a) for a in axes)
@@ -355,7 +357,8 @@ def _replicated(mesh: Mesh, operations: Mapping[tuple[str, str], PlannedOperatio
 def describe(plan: Plan) -> str:
     """The plan as the small table that a run prints first."""
     mesh = " x ".join(f"{a} {n}" for a, n in plan.mesh.shape if n > 1) or "1"
-    dims = [d for d in DIMS if any(plan.scheme.regions[r][d] for r in REGIONS)]
+    split = dict.fromkeys((*DIMS, *(d for r in REGIONS for d in plan.scheme.regions[r])))
+    dims = [d for d in split if d in plan.sizes and any(plan.scheme.regions[r][d] for r in REGIONS)]
     rows = [["region", *dims]] + [
         [r, *("+".join(plan.scheme.regions[r][d]) or "-" for d in dims)]
         for r in REGIONS
