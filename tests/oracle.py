@@ -83,7 +83,7 @@ class Tokens:
     def sample(self, draw: np.random.Generator) -> dict[str, np.ndarray]:
         c = self.model
         row = draw.integers(0, self.vocab, c.length + 1)
-        if c.kind in ("decoder", "two_layer"):
+        if c.kind not in ("encoder", "encoder_decoder"):
             return {"tokens": row[:-1], "labels": row[1:]}
         source = draw.integers(0, self.vocab, c.source_length or c.length)
         source[draw.integers(1, len(source) + 1) :] = -1
@@ -148,7 +148,7 @@ def assemble(
     """Whole tensors from all ranks' blocks, without padding. Raises AssertionError where replicas disagree."""
     out = {}
     for p in plan.parameters:
-        padded = [plan.planner.sizes[d] for d in p.dims]
+        padded = [plan.planner.sizes_of(p)[d] for d in p.dims]
         whole = torch.full(padded, torch.nan, dtype=torch.float64)
         for r in results:
             where = tuple(slice(o, o + n) for o, n in plan.block(p, plan.mesh.coordinates(r.rank)))

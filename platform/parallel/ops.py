@@ -94,7 +94,7 @@ class ParallelOps(Ops):
     def one_hot(self, name, ids, out):
         ids = ids["one_hot", name]
         dtype = next(iter(self.tensors.values())).dtype
-        return (ids.unsqueeze(-1) == self._range(out, out.dims[-1], ids.device)).to(dtype)
+        return (ids.unsqueeze(-1) == self._range(out, out.dims[-1], ids.device)).to(dtype).requires_grad_()
 
     def project(self, x, spec, weights, outs, biases=()):
         tensors = [self.tensors[w.name] for w in weights]

@@ -95,7 +95,8 @@ class Ops(ABC):
     def one_hot(self, name: str, ids: Any, out: Spec) -> Any:
         """1 where the last dim of `out` [length batch dim] is the data tensor `ids`, else 0; padding is 0 everywhere.
 
-        An einsum with it gathers from an activation; `lookup` does so from a parameter without materialising it."""
+        An einsum with it gathers from an activation; `lookup` does so from a parameter without materialising it. As
+        every activation of the plan, it takes a gradient."""
 
     @abstractmethod
     def features(self, name: str, ids: Any, out: Spec) -> Any:
