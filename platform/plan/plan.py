@@ -147,13 +147,16 @@ class Plan:
         found = [(f"{kind} {name}", c, self.microbatches) for (kind, name), o in operations for c in o.collectives]
         for axes, parameters in self.buckets.items():
             if axes:
-                elements = sum(prod(self.local_shape(p)) for p in parameters)
-                c = Collective("all_reduce", axes, elements, "accumulate", "reduce", "last backward", "optimizer")
-                found.append(("gradients", c, 1))
+                found.append(("gradients", self.reduction(axes, parameters), 1))
         if world := self.mesh.ordered(self.mesh.axes):
             c = Collective("all_reduce", world, METRICS, "metrics", "reduce", "gradients", "clipping")
             found.append(("loss and norm", c, 1))
         return found
+
+    def reduction(self, axes: tuple[str, ...], parameters: Sequence[Parameter]) -> Collective:
+        """The deferred reduction of these parameters' gradients over `axes`, together."""
+        elements = sum(prod(self.local_shape(p)) for p in parameters)
+        return Collective("all_reduce", axes, elements, "accumulate", "reduce", "last backward", "optimizer")
 
     def moved_bytes(self, c: Collective) -> int:
         """Bytes that all workers together move in one launch of `c`."""
