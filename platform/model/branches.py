@@ -1,7 +1,9 @@
 """Branches: "any neural network with multiple branches" (D&SP, paper 002) as one more tensor dim.
 
 Isomorphic branches are stacked: their weights have a dim that enumerates them (`branch`; `heads` in a Transformer), so
-that the rule shares them over whatever axis a layout puts on it, and joining by sum is a contraction.
+that the rule shares them over whatever axis a layout puts on it, and joining by sum is a contraction. Branches that
+differ in their pointwise function stay stacked (`different`); those of other shapes are a block of their own, and the
+results are added.
 """
 
 from __future__ import annotations
