@@ -57,6 +57,14 @@ def allow(key: str, value: Any) -> None:
     CHOICES[key] = tuple(dict.fromkeys((*CHOICES[key], value)))
 
 
+KNOWN_DIMS = list(DIMS)  # of tensors, as tensor.layout names them
+
+
+def allow_dims(names: Iterable[str]) -> None:
+    """Adds the dims of a model of the user's own."""
+    KNOWN_DIMS.extend(name for name in names if name not in KNOWN_DIMS)
+
+
 ANY = "any other value"
 NOT_BUILT: dict[tuple[str, Any], str] = {  # (key, value): what is missing
     ("precision", "fp16"): "float16 with a loss scale",
@@ -332,8 +340,8 @@ def parse_layout(layout: str | Mapping[str, Any], axes: Iterable[str]) -> tuple[
             lines.append(violation("tensor.layout", region, "no such region", closest(region, regions)))
         rules[region] = {dim: _axis_list(value) for dim, value in (part or {}).items()}
         for dim, names in rules[region].items():
-            if dim not in DIMS:
-                lines.append(violation("tensor.layout", dim, "no such dim", closest(dim, DIMS)))
+            if dim not in KNOWN_DIMS:
+                lines.append(violation("tensor.layout", dim, "no such dim", closest(dim, KNOWN_DIMS)))
             for name in (name for name in names if name not in known):
                 legal = closest(name, known) or ["tensor.axes.NAME=k makes one"]
                 lines.append(violation("tensor.layout", f"{dim}:{name}", "no such axis in tensor.axes", legal))

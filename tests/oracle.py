@@ -93,7 +93,7 @@ class Tokens:
     def sample(self, draw: np.random.Generator) -> dict[str, np.ndarray]:
         c = self.model
         row = draw.integers(0, self.vocab, c.length + 1)
-        if c.kind in ("decoder", "two_layer"):
+        if c.kind not in ("encoder", "encoder_decoder"):
             return {"tokens": row[:-1], "labels": row[1:]}
         source = draw.integers(0, self.vocab, c.source_length or c.length)
         source[draw.integers(1, len(source) + 1) :] = -1
@@ -129,10 +129,10 @@ class Result:
     log: list[Launch]
 
 
-def trainer_of(c: Config, plan: Plan, communicator: Communicator) -> Trainer:
+def trainer_of(c: Config, plan: Plan, communicator: Communicator, corpus: Any = None) -> Trainer:
     """A rank's trainer, with the rows that the driver would hand it."""
     stage = communicator.coordinates["stage"]
-    return Trainer(c, plan, communicator, Tokens(c), rows(schedule_of(c, c.parallel.data))[stage])
+    return Trainer(c, plan, communicator, corpus or Tokens(c), rows(schedule_of(c, c.parallel.data))[stage])
 
 
 def compute(c: Config, plan: Plan, communicator: Communicator) -> Result:
@@ -166,7 +166,7 @@ def assemble(
     """Whole tensors from what all ranks hold, without padding. Raises AssertionError where replicas disagree."""
     out = {}
     for p in plan.parameters:
-        padded = [plan.planner.sizes[d] for d in p.dims]
+        padded = [plan.planner.sizes_of(p)[d] for d in p.dims]
         whole = torch.full(padded, torch.nan, dtype=torch.float64)
         for r in results:
             here = plan.mesh.coordinates(r.rank)

@@ -1,9 +1,9 @@
 """Models by name. A model is a class with `sizes`, `inputs`, `parameters()` and `forward(ops, inputs)`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from platform.checks import allow
+from platform.checks import allow, allow_dims
 from platform.config import OBJECTIVES
 from platform.config import Model as ModelConfig
 from platform.model.decoder import Decoder
@@ -19,12 +19,18 @@ MODELS: dict[str, Any] = {
 }
 
 
-def register_model(name: str, model: Callable[[ModelConfig], Any], objectives: Sequence[str] = ("causal",)) -> None:
+def register_model(
+    name: str,
+    model: Callable[[ModelConfig], Any],
+    objectives: Sequence[str] = ("causal",),
+    dims: Iterable[str] = (),
+) -> None:
     """Makes `model.kind=NAME` known: `model(config.model)` is what `platform.plan.plan.Model` asks for. `objectives`:
-    the values that data.objective may have with it, the default first."""
+    the values that data.objective may have with it, the default first. `dims`: its own, for tensor.layout to split."""
     MODELS[name] = model
     OBJECTIVES[name] = objectives
     allow("model.kind", name)
+    allow_dims(dims)
 
 
 def build(config: ModelConfig) -> Any:

@@ -68,7 +68,7 @@ class Reduction:
 
 
 def owns(communicator: Communicator, axes: Iterable[str]) -> bool:
-    """Whether this rank is the one of its stage that counts what is split over `axes` and replicated over all others."""
+    """Whether this rank is the one of its stage that counts what is split over `axes`, replicated over all others."""
     split = {"stage", *axes}
     return all(i == 0 for axis, i in communicator.coordinates.items() if axis not in split)
 

@@ -26,6 +26,8 @@ POINTWISE: dict[str, Callable[..., Tensor]] = {
     "gelu": lambda x: F.gelu(x),
     "relu": lambda x: F.relu(x),
     "silu": lambda x: F.silu(x),
+    "tanh": lambda x: x.tanh(),
+    "identity": lambda x: x,
     "absolute": lambda x: x.abs(),
     "add": lambda x, y: x + y,
     "multiply": lambda x, y: x * y,
@@ -91,13 +93,14 @@ class ParallelOps(Ops):
         tokens = tokens["lookup", name]
         into, leave = planned.conversions
         weight = apply(self.communicator, self.tensors[table.name], into)
+        rows = weight.reshape(weight.shape[0], -1)
         if planned.over:  # rows of other ranks are zero here: the sum over `over` completes the lookup
             row = tokens - self.communicator.index(planned.over) * weight.shape[0]
             mine = (row >= 0) & (row < weight.shape[0])
-            x = F.embedding(row.clamp(0, weight.shape[0] - 1), weight) * mine.unsqueeze(-1).to(weight.dtype)
+            x = F.embedding(row.clamp(0, weight.shape[0] - 1), rows) * mine.unsqueeze(-1).to(weight.dtype)
         else:
-            x = F.embedding(tokens.clamp_min(0), weight)
-        return apply(self.communicator, x, leave)
+            x = F.embedding(tokens.clamp_min(0), rows)
+        return apply(self.communicator, x.view(*tokens.shape, *weight.shape[1:]), leave)
 
     def features(self, name, ids, out):
         ids = ids["features", name]
@@ -106,6 +109,11 @@ class ParallelOps(Ops):
         elements = ids.unsqueeze(-1) * self.plan.sizes[out.dims[-1]] + columns
         dtype = next(iter(self.tensors.values())).dtype
         return random.normal(random.key("features", name), elements).to(dtype).requires_grad_()
+
+    def one_hot(self, name, ids, out):
+        ids = ids["one_hot", name]
+        dtype = next(iter(self.tensors.values())).dtype
+        return (ids.unsqueeze(-1) == self._range(out, out.dims[-1], ids.device)).to(dtype).requires_grad_()
 
     def project(self, x, spec, weights, outs, biases=()):
         tensors = [self.tensors[w.name] for w in weights]
@@ -141,6 +149,43 @@ class ParallelOps(Ops):
             found = einsums(self.communicator, group, x, mine, added, deferred=deferred)
             results.update((m.index, y) for m, y in zip(group.members, found, strict=True))
         return tuple(results[i] for i in range(len(operands)))
+
+    def reduce(self, name, function, x, spec, out):
+        planned = self._planned("reduce", name)
+        into, leave = planned.conversions
+        gone = [d for d in spec.dims if d not in out.dims]
+        x = self._without_padding(apply(self.communicator, x, into), spec, gone, -torch.inf if function == "max" else 0)
+        places, kept = [spec.dims.index(d) for d in gone], [d for d in spec.dims if d in out.dims]
+        if function == "max":
+            y = statistics.maximum(x, places, self.communicator, planned.over)
+        else:
+            y = x.sum(places) if gone else x
+        if function == "mean":
+            y = y / prod(n for d, n in zip(spec.dims, self.plan.global_shape(spec), strict=True) if d in gone)
+        return apply(self.communicator, y.permute([kept.index(d) for d in out.dims]), leave)
+
+    def _without_padding(self, x: Tensor, spec: Spec, dims: Sequence[str], value: float) -> Tensor:
+        """x with `value` where this rank's block reaches beyond the size of a dim; only vocab is ever padded."""
+        for i, dim in enumerate(spec.dims):
+            if dim in dims:
+                first, n = self._block(spec)[i]
+                real = self.plan.global_shape(spec)[i] - first
+                if real < n:
+                    padding = torch.arange(n, device=x.device) >= real
+                    x = x.masked_fill(padding.view([-1 if d == dim else 1 for d in spec.dims]), value)
+        return x
+
+    def concatenate(self, name, x, specs, out, dim):
+        *into, leave = self._planned("concatenate", name).conversions
+        parts = [apply(self.communicator, part, conversion) for part, conversion in zip(x, into, strict=True)]
+        return apply(self.communicator, torch.cat(parts, out.dims.index(dim)), leave)
+
+    def reshape(self, name, x, spec, out):
+        into, leave = self._planned("reshape", name).conversions
+        x = apply(self.communicator, x, into)
+        i = next(i for i, (a, b) in enumerate(zip(spec.dims, out.dims, strict=False)) if a != b)
+        x = x.flatten(i, i + 1) if len(spec.dims) > len(out.dims) else x.unflatten(i, (self._block(out)[i][1], -1))
+        return apply(self.communicator, x, leave)
 
     def shift(self, x, spec, parameter):
         (conversion,) = self._planned("shift", parameter.name).conversions
@@ -192,7 +237,7 @@ class ParallelOps(Ops):
         index = torch.arange(first_head, first_head + heads, device=x.device) // per_group - have
         return x.index_select(dim, index)
 
-    def softmax(self, name, x, spec, *, scale, causal, mask=None, bias=None):
+    def softmax(self, name, x, spec, *, dim="memory_length", scale=1.0, causal=False, mask=None, bias=None):
         planned = self._planned("softmax", name)
         x = x * scale
         if bias is not None:
@@ -202,7 +247,8 @@ class ParallelOps(Ops):
             x = x.masked_fill(memory > length.unsqueeze(1), -torch.inf)
         if mask is not None:
             x = x.masked_fill(positions.hidden(mask["softmax", name]), torch.finfo(x.dtype).min)
-        return statistics.softmax(x, self.communicator, planned.over)
+        x = self._without_padding(x, spec, [dim], -torch.inf)
+        return statistics.softmax(x, spec.dims.index(dim), self.communicator, planned.over)
 
     def fused_attention(self, name, q, k, v, spec, kv, *, scale, causal, mask=None, bias=None):
         order = [spec.dims.index(d) for d in ("batch", "heads", "length", "d_kv")]
@@ -226,6 +272,12 @@ class ParallelOps(Ops):
 
     def pointwise(self, function, *x):
         return POINTWISE[function](*x)
+
+    def pointwise_each(self, functions, x, spec, dim):
+        i = spec.dims.index(dim)
+        first, n = self._block(spec)[i]
+        mine = functions[first : first + n]
+        return torch.stack([POINTWISE[f](part) for f, part in zip(mine, x.unbind(i), strict=True)], i)
 
     def dropout(self, name, x, spec):
         if not self.dropout_rate or not self.position.training:

@@ -1,4 +1,5 @@
-"""Norms, softmax and cross-entropy over a dim that is split over ranks: only statistics travel, never the tensor."""
+"""Norms, softmax, maxima and cross-entropy over a dim that is split over ranks: only statistics travel, never the
+tensor."""
 
 from __future__ import annotations
 
@@ -82,27 +83,55 @@ def norm(
 
 
 class _SplitSoftmax(torch.autograd.Function):
-    """Softmax over the last dim, split over the axes `over`."""
+    """Softmax over the dim at `position`, split over the axes `over`."""
 
     @staticmethod
-    def forward(ctx, x, communicator, over):
-        top = communicator.launch("all_reduce", accumulate(x.amax(-1, keepdim=True)), over, reduce="max").wait()
+    def forward(ctx, x, position, communicator, over):
+        top = communicator.launch("all_reduce", accumulate(x.amax(position, keepdim=True)), over, reduce="max").wait()
         e = torch.exp(accumulate(x) - top)
-        p = (e / _summed(communicator, e.sum(-1, keepdim=True), over)).to(x.dtype)
+        p = (e / _summed(communicator, e.sum(position, keepdim=True), over)).to(x.dtype)
         ctx.save_for_backward(p)
-        ctx.options = communicator, over
+        ctx.options = position, communicator, over
         return p
 
     @staticmethod
     def backward(ctx, dp):
         (p,) = ctx.saved_tensors
-        communicator, over = ctx.options
-        inner = _summed(communicator, accumulate(dp * p).sum(-1, keepdim=True), over)
-        return p * (dp - inner.to(dp.dtype)), None, None
+        position, communicator, over = ctx.options
+        inner = _summed(communicator, accumulate(dp * p).sum(position, keepdim=True), over)
+        return p * (dp - inner.to(dp.dtype)), None, None, None
 
 
-def softmax(x: Tensor, communicator: Communicator, over: Sequence[str]) -> Tensor:
-    return _SplitSoftmax.apply(x, communicator, over) if over else torch.softmax(x, -1)
+def softmax(x: Tensor, position: int, communicator: Communicator, over: Sequence[str]) -> Tensor:
+    """Over the dim at `position`, which the axes `over` split."""
+    return _SplitSoftmax.apply(x, position, communicator, over) if over else torch.softmax(x, position)
+
+
+class _SplitMaximum(torch.autograd.Function):
+    """The maximum over dims that are split over the axes `over`; equal maxima share the gradient, as in torch.amax."""
+
+    @staticmethod
+    def forward(ctx, x, positions, communicator, over):
+        wide = accumulate(x)
+        top = communicator.launch("all_reduce", wide.amax(positions, keepdim=True), over, reduce="max").wait()
+        share = (wide == top).to(wide.dtype)
+        share /= _summed(communicator, share.sum(positions, keepdim=True), over)
+        ctx.save_for_backward(share)
+        ctx.positions = positions
+        return top.squeeze(positions).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (share,) = ctx.saved_tensors
+        for position in sorted(ctx.positions):
+            gradient = gradient.unsqueeze(position)
+        return (share * gradient).to(gradient.dtype), None, None, None
+
+
+def maximum(x: Tensor, positions: Sequence[int], communicator: Communicator, over: Sequence[str]) -> Tensor:
+    """The maximum over the dims at `positions`, which the axes `over` split; the result is the same on all of them."""
+    positions = tuple(positions)
+    return _SplitMaximum.apply(x, positions, communicator, over) if over else x.amax(positions)
 
 
 class _SplitCrossEntropy(torch.autograd.Function):

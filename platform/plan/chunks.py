@@ -9,8 +9,9 @@ from typing import Any, Protocol
 
 from platform.plan.layout import Layout
 from platform.plan.mesh import Mesh
-from platform.plan.ops import Operation, Ops, Parameter, Recorder, Spec, Symbol
+from platform.plan.ops import Operation, Ops, Parameter, Spec
 from platform.plan.planned import PlannedOperation
+from platform.plan.recorder import Recorder, Symbol
 from platform.plan.stages import place_layers
 
 Flow = tuple[tuple[str, Spec], ...]  # activations by name

@@ -10,10 +10,10 @@ from math import prod
 
 from platform.plan.einsums import plan_einsums
 from platform.plan.layout import Layout, prefix
-from platform.plan.ops import Operation
+from platform.plan.ops import Operation, Parameter, Spec
 from platform.plan.planned import Collective, PlannedOperation
 from platform.plan.planner import Planner
-from platform.plan.rule import Conversion, Step, enter, leave
+from platform.plan.rule import Conversion, Step, contract, enter, leave
 
 
 def _lookup(planner: Planner, operation: Operation) -> PlannedOperation:
@@ -33,7 +33,7 @@ def _lookup(planner: Planner, operation: Operation) -> PlannedOperation:
         operation,
         tuple(found),
         conversions=(conversion, c.output),
-        over=c.compute["vocab"],
+        over=c.compute[table.dims[0]],
         tokens=c.compute.restrict(token_dims),
         compute_axes=c.axes,
     )
@@ -54,8 +54,8 @@ def _vectors(planner: Planner, operation: Operation) -> PlannedOperation:
         found += planner.collectives(conversion.forward, planner.stored(p), "forward", "operation", "use")
         found += planner.collectives(conversion.backward, inner, "backward", "operand gradient", "end")
     over: tuple[str, ...] = ()
-    if operation.kind == "norm" and (over := have["d_model"]):
-        rows = prod(planner.shape(spec)) // planner.shape(spec)[spec.dims.index("d_model")]
+    if operation.kind == "norm" and (over := have[spec.dims[-1]]):
+        rows = prod(planner.shape(spec)[:-1])
         if operation["norm"] == "layernorm":
             found += planner.statistics(over, 2 * rows, "forward", "all_gather")
             found += planner.statistics(over, 2 * rows, "backward")
@@ -79,7 +79,8 @@ def _fused_attention(planner: Planner, operation: Operation) -> PlannedOperation
     return PlannedOperation(operation, tokens=_hidden(layout), compute_axes=layout.axes)
 
 
-def _features(planner: Planner, operation: Operation) -> PlannedOperation:
+def _from_data(planner: Planner, operation: Operation) -> PlannedOperation:
+    """features, one_hot: every rank makes its own block of the output from its own block of the data tensor."""
     layout = planner.layout(operation.outputs[0])
     return PlannedOperation(operation, tokens=layout.restrict(("length", "batch")), compute_axes=layout.axes)
 
@@ -114,9 +115,9 @@ def _expand_kv(planner: Planner, operation: Operation) -> PlannedOperation:
 
 def _softmax(planner: Planner, operation: Operation) -> PlannedOperation:
     spec = operation.inputs[0]
-    layout = planner.layout(spec)
-    rows = prod(planner.shape(spec)[:-1])
-    over = layout[spec.dims[-1]]
+    layout, shape, dim = planner.layout(spec), planner.shape(spec), operation["dim"]
+    rows = prod(shape) // shape[spec.dims.index(dim)]
+    over = layout[dim]
     found = [*planner.statistics(over, rows, "forward") * 2, *planner.statistics(over, rows, "backward")]
     return PlannedOperation(operation, tuple(found), over=over, tokens=_hidden(layout), compute_axes=layout.axes)
 
@@ -132,6 +133,79 @@ def _relayout(planner: Planner, operation: Operation) -> PlannedOperation:
         *planner.collectives(conversion.backward, planner.shape(out), "backward", "gradient", "at once"),
     ]
     return PlannedOperation(operation, tuple(found), conversions=(conversion,), compute_axes=goal.axes)
+
+
+def _reduce(planner: Planner, operation: Operation) -> PlannedOperation:
+    """An einsum of one operand. A maximum over split dims is taken like a statistic, and its gradient needs to know how
+    many elements share it; both leave a result that every rank has."""
+    spec, out = operation.inputs[0], operation.outputs[0]
+    goal = planner.layout(out)
+    c = contract([(spec.dims, planner.layout(spec), False)], (out.dims, goal))
+    inner = c.compute.restrict(out.dims)
+    local = planner.shape(out, inner)
+    over = tuple(a for d in spec.dims if d not in out.dims for a in c.compute[d])
+    leaving = c.output if operation["function"] != "max" else leave(out.dims, inner, goal, ())
+    found = _entering(planner, spec, c.compute.restrict(spec.dims), c.inputs[0])
+    if operation["function"] == "max":
+        found += planner.statistics(over, prod(local), "forward") * 2
+    found += planner.collectives(leaving.forward, local, "forward", "operation", "at once")
+    found += planner.collectives(leaving.backward, planner.shape(out), "backward", "gradient", "at once")
+    return PlannedOperation(operation, tuple(found), conversions=(c.inputs[0], leaving), over=over, compute_axes=c.axes)
+
+
+def _entering(planner: Planner, spec: Spec | Parameter, inside: Layout, conversion: Conversion) -> list[Collective]:
+    """The collectives that bring an activation to the layout `inside` an operation, and its gradient back."""
+    return [
+        *planner.collectives(conversion.forward, planner.shape(spec), "forward", "operation", "at once"),
+        *planner.collectives(conversion.backward, planner.shape(spec, inside), "backward", "gradient", "at once"),
+    ]
+
+
+def _concatenate(planner: Planner, operation: Operation) -> PlannedOperation:
+    out, dim = operation.outputs[0], operation["dim"]
+    assert dim != "vocab", "vocab may be padded: its parts would not lie side by side"
+    goal = planner.layout(out)
+    whole = goal.restrict([d for d in out.dims if d != dim])
+    leaving = leave(out.dims, whole, goal, ())
+    conversions, found = [], []
+    for spec in operation.inputs:
+        assert isinstance(spec, Spec) and spec.dims == out.dims, "the parts and the whole have the same dims"
+        conversions.append(enter(out.dims, planner.layout(spec), whole, whole.axes))
+        found += _entering(planner, spec, whole, conversions[-1])
+    found += planner.collectives(leaving.backward, planner.shape(out), "backward", "gradient", "at once")
+    return PlannedOperation(operation, tuple(found), conversions=(*conversions, leaving), compute_axes=whole.axes)
+
+
+def _reshape(planner: Planner, operation: Operation) -> PlannedOperation:
+    """Between blocks that both shapes have in common, in which nothing moves: the merged dim split by the axes of the
+    major dim, and then by the minor's where each rank has one block of the major. All else that moves does so in the
+    merged shape."""
+    spec, out = operation.inputs[0], operation.outputs[0]
+    assert isinstance(spec, Spec)
+    merges = len(spec.dims) > len(out.dims)
+    fine, coarse = (spec, out) if merges else (out, spec)
+    (merged,) = (d for d in coarse.dims if d not in fine.dims)
+    major, minor = (d for d in fine.dims if d not in coarse.dims)
+    assert "vocab" not in (merged, major, minor), "vocab may be padded"
+    i = coarse.dims.index(merged)
+    assert fine.dims == (*coarse.dims[:i], major, minor, *coarse.dims[i + 1 :]), "two neighbours, in place of one"
+    have = planner.layout(fine)
+    alone = planner.mesh.extent(have[major]) == planner.sizes_of(fine)[major]
+    common = Layout.of({**have, minor: have[minor] if alone else ()})
+    rules = {d: axes for d, axes in common.items() if d not in (major, minor)}
+    joint = Layout.of({**rules, merged: (*common[major], *common[minor])})
+    if merges:
+        steps = (spec, have, common), (out, joint, planner.layout(out))
+    else:
+        steps = (spec, planner.layout(spec), joint), (out, common, have)
+    conversions, found = [], []
+    for tensor, source, target in steps:
+        conversions.append(enter(tensor.dims, source, target, target.axes))
+        forward, backward = conversions[-1].forward, conversions[-1].backward
+        shapes = planner.shape(tensor, source), planner.shape(tensor, target)
+        found += planner.collectives(forward, shapes[0], "forward", "operation", "at once")
+        found += planner.collectives(backward, shapes[1], "backward", "gradient", "at once")
+    return PlannedOperation(operation, tuple(found), conversions=tuple(conversions), compute_axes=common.axes)
 
 
 def _cross_entropy(planner: Planner, operation: Operation) -> PlannedOperation:
@@ -160,7 +234,8 @@ _PLANS: dict[str, Callable[[Planner, Operation], PlannedOperation]] = {
     "project": plan_einsums,
     "einsum": plan_einsums,
     "lookup": _lookup,
-    "features": _features,
+    "features": _from_data,
+    "one_hot": _from_data,
     "shift": _vectors,
     "norm": _vectors,
     "relative_bias": _vectors,
@@ -171,6 +246,9 @@ _PLANS: dict[str, Callable[[Planner, Operation], PlannedOperation]] = {
     "expand_kv": _expand_kv,
     "softmax": _softmax,
     "relayout": _relayout,
+    "reduce": _reduce,
+    "concatenate": _concatenate,
+    "reshape": _reshape,
     "cross_entropy": _cross_entropy,
     "squared_error": _squared_error,
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from platform.plan.memory import saved_for_backward, weight_bytes
@@ -14,6 +15,7 @@ from platform.plan.placement import messages, with_axes
 from platform.plan.plan import Model, Plan, describe, human
 
 GROUPS_SHOWN = 8
+_LAYER = re.compile(r".*\blayers\.\d+\.")
 
 
 def explain(plan: Plan, model: Model, *, moments: int, workers_per_node: int, dropout: float = 0.0) -> dict[str, Any]:
@@ -24,6 +26,7 @@ def explain(plan: Plan, model: Model, *, moments: int, workers_per_node: int, dr
         "groups": {"+".join(axes): plan.mesh.groups(axes) for axes in _groups(plan)},
         "collectives": collectives(plan),
         "communication": plan.communication(),
+        "bytes_per_layer": bytes_per_layer(plan),
         "bytes_per_worker": weight_bytes(plan, moments),
         "parameters_per_worker": plan.local_parameter_count,
         "saved_elements_per_worker": {"activations": saved.activations, "gathered_parameters": saved.gathered},
@@ -63,6 +66,17 @@ def collectives(plan: Plan) -> list[dict[str, Any]]:
     return list(rows.values())
 
 
+def bytes_per_layer(plan: Plan) -> float:
+    """Bytes that all workers move per step for one layer, on average over the layers: its collectives in every
+    microbatch, and its share of the reduction of gradients."""
+    layers = {match[0] for p in plan.parameters if (match := _LAYER.match(p.name))}
+    moved = sum(n * plan.moved_bytes(c) for where, c, n in plan.step_collectives() if _LAYER.match(where.split()[-1]))
+    of_layers = replace(plan, parameters=tuple(p for p in plan.parameters if _LAYER.match(p.name)))
+    for stage in range(plan.stages):
+        moved += sum(n * plan.moved_bytes(c) for _, c, n in of_layers.at(stage).update_collectives())
+    return moved / len(layers) if layers else 0.0
+
+
 def render(plan: Plan, found: dict[str, Any]) -> str:
     """The explanation as aligned text."""
     heading, *described = describe(plan).splitlines()
@@ -70,7 +84,7 @@ def render(plan: Plan, found: dict[str, Any]) -> str:
         [heading, *described],
         ["groups (ranks)", *_table([[axes, str(len(g[0])), _ranks(g)] for axes, g in found["groups"].items()])],
         _collectives(found["collectives"]),
-        ["bytes per step, all workers", *_table([[k, f"{v:,}"] for k, v in found["communication"].items()])],
+        ["bytes per step, all workers", *_table(_moved(found))],
         ["per worker", *_table(_holdings(found))],
     ]
     if m := found.get("branch_messages"):
@@ -93,6 +107,11 @@ def _collectives(rows: Sequence[dict[str, Any]]) -> list[str]:
         for r in rows
     ]
     return ["collectives", *(_table([head, *cells]) if rows else [])]
+
+
+def _moved(found: dict[str, Any]) -> list[list[str]]:
+    rows = [[k, f"{v:,}"] for k, v in found["communication"].items()]
+    return [*rows, ["of which per layer", f"{round(found['bytes_per_layer']):,}"]] if rows else []
 
 
 def _holdings(found: dict[str, Any]) -> list[list[str]]:

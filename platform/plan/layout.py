@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from platform.plan.mesh import Mesh
 
-# The dims of a Transformer, and of the example of two layers (io, hidden), named as in Mesh-TensorFlow.
-DIMS = ("batch", "length", "memory_length", "d_model", "heads", "kv_heads", "d_kv", "d_ff", "vocab", "io", "hidden")
+# The dims of a Transformer, and of the example of two layers (io, hidden), named as in Mesh-TensorFlow; branches.
+DIMS = ("batch", "length", "memory_length", "d_model", "heads", "kv_heads", "d_kv", "d_ff", "vocab", "io", "hidden",
+        "branch", "d_branch")  # fmt: skip
 
 
 @dataclass(frozen=True)

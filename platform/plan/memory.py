@@ -51,6 +51,9 @@ def saved_for_backward(plan: Plan, model: Model, dropout: float = 0.0) -> Saved:
     return Saved(activations, sum(s.elements for s in meter.saved if s.parameter))
 
 
+_OF_RESULT = {"relu", "tanh"}  # functions that save what they give, not what they were given
+
+
 @dataclass(frozen=True)
 class _Storage:
     """Memory under one or more tensors. `parameter`: a copy of one, gathered."""
@@ -127,6 +130,9 @@ class _Meter(Ops):
     def features(self, name, ids, out):
         return self._at(out)
 
+    def one_hot(self, name, ids, out):
+        return self._at(out)
+
     def project(self, x, spec, weights, outs, biases=()):
         planned = self._planned("project", weights[0].name)
         shapes = [self.plan.stored_shape(w) for w in weights]
@@ -147,6 +153,28 @@ class _Meter(Ops):
                 self._save(operand)
         return tuple(self._at(out) for out in outs)
 
+    def reduce(self, name, function, x, spec, out):
+        planned = self._planned("reduce", name)
+        into, leave = planned.conversions
+        x = self._convert(x, self.plan.local_shape(spec), into.forward)
+        elements = prod(self.plan.local_shape(out))
+        for step in leave.forward:
+            elements *= 1 if step.op == "all_reduce" else self.plan.mesh.extent(step.axes)
+        y = self._new(elements)
+        if function == "max":
+            self._save(*([self._new(x.elements)] if planned.over else [x, y]))  # shares of the gradient; or both ends
+        return self._convert(y, (elements,), leave.forward)
+
+    def concatenate(self, name, x, specs, out, dim):
+        *_, leave = self._planned("concatenate", name).conversions
+        elements = prod(self.plan.local_shape(out)) * prod(self.plan.mesh.extent(s.axes) for s in leave.forward)
+        return self._convert(self._new(elements), (elements,), leave.forward)
+
+    def reshape(self, name, x, spec, out):
+        for conversion in self._planned("reshape", name).conversions:
+            x = self._convert(x, (x.elements,), conversion.forward)
+        return x
+
     def shift(self, x, spec, parameter):
         return self._at(spec)
 
@@ -154,7 +182,7 @@ class _Meter(Ops):
         planned = self._planned("norm", gain.name)
         vectors = [self._parameter(p, c) for p, c in zip((gain, bias), planned.conversions, strict=False)]
         elements = prod(self.plan.local_shape(spec))
-        rows = elements // self.plan.local_shape(spec)[spec.dims.index("d_model")]
+        rows = elements // self.plan.local_shape(spec)[-1]
         if planned.over:
             self._save(self._new(elements), self._new(rows), vectors[0])  # normal, rstd, gain
         elif kind == "layernorm":
@@ -179,7 +207,7 @@ class _Meter(Ops):
     def expand_kv(self, name, x, spec, out):
         return self._at(out)
 
-    def softmax(self, name, x, spec, *, scale, causal, mask=None, bias=None):
+    def softmax(self, name, x, spec, *, dim="memory_length", scale=1.0, causal=False, mask=None, bias=None):
         out = self._at(spec)
         self._save(out)
         return out
@@ -207,9 +235,22 @@ class _Meter(Ops):
         return self._convert(x, self.plan.local_shape(spec), conversion.forward)
 
     def pointwise(self, function, *x):
+        if function == "identity":
+            return x[0]
         out = self._new(min(s.elements for s in x))  # the memory under a view may be larger than the view
-        self._save(*{"add": (), "relu": (out,)}.get(function, x))
+        self._save(*{"add": ()}.get(function, (out,) if function in _OF_RESULT else x))
         return out
+
+    def pointwise_each(self, functions, x, spec, dim):
+        """Of the rank whose functions keep most, where they differ."""
+        shape = dict(zip(spec.dims, self.plan.local_shape(spec), strict=True))
+        n, slices = shape[dim], range(0, len(functions), shape[dim])
+        most = max(sum(f in _OF_RESULT for f in functions[i : i + n]) for i in slices)
+        if set(functions) - _OF_RESULT - {"identity"}:
+            self._save(x)
+        for _ in range(most):
+            self._save(self._new(prod(shape.values()) // n))
+        return self._at(spec)
 
     def dropout(self, name, x, spec):
         if not self.dropout_rate:

@@ -1,8 +1,8 @@
-"""The operations that a model is written in, and the recorder that turns a forward pass into a list of them.
+"""The operations that a model is written in.
 
-A model's forward is written once against `Ops`. Run with `Recorder` it yields the operations with their dims, which
-become part of the plan; run with `platform.parallel.ops.ParallelOps` it computes. The type of an activation is its
-`Spec`: region and dims, from which a scheme gives its layout.
+A model's forward is written once against `Ops`. Run with `platform.plan.recorder.Recorder` it yields the operations
+with their dims, which become part of the plan; run with `platform.parallel.ops.ParallelOps` it computes. The type of an
+activation is its `Spec`: region and dims, from which a scheme gives its layout.
 
 Data tensors (token ids, labels) are named integers [length, batch], whose negative entries are padding. Every rank
 loads the block that an operation needs, so that data never travels between ranks.
@@ -12,10 +12,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
-
-from platform.plan.scheme import Scheme
 
 
 @dataclass(frozen=True)
@@ -110,8 +108,15 @@ class Ops(ABC):
 
     @abstractmethod
     def lookup(self, name: str, table: Parameter, tokens: Any, out: Spec) -> Any:
-        """Rows of `table` [vocab, ...] at the data tensor `tokens`: an einsum with an unmaterialised one-hot. Padding
-        gives some finite row."""
+        """Rows of `table` [vocab, ...] at the data tensor `tokens`: an einsum with an unmaterialised one-hot over the
+        table's first dim, whatever it is called. Padding gives some finite row. `out`: [length batch ...]."""
+
+    @abstractmethod
+    def one_hot(self, name: str, ids: Any, out: Spec) -> Any:
+        """1 where the last dim of `out` [length batch dim] is the data tensor `ids`, else 0; padding is 0 everywhere.
+
+        An einsum with it gathers from an activation; `lookup` does so from a parameter without materialising it. As
+        every activation of the plan, it takes a gradient."""
 
     @abstractmethod
     def features(self, name: str, ids: Any, out: Spec) -> Any:
@@ -133,7 +138,24 @@ class Ops(ABC):
 
     @abstractmethod
     def einsum(self, name: str, x: Any, x_spec: Spec, y: Any, y_spec: Spec, out: Spec) -> Any:
-        """An einsum of two activations."""
+        """An einsum of two activations. A dim that `out` lacks is contracted: both have it."""
+
+    @abstractmethod
+    def reduce(self, name: str, function: str, x: Any, spec: Spec, out: Spec) -> Any:
+        """The sum, mean or max of x over the dims that `out` lacks; the others may come in any order and another
+        region. What is partial is reduced as an einsum's result is. Equal maxima share the gradient."""
+
+    @abstractmethod
+    def concatenate(self, name: str, x: Sequence[Any], specs: Sequence[Spec], out: Spec, dim: str) -> Any:
+        """Joins activations of the same dims along `dim`, whose size in `out` is the sum of theirs.
+
+        Where it is split it is gathered first, and the result split again: the parts' blocks are not its blocks."""
+
+    @abstractmethod
+    def reshape(self, name: str, x: Any, spec: Spec, out: Spec) -> Any:
+        """Splits one dim into two neighbours, the major one first, or merges two neighbours into one.
+
+        The axes of the major one go with it, as do the minor's where each rank has a single block of it."""
 
     @abstractmethod
     def shift(self, x: Any, spec: Spec, parameter: Parameter) -> Any:
@@ -141,7 +163,7 @@ class Ops(ABC):
 
     @abstractmethod
     def norm(self, x: Any, spec: Spec, kind: str, gain: Parameter, bias: Parameter | None) -> Any:
-        """LayerNorm or RMSNorm over d_model."""
+        """LayerNorm or RMSNorm over the last dim (d_model in Transformers), which is that of `gain` and `bias`."""
 
     @abstractmethod
     def rotate(self, name: str, x: Any, spec: Spec, theta: float) -> Any:
@@ -166,10 +188,20 @@ class Ops(ABC):
 
     @abstractmethod
     def softmax(
-        self, name: str, x: Any, spec: Spec, *, scale: float, causal: bool, mask: Any = None, bias: Any = None
+        self,
+        name: str,
+        x: Any,
+        spec: Spec,
+        *,
+        dim: str = "memory_length",
+        scale: float = 1.0,
+        causal: bool = False,
+        mask: Any = None,
+        bias: Any = None,
     ) -> Any:
-        """Softmax of scale * x + bias over memory_length, the last dim. causal: positions memory_length > length are
-        hidden. `mask`: a data tensor [memory_length, batch] whose padding is hidden; `bias`: of `relative_bias`."""
+        """Softmax of scale * x + bias over `dim`. For attention scores [... length memory_length] only: causal hides
+        positions memory_length > length; `mask`: a data tensor [memory_length, batch] whose padding is hidden; `bias`:
+        of `relative_bias`."""
 
     @abstractmethod
     def fused_attention(
@@ -199,7 +231,11 @@ class Ops(ABC):
 
     @abstractmethod
     def pointwise(self, function: str, *x: Any) -> Any:
-        """gelu, relu, silu, absolute, add, multiply of activations that share a layout."""
+        """gelu, relu, silu, tanh, identity, absolute, add, multiply of activations that share a layout."""
+
+    @abstractmethod
+    def pointwise_each(self, functions: Sequence[str], x: Any, spec: Spec, dim: str) -> Any:
+        """Function number i of `pointwise` on slice i of `dim`: a rank runs those of its own slices only."""
 
     @abstractmethod
     def dropout(self, name: str, x: Any, spec: Spec) -> Any:
@@ -256,134 +292,28 @@ class Ops(ABC):
 
         return self.recomputed("selective", core, spec, q, k, v, bias)
 
+    def product(self, name: str, x: Any, spec: Spec, others: Sequence[tuple[Any, Spec] | Parameter], out: Spec) -> Any:
+        """An einsum of x with any number of other operands: pairwise from the left, each partial product
+        in the region of `out` with the dims that are still needed. A good order contracts early.
+
+        Every dim that `out` lacks is in two operands or more; `reduce` sums those of a single one.
+        """
+        for i, y in enumerate(others):
+            y_dims, y_sizes = (y.dims, y.sizes) if isinstance(y, Parameter) else (y[1].dims, y[1].sizes)
+            later = [t.dims if isinstance(t, Parameter) else t[1].dims for t in others[i + 1 :]]
+            needed = {*out.dims, *(d for dims in later for d in dims)}
+            dims = tuple(d for d in dict.fromkeys((*spec.dims, *y_dims)) if d in needed)
+            sizes = tuple((d, n) for d, n in dict((*spec.sizes, *y_sizes)).items() if d in dims)
+            made = Spec(out.region, dims, sizes) if later else out
+            if isinstance(y, Parameter):
+                (x,) = self.project(x, spec, (y,), (made,))
+            else:
+                x = self.einsum(f"{name}.{i}", x, spec, *y, made)
+            spec = made
+        return x
+
 
 def scores_of(query: Spec, key: Spec) -> Spec:
     """The attention scores of queries and keys, which both have length."""
     sizes = (*query.sizes, *key.renamed("length", "memory_length").sizes)
     return Spec(query.region, ("batch", "heads", "length", "memory_length"), sizes)
-
-
-@dataclass(frozen=True)
-class Symbol:
-    """What flows through a recorded forward pass."""
-
-    spec: Spec
-
-
-@dataclass
-class Recorder(Ops):
-    """Records the operations of a forward pass under a scheme, which decides `can_fuse_attention`. The symbol of a data
-    tensor is its name."""
-
-    scheme: Scheme
-    dropout_rate: float = 0.0
-    recompute: Recompute = KEEP
-    operations: list[Operation] = field(default_factory=list)
-    kept: list[Spec] = field(default_factory=list)  # the first argument of every stretch that is recomputed
-    _again: bool = False
-
-    def recomputed(self, kind, function, spec, x, *more):
-        if kind != self.recompute.kind:
-            return function(x, *more)
-        self._check(x, spec)
-        self.kept.append(spec)
-        self._again = True
-        out = function(x, *more)
-        self._again = False
-        return out
-
-    def _record(
-        self,
-        kind: str,
-        name: str,
-        inputs: Sequence,
-        outputs: Sequence[Spec],
-        reads: str | None = None,
-        **attributes: Any,
-    ) -> Any:
-        rest = tuple(sorted(attributes.items()))
-        self.operations.append(Operation(kind, name, tuple(inputs), tuple(outputs), rest, reads, self._again))
-        symbols = tuple(Symbol(s) for s in outputs)
-        return symbols[0] if len(symbols) == 1 else symbols
-
-    def _check(self, x: Symbol, spec: Spec) -> None:
-        assert x.spec == spec, f"the model passes {x.spec} where it declares {spec}"
-
-    def lookup(self, name, table, tokens, out):
-        return self._record("lookup", name, [table], [out], tokens)
-
-    def features(self, name, ids, out):
-        return self._record("features", name, [], [out], ids)
-
-    def project(self, x, spec, weights, outs, biases=()):
-        self._check(x, spec)
-        self._record("project", weights[0].name, [spec, *weights], outs)
-        for bias, out in zip(biases, outs, strict=bool(biases)):
-            self.shift(Symbol(out), out, bias)
-        return tuple(Symbol(s) for s in outs)
-
-    def einsum(self, name, x, x_spec, y, y_spec, out):
-        self._check(x, x_spec)
-        self._check(y, y_spec)
-        return self._record("einsum", name, [x_spec, y_spec], [out])
-
-    def shift(self, x, spec, parameter):
-        self._check(x, spec)
-        return self._record("shift", parameter.name, [spec, parameter], [spec])
-
-    def norm(self, x, spec, kind, gain, bias):
-        self._check(x, spec)
-        parameters = [gain] if bias is None else [gain, bias]
-        return self._record("norm", gain.name, [spec, *parameters], [spec], norm=kind)
-
-    def rotate(self, name, x, spec, theta):
-        self._check(x, spec)
-        return self._record("rotate", name, [spec], [spec], theta=theta)
-
-    def sinusoid(self, name, x, spec, scale):
-        self._check(x, spec)
-        return self._record("sinusoid", name, [spec], [spec], scale=scale)
-
-    def relative_bias(self, table, scores, *, bidirectional, distance):
-        more = {"bidirectional": bidirectional, "distance": distance}
-        return self._record("relative_bias", table.name, [scores, table], [scores], **more)
-
-    def expand_kv(self, name, x, spec, out):
-        self._check(x, spec)
-        return self._record("expand_kv", name, [spec], [out])
-
-    def softmax(self, name, x, spec, *, scale, causal, mask=None, bias=None):
-        for scores in (x, bias or x):
-            self._check(scores, spec)
-        return self._record("softmax", name, [spec], [spec], mask, scale=scale, causal=causal)
-
-    def fused_attention(self, name, q, k, v, spec, kv, *, scale, causal, mask=None, bias=None):
-        for x, declared in ((q, spec), (k, kv), (v, kv), (bias, scores_of(spec, kv))):
-            if x:
-                self._check(x, declared)
-        return self._record("fused_attention", name, [spec, kv, kv], [spec], mask, scale=scale, causal=causal)
-
-    def can_fuse_attention(self, spec):
-        return self.scheme.fuses_attention(spec.region)
-
-    def relayout(self, name, x, spec, out):
-        self._check(x, spec)
-        return x if spec == out else self._record("relayout", name, [spec], [out])
-
-    def pointwise(self, function, *x):
-        for other in x[1:]:
-            self._check(other, x[0].spec)
-        return x[0]
-
-    def dropout(self, name, x, spec):
-        self._check(x, spec)
-        return self._record("dropout", name, [spec], [spec]) if self.dropout_rate else x
-
-    def cross_entropy(self, name, logits, spec, labels, smoothing=0.0):
-        self._check(logits, spec)
-        return self._record("cross_entropy", name, [spec], [], labels, smoothing=smoothing)
-
-    def squared_error(self, name, y, target, spec):
-        self._check(y, spec)
-        self._check(target, spec)
-        return self._record("squared_error", name, [spec], [])

@@ -14,9 +14,10 @@ from platform.plan.collectives import plan_operation
 from platform.plan.cost import label, moved_bytes
 from platform.plan.layout import DIMS, Layout, block, padded
 from platform.plan.mesh import Mesh
-from platform.plan.ops import KEEP, LOSSES, Operation, Parameter, Recompute, Recorder, Spec
+from platform.plan.ops import KEEP, LOSSES, Operation, Parameter, Recompute, Spec
 from platform.plan.planned import Collective, PlannedOperation
 from platform.plan.planner import Planner
+from platform.plan.recorder import Recorder
 from platform.plan.rule import Step
 from platform.plan.scheme import REGIONS, Scheme
 
@@ -153,8 +154,8 @@ class Plan:
 
     @cached_property
     def groups(self) -> list[tuple[str, ...]]:
-        """The axes of every process group that a run needs, in one order on all ranks: those of a step; and, for text to
-        be sampled, those that split the logits, which are gathered one by one, and the stages, which learn the token."""
+        """The axes of every process group that a run needs, in one order on all ranks: those of a step; and for text
+        those that split the logits, which are gathered one by one, and the stages, which learn the token."""
         used = {self.mesh.ordered(c.axes) for _, c, _ in self.step_collectives() if c.op != "send"}
         used |= {(axis,) for axis in self.scheme.regions["logits"].axes}
         used |= {("stage",)} if self.stages > 1 else set()
@@ -254,7 +255,7 @@ class Plan:
                     where = f"stage {here.stage} to {there.stage} {name}"
                     found += [(where, c, self.microbatches) for c in self._transfer(spec)]
         for stage in dict.fromkeys(c.stage for c in self.chunks):
-            found += self.at(stage)._update()
+            found += self.at(stage).update_collectives()
         for p in self.parameters:
             if others := len(self.tied.get(p.name, ())[1:]):
                 elements = prod(self.master_shape(p))
@@ -265,7 +266,7 @@ class Plan:
             found.append(("loss and norm", c, 1))
         return found
 
-    def _update(self) -> list[tuple[str, Collective, int]]:
+    def update_collectives(self) -> list[tuple[str, Collective, int]]:
         """Of one stage: its gradients are summed, and its updated parameters gathered."""
         found = []
         for axes, parameters in self.buckets.items():
@@ -460,7 +461,8 @@ def _indivisible(planner: Planner, d: str, size: int, axes: Sequence[str], found
     n = planner.mesh.extent(axes)
     if d == "vocab" or size % n == 0:
         return None
-    key = KEYS.get(d, f"model.{d}") if size == planner.sizes[d] or d == "batch" else "model.source_length"
+    own = d in ("length", "memory_length") and size != planner.sizes[d]
+    key = "model.source_length" if own else KEYS.get(d, f"model.{d}")
     divisors = [k for k in range(1, size + 1) if size % k == 0]
     parts = [max(k for k in divisors if k < n), *(k for k in divisors if k > n)][:2]
     product = " x ".join(planner.scheme.key(a) for a in axes)
@@ -495,7 +497,8 @@ def _replicated(mesh: Mesh, operations: Mapping[tuple[str, str], PlannedOperatio
 def describe(plan: Plan) -> str:
     """The plan as the small table that a run prints first."""
     mesh = " x ".join(f"{a} {n}" for a, n in plan.mesh.shape if n > 1) or "1"
-    dims = [d for d in DIMS if any(plan.scheme.regions[r][d] for r in REGIONS)]
+    split = dict.fromkeys((*DIMS, *(d for r in REGIONS for d in plan.scheme.regions[r])))
+    dims = [d for d in split if d in plan.sizes and any(plan.scheme.regions[r][d] for r in REGIONS)]
     rows = [["region", *dims]] + [
         [r, *("+".join(plan.scheme.regions[r][d]) or "-" for d in dims)]
         for r in REGIONS

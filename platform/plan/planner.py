@@ -93,10 +93,10 @@ class Planner:
     def lookup_contraction(self, operation: Operation) -> Contraction:
         table, out = operation.inputs[0], operation.outputs[0]
         token_dims = tuple(d for d in out.dims if d not in table.dims)
-        one_hot = (*token_dims, "vocab")
-        # the one-hot is unmaterialised: it has whatever split of vocab the table has, and whole tokens
-        vocab = self.layout(table).restrict(["vocab"])
-        return contract([(one_hot, vocab, False), (table.dims, self.layout(table), True)], (out.dims, self.layout(out)))
+        one_hot = (*token_dims, table.dims[0])
+        # the one-hot is unmaterialised: it has whatever split of the rows the table has, and whole tokens
+        rows = self.layout(table).restrict(table.dims[:1])
+        return contract([(one_hot, rows, False), (table.dims, self.layout(table), True)], (out.dims, self.layout(out)))
 
     def parameter_conversion(self, operation: Operation, p: Parameter, conversion: Conversion) -> Conversion:
         """Adds the gather over the storage axes, and the reduction at this use, if the parameter's uses disagree, where

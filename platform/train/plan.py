@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from itertools import islice
+from math import prod
 
+from platform.checks import axes_of
 from platform.config import Config, ConfigError
 from platform.model import build as build_model
 from platform.plan.ops import Recompute
 from platform.plan.plan import IllegalPlan, Plan, build
 from platform.plan.scheme import compose
 from platform.train.pipeline import schedule_of
+
+MESHES_SHOWN = 4
 
 
 def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int] | None = None) -> Plan:
@@ -55,4 +60,33 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
             dropout=config.model.dropout,
         )
     except IllegalPlan as error:
-        raise ConfigError(error.violations) from None
+        *lines, last = error.violations
+        meshes = [str(m).replace("'", "") for m in islice(_legal_meshes(config, data), MESHES_SHOWN)]
+        also = f"; tensor.axes of as many workers that do: {' or '.join(meshes)}" if meshes else ""
+        raise ConfigError([*lines, last + also]) from None
+
+
+def _legal_meshes(config: Config, data: int) -> Iterator[dict[str, int]]:
+    """Sizes of the scheme's axes with the same product that this model can be planned on, the nearest first."""
+    given = {axis: config.tensor.axes.get(axis, 1) for axis in axes_of(config.tensor)}
+    workers = prod(given.values())
+    found = (dict(zip(given, sizes, strict=True)) for sizes in _factorizations(workers, len(given)))
+    for axes in sorted(found, key=lambda axes: sum(abs(axes[a] - n) for a, n in given.items())):
+        tensor = {**asdict(config.tensor), "axes": axes}
+        scheme = compose(tensor, asdict(config.branch), data)
+        model = build_model(replace(config.model, layers=1))  # all layers are alike
+        try:
+            build(model, scheme, data=data, microbatch=config.train.microbatch, microbatches=1)
+        except IllegalPlan:
+            continue
+        yield axes
+
+
+def _factorizations(n: int, factors: int) -> Iterator[tuple[int, ...]]:
+    """Every way to write n as a product of so many numbers, in order."""
+    if factors < 2:
+        yield from [(n,)] if factors else []
+        return
+    for first in range(1, n + 1):
+        if n % first == 0:
+            yield from ((first, *rest) for rest in _factorizations(n // first, factors - 1))

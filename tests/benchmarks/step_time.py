@@ -22,8 +22,7 @@ from platform.config import Config, Model  # noqa: E402
 from platform.model.blocks import FeedForward, Shapes  # noqa: E402
 from platform.parallel.groups import Alone  # noqa: E402
 from platform.train.plan import make_plan  # noqa: E402
-from platform.train.trainer import Trainer  # noqa: E402
-from tests.oracle import Tokens  # noqa: E402
+from tests.oracle import trainer_of  # noqa: E402
 from tests.reference_model import ReferenceModel, parameter_groups  # noqa: E402
 
 SIZES = {
@@ -106,7 +105,7 @@ def main() -> None:
         c.train.global_batch = c.train.microbatch = batch
         c.optimizer.schedule = "constant"
         plan = make_plan(c)
-        ours = Trainer(c, plan, Alone(plan.mesh, args.device), Tokens(c))
+        ours = trainer_of(c, plan, Alone(plan.mesh, args.device))
         plain = PlainLoop(c, args.device, ours.weights.master)
         for k in (1, 2):  # warm-up; the losses agree
             a, b = ours.step(k)["loss"], plain.step(k)

@@ -12,7 +12,7 @@ from platform.config import Model
 from platform.model import build
 from platform.model.blocks import STD, embedding_table
 from platform.plan.layout import DIMS
-from platform.plan.ops import Recorder
+from platform.plan.recorder import Recorder
 from platform.train.plan import make_plan
 from tests.conftest import ROOT
 from tests.oracle import MODELS, configure

@@ -14,7 +14,7 @@ from platform.parallel.ops import Position
 from platform.plan.memory import saved_for_backward, weight_bytes
 from platform.train.plan import make_plan
 from platform.train.trainer import Trainer
-from tests.oracle import MODELS, configure
+from tests.oracle import MODELS, configure, trainer_of
 
 SCHEMES: list[tuple[str, dict[str, int]]] = [
     ("serial", {}),

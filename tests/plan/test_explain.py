@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 
 from platform.model import build
-from platform.plan.explain import explain, render
+from platform.plan.explain import bytes_per_layer, explain, render
 from platform.train.plan import make_plan
 from tests.oracle import compare, configure, counted, run, serial
 
@@ -57,6 +57,14 @@ def test_layers_are_folded():
     assert (up[2]["times"], up[6]["times"]) == (2, 6)
     assert up[6]["bytes"] == 3 * up[2]["bytes"]
     assert (up[6]["issue"], up[6]["wait"]) == ("input gradient", "end")
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_layers_bytes_are_what_one_layer_more_moves(case):
+    """Its activations, its gathered weights and its part of the gradients' reduction."""
+    plans = [make_plan(configured(*case, data=2, layers=layers)) for layers in (2, 3)]
+    two, three = (sum(plan.communication().values()) for plan in plans)
+    assert [bytes_per_layer(plan) for plan in plans] == [three - two] * 2 and three > two
 
 
 def test_groups_partition_the_ranks():

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from platform.config import Branch, Config, Tensor
-from platform.plan.layout import Layout
+from platform.plan.layout import DIMS, Layout
 from platform.plan.scheme import REGIONS, ROLES, Scheme, compose
 from tests.conftest import ROOT
 
@@ -24,11 +24,14 @@ def scheme(tensor: str, axes: dict[str, int], branch: str = "none", data: int = 
 
 
 def table(found: Scheme) -> dict[str, str]:
-    """region or role -> layout, as text; parameters as one row where their roles agree, the core where it differs."""
-    regions = {r: str(found.regions[r]) for r in REGIONS}
+    """region or role -> layout, as text; parameters as one row where their roles agree, the core where it differs.
+
+    Without the dim `branch`, which is split by branch axes alone: `test_branches_are_shared_over_the_branch_axes`."""
+    dims = [d for d in DIMS if d != "branch"]
+    regions = {r: str(found.regions[r].restrict(dims)) for r in REGIONS}
     if regions["core"] == regions["attention"]:
         del regions["core"]
-    roles = {r: str(found.parameters[r]) for r in ROLES}
+    roles = {r: str(found.parameters[r].restrict(dims)) for r in ROLES}
     return regions | ({"parameters": roles["in"]} if len(set(roles.values())) == 1 else roles)
 
 
@@ -192,3 +195,12 @@ def test_a_regions_map_replaces_the_streams():
     values["tensor"]["regions"]["core"] = {"length": ["r"], "heads": ["c"]}
     apart = compose(values["tensor"], values["branch"], 1)
     assert table(apart)["core"] == "heads: c, length: r" and not apart.fuses_attention("core")
+
+
+@pytest.mark.parametrize("branch", ["dsp", "dsp_slice"])
+def test_branches_are_shared_over_the_branch_axes(branch):
+    """And by nothing else: a tensor scheme splits what is inside a branch, or nothing."""
+    found = scheme("1d", T, branch, outer=2, inner=2)
+    layouts = {**found.regions, **found.parameters}
+    assert {name for name, layout in layouts.items() if layout["branch"]} == {"mlp", *ROLES}
+    assert {layout["branch"] for layout in layouts.values()} == {(), ("outer", "inner")}

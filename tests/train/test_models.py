@@ -13,8 +13,7 @@ import torch
 from platform.parallel.groups import Alone
 from platform.train.plan import make_plan
 from platform.train.schedule import learning_rate
-from platform.train.trainer import Trainer
-from tests.oracle import MODELS, STEPS, Tokens, configure, run
+from tests.oracle import MODELS, STEPS, Tokens, configure, run, trainer_of
 from tests.reference_transformer import loss as reference_loss
 
 KINDS = [name for name, model in MODELS.items() if model.get("kind", "decoder") != "decoder"]
@@ -75,7 +74,7 @@ def test_padding_does_not_influence_the_loss(model, dropout):
     losses = []
     for c, corpus in ((long, Longer(long, 8, 10)), (short, Tokens(short))):
         plan = make_plan(c)
-        losses.append(Trainer(c, plan, Alone(plan.mesh), corpus).compute_gradients(1))
+        losses.append(trainer_of(c, plan, Alone(plan.mesh), corpus).compute_gradients(1))
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
 
 
@@ -85,7 +84,7 @@ def test_padding_of_an_encoder_does_not_influence_the_loss(dropout):
     lengths by."""
     c = configure(**MODELS["bert"], dropout=dropout)
     plan = make_plan(c)
-    trainer = Trainer(c, plan, Alone(plan.mesh), Tokens(c))
+    trainer = trainer_of(c, plan, Alone(plan.mesh))
     inputs = trainer.load("train", 0)
     with torch.no_grad():
         loss = trainer.model.forward(trainer.ops, inputs)

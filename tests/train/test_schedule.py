@@ -26,6 +26,20 @@ def test_the_cosine_ends_at_min_lr():
     assert rates(3, schedule="cosine", min_lr=1) == [2.0] * 3
 
 
+def test_the_inverse_square_root():
+    """After the warm-up lr x sqrt(warmup / step); without any, lr / sqrt(step)."""
+    found = rates(16, schedule="inverse_sqrt", warmup_steps=4)
+    assert found[3] == 2.0 and found[8] == pytest.approx(2.0 * 2 / 3) and found[15] == pytest.approx(1.0)
+    assert rates(4, schedule="inverse_sqrt") == pytest.approx([2.0, 2.0 / math.sqrt(2), 2.0 / math.sqrt(3), 1.0])
+
+
+def test_the_paper_s_schedule_is_the_inverse_square_root():
+    """ "Attention Is All You Need", equation (3), with d_model 512 and 8 updates of warm-up."""
+    o = Optimizer(lr=(512 * 8) ** -0.5, schedule="inverse_sqrt", warmup_steps=8)
+    for step in (1, 5, 8, 9, 40):
+        assert learning_rate(o, step, 100) == pytest.approx(512**-0.5 * min(step**-0.5, step * 8**-1.5))
+
+
 def test_constant_is_constant():
     assert rates(5, schedule="constant") == [2.0] * 5
     assert rates(5, schedule="constant", warmup_steps=2) == [1.0, 2.0, 2.0, 2.0, 2.0]

@@ -12,7 +12,7 @@ from platform.config import Config
 from platform.parallel.groups import Alone, run_threads
 from platform.train.plan import make_plan
 from platform.train.trainer import SECTIONS
-from tests.oracle import Tokens, configure
+from tests.oracle import MODELS, Tokens, configure, trainer_of
 
 B, STEPS = 16, 3
 
@@ -152,6 +152,25 @@ def test_evaluation_and_sampling_are_the_same_in_every_layout(name, serial):
         assert text == serial[1]
         assert serial[2] is None or step == pytest.approx(serial[2], rel=1e-10)
     assert len(serial[1].split()) == len(b"def ") + 20 and len(set(serial[1].split())) > 5
+
+
+@pytest.mark.parametrize("model", ["original", "t5"])
+def test_an_encoder_decoder_answers_the_same_in_every_layout(model):
+    """The prompt goes to the encoder; the answer is longer than the decoder's window."""
+
+    def answer(trainer, prompt: str = "x" * 30) -> str:
+        with torch.no_grad():
+            for w in trainer.weights.compute.values():
+                w.mul_(8)  # an untrained model hardly hears its encoder
+        return trainer.sample(20, prompt=prompt)
+
+    sizes = {**MODELS[model], "layers": 1}
+    (expected,) = on_all_ranks(case(**sizes), answer)
+    assert len(expected.split()) == 20
+    for scheme in (("1d", {"t": 2}), ("3d", {"x": 1, "y": 2, "z": 2})):
+        assert set(on_all_ranks(case(*scheme, **sizes), answer)) == {expected}
+    (other,) = on_all_ranks(case(**sizes), lambda trainer: answer(trainer, "y"))
+    assert other != expected  # it reads its prompt
 
 
 TWO_ON_BATCH = case("layout", {"rows": 2}, rules={"batch": ["rows"]}, data=2)

@@ -1,0 +1,49 @@
+"""Every number of docs/schemes.md is what its command prints."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import pytest
+
+from platform.config import ConfigError
+from platform.launch import compose
+from platform.model import build
+from platform.plan.explain import explain
+from platform.train.plan import make_plan
+from tests.conftest import ROOT
+
+PAGE = (ROOT / "docs" / "schemes.md").read_text()
+BASE = shlex.split(re.search(r"^\$ python -m platform\.plan (.*) --json$", PAGE, re.M)[1])
+CELL = r"(?:[^|\\]|\\\|)+"
+ROWS = re.findall(rf"^\| `((?:tensor|branch)=[^`]+)` \|({CELL})\|({CELL})\|({CELL})\|({CELL})\|", PAGE, re.M)
+
+
+@pytest.mark.parametrize(("arguments", "asks", "weights", "saved", "moved"), ROWS, ids=[row[0] for row in ROWS])
+def test_a_row_is_what_its_command_prints(arguments, asks, weights, saved, moved):
+    c = compose([*BASE, *shlex.split(arguments)])
+    if "refused" in weights:
+        with pytest.raises(ConfigError, match="axis all would split both batch and heads"):
+            make_plan(c)
+        return
+    plan = make_plan(c)
+    found = explain(plan, build(c.model), moments=2, workers_per_node=8)
+    assert plan.mesh.size == (1 if arguments == "tensor=serial" else 8)
+    numbers = (
+        sum(found["bytes_per_worker"].values()),
+        4 * sum(found["saved_elements_per_worker"].values()),
+        found["bytes_per_layer"],
+    )
+    assert [cell.strip() for cell in (weights, saved, moved)] == [f"{n / 1e6:,.1f}" for n in numbers]
+
+
+@pytest.mark.parametrize("group", ["tensor", "branch"])
+def test_every_scheme_has_a_row(group):
+    shown = {word for arguments, *_ in ROWS for word in re.findall(rf"\b{group}=(\w+)", arguments)}
+    assert shown | {"none"} == {path.stem for path in (ROOT / "conf" / group).glob("*.yaml")} | {"none"}
+
+
+def test_the_readme_leads_here():
+    assert "](docs/schemes.md)" in (ROOT / "README.md").read_text()
+    assert len(ROWS) == PAGE.count("\n| `")
