@@ -232,13 +232,14 @@ WRONG = [
     ("optimizer.schedule=linear", "optimizer.schedule=linear: unknown; nearest legal: "),
     ("precision=fp8", "precision=fp8: unknown; nearest legal: "),
     ("precision=fp16", "precision=fp16: not built yet (float16 with a loss scale); nearest legal: "),
-    ("recompute=full", "recompute=full: not built yet"),
+    ("recompute=some", "recompute=some: unknown; nearest legal: "),
+    ("recompute_every=0", "recompute_every=0: must be >= 1"),
     ("model.norm=batchnorm", "model.norm=batchnorm: unknown; nearest legal: "),
     ("model.fused_dropout=true", "model.fused_dropout=true: not built yet"),
     ("parallel.data=0", "parallel.data=0: must be >= 1, or -1"),
     ("parallel.zero=2", "parallel.zero=2: unknown; nearest legal: 1, 3, 0"),
     ("pipeline.file=/mine.csv", "pipeline.file=/mine.csv: only for pipeline=file"),
-    ("pipeline.kind=1f1b", "pipeline.kind=1f1b: not built yet (pipeline parallelism); nearest legal: none"),
+    ("pipeline.kind=1f1c", "pipeline.kind=1f1c: unknown; nearest legal: 1f1b"),
     ("pipeline=2f2b", "pipeline=2f2b: unknown; nearest legal: "),
     ("pipeline.stages=4", "pipeline.stages=4: pipeline=none has one; nearest legal: 1"),
     ("branch=dsp_csub", "branch=dsp_csub: not built yet"),
@@ -470,7 +471,7 @@ def test_own_files(driver, tmp_path, capsys):
         "# @package _global_\ndefaults: [gpt_quick, {override /model: my_model}, _self_]\ntrain: {steps: 9}\n"
     )
     (own / "experiment" / "typo.yaml").write_text("# @package _global_\ntrain: {stepz: 9}\n")
-    (own / "experiment" / "later.yaml").write_text("# @package _global_\ndefaults: [{override /pipeline: gpipe}]\n")
+    (own / "experiment" / "later.yaml").write_text("# @package _global_\nprecision: fp16\n")
     (own / "experiment" / "broken.yaml").write_text("# @package _global_\ntrain: {steps: 9\n")
     (own / "model").mkdir()
     (own / "model" / "my_model.yaml").write_text("layers: 1\nheads: 2\n")
@@ -480,7 +481,7 @@ def test_own_files(driver, tmp_path, capsys):
     assert (name, config.train.steps, config.model.layers, config.tensor.axes) == ("my_run", 9, 1, {"t": 2})
     for name, line in [
         ("typo", "experiment=typo: train.stepz: unknown key; nearest legal: train.steps"),
-        ("later", "pipeline.kind=gpipe: not built yet"),
+        ("later", "precision=fp16: not built yet"),
         ("broken", "experiment=broken: while parsing"),
     ]:
         assert main([*files, f"+experiment={name}"]) == 2

@@ -22,7 +22,8 @@ from platform.config import Config, Model  # noqa: E402
 from platform.model.blocks import FeedForward, Shapes  # noqa: E402
 from platform.parallel.groups import Alone  # noqa: E402
 from platform.train.plan import make_plan  # noqa: E402
-from tests.oracle import trainer_of  # noqa: E402
+from platform.train.trainer import Trainer  # noqa: E402
+from tests.oracle import Tokens, trainer_of  # noqa: E402
 from tests.reference_model import ReferenceModel, parameter_groups  # noqa: E402
 
 SIZES = {

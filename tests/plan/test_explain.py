@@ -88,8 +88,8 @@ def test_the_order_of_the_branch_axes_decides_the_messages_and_nothing_else():
     inner, outer = (configured("1d", {"t": 2}, {"g": 2}, data=2) for _ in range(2))
     outer.branch.order = "outer"
     plan, results = run(outer)
-    assert list(make_plan(inner).mesh.axes) == ["data", "t", "g"]
-    assert list(plan.mesh.axes) == ["g", "data", "t"]
+    assert list(make_plan(inner).mesh.axes) == ["stage", "data", "t", "g"]
+    assert list(plan.mesh.axes) == ["stage", "g", "data", "t"]
     compare(outer, plan, results, serial(outer))
     assert sum(counted(results).values()) == sum(make_plan(inner).communication().values())
     found = [explained(c, make_plan(c))["branch_messages"] for c in (inner, outer)]
@@ -109,7 +109,7 @@ def test_the_command():
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["mesh"] == {"data": 4, "t": 2, "g": 2}
+    assert found["mesh"] == {"stage": 1, "data": 4, "t": 2, "g": 2}
     assert found["branch_messages"]["inner"] == {"inside": 32, "between": 0}
 
 

@@ -161,7 +161,7 @@ def test_the_global_batch_is_whole_microbatches():
     c.parallel.data = -1
     with pytest.raises(ConfigError, match="parallel.data=-1: 3 workers are not a multiple of 2"):
         make_plan(c, workers=3)
-    assert make_plan(c, workers=4).mesh.axes == {"data": 2, "t": 2}
+    assert make_plan(c, workers=4).mesh.axes == {"stage": 1, "data": 2, "t": 2}
 
 
 def test_repeated_work_is_warned_of():
