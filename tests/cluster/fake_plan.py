@@ -14,7 +14,7 @@ class FakePlan:
 
     @property
     def mesh(self):
-        return Mesh.of({"data": self.size})
+        return Mesh.of({"stage": 1, "data": self.size})
 
     def describe(self):
         return f"the plan: {self.size} workers"

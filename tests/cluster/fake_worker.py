@@ -15,7 +15,7 @@ class FakeWorker:
         self.rank, self.world_size, self.run_dir = rank, world_size, Path(run_dir)
         self.device, self.threads, self.config = device, threads, config
 
-    def form(self, store, generation):
+    def form(self, store, generation, stage_of):
         from torch.distributed import PrefixStore, TCPStore
 
         tcp = TCPStore(store[0], store[1], is_master=False)
@@ -23,7 +23,7 @@ class FakeWorker:
         self._meet("form")
         return {"rank": self.rank, "coordinates": {"data": self.rank}, "pid": os.getpid(), "node": socket.gethostname()}
 
-    def build(self):
+    def build(self, rows):
         return {"parameters": 42, "device": "cpu"}
 
     def step(self, step):

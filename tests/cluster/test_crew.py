@@ -12,7 +12,7 @@ KINDS = ["processes", pytest.param("local", marks=pytest.mark.ray)]
 
 
 def formed(crew):
-    return crew.call("form", crew.store, 1)
+    return crew.call("form", crew.store, 1, [0])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -75,7 +75,7 @@ def test_a_failure_names_the_culprit_and_the_same_command_starts_over(config, ca
     assert gone(descendants() - before)
     assert names(config) == ["forming", "formed", "running", "first_step", "failure", "released"]
     failure = events(config)[4]
-    assert (failure["rank"], failure["coordinates"], failure["method"]) == (1, {"data": 1}, "step(3)")
+    assert (failure["rank"], failure["coordinates"], failure["method"]) == (1, {"stage": 0, "data": 1}, "step(3)")
     assert "ValueError: boom" in failure["cause"]
     out = capsys.readouterr().out
     assert "rank1[data1] failed in step(3): ValueError: boom" in out

@@ -32,7 +32,7 @@ def test_a_crew_in_a_cluster_that_is_already_there(two_machines, job, monkeypatc
     assert resources.available_workers(Cluster(kind="ray")) == 4
     assert resources.secure(Cluster(kind="ray"), 4, said.append) == "cpu"
     with open_crew("ray", job(4)) as crew:
-        crew.call("form", crew.store, 1)
+        crew.call("form", crew.store, 1, [0])
         places = crew.call("place")
         workers = {place["pid"] for place in places}
         assert workers < descendants()
