@@ -13,6 +13,7 @@ from typing import Any
 
 from platform.config import (
     OBJECTIVES,
+    Branch,
     Config,
     ConfigError,
     Rules,
@@ -22,7 +23,7 @@ from platform.config import (
     violation,
 )
 from platform.plan.layout import DIMS
-from platform.plan.scheme import GATHERED, REGIONS, RESERVED
+from platform.plan.scheme import GATHERED, REGIONS, RESERVED, SLICE_VIA
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "precision": ("fp64", "fp32", "bf16"),
@@ -39,6 +40,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "optimizer.schedule": ("constant", "cosine", "inverse_sqrt"),
     "parallel.zero": (0,),
     "branch.order": ("inner", "outer"),
+    "branch.slice_via": tuple(SLICE_VIA),
     "pipeline.kind": ("none",),
     "checkpoint.every": (0,),
     "checkpoint.resume": ("auto", "never"),
@@ -74,7 +76,6 @@ NOT_BUILT: dict[tuple[str, Any], str] = {  # (key, value): what is missing
     ("model.fused_dropout", True): "attention masks drawn inside a fused kernel",
     ("parallel.zero", 1): "sharding of the optimizer's state",
     ("parallel.zero", 3): "sharding of the parameters",
-    ("branch", "dsp_csub"): "D&SP with common layers on one sub-grid",
     ("pipeline", "gpipe"): "pipeline parallelism",
     ("pipeline", "1f1b"): "pipeline parallelism",
     ("pipeline", "interleaved"): "pipeline parallelism",
@@ -290,6 +291,18 @@ def _branch(config: Config) -> Iterator[str]:
             yield violation(f"branch.axes.{name}", size, f"tensor={tensor.scheme} has an axis {name} already")
 
 
+def _slice_via(config: Config) -> Iterator[str]:
+    branch = config.branch
+    if branch.slice_via != "all_to_all" and not slices(branch):
+        constraint = f"branch={branch.kind} has no all-to-all that it would replace"
+        yield violation("branch.slice_via", branch.slice_via, constraint, ["all_to_all"])
+
+
+def slices(branch: Branch) -> bool:
+    """Whether a kind of branch slices heads by all-to-all around the attention: the batch is split before it."""
+    return "core" in branch.append and "batch" in branch.append.get("attention", ())
+
+
 def _axis_names(config: Config) -> Iterator[str]:
     for group, axes in (("tensor", config.tensor.axes), ("branch", config.branch.axes)):
         for name, size in axes.items():
@@ -310,6 +323,7 @@ RELATIONS: tuple[tuple[set[str], Callable[[Config], Iterator[str]]], ...] = (  #
     ({"pipeline.kind", "pipeline.stages", "pipeline.chunks"}, _pipeline),
     (set(), _scheme),
     (set(), _branch),
+    ({"branch.slice_via"}, _slice_via),
     (set(), _axis_names),
 )
 

@@ -151,7 +151,11 @@ def assemble(
         padded = [plan.planner.sizes_of(p)[d] for d in p.dims]
         whole = torch.full(padded, torch.nan, dtype=torch.float64)
         for r in results:
-            where = tuple(slice(o, o + n) for o, n in plan.block(p, plan.mesh.coordinates(r.rank)))
+            here = plan.mesh.coordinates(r.rank)
+            if not plan.present(p, here):
+                assert not pick(r).get(p.name, torch.empty(0)).numel(), f"rank {r.rank} has a block of {p.name}"
+                continue
+            where = tuple(slice(o, o + n) for o, n in plan.block(p, here))
             block = pick(r)[p.name].double()
             seen = whole[where]
             assert seen.isnan().all() or torch.allclose(seen, block, rtol=1e-10, atol=1e-13), f"replicas of {p.name}"

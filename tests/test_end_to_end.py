@@ -107,10 +107,14 @@ WITH_DSP = {  # four workers at most
     "3d": "tensor=3d tensor.axes.z=2",
     "layout": "tensor=layout tensor.axes.rows=2 tensor.layout=batch:rows",
 }
-BRANCHES = {"none": (SCHEMES, ""), "dsp": (WITH_DSP, "branch=dsp branch.axes.g=2")}
+BRANCHES = {
+    "none": (SCHEMES, ""),
+    "dsp": (WITH_DSP, "branch=dsp branch.axes.g=2"),
+    "dsp_csub": (WITH_DSP, "branch=dsp_csub branch.axes.g=2"),
+}
 PRECISIONS = {"fp64": 1e-9, "fp32": 1e-4}
 CASES = [(s, b, p) for p in PRECISIONS for b in BRANCHES for s in SCHEMES if (s, b, p) != ("serial", "none", "fp64")]
-COVER = [("1d_sp", "none", "fp64"), ("3d", "none", "fp64"), ("layout", "dsp", "fp64"), ("1d", "dsp", "fp32")]
+COVER = [("1d_sp", "none", "fp64"), ("3d", "none", "fp64"), ("layout", "dsp_csub", "fp64"), ("1d", "dsp", "fp32")]
 
 
 def numbers(tmp_path: Path, *arguments: str) -> list[tuple[float, float]]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from platform.parallel.groups import Communicator
-from platform.plan.layout import Layout
+from platform.plan.layout import Layout, at_zero
 from platform.plan.plan import Plan
 
 BUCKET_BYTES = 32 << 20
@@ -28,11 +28,11 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 def reduce(plan: Plan, communicator: Communicator, gradients: Mapping[str, Tensor]) -> None:
     """Sums the partial gradients in place, over the axes that the plan names; all buckets are under way at once."""
     under_way = []
-    for axes, parameters in plan.buckets.items():
-        if axes:
-            for bucket in _buckets([gradients[p.name] for p in parameters]):
+    for b in plan.buckets:
+        if at_zero(b.only, communicator.coordinates):
+            for bucket in _buckets([gradients[p.name] for p in b.parameters]):
                 flat = torch.cat([g.flatten() for g in bucket])
-                under_way.append((bucket, communicator.launch("all_reduce", flat, axes, owned=True)))
+                under_way.append((bucket, communicator.launch("all_reduce", flat, b.axes, owned=True)))
     for bucket, handle in under_way:
         parts = handle.wait().split([g.numel() for g in bucket])
         for g, part in zip(bucket, parts, strict=True):
@@ -40,7 +40,8 @@ def reduce(plan: Plan, communicator: Communicator, gradients: Mapping[str, Tenso
 
 
 def owns(communicator: Communicator, layout: Layout) -> bool:
-    """Whether this rank is the one that counts a block which is replicated over the axes outside of `layout`."""
+    """Whether this rank is the one that counts a block which is replicated over the axes outside of `layout`: the one
+    at their index 0, which always has it."""
     return all(i == 0 for axis, i in communicator.coordinates.items() if axis not in layout.axes)
 
 

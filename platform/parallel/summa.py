@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from platform.parallel.convert import absent
 from platform.parallel.groups import Communicator
 from platform.parallel.products import local_einsum
 from platform.plan.planned import Group, Member, Panels
@@ -113,4 +114,6 @@ def _product(m: Member) -> Callable[..., Tensor]:
 
 def summa(communicator: Communicator, group: Group, x: Tensor, operands: Sequence[Tensor]) -> Sequence[Tensor]:
     """The results of a group with panels, from local blocks of x and the operands."""
+    if absent(x):
+        return [x.clone() for _ in operands]
     return _Summa.apply(communicator, group, x, *operands)

@@ -51,6 +51,15 @@ class IllegalPlan(ValueError):
 
 
 @dataclass(frozen=True)
+class Bucket:
+    """Parameters whose gradients are summed over `axes` once a step, by the ranks at index 0 of the axes `only`."""
+
+    axes: tuple[str, ...]
+    only: tuple[str, ...]
+    parameters: tuple[Parameter, ...]
+
+
+@dataclass(frozen=True)
 class Plan:
     """`sizes` are those of one microbatch of all replicas together (batch = microbatch x data), vocab as configured;
     the planner's have vocab padded. `reductions`: parameter name -> axes over which its gradient is summed once a
@@ -77,8 +86,12 @@ class Plan:
         return self.planner.layout(tensor)
 
     def local_shape(self, tensor: Spec | Parameter) -> tuple[int, ...]:
-        """The shape of every rank's block."""
+        """The shape of the block of every rank that has one."""
         return self.planner.shape(tensor)
+
+    def present(self, tensor: Spec | Parameter, coordinates: Mapping[str, int]) -> bool:
+        """Whether the rank at `coordinates` has a block of a tensor: some exist on sub-grid 0 alone."""
+        return self.layout(tensor).present(coordinates)
 
     def block(self, tensor: Spec | Parameter, coordinates: Mapping[str, int]) -> list[tuple[int, int]]:
         """(offset, extent) per dim of the block at `coordinates`; the last blocks of vocab may reach into padding."""
@@ -101,12 +114,12 @@ class Plan:
         return ITEMSIZE[self.precision]
 
     @cached_property
-    def buckets(self) -> dict[tuple[str, ...], list[Parameter]]:
-        """Parameters by the axes of their deferred gradient reduction, in model order; () needs none."""
-        out: dict[tuple[str, ...], list[Parameter]] = defaultdict(list)
+    def buckets(self) -> list[Bucket]:
+        """The deferred gradient reductions, in model order."""
+        found: dict[tuple[tuple[str, ...], tuple[str, ...]], list[Parameter]] = defaultdict(list)
         for p in self.parameters:
-            out[self.reductions[p.name]].append(p)
-        return dict(out)
+            found[self.reductions[p.name], self.layout(p).only].append(p)
+        return [Bucket(axes, only, tuple(parameters)) for (axes, only), parameters in found.items() if axes]
 
     @cached_property
     def parameter_count(self) -> int:
@@ -114,7 +127,18 @@ class Plan:
 
     @cached_property
     def local_parameter_count(self) -> int:
-        return sum(prod(self.local_shape(p)) for p in self.parameters)
+        """Of a worker that has its blocks of all parameters."""
+        return self.parameters_at(self.mesh.coordinates(0))
+
+    def parameters_at(self, coordinates: Mapping[str, int]) -> int:
+        """How many parameters the worker at `coordinates` has."""
+        return sum(prod(self.local_shape(p)) for p in self.parameters if self.present(p, coordinates))
+
+    @cached_property
+    def elsewhere(self) -> dict[str, int] | None:
+        """The coordinates of a worker outside of sub-grid 0, where some tensors exist there alone; else None."""
+        only = self.scheme.sub_grid_zero
+        return {a: int(a in only) for a in self.mesh.axes} if only else None
 
     @cached_property
     def tokens_per_step(self) -> int:
@@ -145,18 +169,17 @@ class Plan:
         """Every collective of one training step: where it belongs, itself, and its launches per rank."""
         operations = self.operations.items()
         found = [(f"{kind} {name}", c, self.microbatches) for (kind, name), o in operations for c in o.collectives]
-        for axes, parameters in self.buckets.items():
-            if axes:
-                found.append(("gradients", self.reduction(axes, parameters), 1))
+        found += [("gradients", self.reduction(b), 1) for b in self.buckets]
         if world := self.mesh.ordered(self.mesh.axes):
             c = Collective("all_reduce", world, METRICS, "metrics", "reduce", "gradients", "clipping")
             found.append(("loss and norm", c, 1))
         return found
 
-    def reduction(self, axes: tuple[str, ...], parameters: Sequence[Parameter]) -> Collective:
-        """The deferred reduction of these parameters' gradients over `axes`, together."""
-        elements = sum(prod(self.local_shape(p)) for p in parameters)
-        return Collective("all_reduce", axes, elements, "accumulate", "reduce", "last backward", "optimizer")
+    def reduction(self, bucket: Bucket) -> Collective:
+        """The deferred reduction of a bucket's gradients, together."""
+        elements = sum(prod(self.local_shape(p)) for p in bucket.parameters)
+        when = ("accumulate", "reduce", "last backward", "optimizer")
+        return Collective("all_reduce", bucket.axes, elements, *when, bucket.only)
 
     def moved_bytes(self, c: Collective) -> int:
         """Bytes that all workers together move in one launch of `c`."""
@@ -181,12 +204,14 @@ class Plan:
             "microbatches": self.microbatches,
             "sizes": dict(self.sizes),
             "regions": {r: dict(layout) for r, layout in self.scheme.regions.items()},
+            "only": {r: list(layout.only) for r, layout in self.scheme.regions.items() if layout.only},
             "parameters": [
                 {
                     "name": p.name,
                     "dims": list(p.dims),
                     "shape": list(self.global_shape(p)),
                     "layout": dict(self.layout(p)),
+                    "only": list(self.layout(p).only),
                     "reduce": list(self.reductions[p.name]),
                 }
                 for p in self.parameters
@@ -350,7 +375,7 @@ def _replicated(mesh: Mesh, operations: Mapping[tuple[str, str], PlannedOperatio
     names: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for o in operations.values():
         if einsum_flops(o.operation, sizes):
-            if unused := mesh.ordered(a for a in mesh.axes if a not in o.compute_axes):
+            if unused := mesh.ordered(a for a in mesh.axes if a not in (*o.compute_axes, *o.only)):
                 names[unused].append(o.operation.name.split(".", 2)[-1])
     for unused, found in names.items():
         times = mesh.extent(unused)
@@ -362,20 +387,23 @@ def describe(plan: Plan) -> str:
     mesh = " x ".join(f"{a} {n}" for a, n in plan.mesh.shape if n > 1) or "1"
     split = dict.fromkeys((*DIMS, *(d for r in REGIONS for d in plan.scheme.regions[r])))
     dims = [d for d in split if d in plan.sizes and any(plan.scheme.regions[r][d] for r in REGIONS)]
-    rows = [["region", *dims]] + [
+    head, *rest = rows = [["region", *dims]] + [
         [r, *("+".join(plan.scheme.regions[r][d]) or "-" for d in dims)]
         for r in REGIONS
         if r != "core" or plan.scheme.regions["core"] != plan.scheme.regions["attention"]
     ]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(dims) + 1)]
+    if zero := "+".join(plan.scheme.sub_grid_zero):
+        rows = [[*head, "only at"], *([*row, f"{zero}=0" if plan.scheme.regions[row[0]].only else "-"] for row in rest)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     table = ["  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
     moved = plan.communication()
     traffic = ", ".join(f"{k} {human(v)}B" for k, v in sorted(moved.items(), key=lambda kv: -kv[1])[:4]) or "none"
     more = f", and {len(moved) - 4} more" if len(moved) > 4 else ""
+    elsewhere = f", {plan.parameters_at(plan.elsewhere):,} where {zero}>0" if plan.elsewhere else ""
     lines = [
         f"plan  {plan.mesh.size} workers = {mesh}; tensor scheme {plan.scheme.name}; {plan.precision}",
-        *(table if dims else []),
-        f"  parameters      {plan.parameter_count:,} ({plan.local_parameter_count:,} per worker)",
+        *(table if dims or zero else []),
+        f"  parameters      {plan.parameter_count:,} ({plan.local_parameter_count:,} per worker{elsewhere})",
         f"  step            {plan.tokens_per_step:,} tokens in {plan.microbatches} microbatches;"
         f" {human(plan.flops_per_token * plan.tokens_per_step)}FLOP",
         f"  communication   {human(sum(moved.values()))}B per step: {traffic}{more}",

@@ -53,9 +53,9 @@ class Trainer:
         self.clock = communicator.clock = Clock(communicator.device)
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
-        o, master = self.config.optimizer, self.weights.master
-        decayed = [master[p.name] for p in self.plan.parameters if p.decay]
-        others = [master[p.name] for p in self.plan.parameters if not p.decay]
+        o, owned = self.config.optimizer, self.weights.owned
+        decayed = [owned[p.name] for p in self.plan.parameters if p.name in owned and p.decay]
+        others = [owned[p.name] for p in self.plan.parameters if p.name in owned and not p.decay]
         groups = [{"params": decayed, "weight_decay": o.weight_decay}, {"params": others, "weight_decay": 0.0}]
         return OPTIMIZERS[o.kind].make([g for g in groups if g["params"]], o)
 

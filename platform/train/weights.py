@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from platform.parallel.convert import absent
 from platform.parallel.groups import Communicator
 from platform.parallel.ops import initialise
 from platform.plan.plan import Plan
@@ -21,14 +22,17 @@ DTYPES = {
 
 class Weights:
     """`compute`: name -> what the forward pass reads; `master`: name -> what the optimizer updates, the same tensor
-    where the precisions agree. `gradients`: name -> gradient in the master's type, summed over microbatches."""
+    where the precisions agree. `gradients`: name -> gradient in the master's type, summed over microbatches. What this
+    rank has no block of is empty."""
 
     def __init__(self, plan: Plan, communicator: Communicator, seed: int):
         low, high = DTYPES[plan.precision]
         self.master: dict[str, Tensor] = {}
         for p in plan.parameters:
-            block = torch.empty(plan.local_shape(p), dtype=high, device=communicator.device)
-            initialise(plan, communicator, p, seed, block)
+            shape = plan.local_shape(p) if plan.present(p, communicator.coordinates) else 0
+            block = torch.empty(shape, dtype=high, device=communicator.device)
+            if not absent(block):
+                initialise(plan, communicator, p, seed, block)
             self.master[p.name] = block.requires_grad_()
         self._shadowed = low != high
         self.compute: Mapping[str, Tensor] = self.master
@@ -37,7 +41,12 @@ class Weights:
 
     @property
     def gradients(self) -> dict[str, Tensor]:
-        return {n: w.grad for n, w in self.master.items() if w.grad is not None}
+        return {n: w.grad for n, w in self.owned.items() if w.grad is not None}
+
+    @property
+    def owned(self) -> dict[str, Tensor]:
+        """The master copies of which this rank has a block."""
+        return {n: w for n, w in self.master.items() if not absent(w)}
 
     def accumulate(self) -> None:
         """Adds the last microbatch's gradients of the compute copies to the master's."""

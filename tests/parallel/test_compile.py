@@ -19,7 +19,7 @@ def eager_and_compiled(c, plan, communicator):
         communicator.moved.clear()
         loss = forward(trainer.ops, inputs)
         loss.backward()
-        out = {n: w.grad for n, w in trainer.weights.master.items()}
+        out = trainer.weights.gradients
         trainer.weights.refresh()
         return loss.detach(), out, dict(communicator.moved)
 
@@ -40,8 +40,11 @@ def test_one_process(model):
     assert eager_and_compiled(c, plan, Alone(plan.mesh)) == (0.0, 0.0, True)
 
 
-@pytest.mark.parametrize("scheme", [("1d_sp", {"t": 2}), ("3d", {"x": 1, "y": 2, "z": 2})], ids=str)
-def test_with_collectives(scheme, pool):
-    c = configure(*scheme, layers=1)
+@pytest.mark.parametrize(
+    ("scheme", "axes", "branch"),
+    [("1d_sp", {"t": 2}, "none"), ("3d", {"x": 1, "y": 2, "z": 2}, "none"), ("serial", {}, "dsp_csub")],
+)
+def test_with_collectives(scheme, axes, branch, pool):
+    c = configure(scheme, axes, branch=branch, branch_axes={} if branch == "none" else {"g": 2}, layers=1)
     plan = make_plan(c)
     assert set(pool.run(eager_and_compiled, c, plan)) == {(0.0, 0.0, True)}
