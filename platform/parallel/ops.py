@@ -34,12 +34,12 @@ POINTWISE: dict[str, Callable[..., Tensor]] = {
 
 
 def where_present(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """An operation that hands on an absent block of its first tensor: the graph goes on, and nothing is computed."""
+    """An operation that hands on absent blocks: the graphs of all of its tensors go on, and nothing is computed."""
 
     @wraps(operation)
     def run(self, *arguments, **options):
-        x = next(a for a in arguments if isinstance(a, Tensor))
-        return x if absent(x) else operation(self, *arguments, **options)
+        x, *others = (a for a in (*arguments, *options.values()) if isinstance(a, Tensor))
+        return sum(others, x) if absent(x) else operation(self, *arguments, **options)
 
     return run
 

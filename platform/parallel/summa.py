@@ -115,5 +115,5 @@ def _product(m: Member) -> Callable[..., Tensor]:
 def summa(communicator: Communicator, group: Group, x: Tensor, operands: Sequence[Tensor]) -> Sequence[Tensor]:
     """The results of a group with panels, from local blocks of x and the operands."""
     if absent(x):
-        return [x.clone() for _ in operands]
+        return [x + w for w in operands]
     return _Summa.apply(communicator, group, x, *operands)
