@@ -13,6 +13,7 @@ from typing import Any
 
 from platform.config import (
     OBJECTIVES,
+    Branch,
     Config,
     ConfigError,
     Rules,
@@ -22,7 +23,7 @@ from platform.config import (
     violation,
 )
 from platform.plan.layout import DIMS
-from platform.plan.scheme import GATHERED, REGIONS, RESERVED
+from platform.plan.scheme import GATHERED, REGIONS, RESERVED, SLICE_VIA
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "precision": ("fp64", "fp32", "bf16"),
@@ -39,6 +40,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "optimizer.schedule": ("constant", "cosine", "inverse_sqrt"),
     "parallel.zero": (0, 1, 3),
     "branch.order": ("inner", "outer"),
+    "branch.slice_via": tuple(SLICE_VIA),
     "pipeline.kind": ("none", "gpipe", "1f1b", "interleaved", "zb_h1", "file"),
     "checkpoint.every": (0,),
     "checkpoint.resume": ("auto", "never"),
@@ -70,7 +72,6 @@ NOT_BUILT: dict[tuple[str, Any], str] = {  # (key, value): what is missing
     ("precision", "fp16"): "float16 with a loss scale",
     ("train.stop_at", ANY): "stopping early, which needs checkpoints",
     ("model.fused_dropout", True): "attention masks drawn inside a fused kernel",
-    ("branch", "dsp_csub"): "D&SP with common layers on one sub-grid",
     ("checkpoint.every", ANY): "checkpoints",
     ("checkpoint.resume", ANY): "resuming from a named checkpoint",
     ("elastic.min_workers", ANY): "a mesh that shrinks and grows",
@@ -202,7 +203,7 @@ def _replicas(config: Config) -> Iterator[str]:
         return
     replicas = max(data, 1)  # -1: at least one
     unit = micro * replicas
-    if batch % unit:
+    if batch % unit and config.model.kind == "two_layer":  # others have labels, whose padding counts nothing
         constraint = f"must be a multiple of train.microbatch={micro} x parallel.data={data}"
         legal = [k for k in (batch // unit * unit, (batch // unit + 1) * unit) if k]
         micros = closest(micro, _divisors(batch // replicas)) if batch % replicas == 0 else []
@@ -258,6 +259,12 @@ def _pipeline(config: Config) -> Iterator[str]:
         yield violation("pipeline.file", p.file, "only for pipeline=file")
 
 
+def _zero(config: Config) -> Iterator[str]:
+    if config.parallel.zero and config.branch.only:
+        reason = f"not built yet beside branch={config.branch.kind}, whose common parameters are on sub-grid 0 alone"
+        yield violation("parallel.zero", config.parallel.zero, reason, [0])
+
+
 def _scheme(config: Config) -> Iterator[str]:
     tensor, declared = config.tensor, axes_of(config.tensor)
     if tensor.scheme not in ("serial", "layout") and not (tensor.regions or tensor.parameters):
@@ -287,6 +294,18 @@ def _branch(config: Config) -> Iterator[str]:
             yield violation(f"branch.axes.{name}", size, f"tensor={tensor.scheme} has an axis {name} already")
 
 
+def _slice_via(config: Config) -> Iterator[str]:
+    branch = config.branch
+    if branch.slice_via != "all_to_all" and not slices(branch):
+        constraint = f"branch={branch.kind} has no all-to-all that it would replace"
+        yield violation("branch.slice_via", branch.slice_via, constraint, ["all_to_all"])
+
+
+def slices(branch: Branch) -> bool:
+    """Whether a kind of branch slices heads by all-to-all around the attention: the batch is split before it."""
+    return "core" in branch.append and "batch" in branch.append.get("attention", ())
+
+
 def _axis_names(config: Config) -> Iterator[str]:
     for group, axes in (("tensor", config.tensor.axes), ("branch", config.branch.axes)):
         for name, size in axes.items():
@@ -307,6 +326,8 @@ RELATIONS: tuple[tuple[set[str], Callable[[Config], Iterator[str]]], ...] = (  #
     ({"pipeline.kind", "pipeline.stages", "pipeline.chunks", "pipeline.file"}, _pipeline),
     (set(), _scheme),
     (set(), _branch),
+    ({"branch.slice_via"}, _slice_via),
+    ({"parallel.zero"}, _zero),
     (set(), _axis_names),
 )
 

@@ -115,6 +115,8 @@ class Branch:
     order: str = "inner"  # inner: branch axes innermost in the mesh, inside a node | outer: D&SP's naive order
     append: dict[str, list[str]] = field(default_factory=dict)  # region -> dims whose lists end with the branch axes
     prepend: dict[str, list[str]] = field(default_factory=dict)  # region -> dims whose lists begin with them
+    only: list[str] = field(default_factory=list)  # regions (and parameters) that exist on sub-grid 0 alone
+    slice_via: str = "all_to_all"  # kinds that slice: all_to_all | all_gather (the volume of paper 002)
 
 
 @dataclass

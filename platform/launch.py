@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from platform.arguments import experiment_of, explain, jobs_of, quote, rewrite, typed_values
-from platform.checks import axes_of, impossible_values, parse_layout, violations
+from platform.checks import axes_of, impossible_values, parse_layout, slices, violations
 from platform.config import Config, ConfigError, closest, digest, violation
 from platform.extensions import load_extensions
 from platform.plan.schedules import ONE_CHUNK
@@ -134,6 +134,8 @@ def _settle(config: Config, arguments: Sequence[str]) -> list[str]:
     tensor.axes = _own_axes("tensor", tensor.axes, declared, typed)
     tensor.order = list(dict.fromkeys([*tensor.order, *tensor.axes])) if tensor.scheme == "layout" else declared
     branch.axes = _own_axes("branch", branch.axes, [] if branch.kind == "none" else list(branch.axes), typed)
+    if "branch.slice_via" not in typed and not slices(branch):
+        branch.slice_via = "all_to_all"
     warmup, steps = config.optimizer.warmup_steps, config.train.steps
     if "optimizer.warmup_steps" in typed and warmup > steps >= 1:  # an experiment cut short may end while it warms up
         lines.append(violation("optimizer.warmup_steps", warmup, f"must be <= train.steps={steps}", [steps]))

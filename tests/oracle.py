@@ -170,7 +170,8 @@ def assemble(
         whole = torch.full(padded, torch.nan, dtype=torch.float64)
         for r in results:
             here = plan.mesh.coordinates(r.rank)
-            if here["stage"] not in plan.homes[p.name]:
+            if not plan.present(p, here):
+                assert not pick(r).get(p.name, torch.empty(0)).numel(), f"rank {r.rank} has a block of {p.name}"
                 continue
             where = tuple(slice(o, o + n) for o, n in plan.block(p, here))
             start, stop = plan.shard(p, here)

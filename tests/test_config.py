@@ -117,7 +117,7 @@ def test_an_experiment_is_fitted_to_what_was_chosen(tmp_path):
         "# @package _global_\n"
         "defaults: [{override /tensor: layout}, {override /branch: dsp}, _self_]\n"
         "tensor: {axes: {rows: 2, spare: 2}, layout: {batch: rows}}\n"
-        "branch: {axes: {g: 2}}\n"
+        "branch: {axes: {g: 2}, slice_via: all_gather}\n"
         "pipeline: {stages: 4, chunks: 2, file: mine.csv}\n"
         "optimizer: {warmup_steps: 50}\n"
     )
@@ -125,6 +125,8 @@ def test_an_experiment_is_fitted_to_what_was_chosen(tmp_path):
     assert (mine.tensor.axes, mine.branch.axes) == ({"rows": 2}, {"g": 2})
     assert (mine.pipeline.stages, mine.pipeline.chunks, mine.pipeline.file) == (1, 1, "")
     assert mine.optimizer.warmup_steps == 50  # five steps of the same warm-up: the same run, cut short
+    sliced = compose(["+experiment=mine", "branch=dsp_slice"], config_dir=str(tmp_path))
+    assert (mine.branch.slice_via, sliced.branch.slice_via) == ("all_to_all", "all_gather")
     plain = compose(["+experiment=mine", "tensor=1d", "branch=none"], config_dir=str(tmp_path))
     assert (plain.tensor.axes, plain.tensor.layout, plain.branch.axes) == ({}, None, {})
     typed = compose(["+experiment=mine", "tensor.layout=heads:spare"], config_dir=str(tmp_path))
@@ -242,9 +244,8 @@ WRONG = [
     ("pipeline.kind=1f1c", "pipeline.kind=1f1c: unknown; nearest legal: 1f1b"),
     ("pipeline=2f2b", "pipeline=2f2b: unknown; nearest legal: "),
     ("pipeline.stages=4", "pipeline.stages=4: pipeline=none has one; nearest legal: 1"),
-    ("branch=dsp_csub", "branch=dsp_csub: not built yet"),
-    ("branch.kind=dsp_csub", "branch=dsp_csub: not built yet"),
-    ("branch=dsp_csub", "branch=dsp_csub: not built yet"),
+    ("branch.slice_via=all_gather", "branch.slice_via=all_gather: branch=none has no all-to-all that it would replace"),
+    ("branch.slice_via=p2p", "branch.slice_via=p2p: unknown; nearest legal: all_to_all, all_gather"),
     ("branch.axes.g=2", "branch.axes.g=2: branch=none has no axes"),
     ("checkpoint.every=10", "checkpoint.every=10: not built yet (checkpoints); nearest legal: 0"),
     ("train.stop_at=10", "train.stop_at=10: not built yet"),
@@ -254,7 +255,7 @@ WRONG = [
     ("elastic.max_workers=8", "elastic.max_workers=8: not built yet"),
     ("model.heads=5", "model.heads=5: must divide model.d_model=128"),
     ("model.kv_heads=3", "model.kv_heads=3: must divide model.heads=4; nearest legal: 2, 4, 1"),
-    ("train.global_batch=10", "train.global_batch=10: must be a multiple of train.microbatch=4 x parallel.data=2; "),
+    ("train.global_batch=0", "train.global_batch=0: must be >= 1"),
     ("tensor.axes.q=2", "tensor.axes.q=2: tensor=1d has no such axis; nearest legal: t"),
     ("tensor.axes.t=0", "tensor.axes.t=0: must be >= 1; nearest legal: 1"),
     ("tensor.layout=batch:t", "tensor.layout=batch:t: only for tensor=layout"),
@@ -280,7 +281,7 @@ def test_one_mistake_is_one_line(argument, line):
         (["tensor=layout", "tensor.axes={a-b: 2}"], "tensor.axes.a-b=2: an axis is named by letters"),
         (["model.positions=rope", "model.d_kv=17"], "model.d_kv=17: model.positions=rope needs an even d_kv"),
         (["model.positions=rope", "model.heads=128"], "model.heads=128: model.positions=rope needs an even"),
-        (["branch=dsp_csub", "branch.axes.g=2"], "branch=dsp_csub: not built yet"),
+        (["branch=dsp_csub", "branch.slice_via=all_gather"], "branch.slice_via=all_gather: branch=dsp_csub has no all"),
     ],
 )  # fmt: skip
 def test_one_mistake_in_context_is_one_line(arguments, line):
@@ -298,7 +299,7 @@ def test_an_unknown_experiment(name):
 
 
 def test_all_mistakes_at_once():
-    batch = refused("train.global_batch=10")
+    batch = refused("model=two_layer", "tensor=serial", "train.global_batch=10", "monitor.sample=0")
     assert batch[0].endswith("; nearest legal: 8, 16; or train.microbatch: 5, 1")
     wrong = ["train.stepz=1", "model=nope", "optimizer.lr=fast", "~seed.x", "train.steps=-3", "precision=fp16"]
     assert [line.split("=")[0].split(":")[0] for line in refused(*wrong)] == [
@@ -309,7 +310,7 @@ def test_all_mistakes_at_once():
         "precision",
         "train.steps",
     ]
-    related = refused("train.stepz=1", "train.global_batch=10", "model.heads=5", "tensor.axes.q=2", "parallel.zero=2")
+    related = refused("train.stepz=1", "train.global_batch=0", "model.heads=5", "tensor.axes.q=2", "parallel.zero=2")
     assert len(related) == 5
 
 
@@ -334,7 +335,9 @@ def test_the_tables_name_keys_that_exist_and_their_defaults_are_legal():
 
 def test_violations_knows_schemes_by_their_tables():
     assert violations(Config(tensor=Tensor(scheme="foo")))[0].startswith("tensor.scheme=foo: ")
-    assert violations(Config(branch=Branch(kind="dsp_csub")))[0].startswith("branch.kind=dsp_csub: not built yet")
+    assert violations(Config(branch=Branch(kind="dsp_csub")))[0].startswith(
+        "branch.kind=dsp_csub: a branch's name with"
+    )
     mine = Tensor(scheme="foo", axes={"u": 2}, regions={"mlp": {"d_ff": ["u"]}})
     assert violations(Config(tensor=mine)) == []
     mine.order = ["v"]
@@ -414,7 +417,7 @@ def test_a_sweep_over_experiments_ranges_axes_and_globs(driver):
     driver.runs.clear()
     assert main(["-m", QUICK, "tensor.axes.t=1,2,4", "branch=glob(*)"]) == 0
     assert sorted((c.tensor.axes["t"], c.branch.kind) for _, c in driver.runs) == [
-        (t, branch) for t in (1, 2, 4) for branch in ("dsp", "dsp_slice", "none")
+        (t, branch) for t in (1, 2, 4) for branch in ("dsp", "dsp_csub", "dsp_slice", "none")
     ]
 
 

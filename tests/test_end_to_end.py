@@ -110,15 +110,17 @@ SMALLER = {  # four workers at most
 BESIDE = {
     "alone": (SCHEMES, ""),
     "dsp": (SMALLER, "branch=dsp branch.axes.g=2"),
+    "dsp_csub": (SMALLER, "branch=dsp_csub branch.axes.g=2"),
     "zero=1": (SMALLER, "parallel.data=2 parallel.zero=1"),
     "zero=3": (SMALLER, "parallel.data=2 parallel.zero=3"),
+    "pipeline": (SMALLER, "pipeline=1f1b pipeline.stages=2"),
 }
 PRECISIONS = {"fp64": 1e-9, "fp32": 1e-4}
 CASES = [(s, b, p) for p in PRECISIONS for b in BESIDE for s in SCHEMES if (s, b, p) != ("serial", "alone", "fp64")]
 COVER = [
-    ("1d_sp", "alone", "fp64"),
+    ("1d_sp", "pipeline", "fp64"),
     ("3d", "zero=3", "fp64"),
-    ("layout", "dsp", "fp64"),
+    ("layout", "dsp_csub", "fp64"),
     ("serial", "zero=1", "fp64"),
     ("1d", "dsp", "fp32"),
 ]

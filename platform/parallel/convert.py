@@ -1,4 +1,8 @@
-"""`convert`: the one place where a tensor changes its layout, asynchronously and, as `Convert`, differentiably."""
+"""`convert`: the one place where a tensor changes its layout, asynchronously and, as `Convert`, differentiably.
+
+Where a tensor exists on some ranks alone (`Layout.only`), the others hold an empty one in its place: their part of the
+graph is whole, so that the backward pass reaches their collectives, and in the same order.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,8 @@ from torch import Tensor
 from platform.parallel import shards
 from platform.parallel.groups import Communicator, Handle
 from platform.parallel.traced import Arrived
-from platform.plan.rule import Conversion, Step
+from platform.plan.layout import at_zero
+from platform.plan.rule import APPEAR, Conversion, Step
 
 
 class Pending:
@@ -25,23 +30,31 @@ class Pending:
     def _advance(self) -> None:
         """Takes free steps until a collective is under way or nothing is left."""
         self._handle = None
+        communicator = self._communicator
         for i, step in enumerate(self._steps):
+            if not at_zero(step.only, communicator.coordinates):
+                continue
+            index = communicator.index(step.axes)
             if step.op == "slice":
-                extent = self._x.shape[step.dim] // self._communicator.mesh.extent(step.axes)
-                self._x = self._x.narrow(step.dim, self._communicator.index(step.axes) * extent, extent)
+                extent = self._x.shape[step.dim] // communicator.mesh.extent(step.axes)
+                self._x = self._x.narrow(step.dim, index * extent, extent)
             elif step.op == "pad":
                 extent = self._x.shape[step.dim]
                 shape = list(self._x.shape)
-                shape[step.dim] *= self._communicator.mesh.extent(step.axes)
+                shape[step.dim] *= communicator.mesh.extent(step.axes)
                 whole = self._x.new_zeros(shape)
-                whole.narrow(step.dim, self._communicator.index(step.axes) * extent, extent).copy_(self._x)
+                whole.narrow(step.dim, index * extent, extent).copy_(self._x)
                 self._x = whole
             elif step.op == "flatten":
-                self._x = shards.flatten(self._x, self._communicator.mesh.extent(step.axes))
+                self._x = shards.flatten(self._x, communicator.mesh.extent(step.axes))
             elif step.op == "unflatten":
                 self._x = shards.unflatten(self._x, step.shape)
+            elif step.op == "drop":
+                self._x = self._x.new_empty(0) if index else self._x
             else:
-                launch = self._communicator.launch
+                if step.op in APPEAR and index:
+                    self._x = self._x.new_empty(step.shape)
+                launch = communicator.launch
                 self._handle = launch(step.op, self._x, step.axes, step.dim, step.joined, owned=self._owned)
                 self._steps = self._steps[i + 1 :]
                 return
@@ -63,6 +76,11 @@ def convert(communicator: Communicator, x: Tensor, steps: Sequence[Step], *, own
     """Starts the moves `steps` of a local tensor: the first collective is issued at once. `owned`: reductions may
     work in it."""
     return Pending(communicator, x, steps, owned)
+
+
+def absent(x: Tensor) -> bool:
+    """Whether this rank has no block of a tensor. No block that is there is empty."""
+    return not x.numel()
 
 
 class _Convert(torch.autograd.Function):

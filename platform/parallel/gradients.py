@@ -10,6 +10,7 @@ from torch import Tensor
 from platform.parallel import shards
 from platform.parallel.convert import Pending, convert
 from platform.parallel.groups import Communicator
+from platform.plan.layout import at_zero
 from platform.plan.ops import Parameter
 from platform.plan.plan import Plan
 
@@ -43,14 +44,13 @@ class Reduction:
         self._plan = plan
         self._done: dict[str, Tensor] = {}
         self._under_way: list[tuple[list[Parameter], Pending]] = []
-        for axes, parameters in plan.buckets.items():
-            present = [p for p in parameters if p.name in gradients]
-            steps = plan.reduction(axes)
-            if not steps:
-                self._done.update((p.name, gradients[p.name]) for p in present)
+        reduced = {p.name for b in plan.buckets for p in b.parameters}
+        self._done.update((name, g) for name, g in gradients.items() if name not in reduced)
+        for b in plan.buckets:
+            if not at_zero(b.only, communicator.coordinates):
                 continue
-            parts = plan.mesh.extent(plan.scattered(axes))
-            for bucket in _buckets(present, gradients):
+            steps, parts = plan.reduction(b), plan.mesh.extent(plan.scattered(b.axes))
+            for bucket in _buckets([p for p in b.parameters if p.name in gradients], gradients):
                 rows = [shards.flatten(gradients[p.name], parts).view(parts, -1) for p in bucket]  # a row per rank
                 self._under_way.append((bucket, convert(communicator, torch.cat(rows, 1), steps, owned=True)))
 

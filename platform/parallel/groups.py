@@ -86,9 +86,10 @@ class Communicator(ABC):
         """Issues one collective of `platform.plan.rule.Step` over `axes` without waiting.
 
         `x` must not be modified until the result is there. `reduce`: sum, or max for all_reduce. `owned`: reductions
-        may work in `x`. `root`: index in the group of the member whose `x` a broadcast gives to all (theirs is
-        overwritten), and which gets a reduce's sum. Several axes act together in mesh order: all_reduce, and
-        all_gather of unordered statistics.
+        may work in `x`. `root`: index in the group of the member whose `x` a broadcast gives to all, or a scatter
+        shares out (the others' `x` is overwritten, for a scatter by the part that they get), and which alone gets the
+        result of a reduce or gather (the others': empty). Several axes act together in mesh order: all_reduce,
+        broadcast, reduce, and all_gather of unordered statistics.
         """
         if torch.compiler.is_compiling():
             members = self.mesh.extent(axes)
@@ -96,11 +97,13 @@ class Communicator(ABC):
         axes = self.mesh.ordered(axes)
         group = self.mesh.group(self.rank, axes)
         n = len(group)
+        is_root = group[root] == self.rank
+        elements = x.numel() // n if op == "scatter" and is_root else x.numel()
         if self.rank == group[0]:
-            moved = TRAFFIC[op](n, x.numel()) * x.element_size()
+            moved = TRAFFIC[op](n, elements) * x.element_size()
             self.moved[label(op, axes)] += moved
         if self.log is not None:
-            self.log.append(Launch(op, axes, group, x.numel()))
+            self.log.append(Launch(op, axes, group, elements))
         if op == "all_gather":
             given = x.contiguous()
             out = given.new_empty((n, *given.shape))
@@ -113,14 +116,22 @@ class Communicator(ABC):
             given = x.unflatten(dim, (n, -1)).movedim(dim, 0).contiguous()
             out = torch.empty_like(given)
             finish = lambda: out.movedim(0, joined).flatten(joined, joined + 1)  # noqa: E731
-        elif op == "broadcast":
+        elif op == "scatter" and is_root:
+            given = x.unflatten(dim, (n, -1)).movedim(dim, 0).contiguous()
+            out = given.new_empty(given.shape[1:])
+            finish = lambda: out  # noqa: E731
+        elif op == "gather":
+            given = x.contiguous()
+            out = given.new_empty((n, *given.shape) if is_root else 0)
+            finish = lambda: out.movedim(0, dim).flatten(dim, dim + 1) if is_root else out  # noqa: E731
+        elif op in ("broadcast", "scatter"):
             given = out = x.contiguous()
             finish = lambda: out  # noqa: E731
         else:
             assert op in ("all_reduce", "reduce"), op
             given = x.contiguous() if owned else x.detach().clone(memory_format=torch.contiguous_format)
             out = given
-            finish = lambda: out  # noqa: E731
+            finish = lambda: out if op == "all_reduce" or is_root else out.new_empty(0)  # noqa: E731
         return Handle(self.clock, self._start(op, given, out, axes, group, reduce, root), finish)
 
     @abstractmethod
@@ -137,7 +148,8 @@ class Communicator(ABC):
         """Begins the collective into `out`; the result blocks until it is there.
 
         all_gather: [...] -> [n, ...]; reduce_scatter: [n, ...] -> [...]; all_to_all: [n, ...] -> [n, ...];
-        all_reduce, broadcast, reduce: in place.
+        scatter: the root's [n, ...] -> [...]; gather: [...] -> the root's [n, ...]; all_reduce, broadcast, reduce: in
+        place.
         """
 
     def send(self, x: Tensor, stage: int) -> Handle:
@@ -221,6 +233,12 @@ class ProcessGroups(Communicator):
             work = dist.all_to_all_single(out.view(-1), given.view(-1), group=g, async_op=True)
         elif op == "broadcast":
             work = dist.broadcast(out, group[root], group=g, async_op=True)
+        elif op == "scatter":
+            parts = list(given.unbind()) if self.rank == group[root] else None
+            work = dist.scatter(out, parts, group[root], group=g, async_op=True)
+        elif op == "gather":
+            parts = list(out.unbind()) if self.rank == group[root] else None
+            work = dist.gather(given, parts, group[root], group=g, async_op=True)
         elif op == "reduce":
             work = dist.reduce(out, group[root], group=g, async_op=True)
         else:
@@ -290,7 +308,7 @@ class ThreadGroups(Communicator):
     def _start(self, op, given, out, axes, group, reduce, root):
         key = (group, self._calls[group])
         self._calls[group] += 1
-        kind = (op, reduce, root, tuple(given.shape), given.dtype)
+        kind = (op, reduce, root, tuple((out if op == "scatter" else given).shape), given.dtype)
         world = self._world
         with world.lock:
             meeting = world.meetings.setdefault(key, _Meeting(kind))
@@ -322,6 +340,11 @@ class ThreadGroups(Communicator):
             elif op == "broadcast":
                 if me != root:
                     out.copy_(parts[root])
+            elif op == "scatter":
+                out.copy_(parts[root][me])
+            elif op == "gather":
+                if me == root:
+                    torch.stack(parts, out=out)
             elif op == "all_reduce" or me == root:
                 out.copy_(torch.stack(parts).amax(0) if reduce == "max" else _sum(parts))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from math import prod
 
 import torch
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from platform.parallel import positions, random, statistics
-from platform.parallel.convert import apply, convert
+from platform.parallel.convert import absent, apply, convert
 from platform.parallel.einsum import Deferred, einsums
 from platform.parallel.groups import Communicator
 from platform.parallel.recompute import recomputed
@@ -34,6 +35,17 @@ POINTWISE: dict[str, Callable[..., Tensor]] = {
 }
 
 
+def where_present(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """An operation that hands on absent blocks: the graphs of all of its tensors go on, and nothing is computed."""
+
+    @wraps(operation)
+    def run(self, *arguments, **options):
+        x, *others = (a for a in (*arguments, *options.values()) if isinstance(a, Tensor))
+        return sum(others, x) if absent(x) else operation(self, *arguments, **options)
+
+    return run
+
+
 @dataclass
 class Position:
     """Where in the run a forward pass is: what dropout masks depend on beside the element."""
@@ -48,7 +60,7 @@ class ParallelOps(Ops):
     """Executes a plan's operations on the rank of `communicator`. `tensors`: parameter name -> local block.
 
     A data tensor is a mapping from the operations that read it, as (kind, name), to this rank's block of integers
-    [length, batch], laid out as `plan.readers` says.
+    [length, batch], laid out as `plan.readers` says. Blocks of tensors that this rank does not have are empty.
     """
 
     def __init__(self, plan: Plan, communicator: Communicator, tensors: Mapping[str, Tensor], dropout: float = 0.0):
@@ -93,6 +105,8 @@ class ParallelOps(Ops):
         tokens = tokens["lookup", name]
         into, leave = planned.conversions
         weight = apply(self.communicator, self.tensors[table.name], into)
+        if absent(weight):
+            return apply(self.communicator, weight, leave)
         rows = weight.reshape(weight.shape[0], -1)
         if planned.over:  # rows of other ranks are zero here: the sum over `over` completes the lookup
             row = tokens - self.communicator.index(planned.over) * weight.shape[0]
@@ -104,15 +118,19 @@ class ParallelOps(Ops):
 
     def features(self, name, ids, out):
         ids = ids["features", name]
+        dtype = next(iter(self.tensors.values())).dtype
+        if absent(ids):
+            return ids.to(dtype).requires_grad_()
         *_, (first, n) = self._block(out)
         columns = torch.arange(first, first + n, device=ids.device)
         elements = ids.unsqueeze(-1) * self.plan.sizes[out.dims[-1]] + columns
-        dtype = next(iter(self.tensors.values())).dtype
         return random.normal(random.key("features", name), elements).to(dtype).requires_grad_()
 
     def one_hot(self, name, ids, out):
         ids = ids["one_hot", name]
         dtype = next(iter(self.tensors.values())).dtype
+        if absent(ids):
+            return ids.to(dtype).requires_grad_()
         return (ids.unsqueeze(-1) == self._range(out, out.dims[-1], ids.device)).to(dtype).requires_grad_()
 
     def project(self, x, spec, weights, outs, biases=()):
@@ -154,7 +172,10 @@ class ParallelOps(Ops):
         planned = self._planned("reduce", name)
         into, leave = planned.conversions
         gone = [d for d in spec.dims if d not in out.dims]
-        x = self._without_padding(apply(self.communicator, x, into), spec, gone, -torch.inf if function == "max" else 0)
+        x = apply(self.communicator, x, into)
+        if absent(x):
+            return apply(self.communicator, x, leave)
+        x = self._without_padding(x, spec, gone, -torch.inf if function == "max" else 0)
         places, kept = [spec.dims.index(d) for d in gone], [d for d in spec.dims if d in out.dims]
         if function == "max":
             y = statistics.maximum(x, places, self.communicator, planned.over)
@@ -178,15 +199,19 @@ class ParallelOps(Ops):
     def concatenate(self, name, x, specs, out, dim):
         *into, leave = self._planned("concatenate", name).conversions
         parts = [apply(self.communicator, part, conversion) for part, conversion in zip(x, into, strict=True)]
-        return apply(self.communicator, torch.cat(parts, out.dims.index(dim)), leave)
+        whole = torch.cat(parts, 0 if absent(parts[0]) else out.dims.index(dim))
+        return apply(self.communicator, whole, leave)
 
     def reshape(self, name, x, spec, out):
         into, leave = self._planned("reshape", name).conversions
         x = apply(self.communicator, x, into)
+        if absent(x):
+            return apply(self.communicator, x, leave)
         i = next(i for i, (a, b) in enumerate(zip(spec.dims, out.dims, strict=False)) if a != b)
         x = x.flatten(i, i + 1) if len(spec.dims) > len(out.dims) else x.unflatten(i, (self._block(out)[i][1], -1))
         return apply(self.communicator, x, leave)
 
+    @where_present
     def shift(self, x, spec, parameter):
         (conversion,) = self._planned("shift", parameter.name).conversions
         p = apply(self.communicator, self.tensors[parameter.name], conversion)
@@ -196,6 +221,7 @@ class ParallelOps(Ops):
                 p = p.unsqueeze(i)
         return x + p
 
+    @where_present
     def norm(self, x, spec, kind, gain, bias):
         planned = self._planned("norm", gain.name)
         vectors = [
@@ -204,12 +230,14 @@ class ParallelOps(Ops):
         ]
         return statistics.norm(x, vectors[0], vectors[1] if bias else None, kind, self.communicator, planned.over)
 
+    @where_present
     def rotate(self, name, x, spec, theta):
         into, leave = self._planned("rotate", name).conversions
         x, length = apply(self.communicator, x, into), self._range(spec, "length", x.device)
         shape = [len(length) if d == "length" else x.shape[-1] // 2 if d == "d_kv" else 1 for d in spec.dims]
         return apply(self.communicator, positions.rotate(x, length, shape, theta), leave)
 
+    @where_present
     def sinusoid(self, name, x, spec, scale):
         assert spec.dims == ("length", "batch", "d_model")
         length, d_model = (self._range(spec, d, x.device) for d in ("length", "d_model"))
@@ -219,11 +247,14 @@ class ParallelOps(Ops):
     def relative_bias(self, table, scores, *, bidirectional, distance):
         (conversion,) = self._planned("relative_bias", table.name).conversions
         weight = apply(self.communicator, self.tensors[table.name], conversion)
+        if absent(weight):
+            return weight
         length, memory = (self._range(scores, d, weight.device) for d in ("length", "memory_length"))
         offsets = memory - length.unsqueeze(1)
         bucket = positions.relative_bucket(offsets, self.plan.sizes["buckets"], distance, bidirectional)
         return F.embedding(bucket, weight).permute(2, 0, 1)  # [heads, length, memory_length]
 
+    @where_present
     def expand_kv(self, name, x, spec, out):
         planned = self._planned("expand_kv", name)
         (conversion,) = planned.conversions
@@ -237,6 +268,7 @@ class ParallelOps(Ops):
         index = torch.arange(first_head, first_head + heads, device=x.device) // per_group - have
         return x.index_select(dim, index)
 
+    @where_present
     def softmax(self, name, x, spec, *, dim="memory_length", scale=1.0, causal=False, mask=None, bias=None):
         planned = self._planned("softmax", name)
         x = x * scale
@@ -250,6 +282,7 @@ class ParallelOps(Ops):
         x = self._without_padding(x, spec, [dim], -torch.inf)
         return statistics.softmax(x, spec.dims.index(dim), self.communicator, planned.over)
 
+    @where_present
     def fused_attention(self, name, q, k, v, spec, kv, *, scale, causal, mask=None, bias=None):
         order = [spec.dims.index(d) for d in ("batch", "heads", "length", "d_kv")]
         back = [("batch", "heads", "length", "d_kv").index(d) for d in spec.dims]
@@ -273,12 +306,14 @@ class ParallelOps(Ops):
     def pointwise(self, function, *x):
         return POINTWISE[function](*x)
 
+    @where_present
     def pointwise_each(self, functions, x, spec, dim):
         i = spec.dims.index(dim)
         first, n = self._block(spec)[i]
         mine = functions[first : first + n]
         return torch.stack([POINTWISE[f](part) for f, part in zip(mine, x.unbind(i), strict=True)], i)
 
+    @where_present
     def dropout(self, name, x, spec):
         if not self.dropout_rate or not self.position.training:
             return x
@@ -299,6 +334,8 @@ class ParallelOps(Ops):
         planned = self._planned("cross_entropy", name)
         first, _ = self._block(spec)[spec.dims.index("vocab")]
         vocab, labels = self.plan.sizes["vocab"], labels["cross_entropy", name]
+        if absent(logits):
+            return logits.sum()
         smoothing = smoothing if self.position.training else 0.0
         return statistics.cross_entropy(logits, labels, self.communicator, planned.over, first, vocab, smoothing)
 

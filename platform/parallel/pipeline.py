@@ -7,7 +7,7 @@ where the value is used. Of an output only the edge of its autograd graph stays 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from time import time
 
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from platform.parallel.convert import absent
 from platform.parallel.einsum import Deferred
 from platform.parallel.groups import Communicator, Handle
 from platform.parallel.share import gather, scatter
-from platform.plan.chunks import Chunk
-from platform.plan.ops import Spec
+from platform.plan.chunks import Chunk, Flow
 from platform.plan.plan import Plan
 from platform.plan.schedule import Action, Kind
 from platform.plan.simulate import Event
@@ -138,7 +138,7 @@ class Pipeline:
         live.outputs.clear()
         if chunk.receives:
             found = {name: x.grad for name, x in live.inputs.items()}
-            assert all(g is not None for g in found.values())
+            assert all(g is not None or absent(live.inputs[name]) for name, g in found.items())
             self._gradients[chunk.number - 1, action.microbatch] = found  # type: ignore[assignment]
         live.inputs.clear()
 
@@ -156,9 +156,9 @@ class Pipeline:
         gradients = self._gradients.pop((action.chunk - 1, action.microbatch))
         self._send(gradients, self._chunks[action.chunk].receives, action.peer)
 
-    def _send(self, tensors: Mapping[str, Tensor], flow: Sequence[tuple[str, Spec]], peer: int | None) -> None:
+    def _send(self, tensors: Mapping[str, Tensor], flow: Flow, peer: int | None) -> None:
         assert peer is not None
-        for name, spec in flow:
+        for name, spec in self._present(flow):
             axes, elements = self.plan.shared_axes(spec), self.plan.sent_elements(spec)
             x = scatter(self.communicator, tensors[name], axes, elements)
             self._sending.append(self.communicator.send(x, peer))
@@ -172,25 +172,30 @@ class Pipeline:
     def _receive_backward(self, action: Action) -> None:
         self._receive("backward", action, self._chunks[action.chunk].sends)
 
-    def _receive(self, way: str, action: Action, flow: Sequence[tuple[str, Spec]]) -> None:
+    def _receive(self, way: str, action: Action, flow: Flow) -> None:
         assert action.peer is not None
         shapes = {
             name: (self.plan.sent_elements(spec),) if self.plan.shared_axes(spec) else self.plan.local_shape(spec)
-            for name, spec in flow
+            for name, spec in self._present(flow)
         }
         coming = {name: self.communicator.receive(shape, self.dtype, action.peer) for name, shape in shapes.items()}
         self._arriving[way, (action.chunk, action.microbatch)] = coming
 
-    def _arrived(self, way: str, key: Key, flow: Sequence[tuple[str, Spec]]) -> dict[str, Tensor]:
+    def _arrived(self, way: str, key: Key, flow: Flow) -> dict[str, Tensor]:
         if not flow:
             return {}
-        coming = self._arriving.pop((way, key))
-        return {
-            name: gather(
-                self.communicator, coming[name].wait(), self.plan.shared_axes(spec), self.plan.local_shape(spec)
-            )
-            for name, spec in flow
-        }
+        coming, out = self._arriving.pop((way, key)), {}
+        for name, spec in flow:
+            if name in coming:
+                axes, shape = self.plan.shared_axes(spec), self.plan.local_shape(spec)
+                out[name] = gather(self.communicator, coming[name].wait(), axes, shape)
+            else:
+                out[name] = torch.empty(0, dtype=self.dtype, device=self.communicator.device)
+        return out
+
+    def _present(self, flow: Flow) -> Flow:
+        """What of a flow this rank's place in a stage has a block of; the others hold empty tensors."""
+        return tuple((name, spec) for name, spec in flow if self.plan.present(spec, self.communicator.coordinates))
 
 
 def sum_tied(plan: Plan, communicator: Communicator, gradients: Mapping[str, Tensor]) -> None:
@@ -198,6 +203,8 @@ def sum_tied(plan: Plan, communicator: Communicator, gradients: Mapping[str, Ten
     gives all the sum. `plan`: of this rank's stage."""
     here = communicator.coordinates["stage"]
     for name, (owner, *others) in plan.tied.items():
+        if name not in gradients:  # this rank's place in every stage has no block of it
+            continue
         g = gradients[name]
         if here == owner:
             for other in others:

@@ -9,6 +9,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from platform.parallel.convert import absent
+
 Dims = tuple[str, ...]
 
 
@@ -18,7 +20,13 @@ def local_einsum(a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:
     dims of y that are in `out`.
 
     One matrix product of views where the dims fall into contiguous runs (rows, contracted, columns), else torch.einsum.
+    The product of absent blocks is absent, and belongs to the graphs of both.
     """
+    product = _product(a, b, out)
+    return lambda x, y, bias=None: x + y if absent(x) else product(x, y, bias)
+
+
+def _product(a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:
     contracted = tuple(d for d in a if d in b)
     rows, columns = tuple(d for d in a if d not in b), tuple(d for d in b if d not in a)
     a_first, b_first = a == rows + contracted, b == contracted + columns

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from platform.parallel.convert import convert
+from platform.parallel.convert import absent, convert
 from platform.parallel.groups import Communicator
 from platform.parallel.products import local_einsum
 from platform.plan.planned import Group, Member, Panels
@@ -125,4 +125,6 @@ def _product(m: Member) -> Callable[..., Tensor]:
 
 def summa(communicator: Communicator, group: Group, x: Tensor, operands: Sequence[Tensor]) -> Sequence[Tensor]:
     """The results of a group with panels, from local blocks of x, and the operands as they are stored."""
+    if absent(x):
+        return [x + w for w in operands]
     return _Summa.apply(communicator, group, x, *operands)

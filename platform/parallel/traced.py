@@ -11,6 +11,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from platform.plan.rule import APPEAR, VANISH
+
 COMMUNICATORS: WeakValueDictionary[int, object] = WeakValueDictionary()  # graphs name a communicator by its number
 
 
@@ -20,15 +22,20 @@ def collective(
 ) -> Tensor:
     """`Communicator.launch(...).wait()`; `members`: the size of the group, for the shape of the result."""
     launch = COMMUNICATORS[communicator].launch  # type: ignore[attr-defined]
+    if op in APPEAR:  # which write to their input and return it
+        x = x.clone()
     return launch(op, x, axes.split("+"), dim, joined, reduce=reduce).wait()
 
 
 @collective.register_fake
 def _(x, communicator, op, axes, members, dim, joined, reduce):
     shape = list(x.shape)
-    if op in ("reduce_scatter", "all_to_all"):
+    is_root = COMMUNICATORS[int(communicator)].index(axes.split("+")) == 0  # type: ignore[attr-defined]
+    if op in VANISH and not is_root:
+        return x.new_empty(0)
+    if op in ("reduce_scatter", "all_to_all") or (op == "scatter" and is_root):
         shape[dim] //= members
-    if op == "all_gather":
+    if op in ("all_gather", "gather"):
         shape[dim] *= members
     if op == "all_to_all":
         shape[joined] *= members

@@ -136,4 +136,4 @@ def _extents(tensor: Spec | Parameter, sizes: Mapping[str, int]) -> dict[str, in
 def replicated_axes(layout: Layout, mesh: Mesh) -> tuple[str, ...]:
     """The axes of a stage over which a tensor in `layout` is replicated: scatter/gather sends 1/n of it and gathers it
     over them on the other side (paper 003, section 4.1)."""
-    return tuple(a for a in mesh.ordered(mesh.axes) if a != "stage" and a not in layout.axes)
+    return tuple(a for a in mesh.ordered(mesh.axes) if a not in ("stage", *layout.axes, *layout.only))

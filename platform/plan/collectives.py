@@ -5,7 +5,7 @@ The forward pass executes these lists and `platform.plan.cost` prices them: ther
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 
 from platform.plan.einsums import plan_einsums
@@ -13,7 +13,7 @@ from platform.plan.layout import Layout, prefix
 from platform.plan.ops import Operation, Parameter, Spec
 from platform.plan.planned import Collective, PlannedOperation
 from platform.plan.planner import Planner
-from platform.plan.rule import Conversion, Step, contract, enter, leave
+from platform.plan.rule import Conversion, Step, contract, leave
 
 
 def _lookup(planner: Planner, operation: Operation) -> PlannedOperation:
@@ -36,6 +36,7 @@ def _lookup(planner: Planner, operation: Operation) -> PlannedOperation:
         over=c.compute[table.dims[0]],
         tokens=c.compute.restrict(token_dims),
         compute_axes=c.axes,
+        only=c.compute.only,
     )
 
 
@@ -47,8 +48,7 @@ def _vectors(planner: Planner, operation: Operation) -> PlannedOperation:
     conversions = []
     for p in operation.parameters:
         target = have.restrict(p.dims)
-        conversion = enter(p.dims, planner.layout(p), target, have.axes, parameter=True)
-        conversion = planner.parameter_conversion(operation, p, conversion)
+        conversion = planner.parameter_conversion(operation, p, planner.enter(p, target, have.axes))
         conversions.append(conversion)
         inner = planner.shape(p, target)
         found += planner.collectives(conversion.forward, planner.stored(p), "forward", "operation", "use")
@@ -57,32 +57,36 @@ def _vectors(planner: Planner, operation: Operation) -> PlannedOperation:
     if operation.kind == "norm" and (over := have[spec.dims[-1]]):
         rows = prod(planner.shape(spec)[:-1])
         if operation["norm"] == "layernorm":
-            found += planner.statistics(over, 2 * rows, "forward", "all_gather")
-            found += planner.statistics(over, 2 * rows, "backward")
+            found += planner.statistics(over, have.only, 2 * rows, "forward", "all_gather")
+            found += planner.statistics(over, have.only, 2 * rows, "backward")
         else:
-            found += planner.statistics(over, rows, "forward")
-            found += planner.statistics(over, rows, "backward")
-    return PlannedOperation(operation, tuple(found), conversions=tuple(conversions), over=over, compute_axes=have.axes)
+            found += planner.statistics(over, have.only, rows, "forward")
+            found += planner.statistics(over, have.only, rows, "backward")
+    return PlannedOperation(
+        operation, tuple(found), conversions=tuple(conversions), over=over, compute_axes=have.axes, only=have.only
+    )
 
 
 def _local(planner: Planner, operation: Operation) -> PlannedOperation:
-    return PlannedOperation(operation, compute_axes=planner.layout(operation.outputs[0]).axes)
+    layout = planner.layout(operation.outputs[0])
+    return PlannedOperation(operation, compute_axes=layout.axes, only=layout.only)
 
 
 def _hidden(layout: Layout) -> Layout:
     """Where an attention in `layout` reads the data tensor whose padding it hides: its length is memory_length."""
-    return Layout.of({"batch": layout["batch"], "length": layout["memory_length"]})
+    return Layout.of({"batch": layout["batch"], "length": layout["memory_length"]}, layout.only)
 
 
 def _fused_attention(planner: Planner, operation: Operation) -> PlannedOperation:
     layout = planner.layout(operation.outputs[0])
-    return PlannedOperation(operation, tokens=_hidden(layout), compute_axes=layout.axes)
+    return PlannedOperation(operation, tokens=_hidden(layout), compute_axes=layout.axes, only=layout.only)
 
 
 def _from_data(planner: Planner, operation: Operation) -> PlannedOperation:
     """features, one_hot: every rank makes its own block of the output from its own block of the data tensor."""
     layout = planner.layout(operation.outputs[0])
-    return PlannedOperation(operation, tokens=layout.restrict(("length", "batch")), compute_axes=layout.axes)
+    tokens = layout.restrict(("length", "batch"))
+    return PlannedOperation(operation, tokens=tokens, compute_axes=layout.axes, only=layout.only)
 
 
 def _rotate(planner: Planner, operation: Operation) -> PlannedOperation:
@@ -90,13 +94,15 @@ def _rotate(planner: Planner, operation: Operation) -> PlannedOperation:
     spec = operation.inputs[0]
     have = planner.layout(spec)
     whole = have.restrict([d for d in spec.dims if d != "d_kv"])
-    into, leaving = enter(spec.dims, have, whole, whole.axes), leave(spec.dims, whole, have, ())
+    into, leaving = planner.enter(spec, whole, whole.axes), leave(spec.dims, whole, have, ())
     shape = planner.shape(spec)
     found = [
         *planner.collectives(into.forward, shape, "forward", "operation", "at once"),
         *planner.collectives(leaving.backward, shape, "backward", "gradient", "at once"),
     ]
-    return PlannedOperation(operation, tuple(found), conversions=(into, leaving), compute_axes=whole.axes)
+    return PlannedOperation(
+        operation, tuple(found), conversions=(into, leaving), compute_axes=whole.axes, only=whole.only
+    )
 
 
 def _expand_kv(planner: Planner, operation: Operation) -> PlannedOperation:
@@ -108,31 +114,56 @@ def _expand_kv(planner: Planner, operation: Operation) -> PlannedOperation:
             f"kv_heads ({have['kv_heads']}) must be split over a prefix of the axes of heads {goal['heads']}"
         )
     lacking = goal["heads"][len(have["kv_heads"]) :]
-    conversion = Conversion((), (Step("all_reduce", lacking),) if lacking else ())
+    conversion = Conversion((), (Step("all_reduce", lacking, only=goal.only),) if lacking else ())
     found = planner.collectives(conversion.backward, planner.shape(spec), "backward", "gradient", "at once")
-    return PlannedOperation(operation, tuple(found), conversions=(conversion,), compute_axes=goal.axes)
+    return PlannedOperation(operation, tuple(found), conversions=(conversion,), compute_axes=goal.axes, only=goal.only)
 
 
 def _softmax(planner: Planner, operation: Operation) -> PlannedOperation:
     spec = operation.inputs[0]
     layout, shape, dim = planner.layout(spec), planner.shape(spec), operation["dim"]
     rows = prod(shape) // shape[spec.dims.index(dim)]
-    over = layout[dim]
-    found = [*planner.statistics(over, rows, "forward") * 2, *planner.statistics(over, rows, "backward")]
-    return PlannedOperation(operation, tuple(found), over=over, tokens=_hidden(layout), compute_axes=layout.axes)
+    over, only = layout[dim], layout.only
+    found = [*planner.statistics(over, only, rows, "forward") * 2, *planner.statistics(over, only, rows, "backward")]
+    return PlannedOperation(
+        operation,
+        tuple(found),
+        over=over,
+        tokens=_hidden(layout),
+        compute_axes=layout.axes,
+        only=layout.only,
+    )
 
 
 def _relayout(planner: Planner, operation: Operation) -> PlannedOperation:
     spec, out = operation.inputs[0], operation.outputs[0]
     renamed = dict(zip(spec.dims, out.dims, strict=True))
-    source = Layout.of({renamed[d]: axes for d, axes in planner.layout(spec).items()})
-    goal = planner.layout(out)
-    conversion = enter(out.dims, source, goal, goal.axes)
+    have, goal = planner.layout(spec), planner.layout(out)
+    source = Layout.of({renamed[d]: axes for d, axes in have.items()}, have.only)
+    conversion = planner.enter(out, goal, goal.axes, source=source)
+    if planner.scheme.slice_via == "all_gather":
+        conversion = _without_all_to_all(conversion, planner.scheme.branches)
     found = [
         *planner.collectives(conversion.forward, planner.shape(spec), "forward", "operation", "at once"),
         *planner.collectives(conversion.backward, planner.shape(out), "backward", "gradient", "at once"),
     ]
-    return PlannedOperation(operation, tuple(found), conversions=(conversion,), compute_axes=goal.axes)
+    only = tuple(a for a in goal.only if a in have.only)
+    return PlannedOperation(operation, tuple(found), conversions=(conversion,), compute_axes=goal.axes, only=only)
+
+
+def _without_all_to_all(conversion: Conversion, axes: Sequence[str]) -> Conversion:
+    """The same moves by an all-gather of which all but one part is thrown away: paper 002 had no all-to-all."""
+
+    def replaced(steps: Sequence[Step]) -> tuple[Step, ...]:
+        out: list[Step] = []
+        for s in steps:
+            if s.op == "all_to_all" and s.axes[0] in axes:
+                out += [Step("all_gather", s.axes, s.joined, only=s.only), Step("slice", s.axes, s.dim, only=s.only)]
+            else:
+                out.append(s)
+        return tuple(out)
+
+    return Conversion(replaced(conversion.forward), replaced(conversion.backward))
 
 
 def _reduce(planner: Planner, operation: Operation) -> PlannedOperation:
@@ -144,13 +175,23 @@ def _reduce(planner: Planner, operation: Operation) -> PlannedOperation:
     inner = c.compute.restrict(out.dims)
     local = planner.shape(out, inner)
     over = tuple(a for d in spec.dims if d not in out.dims for a in c.compute[d])
-    leaving = c.output if operation["function"] != "max" else leave(out.dims, inner, goal, ())
-    found = _entering(planner, spec, c.compute.restrict(spec.dims), c.inputs[0])
+    into = planner.shaped(c.inputs[0], spec, c.compute.restrict(spec.dims))
+    leaving = planner.leaving(c, out)
     if operation["function"] == "max":
-        found += planner.statistics(over, prod(local), "forward") * 2
+        leaving = planner.shaped(leave(out.dims, inner, goal, ()), out, goal, inner)
+    found = _entering(planner, spec, c.compute.restrict(spec.dims), into)
+    if operation["function"] == "max":
+        found += planner.statistics(over, c.compute.only, prod(local), "forward") * 2
     found += planner.collectives(leaving.forward, local, "forward", "operation", "at once")
     found += planner.collectives(leaving.backward, planner.shape(out), "backward", "gradient", "at once")
-    return PlannedOperation(operation, tuple(found), conversions=(c.inputs[0], leaving), over=over, compute_axes=c.axes)
+    return PlannedOperation(
+        operation,
+        tuple(found),
+        conversions=(into, leaving),
+        over=over,
+        compute_axes=c.axes,
+        only=c.compute.only,
+    )
 
 
 def _entering(planner: Planner, spec: Spec | Parameter, inside: Layout, conversion: Conversion) -> list[Collective]:
@@ -166,14 +207,16 @@ def _concatenate(planner: Planner, operation: Operation) -> PlannedOperation:
     assert dim != "vocab", "vocab may be padded: its parts would not lie side by side"
     goal = planner.layout(out)
     whole = goal.restrict([d for d in out.dims if d != dim])
-    leaving = leave(out.dims, whole, goal, ())
+    leaving = planner.shaped(leave(out.dims, whole, goal, ()), out, goal, whole)
     conversions, found = [], []
     for spec in operation.inputs:
         assert isinstance(spec, Spec) and spec.dims == out.dims, "the parts and the whole have the same dims"
-        conversions.append(enter(out.dims, planner.layout(spec), whole, whole.axes))
+        conversions.append(planner.enter(spec, whole, whole.axes))
         found += _entering(planner, spec, whole, conversions[-1])
     found += planner.collectives(leaving.backward, planner.shape(out), "backward", "gradient", "at once")
-    return PlannedOperation(operation, tuple(found), conversions=(*conversions, leaving), compute_axes=whole.axes)
+    return PlannedOperation(
+        operation, tuple(found), conversions=(*conversions, leaving), compute_axes=whole.axes, only=whole.only
+    )
 
 
 def _reshape(planner: Planner, operation: Operation) -> PlannedOperation:
@@ -191,21 +234,23 @@ def _reshape(planner: Planner, operation: Operation) -> PlannedOperation:
     assert fine.dims == (*coarse.dims[:i], major, minor, *coarse.dims[i + 1 :]), "two neighbours, in place of one"
     have = planner.layout(fine)
     alone = planner.mesh.extent(have[major]) == planner.sizes_of(fine)[major]
-    common = Layout.of({**have, minor: have[minor] if alone else ()})
+    common = Layout.of({**have, minor: have[minor] if alone else ()}, have.only)
     rules = {d: axes for d, axes in common.items() if d not in (major, minor)}
-    joint = Layout.of({**rules, merged: (*common[major], *common[minor])})
+    joint = Layout.of({**rules, merged: (*common[major], *common[minor])}, common.only)
     if merges:
         steps = (spec, have, common), (out, joint, planner.layout(out))
     else:
         steps = (spec, planner.layout(spec), joint), (out, common, have)
     conversions, found = [], []
     for tensor, source, target in steps:
-        conversions.append(enter(tensor.dims, source, target, target.axes))
+        conversions.append(planner.enter(tensor, target, target.axes, source=source))
         forward, backward = conversions[-1].forward, conversions[-1].backward
         shapes = planner.shape(tensor, source), planner.shape(tensor, target)
         found += planner.collectives(forward, shapes[0], "forward", "operation", "at once")
         found += planner.collectives(backward, shapes[1], "backward", "gradient", "at once")
-    return PlannedOperation(operation, tuple(found), conversions=tuple(conversions), compute_axes=common.axes)
+    return PlannedOperation(
+        operation, tuple(found), conversions=tuple(conversions), compute_axes=common.axes, only=common.only
+    )
 
 
 def _cross_entropy(planner: Planner, operation: Operation) -> PlannedOperation:
@@ -214,20 +259,24 @@ def _cross_entropy(planner: Planner, operation: Operation) -> PlannedOperation:
     over = layout["vocab"]
     rows = prod(planner.shape(spec)) // planner.shape(spec)[spec.dims.index("vocab")]
     sums = 3 if operation["smoothing"] else 2
-    found = [*planner.statistics(over, rows, "forward"), *planner.statistics(over, sums * rows, "forward")]
+    found = [
+        *planner.statistics(over, layout.only, rows, "forward"),
+        *planner.statistics(over, layout.only, sums * rows, "forward"),
+    ]
     return PlannedOperation(
         operation,
         tuple(found),
         over=over,
         tokens=layout.restrict([d for d in spec.dims if d != "vocab"]),
         compute_axes=layout.axes,
+        only=layout.only,
     )
 
 
 def _squared_error(planner: Planner, operation: Operation) -> PlannedOperation:
     """Local: every rank's part of the loss is over its own elements, so `tokens` names all axes that split them."""
     layout = planner.layout(operation.inputs[0])
-    return PlannedOperation(operation, tokens=layout, compute_axes=layout.axes)
+    return PlannedOperation(operation, tokens=layout, compute_axes=layout.axes, only=layout.only)
 
 
 _PLANS: dict[str, Callable[[Planner, Operation], PlannedOperation]] = {

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from platform.plan.mesh import Mesh
 from platform.plan.planned import Collective
 
-# Elements moved by one group of n members, where one member's input has e elements: the contract's conventions.
+# Elements moved by one group of n members, where one member's input has e elements (of a scatter: where one member
+# gets e elements, so that it moves what its adjoint, the gather, does): the contract's conventions.
 TRAFFIC = {
     "all_gather": lambda n, e: n * (n - 1) * e,
     "reduce_scatter": lambda n, e: (n - 1) * e,
@@ -15,6 +16,8 @@ TRAFFIC = {
     "all_reduce": lambda n, e: 2 * (n - 1) * e,
     "broadcast": lambda n, e: (n - 1) * e,
     "reduce": lambda n, e: (n - 1) * e,
+    "scatter": lambda n, e: (n - 1) * e,
+    "gather": lambda n, e: (n - 1) * e,
     "send": lambda n, e: n * e,  # every one of n stages sends
 }
 
@@ -27,4 +30,5 @@ def label(op: str, axes: Iterable[str]) -> str:
 def moved_bytes(c: Collective, mesh: Mesh, itemsize: dict[str, int]) -> int:
     """Bytes that all workers together move in one launch of `c`; `itemsize`: bytes per element of each dtype class."""
     n = mesh.extent(c.axes)
-    return TRAFFIC[c.op](n, c.elements) * itemsize[c.dtype] * (mesh.size // n)
+    groups = mesh.size // n // mesh.extent(c.only)
+    return TRAFFIC[c.op](n, c.elements) * itemsize[c.dtype] * groups

@@ -34,8 +34,10 @@ def plan_einsums(planner: Planner, operation: Operation) -> PlannedOperation:
             group = in_panels
         groups.append(group)
         found += _einsum_collectives(planner, operation, group, [c for _, c in entries])
-    axes = tuple(dict.fromkeys(a for entries in grouped.values() for _, c in entries for a in c.axes))
-    return PlannedOperation(operation, tuple(found), groups=tuple(groups), compute_axes=axes)
+    contractions = [c for entries in grouped.values() for _, c in entries]
+    axes = tuple(dict.fromkeys(a for c in contractions for a in c.axes))
+    only = tuple(a for a in contractions[0].compute.only if all(a in c.compute.only for c in contractions))
+    return PlannedOperation(operation, tuple(found), groups=tuple(groups), compute_axes=axes, only=only)
 
 
 def split_into_panels(group: Group, mesh: Mesh) -> Group | None:
@@ -89,7 +91,7 @@ def _einsum_collectives(
             found.extend(replace(s, phase="backward", wait="gradients") for s in steps)
         found.extend(planner.collectives(conversion.backward, local, "backward", ready, "end"))
         if panels:
-            found.extend(_panel_collectives(panels, axes, local, planner))
+            found.extend(_panel_collectives(panels, axes, local, planner, compute.only))
 
     entering(operation.inputs[0], contractions[0].compute, group.x, group.again, "input gradient")
     for m, c in zip(group.members, contractions, strict=True):
@@ -102,7 +104,7 @@ def _einsum_collectives(
 
 
 def _panel_collectives(
-    panels: Panels, axes: tuple[str, ...], local: Sequence[int], planner: Planner
+    panels: Panels, axes: tuple[str, ...], local: Sequence[int], planner: Planner, only: tuple[str, ...]
 ) -> list[Collective]:
     """Of one operand: each panel is broadcast forward and again backward, and its gradient is reduced."""
     if not axes:
@@ -110,7 +112,7 @@ def _panel_collectives(
     elements = prod(local) * planner.mesh.extent(axes) // panels.count
     kinds = [("broadcast", "forward"), ("broadcast", "backward"), ("reduce", "backward")]
     return [
-        Collective(op, axes, elements, "compute", phase, "panel before", "panel")
+        Collective(op, axes, elements, "compute", phase, "panel before", "panel", only)
         for op, phase in kinds
         for _ in range(panels.count)
     ]

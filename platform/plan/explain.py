@@ -6,7 +6,7 @@ All numbers come from the plan that the workers execute; nothing is counted a se
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,21 +20,30 @@ _LAYER = re.compile(r".*\blayers\.\d+\.")
 
 def explain(plan: Plan, model: Model, *, moments: int, workers_per_node: int, dropout: float = 0.0) -> dict[str, Any]:
     """The explanation as JSON-able data. `moments`: the optimizer's numbers of state per parameter."""
-    saved = saved_for_backward(plan, model, dropout)
+
+    def holds(at: Mapping[str, int]) -> dict[str, Any]:
+        saved = saved_for_backward(plan, model, dropout, at)
+        return {
+            "parameters_per_worker": plan.parameters_at(at),
+            "bytes_per_worker": weight_bytes(plan, moments, at),
+            "saved_elements_per_worker": {"activations": saved.activations, "gathered_parameters": saved.gathered},
+        }
+
     out: dict[str, Any] = {
         "mesh": plan.mesh.axes,
         "groups": {"+".join(axes): plan.mesh.groups(axes) for axes in _groups(plan)},
         "collectives": collectives(plan),
         "communication": plan.communication(),
         "bytes_per_layer": bytes_per_layer(plan),
-        "bytes_per_worker": weight_bytes(plan, moments),
-        "parameters_per_worker": plan.local_parameter_count,
-        "saved_elements_per_worker": {"activations": saved.activations, "gathered_parameters": saved.gathered},
+        **holds(plan.mesh.coordinates(0)),
         "warnings": list(plan.warnings),
     }
+    if plan.elsewhere:  # what is common is on sub-grid 0 alone
+        out["elsewhere"] = holds(plan.elsewhere)
     if branches := plan.mesh.ordered(plan.scheme.branches):
         meshes = {order: with_axes(plan.mesh, branches, outer=order == "outer") for order in ("inner", "outer")}
-        found = {order: messages(mesh, branches, workers_per_node) for order, mesh in meshes.items()}
+        rooted = bool(plan.elsewhere)
+        found = {o: messages(mesh, branches, workers_per_node, from_zero=rooted) for o, mesh in meshes.items()}
         out["branch_messages"] = {
             "workers_per_node": workers_per_node,
             "order": "outer" if plan.scheme.branches_outer else "inner",
@@ -85,8 +94,10 @@ def render(plan: Plan, found: dict[str, Any]) -> str:
         ["groups (ranks)", *_table([[axes, str(len(g[0])), _ranks(g)] for axes, g in found["groups"].items()])],
         _collectives(found["collectives"]),
         ["bytes per step, all workers", *_table(_moved(found))],
-        ["per worker", *_table(_holdings(found))],
+        ["per worker" + (" of sub-grid 0" if "elsewhere" in found else ""), *_table(_holdings(found))],
     ]
+    if elsewhere := found.get("elsewhere"):
+        blocks.append(["per worker of another sub-grid", *_table(_holdings(elsewhere))])
     if m := found.get("branch_messages"):
         title = f"messages of a split or join, {m['workers_per_node']} workers per node (branch.order={m['order']})"
         rows = [[order, str(m[order]["inside"]), str(m[order]["between"])] for order in ("inner", "outer")]

@@ -14,13 +14,21 @@ DIMS = ("batch", "length", "memory_length", "d_model", "heads", "kv_heads", "d_k
 
 @dataclass(frozen=True)
 class Layout(Mapping[str, tuple[str, ...]]):
-    """Tensor dim -> mesh axes, major to minor. A dim without axes is whole; the order of the dims does not matter."""
+    """Tensor dim -> mesh axes, major to minor. A dim without axes is whole; the order of the dims does not matter.
+
+    `only`: axes at whose index 0 alone the tensor exists, in mesh order (D&SP's common layers on one sub-grid). None
+    of them splits a dim.
+    """
 
     items_: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    only: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, rules: Mapping[str, Sequence[str]]) -> Layout:
-        return cls(tuple(sorted((dim, tuple(axes)) for dim, axes in rules.items() if axes)))
+    def of(cls, rules: Mapping[str, Sequence[str]], only: Sequence[str] = ()) -> Layout:
+        """`only` holds for those of its axes that split no dim."""
+        split = {a for axes in rules.values() for a in axes}
+        items = tuple(sorted((dim, tuple(axes)) for dim, axes in rules.items() if axes))
+        return cls(items, tuple(a for a in only if a not in split))
 
     def __getitem__(self, dim: str) -> tuple[str, ...]:
         return next((axes for d, axes in self.items_ if d == dim), ())
@@ -37,7 +45,11 @@ class Layout(Mapping[str, tuple[str, ...]]):
 
     def restrict(self, dims: Iterable[str]) -> Layout:
         kept = set(dims)
-        return Layout(tuple((d, axes) for d, axes in self.items_ if d in kept))
+        return Layout(tuple((d, axes) for d, axes in self.items_ if d in kept), self.only)
+
+    def present(self, coordinates: Mapping[str, int]) -> bool:
+        """Whether the tensor has a block at `coordinates`."""
+        return at_zero(self.only, coordinates)
 
     def conflict(self) -> tuple[str, str, str] | None:
         """(axis, dim, dim) where one axis serves two dims, which no tensor can have."""
@@ -50,7 +62,13 @@ class Layout(Mapping[str, tuple[str, ...]]):
         return None
 
     def __str__(self) -> str:
-        return ", ".join(f"{d}: {'+'.join(axes)}" for d, axes in self.items_) or "whole"
+        split = ", ".join(f"{d}: {'+'.join(axes)}" for d, axes in self.items_) or "whole"
+        return split + (f"; only at {'+'.join(self.only)}=0" if self.only else "")
+
+
+def at_zero(axes: Sequence[str], coordinates: Mapping[str, int]) -> bool:
+    """Whether `coordinates` have index 0 along all of `axes`."""
+    return not any(coordinates[a] for a in axes)
 
 
 def prefix(*lists: Sequence[str]) -> tuple[str, ...]:
@@ -85,5 +103,5 @@ def block(
 
 
 def local_shape(dims: Sequence[str], sizes: Mapping[str, int], layout: Layout, mesh: Mesh) -> tuple[int, ...]:
-    """The shape of every rank's block: all blocks are equal."""
+    """The shape of the block of every rank that has one: all blocks are equal."""
     return tuple(padded(sizes[d], mesh.extent(layout[d])) // mesh.extent(layout[d]) for d in dims)

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from math import prod
 from typing import Any
 
+from platform.plan.layout import at_zero
 from platform.plan.ops import Ops, Parameter, Spec
 from platform.plan.plan import Model, Plan
 from platform.plan.planned import PlannedOperation
-from platform.plan.rule import Conversion, Step
+from platform.plan.rule import APPEAR, VANISH, Conversion, Step
+
+Coordinates = Mapping[str, int]  # of a worker: mesh axis -> index
 
 
-def weight_bytes(plan: Plan, moments: int) -> dict[str, int]:
-    """Bytes per worker; the optimizer keeps `moments` numbers of the master's type per parameter."""
-    stored, masters = plan.local_parameter_count, plan.local_master_count
+def weight_bytes(plan: Plan, moments: int, at: Coordinates | None = None) -> dict[str, int]:
+    """Bytes of the worker at `at`, default: of one that has a block of every tensor of the first stage. The optimizer
+    keeps `moments` numbers of the master's type per parameter."""
+    at = at or plan.mesh.coordinates(0)
+    stored, masters = plan.parameters_at(at), plan.masters_at(at)
     compute, master = plan.itemsize["compute"], plan.itemsize["master"]
     shared = compute == master and plan.sharded == plan.storage
     return {
@@ -39,14 +44,21 @@ class Saved:
         return self.activations + self.gathered
 
 
-def saved_for_backward(plan: Plan, model: Model, dropout: float = 0.0) -> Saved:
-    """What autograd saves in one forward pass of `model` under `plan`, beside the parameters themselves.
+def saved_for_backward(plan: Plan, model: Model, dropout: float = 0.0, at: Coordinates | None = None) -> Saved:
+    """What autograd saves in one forward pass of `model` under `plan`, beside the parameters themselves, on the worker
+    at `at`, default: on one that has a block of every tensor of the first stage. Of several chunks it is the sum.
 
     It is what `platform.parallel.ops` and torch's CPU kernels keep in fp32 and fp64; index and mask tensors of integers
     and booleans do not count, nor do copies that torch.einsum makes of permuted operands.
     """
-    meter = _Meter(plan, dropout)
-    model.forward(meter, {name: name for name in model.inputs})
+    at = at or plan.mesh.coordinates(0)
+    meter, inputs = _Meter(plan, dropout, at), {name: name for name in model.inputs}
+    for chunk in plan.at(at["stage"]).chunks:
+        if chunk.units:
+            flow = {name: meter._at(spec) for name, spec in chunk.receives}
+            model.part(meter, inputs, flow, chunk.units)  # type: ignore[attr-defined]
+        else:
+            model.forward(meter, inputs)
     activations = sum(s.elements for s in meter.saved if not s.parameter)
     return Saved(activations, sum(s.elements for s in meter.saved if s.parameter))
 
@@ -66,11 +78,12 @@ class _Storage:
 class _Meter(Ops):
     """Runs a model's forward on storages: which ones does each operation create, and which does it save?
 
-    None stands for a parameter in place, which is not counted.
+    None stands for a parameter in place, which is not counted. A storage without elements stands for an absent block,
+    which operations hand on.
     """
 
-    def __init__(self, plan: Plan, dropout: float):
-        self.plan, self.dropout_rate, self.recompute = plan, dropout, plan.recompute
+    def __init__(self, plan: Plan, dropout: float, at: Coordinates):
+        self.plan, self.dropout_rate, self.recompute, self.at = plan, dropout, plan.recompute, at
         self.saved: dict[_Storage, None] = {}
         self._numbers = count()
 
@@ -89,7 +102,7 @@ class _Meter(Ops):
 
     def _at(self, spec: Spec) -> _Storage:
         """A new local block of an activation."""
-        return self._new(prod(self.plan.local_shape(spec)))
+        return self._new(prod(self.plan.local_shape(spec)) if self.plan.present(spec, self.at) else 0)
 
     def _save(self, *storages: _Storage | None) -> None:
         self.saved.update((s, None) for s in storages if s)
@@ -98,17 +111,22 @@ class _Meter(Ops):
         return self.plan.operations[kind, name]
 
     def _convert(self, x: _Storage | None, shape: Sequence[int], steps: Sequence[Step], parameter: bool = False) -> Any:
-        """A slice is a view of the same memory, and so is a block without its padding; a collective writes anew."""
+        """A slice is a view of the same memory, and so is a block without its padding; a collective writes anew, but a
+        broadcast does not where it starts."""
         elements = prod(shape)
         for step in steps:
-            n = self.plan.mesh.extent(step.axes)
-            if step.op in ("all_gather", "pad"):
+            n, index = self.plan.mesh.extent(step.axes), self.plan.mesh.index(self.at, step.axes)
+            if step.op in ("all_gather", "gather", "pad"):
                 elements *= n
             elif step.op in ("slice", "reduce_scatter"):
                 elements //= n
-            elif step.op == "unflatten":
+            elif step.op in APPEAR or step.op == "unflatten":
                 elements = prod(step.shape)
-            if step.op not in ("slice", "unflatten"):
+            if not at_zero(step.only, self.at):
+                continue
+            if step.op in VANISH and index:
+                x = self._new(0, parameter)
+            elif step.op not in ("slice", "drop", "unflatten") and (step.op != "broadcast" or index):
                 x = self._new(elements, parameter)
         return x
 
@@ -122,10 +140,18 @@ class _Meter(Ops):
         rows = [sizes[d] // self.plan.mesh.extent(planned.tokens[d]) for d in ("length", "batch")]
         if planned.over:
             self._save(self._new(prod(rows)))  # which rows are this rank's
-        inner = prod(self.plan.local_shape(out))
-        for step in leave.backward:
-            inner *= self.plan.mesh.extent(step.axes)  # all-gathers: the local result is wider than the layout
-        return self._convert(self._new(inner), (inner,), leave.forward)
+        return self._leave(planned, out, leave)
+
+    def _leave(self, planned: PlannedOperation, out: Spec, leave: Conversion, x: _Storage | None = None) -> Any:
+        """The result of an operation, converted; before, `x` or a new storage as wide as the steps say."""
+        elements = self._inner(planned, out, leave)
+        return self._convert(x or self._new(elements), (elements,), leave.forward)
+
+    def _inner(self, planned: PlannedOperation, out: Spec, leave: Conversion) -> int:
+        """Elements of an operation's local result, which is wider than its layout where it is split on leaving."""
+        splits = (s.axes for s in leave.forward if s.op in ("slice", "reduce_scatter"))
+        there = at_zero(planned.only, self.at)
+        return there * prod(self.plan.local_shape(out)) * prod(self.plan.mesh.extent(axes) for axes in splits)
 
     def features(self, name, ids, out):
         return self._at(out)
@@ -157,18 +183,14 @@ class _Meter(Ops):
         planned = self._planned("reduce", name)
         into, leave = planned.conversions
         x = self._convert(x, self.plan.local_shape(spec), into.forward)
-        elements = prod(self.plan.local_shape(out))
-        for step in leave.forward:
-            elements *= 1 if step.op == "all_reduce" else self.plan.mesh.extent(step.axes)
-        y = self._new(elements)
+        y = self._new(self._inner(planned, out, leave))
         if function == "max":
             self._save(*([self._new(x.elements)] if planned.over else [x, y]))  # shares of the gradient; or both ends
-        return self._convert(y, (elements,), leave.forward)
+        return self._leave(planned, out, leave, y)
 
     def concatenate(self, name, x, specs, out, dim):
-        *_, leave = self._planned("concatenate", name).conversions
-        elements = prod(self.plan.local_shape(out)) * prod(self.plan.mesh.extent(s.axes) for s in leave.forward)
-        return self._convert(self._new(elements), (elements,), leave.forward)
+        planned = self._planned("concatenate", name)
+        return self._leave(planned, out, planned.conversions[-1])
 
     def reshape(self, name, x, spec, out):
         for conversion in self._planned("reshape", name).conversions:
@@ -179,6 +201,8 @@ class _Meter(Ops):
         return self._at(spec)
 
     def norm(self, x, spec, kind, gain, bias):
+        if not x.elements:
+            return x
         planned = self._planned("norm", gain.name)
         vectors = [self._parameter(p, c) for p, c in zip((gain, bias), planned.conversions, strict=False)]
         elements = prod(self.plan.local_shape(spec))
@@ -192,6 +216,8 @@ class _Meter(Ops):
         return self._new(elements)
 
     def rotate(self, name, x, spec, theta):
+        if not x.elements:
+            return x
         into, leave = self._planned("rotate", name).conversions
         length = self.plan.local_shape(spec)[spec.dims.index("length")]
         self._save(self._new(length * self.plan.sizes["d_kv"]))  # cosines and sines of d_kv / 2 angles each
@@ -214,10 +240,12 @@ class _Meter(Ops):
 
     def fused_attention(self, name, q, k, v, spec, kv, *, scale, causal, mask=None, bias=None):
         out = self._at(spec)
+        if not out.elements:
+            return out
         query, key = (dict(zip(s.dims, self.plan.local_shape(s), strict=True)) for s in (spec, kv))
         rows = out.elements // query["d_kv"]
         if bias is not None:  # no kernel gives a gradient to a bias: torch computes the probabilities
-            scaled = self._new(q.elements), self._new(k.elements)
+            scaled = self._new(prod(query.values())), self._new(prod(key.values()))
             self._save(*scaled, v, self._new(rows * key["length"]))
             return out
         self._save(q, k, v, out, self._new(rows))  # and the log of each row's sum
@@ -243,6 +271,8 @@ class _Meter(Ops):
 
     def pointwise_each(self, functions, x, spec, dim):
         """Of the rank whose functions keep most, where they differ."""
+        if not x.elements:
+            return x
         shape = dict(zip(spec.dims, self.plan.local_shape(spec), strict=True))
         n, slices = shape[dim], range(0, len(functions), shape[dim])
         most = max(sum(f in _OF_RESULT for f in functions[i : i + n]) for i in slices)
@@ -260,6 +290,8 @@ class _Meter(Ops):
         return out
 
     def cross_entropy(self, name, logits, spec, labels, smoothing=0.0):
+        if not logits.elements:
+            return
         planned = self._planned("cross_entropy", name)
         *rows, columns = self.plan.local_shape(spec)
         if planned.over:

@@ -7,12 +7,16 @@ from collections.abc import Sequence
 from platform.plan.mesh import Mesh
 
 
-def messages(mesh: Mesh, axes: Sequence[str], workers_per_node: int) -> tuple[int, int]:
+def messages(mesh: Mesh, axes: Sequence[str], workers_per_node: int, *, from_zero: bool = False) -> tuple[int, int]:
     """(inside a node, between nodes): one message per ordered pair of members of each group along `axes`, a member and
-    itself included, with consecutive ranks on a node. Counted one by one: right for any sizes."""
+    itself included, with consecutive ranks on a node. Counted one by one: right for any sizes.
+
+    `from_zero`: only from each group's first member to all (or, in a join, the other way round), as where the common
+    layers are on sub-grid 0 alone; a g-th of the closed forms below.
+    """
     inside = between = 0
     for group in mesh.groups(axes):
-        for sender in group:
+        for sender in group[:1] if from_zero else group:
             near = sum(sender // workers_per_node == receiver // workers_per_node for receiver in group)
             inside += near
             between += len(group) - near

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -39,6 +39,15 @@ class IllegalPlan(ValueError):
 
 
 @dataclass(frozen=True)
+class Bucket:
+    """Parameters whose gradients are summed over `axes` once a step, by the ranks at index 0 of the axes `only`."""
+
+    axes: tuple[str, ...]
+    only: tuple[str, ...]
+    parameters: tuple[Parameter, ...]
+
+
+@dataclass(frozen=True)
 class Plan:
     """`sizes` are those of one microbatch of all replicas together (batch = microbatch x data), vocab as configured;
     the planner's have vocab padded. `reductions`: parameter name -> axes over which its gradient is summed once a
@@ -51,6 +60,7 @@ class Plan:
     planner: Planner
     precision: str
     microbatches: int
+    sequences: int
     sizes: Mapping[str, int]
     parameters: tuple[Parameter, ...]
     reductions: Mapping[str, tuple[str, ...]]
@@ -121,8 +131,14 @@ class Plan:
         return self.planner.layout(tensor)
 
     def local_shape(self, tensor: Spec | Parameter) -> tuple[int, ...]:
-        """The shape of every rank's block."""
+        """The shape of the block of every rank that has one."""
         return self.planner.shape(tensor)
+
+    def present(self, tensor: Spec | Parameter, coordinates: Mapping[str, int]) -> bool:
+        """Whether the rank at `coordinates` has a block of a tensor: some exist on sub-grid 0 alone, and parameters on
+        the stages that use them."""
+        here = not isinstance(tensor, Parameter) or coordinates["stage"] in self.homes[tensor.name]
+        return here and self.layout(tensor).present(coordinates)
 
     def block(self, tensor: Spec | Parameter, coordinates: Mapping[str, int]) -> list[tuple[int, int]]:
         """(offset, extent) per dim of the block at `coordinates`; the last blocks of vocab may reach into padding."""
@@ -166,24 +182,24 @@ class Plan:
         return ITEMSIZE[self.precision]
 
     @cached_property
-    def buckets(self) -> dict[tuple[str, ...], list[Parameter]]:
-        """Parameters by the axes of their deferred gradient reduction, in model order; () needs none."""
-        out: dict[tuple[str, ...], list[Parameter]] = defaultdict(list)
+    def buckets(self) -> list[Bucket]:
+        """The deferred gradient reductions, in model order."""
+        found: dict[tuple[tuple[str, ...], tuple[str, ...]], list[Parameter]] = defaultdict(list)
         for p in self.parameters:
-            out[self.reductions[p.name]].append(p)
-        return dict(out)
+            found[self.reductions[p.name], self.layout(p).only].append(p)
+        return [Bucket(axes, only, tuple(parameters)) for (axes, only), parameters in found.items() if axes]
 
     def scattered(self, axes: Sequence[str]) -> tuple[str, ...]:
         """Those of the axes of a deferred reduction over which it leaves chunks."""
         return tuple(a for a in axes if a in self.sharded)
 
-    def reduction(self, axes: Sequence[str]) -> list[Step]:
-        """The moves of a bucket of gradients [ranks along the scattered axes, elements of a chunk] that is summed over
-        `axes`. It is scattered first: the fewest bytes."""
-        scattered = self.scattered(axes)
-        summed = tuple(a for a in axes if a not in scattered)
+    def reduction(self, bucket: Bucket) -> list[Step]:
+        """The moves of a bucket of gradients [ranks along the scattered axes, elements of a shard]. It is scattered
+        first: the fewest bytes."""
+        scattered = self.scattered(bucket.axes)
+        summed = tuple(a for a in bucket.axes if a not in scattered)
         moves = (("reduce_scatter", scattered), ("all_reduce", summed))
-        return [Step(op, over) for op, over in moves if over]
+        return [Step(op, over, only=bucket.only) for op, over in moves if over]
 
     @property
     def gathering(self) -> list[Step]:
@@ -196,21 +212,26 @@ class Plan:
 
     @cached_property
     def local_parameter_count(self) -> int:
-        """What a worker keeps between uses: compute copies, of the stage that has most."""
-        return self._most(self.stored_shape)
+        """What a worker keeps between uses: compute copies, on the stage and at the coordinates where most are."""
+        return max(self.parameters_at({**self.mesh.coordinates(0), "stage": c.stage}) for c in self.chunks)
+
+    def parameters_at(self, coordinates: Mapping[str, int]) -> int:
+        """How many elements of parameters the worker at `coordinates` keeps between uses."""
+        return sum(prod(self.stored_shape(p)) for p in self.parameters if self.present(p, coordinates))
+
+    def masters_at(self, coordinates: Mapping[str, int]) -> int:
+        """What the optimizer of the worker at `coordinates` updates: master copies, each with the optimizer's state."""
+        return sum(prod(self.master_shape(p)) for p in self.parameters if self.present(p, coordinates))
 
     @cached_property
-    def local_master_count(self) -> int:
-        """What a worker's optimizer updates: master copies, each with the optimizer's state, likewise."""
-        return self._most(self.master_shape)
-
-    def _most(self, shape: Callable[[Parameter], tuple[int, ...]]) -> int:
-        stages = (self.at(stage).parameters for stage in {c.stage for c in self.chunks})
-        return max(sum(prod(shape(p)) for p in parameters) for parameters in stages)
+    def elsewhere(self) -> dict[str, int] | None:
+        """The coordinates of a worker outside of sub-grid 0, where some tensors exist there alone; else None."""
+        only = self.scheme.sub_grid_zero
+        return {a: int(a in only) for a in self.mesh.axes} if only else None
 
     @cached_property
     def tokens_per_step(self) -> int:
-        return self.microbatches * self.sizes["batch"] * self.sizes["length"]
+        return self.sequences * self.sizes["length"]
 
     @cached_property
     def flops_per_token(self) -> float:
@@ -247,7 +268,8 @@ class Plan:
             for spec in chunk.kept:
                 if axes := self.kept_axes(spec):
                     n = self.shared_elements(spec, axes)
-                    c = Collective("all_gather", axes, n, "compute", "backward", "recomputation", "at once")
+                    when = "compute", "backward", "recomputation", "at once"
+                    c = Collective("all_gather", axes, n, *when, self.layout(spec).only)
                     found.append((f"kept {spec}", c, self.microbatches))
         for here, there in zip(self.chunks, self.chunks[1:], strict=False):
             if here.stage != there.stage:
@@ -259,7 +281,8 @@ class Plan:
         for p in self.parameters:
             if others := len(self.tied.get(p.name, ())[1:]):
                 elements = prod(self.master_shape(p))
-                c = Collective("send", ("stage",), elements, "accumulate", "reduce", "gradients", "optimizer")
+                when = "accumulate", "reduce", "gradients", "optimizer"
+                c = Collective("send", ("stage",), elements, *when, self.layout(p).only)
                 found.append((f"tied {p.name}", c, 2 * others))
         if world := self.mesh.ordered(self.mesh.axes):
             c = Collective("all_reduce", world, METRICS, "metrics", "reduce", "gradients", "clipping")
@@ -269,25 +292,26 @@ class Plan:
     def update_collectives(self) -> list[tuple[str, Collective, int]]:
         """Of one stage: its gradients are summed, and its updated parameters gathered."""
         found = []
-        for axes, parameters in self.buckets.items():
-            shape = self.mesh.extent(self.scattered(axes)), sum(prod(self.master_shape(p)) for p in parameters)
+        for b in self.buckets:
+            shape = self.mesh.extent(self.scattered(b.axes)), sum(prod(self.master_shape(p)) for p in b.parameters)
             when = "reduce", "last backward", "clipping"
-            planned = self.planner.collectives(self.reduction(axes), shape, *when, "accumulate")
+            planned = self.planner.collectives(self.reduction(b), shape, *when, "accumulate")
             found += [("gradients", c, 1) for c in planned]
         if self.sharded and not self.storage:
             when = "update", "optimizer", "next step"
-            planned = self.planner.collectives(self.gathering, (self.local_master_count,), *when)
+            elements = sum(prod(self.master_shape(p)) for p in self.parameters)
+            planned = self.planner.collectives(self.gathering, (elements,), *when)
             found += [("parameters", c, 1) for c in planned]
         return found
 
     def _transfer(self, spec: Spec) -> list[Collective]:
         """An activation goes from stage to stage, and its gradient back."""
         found = []
-        elements, axes = self.sent_elements(spec), self.shared_axes(spec)
+        elements, axes, only = self.sent_elements(spec), self.shared_axes(spec), self.layout(spec).only
         for phase in ("forward", "backward"):
-            found.append(Collective("send", ("stage",), elements, "compute", phase, phase, "next stage"))
+            found.append(Collective("send", ("stage",), elements, "compute", phase, phase, "next stage", only))
             if axes:
-                found.append(Collective("all_gather", axes, elements, "compute", phase, "received", "next stage"))
+                found.append(Collective("all_gather", axes, elements, "compute", phase, "received", "next stage", only))
         return found
 
     def moved_bytes(self, c: Collective) -> int:
@@ -316,12 +340,14 @@ class Plan:
             "storage": list(self.storage),
             "sizes": dict(self.sizes),
             "regions": {r: dict(layout) for r, layout in self.scheme.regions.items()},
+            "only": {r: list(layout.only) for r, layout in self.scheme.regions.items() if layout.only},
             "parameters": [
                 {
                     "name": p.name,
                     "dims": list(p.dims),
                     "shape": list(self.global_shape(p)),
                     "layout": dict(self.layout(p)),
+                    "only": list(self.layout(p).only),
                     "reduce": list(self.reductions[p.name]),
                 }
                 for p in self.parameters
@@ -349,6 +375,7 @@ def build(
     data: int,
     microbatch: int,
     microbatches: int,
+    sequences: int | None = None,
     stage_of: Sequence[int] = (0,),
     scatter_gather: bool = True,
     recompute: Recompute = KEEP,
@@ -358,7 +385,8 @@ def build(
 ) -> Plan:
     """Records the model and plans every operation.
 
-    `microbatch`: sequences per microbatch and replica; `stage_of`: the pipeline stage of every model chunk. `zero`:
+    `microbatch`: sequences per microbatch and replica; `sequences`: per step, fewer if the last microbatch is partial;
+    `stage_of`: the pipeline stage of every model chunk. `zero`:
     what is sharded over `data` (ZeRO, Rajbhandari et al. 2020): 0 nothing, 1 master copies and optimizer state, 3 the
     parameters too, whose storage axis `data` then is. Raises IllegalPlan with all violations: an axis that would split
     two dims of one operation, or a dim (other than vocab) that its axes do not divide, or more chunks than the model
@@ -405,6 +433,7 @@ def build(
         planner=planner,
         precision=precision,
         microbatches=microbatches,
+        sequences=microbatches * microbatch * data if sequences is None else sequences,
         sizes=sizes,
         parameters=parameters,
         reductions=reductions,
@@ -487,7 +516,7 @@ def _replicated(mesh: Mesh, operations: Mapping[tuple[str, str], PlannedOperatio
     names: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for o in operations.values():
         if einsum_flops(o.operation, sizes):
-            if unused := mesh.ordered(a for a in mesh.axes if a not in ("stage", *o.compute_axes)):
+            if unused := mesh.ordered(a for a in mesh.axes if a not in ("stage", *o.compute_axes, *o.only)):
                 names[unused].append(o.operation.name.split(".", 2)[-1])
     for unused, found in names.items():
         times = mesh.extent(unused)
@@ -499,20 +528,25 @@ def describe(plan: Plan) -> str:
     mesh = " x ".join(f"{a} {n}" for a, n in plan.mesh.shape if n > 1) or "1"
     split = dict.fromkeys((*DIMS, *(d for r in REGIONS for d in plan.scheme.regions[r])))
     dims = [d for d in split if d in plan.sizes and any(plan.scheme.regions[r][d] for r in REGIONS)]
-    rows = [["region", *dims]] + [
+    head, *rest = rows = [["region", *dims]] + [
         [r, *("+".join(plan.scheme.regions[r][d]) or "-" for d in dims)]
         for r in REGIONS
         if r != "core" or plan.scheme.regions["core"] != plan.scheme.regions["attention"]
     ]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(dims) + 1)]
+    if zero := "+".join(plan.scheme.sub_grid_zero):
+        rows = [[*head, "only at"], *([*row, f"{zero}=0" if plan.scheme.regions[row[0]].only else "-"] for row in rest)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     table = ["  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
     moved = plan.communication()
     traffic = ", ".join(f"{k} {human(v)}B" for k, v in sorted(moved.items(), key=lambda kv: -kv[1])[:4]) or "none"
     more = f", and {len(moved) - 4} more" if len(moved) > 4 else ""
+    elsewhere = f", {plan.parameters_at(plan.elsewhere):,} where {zero}>0" if plan.elsewhere else ""
     lines = [
         f"plan  {plan.mesh.size} workers = {mesh}; tensor scheme {plan.scheme.name}; {plan.precision}",
-        *(table if dims else []),
-        f"  parameters      {plan.parameter_count:,} ({plan.local_parameter_count:,} per worker){_sharding(plan)}",
+        *(table if dims or zero else []),
+        f"  parameters      {plan.parameter_count:,} ({plan.local_parameter_count:,} per worker{elsewhere})"
+        + _sharding(plan),
+        *(f"  stage {stage}         {units}" for stage, units in _stages(plan) if plan.stages > 1),
         f"  step            {plan.tokens_per_step:,} tokens in {plan.microbatches} microbatches;"
         f" {human(plan.flops_per_token * plan.tokens_per_step)}FLOP",
         f"  communication   {human(sum(moved.values()))}B per step: {traffic}{more}",
@@ -521,11 +555,25 @@ def describe(plan: Plan) -> str:
     return "\n".join(lines)
 
 
+def _stages(plan: Plan) -> list[tuple[int, str]]:
+    """Each stage with the units of its chunks: `embedding .. layers.3 | layers.8 .. layers.11`."""
+
+    def shown(units: Sequence[str]) -> str:
+        return units[0] if len(units) == 1 else f"{units[0]} .. {units[-1]}"
+
+    chunks = {stage: [c for c in plan.chunks if c.stage == stage] for stage in range(plan.stages)}
+    return [(stage, " | ".join(shown(c.units) for c in found)) for stage, found in chunks.items()]
+
+
 def _sharding(plan: Plan) -> str:
     if not plan.sharded:
         return ""
     over = f"chunks over {'+'.join(plan.sharded)}"
-    return f", kept in {over}" if plan.storage else f", updated in {over} ({plan.local_master_count:,} per worker)"
+    return (
+        f", kept in {over}"
+        if plan.storage
+        else f", updated in {over} ({plan.masters_at(plan.mesh.coordinates(0)):,} per worker)"
+    )
 
 
 def human(x: float) -> str:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 
 from platform.plan.layout import Layout, padded
 from platform.plan.mesh import Mesh
 from platform.plan.ops import Operation
-from platform.plan.rule import COLLECTIVES, Conversion, Step
+from platform.plan.rule import APPEAR, COLLECTIVES, Conversion, Step
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One launch on every rank. `elements`: of one member's input, before the collective.
+    """One launch on every rank at index 0 of the axes `only`. `elements`: of one member's input, before the collective;
+    of a scatter, of what one member gets.
 
     `dtype` is `compute` (activations, weights) or `accumulate` (statistics, gradients that are summed up). `phase` is
     forward or backward in an operation; beside them, a step has `reduce` and `update`.
@@ -28,6 +29,7 @@ class Collective:
     phase: str
     issue: str
     wait: str
+    only: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,8 @@ class PlannedOperation:
 
     `groups` for project and einsum; `conversions`, one per parameter or moved operand, for the others; `over` are the
     axes that split the dim of a norm, softmax or cross-entropy, whose statistics are merged over them; `tokens` is the
-    layout over batch and length in which the operation reads a data tensor.
+    layout over batch and length in which the operation reads a data tensor. It is computed at index 0 of the axes
+    `only` alone.
     """
 
     operation: Operation
@@ -91,24 +94,39 @@ class PlannedOperation:
     over: tuple[str, ...] = ()
     tokens: Layout = Layout()
     compute_axes: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
 
 
 def walk(steps: Sequence[Step], shape: Sequence[int], mesh: Mesh) -> list[tuple[Step, int]]:
-    """The collectives among `steps` with the elements of their input, from a local tensor of `shape`."""
-    now, out = list(shape), []
-    for step in steps:
-        n = mesh.extent(step.axes)
+    """The collectives among `steps` with their `Collective.elements`, from a local tensor of `shape`."""
+    out = []
+    for step, before, after in shapes(steps, shape, mesh):
         if step.op in COLLECTIVES:
-            out.append((step, prod(now)))
-        if step.op in ("all_gather", "pad"):
+            out.append((step, prod(after if step.op == "scatter" else before)))
+    return out
+
+
+def shapes(
+    steps: Sequence[Step], shape: Sequence[int], mesh: Mesh
+) -> Iterator[tuple[Step, tuple[int, ...], tuple[int, ...]]]:
+    """Every step with the local shapes before and after it."""
+    now = list(shape)
+    for step in steps:
+        before, n = tuple(now), mesh.extent(step.axes)
+        if step.op in ("all_gather", "gather", "pad"):
             now[step.dim] *= n
-        elif step.op in ("reduce_scatter", "slice"):
+        elif step.op in ("reduce_scatter", "scatter", "slice", "all_to_all"):
             now[step.dim] //= n
-        elif step.op == "all_to_all":
-            now[step.dim] //= n
+        if step.op == "all_to_all":
             now[step.joined] *= n
         elif step.op == "flatten":
             now = [padded(prod(now), n)]
         elif step.op == "unflatten":
             now = list(step.shape)
-    return out
+        yield step, before, tuple(now)
+
+
+def shaped(steps: Sequence[Step], shape: Sequence[int], mesh: Mesh) -> tuple[Step, ...]:
+    """The steps, told the shapes of what appears on ranks that had nothing."""
+    found = shapes(steps, shape, mesh)
+    return tuple(replace(step, shape=after) if step.op in APPEAR else step for step, _, after in found)

@@ -9,8 +9,8 @@ from math import prod
 from platform.plan.layout import Layout, local_shape, padded
 from platform.plan.mesh import Mesh
 from platform.plan.ops import Operation, Parameter, Spec
-from platform.plan.planned import Collective, walk
-from platform.plan.rule import Contraction, Conversion, Step, contract, partial_axes
+from platform.plan.planned import Collective, shaped, walk
+from platform.plan.rule import Contraction, Conversion, Step, contract, enter, partial_axes
 from platform.plan.scheme import Scheme
 
 
@@ -42,7 +42,7 @@ class Planner:
             rules = dict(layout)
             heads = rules.pop("heads", ())
             rules.setdefault("kv_heads", self._kv_axes(heads))
-            layout = Layout.of(rules)
+            layout = Layout.of(rules, layout.only)
         return layout
 
     def _kv_axes(self, heads: Sequence[str]) -> tuple[str, ...]:
@@ -88,7 +88,28 @@ class Planner:
 
     def contraction(self, x: Spec | Parameter, y: Spec | Parameter, out: Spec) -> Contraction:
         operands = [(t.dims, self.layout(t), isinstance(t, Parameter)) for t in (x, y)]
-        return contract(operands, (out.dims, self.layout(out)))
+        c = contract(operands, (out.dims, self.layout(out)))
+        inputs = [self.shaped(have, t, c.compute.restrict(t.dims)) for have, t in zip(c.inputs, (x, y), strict=True)]
+        return replace(c, inputs=tuple(inputs), output=self.leaving(c, out))
+
+    def enter(
+        self, tensor: Spec | Parameter, target: Layout, axes: Sequence[str], *, source: Layout | None = None
+    ) -> Conversion:
+        """`platform.plan.rule.enter` of a tensor, from its own layout or another `source`."""
+        source = self.layout(tensor) if source is None else source
+        found = enter(tensor.dims, source, target, axes, parameter=isinstance(tensor, Parameter))
+        return self.shaped(found, tensor, target, source)
+
+    def leaving(self, c: Contraction, out: Spec) -> Conversion:
+        """The conversion of an einsum's local result."""
+        return self.shaped(c.output, out, self.layout(out), c.compute.restrict(out.dims))
+
+    def shaped(
+        self, conversion: Conversion, tensor: Spec | Parameter, target: Layout, source: Layout | None = None
+    ) -> Conversion:
+        """A conversion of `tensor` from its own layout or `source` to `target` whose steps know their shapes."""
+        forward = shaped(conversion.forward, self.shape(tensor, source), self.mesh)
+        return Conversion(forward, shaped(conversion.backward, self.shape(tensor, target), self.mesh))
 
     def lookup_contraction(self, operation: Operation) -> Contraction:
         table, out = operation.inputs[0], operation.outputs[0]
@@ -96,7 +117,10 @@ class Planner:
         one_hot = (*token_dims, table.dims[0])
         # the one-hot is unmaterialised: it has whatever split of the rows the table has, and whole tokens
         rows = self.layout(table).restrict(table.dims[:1])
-        return contract([(one_hot, rows, False), (table.dims, self.layout(table), True)], (out.dims, self.layout(out)))
+        operands = [(one_hot, rows, False), (table.dims, self.layout(table), True)]
+        c = contract(operands, (out.dims, self.layout(out)))
+        into = self.shaped(c.inputs[1], table, c.compute.restrict(table.dims))
+        return replace(c, inputs=(c.inputs[0], into), output=self.leaving(c, out))
 
     def parameter_conversion(self, operation: Operation, p: Parameter, conversion: Conversion) -> Conversion:
         """Adds the gather over the storage axes, and the reduction at this use, if the parameter's uses disagree, where
@@ -112,7 +136,8 @@ class Planner:
         gathered = {s.axes[0] for s, old in zip(backward, conversion.backward, strict=True) if s != old}
         if summed := tuple(a for a in axes if a not in gathered):
             at = next((i for i, s in enumerate(conversion.backward) if s.op == "pad"), len(backward))
-            backward.insert(at, Step("all_reduce", summed))
+            only = conversion.backward[at].only if at < len(backward) else self.layout(p).only
+            backward.insert(at, Step("all_reduce", summed, only=only))
         return replace(conversion, backward=tuple(backward))
 
     def _from_storage(self, p: Parameter, conversion: Conversion) -> Conversion:
@@ -126,9 +151,13 @@ class Planner:
     def collectives(
         self, steps: Sequence[Step], shape: Sequence[int], phase: str, issue: str, wait: str, dtype: str = "compute"
     ) -> list[Collective]:
-        return [Collective(s.op, s.axes, n, dtype, phase, issue, wait) for s, n in walk(steps, shape, self.mesh)]
+        found = walk(steps, shape, self.mesh)
+        return [Collective(s.op, s.axes, n, dtype, phase, issue, wait, s.only) for s, n in found]
 
-    def statistics(self, over: Sequence[str], elements: int, phase: str, op: str = "all_reduce") -> list[Collective]:
+    def statistics(
+        self, over: Sequence[str], only: tuple[str, ...], elements: int, phase: str, op: str = "all_reduce"
+    ) -> list[Collective]:
+        """Merged over the axes `over`, at index 0 of the axes `only`."""
         if not over:
             return []
-        return [Collective(op, tuple(over), elements, "accumulate", phase, "statistics ready", "at once")]
+        return [Collective(op, tuple(over), elements, "accumulate", phase, "statistics ready", "at once", only)]

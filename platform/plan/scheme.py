@@ -19,6 +19,10 @@ GATHERED = {
     "again": "only the local blocks are kept, and gathered again: activation memory O(1/P)",
     "panels": "operands are never whole: SUMMA broadcasts one panel at a time and accumulates",
 }
+SLICE_VIA = {
+    "all_to_all": "every rank gets what it needs",
+    "all_gather": "every rank gets all and throws the rest away: the volume of paper 002, which had no all-to-all",
+}
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,9 @@ class Scheme:
     parameters: Mapping[str, Layout]
     branches: tuple[str, ...] = ()  # those of the axes that are the branch's
     branches_outer: bool = False  # the branch axes lie outside of all others: D&SP's naive order
+    parameters_only: tuple[str, ...] = ()  # at whose index 0 alone a parameter exists, unless they split it
     gathered: str = "keep"  # what an einsum does with gathered operands: see GATHERED
+    slice_via: str = "all_to_all"  # how a dim is sliced over the branches: see SLICE_VIA
 
     def mesh_axes(self, data: int) -> dict[str, int]:
         """Every axis with its size, outer to inner."""
@@ -56,7 +62,13 @@ class Scheme:
         return not any(self.regions[region][d] for d in ("length", "memory_length", "d_kv"))
 
     def parameter(self, role: str, dims: Sequence[str]) -> Layout:
-        return self.parameters[role].restrict(dims)
+        return Layout.of(self.parameters[role].restrict(dims), self.parameters_only)
+
+    @property
+    def sub_grid_zero(self) -> tuple[str, ...]:
+        """The branch axes at whose index 0 alone some tensors exist; () if every rank has its block of everything."""
+        found = {a for layout in self.regions.values() for a in layout.only} | set(self.parameters_only)
+        return tuple(a for a in self.branches if a in found)
 
 
 def compose(tensor: Mapping[str, Any], branch: Mapping[str, Any], data: int) -> Scheme:
@@ -82,18 +94,23 @@ def compose(tensor: Mapping[str, Any], branch: Mapping[str, Any], data: int) -> 
             out[dim] = out.get(dim, []) + branches
         return out
 
-    def layout(rules: Mapping[str, Sequence[str]], first: Mapping[str, list[str]]) -> Layout:
+    def layout(name: str, rules: Mapping[str, Sequence[str]], first: Mapping[str, list[str]]) -> Layout:
         merged = {dim: [*first.get(dim, []), *rules.get(dim, [])] for dim in [*first, *rules]}
         live = {"data": data, **sizes}
-        return Layout.of({dim: [a for a in axes if live[a] > 1] for dim, axes in merged.items()})
+        return Layout.of({dim: [a for a in axes if live[a] > 1] for dim, axes in merged.items()}, only(name))
+
+    def only(name: str) -> tuple[str, ...]:
+        return tuple(a for a in branches if sizes[a] > 1 and name in branch["only"])
 
     roles = {r: tensor["parameters"].get(r, tensor["parameters"].get("all", {})) for r in ROLES}
     return Scheme(
         name=tensor["scheme"] + (f" + {branch['kind']}" if branches else ""),
         axes=tuple(sizes.items()),
-        regions={r: layout(split(r, region(r)), {"batch": ["data"]}) for r in REGIONS},
-        parameters={r: layout(split("parameters", rules), {}) for r, rules in roles.items()},
+        regions={r: layout(r, split(r, region(r)), {"batch": ["data"]}) for r in REGIONS},
+        parameters={r: layout("", split("parameters", rules), {}) for r, rules in roles.items()},
         branches=tuple(branches),
         branches_outer=branch["order"] == "outer",
+        parameters_only=only("parameters"),
         gathered=tensor["gathered"],
+        slice_via=branch["slice_via"],
     )

@@ -25,12 +25,14 @@ def place(
     some.
 
     `rows(start, end)` gives every data tensor of its sequences start..end: int64 [end - start, length]. Equal blocks
-    are read once and shared.
+    are read once and shared; where an operation is computed by other ranks alone, its block is empty.
     """
     dims = ("batch", "length")
     read: dict[tuple[int, int], Mapping[str, Any]] = {}
 
     def load(name: str, layout: Layout) -> Tensor:
+        if not layout.present(communicator.coordinates):
+            return torch.empty(0, dtype=torch.int64, device=communicator.device)
         ((start, n),) = block(dims[:1], plan.sizes, layout, plan.mesh, communicator.coordinates)
         if (start, n) not in read:
             read[start, n] = rows(start, start + n)

@@ -21,6 +21,11 @@ def register_pipeline(name: str, generator: Generator) -> None:
     allow("pipeline.kind", name)
 
 
+def count_microbatches(config: Config, data: int) -> int:
+    """How many make a global batch over `data` replicas. Sequences that the last one lacks weigh nothing."""
+    return -(-config.train.global_batch // (config.train.microbatch * data))
+
+
 def schedule_of(config: Config, data: int) -> Schedule:
     """The table that a run over `data` replicas follows: generated, or read from pipeline.file.
 
@@ -29,7 +34,7 @@ def schedule_of(config: Config, data: int) -> Schedule:
     """
     pipeline, batch = config.pipeline, config.train.global_batch
     unit = config.train.microbatch * data  # sequences of one microbatch of all replicas
-    microbatches = batch // unit
+    microbatches = count_microbatches(config, data)
     if pipeline.kind == "file":
         return _from_file(config, microbatches, unit)
     kind = "1f1b" if pipeline.kind == "none" else pipeline.kind

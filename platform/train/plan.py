@@ -13,7 +13,7 @@ from platform.model import build as build_model
 from platform.plan.ops import Recompute
 from platform.plan.plan import IllegalPlan, Plan, build
 from platform.plan.scheme import compose
-from platform.train.pipeline import schedule_of
+from platform.train.pipeline import count_microbatches, schedule_of
 
 MESHES_SHOWN = 4
 
@@ -37,21 +37,23 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
                 f"parallel.data=-1: {workers} workers are not a multiple of {inner}, the other axes' product"
             )
     together = train.microbatch * data
-    if train.global_batch % together:
+    model = build_model(config.model)
+    if train.global_batch % together and "labels" not in model.inputs:
         low = train.global_batch // together * together
         nearest = " or ".join(str(b) for b in (low, low + together) if b)
         raise ConfigError(
             f"train.global_batch={train.global_batch} is not a multiple of train.microbatch x parallel.data ="
-            f" {train.microbatch} x {data}; nearest legal: {nearest}"
+            f" {train.microbatch} x {data}, and model.kind={config.model.kind} has no labels to leave out;"
+            f" nearest legal: {nearest}"
         )
-    microbatches = train.global_batch // together
     try:
         return build(
-            build_model(config.model),
+            model,
             compose(tensor, branch, data),
             data=data,
             microbatch=train.microbatch,
-            microbatches=microbatches,
+            microbatches=count_microbatches(config, data),
+            sequences=train.global_batch,
             stage_of=schedule_of(config, data).placement if stage_of is None else stage_of,
             recompute=Recompute(config.recompute, config.recompute_every),
             scatter_gather=config.pipeline.scatter_gather,

@@ -8,6 +8,7 @@ from dataclasses import replace
 from math import sqrt
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -66,9 +67,9 @@ class Trainer:
         self.clock = communicator.clock = Clock(communicator.device)
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
-        o, master = self.config.optimizer, self.weights.master
-        decayed = [master[p.name] for p in self.stage.parameters if p.decay]
-        others = [master[p.name] for p in self.stage.parameters if not p.decay]
+        o, owned = self.config.optimizer, self.weights.owned
+        decayed = [owned[p.name] for p in self.stage.parameters if p.name in owned and p.decay]
+        others = [owned[p.name] for p in self.stage.parameters if p.name in owned and not p.decay]
         groups = [{"params": decayed, "weight_decay": o.weight_decay}, {"params": others, "weight_decay": 0.0}]
         return OPTIMIZERS[o.kind].make([g for g in groups if g["params"]], o)
 
@@ -114,14 +115,14 @@ class Trainer:
     def _forward_backward(self, step: int) -> tuple[Tensor, int, list[Reduction]]:
         """Accumulates this rank's gradient of the global mean loss; returns its summed loss, the number of tokens that
         the mean is over, and the gradients' reductions, which run while other chunks still have backward passes."""
-        first = (step - 1) * self.config.train.global_batch
-        predicted = self.corpus.predicted("train", first, first + self.config.train.global_batch)
+        first, end = (k * self.config.train.global_batch for k in (step - 1, step))
+        predicted = self.corpus.predicted("train", first, end)
         total = torch.zeros((), dtype=torch.float64, device=self.communicator.device)
 
         def forward(chunk: Chunk, m: int, flow: Flow, deferred: Deferred | None) -> Flow:
             self.ops.position = Position(self.config.seed, step, m * self.plan.sizes["batch"])
             self.ops.deferred = deferred
-            out = self._part(chunk, flow, first + m * self.plan.sizes["batch"])
+            out = self._part(chunk, flow, "train", first + m * self.plan.sizes["batch"], end)
             if "loss" in out:
                 total.add_(out["loss"].detach())
                 out = {"loss": out["loss"] / predicted}
@@ -146,10 +147,11 @@ class Trainer:
         dtype = DTYPES[self.plan.precision][0]
         return Pipeline(self.stage, self.communicator, dtype, forward, accumulated)
 
-    def _part(self, chunk: Chunk, flow: Flow, first: int, split: str = "train") -> Flow:
-        """Runs a model chunk on the microbatch whose first sequence (all replicas together) is `first`."""
+    def _part(self, chunk: Chunk, flow: Flow, split: str, first: int, end: int) -> Flow:
+        """Runs a model chunk on the microbatch whose first sequence (all replicas together) is `first`, of a batch
+        that ends before `end`."""
         with self.clock.section("data"):
-            inputs = self.load(split, first, chunk)
+            inputs = self.load(split, first, end, chunk)
         return self._run(chunk, flow, inputs)
 
     def _run(self, chunk: Chunk, flow: Flow, inputs: Blocks) -> Flow:
@@ -157,11 +159,20 @@ class Trainer:
             return self.model.part(self.ops, inputs, flow, chunk.units)
         return {"loss": self.model.forward(self.ops, inputs)}
 
-    def load(self, split: str, first: int, chunk: Chunk | None = None) -> Blocks:
+    def load(self, split: str, first: int, end: int | None = None, chunk: Chunk | None = None) -> Blocks:
         """This rank's blocks of the microbatch whose first sequence (all replicas together) is `first`, for the
-        operations of `chunk`, or of all of this stage's chunks."""
-        part = self._parts[chunk.number] if chunk else self.stage
-        return place(part, self.communicator, lambda i, j: self.corpus.batch(split, first + i, first + j))
+        operations of `chunk`, or of all of this stage's chunks. From `end` on, where a partial batch has none, sequences
+        are padding: no label of theirs counts."""
+
+        def read(i: int, j: int) -> Mapping[str, Any]:
+            stop = first + j if end is None else min(first + j, end)
+            start = min(first + i, stop - 1)
+            missing = first + j - stop if first + i < stop else j - i
+            found = self.corpus.batch(split, start, stop)
+            kept = {name: rows[: j - i - missing] for name, rows in found.items()}
+            return {name: np.pad(rows, ((0, missing), (0, 0)), constant_values=-1) for name, rows in kept.items()}
+
+        return place(self._parts[chunk.number] if chunk else self.stage, self.communicator, read)
 
     def _sum_over_world(self, loss: Tensor, squares: Tensor) -> tuple[float, float]:
         """The loss summed over every token of the global batch, and another fp64 scalar summed over all ranks."""
@@ -185,19 +196,18 @@ class Trainer:
         """Mean loss per token over the first `eval.batches` global batches of the held-out split."""
         total = torch.zeros((), dtype=torch.float64, device=self.communicator.device)
         together = self.plan.sizes["batch"]
-        count = self.config.eval.batches * self.config.train.global_batch // together
+        end = self.config.eval.batches * self.config.train.global_batch
         self.ops.position = Position(training=False)
-        for m in range(count):
-            first = m * together
+        for first in range(0, end, together):
 
             def forward(chunk: Chunk, _: int, flow: Flow, deferred: Deferred | None, first: int = first) -> Flow:
-                out = self._part(chunk, flow, first, "validation")
+                out = self._part(chunk, flow, "validation", first, end)
                 total.add_(out.get("loss", 0.0))
                 return out
 
             self._pipeline(forward).run(self.rows.forward)
         loss, _ = self._sum_over_world(total, torch.zeros_like(total))
-        return {"val_loss": loss / self.corpus.predicted("validation", 0, count * together)}
+        return {"val_loss": loss / self.corpus.predicted("validation", 0, end)}
 
     @torch.no_grad()
     def sample(self, count: int, prompt: str = "def ", temperature: float = 0.8) -> str:

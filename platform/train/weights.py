@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from platform.parallel import gradients, shards
+from platform.parallel.convert import absent
 from platform.parallel.groups import Communicator
 from platform.parallel.ops import initialise
 from platform.plan.plan import Plan
@@ -23,7 +24,8 @@ DTYPES = {
 class Weights:
     """`compute`: name -> what the forward pass reads, `plan.stored_shape`: this rank's block, or its shard [elements]
     where parameters are stored in shards. `master`: name -> what the optimizer updates, `plan.master_shape`: the block
-    or the shard, and the same tensor as in `compute` where type and shape agree."""
+    or the shard, and the same tensor as in `compute` where type and shape agree. What this rank has no block of is
+    empty."""
 
     def __init__(self, plan: Plan, communicator: Communicator, seed: int):
         self._plan, self._communicator = plan, communicator
@@ -32,12 +34,19 @@ class Weights:
         self.compute: dict[str, Tensor] = {}
         self._sums: dict[str, Tensor] = {}
         for p in plan.parameters:
-            block = torch.empty(plan.local_shape(p), dtype=self._high, device=communicator.device)
-            initialise(plan, communicator, p, seed, block)
+            shape = plan.local_shape(p) if plan.present(p, communicator.coordinates) else 0
+            block = torch.empty(shape, dtype=self._high, device=communicator.device)
+            if not absent(block):
+                initialise(plan, communicator, p, seed, block)
             master = shards.own(plan, communicator, block) if plan.sharded else block
             stored = master if plan.storage else block
             self.master[p.name] = master.requires_grad_()
             self.compute[p.name] = stored if stored is master and low == self._high else _copy(stored, low)
+
+    @property
+    def owned(self) -> dict[str, Tensor]:
+        """The master copies of which this rank has a block."""
+        return {n: w for n, w in self.master.items() if not absent(w)}
 
     def accumulate(self) -> None:
         """Adds the last microbatch's gradients of the compute copies to their sums in the master's type."""
@@ -50,19 +59,20 @@ class Weights:
     @property
     def sums(self) -> Mapping[str, Tensor]:
         """Name -> this rank's gradient summed over the microbatches, in the master's type, shaped as in `compute`."""
-        return self._sums or {n: w.grad for n, w in self.compute.items() if w.grad is not None}
+        found = self._sums or {n: w.grad for n, w in self.compute.items() if w.grad is not None}
+        return {n: g for n, g in found.items() if not absent(self.master[n])}
 
     def receive(self, reduced: Mapping[str, Tensor]) -> None:
         """Takes the reduced gradients for the optimizer, shaped as in `master`, in place of the sums."""
         self._sums.clear()
-        for name, g in reduced.items():
-            self.compute[name].grad = None
-            self.master[name].grad = g
+        for name, w in self.compute.items():
+            w.grad = None
+            self.master[name].grad = reduced.get(name)
 
     @property
     def gradients(self) -> dict[str, Tensor]:
         """Name -> what `receive` took."""
-        return {n: w.grad for n, w in self.master.items() if w.grad is not None}
+        return {n: w.grad for n, w in self.owned.items() if w.grad is not None}
 
     @torch.no_grad()
     def refresh(self) -> None:

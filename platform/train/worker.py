@@ -77,7 +77,7 @@ class Worker:
         c = self.config
         self.trainer = Trainer(c, self.plan, self.communicator, data.of(c), Rows.from_plain(rows))
         name = torch.cuda.get_device_name() if self.device == "cuda" else "cpu"
-        return {"parameters": self.plan.local_parameter_count, "device": name}
+        return {"parameters": self.plan.parameters_at(self.communicator.coordinates), "device": name}
 
     def step(self, step: int) -> dict[str, Any]:
         """Update `step` (from 1); see `Trainer.step`."""

@@ -25,6 +25,8 @@ CASES = {
     "dsp g2 x data": {"branch": "dsp", "branch_axes": {"g": 2}, "data": 2},
     "dsp g2 x 1d": {"branch": "dsp", "branch_axes": {"g": 2}, "tensor": "1d", "axes": {"t": 2}},
     "dsp g2 x 1d_sp": {"branch": "dsp", "branch_axes": {"g": 2}, "tensor": "1d_sp", "axes": {"t": 2}},
+    "dsp_csub g2": {"branch": "dsp_csub", "branch_axes": {"g": 2}},
+    "dsp_csub g2 x 1d_sp": {"branch": "dsp_csub", "branch_axes": {"g": 2}, "tensor": "1d_sp", "axes": {"t": 2}},
     "dsp g2 x 2d": {"branch": "dsp", "branch_axes": {"g": 2}, "tensor": "2d", "axes": {"r": 2, "c": 2}},
     "layout": {"tensor": "layout", "axes": {"a": 4}, "rules": {"branch": ["a"], "heads": ["a"], "vocab": ["a"]}},
     "layout inside": {

@@ -18,7 +18,7 @@ def eager_and_compiled(c, plan, communicator):
         communicator.moved.clear()
         loss = forward(trainer.ops, inputs)
         loss.backward()
-        out = {n: w.grad for n, w in trainer.weights.master.items()}
+        out = trainer.weights.gradients
         trainer.weights.refresh()
         return loss.detach(), out, dict(communicator.moved)
 
@@ -39,11 +39,17 @@ def test_one_process(model):
     assert eager_and_compiled(c, plan, Alone(plan.mesh)) == (0.0, 0.0, True)
 
 
-SCHEMES = [("1d_sp", {"t": 2}, 0), ("3d", {"x": 1, "y": 2, "z": 2}, 0), ("serial", {}, 3)]
+SCHEMES = [
+    ("1d_sp", {"t": 2}, "none", 0),
+    ("3d", {"x": 1, "y": 2, "z": 2}, "none", 0),
+    ("serial", {}, "none", 3),
+    ("serial", {}, "dsp_csub", 0),
+]
 
 
-@pytest.mark.parametrize(("scheme", "axes", "zero"), SCHEMES, ids=str)
-def test_with_collectives(scheme, axes, zero, pool):
-    c = configure(scheme, axes, data=2 if zero else 1, zero=zero, layers=1)
+@pytest.mark.parametrize(("scheme", "axes", "branch", "zero"), SCHEMES, ids=str)
+def test_with_collectives(scheme, axes, branch, zero, pool):
+    branch_axes = {} if branch == "none" else {"g": 2}
+    c = configure(scheme, axes, branch=branch, branch_axes=branch_axes, data=2 if zero else 1, zero=zero, layers=1)
     plan = make_plan(c)
     assert set(pool.run(eager_and_compiled, c, plan)) == {(0.0, 0.0, True)}

@@ -131,6 +131,35 @@ def test_layouts_that_differ_by_region(scheme):
     check(c)
 
 
+ON_SUB_GRID_ZERO = {
+    "dsp_csub": ["stream", "attention", "parameters"],
+    "a loss on it": ["logits"],
+    "its own stream": ["stream", "parameters"],
+    "all that may be": ["stream", "attention", "mlp", "logits", "parameters"],
+}
+
+
+@pytest.mark.parametrize("scheme", ["1d_sp", "3d"])
+@pytest.mark.parametrize("only", ON_SUB_GRID_ZERO)
+def test_what_exists_on_sub_grid_zero_alone(only, scheme):
+    """Every word hands on absent blocks, whichever regions lack them, and saves what the plan says."""
+    tensor, axes = REGIONS[scheme]
+    sizes = {"kind": "language", "d_model": 16, "d_ff": 64, "heads": 4, "length": 8}
+    c = configure(tensor, axes, branch="dsp_csub", branch_axes={"g": 2}, **sizes)
+    c.branch.only = ON_SUB_GRID_ZERO[only]
+    check(c)
+    plan, found = measured(c)
+    where = (plan.mesh.coordinates(rank) for rank in range(plan.mesh.size))
+    assert found == [saved_for_backward(plan, build(c.model), at=at).total for at in where]
+
+
+def test_a_parameter_everywhere_is_not_used_at_zero_alone():
+    c = language(branch="dsp_csub", branch_axes={"g": 2})
+    c.branch.only = ["stream"]
+    with pytest.raises(ConfigError, match="norm stream_gain, a parameter of every rank would be used at index 0 alone"):
+        make_plan(c)
+
+
 @pytest.mark.parametrize("rules", [{}, {"d_ff": ["a"]}, {"length": ["a"]}, {"topic": ["a"]}], ids=str)
 def test_saved_for_backward(rules):
     c = language("a", rules)

@@ -92,6 +92,27 @@ def test_parameters_in_chunks(scheme, axes, model):
     assert saved.gathered <= sum(2 * prod(plan.stored_shape(p)) for p in vectors)
 
 
+@pytest.mark.parametrize("model", ["gpt", "llama", "t5"])
+@pytest.mark.parametrize(("scheme", "axes"), [SCHEMES[0], SCHEMES[3], SCHEMES[5], SCHEMES[8]], ids=str)
+def test_common_layers_on_sub_grid_zero(scheme, axes, model):
+    """Each rank saves what the plan says of it: the other sub-grids have no common activations."""
+    c = configure(scheme, axes, branch="dsp_csub", branch_axes={"g": 2}, **MODELS[model])
+    plan, found = measured(c)
+    where = [plan.mesh.coordinates(rank) for rank in range(plan.mesh.size)]
+    assert found == [saved_for_backward(plan, build(c.model), at=at).total for at in where]
+    assert len(set(found)) == 2 and min(found) == saved_for_backward(plan, build(c.model), at=plan.elsewhere).total
+
+
+def test_slices_by_all_gather():
+    """What attention saves of its operands are views: the gathered tensors stay."""
+    c = configure("1d_sp", {"t": 2}, branch="dsp_slice", branch_axes={"g": 2}, **MODELS["t5"])
+    few = saved_for_backward(make_plan(c), build(c.model)).total
+    c.branch.slice_via = "all_gather"
+    plan, found = measured(c)
+    more = saved_for_backward(plan, build(c.model)).total
+    assert set(found) == {more} and more > few
+
+
 def test_two_layers():
     c = configure(kind="two_layer", length=1, io=8, hidden=24, vocab=100)
     plan, found = measured(c)
@@ -112,3 +133,6 @@ def test_weight_bytes():
     assert weight_bytes(plan, 2) == {"parameters": 6 * n, "gradients": 4 * n, "optimizer": 8 * n}
     plan = make_plan(configure("1d", {"t": 2}))
     assert weight_bytes(plan, 2) == {"parameters": 8 * n, "gradients": 8 * n, "optimizer": 16 * n}
+    plan = make_plan(configure(branch="dsp_csub", branch_axes={"g": 2}))
+    n = plan.parameters_at(plan.elsewhere)
+    assert weight_bytes(plan, 2, plan.elsewhere) == {"parameters": 8 * n, "gradients": 8 * n, "optimizer": 16 * n}

@@ -7,21 +7,25 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from platform.plan.layout import Layout, block
+from platform.plan.layout import Layout, at_zero, block
 from platform.plan.mesh import Mesh
 from platform.plan.rule import Step
 
-Blocks = list[np.ndarray]  # by rank
+Blocks = list[np.ndarray | None]  # by rank; None where the tensor does not exist
+
+
+ONLY = "only"
 
 
 @st.composite
 def layouts(draw, mesh: Mesh, dims: Sequence[str]) -> Layout:
-    """Any layout: every axis on one of the dims or on none, in any order."""
+    """Any layout: every axis on one of the dims or on none, in any order; or the tensor exists at its index 0 alone."""
     rules: dict[str, list[str]] = {}
     for axis in draw(st.permutations(list(mesh.axes))):
-        if dim := draw(st.sampled_from([None, *dims])):
+        if dim := draw(st.sampled_from([None, ONLY, *dims])):
             rules.setdefault(dim, []).append(axis)
-    return Layout.of(rules)
+    only = rules.pop(ONLY, [])
+    return Layout.of(rules, mesh.ordered(only))
 
 
 def whole(dims: Sequence[str], mesh: Mesh, seed: int = 0) -> np.ndarray:
@@ -31,8 +35,12 @@ def whole(dims: Sequence[str], mesh: Mesh, seed: int = 0) -> np.ndarray:
 
 def split(x: np.ndarray, dims: Sequence[str], layout: Layout, mesh: Mesh) -> Blocks:
     sizes = dict(zip(dims, x.shape, strict=True))
-    where = (block(dims, sizes, layout, mesh, mesh.coordinates(rank)) for rank in range(mesh.size))
-    return [x[tuple(slice(o, o + n) for o, n in b)] for b in where]
+
+    def at(here) -> np.ndarray | None:
+        where = block(dims, sizes, layout, mesh, here)
+        return x[tuple(slice(o, o + n) for o, n in where)] if layout.present(here) else None
+
+    return [at(mesh.coordinates(rank)) for rank in range(mesh.size)]
 
 
 def execute(steps: Sequence[Step], blocks: Blocks, mesh: Mesh) -> Blocks:
@@ -41,7 +49,9 @@ def execute(steps: Sequence[Step], blocks: Blocks, mesh: Mesh) -> Blocks:
     return blocks
 
 
-def _step(step: Step, blocks: Blocks, mesh: Mesh, rank: int) -> np.ndarray:
+def _step(step: Step, blocks: Blocks, mesh: Mesh, rank: int) -> np.ndarray | None:
+    if not at_zero(step.only, mesh.coordinates(rank)):
+        return blocks[rank]
     parts = [blocks[r] for r in mesh.group(rank, step.axes)]
     me, n = mesh.index(mesh.coordinates(rank), step.axes), len(parts)
 
@@ -59,6 +69,18 @@ def _step(step: Step, blocks: Blocks, mesh: Mesh, rank: int) -> np.ndarray:
             return np.concatenate([mine(p) for p in parts], step.joined)
         case "slice":
             return mine(blocks[rank])
+        case "broadcast":
+            return parts[0]
+        case "scatter":
+            return mine(parts[0])
+        case "reduce" | "gather" | "drop" if me:
+            return None
+        case "reduce":
+            return sum(parts)
+        case "gather":
+            return np.concatenate(parts, step.dim)
+        case "drop":
+            return blocks[rank]
         case "pad":
             zero = np.zeros_like(blocks[rank])
             return np.concatenate([blocks[rank] if i == me else zero for i in range(n)], step.dim)
@@ -66,4 +88,4 @@ def _step(step: Step, blocks: Blocks, mesh: Mesh, rank: int) -> np.ndarray:
 
 
 def equal(found: Blocks, wanted: Blocks) -> bool:
-    return all(np.array_equal(a, b) for a, b in zip(found, wanted, strict=True))
+    return all(a is b if a is None or b is None else np.array_equal(a, b) for a, b in zip(found, wanted, strict=True))

@@ -11,6 +11,7 @@ import pytest
 
 from platform.model import build
 from platform.plan.explain import bytes_per_layer, explain, render
+from platform.plan.layout import at_zero
 from platform.train.plan import make_plan
 from tests.oracle import compare, configure, counted, run, serial
 
@@ -45,6 +46,29 @@ def test_the_rows_add_up_to_what_is_counted(case, zero):
     for row in found["collectives"]:
         rows[row["op"], row["axes"], row["elements"]] += row["launches"]
     assert rows == launched
+
+
+def test_what_sub_grid_zero_holds_and_launches():
+    """D&SP-cSub: the rows add up to the counted bytes, every rank launches its rows, and the others hold less."""
+    c = configure("1d", {"t": 2}, branch="dsp_csub", branch_axes={"g": 2}, data=2)
+    plan, results = run(c)
+    found = explained(c, plan)
+    assert found["communication"] == counted(results)
+    assert sum(row["bytes"] for row in found["collectives"]) == sum(counted(results).values())
+    elsewhere = found["elsewhere"]
+    assert elsewhere["parameters_per_worker"] < found["parameters_per_worker"]
+    assert elsewhere["saved_elements_per_worker"]["activations"] < found["saved_elements_per_worker"]["activations"]
+    for r in results:
+        rows: Counter[str] = Counter()
+        for _, x, launches in plan.step_collectives():
+            rows[x.op] += launches if at_zero(x.only, plan.mesh.coordinates(r.rank)) else 0
+        assert rows == Counter(x.op for x in r.log)
+    text = render(plan, found)
+    assert "only at" in text and "g=0" in text and "per worker of another sub-grid" in text
+    assert found["branch_messages"] == {
+        "workers_per_node": 2, "order": "inner",
+        "inner": {"inside": 8, "between": 0}, "outer": {"inside": 4, "between": 4},
+    }  # fmt: skip
 
 
 def test_layers_are_folded():

@@ -43,6 +43,13 @@ def test_a_layout_is_a_value():
     assert str(layout) == "batch: x, heads: y+z" and str(Layout()) == "whole"
 
 
+def test_a_tensor_may_exist_at_index_0_alone():
+    layout = Layout.of({"heads": ["y"]}, ["g", "y"])
+    assert layout.only == ("g",) and layout.axes == ("y",) and layout != Layout.of({"heads": ["y"]})
+    assert str(layout) == "heads: y; only at g=0" and layout.restrict(["d_kv"]).only == ("g",)
+    assert layout.present({"y": 1, "g": 0}) and not layout.present({"y": 0, "g": 1})
+
+
 @pytest.mark.parametrize(
     ("rules", "clash"),
     [

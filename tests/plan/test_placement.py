@@ -18,6 +18,9 @@ def test_closed_forms(n, g, node):
     assert naive.shape == (("g", g), ("data", n // g))
     assert messages(naive, ["g"], node) == naive_messages(n, g, node)
     assert messages(aware, ["g"], node) == aware_messages(n, g, node)
+    for mesh, closed in ((naive, naive_messages), (aware, aware_messages)):  # common layers on sub-grid 0: a g-th
+        found = messages(mesh, ["g"], node, from_zero=True)
+        assert tuple(g * count for count in found) == closed(n, g, node)
     assert sum(naive_messages(n, g, node)) == sum(aware_messages(n, g, node)) == n * g
 
 

@@ -129,6 +129,28 @@ ROWS = {
             "parameters": "d_ff: g+t, heads: t, vocab: g+t",
         },
     ),
+    "serial + dsp_csub": (
+        scheme("serial", {}, "dsp_csub", g=2),
+        {
+            "stream": "whole; only at g=0",
+            "attention": "whole; only at g=0",
+            "core": "heads: g",
+            "mlp": "d_ff: g, hidden: g",
+            "logits": "vocab: g",
+            "parameters": "d_ff: g, hidden: g, vocab: g",
+        },
+    ),
+    "3d + nested dsp_csub": (
+        scheme("3d", XYZ, "dsp_csub", data=2, outer=2, inner=2),
+        {
+            "stream": "batch: data+x, d_model: z, length: y; only at outer+inner=0",
+            "attention": "batch: data+x, heads: y+z; only at outer+inner=0",
+            "core": "batch: data+x, heads: y+z+outer+inner",
+            "mlp": "batch: data+x, d_ff: outer+inner+y, hidden: outer+inner, length: z",
+            "logits": "batch: data+x, length: z, vocab: outer+inner+y",
+            "parameters": "d_ff: outer+inner+y, d_model: z+x, heads: y, hidden: outer+inner, vocab: outer+inner+y",
+        },
+    ),
     # size-1 axes vanish: (1, t, 1) is Megatron with sequence parallelism, (n, 1, 1) is FSDP
     "3d as 1d_sp": (
         scheme("3d", {"y": 4}),
@@ -169,6 +191,15 @@ def test_the_mesh_order():
 
 def test_a_name_says_the_choice():
     assert scheme("3d", XYZ).name == "3d" and scheme("1d", T, "dsp", g=2).name == "1d + dsp"
+
+
+def test_a_parameter_that_no_branch_splits_is_on_sub_grid_zero():
+    found = scheme("1d", T, "dsp_csub", g=2)
+    assert found.parameter("in", ["d_model", "d_ff"]) == Layout.of({"d_ff": ["g", "t"]})
+    assert found.parameter("in", ["d_model", "heads", "d_kv"]) == Layout.of({"heads": ["t"]}, ["g"])
+    assert found.parameter("vector", ["d_model"]) == Layout(only=("g",))
+    assert found.sub_grid_zero == ("g",) and scheme("1d", T, "dsp", g=2).sub_grid_zero == ()
+    assert scheme("1d", T, "dsp_csub", g=1).parameter("vector", ["d_model"]) == Layout()
 
 
 def test_a_regions_map_replaces_the_streams():

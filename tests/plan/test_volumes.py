@@ -10,7 +10,7 @@ from fractions import Fraction
 
 import pytest
 
-from platform.plan.cost import TRAFFIC
+from platform.plan.cost import TRAFFIC, moved_bytes
 from platform.train.plan import make_plan
 from tests.oracle import configure
 
@@ -87,3 +87,44 @@ def test_dsp_split_and_sum(g):
     v = Fraction(BSH, g)
     found = elements_per_rank("serial", {}, "keep", branch="dsp", branch_axes={"g": g})
     assert found == 8 * (g - 1) * v
+
+
+def moved_by_a_block(branch, g, data=1, via="all_to_all") -> dict[str, tuple[int, Fraction]]:
+    """op -> launches of a group and elements that all groups move, in the branches of layer 0, both directions."""
+    c = configure(branch=branch, branch_axes={"g": g}, data=data, d_model=H, heads=16, length=S, microbatch=B,
+                  global_batch=B * data, layers=1)  # fmt: skip
+    c.branch.slice_via = via
+    plan = make_plan(c)
+    found: dict[str, tuple[int, Fraction]] = {}
+    for (kind, name), o in plan.operations.items():
+        if kind in ("project", "relayout") and name.startswith("layers.0."):
+            for x in o.collectives:
+                launches, elements = found.get(x.op, (0, Fraction(0)))
+                found[x.op] = launches + 1, elements + moved_bytes(x, plan.mesh, {"compute": 1})
+    return found
+
+
+@pytest.mark.parametrize("data", [1, 2])
+@pytest.mark.parametrize("g", [2, 4])
+def test_dsp_csub(g, data):
+    """Paper 002 with common layers on sub-grid 0: per block and direction, Q, K, V and the context are scattered and
+    gathered, (g-1)/g of each; around the feed-forward layer the stream is broadcast and reduced, (g-1) of it."""
+    stream = BSH * data
+    moved = moved_by_a_block("dsp_csub", g, data)
+    sliced, split = 4 * Fraction(g - 1, g) * stream, 2 * (g - 1) * stream
+    assert moved == {
+        "scatter": (4, sliced),  # forward Q, K, V; backward the context
+        "gather": (4, sliced),
+        "broadcast": (2, split),
+        "reduce": (2, split),
+    }
+
+
+@pytest.mark.parametrize("g", [2, 4])
+def test_dsp_slices(g):
+    """All-to-all moves what cSub's scatter and gather do; the paper's all-gather g times as much."""
+    assert moved_by_a_block("dsp_slice", g)["all_to_all"] == (8, 8 * Fraction(g - 1, g) * BSH)
+    joined = moved_by_a_block("dsp_slice", g, via="all_gather")
+    around_mlp = 2 * (g - 1) * BSH  # an all-gather forward and another backward
+    assert joined["all_gather"] == (8 + 2, 8 * (g - 1) * BSH + around_mlp)
+    assert "all_to_all" not in joined
