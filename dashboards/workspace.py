@@ -39,6 +39,7 @@ def sections() -> dict[str, list[Any]]:
         "Where a step goes": [
             line("Seconds by phase", *(f"time/{phase}" for phase in PHASES), plot_type="stacked-area"),
             wr.LinePlot(title="Bytes sent per step, by collective and axis", x="step", metric_regex="comm/.*"),
+            line("Bubble over ideal (a pipeline with monitor.timeline)", "bubble/planned", "bubble/measured"),
             line("Peak memory of the largest worker (bytes)", "memory/peak_bytes"),
         ],
         "Elasticity": [

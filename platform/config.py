@@ -161,6 +161,7 @@ class Monitor:
     kind: str = "console"  # console | wandb
     every: int = 10  # steps between console lines
     sample: int = 0  # tokens of text to generate when the run is done; 0 = none
+    timeline: bool = False  # write timeline.json and timeline.svg: what every worker really did
     log_launches: bool = False  # write every collective launch of every worker to logs/
     project: str = "elastic-platform"
 

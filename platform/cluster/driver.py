@@ -16,7 +16,7 @@ from platform.cluster.metrics import metrics_row
 from platform.cluster.run_directory import RunDirectory
 from platform.cluster.signals import Stopped, StopSignals
 from platform.config import Config, ConfigError
-from platform.monitor import Journal, Monitor, open_monitor
+from platform.monitor import Journal, Monitor, Timeline, open_monitor
 from platform.plan.hardware import dense_bf16_peak
 from platform.plan.plan import Plan
 from platform.plan.rows import rows
@@ -103,6 +103,7 @@ class _Driver:
         self.config, self.plan, self.job, self.steps = config, plan, job, steps
         self.journal, self.monitor, self.signals = journal, monitor, signals
         self.done = 0  # updates so far
+        self.timeline: Timeline | None = None
 
     def run(self) -> int:
         """One generation, from the data to the last step."""
@@ -112,8 +113,12 @@ class _Driver:
             self.journal.next_generation()
             with self._crew() as crew:
                 peak = self._form(crew)
-                with self.signals.deferred():
-                    self._train(crew, peak)
+                try:
+                    with self.signals.deferred():
+                        self._train(crew, peak)
+                finally:
+                    if self.timeline:
+                        self.timeline.write(self.job.run_dir)
                 self._finish(crew)
             self.journal.event("released")
             self.journal.event("done", step=self.steps)
@@ -132,6 +137,8 @@ class _Driver:
             start = perf_counter()
             reports = crew.call("step", step)
             row = self._row(reports, perf_counter() - start, peak_flops)
+            if self.timeline:
+                row |= self.timeline.step(step, start, [report["timeline"] for report in reports])
             if every and step % every == 0:
                 row["val_loss"] = crew.call("evaluate")[0]["val_loss"]
             self.monitor.step(row)
@@ -168,8 +175,13 @@ class _Driver:
             self.monitor.say(_described(schedule))
         workers = crew.call("form", crew.store, self.journal.generation, list(schedule.placement))
         self.journal.event("formed", workers=workers)
-        by_stage = [stage.plain() for stage in rows(schedule)]
-        built = crew.call("build", ByRank(by_stage[c["stage"]] for c in self.job.coordinates))[0]
+        of_stage = rows(schedule)
+        if self.config.monitor.timeline:
+            names = [self.job.name(rank) for rank in range(self.job.world_size)]
+            stages = [c["stage"] for c in self.job.coordinates]
+            self.timeline = Timeline(schedule, [stage.step for stage in of_stage], names, stages)
+        plain = [stage.plain() for stage in of_stage]
+        built = crew.call("build", ByRank(plain[c["stage"]] for c in self.job.coordinates))[0]
         self.journal.event("running", step=1, parameters_per_worker=built["parameters"])
         return dense_bf16_peak(built["device"])
 

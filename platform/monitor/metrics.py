@@ -20,6 +20,7 @@ METRICS: dict[str, str | None] = {
     "tflops_per_worker": "perf/tflops_per_worker",
     "mfu": "perf/mfu",  # null where the hardware's peak is unknown
     "seconds": "time",
+    "bubble": "bubble",  # {planned, measured}, over ideal; only in the rows of a pipeline with monitor.timeline
     "comm_bytes": "comm",
     "peak_memory_bytes": "memory/peak_bytes",
     "world_size": "elastic/world_size",

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from time import time
 
 import torch
 from torch import Tensor
@@ -22,7 +21,6 @@ from platform.parallel.share import gather, scatter
 from platform.plan.chunks import Chunk, Flow
 from platform.plan.plan import Plan
 from platform.plan.schedule import Action, Kind
-from platform.plan.simulate import Event
 
 Key = tuple[int, int]  # chunk, microbatch
 Forward = Callable[[Chunk, int, dict[str, Tensor], Deferred | None], dict[str, Tensor]]
@@ -44,7 +42,7 @@ class _Live:
 
 @dataclass
 class Pipeline:
-    """Runs rows on the rank of `communicator`. `plan`: of its stage.
+    """Runs rows on the rank of `communicator`, whose clock has a section per action. `plan`: of its stage.
 
     `forward(chunk, microbatch, flow, deferred)` runs a model chunk on received activations and returns those that it
     gives by name, or {"loss": ...} with a gradient of 1. Where `deferred` is a list, the backward appends to it what
@@ -57,7 +55,6 @@ class Pipeline:
     dtype: torch.dtype  # of activations
     forward: Forward
     accumulated: Callable[[int | None], None] = lambda done: None
-    events: list[Event] | None = None  # a list takes what ran when, in seconds since the epoch
     peak_live: int = 0  # forward passes whose backward has not run, at most
     _live: dict[Key, _Live] = field(default_factory=dict)
     _flow: dict[Key, dict[str, Tensor]] = field(default_factory=dict)  # between chunks of this stage, and to be sent
@@ -87,19 +84,17 @@ class Pipeline:
             left[action.chunk] += action.kind in (Kind.BACKWARD, Kind.WEIGHT)
         self.peak_live = 0
         for action in row:
-            start = time()
+            c = self.communicator
             try:
-                self._actions[action.kind](action)
-                if action.kind in (Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT):
-                    left[action.chunk] -= action.kind is not Kind.INPUT
-                    done = action.kind is not Kind.INPUT and not left[action.chunk]
-                    self.accumulated(action.chunk if done else None)
+                with c.clock.section(str(action)):
+                    self._actions[action.kind](action)
+                    if action.kind in (Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT):
+                        left[action.chunk] -= action.kind is not Kind.INPUT
+                        done = action.kind is not Kind.INPUT and not left[action.chunk]
+                        self.accumulated(action.chunk if done else None)
             except Exception as error:
-                c = self.communicator
                 stage = c.coordinates["stage"]
                 raise StageFailed(f"rank {c.rank} (stage {stage}) failed at {action}: {error}") from error
-            if self.events is not None:
-                self.events.append(Event(self.communicator.coordinates["stage"], action, start, time()))
         while self._sending:
             self._sending.popleft().wait()
         assert not (self._live or self._flow or self._gradients or self._arriving), "a row ends with nothing left over"

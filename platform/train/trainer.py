@@ -78,14 +78,16 @@ class Trainer:
         plan, communicator, clock = self.plan, self.communicator, self.clock
         batch = self.config.train.global_batch
         communicator.moved.clear()
+        if self.config.monitor.timeline:
+            communicator.barrier()  # all ranks' clocks start together
         clock.read()
-        with clock.section("other"):
+        with clock.section("step"):
             loss, norm = self.compute_gradients(step)
             with clock.section("optimizer"):
                 lr = learning_rate(self.config.optimizer, step, self.config.train.steps)
                 self._update(norm, lr)
-        seconds = clock.read()
-        return {
+        seconds, spans = clock.read_spans()
+        report = {
             "step": step,
             "loss": loss,
             "grad_norm": norm,
@@ -97,6 +99,7 @@ class Trainer:
             "comm_bytes": dict(communicator.moved),
             "peak_memory_bytes": peak_memory(communicator.device),
         }
+        return report | {"timeline": spans} if self.config.monitor.timeline else report
 
     def compute_gradients(self, step: int) -> tuple[float, float]:
         """Leaves the gradient of the global mean loss in `weights.gradients`, reduced and not yet clipped.

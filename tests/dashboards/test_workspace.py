@@ -26,6 +26,7 @@ config.monitor.kind = "wandb"
 config.train.steps = 4321
 monitor = open_monitor(config, Path(sys.argv[1]), total_steps=3)
 row = dict.fromkeys(METRICS, 0.5) | {"samples": [0, 16], "comm_bytes": {"all_reduce/t": 1, "all_gather/data+t": 2}}
+row["bubble"] = {"planned": 0.25, "measured": 0.5}
 row["seconds"] = dict.fromkeys("data forward backward exposed_comm bubble reduce optimizer checkpoint".split(), 0.25)
 monitor.step(row | {"step": 1})
 del row["val_loss"]

@@ -1,0 +1,86 @@
+"""A stage that fails in the middle of a step, at each kind of action: everybody stops, and the culprit is named."""
+
+from pathlib import Path
+
+import pytest
+from failing_worker import STEP, fail_at, injected
+from process_tree import descendants, gone
+
+from platform.cluster.driver import run
+from platform.monitor import Journal, MetricsLog
+from platform.parallel.groups import run_threads
+from platform.parallel.pipeline import Pipeline, StageFailed
+from platform.train.plan import make_plan
+from tests.oracle import configure, trainer_of
+
+# Of the stage in the middle, which has neighbours on both sides, between the first and the last microbatch.
+ACTIONS = {
+    "F": "1F2",
+    "B": "1B1",
+    "I": "1I1",
+    "W": "1W1",
+    "SEND_F": "1SEND_F2",
+    "RECV_F": "1RECV_F2",
+    "SEND_B": "1SEND_B1",
+    "RECV_B": "1RECV_B1",
+}
+BY_PROCESSES = [(how, kind) for how in ("exception", "kill") for kind in ACTIONS]
+SOME = [("kill", "F"), ("kill", "RECV_B")]
+
+
+def of_three_stages(kind):
+    schedule = "zb_h1" if kind in ("I", "W") else "1f1b"
+    return configure(pipeline=schedule, stages=3, microbatch=1, global_batch=5, d_model=16, vocab=300, precision="fp32")
+
+
+@pytest.mark.parametrize("kind", ACTIONS)
+def test_an_exception_releases_all_threads_and_names_the_culprit(kind, monkeypatch):
+    c = of_three_stages(kind)
+    plan, found = make_plan(c), {}
+    monkeypatch.setattr(Pipeline, "__post_init__", fail_at(ACTIONS[kind], injected))
+
+    def work(communicator):
+        try:
+            trainer_of(c, plan, communicator).step(1)
+        except Exception as error:
+            found[communicator.rank] = error
+            raise
+
+    with pytest.raises(StageFailed) as caught:
+        run_threads(plan.mesh, work)
+    assert str(caught.value) == f"rank 1 (stage 1) failed at {ACTIONS[kind]}: injected"
+    assert isinstance(caught.value.__cause__, ValueError)
+    for rank in (0, 2):
+        error = str(found[rank])
+        assert error.endswith("another rank failed"), error
+
+
+def stops(how, kind, tmp_path, monkeypatch, capsys):
+    """A run whose stage 1 fails in step 2."""
+    c = of_three_stages(kind)
+    c.run.dir, c.data.kind, c.cluster.kind = str(tmp_path / "run"), "synthetic", "processes"
+    monkeypatch.setenv("FAIL", f"{how} {ACTIONS[kind]}")
+    before = descendants()
+    assert run(c, make_plan(c), experiment="quick", worker="failing_worker:FailingWorker") == 1
+    assert gone(descendants() - before)
+    failure = next(e for e in Journal.read(Path(c.run.dir, "journal.jsonl")) if e["event"] == "failure")
+    assert (failure["rank"], failure["coordinates"]["stage"], failure["method"]) == (1, 1, f"step({STEP})")
+    assert [row["step"] for row in MetricsLog.read(Path(c.run.dir, "metrics.jsonl"))] == list(range(1, STEP))
+    culprit = {
+        "exception": f"rank1[stage1] failed in step({STEP}): platform.parallel.pipeline.StageFailed: rank 1 (stage 1)"
+        f" failed at {ACTIONS[kind]}: injected",
+        "kill": f"rank1[stage1] died in step({STEP}): the process was killed by SIGKILL",
+    }
+    assert culprit[how] in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("how", "kind"), SOME)
+def test_processes_stop(how, kind, tmp_path, monkeypatch, capsys, record_count):
+    record_count("stages that fail (processes)", len(SOME), len(BY_PROCESSES))
+    stops(how, kind, tmp_path, monkeypatch, capsys)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("how", "kind"), [case for case in BY_PROCESSES if case not in SOME])
+def test_processes_stop_at_every_kind_of_action(how, kind, tmp_path, monkeypatch, capsys):
+    stops(how, kind, tmp_path, monkeypatch, capsys)

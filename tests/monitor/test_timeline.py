@@ -1,0 +1,160 @@
+"""The timeline of a run: every action of every rank, in order, and its bubble beside the schedule's."""
+
+import json
+import xml.etree.ElementTree as xml
+from dataclasses import replace
+
+import pytest
+
+from platform.cluster.driver import run
+from platform.monitor import MetricsLog, Timeline
+from platform.monitor.timeline import STEPS, bubble, executed
+from platform.parallel.clock import Clock
+from platform.parallel.groups import run_threads
+from platform.plan.lowering import lower
+from platform.plan.schedule import COMPUTE
+from platform.plan.schedules import generate
+from platform.plan.simulate import simulate
+from platform.train.pipeline import schedule_of
+from platform.train.plan import make_plan
+from tests.oracle import configure, trainer_of
+
+SCHEDULE = generate("interleaved", 2, 2, 4)
+ROWS = lower(SCHEDULE)
+
+
+def spans(schedule, rows, transfer=0.0, ahead=0.0):
+    """What clocks would read: each computation waits inside its action, from the end of the one before it."""
+    simulated, out = simulate(schedule, transfer=transfer), []
+    starts = {(e.stage, e.action): e for e in simulated.timeline}
+    for stage, row in enumerate(rows):
+        now, own = ahead, []
+        for action in row:
+            if action.kind in COMPUTE:
+                event = starts[stage, action]
+                if event.start + ahead > now:
+                    own.append(["bubble", now, event.start + ahead])
+                own += [["forward", event.start + ahead, event.end + ahead], [str(action), now, event.end + ahead]]
+                now = event.end + ahead
+            else:
+                own.append([str(action), now, now])
+        out.append([*own, ["step", 0.0, now]])
+    return out
+
+
+def timeline(schedule=SCHEDULE, rows=ROWS):
+    return Timeline(schedule, rows, [f"rank{s}[stage{s}]" for s in range(len(rows))], list(range(len(rows))))
+
+
+def test_waiting_is_no_computing():
+    ran = [executed(s, {str(a): a for a in ROWS[s]}, own) for s, own in enumerate(spans(SCHEDULE, ROWS, 0.5))]
+    computed = [e for events in ran for e in events if e.action.kind in COMPUTE]
+    assert set(computed) == set(simulate(SCHEDULE, transfer=0.5).timeline)
+    assert [[e.action for e in events] for events in ran] == [list(row) for row in ROWS]
+
+
+@pytest.mark.parametrize("ahead", [0.0, 3.0])
+def test_planned_and_measured_bubble(ahead):
+    found = timeline().step(1, 0.0, spans(SCHEDULE, ROWS, transfer=0.5, ahead=ahead))["bubble"]
+    assert found["planned"] == pytest.approx(simulate(SCHEDULE).bubble)
+    assert found["measured"] == pytest.approx(simulate(SCHEDULE, transfer=0.5).bubble)
+    assert found["measured"] > found["planned"] > 0
+
+
+def test_one_stage_has_no_bubble_and_is_drawn(tmp_path):
+    schedule = generate("1f1b", 1, 1, 3)
+    one = timeline(schedule, lower(schedule))
+    assert one.step(1, 0.0, spans(schedule, lower(schedule))) == {}
+    one.write(tmp_path)
+    assert (tmp_path / "timeline.svg").read_text().count("<title>") == 2 * 6
+
+
+def test_nothing_is_written_before_the_first_step(tmp_path):
+    timeline().write(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_trace_has_every_span_of_the_last_steps_on_one_time_scale(tmp_path):
+    every, own = timeline(), spans(SCHEDULE, ROWS)
+    for step in range(1, STEPS + 3):
+        every.step(step, 100.0 * step, own)
+    every.write(tmp_path)
+    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert names == {0: "rank0[stage0]", 1: "rank1[stage1]"}
+    slices = [e for e in events if e["ph"] == "X"]
+    assert len(slices) == STEPS * sum(map(len, own))
+    steps = [(e["ts"], e["args"]["step"]) for e in slices if e["name"] == "step" and e["pid"] == 0]
+    assert steps == [(100e6 * k, k + 3) for k in range(STEPS)]
+    [b] = [e for e in slices if e["name"] == "3B1" and 0 <= e["ts"] < 100e6]
+    assert (b["pid"], b["cat"], b["args"]) == (1, "compute", {"chunk": 3, "microbatch": 1})
+    assert {e["cat"] for e in slices} == {"compute", "send", "receive", "wait", "step"}
+
+
+def test_the_picture_shows_the_plan_beside_the_run(tmp_path):
+    last = timeline()
+    last.step(7, 0.0, spans(SCHEDULE, ROWS, 0.5))
+    last.write(tmp_path)
+    texts = [t.text for t in xml.parse(tmp_path / "timeline.svg").iter("{http://www.w3.org/2000/svg}text")]
+    planned, measured = (f"{simulate(SCHEDULE, transfer=t).bubble:.1%}" for t in (0.0, 0.5))
+    assert f"planned: interleaved, bubble {planned}" in texts
+    assert f"measured: step 7, bubble {measured}" in texts
+
+
+def test_a_clock_reads_every_section_and_what_is_inside_it():
+    clock = Clock()
+    with clock.section("outer"):
+        with clock.section("inner"):
+            pass
+        with clock.section("inner"):
+            pass
+    seconds, (a, b, outer) = clock.read_spans()
+    assert [name for name, _, _ in (a, b, outer)] == ["inner", "inner", "outer"]
+    assert 0.0 == outer[1] <= a[1] <= a[2] <= b[1] <= b[2] <= outer[2]
+    assert seconds["outer"] + seconds["inner"] == pytest.approx(outer[2])
+    assert clock.read_spans() == ({}, [])
+
+
+@pytest.mark.parametrize("kind", ["none", "zb_h1"])
+def test_ranks_report_what_they_ran_when_asked(kind):
+    stages = 1 if kind == "none" else 2
+    c = configure("1d", {"t": 2}, pipeline=kind, stages=stages, microbatch=2, d_model=16)
+    plan, schedule = make_plan(c), schedule_of(c, 1)
+    c.monitor.timeline = True
+    rows = lower(schedule)
+    reports = run_threads(plan.mesh, lambda communicator: trainer_of(c, plan, communicator).step(1))
+    assert all(r["comm_bytes"] == s["comm_bytes"] for r, s in zip(reports, silent(c, plan), strict=True))
+    for rank, report in enumerate(reports):
+        stage = plan.mesh.coordinates(rank)["stage"]
+        names = [name for name, _, _ in report["timeline"]]
+        assert [name for name in names if name[0].isdigit()] == [str(a) for a in rows[stage]]
+        assert {"forward", "backward", "reduce", "optimizer", "exposed_comm"} <= set(names) and names[-1] == "step"
+        assert report["timeline"][-1][1] == 0.0
+        ran = executed(stage, {str(a): a for a in rows[stage]}, report["timeline"])
+        assert all(a.end <= b.start for a, b in zip(ran, ran[1:], strict=False))
+        assert bubble([ran]) >= 0
+
+
+def silent(c, plan):
+    """Reports of ranks that are not asked."""
+    quiet = replace(c, monitor=replace(c.monitor, timeline=False))
+    reports = run_threads(plan.mesh, lambda communicator: trainer_of(quiet, plan, communicator).step(1))
+    assert all("timeline" not in report for report in reports)
+    return reports
+
+
+def test_a_run_by_processes(tmp_path):
+    c = configure(pipeline="1f1b", stages=2, microbatch=2, d_model=16, vocab=300, precision="fp32")
+    c.run.dir, c.data.kind, c.cluster.kind = str(tmp_path / "run"), "synthetic", "processes"
+    c.monitor.timeline, c.train.steps = True, 3
+    assert run(c, make_plan(c), experiment="quick") == 0
+    rows = MetricsLog.read(tmp_path / "run" / "metrics.jsonl")
+    assert len(rows) == 3
+    for row in rows:  # 4 microbatches on 2 stages
+        assert row["bubble"]["planned"] == pytest.approx(1 / 4) and row["bubble"]["measured"] > 0
+    events = json.loads((tmp_path / "run" / "timeline.json").read_text())["traceEvents"]
+    for rank, row in enumerate(lower(schedule_of(c, 1))):
+        own = [e for e in events if e["ph"] == "X" and e["pid"] == rank]
+        assert [e["name"] for e in own if "microbatch" in e["args"]] == [str(a) for a in row] * 3
+        assert sum(e["name"] == "step" for e in own) == 3
+    assert "planned: 1f1b, bubble 25.0%" in (tmp_path / "run" / "timeline.svg").read_text()
