@@ -151,7 +151,7 @@ class Trainer:
         return Pipeline(self.stage, self.communicator, dtype, forward, accumulated)
 
     def _part(self, chunk: Chunk, flow: Flow, split: str, first: int, end: int) -> Flow:
-        """Runs a model chunk on the microbatch whose first sequence (all replicas together) is `first`, of a batch
+        """Runs a model chunk on the microbatch whose first sequence (all replicas together) is `first`, of a
         that ends before `end`."""
         with self.clock.section("data"):
             inputs = self.load(split, first, end, chunk)
@@ -164,8 +164,8 @@ class Trainer:
 
     def load(self, split: str, first: int, end: int | None = None, chunk: Chunk | None = None) -> Blocks:
         """This rank's blocks of the microbatch whose first sequence (all replicas together) is `first`, for the
-        operations of `chunk`, or of all of this stage's chunks. From `end` on, where a partial batch has none, sequences
-        are padding: no label of theirs counts."""
+        operations of `chunk`, or of all of this stage's chunks. From `end` on, where a partial batch has none,
+        sequences are padding: no label of theirs counts."""
 
         def read(i: int, j: int) -> Mapping[str, Any]:
             stop = first + j if end is None else min(first + j, end)

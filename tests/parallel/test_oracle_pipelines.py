@@ -12,6 +12,7 @@ from platform.plan.replay import replay
 from platform.plan.simulate import simulate
 from platform.train.pipeline import schedule_of
 from platform.train.plan import make_plan
+from platform.train.trainer import Trainer
 from tests.oracle import MODELS, compare, configure, counted, run, serial, trainer_of
 from tests.pairwise import cover, product
 
@@ -33,8 +34,9 @@ CORE = {
     "chunks": [1, 2, 3],
     "microbatches": [4, 5],
     "scheme": list(SCHEMES),
-    "branch": ["none", "dsp"],
+    "branch": ["none", "dsp", "dsp_csub"],
     "data": [1, 2],
+    "zero": [0, 1, 3],
 }
 MORE = {
     "model": ["gpt", "llama", "bert", "t5"],
@@ -54,8 +56,9 @@ def build(case):
         axes,
         rules=rules,
         branch=case["branch"],
-        branch_axes={"g": 2} if case["branch"] == "dsp" else {},
+        branch_axes={} if case["branch"] == "none" else {"g": 2},
         data=case["data"],
+        zero=case["zero"],
         microbatch=4,
         global_batch=4 * case["data"] * case["microbatches"],
         pipeline=case["schedule"],
@@ -72,7 +75,9 @@ def build(case):
 def legal(case) -> bool:
     if case["schedule"] in ("gpipe", "1f1b") and case["chunks"] > 1:
         return False
-    inner = prod(SCHEMES[case["scheme"]][1].values()) * (2 if case["branch"] == "dsp" else 1)
+    if case["zero"] and (case["data"] == 1 or case["branch"] == "dsp_csub"):
+        return False
+    inner = prod(SCHEMES[case["scheme"]][1].values()) * (1 if case["branch"] == "none" else 2)
     return inner * case["data"] * case["stages"] <= 8
 
 
@@ -166,3 +171,33 @@ def test_evaluation_and_text_are_those_of_one_process(schedule):
     piped = configure("1d", {"t": 2}, pipeline=schedule, stages=2, chunks=chunks, microbatch=4, **MODELS["t5"])
     for found in work(piped, make_plan(piped)):
         assert abs(found[0] - loss) < 1e-10 and found[1] == text
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"data": 3, "microbatch": 2, "dropout": 0.1},
+        {"data": 2, "tensor": "1d", "axes": {"t": 2}, "zero": 1, **MODELS["t5"]},
+        {"data": 3, "microbatch": 1, "pipeline": "1f1b", "stages": 2, **MODELS["bert"]},
+        {"branch": "dsp_csub", "branch_axes": {"g": 2}, **MODELS["original"]},
+    ],
+    ids=str,
+)
+def test_a_partial_microbatch_weighs_what_it_has(more):
+    """11 sequences: the last microbatch lacks some, on some replicas or on all."""
+    c = configure(**{"global_batch": 11, **more})
+    plan, results = run(c)
+    assert plan.microbatches * plan.sizes["batch"] > plan.sequences == 11
+    compare(c, plan, results, serial(c))
+    assert counted(results) == plan.communication()
+
+
+def test_negative_control_partial_microbatch(monkeypatch):
+    """Where the missing sequences were real ones, the oracle must fail."""
+    c = configure(data=3, microbatch=2, global_batch=11)
+    load = Trainer.load
+    monkeypatch.setattr(
+        Trainer, "load", lambda self, split, first, end=None, chunk=None: load(self, split, first, chunk=chunk)
+    )
+    with pytest.raises(AssertionError):
+        compare(c, *run(c), serial(c))
