@@ -3,6 +3,8 @@ PYTHON ?= python3
 PY := .venv/bin/python
 READY := .venv/.ready
 export OMP_NUM_THREADS := 1
+# Two workers; tests of one group, which start many processes themselves, go to one of them (tests/conftest.py).
+PARALLEL := --numprocesses 2 --dist loadgroup
 
 # import-linter's own command fails where a package is called `platform`: rich, which it uses, imports the other one.
 IMPORT_CONTRACT := import sys; from importlinter import cli; sys.modules.pop("platform", None); sys.exit(cli.lint_imports())
@@ -13,10 +15,10 @@ train: $(READY)  ## a small GPT on real text, 4 workers, about two minutes
 	$(PY) -m platform.launch +experiment=gpt_quick
 
 test: $(READY)  ## a pairwise cover of every matrix
-	$(PY) -m pytest -m "not full"
+	$(PY) -m pytest $(PARALLEL) -m "not full"
 
 test-all: $(READY)  ## the whole product of every matrix
-	$(PY) -m pytest
+	$(PY) -m pytest $(PARALLEL)
 
 lint: $(READY)
 	$(PY) -m ruff check

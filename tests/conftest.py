@@ -13,9 +13,16 @@ if not hasattr(platform, "__path__"):  # pytest imported the standard library's 
 
 import pytest  # noqa: E402
 
+MANY = {"test_end_to_end.py", "test_driver.py", "test_crew.py", "test_extend.py", "test_ray_cluster.py", "test_name.py"}
 
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped where there is none; torch is imported only if there is one to skip."""
+    """Tests that start many processes form one group, so that never two of them run at a time. Tests marked `gpu` are
+    skipped where there is none; torch is imported only if there is one to skip."""
+    for item in items:
+        if "pool" in getattr(item, "fixturenames", ()) or item.path.name in MANY or item.get_closest_marker("ray"):
+            item.add_marker(pytest.mark.xdist_group("processes"))
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu:
         import torch
@@ -35,11 +42,19 @@ _counts: dict[str, tuple[int, int, str]] = {}
 
 
 @pytest.fixture
-def record_count():
+def record_count(request):
     """`record_count(what, ran, of, how)`: how many of how many cases ran, printed once at the end of the session."""
-    return lambda what, ran, of, how="`make test-all` runs every one": _counts.update({what: (ran, of, how)})
+
+    def record(what, ran, of, how="`make test-all` runs every one"):
+        request.node.user_properties.append(("count", (what, ran, of, how)))
+
+    return record
+
+
+def pytest_runtest_logreport(report):
+    _counts.update((what, tuple(rest)) for name, (what, *rest) in report.user_properties if name == "count")
 
 
 def pytest_terminal_summary(terminalreporter):
-    for what, (ran, of, how) in _counts.items():
+    for what, (ran, of, how) in sorted(_counts.items()):
         terminalreporter.write_line(f"{what}: {ran} of {of} cases ({how})")
