@@ -11,9 +11,22 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.g
 if not hasattr(platform, "__path__"):  # pytest imported the standard library's module before we could
     platform.__path__ = [str(ROOT / "platform")]
 
+import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 
-MANY = {"test_end_to_end.py", "test_driver.py", "test_crew.py", "test_extend.py", "test_ray_cluster.py", "test_name.py"}
+hypothesis.settings.register_profile("ours", deadline=None)  # a busy machine is slow, not wrong
+hypothesis.settings.load_profile("ours")
+
+MANY = {
+    "test_end_to_end.py",
+    "test_driver.py",
+    "test_crew.py",
+    "test_extend.py",
+    "test_ray_cluster.py",
+    "test_name.py",
+    "test_stage_failures.py",
+    "test_timeline.py",
+}
 
 
 @pytest.hookimpl(tryfirst=True)
