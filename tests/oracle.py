@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +133,12 @@ def trainer_of(c: Config, plan: Plan, communicator: Communicator, corpus: Any = 
     """A rank's trainer, with the rows that the driver would hand it."""
     stage = communicator.coordinates["stage"]
     return Trainer(c, plan, communicator, corpus or Tokens(c), rows(schedule_of(c, c.parallel.data))[stage])
+
+
+def with_operations(plan: Plan, operations: Mapping[tuple[str, str], Any]) -> Plan:
+    """The plan with other operations of the same names."""
+    chunks = (replace(chunk, operations={key: operations[key] for key in chunk.operations}) for chunk in plan.chunks)
+    return replace(plan, chunks=tuple(chunks))
 
 
 def compute(c: Config, plan: Plan, communicator: Communicator) -> Result:

@@ -263,10 +263,13 @@ class Head:
 
     def __call__(self, ops: Ops, x: Any, labels: Any) -> Flow:
         """{"loss": ...} of the data tensor `labels`, or {"logits": ...} if it is None."""
-        (logits,) = ops.project(x, self.spec, (self.table,), (LOGITS,))
-        if labels is None:
-            return {"logits": logits}
-        return {"loss": ops.cross_entropy("loss", logits, LOGITS, labels, self.config.label_smoothing)}
+        return {"logits": self.logits(ops, x)} if labels is None else {"loss": self.loss(ops, x, labels)}
+
+    def logits(self, ops: Ops, x: Any) -> Any:
+        return ops.project(x, self.spec, (self.table,), (LOGITS,))[0]
+
+    def loss(self, ops: Ops, x: Any, labels: Any) -> Any:
+        return ops.cross_entropy("loss", self.logits(ops, x), LOGITS, labels, self.config.label_smoothing)
 
 
 def embedding_table(c: ModelConfig) -> Parameter:

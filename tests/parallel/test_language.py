@@ -19,7 +19,7 @@ from platform.plan.recorder import Recorder
 from platform.plan.replay import replay
 from platform.plan.rule import Conversion
 from platform.train.plan import make_plan
-from tests.oracle import Tokens, compare, configure, counted, run, serial
+from tests.oracle import Tokens, compare, configure, counted, run, serial, with_operations
 from tests.parallel.language_model import OWN, Language, reference
 from tests.parallel.test_memory import measured
 
@@ -112,7 +112,7 @@ def test_negative_control_forgotten_reduction():
     assert [s.op for s in total.conversions[1].forward] == ["all_reduce"]
     broken = {**plan.operations, ("reduce", "total"): replace(total, conversions=(total.conversions[0], Conversion()))}
     with pytest.raises(AssertionError, match="gradient of|replicas of"):
-        compare(c, *run(c, replace(plan, operations=broken)), serial(c))
+        compare(c, *run(c, with_operations(plan, broken)), serial(c))
 
 
 REGIONS = {

@@ -13,7 +13,7 @@ from platform.parallel.groups import Launch
 from platform.plan.replay import replay
 from platform.plan.rule import Conversion
 from platform.train.plan import make_plan
-from tests.oracle import MODELS, compare, configure, counted, run, serial
+from tests.oracle import MODELS, compare, configure, counted, run, serial, with_operations
 from tests.pairwise import cover, product
 
 ROWS_COLS = {"batch": ["rows"], "heads": ["cols"], "d_ff": ["cols"], "vocab": ["cols"]}
@@ -150,7 +150,7 @@ def _without_backward(plan, kind):
         return replace(o, groups=groups)
 
     broken = {k: forget(o) if k[0] == kind else o for k, o in plan.operations.items()}
-    return replace(plan, operations=broken)
+    return with_operations(plan, broken)
 
 
 def test_negative_control_forgotten_reduction():

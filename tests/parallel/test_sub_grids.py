@@ -11,8 +11,7 @@ from platform.parallel.groups import Alone, run_threads
 from platform.plan.replay import replay
 from platform.plan.rule import Conversion
 from platform.train.plan import make_plan
-from platform.train.trainer import Trainer
-from tests.oracle import MODELS, Tokens, compare, compute, configure, counted, run, serial
+from tests.oracle import MODELS, compare, compute, configure, counted, run, serial, trainer_of, with_operations
 from tests.pairwise import cover, product
 
 SCHEMES = {
@@ -121,7 +120,7 @@ def test_negative_control_a_forgotten_reduce():
         k: replace(o, groups=tuple(replace(g, x=forget(g.x)) for g in o.groups)) for k, o in plan.operations.items()
     }
     with pytest.raises(AssertionError, match="gradient of"):
-        compare(c, *run(c, replace(plan, operations=operations)), serial(c))
+        compare(c, *run(c, with_operations(plan, operations)), serial(c))
 
 
 def test_negative_control_a_block_too_many():
@@ -149,7 +148,7 @@ def test_a_worker_holds_and_updates_what_it_has():
     plan = make_plan(c)
 
     def held(communicator):
-        trainer = Trainer(c, plan, communicator, Tokens(c))
+        trainer = trainer_of(c, plan, communicator)
         trainer.step(1)
         trainer.compute_gradients(2)
         updated = sum(p.numel() for group in trainer.optimizer.param_groups for p in group["params"])
@@ -171,7 +170,7 @@ def test_only_owners_reduce_gradients_over_data():
 
 def test_it_evaluates_and_writes_text():
     def outcome(c, plan, communicator):
-        trainer = Trainer(c, plan, communicator, Tokens(c))
+        trainer = trainer_of(c, plan, communicator)
         trainer.step(1)
         return trainer.evaluate()["val_loss"], trainer.sample(4)
 
