@@ -1,0 +1,190 @@
+"""Where checkpoints lie: a local or network file system, or any that fsspec knows."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import fsspec
+
+from platform.config import ConfigError, violation
+
+
+class Storage(Protocol):
+    """Files by path relative to a root. All raise OSError; FileNotFoundError where there is no such file."""
+
+    url: str  # for people: without user and password
+
+    def write(self, path: str, chunks: Iterable[memoryview]) -> None:
+        """Afterwards the file is durable and whole; after a failure it is not there."""
+
+    def read(self, path: str, start: int = 0, end: int | None = None) -> bytes:
+        """Bytes [start, end); fewer where the file is shorter."""
+
+    def size(self, path: str) -> int: ...  # bytes
+
+    def list(self, path: str) -> list[str]:
+        """Names in a directory, sorted; [] where there is none."""
+
+    def delete(self, path: str) -> None:
+        """Removes a file, or a directory with all that is in it; nothing where there is none."""
+
+
+def connect(url: str, key: str = "checkpoint.url") -> Storage:
+    """The storage at a path or fsspec URL. Raises ConfigError, naming `key`, where no such storage can be had."""
+    protocol, separator, path = url.partition("://")
+    if not separator or protocol in ("file", "local"):
+        return Local(path if separator else url)
+    try:
+        return Remote(url)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(violation(key, without_secrets(url), f"cannot be used: {error}", ["a path"])) from None
+
+
+def without_secrets(url: str) -> str:
+    """A URL without user:password@."""
+    return re.sub(r"(?<=://)[^/@]*@", "", url)
+
+
+class Local:
+    """A directory, local or of a network file system: what was written survives a loss of power."""
+
+    def __init__(self, root: Path | str):
+        self.root = Path(root).expanduser()
+        self.url = str(self.root)
+
+    def write(self, path: str, chunks: Iterable[memoryview]) -> None:
+        target = self.root / path
+        _make_directory(target.parent)
+        draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+        try:
+            file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+            try:
+                for chunk in chunks:
+                    while chunk:  # os.write may take less than it is given
+                        chunk = chunk[os.write(file, chunk) :]
+                os.fsync(file)
+            finally:
+                os.close(file)
+            os.replace(draft, target)
+            _synchronise(target.parent)
+        except BaseException:
+            for remains in (draft, target):
+                with suppress(OSError):
+                    os.unlink(remains)
+            raise
+
+    def read(self, path: str, start: int = 0, end: int | None = None) -> bytes:
+        with open(self.root / path, "rb", buffering=0) as file:
+            file.seek(start)
+            parts, left = [], float("inf") if end is None else end - start
+            while left > 0 and (part := file.read(-1 if end is None else int(left))):  # may be less than asked for
+                parts.append(part)
+                left -= len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def size(self, path: str) -> int:
+        return os.stat(self.root / path).st_size
+
+    def list(self, path: str) -> list[str]:
+        try:
+            return sorted(os.listdir(self.root / path))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def delete(self, path: str) -> None:
+        target = self.root / path
+        with suppress(FileNotFoundError):
+            if target.is_dir() and not target.is_symlink():
+                for name in os.listdir(target):
+                    self.delete(f"{path}/{name}")
+                os.rmdir(target)
+            else:
+                os.unlink(target)
+            _synchronise(target.parent)
+
+
+def _make_directory(path: Path) -> None:
+    """With its parents, durably."""
+    if not path.is_dir():
+        _make_directory(path.parent)
+        with suppress(FileExistsError):  # another worker was faster; whoever comes second synchronises too
+            os.mkdir(path)
+        _synchronise(path.parent)
+
+
+def _synchronise(directory: Path) -> None:
+    """Makes the names in a directory durable."""
+    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class Remote:
+    """Whatever fsspec reaches. An object appears when its upload is complete; nothing is renamed."""
+
+    def __init__(self, url: str):
+        self.url = without_secrets(url).rstrip("/")
+        caches = {"use_listings_cache": False, "skip_instance_cache": True}  # others write there too
+        self._system, self._root = fsspec.core.url_to_fs(url, **caches)
+
+    def _path(self, path: str) -> str:
+        return f"{self._root.rstrip('/')}/{path}".rstrip("/")
+
+    def write(self, path: str, chunks: Iterable[memoryview]) -> None:
+        with _translated(self.url):
+            target = self._path(path)
+            self._system.makedirs(target.rpartition("/")[0], exist_ok=True)
+            file = self._system.open(target, "wb", autocommit=False)  # or leaving after a failure would commit it
+            try:
+                for chunk in chunks:
+                    file.write(chunk)
+                file.close()
+                file.commit()
+            except BaseException:
+                with suppress(Exception):
+                    file.discard()
+                with suppress(Exception):
+                    self._system.rm_file(target)
+                raise
+
+    def read(self, path: str, start: int = 0, end: int | None = None) -> bytes:
+        with _translated(self.url):
+            return self._system.cat_file(self._path(path), start, end)
+
+    def size(self, path: str) -> int:
+        with _translated(self.url):
+            return self._system.info(self._path(path))["size"]
+
+    def list(self, path: str) -> list[str]:
+        with _translated(self.url):
+            try:
+                entries: Any = self._system.ls(self._path(path), detail=False, refresh=True)
+            except FileNotFoundError:
+                return []
+        names = {
+            str(e).rstrip("/").rpartition("/")[2] for e in entries if str(e).strip("/") != self._path(path).strip("/")
+        }
+        return sorted(names)
+
+    def delete(self, path: str) -> None:
+        with _translated(self.url), suppress(FileNotFoundError):
+            self._system.rm(self._path(path), recursive=True)
+
+
+@contextmanager
+def _translated(url: str) -> Iterator[None]:
+    """Client libraries have exceptions of their own for what is an OSError."""
+    try:
+        yield
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:
+        raise OSError(f"{url}: {type(error).__name__}: {error}") from error
