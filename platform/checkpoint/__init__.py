@@ -9,7 +9,7 @@ from platform.checkpoint.box import Box
 from platform.checkpoint.catalogue import Found, find, load, verify
 from platform.checkpoint.image import Image
 from platform.checkpoint.manifest import Corrupt, Manifest, Meta, Refused
-from platform.checkpoint.restore import read_tensor, restore
+from platform.checkpoint.reshard import read_tensor, restore
 from platform.checkpoint.saver import Saver
 from platform.checkpoint.state import Block, Held, shares
 from platform.checkpoint.storage import Storage, connect

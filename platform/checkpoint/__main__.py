@@ -17,7 +17,7 @@ from platform.checkpoint import catalogue
 from platform.checkpoint.interchange import EXPORT, IMPORT, store
 from platform.checkpoint.manifest import Manifest, Meta, Refused
 from platform.checkpoint.storage import Storage, connect
-from platform.config import ConfigError
+from platform.config import ConfigError, closest, violation
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -124,7 +124,7 @@ def _export(given: argparse.Namespace) -> int:
     storage, directory, manifest = _newest(given.url)
     names = [n for n in manifest.tensors if n.startswith(given.only)]
     if not names:
-        raise Refused(f"--only={given.only}: no tensor's name begins with it; there is {', '.join(manifest.tensors)}")
+        raise ConfigError(violation("--only", given.only, "begins no name", closest(given.only, manifest.tensors)[:3]))
     EXPORT[given.format](storage, directory, manifest, given.target, names)
     print(f"{directory}: {len(names)} tensors in {given.target}")
     return 0

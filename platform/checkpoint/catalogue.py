@@ -6,7 +6,7 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from platform.checkpoint import manifest as manifests
@@ -58,6 +58,7 @@ def commit(
     manifests.check_against(manifest, tensors)
     if extra := sorted(manifest.tensors.keys() - tensors.keys()):
         raise Refused(f"the workers wrote {extra[0]}, which is no part of the state")
+    manifest = replace(manifest, tensors={name: manifest.tensors[name] for name in tensors})  # in the model's order
     _check(storage, directory, manifest)
     storage.write(f"{directory}/{manifests.NAME}", [memoryview(manifest.encode())])
     return manifest

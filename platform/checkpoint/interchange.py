@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
 from platform.checkpoint.box import Box
 from platform.checkpoint.catalogue import begin, commit
 from platform.checkpoint.image import Image
 from platform.checkpoint.manifest import Manifest, Meta, Refused
-from platform.checkpoint.restore import read_tensor
+from platform.checkpoint.reshard import read_tensor
 from platform.checkpoint.state import DTYPES, Block, Held, shares
 from platform.checkpoint.storage import Local, Storage, connect
 
@@ -58,6 +58,8 @@ def import_safetensors(source: str) -> tuple[Meta | None, Tensors]:
     """What such a file holds; its tensors are read as they are iterated over."""
     folder, file = _split(source)
     length = int.from_bytes(folder.read(file, 0, 8), "little")
+    if 8 + length > folder.size(file):
+        raise ValueError(f"a header of {length} bytes is longer than the file")
     header = json.loads(folder.read(file, 8, 8 + length))
     meta = header.pop("__metadata__", {}).get(META)
 
@@ -77,12 +79,16 @@ def import_safetensors(source: str) -> tuple[Meta | None, Tensors]:
 def export_dcp(storage: Storage, directory: str, manifest: Manifest, target: str, names: list[str]) -> None:
     """Writes a local DCP directory with the tensors `names`; all are in memory at once. Metadata is a tensor of
     bytes, so that no part of ours is pickled."""
+    import torch.distributed.checkpoint as dcp  # here: it is slow to import, and few need it
+    from torch.distributed.checkpoint.api import CheckpointException
+
     state = {name: read_tensor(storage, directory, manifest, name) for name in names}
     meta = json.dumps(asdict(manifest.meta)).encode()
     state[META] = torch.frombuffer(bytearray(meta), dtype=torch.uint8)
     # One thread: with more, torch 2.13 takes a failed write for a success.
     try:
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(target, thread_count=1), no_dist=True)
+        with _no_process_group():
+            dcp.save(state, storage_writer=dcp.FileSystemWriter(target, thread_count=1), no_dist=True)
     except CheckpointException as error:  # which is no Exception
         raise OSError(f"{target}: {error}") from error
 
@@ -92,12 +98,15 @@ def import_dcp(source: str) -> tuple[Meta | None, Tensors]:
 
     DCP's `.metadata` is a pickle, which can run code: only for directories that you trust.
     """
+    import torch.distributed.checkpoint as dcp
+
     described = dcp.FileSystemReader(source).read_metadata().state_dict_metadata
 
     def tensor(name: str) -> Tensor:
         found = described[name]
         state = {name: torch.empty(found.size, dtype=found.properties.dtype)}  # type: ignore[union-attr]
-        dcp.load(state, storage_reader=dcp.FileSystemReader(source), no_dist=True)
+        with _no_process_group():
+            dcp.load(state, storage_reader=dcp.FileSystemReader(source), no_dist=True)
         return state[name]
 
     names = [n for n, found in described.items() if hasattr(found, "size") and n != META]
@@ -125,6 +134,14 @@ EXPORT: dict[str, Callable[[Storage, str, Manifest, str, list[str]], None]] = {
     "dcp": export_dcp,
 }
 IMPORT: dict[str, Callable[[str], tuple[Meta | None, Tensors]]] = {"safetensors": import_safetensors, "dcp": import_dcp}
+
+
+@contextmanager
+def _no_process_group() -> Iterator[None]:
+    """DCP warns that it works alone, which is what it is told to."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield
 
 
 def _split(url: str) -> tuple[Storage, str]:

@@ -141,8 +141,7 @@ class Remote:
     def write(self, path: str, chunks: Iterable[memoryview]) -> None:
         with _translated(self.url):
             target = self._path(path)
-            self._system.makedirs(target.rpartition("/")[0], exist_ok=True)
-            file = self._system.open(target, "wb", autocommit=False)  # or leaving after a failure would commit it
+            file = self._open(target)
             try:
                 for chunk in chunks:
                     file.write(chunk)
@@ -152,12 +151,22 @@ class Remote:
                 with suppress(Exception):
                     file.discard()
                 with suppress(Exception):
+                    file.closed = True  # or it would upload what it has when it is collected
+                with suppress(Exception):
                     self._system.rm_file(target)
                 raise
 
+    def _open(self, target: str) -> Any:
+        """A file that becomes visible when it is committed, not whenever it is closed."""
+        try:
+            return self._system.open(target, "wb", autocommit=False)
+        except FileNotFoundError:  # where there are directories; an object store would make a bucket that is missing
+            self._system.makedirs(target.rpartition("/")[0], exist_ok=True)
+            return self._system.open(target, "wb", autocommit=False)
+
     def read(self, path: str, start: int = 0, end: int | None = None) -> bytes:
         with _translated(self.url):
-            return self._system.cat_file(self._path(path), start, end)
+            return self._system.cat_file(self._path(path), start=start or None, end=end)  # S3: no range of nothing
 
     def size(self, path: str) -> int:
         with _translated(self.url):

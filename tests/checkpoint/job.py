@@ -16,8 +16,9 @@ from platform.checkpoint import Block, Box, Held, Image, Meta, Storage, restore,
 from platform.checkpoint.catalogue import begin, commit
 
 META = Meta(
-    step=0, samples=0, seed=3, corpus="c0", identity={"seed": 3}, configuration="cf", plan={"mesh": {"t": 2}, "scheme": "1d"},
-    values={"scaler": {"scale": 65536.0, "growth": 7}, "optimizer.step": 11}, versions={"torch": "2"},
+    step=0, samples=0, seed=3, corpus="c0", identity={"seed": 3}, configuration="cf",
+    plan={"mesh": {"t": 2}, "scheme": "1d"}, versions={"torch": "2"},
+    values={"scaler": {"scale": 65536.0, "growth": 7}, "optimizer.step": 11},
 )  # fmt: skip
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
 
@@ -46,7 +47,9 @@ class Job:
     @classmethod
     def whole(cls, tensors: dict[str, Tensor], world_size: int = 1) -> Job:
         """Every rank has everything."""
-        return cls(tensors, {n: [(r, Box.whole(t.shape)) for r in range(world_size)] for n, t in tensors.items()}, world_size)
+        return cls(
+            tensors, {n: [(r, Box.whole(t.shape)) for r in range(world_size)] for n, t in tensors.items()}, world_size
+        )
 
     @classmethod
     def random(cls, tensors: dict[str, Tensor], world_size: int, draw: np.random.Generator) -> Job:
@@ -93,7 +96,9 @@ class Job:
         commit(storage, directory, self.shapes, self.write(storage, directory), meta(step))
         return directory
 
-    def restore(self, storage: Storage, directory: str, manifest, dtype: torch.dtype | None = None, **kwargs) -> list[list[Block]]:
+    def restore(
+        self, storage: Storage, directory: str, manifest, dtype: torch.dtype | None = None, **kwargs
+    ) -> list[list[Block]]:
         """Every rank's blocks, restored by all ranks together."""
         post = Post(self.world_size)
 

@@ -6,8 +6,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from platform.checkpoint import Block, Box, Corrupt, Held, Image, Refused, connect, find, load, read_tensor, restore, shares
-from platform.checkpoint import state as state_module
+from platform.checkpoint import (
+    Block,
+    Box,
+    Corrupt,
+    Held,
+    Image,
+    Refused,
+    connect,
+    find,
+    load,
+    read_tensor,
+    restore,
+    shares,
+)
 from platform.checkpoint.box import gaps, stretch
 from platform.checkpoint.manifest import check_against
 from platform.plan.layout import Layout, block
@@ -20,11 +32,12 @@ SHAPES = {"a": (13, 6), "b": (5, 4, 7), "c": (31,), "d": (), "e": (3, 17), "f": 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """Small tensors are cut as large ones are."""
-    monkeypatch.setattr(state_module, "PIECE", 64)
-    monkeypatch.setattr(state_module, "GRANULE", 16)
+    for name in ("state", "read", "reshard"):
+        monkeypatch.setattr(f"platform.checkpoint.{name}.PIECE", 64)
+    monkeypatch.setattr("platform.checkpoint.state.GRANULE", 16)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**32), writers=st.integers(1, 5), readers=st.integers(1, 5), budget=st.integers(16, 3000))
 def test_any_tiling_to_any_other(tmp_path_factory, seed, writers, readers, budget):
     draw = np.random.default_rng(seed)
@@ -92,7 +105,9 @@ def test_the_plan_s_blocks_with_a_padded_vocab(tmp_path):
     def job(axes):
         mesh = Mesh.of(axes)
         layout = Layout.of({"vocab": ("t",), "d_model": ("c",)})
-        found = [(r, Box.of(block(("vocab", "d_model"), sizes, layout, mesh, mesh.coordinates(r)))) for r in range(mesh.size)]
+        found = [
+            (r, Box.of(block(("vocab", "d_model"), sizes, layout, mesh, mesh.coordinates(r)))) for r in range(mesh.size)
+        ]
         return Job(table, {"embedding": found}, mesh.size)
 
     storage = connect(str(tmp_path))
