@@ -74,7 +74,7 @@ def load(storage: Storage, directory: str) -> Manifest:
         raise Refused(f"quarantined: {storage.read(f'{directory}/{BAD}').decode(errors='replace').strip()}")
     if manifests.NAME not in names:
         raise Refused(f"incomplete, or not a checkpoint: it has no {manifests.NAME}")
-    manifest = Manifest.decode(storage.read(f"{directory}/{manifests.NAME}"))
+    manifest = Manifest.decode(bytes(storage.read(f"{directory}/{manifests.NAME}")))
     try:
         _check(storage, directory, manifest)
     except Refused as error:
@@ -92,13 +92,12 @@ def verify(storage: Storage, directory: str) -> Manifest:
 def _check(storage: Storage, directory: str, manifest: Manifest) -> None:
     if faults := manifest.faults():
         raise Refused(faults[0] + (f", and {len(faults) - 1} more" if faults[1:] else ""))
+    there = storage.list(directory)
     for name, size in manifest.files.items():
-        try:
-            there = storage.size(f"{directory}/{name}")
-        except FileNotFoundError:
-            raise Refused(f"{name} is missing") from None
-        if there != size:
-            raise Refused(f"{name} has {there} bytes instead of {size}")
+        if there.get(name) != size:
+            raise Refused(
+                f"{name} has {there[name]} bytes instead of {size}" if name in there else f"{name} is missing"
+            )
 
 
 def quarantine(storage: Storage, directory: str, reason: str) -> None:

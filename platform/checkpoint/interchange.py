@@ -58,7 +58,7 @@ def import_safetensors(source: str) -> tuple[Meta | None, Tensors]:
     """What such a file holds; its tensors are read as they are iterated over."""
     folder, file = _split(source)
     length = int.from_bytes(folder.read(file, 0, 8), "little")
-    if 8 + length > folder.size(file):
+    if 8 + length > folder.list("")[file]:
         raise ValueError(f"a header of {length} bytes is longer than the file")
     header = json.loads(folder.read(file, 8, 8 + length))
     meta = header.pop("__metadata__", {}).get(META)

@@ -21,7 +21,8 @@ from platform.checkpoint.state import DTYPES, PIECE, Block, Held
 from platform.checkpoint.storage import Storage
 
 BUDGET = 256 << 20  # bytes that a worker gets at a time, on average
-OK, CORRUPT, FAILED = 0, 1, 2  # first byte of every message
+OK, CORRUPT, FAILED = 0, 1, 2  # the first byte of every message
+HEADER = 8  # bytes before the rest of it, which is thereby aligned
 
 Holders = dict[str, list[tuple[Box, tuple[int, ...]]]]  # tensor -> its blocks in order, and who holds each
 Exchange = Callable[[list[Tensor]], list[Tensor]]
@@ -114,11 +115,11 @@ def _messages(
         return [_message(flag, [torch.frombuffer(bytearray(str(error).encode()), dtype=torch.uint8)])] * world_size
     parts: list[list[Tensor]] = [[] for _ in range(world_size)]
     for unit, data in zip(readable, found, strict=True):
-        dtype, box = DTYPES[unit.tensor.dtype], unit.block.box
-        stored = torch.frombuffer(bytearray(data), dtype=dtype).view(box.extent)
+        box = unit.block.box
+        stored = torch.frombuffer(data, dtype=torch.uint8).view(*box.extent, unit.tensor.itemsize)
         for held, ranks in holders[unit.name]:
             if part := box.overlap(held):
-                flat = stored[part.within(box)].contiguous().view(-1).view(torch.uint8)
+                flat = stored[part.within(box)].reshape(-1)
                 for rank in ranks:
                     parts[rank].append(flat)
     messages = {tuple(map(id, p)): p for p in parts}  # replicas get one and the same
@@ -127,25 +128,28 @@ def _messages(
 
 
 def _message(flag: int, parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat([torch.tensor([flag], dtype=torch.uint8), *parts])
+    return torch.cat([torch.tensor([flag] + [0] * (HEADER - 1), dtype=torch.uint8), *parts])
 
 
 def _raise_failures(received: Sequence[Tensor]) -> None:
     for message in received:
         if message[0] != OK:
-            reason = bytes(message[1:].tolist()).decode()
+            reason = bytes(message[HEADER:].tolist()).decode()
             raise Corrupt(reason) if message[0] == CORRUPT else OSError(reason)
 
 
 def _unpack(message: Tensor, source: Sequence[Unit], mine: dict[str, list[Block]]) -> None:
     """The parts follow each other as the sender packed them: by unit, then by block of this rank, in order."""
-    at = 1
+    at = HEADER
     for unit in source:
         dtype, box = DTYPES[unit.tensor.dtype], unit.block.box
         for _, outer, tensor in mine.get(unit.name, ()):
             if part := box.overlap(outer):
                 end = at + part.size * dtype.itemsize
-                values = message[at:end].clone().view(dtype).view(part.extent)  # clone: at its own alignment
+                raw = message[at:end]
+                if raw.storage_offset() % dtype.itemsize:
+                    raw = raw.clone()  # at an address that fits the type
+                values = raw.view(dtype).view(part.extent)
                 tensor.detach()[part.within(outer)].copy_(values)
                 at = end
     assert at == len(message), "sender and receiver agree on who holds what"

@@ -23,13 +23,11 @@ class Storage(Protocol):
     def write(self, path: str, chunks: Iterable[memoryview]) -> None:
         """Afterwards the file is durable and whole; after a failure it is not there."""
 
-    def read(self, path: str, start: int = 0, end: int | None = None) -> bytes:
-        """Bytes [start, end); fewer where the file is shorter."""
+    def read(self, path: str, start: int = 0, end: int | None = None) -> bytearray:
+        """Bytes [start, end), by default to the end; fewer where the file is shorter."""
 
-    def size(self, path: str) -> int: ...  # bytes
-
-    def list(self, path: str) -> list[str]:
-        """Names in a directory, sorted; [] where there is none."""
+    def list(self, path: str) -> dict[str, int]:
+        """Name -> bytes of what is in a directory (any number for a directory in it); {} where there is none."""
 
     def delete(self, path: str) -> None:
         """Removes a file, or a directory with all that is in it; nothing where there is none."""
@@ -79,23 +77,22 @@ class Local:
                     os.unlink(remains)
             raise
 
-    def read(self, path: str, start: int = 0, end: int | None = None) -> bytes:
+    def read(self, path: str, start: int = 0, end: int | None = None) -> bytearray:
         with open(self.root / path, "rb", buffering=0) as file:
+            there = os.fstat(file.fileno()).st_size
+            data = bytearray(max(0, min(there, there if end is None else end) - start))
             file.seek(start)
-            parts, left = [], float("inf") if end is None else end - start
-            while left > 0 and (part := file.read(-1 if end is None else int(left))):  # may be less than asked for
-                parts.append(part)
-                left -= len(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+            view, got = memoryview(data), 0
+            while part := file.readinto(view[got:]):  # may be less than asked for
+                got += part
+        return data if got == len(data) else data[:got]
 
-    def size(self, path: str) -> int:
-        return os.stat(self.root / path).st_size
-
-    def list(self, path: str) -> list[str]:
+    def list(self, path: str) -> dict[str, int]:
         try:
-            return sorted(os.listdir(self.root / path))
+            with os.scandir(self.root / path) as entries:
+                return {entry.name: entry.stat().st_size for entry in entries}
         except (FileNotFoundError, NotADirectoryError):
-            return []
+            return {}
 
     def delete(self, path: str) -> None:
         target = self.root / path
@@ -164,24 +161,20 @@ class Remote:
             self._system.makedirs(target.rpartition("/")[0], exist_ok=True)
             return self._system.open(target, "wb", autocommit=False)
 
-    def read(self, path: str, start: int = 0, end: int | None = None) -> bytes:
+    def read(self, path: str, start: int = 0, end: int | None = None) -> bytearray:
         with _translated(self.url):
-            return self._system.cat_file(self._path(path), start=start or None, end=end)  # S3: no range of nothing
+            # S3 knows no range of an empty file.
+            return bytearray(self._system.cat_file(self._path(path), start=start or None, end=end))
 
-    def size(self, path: str) -> int:
-        with _translated(self.url):
-            return self._system.info(self._path(path))["size"]
-
-    def list(self, path: str) -> list[str]:
+    def list(self, path: str) -> dict[str, int]:
+        here = self._path(path)
         with _translated(self.url):
             try:
-                entries: Any = self._system.ls(self._path(path), detail=False, refresh=True)
+                entries: Any = self._system.ls(here, detail=True, refresh=True)
             except FileNotFoundError:
-                return []
-        names = {
-            str(e).rstrip("/").rpartition("/")[2] for e in entries if str(e).strip("/") != self._path(path).strip("/")
-        }
-        return sorted(names)
+                return {}
+        found = {str(e["name"]).rstrip("/"): e["size"] or 0 for e in entries}
+        return {name.rpartition("/")[2]: size for name, size in found.items() if name.strip("/") != here.strip("/")}
 
     def delete(self, path: str) -> None:
         with _translated(self.url), suppress(FileNotFoundError):

@@ -100,7 +100,7 @@ def main() -> None:
             for name, work in order[repeat % 2 :] + order[: repeat % 2]:
                 times[name].append(seconds(work))
                 if name == "ours":
-                    found = storage.list("")[0]
+                    [found] = storage.list("")
                     manifest = load(storage, found)
                     again = [Block(n, b, torch.empty_like(t)) for n, b, t in blocks]
                     times["restore"].append(seconds(lambda: restore(storage, found, manifest, state, again)))  # noqa: B023

@@ -20,6 +20,11 @@ from tests.checkpoint.job import Job, meta, values
 SHAPES = {"a": (6, 4), "b": (5,), "c": ()}
 
 
+@pytest.fixture(autouse=True)
+def fast(monkeypatch):
+    monkeypatch.setattr(storage_module, "os", FaultyOs())
+
+
 def job(step: int) -> Job:
     return Job.whole(values(SHAPES, step), 2)
 
@@ -239,7 +244,7 @@ def test_damage_to_any_file_is_found(tmp_path, damage):
 def rewrite(storage, directory: str, change) -> None:
     """The same checkpoint with another, validly sealed manifest."""
     path = f"{directory}/{manifests.NAME}"
-    manifest = change(Manifest.decode(storage.read(path)))
+    manifest = change(Manifest.decode(bytes(storage.read(path))))
     storage.write(path, [memoryview(manifest if isinstance(manifest, bytes) else manifest.encode())])
 
 
