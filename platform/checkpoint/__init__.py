@@ -11,10 +11,10 @@ from platform.checkpoint.image import Image
 from platform.checkpoint.manifest import Corrupt, Manifest, Meta, Refused
 from platform.checkpoint.reshard import read_tensor, restore
 from platform.checkpoint.saver import Saver
-from platform.checkpoint.state import Block, Held, shares
+from platform.checkpoint.state import Block, Held, blocks, planned, shares
 from platform.checkpoint.storage import Storage, connect
 
 __all__ = [
-    "Block", "Box", "Corrupt", "Found", "Held", "Image", "Manifest", "Meta", "Refused", "Saver", "Storage", "connect",
-    "find", "load", "read_tensor", "restore", "shares", "verify",
+    "Block", "Box", "Corrupt", "Found", "Held", "Image", "Manifest", "Meta", "Refused", "Saver", "Storage", "blocks",
+    "connect", "find", "load", "planned", "read_tensor", "restore", "shares", "verify",
 ]  # fmt: skip

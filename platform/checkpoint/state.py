@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from platform.checkpoint.box import Box, stretch
+from platform.plan.plan import Plan
 
 DTYPES = {str(d).removeprefix("torch."): d for d in (
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool,
@@ -55,6 +56,26 @@ class Held:
     @property
     def itemsize(self) -> int:
         return DTYPES[self.dtype].itemsize
+
+
+def planned(plan: Plan, kind: str, dtype: torch.dtype) -> list[Held]:
+    """What the plan's ranks hold of the state that lies as the parameters do: them (`kind` = model), or a moment of
+    the optimizer. The tensors are named KIND.PARAMETER."""
+    here = [plan.mesh.coordinates(rank) for rank in range(plan.mesh.size)]
+    return [
+        Held.of(
+            f"{kind}.{p.name}",
+            dtype,
+            plan.global_shape(p),
+            ((r, Box.of(plan.block(p, at))) for r, at in enumerate(here)),
+        )
+        for p in plan.parameters
+    ]
+
+
+def blocks(plan: Plan, kind: str, tensors: Mapping[str, Tensor], coordinates: Mapping[str, int]) -> list[Block]:
+    """The local tensors of one rank, by parameter, as blocks of `planned`."""
+    return [Block(f"{kind}.{p.name}", Box.of(plan.block(p, coordinates)), tensors[p.name]) for p in plan.parameters]
 
 
 class Share(NamedTuple):
