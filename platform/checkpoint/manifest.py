@@ -78,16 +78,16 @@ class Manifest:
     def of(cls, meta: Meta, reports: Iterable[Mapping[str, Any]]) -> Manifest:
         """Puts together what the workers report; see `Image.write`."""
         files: dict[str, int] = {}
-        found: dict[tuple[str, str, tuple[int, ...]], list[Stored]] = {}
+        kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
+        blocks: dict[str, list[Stored]] = {}
         for report in reports:
             files[report["file"]] = report["bytes"]
             for name, dtype, shape, offset, extent, at, sha256 in report["blocks"]:
+                if kinds.setdefault(name, (dtype, tuple(shape))) != (dtype, tuple(shape)):
+                    raise Refused(f"{name} has several shapes or types in the workers' reports")
                 stored = Stored(Box(tuple(offset), tuple(extent)), report["file"], at, sha256)
-                found.setdefault((name, dtype, tuple(shape)), []).append(stored)
-        names = [name for name, _, _ in found]
-        if twice := {name for name in names if names.count(name) > 1}:
-            raise Refused(f"{min(twice)} has several shapes or types in the workers' reports")
-        tensors = {n: StoredTensor(dtype, shape, tuple(sorted(b))) for (n, dtype, shape), b in found.items()}
+                blocks.setdefault(name, []).append(stored)
+        tensors = {n: StoredTensor(*kinds[n], tuple(sorted(found))) for n, found in blocks.items()}
         return cls(meta, files, tensors)
 
     def faults(self) -> list[str]:
@@ -98,11 +98,12 @@ class Manifest:
         spans: dict[str, list[tuple[int, int]]] = {name: [] for name in self.files}
         for t in self.tensors.values():
             for b in t.blocks:
-                spans[b.file].append((b.at, b.at + t.nbytes(b)))
-        for name, size in self.files.items():
-            ends = [(0, 0), *sorted(spans[name]), (size, size)]
+                spans.setdefault(b.file, []).append((b.at, b.at + t.nbytes(b)))
+        for name, found in spans.items():
+            size = self.files.get(name, -1)
+            ends = [(0, 0), *sorted(found), (size, size)]
             if any(end != start for (_, end), (start, _) in pairwise(ends)):
-                lines.append(f"{name}: its blocks are not its {size} bytes one after the other")
+                lines.append(f"{name}: its blocks are not its bytes, one after the other")
         return lines
 
     def encode(self) -> bytes:

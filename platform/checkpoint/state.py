@@ -89,7 +89,7 @@ def shares(state: Sequence[Held], rank: int) -> list[Share]:
     """What `rank` stores: about 1/n of the bytes of all blocks that it and n - 1 others have alike.
 
     Ranks that replicate each other share what they hold: laid end to end, cut into n equal stretches, each cut moved
-    to a row of at most GRANULE bytes. No share is larger than PIECE.
+    to a row of at most GRANULE bytes. No share is larger than PIECE and a row.
     """
     common: dict[tuple[int, ...], list[Share]] = defaultdict(list)
     for tensor in state:

@@ -1,16 +1,20 @@
 """Whatever fails, and wherever: no wrong value is ever restored, and the newest checkpoint that holds is found."""
 
 import errno
+import itertools
 import os
 import signal
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 
-from platform.checkpoint import Corrupt, Manifest, Refused, Saver, catalogue, connect, find, load, verify
+from platform.checkpoint import Corrupt, Manifest, Refused, Saver, Storage, catalogue, connect, find, load, verify
 from platform.checkpoint import manifest as manifests
 from platform.checkpoint import storage as storage_module
 from tests.checkpoint import faults
@@ -21,10 +25,13 @@ SHAPES = {"a": (6, 4), "b": (5,), "c": ()}
 
 
 @pytest.fixture(autouse=True)
-def fast(monkeypatch):
+def small_and_fast(monkeypatch):
+    """No real fsync; and small tensors are cut as large ones are."""
     monkeypatch.setattr(storage_module, "os", FaultyOs())
+    monkeypatch.setattr("platform.checkpoint.state.GRANULE", 16)
 
 
+@cache
 def job(step: int) -> Job:
     return Job.whole(values(SHAPES, step), 2)
 
@@ -46,6 +53,22 @@ def storage(tmp_path):
     return storage
 
 
+@pytest.fixture
+def copies(tmp_path) -> Callable[..., Storage]:
+    """`copies(1, 2)`: a fresh storage with checkpoints of steps 1 and 2."""
+    made: dict[tuple[int, ...], Path] = {}
+    number = itertools.count()
+
+    def copy(*steps: int) -> Storage:
+        if steps not in made:
+            made[steps] = tmp_path / f"steps {steps}"
+            for step in steps:
+                job(step).save(connect(str(made[steps])), step)
+        return connect(str(copytree(made[steps], tmp_path / str(next(number)))))
+
+    return copy
+
+
 def faulty(monkeypatch, *args, **kwargs) -> FaultyOs:
     system = FaultyOs(*args, **kwargs)
     monkeypatch.setattr(storage_module, "os", system)
@@ -63,12 +86,11 @@ FAULTS = {
 
 @pytest.mark.parametrize("power", [False, True], ids=["", "power"])
 @pytest.mark.parametrize("kind", FAULTS)
-def test_a_failure_at_every_operation_of_a_save(tmp_path, kind, power):
+def test_a_failure_at_every_operation_of_a_save(copies, kind, power):
     """Every fault at every open, write, fsync, close, rename and mkdir, and a loss of power right after it."""
     at, kinds = 0, set()
     while True:
-        storage = connect(str(tmp_path / str(at)))
-        job(1).save(storage, 1)
+        storage = copies(1)
         with pytest.MonkeyPatch.context() as patch:
             system = faulty(patch, at, FAULTS[kind])
             saved = False
@@ -112,13 +134,11 @@ def test_a_short_write_is_continued(storage, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", FAULTS)
-def test_a_failure_at_every_operation_of_pruning(tmp_path, kind):
+def test_a_failure_at_every_operation_of_pruning(copies, kind):
     """Every unlink, rmdir and fsync: what is left is whole, or is not taken for a checkpoint."""
     at, fired, kinds = 0, True, set()
     while fired:
-        storage = connect(str(tmp_path / str(at)))
-        for step in (1, 2, 3):
-            job(step).save(storage, step)
+        storage = copies(1, 2, 3)
         with pytest.MonkeyPatch.context() as patch:
             system = faulty(patch, at, FAULTS[kind])
             with suppress(OSError, Killed):
@@ -134,12 +154,11 @@ def test_a_failure_at_every_operation_of_pruning(tmp_path, kind):
     assert at > 10 and kinds >= {"unlink", "rmdir", "fsync"}
 
 
-def test_sigkill_at_every_operation_of_a_save(tmp_path):
+def test_sigkill_at_every_operation_of_a_save(copies):
     """A real process, really killed."""
     at, killed = 0, True
     while killed:
-        storage = connect(str(tmp_path / str(at)))
-        job(1).save(storage, 1)
+        storage = copies(1)
         child = os.fork()
         if child == 0:
             try:
@@ -166,11 +185,10 @@ def saver_events(storage, step: int, **kwargs) -> list[dict]:
     return saver.poll()
 
 
-def test_a_save_is_retried_whatever_failed_once(tmp_path):
+def test_a_save_is_retried_whatever_failed_once(copies):
     at, fired = 0, True
     while fired:
-        storage = connect(str(tmp_path / str(at)))
-        job(1).save(storage, 1)
+        storage = copies(1)
         with pytest.MonkeyPatch.context() as patch:
             system = faulty(patch, at, faults.torn(errno.ENOSPC))
             events = saver_events(storage, 2)
@@ -218,12 +236,11 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_to_any_file_is_found(tmp_path, damage):
+def test_damage_to_any_file_is_found(copies, damage):
     number = 0
     while True:
-        storage = connect(str(tmp_path / str(number)))
-        job(1).save(storage, 1)
-        directory = job(2).save(storage, 2)
+        storage = copies(1, 2)
+        directory = max(storage.list(""))
         if number == len(files(storage, directory)):
             break
         DAMAGE[damage](files(storage, directory)[number])
@@ -271,9 +288,11 @@ def sealed(change):
 
 
 IMPOSSIBLE = {
-    "a hole": (without_a_block, r"a: \[0:\d, 0:4\] is in no block"),
-    "an overlap": (with_a_block_twice, r"a: \[0:\d, 0:4\] is in several blocks"),
+    "a hole": (without_a_block, r"a: \[0:\d, 0:\d\] is in no block"),
+    "an overlap": (with_a_block_twice, r"a: \[0:\d, 0:\d\] is in several blocks"),
     "out of range": (outside, r"a: \[\d:6, 0:4\] lies outside of \[0:5, 0:4\]"),
+    "an unknown file": (sealed(lambda b: b.replace(b'"blocks-00001.bin", 0', b'"other.bin", 0')), "one after the"),
+    "a gap in a file": (sealed(lambda b: b.replace(b'-00000.bin", 0', b'-00000.bin", 1')), "one after the"),
     "another file": (sealed(lambda b: b.replace(b"blocks-00001.bin", b"../../b-001.bin")), "not the name of a block"),
     "another type": (sealed(lambda b: b.replace(b'"float32"', b'"float99"')), "unknown type 'float99'"),
     "no metadata": (sealed(lambda b: b.replace(b'"samples"', b'"simples"')), "malformed"),
@@ -372,6 +391,9 @@ def test_a_commit_needs_all_reports(storage):
         catalogue.commit(storage, directory, {"a": (6, 4), "c": ()}, [one, two], meta(2))
     with pytest.raises(Refused, match="is in several blocks"):
         catalogue.commit(storage, directory, step.shapes, [one, two, {**one, "file": two["file"]}], meta(2))
+    other = {**two, "blocks": [[*b[:2], [9, 9], *b[3:]] if b[0] == "a" else b for b in two["blocks"]]}
+    with pytest.raises(Refused, match="a has several shapes or types"):
+        catalogue.commit(storage, directory, step.shapes, [one, other], meta(2))
     os.truncate(storage.root / directory / two["file"], 1)
     with pytest.raises(Refused, match="blocks-00001.bin has 1 bytes instead of"):
         catalogue.commit(storage, directory, step.shapes, [one, two], meta(2))
