@@ -51,6 +51,7 @@ def export_safetensors(storage: Storage, directory: str, manifest: Manifest, tar
             yield memoryview(tensor.view(-1).view(torch.uint8).numpy().data)
 
     folder, file = _split(target)
+    _refuse_existing(folder, file, target)
     folder.write(file, chunks())
 
 
@@ -82,6 +83,7 @@ def export_dcp(storage: Storage, directory: str, manifest: Manifest, target: str
     import torch.distributed.checkpoint as dcp  # here: it is slow to import, and few need it
     from torch.distributed.checkpoint.api import CheckpointException
 
+    _refuse_existing(*_split(target), target)
     state = {name: read_tensor(storage, directory, manifest, name) for name in names}
     meta = json.dumps(asdict(manifest.meta)).encode()
     state[META] = torch.frombuffer(bytearray(meta), dtype=torch.uint8)
@@ -142,6 +144,12 @@ def _no_process_group() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield
+
+
+def _refuse_existing(folder: Storage, name: str, target: str) -> None:
+    """A failure midway would cost what is there."""
+    if name in folder.list(""):
+        raise FileExistsError(f"{target} exists; name another target")
 
 
 def _split(url: str) -> tuple[Storage, str]:

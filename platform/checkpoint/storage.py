@@ -21,7 +21,7 @@ class Storage(Protocol):
     url: str  # for people: without user and password
 
     def write(self, path: str, chunks: Iterable[memoryview]) -> None:
-        """Afterwards the file is durable and whole; after a failure it is not there."""
+        """Makes a file. Afterwards it is durable and whole; after a failure it is not there."""
 
     def read(self, path: str, start: int = 0, end: int | None = None) -> bytearray:
         """Bytes [start, end), by default to the end; fewer where the file is shorter."""
@@ -59,7 +59,7 @@ class Local:
     def write(self, path: str, chunks: Iterable[memoryview]) -> None:
         target = self.root / path
         _make_directory(target.parent)
-        draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+        made = draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
         try:
             file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
             try:
@@ -70,11 +70,11 @@ class Local:
             finally:
                 os.close(file)
             os.replace(draft, target)
+            made = target
             _synchronise(target.parent)
         except BaseException:
-            for remains in (draft, target):
-                with suppress(OSError):
-                    os.unlink(remains)
+            with suppress(OSError):
+                os.unlink(made)
             raise
 
     def read(self, path: str, start: int = 0, end: int | None = None) -> bytearray:

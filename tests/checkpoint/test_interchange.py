@@ -67,6 +67,8 @@ def test_nothing_there(tmp_path, capsys, command, url):
 def test_there_and_back(saved, tmp_path, capsys, form):
     target, back = str(tmp_path / "exported"), str(tmp_path / "back")
     assert main(["export", saved.url, target, "--format", form]) == 0
+    assert main(["export", saved.url, target, "--format", form]) == 1
+    assert capsys.readouterr().err == f"checkpoint: {target} exists; name another target\n"
     assert main(["import", target, back, "--format", form]) == 0
     storage = connect(back)
     found = find(storage)
