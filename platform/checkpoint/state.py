@@ -61,21 +61,18 @@ class Held:
 def planned(plan: Plan, kind: str, dtype: torch.dtype) -> list[Held]:
     """What the plan's ranks hold of the state that lies as the parameters do: them (`kind` = model), or a moment of
     the optimizer. The tensors are named KIND.PARAMETER."""
-    here = [plan.mesh.coordinates(rank) for rank in range(plan.mesh.size)]
-    return [
-        Held.of(
-            f"{kind}.{p.name}",
-            dtype,
-            plan.global_shape(p),
-            ((r, Box.of(plan.block(p, at))) for r, at in enumerate(here)),
-        )
-        for p in plan.parameters
-    ]
+    ranks = [(rank, plan.mesh.coordinates(rank)) for rank in range(plan.mesh.size)]
+    out = []
+    for p in plan.parameters:
+        found = [(rank, Box.of(plan.block(p, at))) for rank, at in ranks if plan.present(p, at)]
+        out.append(Held.of(f"{kind}.{p.name}", dtype, plan.global_shape(p), found))
+    return out
 
 
 def blocks(plan: Plan, kind: str, tensors: Mapping[str, Tensor], coordinates: Mapping[str, int]) -> list[Block]:
-    """The local tensors of one rank, by parameter, as blocks of `planned`."""
-    return [Block(f"{kind}.{p.name}", Box.of(plan.block(p, coordinates)), tensors[p.name]) for p in plan.parameters]
+    """The local tensors of the rank at `coordinates`, by parameter, as blocks of `planned`."""
+    here = [p for p in plan.parameters if plan.present(p, coordinates)]
+    return [Block(f"{kind}.{p.name}", Box.of(plan.block(p, coordinates)), tensors[p.name]) for p in here]
 
 
 class Share(NamedTuple):

@@ -30,6 +30,8 @@ PLANS: dict[str, dict[str, Any]] = {
     "layout": {"tensor": "layout", "axes": {"rows": 2, "cols": 2},
                "rules": {"batch": ["rows"], "heads": ["cols"], "d_ff": ["cols"], "vocab": ["cols"]}},
     "dsp": {"branch": "dsp", "branch_axes": {"g": 2}},
+    "dsp_slice": {"branch": "dsp_slice", "branch_axes": {"g": 2}},
+    "dsp_csub": {"branch": "dsp_csub", "branch_axes": {"g": 2}, "data": 2},
     "1d with dsp": {"tensor": "1d", "axes": {"t": 2}, "branch": "dsp", "branch_axes": {"g": 2}, "data": 2},
 }  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
