@@ -7,7 +7,7 @@ and commits. `find` names the newest checkpoint that can be trusted, `restore` f
 """
 
 from platform.checkpoint.box import Box
-from platform.checkpoint.catalogue import Found, find, load, quarantine, verify
+from platform.checkpoint.catalogue import Found, find, load, quarantine, split, verify
 from platform.checkpoint.image import Image
 from platform.checkpoint.manifest import Corrupt, Manifest, Meta, Refused
 from platform.checkpoint.reshard import read_tensor, restore
@@ -17,5 +17,5 @@ from platform.checkpoint.storage import Storage, connect
 
 __all__ = [
     "Block", "Box", "Corrupt", "Found", "Held", "Image", "Manifest", "Meta", "Refused", "Saver", "Storage", "blocks",
-    "connect", "find", "load", "planned", "quarantine", "read_tensor", "restore", "shares", "verify",
+    "connect", "find", "load", "planned", "quarantine", "read_tensor", "restore", "shares", "split", "verify",
 ]  # fmt: skip

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from dataclasses import replace
 from typing import Any
@@ -53,10 +52,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _open(url: str) -> tuple[Storage, list[str]]:
     """The storage, and the directories in it that the URL means, newest first."""
-    folder, _, name = url.rstrip("/").rpartition("/")
-    if re.fullmatch(r"step-\d+-\d+-\w+", name):
-        return connect(folder or "."), [name]
-    storage = connect(url)
+    folder, name = catalogue.split(url)
+    storage = connect(folder)
+    if name:
+        return storage, [name]
     found = [a.directory for a in catalogue.attempts(storage)]
     if not found:
         raise Refused(f"{storage.url}: holds no checkpoint")

@@ -14,6 +14,7 @@ from platform.checkpoint.manifest import Corrupt, Manifest, Meta, Refused
 from platform.checkpoint.read import units, verify_units
 from platform.checkpoint.storage import Storage
 
+_DIRECTORY = r"step-(\d{8,})-(\d{6,})-([0-9a-f]{6})"
 BAD = "BAD.txt"  # in a quarantined checkpoint: the reason. Removing it by hand lifts the quarantine
 
 
@@ -32,8 +33,14 @@ class Attempt(NamedTuple):
 
 def attempts(storage: Storage) -> list[Attempt]:
     """All that were ever begun and not deleted, newest first. Other names in the storage are left alone."""
-    found = (re.fullmatch(r"step-(\d{8,})-(\d{6,})-([0-9a-f]{6})", name) for name in storage.list(""))
+    found = (re.fullmatch(_DIRECTORY, name) for name in storage.list(""))
     return sorted((Attempt(int(m[2]), int(m[1]), m[3]) for m in found if m), reverse=True)
+
+
+def split(url: str) -> tuple[str, str | None]:
+    """The URL of a storage and None, or, where `url` names one checkpoint in a storage, both."""
+    folder, _, name = url.rstrip("/").rpartition("/")
+    return (folder or ".", name) if re.fullmatch(_DIRECTORY, name) else (url, None)
 
 
 def begin(storage: Storage, step: int) -> str:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from platform.checkpoint.box import Box, stretch
+from platform.plan.ops import Parameter
 from platform.plan.plan import Plan
 
 DTYPES = {str(d).removeprefix("torch."): d for d in (
@@ -59,20 +60,36 @@ class Held:
 
 
 def planned(plan: Plan, kind: str, dtype: torch.dtype) -> list[Held]:
-    """What the plan's ranks hold of the state that lies as the parameters do: them (`kind` = model), or a moment of
+    """What the plan's ranks keep of the state that lies as the master copies do: them (`kind` = model), or a moment of
     the optimizer. The tensors are named KIND.PARAMETER."""
     ranks = [(rank, plan.mesh.coordinates(rank)) for rank in range(plan.mesh.size)]
     out = []
     for p in plan.parameters:
-        found = [(rank, Box.of(plan.block(p, at))) for rank, at in ranks if plan.present(p, at)]
+        found = [(rank, box) for rank, at in ranks for box in _kept(plan, p, at)]
         out.append(Held.of(f"{kind}.{p.name}", dtype, plan.global_shape(p), found))
     return out
 
 
 def blocks(plan: Plan, kind: str, tensors: Mapping[str, Tensor], coordinates: Mapping[str, int]) -> list[Block]:
-    """The local tensors of the rank at `coordinates`, by parameter, as blocks of `planned`."""
-    here = [p for p in plan.parameters if plan.present(p, coordinates)]
-    return [Block(f"{kind}.{p.name}", Box.of(plan.block(p, coordinates)), tensors[p.name]) for p in here]
+    """The local tensors of the rank at `coordinates`, by parameter and of `plan.master_shape`, as blocks of
+    `planned`: views of them."""
+    out = []
+    for p in plan.parameters:
+        at = 0
+        for box in _kept(plan, p, coordinates):
+            flat = tensors[p.name].detach().view(-1)
+            out.append(Block(f"{kind}.{p.name}", box, flat[at : at + box.size].view(box.extent)))
+            at += box.size
+    return out
+
+
+def _kept(plan: Plan, p: Parameter, coordinates: Mapping[str, int]) -> list[Box]:
+    """The block of the rank at `coordinates`; where it keeps a shard of that, the boxes that make up the shard, in
+    order."""
+    if not plan.present(p, coordinates):
+        return []
+    box = Box.of(plan.block(p, coordinates))
+    return stretch(box, *plan.shard(p, coordinates)) if plan.sharded else [box]
 
 
 class Share(NamedTuple):
