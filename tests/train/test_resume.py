@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from platform.checkpoint import Meta, Refused, Storage, connect, load
+from platform.checkpoint import Meta, Storage, connect, load
 from platform.checkpoint.catalogue import begin, commit
 from platform.config import Config
 from platform.parallel.groups import Alone, Communicator, run_threads
