@@ -61,7 +61,7 @@ def test_a_run_on_ray(tmp_path, own_text):
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert (config["train"]["steps"], config["tensor"]["axes"], config["parallel"]["data"]) == (3, {"t": 2}, 2)
     plan = json.loads((run / "plan.json").read_text())
-    assert plan["mesh"] == {"data": 2, "t": 2}
+    assert plan["mesh"] == {"stage": 1, "data": 2, "t": 2}
 
     journal = lines(run / "journal.jsonl")
     events = {entry["event"]: entry for entry in journal}
@@ -69,7 +69,7 @@ def test_a_run_on_ray(tmp_path, own_text):
     assert all(e["generation"] == 1 and isinstance(e["time"], float) for e in journal)
     workers = events["formed"]["workers"]
     assert [w["rank"] for w in workers] == [0, 1, 2, 3]
-    assert [w["coordinates"] for w in workers] == [{"data": d, "t": t} for d in (0, 1) for t in (0, 1)]
+    assert [w["coordinates"] for w in workers] == [{"stage": 0, "data": d, "t": t} for d in (0, 1) for t in (0, 1)]
     assert len({w["pid"] for w in workers}) == 4 and all(w["node"] for w in workers)
     assert events["done"]["step"] == 3
 

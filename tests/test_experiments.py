@@ -54,7 +54,7 @@ def test_an_experiment_begins_with_its_command(experiment):
 def test_every_file_says_what_it_is_and_composes(group, option):
     assert (CONF / group / f"{option}.yaml").read_text().startswith("# ")
     if group != "experiment":
-        own = {"text": ["data.path=x"], "pairs": ["model=t5_tiny"]}.get(option, [])
+        own = {"text": ["data.path=x"], "pairs": ["model=t5_tiny"], "file": ["pipeline.file=x"]}.get(option, [])
         compose([f"{group}={option}", *own])
 
 
@@ -134,7 +134,8 @@ def test_every_model_has_its_size_in_its_name_or_comment():
 
 def test_gpt175b_shrinks_to_a_laptop():
     shrunk = "model.layers=2 model.d_model=64 model.heads=4 model.length=32 model.vocab=512 tensor.axes.t=2"
+    shrunk += " pipeline.stages=2 pipeline.chunks=2"
     rest = "train.steps=5 train.global_batch=8 train.microbatch=2 cluster.device=cpu"
     config = compose(["+experiment=gpt175b", *shrunk.split(), *rest.split()])
     assert (config.model.layers, config.tensor.axes, config.precision) == (2, {"t": 2}, "bf16")
-    assert make_plan(config).mesh.size == 2
+    assert make_plan(config).mesh.size == 4

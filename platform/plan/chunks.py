@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any, Protocol
 
@@ -55,9 +56,10 @@ class Chunk:
     operations: Mapping[tuple[str, str], PlannedOperation]
     kept: tuple[Spec, ...] = ()  # the first activation of every stretch that is recomputed
 
-    @property
-    def parameters(self) -> set[str]:
-        return {p.name for o in self.operations.values() for p in o.operation.parameters}
+    @cached_property
+    def parameters(self) -> frozenset[str]:
+        """Their names."""
+        return frozenset(p.name for o in self.operations.values() for p in o.operation.parameters)
 
 
 @dataclass(frozen=True)

@@ -546,7 +546,7 @@ def describe(plan: Plan) -> str:
         *(table if dims or zero else []),
         f"  parameters      {plan.parameter_count:,} ({plan.local_parameter_count:,} per worker{elsewhere})"
         + _sharding(plan),
-        *(f"  stage {stage}         {units}" for stage, units in _stages(plan) if plan.stages > 1),
+        *(f"  stage {stage}         {units}" for stage, units in _stages(plan)),
         f"  step            {plan.tokens_per_step:,} tokens in {plan.microbatches} microbatches;"
         f" {human(plan.flops_per_token * plan.tokens_per_step)}FLOP",
         f"  communication   {human(sum(moved.values()))}B per step: {traffic}{more}",
@@ -556,13 +556,13 @@ def describe(plan: Plan) -> str:
 
 
 def _stages(plan: Plan) -> list[tuple[int, str]]:
-    """Each stage with the units of its chunks: `embedding .. layers.3 | layers.8 .. layers.11`."""
+    """Each stage of several with the units of its chunks: `embedding .. layers.3 | layers.8 .. layers.11`."""
 
     def shown(units: Sequence[str]) -> str:
         return units[0] if len(units) == 1 else f"{units[0]} .. {units[-1]}"
 
-    chunks = {stage: [c for c in plan.chunks if c.stage == stage] for stage in range(plan.stages)}
-    return [(stage, " | ".join(shown(c.units) for c in found)) for stage, found in chunks.items()]
+    stages = range(plan.stages if plan.stages > 1 else 0)
+    return [(stage, " | ".join(shown(c.units) for c in plan.chunks if c.stage == stage)) for stage in stages]
 
 
 def _sharding(plan: Plan) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import inf
-from operator import add
 
 
 def place_layers(costs: Sequence[float], chunks: int) -> list[range]:
@@ -23,23 +23,42 @@ def place_layers(costs: Sequence[float], chunks: int) -> list[range]:
     def cost(start: int, end: int) -> float:
         return total[end] - total[start]
 
-    limit = max(cost(r.start, r.stop) for r in _split(units, parts, cost, max))
-    found = _split(units, parts, lambda i, j: cost(i, j) ** 2 if cost(i, j) <= limit else inf, add)
+    limit = _smallest_maximum(costs, parts)
+    found = _most_even(units, parts, cost, limit)
     empty = [range(found[-1].start, found[-1].start)] * (chunks - parts)
     return [*found[:-1], *empty, found[-1]]
 
 
-def _split(
-    units: int, parts: int, price: Callable[[int, int], float], join: Callable[[float, float], float]
-) -> list[range]:
-    """`parts` non-empty ranges that tile range(units) and have the least joined price; of several the first."""
+def _smallest_maximum(costs: Sequence[float], parts: int) -> float:
+    """The least limit under which filling ranges one after the other needs no more than `parts`: one of all sums."""
+
+    def ranges(limit: float) -> int:
+        count, filled = 1, 0.0
+        for c in costs:
+            if filled + c > limit:
+                count, filled = count + 1, 0.0
+            filled += c
+        return count
+
+    sums = sorted({s for start in range(len(costs)) for s in accumulate(costs[start:])})
+    possible = sums[bisect_left(sums, max(costs)) :]
+    return possible[bisect_left(possible, True, key=lambda limit: ranges(limit) <= parts)]
+
+
+def _most_even(units: int, parts: int, cost: Callable[[int, int], float], limit: float) -> list[range]:
+    """`parts` non-empty ranges that tile range(units), none above `limit`, with the least sum of squares; of several
+    the one with the first cut first."""
     best = [[inf] * (units + 1) for _ in range(parts + 1)]  # best[k][i]: of the units from i on, in k ranges
     cut = [[units] * (units + 1) for _ in range(parts + 1)]  # where the first of those ranges ends
     best[0][units] = 0.0
+    slack = limit * 1e-9  # sums of floats differ in the last place
     for k in range(1, parts + 1):
         for i in range(units - k + 1):
-            ends = range(i + 1, units - k + 2)
-            best[k][i], cut[k][i] = min((join(price(i, j), best[k - 1][j]), j) for j in ends)
+            for j in range(i + 1, units - k + 2):
+                if (here := cost(i, j)) > limit + slack:
+                    break
+                if (price := here**2 + best[k - 1][j]) < best[k][i]:
+                    best[k][i], cut[k][i] = price, j
     ranges, start = [], 0
     for k in range(parts, 0, -1):
         ranges.append(range(start, cut[k][start]))

@@ -82,7 +82,7 @@ def test_ray_starts_on_every_node_and_the_launcher_once(job: dict[str, str]) -> 
     [launch] = [call for call in called if call.startswith("python")]
     assert shlex.split(launch) == [
         *"python -m platform.launch +experiment=gpt175b cluster=ray cluster.wait=600".split(),
-        *"parallel.data=4 run.dir=runs/gpt175b-4711 seed=7".split(),
+        *"pipeline.stages=4 run.dir=runs/gpt175b-4711 seed=7".split(),
         "data.path=/a b",
     ]
     assert "RAY_ADDRESS=10.0.0.1:6379" in called

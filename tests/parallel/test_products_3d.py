@@ -37,12 +37,12 @@ def cube(p: int) -> Mesh:
     return Mesh.of({"x": p, "y": p, "z": p})
 
 
-def planned(product: str):
+def planned(product: str, again: bool = False):
     *matrices, _, _ = PRODUCTS[product]
     (a, a_on), (b, b_on), (c, c_on) = ((tuple(dims), Layout.of(on)) for dims, on in matrices)
     contraction = contract([(a, a_on, False), (b, b_on, False)], (c, c_on))
-    member = Member(0, a, b, c, contraction.inputs[1], contraction.output)
-    return contraction, Group(contraction.inputs[0], (member,)), ((a, a_on), (b, b_on), (c, c_on))
+    member = Member(0, a, b, c, contraction.inputs[1], contraction.output, again)
+    return contraction, Group(contraction.inputs[0], (member,), again=again), ((a, a_on), (b, b_on), (c, c_on))
 
 
 @pytest.mark.parametrize("product", PRODUCTS)
@@ -60,7 +60,7 @@ def test_directions(product):
 
 def check(product: str, p: int, again: bool) -> None:
     mesh = cube(p)
-    _, group, (a, b, c) = planned(product)
+    _, group, (a, b, c) = planned(product, again)
     draw = torch.Generator().manual_seed(0)
     random = lambda dims: torch.randn([SIZES[d] for d in dims], dtype=torch.float64, generator=draw)  # noqa: E731
     whole = [random(dims).requires_grad_() for dims, _ in (a, b)]
@@ -76,7 +76,7 @@ def check(product: str, p: int, again: bool) -> None:
     def work(communicator):
         torch.set_num_threads(1)
         x, y = (mine(t.detach(), o, communicator).clone().requires_grad_() for t, o in zip(whole, (a, b), strict=True))
-        (z,) = einsums(communicator, group, x, [y], again=again)
+        (z,) = einsums(communicator, group, x, [y])
         z.backward(mine(upstream, c, communicator))
         for found, tensor, operand in ((z, expected, c), (x.grad, whole[0].grad, a), (y.grad, whole[1].grad, b)):
             wanted = mine(tensor.detach(), operand, communicator)
