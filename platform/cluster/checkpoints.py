@@ -106,7 +106,8 @@ class Checkpoints:
         there = self._origin.manifest.meta.corpus if self._origin.manifest else corpus
         if there != corpus:
             where = f"{self._origin.storage.url}/{self._origin.directory}"
-            raise ConfigError(f"data: {where} was trained on corpus {there}, this is {corpus}; data files have changed")
+            reason = f"its corpus is {corpus} now, and was {there} for {where}: the files have changed"
+            raise ConfigError(violation("data", self._config.data.kind, reason))
 
     def _refuse(self, directory: str, reason: str) -> None:
         self._journal.event("checkpoint_refused", directory=directory, reason=reason)

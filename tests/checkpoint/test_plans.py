@@ -32,6 +32,10 @@ PLANS: dict[str, dict[str, Any]] = {
     "dsp": {"branch": "dsp", "branch_axes": {"g": 2}},
     "dsp_slice": {"branch": "dsp_slice", "branch_axes": {"g": 2}},
     "dsp_csub": {"branch": "dsp_csub", "branch_axes": {"g": 2}, "data": 2},
+    "data 3, zero 1": {"data": 3, "zero": 1, "global_batch": 12},
+    "1d, data 2, zero 3": {"tensor": "1d", "axes": {"t": 2}, "data": 2, "zero": 3},
+    "1f1b, zero 1": {"pipeline": "1f1b", "stages": 2, "data": 2, "zero": 1},
+    "interleaved, v = 2": {"pipeline": "interleaved", "stages": 2, "chunks": 2},
     "1d with dsp": {"tensor": "1d", "axes": {"t": 2}, "branch": "dsp", "branch_axes": {"g": 2}, "data": 2},
 }  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
@@ -61,7 +65,7 @@ def job(model: str, name: str) -> Job:
     p = plan(model, name)
     holds: dict[str, list] = {}
     for rank, kind in product(range(p.mesh.size), KINDS):
-        shapes = {q.name: torch.empty(p.local_shape(q), device="meta") for q in p.parameters}
+        shapes = {q.name: torch.empty(p.master_shape(q), device="meta") for q in p.parameters}
         for block in blocks(p, kind, shapes, p.mesh.coordinates(rank)):
             assert block.tensor.shape == block.box.extent
             holds.setdefault(block.name, []).append((rank, block.box))
