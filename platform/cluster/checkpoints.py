@@ -8,16 +8,18 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from queue import SimpleQueue
 from time import perf_counter
 from typing import Any
 
 from platform.checkpoint import Manifest, Meta, Refused, Saver, Storage, connect, find, load, quarantine
-from platform.cluster.crew import Crew, WorkerFailed
+from platform.cluster.crew import Crew
 from platform.config import RESUME, Config, ConfigError, changed, digest, identity, violation
 from platform.monitor import Journal
 from platform.plan.plan import Plan
 from platform.train import places
 
+POLL_SECONDS = 0.01
 LIBRARIES = ("elastic-platform", "torch", "numpy")
 
 
@@ -78,6 +80,9 @@ class Checkpoints:
         self._config, self._plan, self._origin, self._journal, self._say = config, plan, found, journal, say
         self._storage = connect(places.home(config))
         self._saver = Saver(self._storage, last=config.checkpoint.keep, every=config.checkpoint.keep_every)
+        self._wanted: SimpleQueue[str] = SimpleQueue()  # the directory that the saver wants the workers to write
+        self._reports: SimpleQueue[list[dict[str, Any]]] = SimpleQueue()  # what the workers wrote
+        self._writing = False  # the workers are
         self._corpus = ""
         self.step = found.manifest.meta.step if found and found.manifest else 0
 
@@ -138,29 +143,38 @@ class Checkpoints:
         return False
 
     def save(self, crew: Crew, step: int) -> None:
-        """Makes a checkpoint, which may fail: then it says so, and training goes on. Raises WorkerFailed."""
+        """Begins a checkpoint, when the one before is over: waits for the workers' copies in host memory, no longer.
+        `advance` and `finish` carry it on. It may fail: then they say so. Raises WorkerFailed."""
+        self.finish(crew)
         snapshots = crew.call("snapshot")
         numbers: dict[str, Any] = next((s["values"] for s in snapshots if s["values"]), {})
-        lost: list[WorkerFailed] = []
+        self._saver.save(snapshots[0]["tensors"], self._meta(step, {"optimizer": numbers}), self._write)
 
-        def write(directory: str) -> Sequence[Mapping[str, Any]]:
-            if lost:
-                raise lost[0]
-            try:
-                reports = crew.call("write", directory)
-            except WorkerFailed as failure:
-                lost.append(failure)
-                raise
-            if errors := [f"rank {rank}: {r['error']}" for rank, r in enumerate(reports) if "error" in r]:
-                raise OSError(errors[0])
-            return reports
+    def _write(self, directory: str) -> Sequence[Mapping[str, Any]]:
+        """In the saver's thread, which leaves the crew to the driver's."""
+        self._wanted.put(directory)
+        reports = self._reports.get()
+        if errors := [f"rank {rank}: {r['error']}" for rank, r in enumerate(reports) if "error" in r]:
+            raise OSError(errors[0])
+        return reports
 
-        self._saver.save(snapshots[0]["tensors"], self._meta(step, {"optimizer": numbers}), write)
-        self._saver.wait()
+    def advance(self, crew: Crew, wait: bool = False) -> None:
+        """Between steps: hands on what the save under way needs and what became of it. Raises WorkerFailed."""
+        if not self._writing and not self._wanted.empty():
+            crew.call("write", self._wanted.get())
+            self._writing = True
+        if self._writing and None not in (reports := crew.call("written", wait)):
+            self._writing = False
+            self._reports.put(reports)
         for event in self._saver.poll():
             self._note(event)
-        if lost:
-            raise lost[0]
+
+    def finish(self, crew: Crew) -> None:
+        """Until no save is under way. Raises WorkerFailed."""
+        while self._saver.busy:
+            self.advance(crew, wait=True)
+            self._saver.wait(POLL_SECONDS)
+        self.advance(crew)
 
     def _meta(self, step: int, values: dict[str, Any]) -> Meta:
         return Meta(

@@ -171,11 +171,15 @@ class _Driver:
             self.done = step
             if step == first:
                 self.journal.event("first_step", step=step)
+            start = perf_counter()
+            self.checkpoints.advance(crew)
             if self.checkpoints.due(step, last=step == self.steps, stopping=self.signals.requested):
-                start = perf_counter()
                 self.checkpoints.save(crew, step)
                 self.stall = perf_counter() - start
+            if self.signals.requested:
+                self.checkpoints.finish(crew)
             self.signals.check()
+        self.checkpoints.finish(crew)
 
     def _row(self, reports: list[dict[str, Any]], seconds: float, peak_flops: float | None) -> dict[str, Any]:
         row = metrics_row(

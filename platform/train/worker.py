@@ -6,6 +6,7 @@ import json
 import os
 import socket
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,8 @@ TIMEOUT = timedelta(minutes=10)  # of one collective
 class Worker:
     """One rank. Everything that goes in and comes out is plain data.
 
-    The order of calls is `form`, `build`, perhaps `restore`, then `step`, `snapshot`, `write`, `evaluate` and `sample`
-    on all ranks alike, `close`.
+    The order of calls is `form`, `build`, perhaps `restore`, then `step`, `snapshot`, `write`, `written`, `evaluate`
+    and `sample` on all ranks alike, `close`.
     """
 
     def __init__(self, config: dict[str, Any], rank: int, world_size: int, *, device: str, run_dir: str, threads: int):
@@ -106,11 +107,20 @@ class Worker:
         tensors = {h.name: list(h.shape) for h in self.state.held} if self.rank == 0 else {}
         return {"tensors": tensors, "values": self.state.values()}
 
-    def write(self, directory: str) -> dict[str, Any]:
-        """Writes what the last `snapshot` copied into a checkpoint: the report of `Image.write`, or {"error": why}
-        where the storage fails, which is no failure of this worker."""
+    def write(self, directory: str) -> None:
+        """Begins to write what the last `snapshot` copied into a checkpoint. `written` tells how it ends."""
+        storage = connect(places.home(self.config))
+        writer = ThreadPoolExecutor(1, "checkpoint")
+        self._written = writer.submit(self.state.image.write, storage, directory)
+        writer.shutdown(wait=False)  # ends when it is done
+
+    def written(self, wait: bool) -> dict[str, Any] | None:
+        """The report of `Image.write`, or {"error": why} where the storage fails, which is no failure of this worker;
+        None while it goes on, unless told to `wait`."""
+        if not (wait or self._written.done()):
+            return None
         try:
-            return self.state.image.write(connect(places.home(self.config)), directory)
+            return self._written.result()
         except OSError as error:
             return {"error": f"{type(error).__name__}: {error}"}
 

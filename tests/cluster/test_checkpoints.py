@@ -22,7 +22,11 @@ class Answers:
     def call(self, method, *arguments):
         if method == "snapshot":
             return [{"tensors": {}, "values": {}}, {"tensors": {}, "values": {"step": 1.0}}]
+        if method == "write":
+            return [None, None]
         answer = self.written.pop(0)
+        if answer == "goes on":
+            return [None, {"file": "blocks-00001.bin", "bytes": 0, "blocks": []}]
         if isinstance(answer, Exception):
             raise answer
         return [{"file": "blocks-00000.bin", "bytes": 0, "blocks": []} if answer == "good" else {"error": answer}] * 2
@@ -44,16 +48,32 @@ def events(tmp_path):
     return [event["event"] for event in Journal.read(tmp_path / "journal.jsonl")]
 
 
+def save(checkpoints, step, *written):
+    crew = Answers(*written)
+    checkpoints.save(crew, step)
+    checkpoints.finish(crew)
+
+
 def test_a_save_that_fails_is_loud_and_tried_again(checkpoints, said, tmp_path):
-    checkpoints.save(Answers("OSError: no space", "good"), 3)
+    save(checkpoints, 3, "OSError: no space", "good")
     assert events(tmp_path) == ["checkpoint_failed", "checkpoint"] and checkpoints.step == 3
     assert said == ["WARNING: checkpoint failed after step 3: OSError: rank 0: OSError: no space; it is tried again"]
     assert "continues after step 3" in checkpoints.kept
 
 
+def test_steps_go_on_while_workers_write(checkpoints, tmp_path):
+    crew = Answers("goes on", "goes on", "good")
+    checkpoints.save(crew, 3)
+    while len(crew.written) > 1:  # the first call comes when the saver's thread has found a directory
+        checkpoints.advance(crew)
+    assert checkpoints.step == 0 and not events(tmp_path)
+    checkpoints.finish(crew)
+    assert checkpoints.step == 3 and events(tmp_path) == ["checkpoint"]
+
+
 def test_a_save_that_fails_for_good_stops_nothing(checkpoints, said, tmp_path):
-    checkpoints.save(Answers("good"), 3)
-    checkpoints.save(Answers("gone", "gone", "gone"), 4)
+    save(checkpoints, 3, "good")
+    save(checkpoints, 4, "gone", "gone", "gone")
     assert events(tmp_path) == ["checkpoint"] + ["checkpoint_failed"] * 3 and checkpoints.step == 3
     assert said[-1].endswith("gone; the newest good one is of step 3")
 
@@ -61,7 +81,7 @@ def test_a_save_that_fails_for_good_stops_nothing(checkpoints, said, tmp_path):
 def test_a_worker_that_dies_while_it_writes_has_failed(checkpoints, job):
     dead = WorkerFailed(job(2), "write(...)", Outcome(1, error="killed", died=True), None)
     with pytest.raises(WorkerFailed):
-        checkpoints.save(Answers(dead), 3)
+        save(checkpoints, 3, dead)
     assert checkpoints.step == 0 and "nothing was saved" in checkpoints.kept
 
 
