@@ -113,6 +113,20 @@ def test_slices_by_all_gather():
     assert set(found) == {more} and more > few
 
 
+@pytest.mark.parametrize("model", ["gpt", "llama", "t5"])
+@pytest.mark.parametrize(("scheme", "axes"), [SCHEMES[0], SCHEMES[1], SCHEMES[3], SCHEMES[8]], ids=str)
+@pytest.mark.parametrize(("recompute", "every"), [("selective", 1), ("full", 1), ("full", 2)])
+def test_recomputation(recompute, every, scheme, axes, model):
+    """What is kept is what the plan says, and less than without: where t ranks have a block's input alike, each keeps
+    1/t of it."""
+    more = {"dropout": 0.1, "layers": 4, **MODELS[model]}
+    c = configure(scheme, axes, recompute=recompute, every=every, **more)
+    plan, found = measured(c)
+    kept = saved_for_backward(plan, build(c.model), c.model.dropout).total
+    assert set(found) == {kept}
+    assert kept < saved_for_backward(make_plan(configure(scheme, axes, **more)), build(c.model), c.model.dropout).total
+
+
 def test_two_layers():
     c = configure(kind="two_layer", length=1, io=8, hidden=24, vocab=100)
     plan, found = measured(c)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import random
+import threading
+import weakref
 from math import prod
 
 import pytest
+from torch.autograd.graph import get_gradient_edge
 
-from platform.parallel.groups import Alone, run_threads
+from platform.parallel.groups import Alone, ThreadGroups, run_threads
+from platform.parallel.pipeline import Pipeline
 from platform.plan.replay import replay
 from platform.plan.simulate import simulate
 from platform.train.pipeline import schedule_of
@@ -154,6 +158,34 @@ def measured_live(c):
         return trainer.peak_live
 
     return plan, run_threads(plan.mesh, work)
+
+
+def test_an_output_is_freed_when_it_was_sent(monkeypatch):
+    """Of what a stage has sent only the edge of the graph stays: neither the output nor what shares its memory."""
+    c = configure(pipeline="gpipe", stages=2, microbatch=2, tied=False)
+    plan = make_plan(c)
+    made, alive = [], []  # on stage 0; how many of them there are when each of its backward passes begins
+    input_gradient, send = Pipeline._input_gradient, ThreadGroups.send
+    mine = lambda: threading.current_thread().name == "rank0"  # noqa: E731
+
+    def edge(x):
+        made.extend([weakref.ref(x)] if mine() else [])
+        return get_gradient_edge(x)
+
+    def sending(self, x, stage):
+        made.extend([weakref.ref(x)] if mine() else [])
+        return send(self, x, stage)
+
+    def beginning(self, action):
+        alive.extend([sum(reference() is not None for reference in made)] if mine() else [])
+        input_gradient(self, action)
+
+    monkeypatch.setattr("platform.parallel.pipeline.get_gradient_edge", edge)
+    monkeypatch.setattr("platform.parallel.pipeline.SENDS_IN_FLIGHT", 0)
+    monkeypatch.setattr(ThreadGroups, "send", sending)
+    monkeypatch.setattr(Pipeline, "_input_gradient", beginning)
+    run_threads(plan.mesh, lambda communicator: trainer_of(c, plan, communicator).compute_gradients(1))
+    assert plan.microbatches == len(alive) == 4 and len(made) == 8 and alive[0] == 0
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
