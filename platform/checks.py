@@ -28,7 +28,6 @@ from platform.plan.scheme import GATHERED, REGIONS, RESERVED, SLICE_VIA
 CHOICES: dict[str, tuple[Any, ...]] = {
     "precision": ("fp64", "fp32", "bf16"),
     "recompute": ("none", "selective", "full"),
-    "train.stop_at": (0,),
     "model.kind": ("decoder", "encoder", "encoder_decoder", "two_layer"),
     "model.fused_dropout": (False,),
     "model.norm": ("layernorm", "rmsnorm"),
@@ -42,8 +41,6 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "branch.order": ("inner", "outer"),
     "branch.slice_via": tuple(SLICE_VIA),
     "pipeline.kind": ("none", "gpipe", "1f1b", "interleaved", "zb_h1", "file"),
-    "checkpoint.every": (0,),
-    "checkpoint.resume": ("auto", "never"),
     "elastic.min_workers": (1,),
     "elastic.max_workers": (0,),
     "elastic.spares": (0,),
@@ -70,10 +67,7 @@ def allow_dims(names: Iterable[str]) -> None:
 ANY = "any other value"
 NOT_BUILT: dict[tuple[str, Any], str] = {  # (key, value): what is missing
     ("precision", "fp16"): "float16 with a loss scale",
-    ("train.stop_at", ANY): "stopping early, which needs checkpoints",
     ("model.fused_dropout", True): "attention masks drawn inside a fused kernel",
-    ("checkpoint.every", ANY): "checkpoints",
-    ("checkpoint.resume", ANY): "resuming from a named checkpoint",
     ("elastic.min_workers", ANY): "a mesh that shrinks and grows",
     ("elastic.max_workers", ANY): "a mesh that shrinks and grows",
     ("elastic.spares", ANY): "warm spares",
@@ -83,6 +77,7 @@ BOUNDS: dict[str, str] = {
     "seed": ">= 0",
     "recompute_every": ">= 1",
     "train.steps": ">= 1",
+    "train.stop_at": ">= 0",
     "train.global_batch": ">= 1",
     "train.microbatch": ">= 1",
     "model.layers": ">= 1",
@@ -113,6 +108,9 @@ BOUNDS: dict[str, str] = {
     "branch.axes": ">= 1",
     "pipeline.stages": ">= 1",
     "pipeline.chunks": ">= 1",
+    "checkpoint.every": ">= 0",
+    "checkpoint.keep": ">= 1",
+    "checkpoint.keep_every": ">= 0",
     "eval.every": ">= 0",
     "eval.batches": ">= 1",
     "cluster.wait": ">= 0",
@@ -217,6 +215,12 @@ def _text(config: Config) -> Iterator[str]:
         yield violation("monitor.sample", config.monitor.sample, constraint, [0])
 
 
+def _stop(config: Config) -> Iterator[str]:
+    if config.train.stop_at > config.train.steps:
+        constraint = f"must be <= train.steps={config.train.steps}"
+        yield violation("train.stop_at", config.train.stop_at, constraint, [config.train.steps])
+
+
 def _optimizer(config: Config) -> Iterator[str]:
     if len(config.optimizer.betas) != 2:
         yield violation("optimizer.betas", config.optimizer.betas, "must be two numbers", [[0.9, 0.95]])
@@ -319,6 +323,7 @@ RELATIONS: tuple[tuple[set[str], Callable[[Config], Iterator[str]]], ...] = (  #
     ({"model.d_model", "model.heads", "model.kv_heads", "model.d_kv"}, _attention),
     ({"train.global_batch", "train.microbatch"}, _replicas),
     ({"model.kind", "monitor.sample"}, _text),
+    ({"train.steps", "train.stop_at"}, _stop),
     ({"optimizer.betas"}, _optimizer),
     ({"data.kind", "data.validation", "eval.every"}, _data),
     ({"data.kind", "data.objective", "model.kind", "model.length"}, _objective),

@@ -130,9 +130,11 @@ class Pipeline:
 
 @dataclass
 class Checkpoint:
-    url: str = ""
-    every: int = 0
-    resume: str = "auto"
+    url: str = ""  # a path or any fsspec URL; "" = run.dir/checkpoints
+    every: int = 0  # steps between checkpoints, and one at the end; 0 = none
+    keep: int = 2  # the newest ones; older ones are deleted
+    keep_every: int = 0  # those of every so many steps are kept for good; 0 = none
+    resume: str = "auto"  # auto | never | must, or a checkpoint's path or URL
 
 
 @dataclass
@@ -207,6 +209,8 @@ def _build(cls: type, values: dict[str, Any], prefix: str) -> Any:
     return cls(**{k: _build(parts[k], v, f"{k}.") if k in parts else v for k, v in values.items()})  # type: ignore[arg-type]
 
 
+RESUME = ("auto", "never", "must")  # checkpoint.resume; anything else is a path or URL
+
 # model.kind -> what it can be asked to predict; the first is the default
 OBJECTIVES: dict[str, Sequence[str]] = {
     "decoder": ["causal"],
@@ -238,6 +242,15 @@ def identity(config: Config) -> dict[str, Any]:
         "train.global_batch": config.train.global_batch,
         "optimizer": values["optimizer"],
     }
+
+
+def changed(there: Any, here: Any, prefix: str = "") -> list[str]:
+    """What differs between two nested maps of configuration values, one line per key."""
+    if not isinstance(there, dict) or not isinstance(here, dict):
+        return [] if there == here else [f"{prefix}: {there} there, {here} here"]
+    keys = sorted(there.keys() | here.keys())
+    parts = (changed(there.get(k), here.get(k), f"{prefix}.{k}" if prefix else k) for k in keys)
+    return [line for part in parts for line in part]
 
 
 def violation(key: str, value: Any, constraint: str, legal: Iterable[Any] = ()) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from platform.arguments import experiment_of, explain, jobs_of, quote, rewrite, typed_values
 from platform.checks import axes_of, impossible_values, parse_layout, slices, violations
-from platform.config import Config, ConfigError, closest, digest, violation
+from platform.config import RESUME, Config, ConfigError, closest, digest, violation
 from platform.extensions import load_extensions
 from platform.plan.schedules import ONE_CHUNK
 
@@ -148,8 +148,12 @@ def _settle(config: Config, arguments: Sequence[str]) -> list[str]:
     pipeline.file = _absolute(pipeline.file)
     config.data.path, config.data.cache = _absolute(config.data.path), _absolute(config.data.cache)
     config.checkpoint.url = _absolute(config.checkpoint.url)
+    if config.checkpoint.resume not in RESUME:
+        config.checkpoint.resume = _absolute(config.checkpoint.resume)
     name = experiment_of(arguments) or "config"
-    config.run.dir = _absolute(config.run.dir or f"runs/{name}-{digest(config.to_dict())}")
+    values = config.to_dict()
+    del values["train"]["stop_at"], values["checkpoint"]["resume"]  # a run that is continued is the same run
+    config.run.dir = _absolute(config.run.dir or f"runs/{name}-{digest(values)}")
     return lines
 
 

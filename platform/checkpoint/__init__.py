@@ -1,0 +1,21 @@
+"""Checkpoints: blocks of global tensors on any storage, verified, and restored under any plan.
+
+A worker describes what it holds as `Block`s, and what everybody holds as `Held`, the same list on all ranks. It makes
+an `Image` of its `shares`, fills it at a step and writes it in the background; the driver's `Saver` gathers the reports
+and commits. `find` names the newest checkpoint that can be trusted, `restore` fills the blocks of any other plan. Where
+`restore` raises Corrupt: `quarantine` that one and `find` again.
+"""
+
+from platform.checkpoint.box import Box
+from platform.checkpoint.catalogue import Found, find, load, quarantine, split, verify
+from platform.checkpoint.image import Image
+from platform.checkpoint.manifest import Corrupt, Manifest, Meta, Refused
+from platform.checkpoint.reshard import read_tensor, restore
+from platform.checkpoint.saver import Saver
+from platform.checkpoint.state import Block, Held, blocks, planned, shares
+from platform.checkpoint.storage import Storage, connect
+
+__all__ = [
+    "Block", "Box", "Corrupt", "Found", "Held", "Image", "Manifest", "Meta", "Refused", "Saver", "Storage", "blocks",
+    "connect", "find", "load", "planned", "quarantine", "read_tensor", "restore", "shares", "split", "verify",
+]  # fmt: skip

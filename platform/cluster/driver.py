@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from platform import data
 from platform.cluster import resources, torchrun
@@ -24,8 +24,10 @@ from platform.plan.schedule import Schedule, table
 from platform.plan.simulate import simulate
 from platform.train.pipeline import schedule_of
 
-DONE, FAILED = 0, 1
-_LOST = "nothing was saved (no checkpoints yet); the same command starts again from step 1"
+if TYPE_CHECKING:
+    from platform.cluster.checkpoints import Checkpoints, Origin
+
+DONE, FAILED, STOPPED = 0, 1, 75
 
 
 def run(config: Config, plan: Plan, *, experiment: str, worker: str = WORKER) -> int:
@@ -53,23 +55,39 @@ def _run(config: Config, plan: Plan, experiment: str, worker: str) -> int:
         return DONE
     if mistakes := data.check(config.data, vocab=config.model.vocab):
         raise ConfigError(mistakes)
+    from platform.cluster.checkpoints import check_writable, origin  # torch takes seconds: cheap refusals come first
+
+    found = origin(config)
     try:
         with StopSignals() as signals:
             device = resources.secure(config.cluster, plan.mesh.size, print)
             with directory.claim(config, plan.to_dict()):
-                status = _drive(config, plan, directory, device, steps, worker, signals)
+                if config.checkpoint.every or config.train.stop_at:
+                    check_writable(config)
+                status = _drive(config, plan, directory, device, steps, worker, signals, found)
     except Stopped as stopped:  # outside of training, or for the second time
-        print(f"stopped by {stopped}: {_LOST}")
+        print(f"stopped by {stopped}: nothing was done; the same command does it")
         return FAILED
     if status == DONE:
         print(f"run directory: {directory.path}")
+        if steps < config.train.steps:
+            print(f"ended after step {steps}, as train.stop_at says; without it the same command continues")
         print(f"next: {_next_command(config, experiment)}")
     return status
 
 
 def _drive(
-    config: Config, plan: Plan, directory: RunDirectory, device: str, steps: int, worker: str, signals: StopSignals
+    config: Config,
+    plan: Plan,
+    directory: RunDirectory,
+    device: str,
+    steps: int,
+    worker: str,
+    signals: StopSignals,
+    found: Origin | None,
 ) -> int:
+    from platform.cluster.checkpoints import Checkpoints
+
     job = Job(
         config=config.to_dict(),
         coordinates=[plan.mesh.coordinates(rank) for rank in range(plan.mesh.size)],
@@ -81,7 +99,8 @@ def _drive(
         monitor = open_monitor(config, directory.path, total_steps=steps)
         status = FAILED
         try:
-            status = _Driver(config, plan, job, steps, journal, monitor, signals).run()
+            checkpoints = Checkpoints(config, plan, found, journal, monitor.say)
+            status = _Driver(config, plan, job, steps, journal, monitor, signals, checkpoints).run()
         finally:
             monitor.close(status)
     return status
@@ -99,10 +118,13 @@ class _Driver:
         journal: Journal,
         monitor: Monitor,
         signals: StopSignals,
+        checkpoints: Checkpoints,
     ):
         self.config, self.plan, self.job, self.steps = config, plan, job, steps
         self.journal, self.monitor, self.signals = journal, monitor, signals
+        self.checkpoints = checkpoints
         self.done = 0  # updates so far
+        self.stall = 0.0  # seconds that saving took since the last row
         self.timeline: Timeline | None = None
 
     def run(self) -> int:
@@ -127,13 +149,17 @@ class _Driver:
             self._report(failure)
         except Stopped as stopped:
             self.journal.event("stopped", signal=str(stopped), step=self.done)
-            self.monitor.say(f"stopped by {stopped} after step {self.done}: {_LOST}")
+            self.monitor.say(f"stopped by {stopped} after step {self.done}: {self.checkpoints.kept}")
+            if self.config.checkpoint.every and self.checkpoints.step:
+                self.journal.event("released")
+                return STOPPED
         self.journal.event("released")
         return FAILED
 
     def _train(self, crew: Crew, peak_flops: float | None) -> None:
         every = self.config.eval.every
-        for step in range(1, self.steps + 1):
+        first = self.done + 1
+        for step in range(first, self.steps + 1):
             start = perf_counter()
             reports = crew.call("step", step)
             row = self._row(reports, perf_counter() - start, peak_flops)
@@ -143,12 +169,20 @@ class _Driver:
                 row["val_loss"] = crew.call("evaluate")[0]["val_loss"]
             self.monitor.step(row)
             self.done = step
-            if step == 1:
+            if step == first:
                 self.journal.event("first_step", step=step)
+            start = perf_counter()
+            self.checkpoints.advance(crew)
+            if self.checkpoints.due(step, last=step == self.steps, stopping=self.signals.requested):
+                self.checkpoints.save(crew, step)
+                self.stall = perf_counter() - start
+            if self.signals.requested:
+                self.checkpoints.finish(crew)
             self.signals.check()
+        self.checkpoints.finish(crew)
 
     def _row(self, reports: list[dict[str, Any]], seconds: float, peak_flops: float | None) -> dict[str, Any]:
-        return metrics_row(
+        row = metrics_row(
             reports,
             seconds,
             length=self.config.model.length,
@@ -156,11 +190,14 @@ class _Driver:
             peak_flops=peak_flops,
             generation=self.journal.generation,
         )
+        if self.stall:  # after the step before this one, whose row was written before
+            row["seconds"]["checkpoint"], self.stall = self.stall, 0.0
+        return row
 
     def _prepare_data(self) -> None:
         """Here and first, so that the workers find the tokens in the cache and mistakes come before any process."""
         with _messages("platform.data", self.monitor.say):
-            data.of(self.config)
+            self.checkpoints.check(data.of(self.config).digest)
 
     def _crew(self) -> Crew:
         kind = resources.crew_kind(self.config.cluster)
@@ -181,8 +218,12 @@ class _Driver:
             stages = [c["stage"] for c in self.job.coordinates]
             self.timeline = Timeline(schedule, [stage.step for stage in of_stage], names, stages)
         plain = [stage.plain() for stage in of_stage]
-        built = crew.call("build", ByRank(plain[c["stage"]] for c in self.job.coordinates))[0]
-        self.journal.event("running", step=1, parameters_per_worker=built["parameters"])
+        of_rank = ByRank(plain[c["stage"]] for c in self.job.coordinates)
+        built = crew.call("build", of_rank)[0]
+        while not self.checkpoints.restore(crew):
+            built = crew.call("build", of_rank)[0]
+        self.done = self.checkpoints.step
+        self.journal.event("running", step=self.done + 1, parameters_per_worker=built["parameters"])
         return dense_bf16_peak(built["device"])
 
     def _finish(self, crew: Crew) -> None:
@@ -202,7 +243,7 @@ class _Driver:
         self.monitor.say(f"{failure}")
         if log:
             self.monitor.say(f"its log: {log}")
-        self.monitor.say(f"stopped after step {self.done}: {_LOST}")
+        self.monitor.say(f"stopped after step {self.done}: {self.checkpoints.kept}")
 
 
 @contextmanager

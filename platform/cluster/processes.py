@@ -83,7 +83,8 @@ class ProcessCrew(RemoteCrew):
 
 
 def _main(pipe: Connection, place: Assignment) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches every process; the driver decides
+    for number in (signal.SIGINT, signal.SIGUSR1):  # a terminal's Ctrl-C reaches every process; the driver decides
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_driver, daemon=True).start()
 
     def receive() -> Any:

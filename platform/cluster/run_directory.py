@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from platform.config import Config, ConfigError, identity, violation
+from platform.config import Config, ConfigError, changed, identity, violation
 from platform.monitor import Journal
 
 
@@ -38,9 +38,7 @@ class RunDirectory:
             raise self._unusable(error) from None
         except (yaml.YAMLError, ValueError, TypeError, AttributeError):
             raise self._refusal("its config.yaml is not a run's configuration; name another directory") from None
-        old, new = _flat(there), _flat(identity(config))
-        if different := [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]:
-            lines = [f"{key}: {old.get(key)} there, {new.get(key)} here" for key in different]
+        if lines := changed(there, identity(config)):
             first = violation("run.dir", self.path, "holds another run; name another directory. What differs:")
             raise ConfigError([first, *lines])
 
@@ -98,9 +96,3 @@ def _replace(path: Path, text: str) -> None:
     draft = path.with_name(f".{path.name}.draft")
     draft.write_text(text)
     draft.replace(path)
-
-
-def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(values, dict):
-        return {prefix: values}
-    return {k: v for key, item in values.items() for k, v in _flat(item, f"{prefix}.{key}" if prefix else key).items()}

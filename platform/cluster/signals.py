@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first asks the run to stop at the next good moment, the second stops it at once."""
+"""Ctrl-C, SIGTERM and SIGUSR1: the first asks the run to stop at the next good moment, the second stops it at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-STOPPING = (signal.SIGINT, signal.SIGTERM)
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class Stopped(BaseException):
@@ -38,6 +38,11 @@ class StopSignals:
             yield
         finally:
             self._deferred = False
+
+    @property
+    def requested(self) -> bool:
+        """Whether a signal has come."""
+        return self._requested is not None
 
     def check(self) -> None:
         """Raises Stopped if a signal has come."""

@@ -198,6 +198,11 @@ class Communicator(ABC):
                 sending.wait()
         self.moved, self.log = moved, log
 
+    @abstractmethod
+    def exchange(self, messages: Sequence[Tensor]) -> list[Tensor]:
+        """An all-to-all of bytes among all ranks of the mesh: takes one uint8 tensor [bytes] on the CPU per receiver,
+        returns one per sender, in rank order. Sizes differ, and nothing is counted: no step does it."""
+
     def close(self) -> None:  # noqa: B027  (most have nothing to leave)
         """Leaves the groups."""
 
@@ -210,6 +215,9 @@ class Alone(Communicator):
 
     def _start(self, op, given, out, axes, group, reduce, root):
         raise AssertionError("a world of one launches no collective")
+
+    def exchange(self, messages):
+        return list(messages)
 
 
 class ProcessGroups(Communicator):
@@ -254,6 +262,16 @@ class ProcessGroups(Communicator):
         work = dist.irecv(out, peer)
         assert work is not None
         return work.wait
+
+    def exchange(self, messages):
+        sent = torch.tensor([m.numel() for m in messages], device=self.device)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent)
+        given = torch.cat(list(messages)).to(self.device)
+        sizes = received.tolist()
+        out = given.new_empty(sum(sizes))
+        dist.all_to_all_single(out, given, sizes, sent.tolist())
+        return list(out.cpu().split(sizes))
 
     def close(self) -> None:
         if dist.is_initialized():
@@ -380,6 +398,19 @@ class ThreadGroups(Communicator):
                 del self._world.letters[key]
 
         return wait
+
+    def exchange(self, messages):
+        def pass_on(parts, outs):
+            others = [peer for peer in range(self.mesh.size) if peer != self.rank]
+            for peer in others:
+                self._send(parts[peer], peer)
+            for peer in others:
+                self._receive(outs[peer], peer)()
+            outs[self.rank].copy_(parts[self.rank])
+            return outs
+
+        sizes = pass_on([torch.tensor(m.numel()) for m in messages], [torch.tensor(0) for _ in messages])
+        return pass_on(messages, [torch.empty(int(n), dtype=torch.uint8) for n in sizes])
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:

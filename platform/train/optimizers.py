@@ -28,6 +28,18 @@ def _adamw(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
 OPTIMIZERS = {"adamw": OptimizerKind(_adamw, moments=2)}
 
 
+def state_of(o: Optimizer, dtype: torch.dtype, device: torch.device) -> tuple[list[str], dict[str, Any]]:
+    """What an optimizer keeps per parameter of `dtype`: the names of its moments, which are shaped as the parameter,
+    and its numbers by name, as they are after one step. Found by taking it."""
+    w = torch.zeros(2, dtype=dtype, device=device, requires_grad=True)
+    w.grad = torch.zeros_like(w)
+    optimizer = OPTIMIZERS[o.kind].make([{"params": [w], "weight_decay": 0.0}], o)
+    optimizer.step()
+    found = {name: value for name, value in optimizer.state[w].items() if value is not None}
+    moments = [name for name, value in found.items() if isinstance(value, torch.Tensor) and value.shape == w.shape]
+    return moments, {name: value for name, value in found.items() if name not in moments}
+
+
 def register_optimizer(
     name: str, make: Callable[[list[dict[str, Any]], Optimizer], torch.optim.Optimizer], moments: int
 ) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,14 @@ import torch
 import torch.distributed as dist
 
 from platform import data
+from platform.checkpoint import Corrupt, Refused, connect, load
 from platform.config import Config, ConfigError
 from platform.extensions import load_extensions
 from platform.parallel.groups import Alone, Communicator, ProcessGroups
 from platform.plan.rows import Rows
+from platform.train import places
 from platform.train.plan import make_plan
+from platform.train.state import State
 from platform.train.trainer import Trainer
 
 TIMEOUT = timedelta(minutes=10)  # of one collective
@@ -27,7 +31,8 @@ TIMEOUT = timedelta(minutes=10)  # of one collective
 class Worker:
     """One rank. Everything that goes in and comes out is plain data.
 
-    The order of calls is `form`, `build`, then `step`, `evaluate` and `sample` on all ranks alike, `close`.
+    The order of calls is `form`, `build`, perhaps `restore`, then `step`, `snapshot`, `write`, `written`, `evaluate`
+    and `sample` on all ranks alike, `close`.
     """
 
     def __init__(self, config: dict[str, Any], rank: int, world_size: int, *, device: str, run_dir: str, threads: int):
@@ -76,6 +81,7 @@ class Worker:
         """Parameters, optimizer and data. `rows`: what this stage runs, see `platform.plan.rows.Rows.plain`."""
         c = self.config
         self.trainer = Trainer(c, self.plan, self.communicator, data.of(c), Rows.from_plain(rows))
+        self.state = State(self.trainer)
         name = torch.cuda.get_device_name() if self.device == "cuda" else "cpu"
         return {"parameters": self.plan.parameters_at(self.communicator.coordinates), "device": name}
 
@@ -93,6 +99,45 @@ class Worker:
         with open(path, "a") as file:
             file.writelines(json.dumps(vars(launch)) + "\n" for launch in self.communicator.log)
         self.communicator.log.clear()
+
+    def snapshot(self) -> dict[str, Any]:
+        """Copies this rank's share of the state to host memory; {"values": the optimizer's numbers, "tensors": on rank
+        0, name -> global shape}."""
+        self.state.image.fill(self.state.blocks())
+        tensors = {h.name: list(h.shape) for h in self.state.held} if self.rank == 0 else {}
+        return {"tensors": tensors, "values": self.state.values()}
+
+    def write(self, directory: str) -> None:
+        """Begins to write what the last `snapshot` copied into a checkpoint. `written` tells how it ends."""
+        storage = connect(places.home(self.config))
+        writer = ThreadPoolExecutor(1, "checkpoint")
+        self._written = writer.submit(self.state.image.write, storage, directory)
+        writer.shutdown(wait=False)  # ends when it is done
+
+    def written(self, wait: bool) -> dict[str, Any] | None:
+        """The report of `Image.write`, or {"error": why} where the storage fails, which is no failure of this worker;
+        None while it goes on, unless told to `wait`."""
+        if not (wait or self._written.done()):
+            return None
+        try:
+            return self._written.result()
+        except OSError as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+
+    def restore(self, directory: str) -> dict[str, str]:
+        """Takes over the state of a checkpoint of any plan. {}, or, alike on all ranks and with an undefined state,
+        {"corrupt" | "refused" | "failed": why}."""
+        storage = connect(places.source(self.config)[0])
+        manifest = load(storage, directory)  # what goes wrong here does on this rank alone, and is its failure
+        try:
+            self.state.restore(storage, directory, manifest)
+        except Corrupt as error:
+            return {"corrupt": str(error)}
+        except Refused as error:
+            return {"refused": str(error)}
+        except OSError as error:
+            return {"failed": str(error)}
+        return {}
 
     def evaluate(self) -> dict[str, float]:
         """{"val_loss": mean loss per token of the held-out batches}, equal on all ranks."""

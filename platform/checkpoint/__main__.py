@@ -1,0 +1,149 @@
+"""Checkpoints for people: verify them, show what they hold, turn them into other formats and back.
+
+URL is a storage (a path or any fsspec URL), of which the newest checkpoint is meant, or one checkpoint in it.
+Exit status: 0 done; 1 a checkpoint is refused, with the reason; 2 the command line is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from typing import Any
+
+from platform.checkpoint import catalogue
+from platform.checkpoint.interchange import EXPORT, IMPORT, store
+from platform.checkpoint.manifest import Manifest, Meta, Refused
+from platform.checkpoint.storage import Storage, connect
+from platform.config import ConfigError, closest, violation
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m platform.checkpoint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("verify", help="read every byte; of a storage, of every checkpoint in it")
+    command.set_defaults(run=_verify)
+    command.add_argument("url")
+    command = commands.add_parser("show", help="what a checkpoint holds; of a storage, what lies in it")
+    command.set_defaults(run=_show)
+    command.add_argument("url")
+    command.add_argument("--json", action="store_true", help="print JSON instead of text")
+    command = commands.add_parser("export", help="write its tensors in another format")
+    command.set_defaults(run=_export)
+    command.add_argument("url")
+    command.add_argument("target", help="safetensors: a file, or its URL; dcp: a local directory")
+    command.add_argument("--format", choices=EXPORT, default="safetensors")
+    command.add_argument("--only", default="", metavar="PREFIX", help="tensors whose names begin with it")
+    command = commands.add_parser("import", help="make a checkpoint of what another format holds")
+    command.set_defaults(run=_import)
+    command.add_argument("source", help="what export writes. A dcp directory can run code: only from who you trust")
+    command.add_argument("url")
+    command.add_argument("--format", choices=IMPORT, default="safetensors")
+    given = parser.parse_args(arguments)
+    try:
+        return given.run(given)
+    except (Refused, ConfigError, OSError) as error:
+        print(f"checkpoint: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+
+
+def _open(url: str) -> tuple[Storage, list[str]]:
+    """The storage, and the directories in it that the URL means, newest first."""
+    folder, name = catalogue.split(url)
+    storage = connect(folder)
+    if name:
+        return storage, [name]
+    found = [a.directory for a in catalogue.attempts(storage)]
+    if not found:
+        raise Refused(f"{storage.url}: holds no checkpoint")
+    return storage, found
+
+
+def _newest(url: str) -> tuple[Storage, str, Manifest]:
+    storage, directories = _open(url)
+    reasons = []
+    for directory in directories:
+        try:
+            return storage, directory, catalogue.load(storage, directory)
+        except Refused as error:
+            reasons.append(f"{directory}: {error}")
+    raise Refused("; ".join(reasons))
+
+
+def _verify(given: argparse.Namespace) -> int:
+    storage, directories = _open(given.url)
+    bad = 0
+    for directory in directories:
+        try:
+            manifest = catalogue.verify(storage, directory)
+            print(f"{directory}: good, {len(manifest.tensors)} tensors, {_bytes(manifest.nbytes)}")
+        except (Refused, OSError) as error:
+            bad += 1
+            print(f"{directory}: {error}")
+    return 1 if bad else 0
+
+
+def _show(given: argparse.Namespace) -> int:
+    storage, directory, manifest = _newest(given.url)
+    found = summary(manifest)
+    if given.json:
+        print(json.dumps({"directory": directory, **found}))
+        return 0
+    print(f"{storage.url}/{directory}")
+    for key, value in found.items():
+        if key != "tensors":
+            print(f"  {key:<14} {value}")
+    for name, t in found["tensors"].items():
+        print(f"  {name:<48} {t['dtype']:<9} {' x '.join(map(str, t['shape'])) or 'scalar':<16} {t['blocks']} blocks")
+    return 0
+
+
+def summary(manifest: Manifest) -> dict[str, Any]:
+    """What `show` prints, plain data."""
+    meta, tensors = manifest.meta, manifest.tensors
+    return {
+        "step": meta.step,
+        "samples": meta.samples,
+        "seed": meta.seed,
+        "corpus": meta.corpus,
+        "configuration": meta.configuration,
+        "mesh": " x ".join(f"{a}={n}" for a, n in meta.plan.get("mesh", {}).items()) or "one worker",
+        "scheme": meta.plan.get("scheme", ""),
+        "versions": ", ".join(f"{library} {v}" for library, v in meta.versions.items()),
+        "values": json.dumps(meta.values),
+        "size": f"{_bytes(manifest.nbytes)} in {len(manifest.files)} files",
+        "tensors": {n: {"dtype": t.dtype, "shape": t.shape, "blocks": len(t.blocks)} for n, t in tensors.items()},
+    }
+
+
+def _export(given: argparse.Namespace) -> int:
+    storage, directory, manifest = _newest(given.url)
+    names = [n for n in manifest.tensors if n.startswith(given.only)]
+    if not names:
+        raise ConfigError(violation("--only", given.only, "begins no name", closest(given.only, manifest.tensors)[:3]))
+    EXPORT[given.format](storage, directory, manifest, given.target, names)
+    print(f"{directory}: {len(names)} tensors in {given.target}")
+    return 0
+
+
+def _import(given: argparse.Namespace) -> int:
+    storage = connect(given.url)
+    try:
+        meta, tensors = IMPORT[given.format](given.source)
+        meta = meta or Meta(step=0, samples=0, seed=0, corpus="", identity={}, configuration="", plan={})
+        directory = store(storage, tensors, replace(meta, plan={}))  # its blocks are whole tensors now
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Refused(f"{given.source} does not hold {given.format}: {type(error).__name__}: {error}") from None
+    print(f"{storage.url}/{directory}")
+    return 0
+
+
+def _bytes(n: int) -> str:
+    return f"{n:,} bytes"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+"""The checkpoints of a storage: new ones, the newest that can be trusted, and which of the old ones go."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from platform.checkpoint import manifest as manifests
+from platform.checkpoint.manifest import Corrupt, Manifest, Meta, Refused
+from platform.checkpoint.read import units, verify_units
+from platform.checkpoint.storage import Storage
+
+_DIRECTORY = r"step-(\d{8,})-(\d{6,})-([0-9a-f]{6})"
+BAD = "BAD.txt"  # in a quarantined checkpoint: the reason. Removing it by hand lifts the quarantine
+
+
+class Attempt(NamedTuple):
+    """A directory `step-STEP-NUMBER-TOKEN`. Numbers only grow, so that they order attempts whatever clocks say and
+    wherever a run was taken back to; of two writers at once, the token tells whose it is."""
+
+    number: int
+    step: int
+    token: str
+
+    @property
+    def directory(self) -> str:
+        return f"step-{self.step:08d}-{self.number:06d}-{self.token}"
+
+
+def attempts(storage: Storage) -> list[Attempt]:
+    """All that were ever begun and not deleted, newest first. Other names in the storage are left alone."""
+    found = (re.fullmatch(_DIRECTORY, name) for name in storage.list(""))
+    return sorted((Attempt(int(m[2]), int(m[1]), m[3]) for m in found if m), reverse=True)
+
+
+def split(url: str) -> tuple[str, str | None]:
+    """The URL of a storage and None, or, where `url` names one checkpoint in a storage, both."""
+    folder, _, name = url.rstrip("/").rpartition("/")
+    return (folder or ".", name) if re.fullmatch(_DIRECTORY, name) else (url, None)
+
+
+def begin(storage: Storage, step: int) -> str:
+    """The name of a fresh directory, newer than all that are there. Writes nothing."""
+    newest = next(iter(attempts(storage)), Attempt(0, 0, ""))
+    return Attempt(newest.number + 1, step, secrets.token_hex(3)).directory
+
+
+def commit(
+    storage: Storage,
+    directory: str,
+    tensors: Mapping[str, Sequence[int]],
+    reports: Sequence[Mapping[str, Any]],
+    meta: Meta,
+) -> Manifest:
+    """Makes a checkpoint of what the workers wrote, if it is complete: the manifest is written last.
+
+    `tensors`: name -> global shape of everything that belongs in it; `reports`: those of `Image.write`.
+    Raises Refused with the reason (a hole, an overlap, a file that is not there as reported), OSError.
+    """
+    manifest = Manifest.of(meta, reports)
+    manifests.check_against(manifest, tensors)
+    if extra := sorted(manifest.tensors.keys() - tensors.keys()):
+        raise Refused(f"the workers wrote {extra[0]}, which is no part of the state")
+    manifest = replace(manifest, tensors={name: manifest.tensors[name] for name in tensors})  # in the model's order
+    _check(storage, directory, manifest)
+    storage.write(f"{directory}/{manifests.NAME}", [memoryview(manifest.encode())])
+    return manifest
+
+
+def load(storage: Storage, directory: str) -> Manifest:
+    """The manifest, once everything about the checkpoint is right that is seen without reading its blocks.
+
+    Raises Refused, OSError where the storage fails.
+    """
+    names = storage.list(directory)
+    if BAD in names:
+        raise Refused(f"quarantined: {storage.read(f'{directory}/{BAD}').decode(errors='replace').strip()}")
+    if manifests.NAME not in names:
+        raise Refused(f"incomplete, or not a checkpoint: it has no {manifests.NAME}")
+    manifest = Manifest.decode(bytes(storage.read(f"{directory}/{manifests.NAME}")))
+    try:
+        _check(storage, directory, manifest)
+    except Refused as error:
+        raise Corrupt(str(error)) from None
+    return manifest
+
+
+def verify(storage: Storage, directory: str) -> Manifest:
+    """As `load`, and reads every byte."""
+    manifest = load(storage, directory)
+    verify_units(storage, directory, units(manifest))
+    return manifest
+
+
+def _check(storage: Storage, directory: str, manifest: Manifest) -> None:
+    if faults := manifest.faults():
+        raise Refused(faults[0] + (f", and {len(faults) - 1} more" if faults[1:] else ""))
+    there = storage.list(directory)
+    for name, size in manifest.files.items():
+        if there.get(name) != size:
+            raise Refused(
+                f"{name} has {there[name]} bytes instead of {size}" if name in there else f"{name} is missing"
+            )
+
+
+def quarantine(storage: Storage, directory: str, reason: str) -> None:
+    """Marks a checkpoint as unusable and deletes nothing: somebody may want to look at it."""
+    storage.write(f"{directory}/{BAD}", [memoryview(f"{reason}\n".encode())])
+
+
+@dataclass(frozen=True)
+class Found:
+    """The newest checkpoint that can be trusted, or none; and the newer ones that cannot: (directory, reason)."""
+
+    directory: str | None
+    manifest: Manifest | None
+    refused: tuple[tuple[str, str], ...]
+
+
+def find(storage: Storage, *, deep: bool = True) -> Found:
+    """The newest checkpoint that holds what was written into it; corrupt ones that are newer are quarantined.
+
+    `deep`: every byte is read and verified now; else that is left to `restore`, which verifies what it reads. One that
+    is incomplete, of a newer format or cannot be read today is passed over and not marked. Raises OSError where the
+    storage cannot be listed.
+    """
+    refused: list[tuple[str, str]] = []
+    for attempt in attempts(storage):
+        directory = attempt.directory
+        try:
+            return Found(directory, (verify if deep else load)(storage, directory), tuple(refused))
+        except Corrupt as error:
+            refused.append((directory, str(error)))
+            with suppress(OSError):  # a storage that one can only read
+                quarantine(storage, directory, str(error))
+        except (Refused, OSError) as error:
+            refused.append((directory, str(error)))
+    return Found(None, None, tuple(refused))
+
+
+def superseded(complete: Sequence[Attempt], last: int, every: int) -> list[Attempt]:
+    """Which of the complete checkpoints, newest first, nobody needs: all but the `last` newest (at least one) and the
+    newest of every step that `every` divides (0: none)."""
+    keep = set(complete[: max(1, last)])
+    if every:
+        keep |= set({a.step: a for a in reversed(complete) if a.step % every == 0}.values())
+    return [a for a in complete if a not in keep]
+
+
+def prune(storage: Storage, last: int, every: int = 0) -> list[str]:
+    """Deletes superseded checkpoints and what is left of attempts that never became one; returns their names.
+
+    A checkpoint counts as complete if `load` takes it, so damage found without reading all never costs a good one.
+    Quarantined ones, and attempts newer than the newest complete one, which may be under way, stay.
+    """
+    complete, torn = [], []
+    for attempt in attempts(storage):
+        names = storage.list(attempt.directory)
+        if BAD in names:
+            continue
+        if manifests.NAME not in names:
+            torn.append(attempt)
+            continue
+        try:
+            load(storage, attempt.directory)
+            complete.append(attempt)
+        except (Refused, OSError):
+            continue
+    old = [a for a in torn if complete and a < complete[0]] + superseded(complete, last, every)
+    for attempt in old:
+        discard(storage, attempt.directory)
+    return [a.directory for a in old]
+
+
+def discard(storage: Storage, directory: str) -> None:
+    """Deletes a checkpoint, manifest first: a crash in between leaves an incomplete one."""
+    storage.delete(f"{directory}/{manifests.NAME}")
+    storage.delete(directory)

@@ -1,0 +1,160 @@
+"""To and from other formats: safetensors, one tensor in memory at a time, and torch.distributed.checkpoint (DCP)."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from platform.checkpoint.box import Box
+from platform.checkpoint.catalogue import begin, commit
+from platform.checkpoint.image import Image
+from platform.checkpoint.manifest import Manifest, Meta, Refused
+from platform.checkpoint.reshard import read_tensor
+from platform.checkpoint.state import DTYPES, Block, Held, shares
+from platform.checkpoint.storage import Local, Storage, connect
+
+META = "elastic_platform_meta"  # where the other formats keep ours
+SAFETENSORS = {
+    "float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16", "int64": "I64", "int32": "I32",
+    "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
+_FROM_SAFETENSORS = {short: name for name, short in SAFETENSORS.items()}
+
+Tensors = Iterable[tuple[str, Tensor]]
+
+
+def export_safetensors(storage: Storage, directory: str, manifest: Manifest, target: str, names: list[str]) -> None:
+    """Writes one file `target` (a path or URL) with the tensors `names`, read one after the other."""
+    header: dict[str, Any] = {"__metadata__": {META: json.dumps(asdict(manifest.meta))}}
+    at = 0
+    for name in names:
+        t = manifest.tensors[name]
+        end = at + prod(t.shape) * t.itemsize
+        header[name] = {"dtype": SAFETENSORS[t.dtype], "shape": t.shape, "data_offsets": [at, end]}
+        at = end
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+
+    def chunks() -> Iterator[memoryview]:
+        yield memoryview(len(head).to_bytes(8, "little") + head)
+        for name in names:
+            tensor = read_tensor(storage, directory, manifest, name)
+            yield memoryview(tensor.view(-1).view(torch.uint8).numpy().data)
+
+    folder, file = _split(target)
+    _refuse_existing(folder, file, target)
+    folder.write(file, chunks())
+
+
+def import_safetensors(source: str) -> tuple[Meta | None, Tensors]:
+    """What such a file holds; its tensors are read as they are iterated over."""
+    folder, file = _split(source)
+    length = int.from_bytes(folder.read(file, 0, 8), "little")
+    if 8 + length > folder.list("")[file]:
+        raise ValueError(f"a header of {length} bytes is longer than the file")
+    header = json.loads(folder.read(file, 8, 8 + length))
+    meta = header.pop("__metadata__", {}).get(META)
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name, t in header.items():
+            if t["dtype"] not in _FROM_SAFETENSORS:
+                raise Refused(f"{name}: type {t['dtype']} is not one of {', '.join(_FROM_SAFETENSORS)}")
+            start, end = (8 + length + o for o in t["data_offsets"])
+            data = bytearray(folder.read(file, start, end))
+            dtype = DTYPES[_FROM_SAFETENSORS[t["dtype"]]]
+            flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+            yield name, flat.view(t["shape"])
+
+    return meta and Meta(**json.loads(meta)), tensors()
+
+
+def export_dcp(storage: Storage, directory: str, manifest: Manifest, target: str, names: list[str]) -> None:
+    """Writes a local DCP directory with the tensors `names`; all are in memory at once. Metadata is a tensor of
+    bytes, so that no part of ours is pickled."""
+    import torch.distributed.checkpoint as dcp  # here: it is slow to import, and few need it
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    _refuse_existing(*_split(target), target)
+    state = {name: read_tensor(storage, directory, manifest, name) for name in names}
+    meta = json.dumps(asdict(manifest.meta)).encode()
+    state[META] = torch.frombuffer(bytearray(meta), dtype=torch.uint8)
+    # One thread: with more, torch 2.13 takes a failed write for a success.
+    try:
+        with _no_process_group():
+            dcp.save(state, storage_writer=dcp.FileSystemWriter(target, thread_count=1), no_dist=True)
+    except CheckpointException as error:  # which is no Exception
+        raise OSError(f"{target}: {error}") from error
+
+
+def import_dcp(source: str) -> tuple[Meta | None, Tensors]:
+    """What a local DCP directory holds; its tensors are read as they are iterated over.
+
+    DCP's `.metadata` is a pickle, which can run code: only for directories that you trust.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    described = dcp.FileSystemReader(source).read_metadata().state_dict_metadata
+
+    def tensor(name: str) -> Tensor:
+        found = described[name]
+        state = {name: torch.empty(found.size, dtype=found.properties.dtype)}  # type: ignore[union-attr]
+        with _no_process_group():
+            dcp.load(state, storage_reader=dcp.FileSystemReader(source), no_dist=True)
+        return state[name]
+
+    names = [n for n, found in described.items() if hasattr(found, "size") and n != META]
+    meta = Meta(**json.loads(bytes(tensor(META).tolist()))) if META in described else None
+    return meta, ((name, tensor(name)) for name in names)
+
+
+def store(storage: Storage, tensors: Tensors, meta: Meta) -> str:
+    """Makes a checkpoint of whole tensors, one file and one tensor in memory at a time; returns its directory."""
+    directory = begin(storage, meta.step)
+    reports, shapes = [], {}
+    for number, (name, tensor) in enumerate(tensors):
+        box = Box.whole(tensor.shape)
+        held = Held.of(name, tensor.dtype, tensor.shape, [(0, box)])
+        image = Image(number, shares([held], 0))
+        image.fill([Block(name, box, tensor)])
+        reports.append(image.write(storage, directory))
+        shapes[name] = held.shape
+    commit(storage, directory, shapes, reports, meta)
+    return directory
+
+
+EXPORT: dict[str, Callable[[Storage, str, Manifest, str, list[str]], None]] = {
+    "safetensors": export_safetensors,
+    "dcp": export_dcp,
+}
+IMPORT: dict[str, Callable[[str], tuple[Meta | None, Tensors]]] = {"safetensors": import_safetensors, "dcp": import_dcp}
+
+
+@contextmanager
+def _no_process_group() -> Iterator[None]:
+    """DCP warns that it works alone, which is what it is told to."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield
+
+
+def _refuse_existing(folder: Storage, name: str, target: str) -> None:
+    """A failure midway would cost what is there."""
+    if name in folder.list(""):
+        raise FileExistsError(f"{target} exists; name another target")
+
+
+def _split(url: str) -> tuple[Storage, str]:
+    """(the folder, the file's name in it)"""
+    if "://" in url:
+        folder, _, name = url.rpartition("/")
+        return connect(folder, "target"), name
+    return Local(Path(url).absolute().parent), Path(url).name

@@ -1,0 +1,91 @@
+"""Saving without stopping: one save at a time, in the background of the driver, retried, and never at the cost of an
+older checkpoint."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from platform.checkpoint.catalogue import begin, commit, discard, prune
+from platform.checkpoint.manifest import Meta
+from platform.checkpoint.storage import Storage
+
+Write = Callable[[str], Sequence[Mapping[str, Any]]]
+"""Has every worker write its image into the directory of this name, and returns their reports; raises what they raise.
+Called from the saver's thread, again for every attempt: the images must stay as they are until the save is over."""
+
+
+class Saver:
+    """The driver's side of saving. `poll` tells what happened; nothing is ever raised into training.
+
+    Events, plain data: {event: checkpoint, step, directory, bytes, seconds},
+    {event: checkpoint_failed, step, directory, attempt, reason, again: whether it is tried once more},
+    {event: checkpoint_prune_failed, step, reason}.
+    """
+
+    def __init__(self, storage: Storage, *, last: int = 2, every: int = 0, tries: int = 3, pause: float = 1.0):
+        """`last`, `every`: see `superseded`. `pause`: seconds before the second try, doubled before every further."""
+        self._storage, self._last, self._every, self._tries, self._pause = storage, last, every, tries, pause
+        self._events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def save(self, tensors: Mapping[str, Sequence[int]], meta: Meta, write: Write) -> None:
+        """Begins a save of what the workers' images hold. `tensors`: see `commit`. Not to be called while `busy`: the
+        images are in use until then."""
+        assert not self.busy, "one save at a time"
+        self._thread = threading.Thread(target=self._save, args=(tensors, meta, write), name="saver", daemon=True)
+        self._thread.start()
+
+    def poll(self) -> list[dict[str, Any]]:
+        """The events since the last call, in order."""
+        out = []
+        with suppress(queue.Empty):
+            while True:
+                out.append(self._events.get_nowait())
+        return out
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Until the save under way is over, at most `timeout` seconds; returns whether it is."""
+        if self._thread is not None:
+            self._thread.join(timeout)
+        return not self.busy
+
+    def _save(self, tensors: Mapping[str, Sequence[int]], meta: Meta, write: Write) -> None:
+        for attempt in range(1, self._tries + 1):
+            if self._try(tensors, meta, write, attempt):
+                return self._prune(meta.step)
+            if attempt < self._tries:
+                time.sleep(self._pause * 2 ** (attempt - 1))
+
+    def _try(self, tensors: Mapping[str, Sequence[int]], meta: Meta, write: Write, attempt: int) -> bool:
+        directory, start = "", time.monotonic()
+        try:
+            directory = begin(self._storage, meta.step)  # a fresh one: what a failed attempt left is in no one's way
+            manifest = commit(self._storage, directory, tensors, write(directory), meta)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            failed = {"directory": directory, "attempt": attempt, "reason": reason, "again": attempt < self._tries}
+            self._events.put({"event": "checkpoint_failed", "step": meta.step, **failed})
+            if directory:
+                with suppress(OSError):  # gives its space back; where that fails too, `prune` will
+                    discard(self._storage, directory)
+            return False
+        seconds = time.monotonic() - start
+        saved = {"directory": directory, "bytes": manifest.nbytes, "seconds": seconds}
+        self._events.put({"event": "checkpoint", "step": meta.step, **saved})
+        return True
+
+    def _prune(self, step: int) -> None:
+        try:
+            prune(self._storage, self._last, self._every)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            self._events.put({"event": "checkpoint_prune_failed", "step": step, "reason": reason})

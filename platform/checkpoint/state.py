@@ -1,0 +1,139 @@
+"""The state of a job as named global tensors, who holds which block of them, and who writes which part."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from platform.checkpoint.box import Box, stretch
+from platform.plan.ops import Parameter
+from platform.plan.plan import Plan
+
+DTYPES = {str(d).removeprefix("torch."): d for d in (
+    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool,
+)}  # fmt: skip
+PIECE = 16 << 20  # bytes: the largest stored block. One is hashed by one thread and read by one worker
+GRANULE = 64 << 10  # bytes: blocks below this are not cut
+
+
+class Block(NamedTuple):
+    """A block of a global tensor in this process, to save from or to restore into. It may reach beyond the global
+    tensor (a padded vocab): that part is never stored, and restored as zeros."""
+
+    name: str
+    box: Box
+    tensor: Tensor
+
+
+@dataclass(frozen=True)
+class Held:
+    """A global tensor: its element type and shape without padding, and `holders`: block -> the ranks that have it.
+
+    Equal on all ranks. Several ranks of one block are replicas; the blocks of different ranks tile the tensor.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    holders: dict[Box, tuple[int, ...]]
+
+    @classmethod
+    def of(cls, name: str, dtype: torch.dtype, shape: Sequence[int], blocks: Iterable[tuple[int, Box]]) -> Held:
+        """From every rank's blocks, (rank, block) each in rank order; padding is cut off."""
+        whole, holders = Box.whole(shape), defaultdict(list)
+        for rank, box in blocks:
+            if real := box.overlap(whole):
+                holders[real].append(rank)
+        ranks = {box: tuple(found) for box, found in holders.items()}
+        return cls(name, str(dtype).removeprefix("torch."), tuple(shape), ranks)
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPES[self.dtype].itemsize
+
+
+def planned(plan: Plan, kind: str, dtype: torch.dtype) -> list[Held]:
+    """What the plan's ranks keep of the state that lies as the master copies do: them (`kind` = model), or a moment of
+    the optimizer. The tensors are named KIND.PARAMETER."""
+    ranks = [(rank, plan.mesh.coordinates(rank)) for rank in range(plan.mesh.size)]
+    out = []
+    for p in plan.parameters:
+        found = [(rank, box) for rank, at in ranks for box in _kept(plan, p, at)]
+        out.append(Held.of(f"{kind}.{p.name}", dtype, plan.global_shape(p), found))
+    return out
+
+
+def blocks(plan: Plan, kind: str, tensors: Mapping[str, Tensor], coordinates: Mapping[str, int]) -> list[Block]:
+    """The local tensors of the rank at `coordinates`, by parameter and of `plan.master_shape`, as blocks of
+    `planned`: views of them."""
+    out = []
+    for p in plan.parameters:
+        at = 0
+        for box in _kept(plan, p, coordinates):
+            flat = tensors[p.name].detach().view(-1)
+            out.append(Block(f"{kind}.{p.name}", box, flat[at : at + box.size].view(box.extent)))
+            at += box.size
+    return out
+
+
+def _kept(plan: Plan, p: Parameter, coordinates: Mapping[str, int]) -> list[Box]:
+    """The block of the rank at `coordinates`; where it keeps a shard of that, the boxes that make up the shard, in
+    order."""
+    if not plan.present(p, coordinates):
+        return []
+    box = Box.of(plan.block(p, coordinates))
+    return stretch(box, *plan.shard(p, coordinates)) if plan.sharded else [box]
+
+
+class Share(NamedTuple):
+    """A block that one rank stores."""
+
+    tensor: Held
+    box: Box
+
+
+def shares(state: Sequence[Held], rank: int) -> list[Share]:
+    """What `rank` stores: about 1/n of the bytes of all blocks that it and n - 1 others have alike.
+
+    Ranks that replicate each other share what they hold: laid end to end, cut into n equal stretches, each cut moved
+    to a row of at most GRANULE bytes. No share is larger than PIECE and a row.
+    """
+    common: dict[tuple[int, ...], list[Share]] = defaultdict(list)
+    for tensor in state:
+        for box, ranks in tensor.holders.items():
+            if rank in ranks:
+                common[ranks].append(Share(tensor, box))
+    return [part for ranks, blocks in common.items() for part in _stretch(blocks, ranks.index(rank), len(ranks))]
+
+
+def _stretch(blocks: Sequence[Share], member: int, members: int) -> list[Share]:
+    total = sum(box.size * tensor.itemsize for tensor, box in blocks)
+    first, last = total * member // members, total * (member + 1) // members
+    out, start = [], 0
+    for tensor, box in blocks:
+        size = box.size * tensor.itemsize
+        ends = [min(max(end - start, 0), size) for end in (first, last)]
+        if ends[0] < ends[1]:
+            inner = range(-(-ends[0] // PIECE) * PIECE, ends[1], PIECE)
+            row = _row(box.extent, tensor.itemsize)
+            cuts = [_nearest(cut, row * tensor.itemsize, size) // tensor.itemsize for cut in (ends[0], *inner, ends[1])]
+            out += [Share(tensor, part) for a, b in pairwise(cuts) for part in stretch(box, a, b)]
+        start += size
+    return out
+
+
+def _row(extent: tuple[int, ...], itemsize: int) -> int:
+    """Elements of the largest trailing part of a block that is not cut."""
+    parts = (prod(extent[d:]) for d in range(len(extent) + 1))
+    return next(n for n in parts if n * itemsize <= GRANULE or n == 1)
+
+
+def _nearest(position: int, step: int, size: int) -> int:
+    return min(round(position / step) * step, size)

@@ -1,0 +1,124 @@
+"""The driver's part in checkpoints, with workers that are lists."""
+
+from pathlib import Path
+
+import pytest
+from fake_plan import FakePlan
+
+from platform.checkpoint import Meta, connect
+from platform.checkpoint.catalogue import begin, commit
+from platform.cluster.checkpoints import Checkpoints, origin
+from platform.cluster.crew import Outcome, WorkerFailed
+from platform.config import ConfigError, identity
+from platform.monitor import Journal
+
+
+class Answers:
+    """A crew of two that answers every call alike. Writing raises or returns what it is told, one after the other."""
+
+    def __init__(self, *written):
+        self.written = list(written)
+
+    def call(self, method, *arguments):
+        if method == "snapshot":
+            return [{"tensors": {}, "values": {}}, {"tensors": {}, "values": {"step": 1.0}}]
+        if method == "write":
+            return [None, None]
+        answer = self.written.pop(0)
+        if answer == "goes on":
+            return [None, {"file": "blocks-00001.bin", "bytes": 0, "blocks": []}]
+        if isinstance(answer, Exception):
+            raise answer
+        return [{"file": "blocks-00000.bin", "bytes": 0, "blocks": []} if answer == "good" else {"error": answer}] * 2
+
+
+@pytest.fixture
+def said():
+    return []
+
+
+@pytest.fixture
+def checkpoints(config, said, monkeypatch, tmp_path):
+    monkeypatch.setattr("platform.checkpoint.saver.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("platform.checkpoint.catalogue._check", lambda storage, directory, manifest: None)
+    return Checkpoints(config, FakePlan(2), origin(config), Journal(tmp_path / "journal.jsonl"), said.append)
+
+
+def events(tmp_path):
+    return [event["event"] for event in Journal.read(tmp_path / "journal.jsonl")]
+
+
+def save(checkpoints, step, *written):
+    crew = Answers(*written)
+    checkpoints.save(crew, step)
+    checkpoints.finish(crew)
+
+
+def test_a_save_that_fails_is_loud_and_tried_again(checkpoints, said, tmp_path):
+    save(checkpoints, 3, "OSError: no space", "good")
+    assert events(tmp_path) == ["checkpoint_failed", "checkpoint"] and checkpoints.step == 3
+    assert said == ["WARNING: checkpoint failed after step 3: OSError: rank 0: OSError: no space; it is tried again"]
+    assert "continues after step 3" in checkpoints.kept
+
+
+def test_steps_go_on_while_workers_write(checkpoints, tmp_path):
+    crew = Answers("goes on", "goes on", "good")
+    checkpoints.save(crew, 3)
+    while len(crew.written) > 1:  # the first call comes when the saver's thread has found a directory
+        checkpoints.advance(crew)
+    assert checkpoints.step == 0 and not events(tmp_path)
+    checkpoints.finish(crew)
+    assert checkpoints.step == 3 and events(tmp_path) == ["checkpoint"]
+
+
+def test_a_save_that_fails_for_good_stops_nothing(checkpoints, said, tmp_path):
+    save(checkpoints, 3, "good")
+    save(checkpoints, 4, "gone", "gone", "gone")
+    assert events(tmp_path) == ["checkpoint"] + ["checkpoint_failed"] * 3 and checkpoints.step == 3
+    assert said[-1].endswith("gone; the newest good one is of step 3")
+
+
+def test_a_worker_that_dies_while_it_writes_has_failed(checkpoints, job):
+    dead = WorkerFailed(job(2), "write(...)", Outcome(1, error="killed", died=True), None)
+    with pytest.raises(WorkerFailed):
+        save(checkpoints, 3, dead)
+    assert checkpoints.step == 0 and "nothing was saved" in checkpoints.kept
+
+
+@pytest.mark.parametrize(
+    ("every", "stop_at", "step", "last", "stopping", "due"),
+    [
+        (0, 0, 4, True, True, False), (2, 0, 4, False, False, True), (2, 0, 5, False, False, False),
+        (2, 0, 5, True, False, True), (2, 0, 5, False, True, True), (0, 5, 5, True, False, True),
+        (0, 5, 4, False, True, False),
+    ],
+)  # fmt: skip
+def test_when_one_is_due(checkpoints, config, every, stop_at, step, last, stopping, due):
+    config.checkpoint.every, config.train.stop_at = every, stop_at
+    assert checkpoints.due(step, last, stopping) is due
+
+
+def stored(config, **changes):
+    """A checkpoint without tensors in the run's storage."""
+    storage = connect(str(Path(config.run.dir, "checkpoints")))
+    meta = {"step": 2, "samples": 8, "seed": 0, "corpus": "c", "identity": identity(config), "configuration": ""}
+    commit(storage, begin(storage, 2), {}, [], Meta(**meta | {"plan": {}} | changes))
+
+
+def test_another_corpus_is_refused(checkpoints, config, said, tmp_path):
+    stored(config, corpus="of yesterday")
+    again = Checkpoints(config, FakePlan(2), origin(config), Journal(tmp_path / "journal.jsonl"), said.append)
+    again.check("of yesterday")
+    with pytest.raises(ConfigError, match="^data=synthetic: its corpus is of today now, and was of yesterday for "):
+        again.check("of today")
+
+
+def test_what_resume_means(config):
+    assert origin(config).directory is None
+    stored(config)
+    assert origin(config).manifest.meta.step == 2
+    config.optimizer.lr = 0.5
+    with pytest.raises(ConfigError, match="is of another run. What differs:\noptimizer.lr: 0.001 there, 0.5 here"):
+        origin(config)
+    config.checkpoint.resume = "never"
+    assert origin(config) is None
