@@ -44,7 +44,7 @@ def check(case, pool) -> None:
         branch="dsp" if case["g"] > 1 else "none",
         branch_axes={"g": case["g"]} if case["g"] > 1 else {},
         data=case["data"],
-        global_batch=16,
+        global_batch=8,
         dropout=case["dropout"],
         **MODELS[case["model"]],
     )

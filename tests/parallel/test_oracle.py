@@ -59,6 +59,7 @@ FACTORS = {
     "dropout": [0.0, 0.2],
     "gathered": ["keep", "again"],
 }
+LAYERS = {"gpt_untied": 1, "gqa_tied": 1}  # where the rest of a model is what differs, one layer is enough
 
 
 def build(case, **more):
@@ -77,8 +78,7 @@ def build(case, **more):
         microbatch=4,
         global_batch=4 * case["data"] * case["microbatches"],
         dropout=case["dropout"],
-        **MODELS[case["model"]],
-        **more,
+        **{"layers": LAYERS.get(case["model"], 2), **MODELS[case["model"]], **more},
     )
     if tensor != "2d":  # whose operands come in panels
         c.tensor.gathered = case["gathered"]
