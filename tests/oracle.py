@@ -18,6 +18,7 @@ from platform.config import Model as ModelConfig
 from platform.config import Tensor as TensorConfig
 from platform.parallel.groups import Alone, Communicator, Launch, run_threads
 from platform.plan.plan import Plan
+from platform.plan.replay import replay
 from platform.plan.rows import rows
 from platform.train.pipeline import schedule_of
 from platform.train.plan import make_plan
@@ -235,3 +236,12 @@ def serial(c: Config) -> Result:
         one.model, one.optimizer, one.seed = c.model, c.optimizer, c.seed
         _serial[key] = run(one)[1][0]
     return _serial[key]
+
+
+def prove(c: Config) -> tuple[Plan, list[Result]]:
+    """Runs all ranks as threads: equal to one process, the bytes those of the plan, the launches in one order."""
+    plan, results = run(c)
+    compare(c, plan, results, serial(c))
+    assert counted(results) == plan.communication()
+    assert replay([r.log for r in results]) is None
+    return plan, results

@@ -17,7 +17,7 @@ from platform.parallel.groups import Alone, run_threads
 from platform.plan.memory import weight_bytes
 from platform.plan.replay import replay
 from platform.train.plan import make_plan
-from tests.oracle import MODELS, assemble, compare, compute, configure, counted, run, serial, trainer_of
+from tests.oracle import MODELS, assemble, compare, compute, configure, counted, prove, run, serial, trainer_of
 from tests.pairwise import cover, product
 
 ROWS_COLS = {"batch": ["rows"], "heads": ["cols"], "d_ff": ["cols"], "vocab": ["cols"]}
@@ -77,10 +77,7 @@ COVER = cover(CASES)
 
 def check(case) -> None:
     c = configured(case)
-    plan, results = run(c)
-    compare(c, plan, results, serial(c))
-    assert counted(results) == plan.communication()
-    assert replay([r.log for r in results]) is None
+    prove(c)
 
 
 def name(case) -> str:
