@@ -28,6 +28,8 @@ class ConfigError(ValueError):
 @dataclass
 class Run:
     dir: str = ""  # "" = runs/EXPERIMENT-HASH
+    time_limit: str = ""  # seconds or H:MM:SS, then it stops as by a signal; "" = the Slurm allocation; 0 = none
+    time_margin: float = 120.0  # seconds before the end that are left for the last checkpoint
 
 
 @dataclass
@@ -36,6 +38,8 @@ class Train:
     stop_at: int = 0  # end after this step, with a checkpoint; 0 = at `steps`
     global_batch: int = 16  # sequences per update
     microbatch: int = 4  # sequences per microbatch and data-parallel replica
+    spike: float = 0.0  # a loss above so many times the median of the last 32 is a spike; 0 = none is
+    on_spike: str = "rollback"  # a spike, or a loss or gradient that is not finite: rollback | skip | stop
 
 
 @dataclass
@@ -145,9 +149,16 @@ class Eval:
 
 @dataclass
 class Elastic:
-    min_workers: int = 1
-    max_workers: int = 0  # 0 = the size at the start
-    spares: int = 0
+    min_workers: int = 1  # with fewer the run waits
+    max_workers: int = 0  # the mesh grows to as many; 0 = to the size at the start
+    spares: int = 0  # workers that are ready to take a lost one's place
+    replace: bool = True  # start a new worker for every lost one
+    wait: float = 600.0  # seconds to wait for min_workers, then the run ends
+    hang_seconds: float = 10.0  # without a sign of life, or in a step longer than this and than 5 steps: a worker hangs
+    slow: float = 1.5  # a worker whose own work takes so many times the median's is reported; 0 = none
+    replace_slow: bool = False  # and replaced, where a spare is ready
+    attempts: int = 3  # failures without a step between them; then the run ends
+    faults: list[str] = field(default_factory=list)  # to be injected, once each: STEP:KIND:RANK[:SECTION]
 
 
 @dataclass

@@ -152,7 +152,7 @@ def _settle(config: Config, arguments: Sequence[str]) -> list[str]:
         config.checkpoint.resume = _absolute(config.checkpoint.resume)
     name = experiment_of(arguments) or "config"
     values = config.to_dict()
-    del values["train"]["stop_at"], values["checkpoint"]["resume"]  # a run that is continued is the same run
+    del values["run"], values["train"]["stop_at"], values["checkpoint"]["resume"]  # a continued run is the same run
     config.run.dir = _absolute(config.run.dir or f"runs/{name}-{digest(values)}")
     return lines
 

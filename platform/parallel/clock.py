@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,9 @@ Span = tuple[str, float, float]  # section, when it began and ended: seconds sin
 
 class Clock:
     """Books every moment to the innermost open section. On CUDA it marks events in the stream, so that reading the
-    clock is the only synchronisation."""
+    clock is the only synchronisation. `entered` is called with the name of every section that is entered."""
+
+    entered: Callable[[str], None] | None = None
 
     def __init__(self, device: torch.device | str = "cpu"):
         self._cuda = torch.device(device).type == "cuda"
@@ -36,6 +38,8 @@ class Clock:
     def section(self, name: str) -> Iterator[None]:
         begin = self._mark()
         self._open.append(name)
+        if self.entered:
+            self.entered(name)
         try:
             yield
         finally:
