@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -55,10 +55,12 @@ def commit(
     tensors: Mapping[str, Sequence[int]],
     reports: Sequence[Mapping[str, Any]],
     meta: Meta,
+    guard: Callable[[], None] = lambda: None,
 ) -> Manifest:
     """Makes a checkpoint of what the workers wrote, if it is complete: the manifest is written last.
 
-    `tensors`: name -> global shape of everything that belongs in it; `reports`: those of `Image.write`.
+    `tensors`: name -> global shape of everything that belongs in it; `reports`: those of `Image.write`. `guard` is
+    called just before the manifest is written, and raises where it must not be.
     Raises Refused with the reason (a hole, an overlap, a file that is not there as reported), OSError.
     """
     manifest = Manifest.of(meta, reports)
@@ -67,6 +69,7 @@ def commit(
         raise Refused(f"the workers wrote {extra[0]}, which is no part of the state")
     manifest = replace(manifest, tensors={name: manifest.tensors[name] for name in tensors})  # in the model's order
     _check(storage, directory, manifest)
+    guard()
     storage.write(f"{directory}/{manifests.NAME}", [memoryview(manifest.encode())])
     return manifest
 

@@ -4,8 +4,11 @@ import threading
 
 import pytest
 
+from platform.checkpoint.catalogue import attempts, find
 from platform.checkpoint.lease import Lease, Superseded
+from platform.checkpoint.saver import Saver
 from platform.checkpoint.storage import Local, connect
+from tests.checkpoint.job import Job, meta, values
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -75,3 +78,33 @@ def test_a_storage_that_does_not_answer_is_no_loss_of_the_lease(storage):
     storage.list = broken
     with pytest.raises(OSError, match="gone"):
         lease.check()
+
+
+def test_an_older_driver_commits_nothing_more(tmp_path):
+    """Two drivers of one run: the older one is told so at its next save, and leaves nothing behind."""
+    storage, step = Local(tmp_path), Job.whole(values({"w": (4, 4)}), 2)
+    older = Saver(storage, pause=0, lease=Lease.take(storage, "the older"))
+    assert saved(older, storage, step, 1) == ["checkpoint"]
+    newer = Saver(storage, pause=0, lease=Lease.take(storage, "the newer"))
+    assert saved(older, storage, step, 2) == ["superseded"]
+    assert [a.step for a in attempts(storage)] == [1]
+    assert saved(newer, storage, step, 2) == ["checkpoint"]
+    assert find(storage).manifest.meta.step == 2
+
+
+def test_a_driver_that_is_superseded_while_it_writes(tmp_path):
+    storage, step = Local(tmp_path), Job.whole(values({"w": (4, 4)}), 2)
+    older = Saver(storage, pause=0, lease=Lease.take(storage, "the older"))
+    assert saved(older, storage, step, 1, meanwhile=lambda: Lease.take(storage, "the newer")) == ["superseded"]
+    assert attempts(storage) == []
+
+
+def saved(saver, storage, job, step, meanwhile=lambda: None) -> list[str]:
+    def write(directory):
+        reports = job.write(storage, directory)
+        meanwhile()
+        return reports
+
+    saver.save(job.shapes, meta(step), write)
+    saver.wait()
+    return [event["event"] for event in saver.poll()]
