@@ -16,7 +16,8 @@ from torch import Tensor
 from platform.config import Branch, Config, Pipeline
 from platform.config import Model as ModelConfig
 from platform.config import Tensor as TensorConfig
-from platform.parallel.groups import Alone, Communicator, Launch, run_threads
+from platform.parallel.groups import Alone, Communicator, Launch
+from platform.parallel.threads import run_threads
 from platform.plan.plan import Plan
 from platform.plan.replay import replay
 from platform.plan.rows import rows

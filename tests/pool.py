@@ -18,7 +18,7 @@ def _serve(rank: int, pipe: Connection, port: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from platform.parallel.groups import ProcessGroups
+    from platform.parallel.processes import ProcessGroups
 
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)

@@ -25,7 +25,7 @@ def register_model(
     objectives: Sequence[str] = ("causal",),
     dims: Iterable[str] = (),
 ) -> None:
-    """Makes `model.kind=NAME` known: `model(config.model)` is what `platform.plan.plan.Model` asks for. `objectives`:
+    """Makes `model.kind=NAME` known: `model(config.model)` is what `platform.plan.chunks.Model` asks for. `objectives`:
     the values that data.objective may have with it, the default first. `dims`: its own, for tensor.layout to split."""
     MODELS[name] = model
     OBJECTIVES[name] = objectives

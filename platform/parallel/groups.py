@@ -1,4 +1,4 @@
-"""Communicators: one rank's view of the groups along mesh axes, on torch.distributed or on threads of one process.
+"""Communicators: one rank's view of the groups along mesh axes. Transports: torch.distributed (processes.py), threads.
 
 Only `platform.parallel.convert` and the statistics of `platform.parallel.ops` launch through them. Every launch is
 counted by the contract's rule and, on request, logged.
@@ -7,16 +7,13 @@ counted by the contract's rule and, on request, logged.
 from __future__ import annotations
 
 import itertools
-import threading
 from abc import ABC, abstractmethod
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from platform.parallel.clock import Clock
@@ -25,9 +22,6 @@ from platform.plan.cost import TRAFFIC, label
 from platform.plan.mesh import Mesh
 
 _NUMBERS = itertools.count()
-# named *_into_tensor, *_tensor before torch 2.13
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
@@ -218,229 +212,3 @@ class Alone(Communicator):
 
     def exchange(self, messages):
         return list(messages)
-
-
-class ProcessGroups(Communicator):
-    """Groups of torch.distributed: NCCL on CUDA, gloo on CPU. The default process group must be initialised."""
-
-    def __init__(self, mesh: Mesh, rank: int, axes_of_groups: Iterable[Sequence[str]], device: str = "cpu"):
-        super().__init__(mesh, rank, device)
-        self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
-        for axes in axes_of_groups:  # in one order on every rank: creating a group is collective
-            mine, _ = dist.new_subgroups_by_enumeration([list(g) for g in mesh.groups(axes)])
-            assert mine is not None
-            self._groups[tuple(axes)] = mine
-
-    def _start(self, op, given, out, axes, group, reduce, root):
-        g = self._groups[axes]
-        if op == "all_gather":
-            work = _all_gather(out.view(-1), given.view(-1), group=g, async_op=True)
-        elif op == "reduce_scatter":
-            work = _reduce_scatter(out.view(-1), given.view(-1), group=g, async_op=True)
-        elif op == "all_to_all":
-            work = dist.all_to_all_single(out.view(-1), given.view(-1), group=g, async_op=True)
-        elif op == "broadcast":
-            work = dist.broadcast(out, group[root], group=g, async_op=True)
-        elif op == "scatter":
-            parts = list(given.unbind()) if self.rank == group[root] else None
-            work = dist.scatter(out, parts, group[root], group=g, async_op=True)
-        elif op == "gather":
-            parts = list(out.unbind()) if self.rank == group[root] else None
-            work = dist.gather(given, parts, group[root], group=g, async_op=True)
-        elif op == "reduce":
-            work = dist.reduce(out, group[root], group=g, async_op=True)
-        else:
-            work = dist.all_reduce(out, dist.ReduceOp.MAX if reduce == "max" else dist.ReduceOp.SUM, g, async_op=True)
-        return work.wait
-
-    def _send(self, x, peer):
-        work = dist.isend(x, peer)
-        assert work is not None
-        return work.wait
-
-    def _receive(self, out, peer):
-        work = dist.irecv(out, peer)
-        assert work is not None
-        return work.wait
-
-    def exchange(self, messages):
-        sent = torch.tensor([m.numel() for m in messages], device=self.device)
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent)
-        given = torch.cat(list(messages)).to(self.device)
-        sizes = received.tolist()
-        out = given.new_empty(sum(sizes))
-        dist.all_to_all_single(out, given, sizes, sent.tolist())
-        return list(out.cpu().split(sizes))
-
-    def close(self) -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
-class _Meeting:
-    """One collective of one group of threads."""
-
-    def __init__(self, kind: tuple):
-        self.kind = kind
-        self.given: dict[int, Tensor] = {}
-        self.complete = threading.Event()
-        self.left = 0
-
-
-class _Letter:
-    """What one thread sends another."""
-
-    def __init__(self) -> None:
-        self.content: Tensor | None = None
-        self.complete = threading.Event()
-
-
-class ThreadWorld:
-    """Where the ranks of one process meet. `fail` releases everybody who waits."""
-
-    def __init__(self, timeout: timedelta = timedelta(seconds=60)):
-        self.lock = threading.Lock()
-        self.letters: dict[tuple[int, int, int], _Letter] = defaultdict(_Letter)  # sender, receiver, number
-        self.meetings: dict[tuple[tuple[int, ...], int], _Meeting] = {}
-        self.failure: BaseException | None = None
-        self.timeout = timeout.total_seconds()
-
-    def fail(self, cause: BaseException) -> None:
-        with self.lock:
-            self.failure = self.failure or cause
-            for meeting in self.meetings.values():
-                meeting.complete.set()
-            for letter in self.letters.values():
-                letter.complete.set()
-
-
-class ThreadGroups(Communicator):
-    """Ranks as threads of one process: the same collectives and counters, summed in rank order."""
-
-    def __init__(self, mesh: Mesh, rank: int, world: ThreadWorld):
-        super().__init__(mesh, rank)
-        self._world = world
-        self._calls: Counter[tuple[int, ...]] = Counter()
-
-    def _start(self, op, given, out, axes, group, reduce, root):
-        key = (group, self._calls[group])
-        self._calls[group] += 1
-        kind = (op, reduce, root, tuple((out if op == "scatter" else given).shape), given.dtype)
-        world = self._world
-        with world.lock:
-            meeting = world.meetings.setdefault(key, _Meeting(kind))
-            if meeting.kind != kind:
-                raise RuntimeError(f"rank {self.rank} calls {kind} where its group {group} calls {meeting.kind}")
-            # A copy: once this rank has waited, it may change what it gave, read or not by the others. Gradients do:
-            # where the local batch is one sequence, a position table's gradient is a view of its activation's.
-            meeting.given[self.rank] = given.clone()
-            if world.failure or len(meeting.given) == len(group):
-                meeting.complete.set()
-
-        def wait() -> None:
-            if not meeting.complete.wait(world.timeout):
-                raise TimeoutError(f"rank {self.rank} waits for {set(group) - set(meeting.given)} in {kind}")
-            if world.failure:
-                raise RuntimeError("another rank failed") from world.failure
-            with world.lock:
-                parts = [meeting.given[r] for r in group]
-                meeting.left += 1
-                if meeting.left == len(group):
-                    del world.meetings[key]
-            me = group.index(self.rank)
-            if op == "all_gather":
-                torch.stack(parts, out=out)
-            elif op == "reduce_scatter":
-                out.copy_(_sum([p[me] for p in parts]))
-            elif op == "all_to_all":
-                torch.stack([p[me] for p in parts], out=out)
-            elif op == "broadcast":
-                if me != root:
-                    out.copy_(parts[root])
-            elif op == "scatter":
-                out.copy_(parts[root][me])
-            elif op == "gather":
-                if me == root:
-                    torch.stack(parts, out=out)
-            elif op == "all_reduce" or me == root:
-                out.copy_(torch.stack(parts).amax(0) if reduce == "max" else _sum(parts))
-
-        return wait
-
-    def _letter(self, sender: int, receiver: int) -> tuple[tuple[int, int, int], _Letter]:
-        """The next one of a pair: receives match sends in the order in which both were begun."""
-        pair = (sender, receiver)
-        key = (*pair, self._calls[pair])
-        self._calls[pair] += 1
-        with self._world.lock:
-            letter = self._world.letters[key]
-            if self._world.failure:
-                letter.complete.set()
-        return key, letter
-
-    def _send(self, x, peer):
-        _, letter = self._letter(self.rank, peer)
-        letter.content = x.detach().clone()
-        letter.complete.set()
-        return lambda: None
-
-    def _receive(self, out, peer):
-        key, letter = self._letter(peer, self.rank)
-
-        def wait() -> None:
-            if not letter.complete.wait(self._world.timeout):
-                raise TimeoutError(f"rank {self.rank} waits for what rank {peer} sends")
-            if letter.content is None:
-                raise RuntimeError("another rank failed") from self._world.failure
-            out.copy_(letter.content)
-            with self._world.lock:
-                del self._world.letters[key]
-
-        return wait
-
-    def exchange(self, messages):
-        def pass_on(parts, outs):
-            others = [peer for peer in range(self.mesh.size) if peer != self.rank]
-            for peer in others:
-                self._send(parts[peer], peer)
-            for peer in others:
-                self._receive(outs[peer], peer)()
-            outs[self.rank].copy_(parts[self.rank])
-            return outs
-
-        sizes = pass_on([torch.tensor(m.numel()) for m in messages], [torch.tensor(0) for _ in messages])
-        return pass_on(messages, [torch.empty(int(n), dtype=torch.uint8) for n in sizes])
-
-
-def _sum(parts: Sequence[Tensor]) -> Tensor:
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total += part
-    return total
-
-
-def run_threads(
-    mesh: Mesh, work: Callable[[ThreadGroups], Any], timeout: timedelta = timedelta(seconds=60)
-) -> list[Any]:
-    """Runs `work(communicator)` on every rank of `mesh`, each a thread; returns the results by rank.
-
-    Raises the first failure of any rank; the others are released.
-    """
-    world = ThreadWorld(timeout)
-    results: list[Any] = [None] * mesh.size
-
-    def main(rank: int) -> None:
-        try:
-            results[rank] = work(ThreadGroups(mesh, rank, world))
-        except BaseException as error:
-            world.fail(error)
-
-    threads = [threading.Thread(target=main, args=(r,), name=f"rank{r}") for r in range(mesh.size)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    if world.failure:
-        raise world.failure
-    return results

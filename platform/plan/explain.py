@@ -10,9 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from platform.plan.chunks import Model
+from platform.plan.describe import describe, human
 from platform.plan.memory import saved_for_backward, weight_bytes
 from platform.plan.placement import messages, with_axes
-from platform.plan.plan import Model, Plan, describe, human
+from platform.plan.plan import Plan
+from platform.plan.step import step_collectives, update_collectives
 
 GROUPS_SHOWN = 8
 _LAYER = re.compile(r".*\blayers\.\d+\.")
@@ -63,7 +66,7 @@ def collectives(plan: Plan) -> list[dict[str, Any]]:
     `launches` times per rank and step, and then has moved `bytes` over all workers. The bytes by op and axes add up to
     `plan.communication()`."""
     rows: dict[tuple, dict[str, Any]] = {}
-    for where, c, launches in plan.step_collectives():
+    for where, c, launches in step_collectives(plan):
         axes = "+".join(plan.mesh.ordered(c.axes))
         folded = re.sub(r"\.\d+\.", ".*.", where)
         key = (folded, c.op, axes, c.elements, c.dtype, c.phase, c.issue, c.wait)
@@ -79,10 +82,10 @@ def bytes_per_layer(plan: Plan) -> float:
     """Bytes that all workers move per step for one layer, on average over the layers: its collectives in every
     microbatch, and its share of the reduction of gradients."""
     layers = {match[0] for p in plan.parameters if (match := _LAYER.match(p.name))}
-    moved = sum(n * plan.moved_bytes(c) for where, c, n in plan.step_collectives() if _LAYER.match(where.split()[-1]))
+    moved = sum(n * plan.moved_bytes(c) for where, c, n in step_collectives(plan) if _LAYER.match(where.split()[-1]))
     of_layers = replace(plan, parameters=tuple(p for p in plan.parameters if _LAYER.match(p.name)))
     for stage in range(plan.stages):
-        moved += sum(n * plan.moved_bytes(c) for _, c, n in of_layers.at(stage).update_collectives())
+        moved += sum(n * plan.moved_bytes(c) for _, c, n in update_collectives(of_layers.at(stage)))
     return moved / len(layers) if layers else 0.0
 
 

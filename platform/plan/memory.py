@@ -8,9 +8,10 @@ from itertools import count
 from math import prod
 from typing import Any
 
+from platform.plan.chunks import Model
 from platform.plan.layout import at_zero
 from platform.plan.ops import Ops, Parameter, Spec
-from platform.plan.plan import Model, Plan
+from platform.plan.plan import Plan
 from platform.plan.planned import PlannedOperation
 from platform.plan.rule import APPEAR, VANISH, Conversion, Step
 

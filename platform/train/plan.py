@@ -10,8 +10,10 @@ from math import prod
 from platform.checks import axes_of
 from platform.config import Config, ConfigError
 from platform.model import build as build_model
+from platform.plan.build import build
+from platform.plan.legality import IllegalPlan
 from platform.plan.ops import Recompute
-from platform.plan.plan import IllegalPlan, Plan, build
+from platform.plan.plan import Plan
 from platform.plan.scheme import compose
 from platform.train.pipeline import count_microbatches, schedule_of
 

@@ -18,7 +18,8 @@ from platform import data
 from platform.checkpoint import Corrupt, Refused, connect, load
 from platform.config import Config, ConfigError
 from platform.extensions import load_extensions
-from platform.parallel.groups import Alone, Communicator, ProcessGroups
+from platform.parallel.groups import Alone, Communicator
+from platform.parallel.processes import ProcessGroups
 from platform.plan.rows import Rows
 from platform.train import places
 from platform.train.plan import make_plan

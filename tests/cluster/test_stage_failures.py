@@ -8,8 +8,8 @@ from process_tree import descendants, gone
 
 from platform.cluster.driver import run
 from platform.monitor import Journal, MetricsLog
-from platform.parallel.groups import run_threads
 from platform.parallel.pipeline import Pipeline, StageFailed
+from platform.parallel.threads import run_threads
 from platform.train.plan import make_plan
 from tests.oracle import configure, trainer_of
 

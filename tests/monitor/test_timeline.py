@@ -10,7 +10,7 @@ from platform.cluster.driver import run
 from platform.monitor import MetricsLog, Timeline
 from platform.monitor.timeline import STEPS, bubble, executed
 from platform.parallel.clock import Clock
-from platform.parallel.groups import run_threads
+from platform.parallel.threads import run_threads
 from platform.plan.lowering import lower
 from platform.plan.schedule import COMPUTE
 from platform.plan.schedules import generate

@@ -177,7 +177,7 @@ def test_the_model_uses_every_word():
 def test_a_maximum_that_several_ranks_hold_shares_its_gradient():
     """As in torch.amax: equal rows of the embedding would show a gradient that is counted twice."""
     from platform.parallel import statistics
-    from platform.parallel.groups import run_threads
+    from platform.parallel.threads import run_threads
     from platform.plan.mesh import Mesh
 
     x = torch.tensor([[3.0, 1.0, 3.0, 3.0], [0.0, 2.0, 1.0, 2.0]], dtype=torch.float64)

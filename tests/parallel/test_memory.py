@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from platform.model import build
-from platform.parallel.groups import Alone, run_threads
+from platform.parallel.groups import Alone
 from platform.parallel.ops import Position
+from platform.parallel.threads import run_threads
 from platform.plan.memory import saved_for_backward, weight_bytes
 from platform.train.plan import make_plan
 from platform.train.trainer import Trainer

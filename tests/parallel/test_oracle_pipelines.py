@@ -10,8 +10,9 @@ from math import prod
 import pytest
 from torch.autograd.graph import get_gradient_edge
 
-from platform.parallel.groups import Alone, ThreadGroups, run_threads
+from platform.parallel.groups import Alone
 from platform.parallel.pipeline import Pipeline
+from platform.parallel.threads import ThreadGroups, run_threads
 from platform.plan.simulate import simulate
 from platform.train.pipeline import schedule_of
 from platform.train.plan import make_plan

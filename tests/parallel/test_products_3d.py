@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from platform.parallel.einsum import einsums
-from platform.parallel.groups import run_threads
+from platform.parallel.threads import run_threads
 from platform.plan.layout import Layout, block
 from platform.plan.mesh import Mesh
 from platform.plan.planned import Group, Member

@@ -105,7 +105,7 @@ def test_the_share_that_dropout_keeps(rate):
 
 
 MEMORY = """
-from platform.parallel.groups import ThreadGroups, ThreadWorld
+from platform.parallel.threads import ThreadGroups, ThreadWorld
 from platform.train.plan import make_plan
 from platform.train.weights import Weights
 from tests.oracle import configure

@@ -7,7 +7,8 @@ from math import prod
 
 import pytest
 
-from platform.parallel.groups import Alone, run_threads
+from platform.parallel.groups import Alone
+from platform.parallel.threads import run_threads
 from platform.plan.replay import replay
 from platform.plan.rule import Conversion
 from platform.train.plan import make_plan

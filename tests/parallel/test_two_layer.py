@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from platform.launch import compose, main
-from platform.plan.plan import METRICS
+from platform.plan.step import METRICS
 from platform.train.plan import make_plan
 from tests.oracle import compare, configure, counted, prove, run, serial
 

@@ -18,7 +18,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_initial_weights_are_those_of_one_process(layout, precision):
     """Bit for bit, in the precision of the master copies; tests/oracle.py compares those of fp64 everywhere."""
-    from platform.parallel.groups import run_threads
+    from platform.parallel.threads import run_threads
     from platform.train.weights import DTYPES, Weights
 
     c = configure(*LAYOUTS[layout], precision=precision, **MODELS["llama"])

@@ -13,7 +13,8 @@ import torch
 from platform.config import ConfigError
 from platform.parallel import shards
 from platform.parallel.gradients import Reduction
-from platform.parallel.groups import Alone, run_threads
+from platform.parallel.groups import Alone
+from platform.parallel.threads import run_threads
 from platform.plan.memory import weight_bytes
 from platform.plan.replay import replay
 from platform.train.plan import make_plan

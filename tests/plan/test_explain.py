@@ -12,6 +12,7 @@ import pytest
 from platform.model import build
 from platform.plan.explain import bytes_per_layer, explain, render
 from platform.plan.layout import at_zero
+from platform.plan.step import step_collectives
 from platform.train.plan import make_plan
 from tests.oracle import compare, configure, counted, run, serial
 
@@ -60,7 +61,7 @@ def test_what_sub_grid_zero_holds_and_launches():
     assert elsewhere["saved_elements_per_worker"]["activations"] < found["saved_elements_per_worker"]["activations"]
     for r in results:
         rows: Counter[str] = Counter()
-        for _, x, launches in plan.step_collectives():
+        for _, x, launches in step_collectives(plan):
             rows[x.op] += launches if at_zero(x.only, plan.mesh.coordinates(r.rank)) else 0
         assert rows == Counter(x.op for x in r.log)
     text = render(plan, found)

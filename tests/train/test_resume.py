@@ -13,7 +13,8 @@ from torch import Tensor
 from platform.checkpoint import Block, Box, Meta, connect, load
 from platform.checkpoint.catalogue import begin, commit
 from platform.config import Config
-from platform.parallel.groups import Alone, Communicator, run_threads
+from platform.parallel.groups import Alone, Communicator
+from platform.parallel.threads import run_threads
 from platform.train.plan import make_plan
 from platform.train.state import State
 from tests.oracle import configure, trainer_of

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from platform.config import Config
-from platform.parallel.groups import Alone, run_threads
+from platform.parallel.groups import Alone
+from platform.parallel.threads import run_threads
 from platform.train.faults import Fault
 from platform.train.plan import make_plan
 from platform.train.trainer import SECTIONS

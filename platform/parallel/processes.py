@@ -1,0 +1,73 @@
+"""Communicators on torch.distributed: every rank is a process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from platform.parallel.groups import Communicator
+from platform.plan.mesh import Mesh
+
+# named *_into_tensor, *_tensor before torch 2.13
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class ProcessGroups(Communicator):
+    """Groups of torch.distributed: NCCL on CUDA, gloo on CPU. The default process group must be initialised."""
+
+    def __init__(self, mesh: Mesh, rank: int, axes_of_groups: Iterable[Sequence[str]], device: str = "cpu"):
+        super().__init__(mesh, rank, device)
+        self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
+        for axes in axes_of_groups:  # in one order on every rank: creating a group is collective
+            mine, _ = dist.new_subgroups_by_enumeration([list(g) for g in mesh.groups(axes)])
+            assert mine is not None
+            self._groups[tuple(axes)] = mine
+
+    def _start(self, op, given, out, axes, group, reduce, root):
+        g = self._groups[axes]
+        if op == "all_gather":
+            work = _all_gather(out.view(-1), given.view(-1), group=g, async_op=True)
+        elif op == "reduce_scatter":
+            work = _reduce_scatter(out.view(-1), given.view(-1), group=g, async_op=True)
+        elif op == "all_to_all":
+            work = dist.all_to_all_single(out.view(-1), given.view(-1), group=g, async_op=True)
+        elif op == "broadcast":
+            work = dist.broadcast(out, group[root], group=g, async_op=True)
+        elif op == "scatter":
+            parts = list(given.unbind()) if self.rank == group[root] else None
+            work = dist.scatter(out, parts, group[root], group=g, async_op=True)
+        elif op == "gather":
+            parts = list(out.unbind()) if self.rank == group[root] else None
+            work = dist.gather(given, parts, group[root], group=g, async_op=True)
+        elif op == "reduce":
+            work = dist.reduce(out, group[root], group=g, async_op=True)
+        else:
+            work = dist.all_reduce(out, dist.ReduceOp.MAX if reduce == "max" else dist.ReduceOp.SUM, g, async_op=True)
+        return work.wait
+
+    def _send(self, x, peer):
+        work = dist.isend(x, peer)
+        assert work is not None
+        return work.wait
+
+    def _receive(self, out, peer):
+        work = dist.irecv(out, peer)
+        assert work is not None
+        return work.wait
+
+    def exchange(self, messages):
+        sent = torch.tensor([m.numel() for m in messages], device=self.device)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent)
+        given = torch.cat(list(messages)).to(self.device)
+        sizes = received.tolist()
+        out = given.new_empty(sum(sizes))
+        dist.all_to_all_single(out, given, sizes, sent.tolist())
+        return list(out.cpu().split(sizes))
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()

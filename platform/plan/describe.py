@@ -1,0 +1,113 @@
+"""A plan for people, as a table, and for files, as JSON-able data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from platform.plan.layout import DIMS
+from platform.plan.scheme import REGIONS
+
+if TYPE_CHECKING:
+    from platform.plan.plan import Plan
+
+
+def describe(plan: Plan) -> str:
+    """The plan as the small table that a run prints first."""
+    mesh = " x ".join(f"{a} {n}" for a, n in plan.mesh.shape if n > 1) or "1"
+    split = dict.fromkeys((*DIMS, *(d for r in REGIONS for d in plan.scheme.regions[r])))
+    dims = [d for d in split if d in plan.sizes and any(plan.scheme.regions[r][d] for r in REGIONS)]
+    head, *rest = rows = [["region", *dims]] + [
+        [r, *("+".join(plan.scheme.regions[r][d]) or "-" for d in dims)]
+        for r in REGIONS
+        if r != "core" or plan.scheme.regions["core"] != plan.scheme.regions["attention"]
+    ]
+    if zero := "+".join(plan.scheme.sub_grid_zero):
+        rows = [[*head, "only at"], *([*row, f"{zero}=0" if plan.scheme.regions[row[0]].only else "-"] for row in rest)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    table = ["  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    moved = plan.communication()
+    traffic = ", ".join(f"{k} {human(v)}B" for k, v in sorted(moved.items(), key=lambda kv: -kv[1])[:4]) or "none"
+    more = f", and {len(moved) - 4} more" if len(moved) > 4 else ""
+    elsewhere = f", {plan.parameters_at(plan.elsewhere):,} where {zero}>0" if plan.elsewhere else ""
+    lines = [
+        f"plan  {plan.mesh.size} workers = {mesh}; tensor scheme {plan.scheme.name}; {plan.precision}",
+        *(table if dims or zero else []),
+        f"  parameters      {plan.parameter_count:,} ({plan.local_parameter_count:,} per worker{elsewhere})"
+        + _sharding(plan),
+        *(f"  stage {stage}         {units}" for stage, units in _stages(plan)),
+        f"  step            {plan.tokens_per_step:,} tokens in {plan.microbatches} microbatches;"
+        f" {human(plan.flops_per_token * plan.tokens_per_step)}FLOP",
+        f"  communication   {human(sum(moved.values()))}B per step: {traffic}{more}",
+        *(f"  warning         {w}" for w in plan.warnings),
+    ]
+    return "\n".join(lines)
+
+
+def _stages(plan: Plan) -> list[tuple[int, str]]:
+    """Each stage of several with the units of its chunks: `embedding .. layers.3 | layers.8 .. layers.11`."""
+
+    def shown(units: Sequence[str]) -> str:
+        return units[0] if len(units) == 1 else f"{units[0]} .. {units[-1]}"
+
+    stages = range(plan.stages if plan.stages > 1 else 0)
+    return [(stage, " | ".join(shown(c.units) for c in plan.chunks if c.stage == stage)) for stage in stages]
+
+
+def _sharding(plan: Plan) -> str:
+    if not plan.sharded:
+        return ""
+    over = f"chunks over {'+'.join(plan.sharded)}"
+    return (
+        f", kept in {over}"
+        if plan.storage
+        else f", updated in {over} ({plan.masters_at(plan.mesh.coordinates(0)):,} per worker)"
+    )
+
+
+def human(x: float) -> str:
+    """1234567 -> '1.23 M': three digits and a decimal prefix."""
+    for unit in ("", "k", "M", "G", "T", "P", "E"):
+        if abs(x) < 999.5:
+            return f"{x:.3g} {unit}"
+        x /= 1000
+    return f"{x:.3g} Z"
+
+
+def to_dict(plan: Plan) -> dict[str, Any]:
+    """The plan as JSON-able data: `plan.json` of the run directory."""
+    return {
+        "mesh": plan.mesh.axes,
+        "scheme": plan.scheme.name,
+        "precision": plan.precision,
+        "microbatches": plan.microbatches,
+        "sharded": list(plan.sharded),
+        "storage": list(plan.storage),
+        "sizes": dict(plan.sizes),
+        "regions": {r: dict(layout) for r, layout in plan.scheme.regions.items()},
+        "only": {r: list(layout.only) for r, layout in plan.scheme.regions.items() if layout.only},
+        "parameters": [
+            {
+                "name": p.name,
+                "dims": list(p.dims),
+                "shape": list(plan.global_shape(p)),
+                "layout": dict(plan.layout(p)),
+                "only": list(plan.layout(p).only),
+                "reduce": list(plan.reductions[p.name]),
+            }
+            for p in plan.parameters
+        ],
+        "operations": [
+            {
+                "kind": kind,
+                "name": name,
+                "compute_axes": list(o.compute_axes),
+                "collectives": [vars(c) | {"axes": list(c.axes)} for c in o.collectives],
+            }
+            for (kind, name), o in plan.operations.items()
+        ],
+        "communication": plan.communication(),
+        "parameter_count": plan.parameter_count,
+        "parameters_per_worker": plan.local_parameter_count,
+        "flops_per_token": plan.flops_per_token,
+    }
