@@ -197,6 +197,11 @@ class Communicator(ABC):
         """An all-to-all of bytes among all ranks of the mesh: takes one uint8 tensor [bytes] on the CPU per receiver,
         returns one per sender, in rank order. Sizes differ, and nothing is counted: no step does it."""
 
+    @abstractmethod
+    def collect(self, numbers: Tensor) -> Tensor | None:
+        """Every rank's fp64 numbers [n] on the CPU as one [ranks, n] on rank 0, None elsewhere. Counted nowhere: what
+        is told about a step is no part of it."""
+
     def close(self) -> None:  # noqa: B027  (most have nothing to leave)
         """Leaves the groups."""
 
@@ -212,3 +217,6 @@ class Alone(Communicator):
 
     def exchange(self, messages):
         return list(messages)
+
+    def collect(self, numbers):
+        return numbers[None]

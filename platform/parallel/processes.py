@@ -68,6 +68,12 @@ class ProcessGroups(Communicator):
         dist.all_to_all_single(out, given, sizes, sent.tolist())
         return list(out.cpu().split(sizes))
 
+    def collect(self, numbers):
+        mine = numbers.to(self.device)
+        rows = [torch.empty_like(mine) for _ in range(self.mesh.size)] if self.rank == 0 else None
+        dist.gather(mine, rows)
+        return torch.stack(rows).cpu() if rows else None
+
     def close(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
