@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from platform.parallel.clock import Clock
+from platform.parallel.progress import PROGRESS
 from platform.parallel.traced import COMMUNICATORS, Arrived, collective
 from platform.plan.cost import TRAFFIC, label
 from platform.plan.mesh import Mesh
@@ -50,7 +51,7 @@ class Handle:
         self._clock, self._wait, self._finish, self._section = clock, wait, finish, section
 
     def wait(self) -> Tensor:
-        with self._clock.section(self._section):
+        with self._clock.section(self._section, waiting=True):
             self._wait()
         return self._finish()
 
@@ -203,6 +204,10 @@ class Communicator(ABC):
         """An all-to-all of bytes among all ranks of the mesh: takes one uint8 tensor [bytes] on the CPU per receiver,
         returns one per sender, in rank order. Sizes differ, and nothing is counted: no step does it."""
 
+    def abort(self) -> None:  # noqa: B027  (most cannot)
+        """Makes collectives under way fail, from another thread, where the backend can: NCCL. Gloo cannot: there it is
+        a peer's leaving that does."""
+
     def close(self) -> None:  # noqa: B027  (most have nothing to leave)
         """Leaves the groups."""
 
@@ -264,14 +269,20 @@ class ProcessGroups(Communicator):
         return work.wait
 
     def exchange(self, messages):
-        sent = torch.tensor([m.numel() for m in messages], device=self.device)
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent)
-        given = torch.cat(list(messages)).to(self.device)
-        sizes = received.tolist()
-        out = given.new_empty(sum(sizes))
-        dist.all_to_all_single(out, given, sizes, sent.tolist())
-        return list(out.cpu().split(sizes))
+        with PROGRESS.waiting("exchange"):
+            sent = torch.tensor([m.numel() for m in messages], device=self.device)
+            received = torch.empty_like(sent)
+            dist.all_to_all_single(received, sent)
+            given = torch.cat(list(messages)).to(self.device)
+            sizes = received.tolist()
+            out = given.new_empty(sum(sizes))
+            dist.all_to_all_single(out, given, sizes, sent.tolist())
+            return list(out.cpu().split(sizes))
+
+    def abort(self) -> None:
+        if self.device.type == "cuda" and dist.is_initialized():
+            for group in [*self._groups.values(), dist.distributed_c10d._get_default_group()]:
+                group.abort()
 
     def close(self) -> None:
         if dist.is_initialized():
