@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from platform import data
 from platform.cluster import resources, torchrun
-from platform.cluster.crew import ByRank, Crew, WorkerFailed, open_crew
+from platform.cluster.crew import ByRank, Crew, open_crew, seating
+from platform.cluster.failures import WorkerFailed
 from platform.cluster.job import WORKER, Job
 from platform.cluster.metrics import metrics_row
 from platform.cluster.run_directory import RunDirectory
@@ -207,14 +208,17 @@ class _Driver:
 
     def _form(self, crew: Crew) -> float | None:
         """Makes the crew a mesh with a model; the peak FLOP/s of each worker, None where unknown."""
+        size = self.job.world_size
+        crew.seat(self.job, seating(crew.members)[:size])
         schedule = schedule_of(self.config, self.plan.mesh.axes["data"])
         if schedule.stages > 1:
             self.monitor.say(_described(schedule))
-        workers = crew.call("form", crew.store, self.journal.generation, list(schedule.placement))
+        config, stage_of = self.job.config, list(schedule.placement)
+        workers = crew.call("form", ByRank(range(size)), size, config, crew.store, self.journal.generation, stage_of)
         self.journal.event("formed", workers=workers)
         of_stage = rows(schedule)
         if self.config.monitor.timeline:
-            names = [self.job.name(rank) for rank in range(self.job.world_size)]
+            names = [self.job.name(rank) for rank in range(size)]
             stages = [c["stage"] for c in self.job.coordinates]
             self.timeline = Timeline(schedule, [stage.step for stage in of_stage], names, stages)
         plain = [stage.plain() for stage in of_stage]
@@ -230,7 +234,8 @@ class _Driver:
         if tokens := self.config.monitor.sample:
             self.monitor.say(f"a sample of {tokens} tokens:\n{crew.call('sample', tokens)[0]}")
 
-    def _report(self, failure: WorkerFailed) -> None:
+    def _report(self, error: WorkerFailed) -> None:
+        failure = error.culprit
         log = str(failure.log) if failure.log else None
         self.journal.event(
             "failure",

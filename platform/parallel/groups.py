@@ -44,7 +44,7 @@ class Handle:
         self._clock, self._wait, self._finish, self._section = clock, wait, finish, section
 
     def wait(self) -> Tensor:
-        with self._clock.section(self._section):
+        with self._clock.section(self._section, waiting=True):
             self._wait()
         return self._finish()
 
@@ -201,6 +201,10 @@ class Communicator(ABC):
     def collect(self, numbers: Tensor) -> Tensor | None:
         """Every rank's fp64 numbers [n] on the CPU as one [ranks, n] on rank 0, None elsewhere. Counted nowhere: what
         is told about a step is no part of it."""
+
+    def abort(self) -> None:  # noqa: B027  (most cannot)
+        """Makes collectives under way fail, from another thread, where the backend can: NCCL. Gloo cannot: there it is
+        a peer's leaving that does."""
 
     def close(self) -> None:  # noqa: B027  (most have nothing to leave)
         """Leaves the groups."""

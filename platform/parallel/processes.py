@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from platform.parallel.groups import Communicator
+from platform.parallel.progress import PROGRESS
 from platform.plan.mesh import Mesh
 
 # named *_into_tensor, *_tensor before torch 2.13
@@ -59,20 +60,27 @@ class ProcessGroups(Communicator):
         return work.wait
 
     def exchange(self, messages):
-        sent = torch.tensor([m.numel() for m in messages], device=self.device)
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent)
-        given = torch.cat(list(messages)).to(self.device)
-        sizes = received.tolist()
-        out = given.new_empty(sum(sizes))
-        dist.all_to_all_single(out, given, sizes, sent.tolist())
-        return list(out.cpu().split(sizes))
+        with PROGRESS.waiting("exchange"):
+            sent = torch.tensor([m.numel() for m in messages], device=self.device)
+            received = torch.empty_like(sent)
+            dist.all_to_all_single(received, sent)
+            given = torch.cat(list(messages)).to(self.device)
+            sizes = received.tolist()
+            out = given.new_empty(sum(sizes))
+            dist.all_to_all_single(out, given, sizes, sent.tolist())
+            return list(out.cpu().split(sizes))
 
     def collect(self, numbers):
         mine = numbers.to(self.device)
         rows = [torch.empty_like(mine) for _ in range(self.mesh.size)] if self.rank == 0 else None
-        dist.gather(mine, rows)
+        with PROGRESS.waiting("collect"):
+            dist.gather(mine, rows)
         return torch.stack(rows).cpu() if rows else None
+
+    def abort(self) -> None:
+        if self.device.type == "cuda" and dist.is_initialized():
+            for group in [*self._groups.values(), dist.distributed_c10d._get_default_group()]:
+                group.abort()
 
     def close(self) -> None:
         if dist.is_initialized():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import socket
@@ -18,8 +19,9 @@ from platform import data
 from platform.checkpoint import Corrupt, Refused, connect, load
 from platform.config import Config, ConfigError
 from platform.extensions import load_extensions
-from platform.parallel.groups import Alone, Communicator
+from platform.parallel.groups import Alone, Communicator, Launch
 from platform.parallel.processes import ProcessGroups
+from platform.parallel.progress import PROGRESS
 from platform.plan.rows import Rows
 from platform.train import places
 from platform.train.plan import make_plan
@@ -30,45 +32,58 @@ TIMEOUT = timedelta(minutes=10)  # of one collective
 
 
 class Worker:
-    """One rank. Everything that goes in and comes out is plain data.
+    """Member `number` of a crew, and in each generation one of its ranks, or a spare. Everything that goes in and comes
+    out is plain data.
 
-    The order of calls is `form`, `build`, perhaps `restore`, then `step`, `snapshot`, `write`, `written`, `evaluate`
-    and `sample` on all ranks alike, `close`.
+    The order of calls is, in each generation, `form`, `build`, perhaps `restore`, then `step`, `snapshot`, `write`,
+    `written`, `evaluate` and `sample` on all ranks alike, `leave`; at the end `close`.
     """
 
-    def __init__(self, config: dict[str, Any], rank: int, world_size: int, *, device: str, run_dir: str, threads: int):
+    trainer: Any  # a Trainer from `build` to `leave`
+    state: Any  # a State, likewise
+
+    def __init__(self, config: dict[str, Any], number: int, *, device: str, run_dir: str, threads: int):
+        self._configure(config)
+        self.number, self.run_dir, self.device = number, Path(run_dir), device
+        self.communicator: Communicator | None = None
+        torch.set_num_threads(threads)
+
+    def _configure(self, config: dict[str, Any]) -> None:
         self.config = Config.from_dict(config)
         if mistakes := load_extensions(self.config.extend):
             raise ConfigError(mistakes)
-        self.rank, self.world_size, self.run_dir = rank, world_size, Path(run_dir)
-        self.device = device
-        torch.set_num_threads(threads)
 
-    def form(self, store: tuple[str, int], generation: int, stage_of: Sequence[int]) -> dict[str, Any]:
-        """Joins generation `generation` through the driver's TCPStore at (host, port) and builds the groups.
+    def form(
+        self,
+        rank: int,
+        world_size: int,
+        config: dict[str, Any],
+        store: tuple[str, int],
+        generation: int,
+        stage_of: Sequence[int],
+    ) -> dict[str, Any]:
+        """Joins generation `generation` as `rank` through the driver's TCPStore at (host, port) and builds the groups.
 
-        `stage_of`: the pipeline stage of every model chunk, which the driver has from the schedule.
+        `config`: of the same run, perhaps with another plan. `stage_of`: the pipeline stage of every model chunk, which
+        the driver has from the schedule. Raises RuntimeError where a generation has not been left.
         """
+        if self.communicator:
+            raise RuntimeError("this worker is still in the generation before; it has to leave that first")
+        self._configure(config)
+        self.rank, self.world_size = rank, world_size
         self.plan = make_plan(self.config, stage_of=stage_of)
-        if self.plan.mesh.size != self.world_size:
-            raise ValueError(f"the plan is for {self.plan.mesh.size} workers, the world has {self.world_size}")
+        if self.plan.mesh.size != world_size:
+            raise ValueError(f"the plan is for {self.plan.mesh.size} workers, the world has {world_size}")
         mesh = self.plan.mesh
         device = self.device
-        if device == "cuda":
-            local = int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count()
-            torch.cuda.set_device(local)
-            device = f"cuda:{local}"
-        self.communicator: Communicator
-        if self.world_size == 1:
+        if device == "cuda":  # each worker's process sees one
+            device = "cuda:0"
+            torch.cuda.set_device(device)
+        if world_size == 1:
             self.communicator = Alone(mesh, device)
         else:
-            rendezvous = dist.PrefixStore(f"generation/{generation}", dist.TCPStore(*store, is_master=False))
-            backend = "nccl" if self.device == "cuda" else "gloo"
-            dist.init_process_group(
-                backend, store=rendezvous, rank=self.rank, world_size=self.world_size, timeout=TIMEOUT
-            )
-            self.communicator = ProcessGroups(mesh, self.rank, self.plan.groups, device)
-            self.communicator.meet(self.plan.neighbours)
+            with PROGRESS.waiting("form"):
+                self.communicator = self._join(rank, world_size, store, generation, device)
         if self.config.monitor.log_launches:
             self.communicator.log = []
         return {
@@ -78,8 +93,17 @@ class Worker:
             "node": socket.gethostname(),
         }
 
+    def _join(self, rank: int, size: int, address: tuple[str, int], generation: int, device: str) -> ProcessGroups:
+        store = dist.PrefixStore(f"generation/{generation}", dist.TCPStore(*address, is_master=False))
+        backend = "nccl" if self.device == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+        groups = ProcessGroups(self.plan.mesh, rank, self.plan.groups, device)
+        groups.meet(self.plan.neighbours)
+        return groups
+
     def build(self, rows: list[Any]) -> dict[str, Any]:
         """Parameters, optimizer and data. `rows`: what this stage runs, see `platform.plan.rows.Rows.plain`."""
+        assert self.communicator
         c = self.config
         self.trainer = Trainer(c, self.plan, self.communicator, data.of(c), Rows.from_plain(rows))
         self.state = State(self.trainer)
@@ -89,17 +113,16 @@ class Worker:
     def step(self, step: int) -> dict[str, Any]:
         """Update `step` (from 1); see `Trainer.step`."""
         report = self.trainer.step(step)
-        if self.communicator.log is not None:
-            self._write_launches()
+        if self.communicator and self.communicator.log is not None:
+            self._write_launches(self.communicator.log)
         return report
 
-    def _write_launches(self) -> None:
-        assert self.communicator.log is not None
+    def _write_launches(self, log: list[Launch]) -> None:
         path = self.run_dir / "logs" / f"launches-{self.rank}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a") as file:
-            file.writelines(json.dumps(vars(launch)) + "\n" for launch in self.communicator.log)
-        self.communicator.log.clear()
+            file.writelines(json.dumps(vars(launch)) + "\n" for launch in log)
+        log.clear()
 
     def snapshot(self) -> dict[str, Any]:
         """Copies this rank's share of the state to host memory; {"values": the optimizer's numbers, "tensors": on rank
@@ -148,7 +171,26 @@ class Worker:
         """Generated text, equal on all ranks."""
         return self.trainer.sample(tokens)
 
-    def close(self) -> None:
-        """Leaves the groups; may be called after a failure."""
-        if communicator := getattr(self, "communicator", None):
+    def abort(self) -> None:
+        """From another thread: frees a call that waits in a collective, where the backend can. It then raises."""
+        if communicator := self.communicator:
+            communicator.abort()
+
+    def leave(self) -> None:
+        """Leaves the generation: its groups, and the memory of its model. In any state, also again; then `form` may
+        follow. Raises RuntimeError where the device does not work any more: this process is of no use then."""
+        communicator, self.communicator = self.communicator, None
+        self.trainer = self.state = None
+        if communicator:
+            communicator.abort()  # after a failure, closing would wait for what is under way
             communicator.close()
+        elif dist.is_initialized():  # it failed while it joined
+            dist.destroy_process_group()
+        gc.collect()  # autograd's graphs have cycles
+        if self.device == "cuda":
+            torch.cuda.synchronize()  # an error of the device is for good
+            torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        """The end; may be called after a failure."""
+        self.leave()

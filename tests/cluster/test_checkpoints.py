@@ -8,7 +8,7 @@ from fake_plan import FakePlan
 from platform.checkpoint import Meta, connect
 from platform.checkpoint.catalogue import begin, commit
 from platform.cluster.checkpoints import Checkpoints, origin
-from platform.cluster.crew import Outcome, WorkerFailed
+from platform.cluster.failures import Failure, Member, WorkerFailed
 from platform.config import ConfigError, identity
 from platform.monitor import Journal
 
@@ -78,8 +78,8 @@ def test_a_save_that_fails_for_good_stops_nothing(checkpoints, said, tmp_path):
     assert said[-1].endswith("gone; the newest good one is of step 3")
 
 
-def test_a_worker_that_dies_while_it_writes_has_failed(checkpoints, job):
-    dead = WorkerFailed(job(2), "write(...)", Outcome(1, error="killed", died=True), None)
+def test_a_worker_that_dies_while_it_writes_has_failed(checkpoints):
+    dead = WorkerFailed([Failure(Member(1, "here", 1), "died", "write(...)", "killed", 1)])
     with pytest.raises(WorkerFailed):
         save(checkpoints, 3, dead)
     assert checkpoints.step == 0 and "nothing was saved" in checkpoints.kept
