@@ -22,6 +22,7 @@ from platform.parallel.groups import Alone, Communicator, ProcessGroups
 from platform.plan.rows import Rows
 from platform.train import places
 from platform.train.plan import make_plan
+from platform.train.proof import proof
 from platform.train.state import State
 from platform.train.trainer import Trainer
 
@@ -31,8 +32,8 @@ TIMEOUT = timedelta(minutes=10)  # of one collective
 class Worker:
     """One rank. Everything that goes in and comes out is plain data.
 
-    The order of calls is `form`, `build`, perhaps `restore`, then `step`, `snapshot`, `write`, `written`, `evaluate`
-    and `sample` on all ranks alike, `close`.
+    The order of calls is `prove`, `form`, `build`, perhaps `restore`, then `step`, `snapshot`, `write`, `written`,
+    `evaluate` and `sample` on all ranks alike, `close`.
     """
 
     def __init__(self, config: dict[str, Any], rank: int, world_size: int, *, device: str, run_dir: str, threads: int):
@@ -42,6 +43,10 @@ class Worker:
         self.rank, self.world_size, self.run_dir = rank, world_size, Path(run_dir)
         self.device = device
         torch.set_num_threads(threads)
+
+    def prove(self, probe: str) -> dict[str, Any]:
+        """Where this worker is, what it sees of the run's places and what it runs; see `platform.train.proof`."""
+        return proof(self.config, self.run_dir, probe)
 
     def form(self, store: tuple[str, int], generation: int, stage_of: Sequence[int]) -> dict[str, Any]:
         """Joins generation `generation` through the driver's TCPStore at (host, port) and builds the groups.
