@@ -23,6 +23,7 @@ from platform.config import (
     objective_of,
     violation,
 )
+from platform.identity import wrong_allowances
 from platform.plan.layout import DIMS
 from platform.plan.scheme import GATHERED, REGIONS, RESERVED, SLICE_VIA
 
@@ -373,6 +374,7 @@ RELATIONS: tuple[tuple[set[str], Callable[[Config], Iterator[str]]], ...] = (  #
     ({"branch.slice_via"}, _slice_via),
     ({"parallel.zero"}, _zero),
     (set(), _axis_names),
+    (set(), wrong_allowances),
 )
 
 

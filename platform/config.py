@@ -142,6 +142,11 @@ class Checkpoint:
 
 
 @dataclass
+class Resume:
+    allow: list[str] = field(default_factory=list)  # keys of the run's identity that may be other ones than there
+
+
+@dataclass
 class Eval:
     every: int = 0  # validation loss every so many steps; 0 = never
     batches: int = 4  # global batches of the held-out split
@@ -181,7 +186,7 @@ class Monitor:
 
 @dataclass
 class Config:
-    """Everything that `python -m platform.launch` composes. Identity of a run: see `identity`."""
+    """Everything that `python -m platform.launch` composes. Identity of a run: `platform.identity`."""
 
     run: Run = field(default_factory=Run)
     extend: list[str] = field(default_factory=list)  # own modules, imported by the driver and every worker
@@ -198,6 +203,7 @@ class Config:
     branch: Branch = field(default_factory=Branch)
     pipeline: Pipeline = field(default_factory=Pipeline)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    resume: Resume = field(default_factory=Resume)
     eval: Eval = field(default_factory=Eval)
     elastic: Elastic = field(default_factory=Elastic)
     cluster: Cluster = field(default_factory=Cluster)
@@ -240,28 +246,6 @@ def objective_of(config: Config) -> str:
 def digest(values: Any) -> str:
     """A short, stable hash of plain data."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
-
-
-def identity(config: Config) -> dict[str, Any]:
-    """What makes a run this run: a directory or checkpoint of another identity is refused (DESIGN section 7)."""
-    values = config.to_dict()
-    data = {k: v for k, v in values["data"].items() if k != "cache"}
-    return {
-        "model": values["model"],
-        "data": data,
-        "seed": config.seed,
-        "train.global_batch": config.train.global_batch,
-        "optimizer": values["optimizer"],
-    }
-
-
-def changed(there: Any, here: Any, prefix: str = "") -> list[str]:
-    """What differs between two nested maps of configuration values, one line per key."""
-    if not isinstance(there, dict) or not isinstance(here, dict):
-        return [] if there == here else [f"{prefix}: {there} there, {here} here"]
-    keys = sorted(there.keys() | here.keys())
-    parts = (changed(there.get(k), here.get(k), f"{prefix}.{k}" if prefix else k) for k in keys)
-    return [line for part in parts for line in part]
 
 
 def violation(key: str, value: Any, constraint: str, legal: Iterable[Any] = ()) -> str:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from platform import launch
 from platform.arguments import rewrite, typed_values
 from platform.checks import BOUNDS, CHOICES, NOT_BUILT, leaves, parse_layout, violations
-from platform.config import Branch, Config, ConfigError, Tensor, identity
+from platform.config import Branch, Config, ConfigError, Tensor
+from platform.identity import identity
 from platform.launch import compose, main
 
 QUICK = "+experiment=gpt_quick"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from platform.checkpoint import manifest as manifests
-from platform.checkpoint.manifest import Corrupt, Manifest, Meta, Refused
+from platform.checkpoint.manifest import Corrupt, Manifest, Meta, Newer, Refused
 from platform.checkpoint.read import units, verify_units
 from platform.checkpoint.storage import Storage
 
@@ -117,11 +117,15 @@ def quarantine(storage: Storage, directory: str, reason: str) -> None:
 
 @dataclass(frozen=True)
 class Found:
-    """The newest checkpoint that can be trusted, or none; and the newer ones that cannot: (directory, reason)."""
+    """The newest checkpoint that can be trusted, or none; and the newer ones that cannot: (directory, reason).
+
+    `sound`: those among the latter with which nothing need be wrong: of a newer format, or the storage failed.
+    """
 
     directory: str | None
     manifest: Manifest | None
-    refused: tuple[tuple[str, str], ...]
+    refused: tuple[tuple[str, str], ...] = ()
+    sound: tuple[str, ...] = ()
 
 
 def find(storage: Storage, *, deep: bool = True) -> Found:
@@ -132,17 +136,20 @@ def find(storage: Storage, *, deep: bool = True) -> Found:
     storage cannot be listed.
     """
     refused: list[tuple[str, str]] = []
+    sound: list[str] = []
     for attempt in attempts(storage):
         directory = attempt.directory
         try:
-            return Found(directory, (verify if deep else load)(storage, directory), tuple(refused))
+            manifest = (verify if deep else load)(storage, directory)
+            return Found(directory, manifest, tuple(refused), tuple(sound))
         except Corrupt as error:
             refused.append((directory, str(error)))
             with suppress(OSError):  # a storage that one can only read
                 quarantine(storage, directory, str(error))
         except (Refused, OSError) as error:
             refused.append((directory, str(error)))
-    return Found(None, None, tuple(refused))
+            sound += [directory] if isinstance(error, Newer | OSError) else []
+    return Found(None, None, tuple(refused), tuple(sound))
 
 
 def superseded(complete: Sequence[Attempt], last: int, every: int) -> list[Attempt]:

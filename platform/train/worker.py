@@ -25,6 +25,7 @@ from platform.parallel.progress import PROGRESS
 from platform.plan.rows import Rows
 from platform.train import places
 from platform.train.plan import make_plan
+from platform.train.proof import proof
 from platform.train.state import State
 from platform.train.trainer import Trainer
 
@@ -35,8 +36,8 @@ class Worker:
     """Member `number` of a crew, and in each generation one of its ranks, or a spare. Everything that goes in and comes
     out is plain data.
 
-    The order of calls is, in each generation, `form`, `build`, perhaps `restore`, then `step`, `snapshot`, `write`,
-    `written`, `evaluate` and `sample` on all ranks alike, `leave`; at the end `close`.
+    The order of calls is, in each generation, `prove`, `form`, `build`, perhaps `restore`, then `step`, `snapshot`,
+    `write`, `written`, `evaluate` and `sample` on all ranks alike, `leave`; at the end `close`.
     """
 
     trainer: Any  # a Trainer from `build` to `leave`
@@ -52,6 +53,10 @@ class Worker:
         self.config = Config.from_dict(config)
         if mistakes := load_extensions(self.config.extend):
             raise ConfigError(mistakes)
+
+    def prove(self, probe: str) -> dict[str, Any]:
+        """Where this worker is, what it sees of the run's places and what it runs; see `platform.train.proof`."""
+        return proof(self.config, self.run_dir, probe)
 
     def form(
         self,

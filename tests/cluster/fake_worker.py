@@ -17,6 +17,12 @@ class FakeWorker:
         self.number, self.run_dir = number, Path(run_dir)
         self.device, self.threads, self.config = device, threads, config
 
+    def prove(self, probe):
+        from platform.config import Config
+        from platform.train.proof import proof
+
+        return proof(Config.from_dict(self.config), self.run_dir, probe)
+
     def form(self, rank, world_size, config, store, generation, stage_of):
         from torch.distributed import PrefixStore, TCPStore
 
@@ -129,3 +135,15 @@ class FailsToStart(FakeWorker):
         if number == 1:
             raise MemoryError("no room")
         super().__init__(config, number, **keywords)
+
+
+class OnAnotherNode(FakeWorker):
+    """Rank 1 has another disk than the driver, and another checkout."""
+
+    def prove(self, probe):
+        if self.number == 0:
+            return super().prove(probe)
+        self.run_dir = self.run_dir / "of-another-node"
+        self.config["run"]["dir"] = str(self.run_dir)
+        found = super().prove(probe)
+        return found | {"node": "n2", "code": {"platform": "0123"}}
