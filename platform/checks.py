@@ -111,6 +111,7 @@ BOUNDS: dict[str, str] = {
     "checkpoint.every": ">= 0",
     "checkpoint.keep": ">= 1",
     "checkpoint.keep_every": ">= 0",
+    "elastic.snapshot_every": ">= 0",
     "eval.every": ">= 0",
     "eval.batches": ">= 1",
     "cluster.wait": ">= 0",

@@ -148,6 +148,7 @@ class Elastic:
     min_workers: int = 1
     max_workers: int = 0  # 0 = the size at the start
     spares: int = 0
+    snapshot_every: int = 1  # steps between copies of the state in host memory, own and of peers; 0 = none
 
 
 @dataclass

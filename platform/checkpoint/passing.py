@@ -45,6 +45,14 @@ def alone(messages: list[Tensor]) -> list[Tensor]:
     return messages
 
 
+def clear_padding(state: Sequence[Held], blocks: Sequence[Block]) -> None:
+    """Zeros into the blocks that reach beyond their global tensor."""
+    shapes = {t.name: t.shape for t in state}
+    for name, box, tensor in blocks:
+        if box.overlap(Box.whole(shapes[name])) != box:
+            tensor.detach().zero_()
+
+
 def pass_on(
     turns: Iterable[Sequence[Sequence[P]]],
     fetch: Fetch[P],
@@ -53,19 +61,15 @@ def pass_on(
     rank: int,
     exchange: Exchange,
 ) -> None:
-    """Fills this rank's `blocks` by what others pass it; all ranks call it together. What a block has beyond the global
-    tensor becomes zero.
+    """Fills this rank's `blocks` by what others pass it; all ranks call it together.
 
     `turns`: what each rank passes on, turn by turn, and `state` who holds which blocks now: equal on all ranks. Raises,
     on every rank alike, Corrupt or OSError where `fetch` does on some rank: the blocks are then undefined.
     """
     holders = {t.name: sorted(t.holders.items()) for t in state}
-    shapes = {t.name: t.shape for t in state}
     mine: dict[str, list[Block]] = defaultdict(list)
     for block in sorted(blocks, key=lambda b: b.box):
         mine[block.name].append(block)
-        if block.box.overlap(Box.whole(shapes[block.name])) != block.box:
-            block.tensor.detach().zero_()
     for senders in turns:
         received = exchange(_messages(senders[rank], fetch, holders, len(senders)))
         _raise_failures(received)

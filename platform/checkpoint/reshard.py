@@ -15,7 +15,7 @@ from torch import Tensor
 
 from platform.checkpoint.box import Box
 from platform.checkpoint.manifest import Manifest, check_against
-from platform.checkpoint.passing import BUDGET, Exchange, Fetch, alone, pass_on
+from platform.checkpoint.passing import BUDGET, Exchange, Fetch, alone, clear_padding, pass_on
 from platform.checkpoint.read import Unit, read, units
 from platform.checkpoint.state import DTYPES, PIECE, Block, Held
 from platform.checkpoint.storage import Storage
@@ -45,6 +45,7 @@ def restore(
         box.size * len(ranks) * manifest.tensors[t.name].itemsize for t in state for box, ranks in t.holders.items()
     )
     window = max(PIECE, budget * world_size * size(wanted) // max(placed, 1))
+    clear_padding(state, blocks)
     pass_on(rounds(wanted, world_size, window), _fetch(storage, directory), state, blocks, rank, exchange)
 
 

@@ -25,6 +25,7 @@ from platform.plan.cost import TRAFFIC, label
 from platform.plan.mesh import Mesh
 
 _NUMBERS = itertools.count()
+PIECE = 64 << 20  # bytes of host memory that `transfer` sends over a GPU's memory at a time
 # named *_into_tensor, *_tensor before torch 2.13
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -203,6 +204,11 @@ class Communicator(ABC):
         """An all-to-all of bytes among all ranks of the mesh: takes one uint8 tensor [bytes] on the CPU per receiver,
         returns one per sender, in rank order. Sizes differ, and nothing is counted: no step does it."""
 
+    @abstractmethod
+    def transfer(self, sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]]) -> None:
+        """Bytes between ranks that know what they get: (peer, uint8 tensor [bytes] on the CPU) each, at most one of a
+        pair and direction, none to itself. Returns when `received` are filled; nothing is counted."""
+
     def close(self) -> None:  # noqa: B027  (most have nothing to leave)
         """Leaves the groups."""
 
@@ -218,6 +224,9 @@ class Alone(Communicator):
 
     def exchange(self, messages):
         return list(messages)
+
+    def transfer(self, sent, received):
+        assert not sent and not received, "there is nobody to talk to"
 
 
 class ProcessGroups(Communicator):
@@ -272,6 +281,21 @@ class ProcessGroups(Communicator):
         out = given.new_empty(sum(sizes))
         dist.all_to_all_single(out, given, sizes, sent.tolist())
         return list(out.cpu().split(sizes))
+
+    def transfer(self, sent, received):
+        largest = max((x.numel() for _, x in (*sent, *received)), default=0)
+        step = PIECE if self.device.type == "cuda" else max(largest, 1)  # what passes through a GPU's memory at a time
+        for at in range(0, largest, step):
+            given = [(peer, x[at : at + step].to(self.device)) for peer, x in sent if at < x.numel()]
+            wanted = [(peer, x[at : at + step]) for peer, x in received if at < x.numel()]
+            got = [x if x.device == self.device else torch.empty_like(x, device=self.device) for _, x in wanted]
+            works = [dist.P2POp(dist.isend, x, peer) for peer, x in given]
+            works += [dist.P2POp(dist.irecv, x, peer) for x, (peer, _) in zip(got, wanted, strict=True)]
+            for work in dist.batch_isend_irecv(works):
+                work.wait()
+            for x, (_, out) in zip(got, wanted, strict=True):
+                if x is not out:
+                    out.copy_(x)
 
     def close(self) -> None:
         if dist.is_initialized():
@@ -411,6 +435,12 @@ class ThreadGroups(Communicator):
 
         sizes = pass_on([torch.tensor(m.numel()) for m in messages], [torch.tensor(0) for _ in messages])
         return pass_on(messages, [torch.empty(int(n), dtype=torch.uint8) for n in sizes])
+
+    def transfer(self, sent, received):
+        for peer, x in sent:
+            self._send(x, peer)
+        for peer, out in received:
+            self._receive(out, peer)()
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:

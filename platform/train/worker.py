@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from platform import data
-from platform.checkpoint import Corrupt, Refused, connect, load
+from platform.checkpoint import Corrupt, Memory, Refused, connect, load
 from platform.config import Config, ConfigError
 from platform.extensions import load_extensions
 from platform.parallel.groups import Alone, Communicator, ProcessGroups
@@ -23,6 +24,7 @@ from platform.plan.rows import Rows
 from platform.train import places
 from platform.train.plan import make_plan
 from platform.train.state import State
+from platform.train.survivors import who_has
 from platform.train.trainer import Trainer
 
 TIMEOUT = timedelta(minutes=10)  # of one collective
@@ -41,6 +43,7 @@ class Worker:
             raise ConfigError(mistakes)
         self.rank, self.world_size, self.run_dir = rank, world_size, Path(run_dir)
         self.device = device
+        self.memories: dict[int, Memory] = {}  # by generation; older ones until the newest has a whole snapshot
         torch.set_num_threads(threads)
 
     def form(self, store: tuple[str, int], generation: int, stage_of: Sequence[int]) -> dict[str, Any]:
@@ -48,6 +51,7 @@ class Worker:
 
         `stage_of`: the pipeline stage of every model chunk, which the driver has from the schedule.
         """
+        self.generation = generation
         self.plan = make_plan(self.config, stage_of=stage_of)
         if self.plan.mesh.size != self.world_size:
             raise ValueError(f"the plan is for {self.plan.mesh.size} workers, the world has {self.world_size}")
@@ -77,20 +81,56 @@ class Worker:
             "node": socket.gethostname(),
         }
 
-    def build(self, rows: list[Any]) -> dict[str, Any]:
-        """Parameters, optimizer and data. `rows`: what this stage runs, see `platform.plan.rows.Rows.plain`."""
+    def build(self, rows: list[Any], domains: Sequence[str] = ()) -> dict[str, Any]:
+        """Parameters, optimizer and data. `rows`: what this stage runs, see `platform.plan.rows.Rows.plain`; `domains`:
+        the node of every rank, () where all run on one."""
         c = self.config
         self.trainer = Trainer(c, self.plan, self.communicator, data.of(c), Rows.from_plain(rows))
         self.state = State(self.trainer)
+        if c.elastic.snapshot_every:
+            homes, pinned = domains or [""] * self.world_size, self.device == "cuda"
+            self.memories[self.generation] = Memory(self.state.held, homes, self.rank, pinned)
         name = torch.cuda.get_device_name() if self.device == "cuda" else "cpu"
         return {"parameters": self.plan.parameters_at(self.communicator.coordinates), "device": name}
 
     def step(self, step: int) -> dict[str, Any]:
-        """Update `step` (from 1); see `Trainer.step`."""
+        """Update `step` (from 1), see `Trainer.step`; every `elastic.snapshot_every` steps its result is held in memory
+        too."""
+        self._forget_generations()
         report = self.trainer.step(step)
+        if (every := self.config.elastic.snapshot_every) and step % every == 0:
+            report["seconds"]["checkpoint"] += (seconds := self._hold(step))
+            report["step_seconds"] += seconds
         if self.communicator.log is not None:
             self._write_launches()
         return report
+
+    def _forget_generations(self) -> None:
+        """Once this one takes a step, all of its ranks have the state that it starts from."""
+        self.memories = {g: memory for g, memory in self.memories.items() if g == self.generation}
+
+    def _hold(self, step: int) -> float:
+        """Copies the state to memory, see `Memory.hold`; returns the seconds that it took."""
+        begin = time.perf_counter()
+        transfer = self.communicator.transfer
+        self.memories[self.generation].hold(step, self.state.blocks(), self.state.values(), transfer)
+        return time.perf_counter() - begin
+
+    def held(self) -> list[tuple[int, list[int]]]:
+        """(generation, the steps whose state is whole in this worker's memory) each; may be called after a failure."""
+        return [(generation, memory.steps) for generation, memory in self.memories.items() if memory.steps]
+
+    def recover(self, source: dict[str, Any]) -> None:
+        """Takes over the state that survivors of a generation hold in memory, and holds it under this one's plan, so
+        that nothing is lost if this one fails at once. All ranks call it, those that hold nothing too.
+
+        `source`: see `platform.train.survivors.who_has`.
+        """
+        memory = self.memories[source["generation"]] if self.rank in dict(source["ranks"]).values() else None
+        if memory:
+            memory.keep_only(source["step"])
+        self.state.recover(who_has(source), memory.at(source["step"]) if memory else None)
+        self._hold(source["step"])
 
     def _write_launches(self) -> None:
         assert self.communicator.log is not None
@@ -137,6 +177,8 @@ class Worker:
             return {"refused": str(error)}
         except OSError as error:
             return {"failed": str(error)}
+        if self.config.elastic.snapshot_every:
+            self._hold(manifest.meta.step)
         return {}
 
     def evaluate(self) -> dict[str, float]:
