@@ -11,7 +11,7 @@ from torch import Tensor
 
 from platform.checkpoint.box import Box
 from platform.checkpoint.passing import BUDGET, Exchange, alone, clear_padding, pass_on
-from platform.checkpoint.peers import Copy
+from platform.checkpoint.peers import Copy, copies
 from platform.checkpoint.state import PIECE, Block, Held, Share, alike, nth
 
 
@@ -43,6 +43,15 @@ def lost(state: Sequence[Held]) -> list[str]:
 def whole(state: Sequence[Held], kept: Sequence[Copy], alive: Collection[int]) -> list[str]:
     """The tensors of which the old ranks `alive` do not have everything; [] where nothing is lost."""
     return lost(surviving(state, kept, {rank: rank for rank in alive}))
+
+
+def handed_over(survived: Sequence[Held], stays: Sequence[bool]) -> list[Copy]:
+    """What those that do not stay pass to those that do, evenly: all that they alone have. `stays`: of every rank."""
+    leaving = [
+        Held(t.name, t.dtype, t.shape, {b: ranks for b, ranks in t.holders.items() if not any(stays[r] for r in ranks)})
+        for t in survived
+    ]
+    return copies(leaving, stays)
 
 
 class Part(NamedTuple):

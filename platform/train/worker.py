@@ -20,11 +20,12 @@ from platform.checkpoint import Corrupt, Memory, Refused, connect, load
 from platform.config import Config, ConfigError
 from platform.extensions import load_extensions
 from platform.parallel.groups import Alone, Communicator, ProcessGroups
+from platform.plan.mesh import Mesh
 from platform.plan.rows import Rows
 from platform.train import places
 from platform.train.plan import make_plan
 from platform.train.state import State
-from platform.train.survivors import who_has
+from platform.train.survivors import gathering, who_has
 from platform.train.trainer import Trainer
 
 TIMEOUT = timedelta(minutes=10)  # of one collective
@@ -56,20 +57,12 @@ class Worker:
         if self.plan.mesh.size != self.world_size:
             raise ValueError(f"the plan is for {self.plan.mesh.size} workers, the world has {self.world_size}")
         mesh = self.plan.mesh
-        device = self.device
-        if device == "cuda":
-            local = int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count()
-            torch.cuda.set_device(local)
-            device = f"cuda:{local}"
+        device = self._local_device()
         self.communicator: Communicator
         if self.world_size == 1:
             self.communicator = Alone(mesh, device)
         else:
-            rendezvous = dist.PrefixStore(f"generation/{generation}", dist.TCPStore(*store, is_master=False))
-            backend = "nccl" if self.device == "cuda" else "gloo"
-            dist.init_process_group(
-                backend, store=rendezvous, rank=self.rank, world_size=self.world_size, timeout=TIMEOUT
-            )
+            self._join(store, generation, self.rank, self.world_size)
             self.communicator = ProcessGroups(mesh, self.rank, self.plan.groups, device)
             self.communicator.meet(self.plan.neighbours)
         if self.config.monitor.log_launches:
@@ -80,6 +73,18 @@ class Worker:
             "pid": os.getpid(),
             "node": socket.gethostname(),
         }
+
+    def _local_device(self) -> str:
+        if self.device != "cuda":
+            return self.device
+        local = int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count()
+        torch.cuda.set_device(local)
+        return f"cuda:{local}"
+
+    def _join(self, store: tuple[str, int], generation: int, rank: int, world_size: int) -> None:
+        rendezvous = dist.PrefixStore(f"generation/{generation}", dist.TCPStore(*store, is_master=False))
+        backend = "nccl" if self.device == "cuda" else "gloo"
+        dist.init_process_group(backend, store=rendezvous, rank=rank, world_size=world_size, timeout=TIMEOUT)
 
     def build(self, rows: list[Any], domains: Sequence[str] = ()) -> dict[str, Any]:
         """Parameters, optimizer and data. `rows`: what this stage runs, see `platform.plan.rows.Rows.plain`; `domains`:
@@ -119,6 +124,19 @@ class Worker:
     def held(self) -> list[tuple[int, list[int]]]:
         """(generation, the steps whose state is whole in this worker's memory) each; may be called after a failure."""
         return [(generation, memory.steps) for generation, memory in self.memories.items() if memory.steps]
+
+    def gather(self, source: dict[str, Any], rank: int, store: tuple[str, int], generation: int) -> None:
+        """Before a generation in which some survivors have no seat, so that the others get what only these have. All
+        `gathered` of the source call it, each with its place among them as `rank`; the group, whose store has the
+        prefix `generation`, ends with the call."""
+        mesh = Mesh.of({"data": len(source["gathered"])})
+        self._join(store, generation, rank, mesh.size)
+        communicator = ProcessGroups(mesh, rank, (), self._local_device())
+        try:
+            snapshot = self.memories[source["generation"]].at(source["step"])
+            snapshot.take_over(gathering(source)[1], rank, communicator.transfer)
+        finally:
+            communicator.close()
 
     def recover(self, source: dict[str, Any]) -> None:
         """Takes over the state that survivors of a generation hold in memory, and holds it under this one's plan, so
