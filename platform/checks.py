@@ -116,6 +116,7 @@ BOUNDS: dict[str, str] = {
     "elastic.hang_seconds": "> 0",
     "elastic.slow": ">= 0",
     "elastic.attempts": ">= 1",
+    "elastic.snapshot_every": ">= 0",
     "eval.every": ">= 0",
     "eval.batches": ">= 1",
     "cluster.wait": ">= 0",

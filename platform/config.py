@@ -160,6 +160,7 @@ class Elastic:
     replace: bool = True  # start a new worker for every lost one
     wait: float = 600.0  # seconds to wait for min_workers, then the run ends
     hang_seconds: float = 10.0  # without a sign of life, or in a step longer than this and than 5 steps: a worker hangs
+    snapshot_every: int = 1  # steps between copies of the state in host memory, own and of peers; 0 = none
     slow: float = 1.5  # a worker whose own work takes so many times the median's is reported; 0 = none
     replace_slow: bool = False  # and replaced, where a spare is ready
     attempts: int = 3  # failures without a step between them; then the run ends

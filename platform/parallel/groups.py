@@ -206,6 +206,11 @@ class Communicator(ABC):
         """Makes collectives under way fail, from another thread, where the backend can: NCCL. Gloo cannot: there it is
         a peer's leaving that does."""
 
+    @abstractmethod
+    def transfer(self, sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]]) -> None:
+        """Bytes between ranks that know what they get: (peer, uint8 tensor [bytes] on the CPU) each, at most one of a
+        pair and direction, none to itself. Returns when `received` are filled; nothing is counted."""
+
     def close(self) -> None:  # noqa: B027  (most have nothing to leave)
         """Leaves the groups."""
 
@@ -224,3 +229,6 @@ class Alone(Communicator):
 
     def collect(self, numbers):
         return numbers[None]
+
+    def transfer(self, sent, received):
+        assert not sent and not received, "there is nobody to talk to"

@@ -11,6 +11,7 @@ from platform.parallel.groups import Communicator
 from platform.parallel.progress import PROGRESS
 from platform.plan.mesh import Mesh
 
+PIECE = 64 << 20  # bytes of host memory that `transfer` sends over a GPU's memory at a time
 # named *_into_tensor, *_tensor before torch 2.13
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -69,6 +70,22 @@ class ProcessGroups(Communicator):
             out = given.new_empty(sum(sizes))
             dist.all_to_all_single(out, given, sizes, sent.tolist())
             return list(out.cpu().split(sizes))
+
+    def transfer(self, sent, received):
+        largest = max((x.numel() for _, x in (*sent, *received)), default=0)
+        step = PIECE if self.device.type == "cuda" else max(largest, 1)  # what passes through a GPU's memory at a time
+        for at in range(0, largest, step):
+            given = [(peer, x[at : at + step].to(self.device)) for peer, x in sent if at < x.numel()]
+            wanted = [(peer, x[at : at + step]) for peer, x in received if at < x.numel()]
+            got = [x if x.device == self.device else torch.empty_like(x, device=self.device) for _, x in wanted]
+            works = [dist.P2POp(dist.isend, x, peer) for peer, x in given]
+            works += [dist.P2POp(dist.irecv, x, peer) for x, (peer, _) in zip(got, wanted, strict=True)]
+            with PROGRESS.waiting("transfer"):
+                for work in dist.batch_isend_irecv(works):
+                    work.wait()
+            for x, (_, out) in zip(got, wanted, strict=True):
+                if x is not out:
+                    out.copy_(x)
 
     def collect(self, numbers):
         mine = numbers.to(self.device)
