@@ -201,18 +201,9 @@ def _attention(config: Config) -> Iterator[str]:
 
 
 def _replicas(config: Config) -> Iterator[str]:
-    batch, micro, data = config.train.global_batch, config.train.microbatch, config.parallel.data
+    data = config.parallel.data
     if data == 0 or data < -1:
         yield violation("parallel.data", data, "must be >= 1, or -1 for as many as the workers give", [1, -1])
-        return
-    replicas = max(data, 1)  # -1: at least one
-    unit = micro * replicas
-    if batch % unit and config.model.kind == "two_layer":  # others have labels, whose padding counts nothing
-        constraint = f"must be a multiple of train.microbatch={micro} x parallel.data={data}"
-        legal = [k for k in (batch // unit * unit, (batch // unit + 1) * unit) if k]
-        micros = closest(micro, _divisors(batch // replicas)) if batch % replicas == 0 else []
-        line = violation("train.global_batch", batch, constraint, legal)
-        yield line + (f"; or train.microbatch: {', '.join(map(str, micros))}" if micros else "")
 
 
 def _text(config: Config) -> Iterator[str]:
@@ -360,7 +351,7 @@ def _axis_names(config: Config) -> Iterator[str]:
 
 RELATIONS: tuple[tuple[set[str], Callable[[Config], Iterator[str]]], ...] = (  # judged where each key may be right
     ({"model.d_model", "model.heads", "model.kv_heads", "model.d_kv"}, _attention),
-    ({"train.global_batch", "train.microbatch"}, _replicas),
+    (set(), _replicas),
     ({"model.kind", "monitor.sample"}, _text),
     ({"train.steps", "train.stop_at"}, _stop),
     ({"run.time_limit"}, _time_limit),
