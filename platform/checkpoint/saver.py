@@ -42,6 +42,7 @@ class Saver:
         `lease`: without it nothing is committed or deleted any more."""
         self._storage, self._last, self._every, self._tries, self._pause = storage, last, every, tries, pause
         self._check = lease.check if lease else lambda: None
+        self._cancelled = threading.Event()
         self._events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -53,8 +54,13 @@ class Saver:
         """Begins a save of what the workers' images hold. `tensors`: see `commit`. Not to be called while `busy`: the
         images are in use until then."""
         assert not self.busy, "one save at a time"
+        self._cancelled.clear()
         self._thread = threading.Thread(target=self._save, args=(tensors, meta, write), name="saver", daemon=True)
         self._thread.start()
+
+    def cancel(self) -> None:
+        """The attempt under way is the last: what it would write again is gone."""
+        self._cancelled.set()
 
     def poll(self) -> list[dict[str, Any]]:
         """The events since the last call, in order."""
@@ -77,8 +83,8 @@ class Saver:
                     return self._prune(meta.step)
             except Superseded as error:
                 return self._events.put({"event": "superseded", "step": meta.step, "reason": str(error)})
-            if attempt < self._tries:
-                time.sleep(self._pause * 2 ** (attempt - 1))
+            if self._cancelled.wait(self._pause * 2 ** (attempt - 1) if attempt < self._tries else 0.0):
+                return
 
     def _try(self, tensors: Mapping[str, Sequence[int]], meta: Meta, write: Write, attempt: int) -> bool:
         directory, start = "", time.monotonic()
@@ -93,7 +99,8 @@ class Saver:
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-            failed = {"directory": directory, "attempt": attempt, "reason": reason, "again": attempt < self._tries}
+            again = attempt < self._tries and not self._cancelled.is_set()
+            failed = {"directory": directory, "attempt": attempt, "reason": reason, "again": again}
             self._events.put({"event": "checkpoint_failed", "step": meta.step, **failed})
             if directory:
                 with suppress(OSError):  # gives its space back; where that fails too, `prune` will

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from time import perf_counter
 from typing import Any
 
 from platform.checkpoint import Manifest, Meta, Refused, Saver, Storage, connect, find, load, quarantine
+from platform.checkpoint.lease import Lease
 from platform.cluster.crew import Crew
 from platform.config import RESUME, Config, ConfigError, digest, violation
 from platform.identity import identity, refusal
@@ -20,6 +23,8 @@ from platform.train import places
 from platform.train.proof import versions
 
 POLL_SECONDS = 0.01
+
+Reports = Sequence[Mapping[str, Any]]  # by rank: that of `Image.write`, or {"error": why}
 
 
 @dataclass(frozen=True)
@@ -75,16 +80,24 @@ def check_writable(config: Config) -> None:
 
 class Checkpoints:
     """Of one run. `step`: updates that the newest good checkpoint holds, which the run resumed from or made; 0 where
-    there is none."""
+    there is none. `superseded`: why this driver must stop, once another one has taken over."""
 
     def __init__(self, config: Config, plan: Plan, found: Origin | None, journal: Journal, say: Callable[[str], None]):
         self._config, self._plan, self._origin, self._journal, self._say = config, plan, found, journal, say
         self._storage = connect(places.home(config))
-        self._saver = Saver(self._storage, last=config.checkpoint.keep, every=config.checkpoint.keep_every)
+        lease = (
+            Lease.take(self._storage, f"process {os.getpid()} on {socket.gethostname()}")
+            if places.saves(config)
+            else None
+        )
+        keep = config.checkpoint
+        self._saver = Saver(self._storage, last=keep.keep, every=keep.keep_every, lease=lease)
         self._wanted: SimpleQueue[str] = SimpleQueue()  # the directory that the saver wants the workers to write
-        self._reports: SimpleQueue[list[dict[str, Any]]] = SimpleQueue()  # what the workers wrote
+        self._reports: SimpleQueue[Reports] = SimpleQueue()  # what the workers wrote
         self._writing = False  # the workers are
         self._corpus = ""
+        self._saved = False  # a checkpoint, by this driver
+        self.superseded = ""  # by another driver, which has taken over: the reason to stop
         self.step = found.manifest.meta.step if found and found.manifest else 0
 
     def due(self, step: int, last: bool, stopping: bool) -> bool:
@@ -130,7 +143,7 @@ class Checkpoints:
         if not (found and found.directory):
             return True
         start = perf_counter()
-        answer: Mapping[str, str] = crew.call("restore", found.directory)[0]
+        answer: Mapping[str, str] = crew.call("restore", found.directory, self._saved)[0]
         if not answer:
             seconds = perf_counter() - start
             self._journal.event("restored", step=self.step, directory=found.directory, seconds=seconds)
@@ -142,10 +155,22 @@ class Checkpoints:
             raise ConfigError(violation("checkpoint.resume", where, f"cannot be resumed from: {reason}"))
         quarantine(found.storage, found.directory, reason)
         self._refuse(found.directory, reason)
-        self._origin = origin(self._config)
+        self.look_again()
+        return False
+
+    def look_again(self) -> None:
+        """For the newest good checkpoint there is now, of this run's own if it has made one."""
+        home = self._saved and Origin(self._storage, **vars(find(self._storage, deep=False)))
+        self._origin = home or origin(self._config)
         self.step = self._origin.manifest.meta.step if self._origin and self._origin.manifest else 0
         self.check(self._corpus)
-        return False
+
+    def abandon(self) -> None:
+        """The workers are being re-formed: what they were writing comes to nothing, and nobody waits for that."""
+        if self._saver.busy:
+            self._saver.cancel()
+            self._writing = False
+            self._reports.put([{"error": "the workers were re-formed while they wrote"}])
 
     def save(self, crew: Crew, step: int) -> None:
         """Begins a checkpoint, when the one before is over: waits for the workers' copies in host memory, no longer.
@@ -153,15 +178,9 @@ class Checkpoints:
         self.finish(crew)
         snapshots = crew.call("snapshot")
         numbers: dict[str, Any] = next((s["values"] for s in snapshots if s["values"]), {})
-        self._saver.save(snapshots[0]["tensors"], self._meta(step, {"optimizer": numbers}), self._write)
-
-    def _write(self, directory: str) -> Sequence[Mapping[str, Any]]:
-        """In the saver's thread, which leaves the crew to the driver's."""
-        self._wanted.put(directory)
-        reports = self._reports.get()
-        if errors := [f"rank {rank}: {r['error']}" for rank, r in enumerate(reports) if "error" in r]:
-            raise OSError(errors[0])
-        return reports
+        self._wanted, self._reports = SimpleQueue(), SimpleQueue()
+        write = partial(_written, self._wanted, self._reports)
+        self._saver.save(snapshots[0]["tensors"], self._meta(step, {"optimizer": numbers}), write)
 
     def advance(self, crew: Crew, wait: bool = False) -> None:
         """Between steps: hands on what the save under way needs and what became of it. Raises WorkerFailed."""
@@ -197,8 +216,19 @@ class Checkpoints:
     def _note(self, event: dict[str, Any]) -> None:
         self._journal.event(**event)
         if event["event"] == "checkpoint":
-            self.step = event["step"]
+            self.step, self._saved = event["step"], True
+        elif event["event"] == "superseded":
+            self.superseded = event["reason"]
         else:
             goes_on = "it is tried again" if event.get("again") else f"the newest good one is of step {self.step}"
             what = event["event"].replace("_", " ")
             self._say(f"WARNING: {what} after step {event['step']}: {event['reason']}; {goes_on}")
+
+
+def _written(wanted: SimpleQueue[str], reports: SimpleQueue[Reports], directory: str) -> Reports:
+    """In the saver's thread, which leaves the crew to the driver's."""
+    wanted.put(directory)
+    found = reports.get()
+    if errors := [f"rank {rank}: {r['error']}" for rank, r in enumerate(found) if "error" in r]:
+        raise OSError(errors[0])
+    return found

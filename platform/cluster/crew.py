@@ -23,12 +23,14 @@ class Crew(ABC):
     Attributes:
         store: host and port of a TCPStore of this generation, for `Worker.form`; from `seat` to `release`.
         can_hire: whether `hire` is supported.
+        elastic: whether the others can go on without one that failed.
         starting: numbers of members that are not ready yet.
         unstarted: what became of hired members that never got ready.
     """
 
     store: tuple[str, int]
     can_hire: bool = False
+    elastic: bool = False
     starting: set[int]
     unstarted: list[Failure]
 
@@ -36,6 +38,11 @@ class Crew(ABC):
     @abstractmethod
     def members(self) -> Mapping[int, Member]:
         """Who is alive and ready at this moment, by number; seated or spare."""
+
+    @property
+    def leaving(self) -> set[int]:
+        """Members that will soon be taken away, as the cluster has announced."""
+        return set()
 
     @abstractmethod
     def seat(self, job: Job, numbers: Sequence[int]) -> None:

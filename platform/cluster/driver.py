@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import logging
+import shlex
+import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from platform import data
 from platform.cluster import resources, torchrun
-from platform.cluster.crew import ByRank, Crew, open_crew, seating
-from platform.cluster.failures import WorkerFailed
+from platform.cluster.context import Run
+from platform.cluster.crew import open_crew
+from platform.cluster.failures import GaveUp, WorkerFailed
 from platform.cluster.job import WORKER, Job
-from platform.cluster.metrics import metrics_row
 from platform.cluster.run_directory import RunDirectory
 from platform.cluster.signals import Stopped, StopSignals
+from platform.cluster.time_limit import seconds_left
 from platform.config import Config, ConfigError
-from platform.monitor import Journal, Monitor, Timeline, open_monitor
-from platform.plan.hardware import dense_bf16_peak
+from platform.monitor import Journal, Monitor, goodput, open_monitor
 from platform.plan.plan import Plan
-from platform.plan.rows import rows
-from platform.plan.schedule import Schedule, table
-from platform.plan.simulate import simulate
-from platform.train.pipeline import schedule_of
 
 if TYPE_CHECKING:
-    from platform.cluster.checkpoints import Checkpoints, Origin
+    from platform.cluster.checkpoints import Origin
 
 DONE, FAILED, STOPPED = 0, 1, 75
 
@@ -108,164 +106,79 @@ def _drive(
         try:
             report(changed, journal, monitor.say)
             checkpoints = Checkpoints(config, plan, found, journal, monitor.say)
-            status = _Driver(config, plan, job, steps, journal, monitor, signals, checkpoints).run()
+            status = _control(Run(config, plan, job, steps, journal, monitor, signals, checkpoints))
+            _account(journal, monitor)
         finally:
             monitor.close(status)
     return status
 
 
-class _Driver:
-    """One run in one process."""
+def _control(run: Run) -> int:
+    """From the data to the last step, through as many generations as it takes; the exit status."""
+    from platform.cluster.controller import Controller
+    from platform.cluster.forming import Former
 
-    def __init__(
-        self,
-        config: Config,
-        plan: Plan,
-        job: Job,
-        steps: int,
-        journal: Journal,
-        monitor: Monitor,
-        signals: StopSignals,
-        checkpoints: Checkpoints,
-    ):
-        self.config, self.plan, self.job, self.steps = config, plan, job, steps
-        self.journal, self.monitor, self.signals = journal, monitor, signals
-        self.checkpoints = checkpoints
-        self.done = 0  # updates so far
-        self.stall = 0.0  # seconds that saving took since the last row
-        self.timeline: Timeline | None = None
-
-    def run(self) -> int:
-        """One generation, from the data to the last step."""
-        try:
-            self._prepare_data()
-            self.monitor.say(self.plan.describe())
-            self.journal.next_generation()
-            with self._crew() as crew:
-                peak = self._form(crew)
-                try:
-                    with self.signals.deferred():
-                        self._train(crew, peak)
-                finally:
-                    if self.timeline:
-                        self.timeline.write(self.job.run_dir)
-                self._finish(crew)
-            self.journal.event("released")
-            if self.checkpoints.lacks(self.steps):
-                self.journal.event("unsaved", step=self.steps, saved=self.checkpoints.step)
-                self.monitor.say(f"step {self.steps} could not be saved: {self.checkpoints.kept}")
-                return FAILED
-            self.journal.event("done", step=self.steps)
-            return DONE
-        except ConfigError as error:
-            self.journal.event("refused", reasons=error.violations)
-            raise
-        except WorkerFailed as failure:
-            self._report(failure)
-        except Stopped as stopped:
-            self.journal.event("stopped", signal=str(stopped), step=self.done)
-            self.monitor.say(f"stopped by {stopped} after step {self.done}: {self.checkpoints.kept}")
-            if self.config.checkpoint.every and self.checkpoints.step:
-                self.journal.event("released")
-                return STOPPED
-        self.journal.event("released")
+    config, journal, monitor, checkpoints = run.config, run.journal, run.monitor, run.checkpoints
+    controller = Controller(run, Former(run))
+    try:
+        with _messages("platform.data", monitor.say):  # here and first: the workers find the tokens in the cache
+            checkpoints.check(data.of(config).digest)
+        monitor.say(run.plan.describe())
+        kind = resources.crew_kind(config.cluster)
+        spares = f" and {config.elastic.spares} spares" if config.elastic.spares else ""
+        monitor.say(f"starting {run.job.world_size} workers{spares} ({kind}, {run.job.device})")
+        journal.event("starting", world_size=run.job.world_size, cluster=kind, device=run.job.device)
+        with open_crew(kind, run.job, config.elastic.spares) as crew, _time_limit(config, run.signals):
+            controller.run(crew)
+        if checkpoints.lacks(run.steps):
+            journal.event("unsaved", step=run.steps, saved=checkpoints.step)
+            monitor.say(f"step {run.steps} could not be saved: {checkpoints.kept}")
+            return FAILED
+        journal.event("done", step=run.steps, **controller.told())
+        return DONE
+    except ConfigError as error:
+        journal.event("refused", reasons=error.violations)
+        raise
+    except (GaveUp, WorkerFailed) as failure:
+        journal.event("gave_up", cause=str(failure), step=controller.done, saved=checkpoints.step, **controller.told())
+        monitor.say(f"{failure}\nstopped after step {controller.done}: {checkpoints.kept}:\n  {_command()}")
         return FAILED
+    except Stopped as stopped:
+        saved = bool(config.checkpoint.every and checkpoints.step)
+        told = controller.told()
+        journal.event("drained" if saved else "stopped", signal=str(stopped), step=controller.done, **told)
+        monitor.say(f"stopped by {stopped} after step {controller.done}: {checkpoints.kept}")
+        return STOPPED if saved else FAILED
 
-    def _train(self, crew: Crew, peak_flops: float | None) -> None:
-        every = self.config.eval.every
-        first = self.done + 1
-        for step in range(first, self.steps + 1):
-            start = perf_counter()
-            reports = crew.call("step", step)
-            row = self._row(reports, perf_counter() - start, peak_flops)
-            if self.timeline:
-                row |= self.timeline.step(step, start, [report["timeline"] for report in reports])
-            if every and step % every == 0:
-                row["val_loss"] = crew.call("evaluate")[0]["val_loss"]
-            self.monitor.step(row)
-            self.done = step
-            if step == first:
-                self.journal.event("first_step", step=step)
-            start = perf_counter()
-            self.checkpoints.advance(crew)
-            if self.checkpoints.due(step, last=step == self.steps, stopping=self.signals.requested):
-                self.checkpoints.save(crew, step)
-                self.stall = perf_counter() - start
-            if self.signals.requested:
-                self.checkpoints.finish(crew)
-            self.signals.check()
-        self.checkpoints.finish(crew)
 
-    def _row(self, reports: list[dict[str, Any]], seconds: float, peak_flops: float | None) -> dict[str, Any]:
-        row = metrics_row(
-            reports,
-            seconds,
-            length=self.config.model.length,
-            flops_per_token=self.plan.flops_per_token,
-            peak_flops=peak_flops,
-            generation=self.journal.generation,
-        )
-        if self.stall:  # after the step before this one, whose row was written before
-            row["seconds"]["checkpoint"], self.stall = self.stall, 0.0
-        return row
+@contextmanager
+def _time_limit(config: Config, signals: StopSignals) -> Iterator[None]:
+    """Asks the run to stop when its time is up."""
+    left = seconds_left(config.run)
+    if left is None:
+        yield
+        return
+    timer = threading.Timer(left, signals.request, ["run.time_limit"])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
-    def _prepare_data(self) -> None:
-        """Here and first, so that the workers find the tokens in the cache and mistakes come before any process."""
-        with _messages("platform.data", self.monitor.say):
-            self.checkpoints.check(data.of(self.config).digest)
 
-    def _crew(self) -> Crew:
-        kind = resources.crew_kind(self.config.cluster)
-        self.journal.event("forming", world_size=self.job.world_size, cluster=kind, device=self.job.device)
-        self.monitor.say(f"starting {self.job.world_size} workers ({kind}, {self.job.device})")
-        return open_crew(kind, self.job)
+def _account(journal: Journal, monitor: Monitor) -> None:
+    """What failures cost, from the journal: said where there were any."""
+    cost = goodput(Journal.read(journal.path))
+    journal.event("goodput", **cost.to_dict())
+    monitor.summary(cost.to_dict())
+    if cost.failures or cost.transitions:
+        monitor.say(str(cost))
 
-    def _form(self, crew: Crew) -> float | None:
-        """Makes the crew a mesh with a model; the peak FLOP/s of each worker, None where unknown."""
-        from platform.cluster import preflight
 
-        size = self.job.world_size
-        crew.seat(self.job, seating(crew.members)[:size])
-        schedule = schedule_of(self.config, self.plan.mesh.axes["data"])
-        if schedule.stages > 1:
-            self.monitor.say(_described(schedule))
-        preflight.check(crew, self.config, self.job.run_dir)
-        config, stage_of = self.job.config, list(schedule.placement)
-        workers = crew.call("form", ByRank(range(size)), size, config, crew.store, self.journal.generation, stage_of)
-        self.journal.event("formed", workers=workers)
-        of_stage = rows(schedule)
-        if self.config.monitor.timeline:
-            names = [self.job.name(rank) for rank in range(size)]
-            stages = [c["stage"] for c in self.job.coordinates]
-            self.timeline = Timeline(schedule, [stage.step for stage in of_stage], names, stages)
-        plain = [stage.plain() for stage in of_stage]
-        of_rank = ByRank(plain[c["stage"]] for c in self.job.coordinates)
-        built = crew.call("build", of_rank)[0]
-        while not self.checkpoints.restore(crew):
-            built = crew.call("build", of_rank)[0]
-        self.done = self.checkpoints.step
-        self.journal.event("running", step=self.done + 1, parameters_per_worker=built["parameters"])
-        return dense_bf16_peak(built["device"])
-
-    def _finish(self, crew: Crew) -> None:
-        if tokens := self.config.monitor.sample:
-            self.monitor.say(f"a sample of {tokens} tokens:\n{crew.call('sample', tokens)[0]}")
-
-    def _report(self, error: WorkerFailed) -> None:
-        failure = error.culprit
-        log = str(failure.log) if failure.log else None
-        self.journal.event(
-            "failure",
-            rank=failure.rank,
-            coordinates=failure.coordinates,
-            method=failure.method,
-            cause=failure.cause,
-            log=log,
-        )
-        self.monitor.say(f"{failure}")
-        if log:
-            self.monitor.say(f"its log: {log}")
-        self.monitor.say(f"stopped after step {self.done}: {self.checkpoints.kept}")
+def _command() -> str:
+    """That of this process: what continues the run."""
+    return f"python -m platform.launch {shlex.join(sys.argv[1:])}"
 
 
 @contextmanager
@@ -285,13 +198,6 @@ def _messages(name: str, say: Callable[[str], None]) -> Iterator[None]:
     finally:
         logger.setLevel(level)
         logger.removeHandler(handler)
-
-
-def _described(schedule: Schedule) -> str:
-    """The table of a pipeline, and what it should cost."""
-    bubble = simulate(schedule).bubble
-    title = f"schedule  {schedule.name}: {schedule.stages} stages x {schedule.chunks} chunks, {schedule.microbatches}"
-    return f"{title} microbatches; bubble {bubble:.1%} of the work\n{table(schedule.rows)}"
 
 
 def _next_command(config: Config, experiment: str) -> str:

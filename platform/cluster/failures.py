@@ -51,3 +51,11 @@ class WorkerFailed(Exception):
     @property
     def culprit(self) -> Failure:
         return self.failures[0]
+
+
+class GaveUp(Exception):
+    """What the run cannot survive, in one line."""
+
+
+class Reform(Exception):
+    """A new generation is wanted, though nothing failed: the reason."""

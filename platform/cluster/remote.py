@@ -30,7 +30,7 @@ _LOOK_SECONDS = 0.1  # between two looks at processes that have not dialled in y
 class RemoteCrew(Crew):
     """What all kinds share. `address`: where this process is listened to."""
 
-    can_hire = True
+    can_hire = elastic = True
 
     def __init__(self, job: Job, spares: int = 0):
         self.job, self._spares = job, spares

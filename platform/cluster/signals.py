@@ -44,6 +44,10 @@ class StopSignals:
         """Whether a signal has come."""
         return self._requested is not None
 
+    def request(self, reason: str) -> None:
+        """As a first signal that is only noted, whatever the driver is doing; from any thread."""
+        self._requested = self._requested or reason
+
     def check(self) -> None:
         """Raises Stopped if a signal has come."""
         if self._requested:

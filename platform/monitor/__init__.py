@@ -1,8 +1,9 @@
 """What a run writes down and shows: metrics, journal, timeline, console, Weights & Biases. Used by the driver only."""
 
+from platform.monitor.goodput import Goodput, goodput
 from platform.monitor.journal import Journal
 from platform.monitor.metrics import METRICS, MetricsLog
 from platform.monitor.monitor import Monitor, open_monitor
 from platform.monitor.timeline import Timeline
 
-__all__ = ["METRICS", "Journal", "MetricsLog", "Monitor", "Timeline", "open_monitor"]
+__all__ = ["METRICS", "Goodput", "Journal", "MetricsLog", "Monitor", "Timeline", "goodput", "open_monitor"]

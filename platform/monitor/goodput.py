@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-_BEGIN = "forming"
+_BEGIN = "starting"
 _END = ("done", "drained", "stopped", "gave_up")
 
 

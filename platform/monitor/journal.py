@@ -16,6 +16,7 @@ class Journal:
     """
 
     def __init__(self, path: Path | str):
+        self.path = Path(path)
         self._lines = JsonLines(path)
         self.generation: int = max((event["generation"] for event in self.read(path)), default=0)
 

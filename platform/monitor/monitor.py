@@ -30,6 +30,10 @@ class Monitor:
         """Tells the person in front of the terminal something."""
         self._console.say(text)
 
+    def summary(self, values: dict[str, Any]) -> None:
+        """Records what a run came to, such as its goodput."""
+        self._to_wandb(lambda wandb: wandb.summary(values))
+
     def close(self, status: int) -> None:
         """Ends the recording; `status` is the exit status that the launcher will return."""
         self._console.close()

@@ -59,6 +59,10 @@ class WandbLog:
         """Logs a row of metrics.jsonl."""
         self._run.log(flatten(row))
 
+    def summary(self, values: dict[str, Any]) -> None:
+        """Numbers of the whole run, shown beside its name."""
+        self._run.summary.update({f"elastic/{key}": value for key, value in values.items()})
+
     def close(self, status: int) -> None:
         """Ends the W&B run with the launcher's exit status; uploads what is left if online."""
         if status == RESUMABLE:

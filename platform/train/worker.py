@@ -112,7 +112,7 @@ class Worker:
         torch.cuda.set_device(0)  # each worker's process sees one
         return "cuda:0"
 
-    def _join(self, rank: int, size: int, address: tuple[str, int], generation: int) -> None:
+    def _join(self, rank: int, size: int, address: tuple[str, int], generation: int | str) -> None:
         store = dist.PrefixStore(f"generation/{generation}", dist.TCPStore(*address, is_master=False))
         backend = "nccl" if self.device == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
@@ -158,7 +158,7 @@ class Worker:
         self.memories[self.generation].hold(step, self.state.blocks(), self.state.values(), transfer)
         return time.perf_counter() - begin
 
-    def gather(self, source: dict[str, Any], rank: int, store: tuple[str, int], generation: int) -> None:
+    def gather(self, source: dict[str, Any], rank: int, store: tuple[str, int], generation: str) -> None:
         """Before a generation in which some survivors have no seat, so that the others get what only these have. All
         `gathered` of the source call it, each with its place among them as `rank`; the group, whose store has the
         prefix `generation`, ends with the call."""
@@ -212,10 +212,10 @@ class Worker:
         except OSError as error:
             return {"error": f"{type(error).__name__}: {error}"}
 
-    def restore(self, directory: str) -> dict[str, str]:
-        """Takes over the state of a checkpoint of any plan. {}, or, alike on all ranks and with an undefined state,
-        {"corrupt" | "refused" | "failed": why}."""
-        storage = connect(places.source(self.config)[0])
+    def restore(self, directory: str, own: bool = False) -> dict[str, str]:
+        """Takes over the state of a checkpoint of any plan, from where the run resumes, or one of its `own`. {}, or,
+        alike on all ranks and with an undefined state, {"corrupt" | "refused" | "failed": why}."""
+        storage = connect(places.home(self.config) if own else places.source(self.config)[0])
         manifest = load(storage, directory)  # what goes wrong here does on this rank alone, and is its failure
         try:
             self.state.restore(storage, directory, manifest)

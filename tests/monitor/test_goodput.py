@@ -8,13 +8,13 @@ def events(*found):
 
 
 JOURNAL = events(
-    (100.0, "forming", {}),
+    (100.0, "starting", {}),
     (102.0, "formed", {}),
     (103.0, "running", {}),
     (104.0, "first_step", {"step": 1}),
     (110.0, "failure", {"useful_seconds": 6.0}),
     (110.1, "released", {}),
-    (110.2, "forming", {}),
+    (110.2, "starting", {}),
     (110.9, "restored", {"steps_lost": 0}),
     (112.0, "first_step", {"step": 8}),
     (120.0, "failure", {"useful_seconds": 8.0}),
@@ -53,5 +53,5 @@ def test_nothing_happened():
 
 
 def test_growth_is_no_failure():
-    grown = events((0.0, "forming", {}), (5.0, "reforming", {"useful_seconds": 4.0}), (6.0, "done", {}))
+    grown = events((0.0, "starting", {}), (5.0, "reforming", {"useful_seconds": 4.0}), (6.0, "done", {}))
     assert goodput(grown).transitions == 1 and goodput(grown).failures == 0 and goodput(grown).recoveries == ()
