@@ -20,7 +20,7 @@ from platform.cluster.rendezvous import Rendezvous
 from platform.cluster.switchboard import Switchboard
 from platform.cluster.watch import Watch
 
-GRACE = 0.5  # seconds for the culprit of a failure to turn up after a rank that only noticed it
+GRACE = (0.0, 0.5, 2.0)  # seconds for a likelier culprit to turn up, by the innocence of who has failed
 LEAVE_SECONDS = 5.0  # for a member to be out of its call and its groups; then it is killed
 CLOSE_SECONDS = 10.0  # for the members to leave by themselves; then they are killed
 ENDING_SECONDS = 2.0  # for a process whose connection is closed to be gone
@@ -90,7 +90,7 @@ class RemoteCrew(Crew):
     @property
     def members(self) -> Mapping[int, Member]:
         self._events(0.0)
-        return MappingProxyType(self._members)
+        return MappingProxyType(dict(sorted(self._members.items())))
 
     def seat(self, job: Job, numbers: Sequence[int]) -> None:
         assert not self._seats and len(set(numbers)) == len(numbers) == job.world_size
@@ -185,14 +185,14 @@ class RemoteCrew(Crew):
                 failures |= {number: self._failure(number, "hung", call, cause) for number, cause in hung.items()}
                 if hung or self._gone or monotonic() >= deadline:
                     raise WorkerFailed(list(failures.values()))
-                self._tell(watch.ask(pending, monotonic()), {"beat": True})
+                self._tell(watch.ask(pending, monotonic()), {"beat": self._call})
                 for number, message in self._events(min(watch.patience(monotonic()), deadline - monotonic())):
-                    if "beat" in message:
-                        watch.heard(number, message["beat"], monotonic())
+                    if message.get("beat") == self._call:
+                        watch.heard(number, message["progress"])
                     elif message.get("answer") == self._call and number in pending:
                         if "error" in message:
                             failures[number] = self._failure(number, "failed", call, message["error"])
-                            deadline = min(deadline, monotonic() + GRACE)
+                            deadline = min(deadline, monotonic() + GRACE[failures[number].innocence])
                         else:
                             values[number] = message["value"]
                         pending.remove(number)

@@ -15,7 +15,7 @@ class Watch:
         self._within, self._deadline = within, start + within
         self._next = self._deadline - BEAT_SECONDS
         self._asked: dict[int, float] = {}  # members that owe an answer, since when
-        self._beats: dict[int, tuple[float, Mapping[str, Any]]] = {}
+        self._beats: dict[int, Mapping[str, Any]] = {}
 
     def ask(self, pending: Collection[int], now: float) -> list[int]:
         """The members to ask for a beat now."""
@@ -26,10 +26,10 @@ class Watch:
         self._asked.update(dict.fromkeys(asked, now))
         return asked
 
-    def heard(self, number: int, beat: Mapping[str, Any], now: float) -> None:
-        """A beat has come."""
+    def heard(self, number: int, beat: Mapping[str, Any]) -> None:
+        """A beat of `Progress.beat` has come."""
         self._asked.pop(number, None)
-        self._beats[number] = (now, beat)
+        self._beats[number] = beat
 
     def patience(self, now: float) -> float:
         """Seconds until there is something to ask or to find."""
@@ -55,8 +55,8 @@ class Watch:
             return {}, set()
         stuck = {}
         for number in pending:
-            came, beat = self._beats[number]
-            if beat["call"] and beat["seconds"] + now - came >= self._within:
+            beat = self._beats[number]
+            if beat["call"] and beat["seconds"] >= self._within:
                 stuck[number] = beat
         busy = {number: _where(beat) for number, beat in stuck.items() if not beat["waiting"]}
         if busy:

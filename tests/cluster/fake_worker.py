@@ -83,6 +83,14 @@ class FakeWorker:
             time.sleep(1000)
         self._meet("nowhere")
 
+    def dawdle(self, rank):
+        """`rank` takes long, in small pieces; the others wait for it."""
+        if self.rank == rank:
+            for i in range(20):
+                PROGRESS.enter(f"piece {i}")
+                time.sleep(0.1)
+        self._meet("dawdle")
+
     def stop(self, rank):
         """`rank` is stopped as a whole; the others wait for it."""
         if self.rank == rank:
