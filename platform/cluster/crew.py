@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from math import inf
 from types import TracebackType
 from typing import Any
@@ -23,19 +23,22 @@ class Crew(ABC):
     Attributes:
         store: host and port of a TCPStore of this generation, for `Worker.form`; from `seat` to `release`.
         can_hire: whether `hire` is supported.
-        starting: numbers of members that are not ready yet.
         unstarted: what became of hired members that never got ready.
     """
 
     store: tuple[str, int]
     can_hire: bool = False
-    starting: set[int]
     unstarted: list[Failure]
 
     @property
     @abstractmethod
     def members(self) -> Mapping[int, Member]:
         """Who is alive and ready at this moment, by number; seated or spare."""
+
+    @property
+    @abstractmethod
+    def starting(self) -> Set[int]:
+        """Numbers of those that are not ready yet at this moment."""
 
     @abstractmethod
     def seat(self, job: Job, numbers: Sequence[int]) -> None:
