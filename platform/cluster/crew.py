@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from math import inf
 from types import TracebackType
 from typing import Any
@@ -24,14 +24,12 @@ class Crew(ABC):
         store: host and port of a TCPStore of this generation, for `Worker.form`; from `seat` to `release`.
         can_hire: whether `hire` is supported.
         elastic: whether the others can go on without one that failed.
-        starting: numbers of members that are not ready yet.
         unstarted: what became of hired members that never got ready.
     """
 
     store: tuple[str, int]
     can_hire: bool = False
     elastic: bool = False
-    starting: set[int]
     unstarted: list[Failure]
 
     @property
@@ -40,9 +38,14 @@ class Crew(ABC):
         """Who is alive and ready at this moment, by number; seated or spare."""
 
     @property
-    def leaving(self) -> set[int]:
+    def leaving(self) -> Set[int]:
         """Members that will soon be taken away, as the cluster has announced."""
         return set()
+
+    @property
+    @abstractmethod
+    def starting(self) -> Set[int]:
+        """Numbers of those that are not ready yet at this moment."""
 
     @abstractmethod
     def seat(self, job: Job, numbers: Sequence[int]) -> None:

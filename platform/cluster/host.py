@@ -86,7 +86,7 @@ class _Host:
                 if "call" in message:
                     self._calls.put((message["call"], message["method"], message["args"]))
                 elif "beat" in message:
-                    self._line.send(encode({"beat": PROGRESS.beat()}))
+                    self._line.send(encode({"beat": message["beat"], "progress": PROGRESS.beat()}))
                 elif "abort" in message and self._worker is not None:
                     threading.Thread(target=self._worker.abort, name="abort", daemon=True).start()
         except (OSError, Garbled):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from math import inf
 from pkgutil import resolve_name
 from typing import Any
@@ -21,7 +21,7 @@ class InlineCrew(Crew):
     def __init__(self, job: Job):
         assert job.world_size == 1
         self.job = job
-        self.starting, self.unstarted = set(), []
+        self.unstarted = []
         self._closed = False
         self._member = Member(0, socket.gethostname(), os.getpid())
         keywords = {"device": job.device, "run_dir": str(job.run_dir), "threads": threads(job.config, 1)}
@@ -30,6 +30,10 @@ class InlineCrew(Crew):
     @property
     def members(self) -> Mapping[int, Member]:
         return {0: self._member}
+
+    @property
+    def starting(self) -> Set[int]:
+        return frozenset()
 
     def seat(self, job: Job, numbers: Sequence[int]) -> None:
         assert job.world_size == 1 and list(numbers) == [0]

@@ -20,7 +20,7 @@ from platform.cluster.rendezvous import Rendezvous
 from platform.cluster.switchboard import Switchboard
 from platform.cluster.watch import Watch
 
-GRACE = 0.5  # seconds for the culprit of a failure to turn up after a rank that only noticed it
+GRACE = (0.0, 0.5, 2.0)  # seconds for a likelier culprit to turn up, by the innocence of who has failed
 LEAVE_SECONDS = 5.0  # for a member to be out of its call and its groups; then it is killed
 CLOSE_SECONDS = 10.0  # for the members to leave by themselves; then they are killed
 ENDING_SECONDS = 2.0  # for a process whose connection is closed to be gone
@@ -34,7 +34,9 @@ class RemoteCrew(Crew):
 
     def __init__(self, job: Job, spares: int = 0):
         self.job, self._spares = job, spares
-        self.starting, self.unstarted = set(), []
+        self._silence: float = job.config["elastic"]["hang_seconds"]
+        self._starting: set[int] = set()
+        self.unstarted = []
         self._members: dict[int, Member] = {}  # ready
         self._greeted: dict[int, Member] = {}  # everybody who has ever dialled in
         self._seats: list[int] = []  # rank -> number
@@ -52,7 +54,7 @@ class RemoteCrew(Crew):
             self._board = self._opened.enter_context(closing(Switchboard(self._host)))
             with self._impolite():
                 self.hire(job.world_size + spares)
-                while self.starting:
+                while self._starting:
                     self._events(_LOOK_SECONDS)
                     if self.unstarted:
                         raise WorkerFailed(self.unstarted)
@@ -90,7 +92,12 @@ class RemoteCrew(Crew):
     @property
     def members(self) -> Mapping[int, Member]:
         self._events(0.0)
-        return MappingProxyType(self._members)
+        return MappingProxyType(dict(sorted(self._members.items())))
+
+    @property
+    def starting(self) -> frozenset[int]:
+        self._events(0.0)
+        return frozenset(self._starting)
 
     def seat(self, job: Job, numbers: Sequence[int]) -> None:
         assert not self._seats and len(set(numbers)) == len(numbers) == job.world_size
@@ -134,7 +141,7 @@ class RemoteCrew(Crew):
     def hire(self, count: int) -> None:
         numbers = range(self._hired, self._hired + count)
         self._hired += count
-        self.starting.update(numbers)
+        self._starting.update(numbers)
         self._board.expect(numbers)
         self._launch(numbers)
 
@@ -147,7 +154,7 @@ class RemoteCrew(Crew):
             if polite:
                 ready = set(self._members)
                 self._tell(ready, self._next_call("close"))
-                polite = self._answers(ready, CLOSE_SECONDS).keys() == ready and not self.starting
+                polite = self._answers(ready, CLOSE_SECONDS).keys() == ready and not self._starting
         finally:
             self._opened.close()  # ends who waits for its next call
             self._dismiss(polite)
@@ -176,7 +183,7 @@ class RemoteCrew(Crew):
         """The value of every seated member, by number. Raises WorkerFailed."""
         values: dict[int, Any] = {}
         failures = self._failures
-        pending, deadline, watch = set(self._seats), inf, Watch(within, monotonic())
+        pending, deadline, watch = set(self._seats), inf, Watch(within, monotonic(), self._silence)
         with self._impolite():
             while pending:
                 for number in self._gone.keys() - failures.keys():
@@ -185,14 +192,14 @@ class RemoteCrew(Crew):
                 failures |= {number: self._failure(number, "hung", call, cause) for number, cause in hung.items()}
                 if hung or self._gone or monotonic() >= deadline:
                     raise WorkerFailed(list(failures.values()))
-                self._tell(watch.ask(pending, monotonic()), {"beat": True})
+                self._tell(watch.ask(pending, monotonic()), {"beat": self._call})
                 for number, message in self._events(min(watch.patience(monotonic()), deadline - monotonic())):
-                    if "beat" in message:
-                        watch.heard(number, message["beat"], monotonic())
+                    if message.get("beat") == self._call:
+                        watch.heard(number, message["progress"])
                     elif message.get("answer") == self._call and number in pending:
                         if "error" in message:
                             failures[number] = self._failure(number, "failed", call, message["error"])
-                            deadline = min(deadline, monotonic() + GRACE)
+                            deadline = min(deadline, monotonic() + GRACE[failures[number].innocence])
                         else:
                             values[number] = message["value"]
                         pending.remove(number)
@@ -222,7 +229,7 @@ class RemoteCrew(Crew):
     def _events(self, timeout: float) -> list[tuple[int, dict[str, Any]]]:
         """What members have said in at most this time; returns early. Books who dials in, gets ready or is gone."""
         said: list[tuple[int, dict[str, Any]]] = []
-        if self.starting:
+        if self._starting:
             timeout = min(timeout, _LOOK_SECONDS)
         deadline = monotonic() + ENDING_SECONDS
         for number, message in self._board.poll(max(0.0, timeout)):
@@ -234,8 +241,8 @@ class RemoteCrew(Crew):
                 self._book_start(number, message.get("error"))
             else:
                 said.append((number, message))
-        if self.starting and monotonic() > self._looked + _LOOK_SECONDS:
-            for number in self.starting - self._greeted.keys():
+        if self._starting and monotonic() > self._looked + _LOOK_SECONDS:
+            for number in self._starting - self._greeted.keys():
                 if cause := self._ended(number, 0.0):
                     self._book_death(number, cause)
             self._looked = monotonic()
@@ -247,12 +254,12 @@ class RemoteCrew(Crew):
         else:
             self.unstarted.append(self._failure(number, "failed", "start()", error))
             self._dispose(number)
-        self.starting.discard(number)
+        self._starting.discard(number)
 
     def _book_death(self, number: int, cause: str | None) -> None:
         cause = cause or "its connection is closed"
-        if number in self.starting:
-            self.starting.remove(number)
+        if number in self._starting:
+            self._starting.remove(number)
             self.unstarted.append(self._failure(number, "died", "start()", cause))
         if number in self._seats:
             self._gone[number] = cause

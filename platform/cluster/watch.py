@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from math import inf
 from typing import Any
 
 BEAT_SECONDS = 1.0  # for an answer; also how often is asked
 
 
 class Watch:
-    """Of one call. `within`: seconds after which a member that makes no progress hangs. All times: one clock's."""
+    """Of one call. `within`: seconds after which a member that makes no progress hangs; `silence`: seconds after which
+    one hangs that gives no sign of life, however long the call may take. All times: one clock's."""
 
-    def __init__(self, within: float, start: float):
-        self._within, self._deadline = within, start + within
-        self._next = self._deadline - BEAT_SECONDS
+    def __init__(self, within: float, start: float, silence: float = inf):
+        self._within, self._deadline, self._silence = within, start + within, silence
+        self._next = start + min(within, silence) - BEAT_SECONDS
         self._asked: dict[int, float] = {}  # members that owe an answer, since when
-        self._beats: dict[int, tuple[float, Mapping[str, Any]]] = {}
+        self._beats: dict[int, Mapping[str, Any]] = {}
 
     def ask(self, pending: Collection[int], now: float) -> list[int]:
         """The members to ask for a beat now."""
@@ -26,10 +28,10 @@ class Watch:
         self._asked.update(dict.fromkeys(asked, now))
         return asked
 
-    def heard(self, number: int, beat: Mapping[str, Any], now: float) -> None:
-        """A beat has come."""
+    def heard(self, number: int, beat: Mapping[str, Any]) -> None:
+        """A beat of `Progress.beat` has come."""
         self._asked.pop(number, None)
-        self._beats[number] = (now, beat)
+        self._beats[number] = beat
 
     def patience(self, now: float) -> float:
         """Seconds until there is something to ask or to find."""
@@ -42,21 +44,21 @@ class Watch:
         A member hangs that does not answer (stopped, or something keeps Python's lock); or that is where it was
         `within` seconds ago and does not wait for other ranks. One that goes on, however slowly, does not.
         """
-        if now < self._deadline:
-            return {}, set()
+        late = now >= self._deadline
+        patience = BEAT_SECONDS if late else self._silence
         silent = {
             number: f"no sign of life for {now - self._asked[number]:.1f} s"
             for number in pending
-            if number in self._asked and now - self._asked[number] >= BEAT_SECONDS
+            if number in self._asked and now - self._asked[number] >= patience
         }
         if silent:
             return silent, set(silent)
-        if any(number not in self._beats for number in pending):
+        if not late or any(number not in self._beats for number in pending):
             return {}, set()
         stuck = {}
         for number in pending:
-            came, beat = self._beats[number]
-            if beat["call"] and beat["seconds"] + now - came >= self._within:
+            beat = self._beats[number]
+            if beat["call"] and beat["seconds"] >= self._within:
                 stuck[number] = beat
         busy = {number: _where(beat) for number, beat in stuck.items() if not beat["waiting"]}
         if busy:

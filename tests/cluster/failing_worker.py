@@ -40,3 +40,12 @@ class FailingWorker(Worker):
             how, action = os.environ["FAIL"].split()
             Pipeline.__post_init__ = fail_at(action, FAILURES[how])
         return super().step(step)
+
+
+class KilledWorker(Worker):
+    """Member 1 is killed in step 2, where the others wait for its gradients."""
+
+    def step(self, step):
+        if step == STEP and self.number == 1:
+            self.trainer._forward_backward = lambda step: kill()
+        return super().step(step)

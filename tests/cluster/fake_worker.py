@@ -1,6 +1,7 @@
 """Workers with the interface of platform.train.worker.Worker that compute nothing and fail on request."""
 
 import json
+import math
 import os
 import signal
 import socket
@@ -32,10 +33,11 @@ class FakeWorker:
         self._meet("form")
         return {"rank": self.rank, "coordinates": {"data": self.rank}, "pid": os.getpid(), "node": socket.gethostname()}
 
-    def build(self, rows):
+    def build(self, rows, domains=()):
         return {"parameters": 42, "device": "cpu"}
 
-    def step(self, step):
+    def step(self, step, limit=math.inf, faults=()):
+        """As of all ranks together."""
         self._meet(f"step {step}")
         first = (step - 1) * 4
         return {
@@ -43,12 +45,15 @@ class FakeWorker:
             "loss": 1.0 / step,
             "grad_norm": 0.5,
             "lr": 1e-3,
+            "skipped": False,
             "tokens": step * 4 * self.config["model"]["length"],
             "samples": [first, first + 4],
             "step_seconds": 0.001,
-            "seconds": {"forward": 0.5 * self.rank, "data": 0.0},
-            "comm_bytes": {"all_reduce/data": 10 + self.rank},
-            "peak_memory_bytes": 100 + self.rank,
+            "seconds": {"forward": 0.25, "data": 0.0, "checkpoint": 0.0},
+            "comm_bytes": {"all_reduce/data": 21},
+            "peak_memory_bytes": 101,
+            "world_size": self.world_size,
+            "slow": [],
         }
 
     def evaluate(self):
@@ -89,6 +94,14 @@ class FakeWorker:
             time.sleep(1000)
         self._meet("nowhere")
 
+    def dawdle(self, rank):
+        """`rank` takes long, in small pieces; the others wait for it."""
+        if self.rank == rank:
+            for i in range(20):
+                PROGRESS.enter(f"piece {i}")
+                time.sleep(0.1)
+        self._meet("dawdle")
+
     def stop(self, rank):
         """`rank` is stopped as a whole; the others wait for it."""
         if self.rank == rank:
@@ -115,19 +128,19 @@ class FakeWorker:
 class Slow(FakeWorker):
     """Each step takes a while, and says so."""
 
-    def step(self, step):
+    def step(self, step, *args):
         (self.run_dir / f"rank-{self.rank}-in-step").write_text(json.dumps({"step": step, "pid": os.getpid()}))
         time.sleep(0.2)
-        return super().step(step)
+        return super().step(step, *args)
 
 
 class FailsInStep3(FakeWorker):
     """Rank 1 fails in step 3, while the others wait for it."""
 
-    def step(self, step):
+    def step(self, step, *args):
         if step == 3 and self.rank == 1:
             raise ValueError("boom")
-        return super().step(step)
+        return super().step(step, *args)
 
 
 class FailsToStart(FakeWorker):

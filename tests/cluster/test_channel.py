@@ -1,0 +1,198 @@
+import json
+import math
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from platform.cluster.channel import Decoder, Garbled, dial, encode
+from platform.cluster.switchboard import Switchboard
+from platform.cluster.watch import Watch
+
+
+def frame(payload):
+    return struct.pack("!I", len(payload)) + payload
+
+
+@pytest.fixture
+def board():
+    board = Switchboard("127.0.0.1")
+    board.expect([0, 1])
+    yield board
+    board.close()
+
+
+def until(board, count, seconds=20):
+    events, deadline = [], time.monotonic() + seconds
+    while len(events) < count and time.monotonic() < deadline:
+        events += board.poll(0.5)
+    return events
+
+
+def test_messages_survive_any_cutting():
+    messages = [{"a": [1.5, math.inf, -math.inf]}, {"b": "é" * 5000}, {}]
+    stream = b"".join(map(encode, messages))
+    for size in (1, 7, 4096, len(stream)):
+        decoder, found = Decoder(), []
+        for at in range(0, len(stream), size):
+            found += decoder.feed(stream[at : at + size])
+        assert found == messages
+    [nan] = Decoder().feed(encode({"x": math.nan}))
+    assert math.isnan(nan["x"])
+    with pytest.raises(TypeError):
+        encode({"x": object()})
+
+
+@pytest.mark.parametrize("payload", [b"[]", b"\xff", b"[" * 3000, b'{"a":', b"9" * 4000])
+def test_what_is_no_message_is_garbled(payload):
+    with pytest.raises(Garbled):
+        list(Decoder().feed(frame(payload)))
+
+
+def test_large_messages_both_ways_at_once(board):
+    """8 MiB each: more than any socket buffer, so that both sides write in parts."""
+    line, large = dial(board.address, board.token, 0, "here"), "x" * (8 << 20)
+    received = []
+
+    def member():
+        for message in line.messages():
+            received.append(message)
+            line.send(encode({"answer": 1, "value": large}))
+
+    threading.Thread(target=member, daemon=True).start()
+    assert until(board, 1) == [(0, {"hello": {"number": 0, "node": "here", "pid": os.getpid()}})]
+    call = encode({"call": large})
+    for _ in range(3):
+        board.send(0, call)
+    assert until(board, 3) == [(0, {"answer": 1, "value": large})] * 3
+    assert received == [{"call": large}] * 3
+
+
+def hello(board, **changes):
+    greeting = {"token": board.token, "number": 1, "node": "", "pid": 1} | changes
+    return frame(json.dumps({"hello": greeting}).encode())
+
+
+def test_strangers_are_cut_off_and_harm_nobody(board, monkeypatch):
+    good = dial(board.address, board.token, 0)
+    [(number, _)] = until(board, 1)
+    assert number == 0
+    hostile = {
+        "wrong token": hello(board, token="0" * 32),
+        "no token": hello(board, token=None),
+        "a token that is no text": hello(board, token=[1]),
+        "a number that nobody expects": hello(board, number=7),
+        "the number of another": hello(board, number=0),
+        "a number that is none": hello(board, number="1"),
+        "oversized": struct.pack("!I", 0xFFFFFFFF) + b"x",
+        "garbage": os.urandom(3000),
+        "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        "deep": frame(b"[" * 3000),
+        "no greeting": frame(b'{"answer": 0}'),
+    }
+    for what, data in hostile.items():
+        stranger = socket.create_connection(board.address)
+        stranger.settimeout(20)
+        stranger.sendall(data)
+        assert board.poll(0.2) == [], what
+        try:
+            assert stranger.recv(1) == b"", what
+        except ConnectionResetError:
+            pass
+    monkeypatch.setattr("platform.cluster.switchboard._GREETING_SECONDS", 0.3)
+    silent = socket.create_connection(board.address)
+    silent.settimeout(20)
+    assert board.poll(0.1) == board.poll(0.5) == board.poll(0.1) == []
+    assert silent.recv(1) == b""
+    good.send(encode({"answer": 5}))
+    assert until(board, 1) == [(0, {"answer": 5})]
+    late = dial(board.address, board.token, 1)  # the number that they tried is still free
+    assert [number for number, _ in until(board, 1)] == [1]
+    late.close()
+    assert until(board, 1) == [(1, None)]
+
+
+def test_a_member_that_speaks_nonsense_is_lost_alone(board):
+    line, other = dial(board.address, board.token, 0), dial(board.address, board.token, 1)
+    until(board, 2)
+    line.send(b"\xff" * 100)
+    assert until(board, 1) == [(0, None)]
+    board.send(0, encode({}))  # to somebody who is gone
+    other.send(encode({"answer": 5}))
+    assert until(board, 1) == [(1, {"answer": 5})]
+
+
+def test_many_connections_from_one_process(board):
+    """More than the usual limit of 1024 descriptors; the members live in a process of their own."""
+    count = 1200
+    board.expect(range(count))
+    script = """
+import sys
+from platform.cluster.channel import dial, encode
+from platform.cluster.switchboard import _allow_many_files
+_allow_many_files()
+port, token, count = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+lines = [dial(("127.0.0.1", port), token, number) for number in range(count)]
+for line in lines:
+    line.send(encode({"answer": next(line.messages())["call"]}))
+lines[0]._connection.recv(1)
+"""
+    command = [sys.executable, "-c", script, str(board.address[1]), board.token, str(count)]
+    process = subprocess.Popen(command)
+    try:
+        assert {number for number, message in until(board, count)} == set(range(count))
+        call = encode({"call": 1})
+        for number in range(count):
+            board.send(number, call)
+        answers = until(board, count)
+        assert {number for number, message in answers if message == {"answer": 1}} == set(range(count))
+        process.kill()
+        assert {number for number, message in until(board, count) if message is None} == set(range(count))
+    finally:
+        process.kill()
+        process.wait()
+
+
+def beat(seconds, waiting=False, section="forward"):
+    return {"call": "step(3)", "section": section, "seconds": seconds, "waiting": waiting}
+
+
+def test_who_hangs():
+    watch, pending = Watch(10.0, start=0.0), {0, 1, 2}
+    assert not watch.ask(pending, 8.9) and watch.patience(8.0) == 1.0
+    assert set(watch.ask(pending, 9.0)) == pending and not watch.ask(pending, 9.1)
+    watch.heard(0, beat(9.0, waiting=True))
+    watch.heard(1, beat(2.0))
+    assert watch.hung(pending, 9.9) == ({}, set())
+    assert watch.hung(pending, 10.0) == ({2: "no sign of life for 1.0 s"}, {2})
+    watch.heard(2, beat(10.5, waiting=True))
+    assert watch.hung(pending, 16.9) == ({}, set())  # rank 1 goes on
+    watch.heard(1, beat(10.0))
+    assert watch.hung(pending, 17.0) == ({1: "10.0 s at step(3): forward"}, {1})
+    watch.heard(1, beat(10.0, waiting=True))
+    watch.heard(0, beat(16.0, waiting=True))
+    hung, blamed = watch.hung(pending, 17.0)
+    assert hung.keys() == pending and not blamed
+    watch.heard(1, {"call": "", "section": "", "seconds": 50.0, "waiting": False})  # its answer is under way
+    assert watch.hung(pending, 17.0) == ({}, set())
+
+
+def test_silence_in_a_call_without_a_limit():
+    """A stopped process is found in a call that may take as long as it likes."""
+    watch, pending = Watch(math.inf, start=0.0, silence=10.0), {0, 1}
+    assert watch.patience(0.0) == 9.0 and set(watch.ask(pending, 9.0)) == pending
+    watch.heard(0, beat(9.0))
+    assert watch.hung(pending, 18.9) == ({}, set())
+    assert watch.hung(pending, 19.0) == ({1: "no sign of life for 10.0 s"}, {1})
+    watch.heard(1, beat(1000.0))
+    assert watch.hung(pending, 2000.0) == ({}, set())
+
+
+def test_no_limit_asks_nobody():
+    watch = Watch(math.inf, start=0.0)
+    assert watch.patience(1e9) == math.inf and not watch.ask({0}, 1e9) and watch.hung({0}, 1e9) == ({}, set())

@@ -1,0 +1,110 @@
+"""A crew that loses members and goes on: who is found, who is released, who remains, who takes the place."""
+
+import os
+import signal
+import time
+
+import pytest
+from process_tree import descendants, gone
+
+from platform.cluster.crew import ByRank, open_crew, seating
+from platform.cluster.failures import WorkerFailed
+
+KINDS = ["processes", pytest.param("local", marks=pytest.mark.ray)]
+
+
+def form(crew, job, numbers, generation):
+    crew.seat(job, numbers)
+    size = job.world_size
+    return crew.call("form", ByRank(range(size)), size, job.config, crew.store, generation, [0])
+
+
+def fails(crew, method, rank, **within):
+    with pytest.raises(WorkerFailed) as caught:
+        crew.call(method, rank, **within)
+    return caught.value.culprit
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_failure_costs_exactly_the_culprit(kind, job):
+    """SIGKILL, SIGSTOP, a hang and an exception one after the other, in one crew of 4 with a spare."""
+    before = descendants()
+    with open_crew(kind, job(4), spares=1) as crew:
+        assert seating(crew.members) == [0, 1, 2, 3, 4]
+        form(crew, job(4), [0, 1, 2, 3], 1)
+
+        culprit = fails(crew, "lose", 2)
+        assert (culprit.kind, culprit.rank, culprit.member.number) == ("died", 2, 2)
+        assert [failure.member.number for failure in crew.release()] == [2]
+        assert [*crew.members] == [0, 1, 3, 4]
+
+        form(crew, job(4), [0, 1, 4, 3], 2)  # the spare takes the place
+        assert [place["number"] for place in crew.call("place")] == [0, 1, 4, 3]
+        culprit = fails(crew, "stop", 2, within=0.5)
+        assert (culprit.kind, culprit.member.number, culprit.coordinates["data"]) == ("hung", 4, 2)
+        assert culprit.cause.startswith("no sign of life for ")
+        assert [failure.member.number for failure in crew.release()] == [4]
+
+        form(crew, job(3), [0, 1, 3], 3)
+        crew.hire(1)
+        culprit = fails(crew, "hang", 0, within=0.5)
+        assert (culprit.kind, culprit.member.number) == ("hung", 0) and "at hang(0)" in culprit.cause
+        assert [failure.member.number for failure in crew.release()] == [0]
+        while crew.starting:
+            time.sleep(0.05)
+        assert not crew.unstarted and [*crew.members] == [1, 3, 5]
+
+        form(crew, job(3), [1, 3, 5], 4)
+        culprit = fails(crew, "fail", 1)
+        assert (culprit.kind, culprit.member.number) == ("failed", 3)
+        assert crew.release() == [] and [*crew.members] == [1, 3, 5]  # who only raised can go on
+
+        form(crew, job(3), [1, 3, 5], 5)
+        assert [report["step"] for report in crew.call("step", 1, within=60.0)] == [1] * 3
+        inside = descendants() - before
+        assert {member.pid for member in crew.members.values()} <= inside
+    assert gone(inside)
+
+
+def test_nobody_is_to_blame_where_all_wait_for_each_other(job):
+    with open_crew("processes", job(2), spares=1) as crew:
+        form(crew, job(2), [0, 2], 1)
+        with pytest.raises(WorkerFailed, match="all pending ranks wait for each other") as caught:
+            crew.call("fail", None, within=0.5)
+        assert {failure.kind for failure in caught.value.failures} == {"hung"}
+        assert crew.release() == [] and [*crew.members] == [0, 1, 2]  # the store is gone, and so they are free
+
+
+def test_one_that_goes_on_slowly_does_not_hang(job):
+    with open_crew("processes", job(2)) as crew:
+        form(crew, job(2), [0, 1], 1)
+        assert crew.call("dawdle", 0, within=0.4) == [None, None]
+
+
+def test_spares_and_newcomers_die_unnoticed_by_a_call(job):
+    with open_crew("processes", job(2), spares=1) as crew:
+        form(crew, job(2), [0, 1], 1)
+        os.kill(crew.members[2].pid, signal.SIGKILL)
+        crew.hire(1)
+        [newcomer] = [process for process in crew._processes.values() if process.name == "worker3"]
+        newcomer.kill()
+        assert crew.call("add", 1, 2) == [3, 4]
+        while crew.starting or 2 in crew.members:
+            time.sleep(0.02)
+        assert [*crew.members] == [0, 1]
+        [failure] = crew.unstarted
+        assert (failure.member.number, failure.kind, failure.rank) == (3, "died", None)
+        assert crew.release() == []  # without need: all remain
+
+
+def test_a_rank_that_dies_while_the_others_form_frees_them(job):
+    with open_crew("processes", job(3)) as crew:
+        crew.seat(job(3), [0, 1, 2])
+        os.kill(crew.members[1].pid, signal.SIGSTOP)
+        with pytest.raises(WorkerFailed) as caught:
+            crew.call("form", ByRank(range(3)), 3, job(3).config, crew.store, 1, [0], within=10.0)
+        assert caught.value.culprit.member.number == 1
+        start = time.monotonic()
+        assert [failure.member.number for failure in crew.release()] == [1]
+        print(f"released after {time.monotonic() - start:.3f} s")
+        assert [*crew.members] == [0, 2]
