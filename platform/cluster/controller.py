@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from math import inf
 from pathlib import Path
 from statistics import median
@@ -33,7 +33,7 @@ class Controller:
         self._faults, self._spikes = Faults(config.elastic.faults), Spikes(config.train.spike)
         self._seconds: deque[tuple[int, float]] = deque(maxlen=_MEMORY)  # of the last committed steps
         self._useful = 0.0  # seconds of steps committed since the last event that told them
-        self._failures = 0  # without a step between them
+        self._failures: Counter[int] = Counter()  # by step, of those that were not done since
         self._stall = 0.0  # seconds that saving took since the last row
         self._slow: dict[int, int] = {}  # member -> steps in a row in which it was slow
         self._seen = 0  # members when it was last asked whether the mesh can grow
@@ -138,7 +138,8 @@ class Controller:
 
     def _commit(self, generation: Generation, step: int, seconds: float, row: dict[str, Any]) -> None:
         """Every rank has acknowledged the step: it counts, and is written down."""
-        self.done, self._failures = step, 0
+        self.done = step
+        self._failures = Counter({failed: n for failed, n in self._failures.items() if failed > step})
         every = self._config.elastic.snapshot_every
         if every and step % every == 0:
             self._hold(generation, step)
@@ -225,12 +226,12 @@ class Controller:
             **self.told(),
         )
         self._monitor.say(str(failure))
-        self._failures += 1
-        attempts = self._config.elastic.attempts
+        self._failures[step] += 1
+        count, attempts = self._failures.total(), self._config.elastic.attempts
         fresh = self._useful == 0.0 and not self._seconds and culprit.kind == "failed"
-        if fresh or self._failures >= attempts or not crew.elastic:
+        if fresh or count >= attempts or not crew.elastic:
             where = f"; its log: {culprit.log}" if culprit.log else ""
-            often = f" (failure {self._failures} without a step between them)" if self._failures > 1 else ""
+            often = f" (failure {count} before step {step} was done)" if count > 1 else ""
             raise GaveUp(f"{failure}{often}{where}")
         self._release(crew)
 

@@ -116,5 +116,6 @@ def arguments(args: Iterable[Any], rank: int) -> list[Any]:
 
 
 def shown(method: str, args: Iterable[Any]) -> str:
-    """A call as messages name it: long arguments are left out."""
-    return f"{method}({', '.join(str(a) if isinstance(a, str | int | float) else '...' for a in args)})"
+    """A call as messages name it: by its first argument, step(3)."""
+    first = next(iter(args), "")
+    return f"{method}({first if isinstance(first, str | int) else '...'})"

@@ -128,8 +128,11 @@ def _control(run: Run) -> int:
         spares = f" and {config.elastic.spares} spares" if config.elastic.spares else ""
         monitor.say(f"starting {run.job.world_size} workers{spares} ({kind}, {run.job.device})")
         journal.event("starting", world_size=run.job.world_size, cluster=kind, device=run.job.device)
-        with open_crew(kind, run.job, config.elastic.spares) as crew, _time_limit(config, run.signals):
-            controller.run(crew)
+        try:
+            with open_crew(kind, run.job, config.elastic.spares) as crew, _time_limit(config, run.signals):
+                controller.run(crew)
+        finally:
+            journal.event("released")
         if checkpoints.lacks(run.steps):
             journal.event("unsaved", step=run.steps, saved=checkpoints.step)
             monitor.say(f"step {run.steps} could not be saved: {checkpoints.kept}")

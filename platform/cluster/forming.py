@@ -62,7 +62,7 @@ class Former:
 
     def best(self, members: int) -> Replanned | None:
         """What the run becomes with so many."""
-        if members >= most_workers(self._config) == self._plan.mesh.size:
+        if members >= self._plan.mesh.size >= most_workers(self._config):
             return Replanned(self._config, self._plan, "")
         return replan(self._config, members)
 

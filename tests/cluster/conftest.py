@@ -24,6 +24,7 @@ def config(tmp_path):
     config.data.kind = "synthetic"
     config.cluster.kind = "processes"
     config.train.steps = 5
+    config.elastic.snapshot_every = 0  # fake workers have no state
     return config
 
 

@@ -143,6 +143,11 @@ class FailsInStep3(FakeWorker):
         return super().step(step, *args)
 
 
+class FailsInStep1(FakeWorker):
+    def step(self, step, *args):
+        raise ValueError("boom")
+
+
 class FailsToStart(FakeWorker):
     def __init__(self, config, number, **keywords):
         if number == 1:

@@ -20,7 +20,10 @@ def events(config):
 
 
 def names(config):
-    return [event["event"] for event in events(config)]
+    """Of the transitions, between the first event of a run and the account at its end."""
+    first, *found, last = [event["event"] for event in events(config)]
+    assert (first, last) == ("starting", "goodput")
+    return found
 
 
 def rows(config):
@@ -39,9 +42,9 @@ def test_a_run_from_end_to_end(kind, config, capsys):
     assert drive(config) == 0
     assert gone(descendants() - before)
     assert names(config) == ["forming", "formed", "running", "first_step", "released", "done"]
-    formed = events(config)[1]
+    formed = events(config)[2]
     assert [worker["rank"] for worker in formed["workers"]] == [0, 1]
-    assert all(worker.keys() == {"rank", "coordinates", "pid", "node"} for worker in formed["workers"])
+    assert all(worker.keys() == {"rank", "number", "coordinates", "pid", "node"} for worker in formed["workers"])
     out = capsys.readouterr().out
     assert out.index("the plan: 2 workers") < out.index("0.2000") < out.index("word word word")
     assert f"run directory: {config.run.dir}" in out
@@ -49,9 +52,9 @@ def test_a_run_from_end_to_end(kind, config, capsys):
     assert [row["step"] for row in rows(config)] == [1, 2, 3, 4, 5]
     assert [row.get("val_loss") for row in rows(config)] == [None, 2.0, None, 2.0, None]
     row = rows(config)[2]
-    assert row.keys() == METRICS.keys() - {"val_loss", "bubble"}
+    assert row.keys() == METRICS.keys() - {"val_loss", "bubble", "skipped"}
     assert row["samples"] == [8, 12] and row["loss"] == 1 / 3 and row["world_size"] == 2 and row["generation"] == 1
-    assert row["seconds"] == {"forward": 0.25, "data": 0.0}
+    assert row["seconds"] == {"forward": 0.25, "data": 0.0, "checkpoint": 0.0}
     assert row["comm_bytes"] == {"all_reduce/data": 21}
     assert row["peak_memory_bytes"] == 101
     assert row["mfu"] is None
@@ -73,17 +76,25 @@ def test_a_failure_names_the_culprit_and_the_same_command_starts_over(config, ca
     before = descendants()
     assert drive(config, worker="FailsInStep3") == 1
     assert gone(descendants() - before)
-    assert names(config) == ["forming", "formed", "running", "first_step", "failure", "released"]
-    failure = events(config)[4]
+    once = ["forming", "formed", "running", "first_step", "failure"]
+    again = ["released", "forming", "formed", "running", "rolled_back", "first_step", "failure"]
+    assert names(config) == [*once, *again, *again, "released", "gave_up"]  # the same step, three times
+    failure = events(config)[5]
     assert (failure["rank"], failure["coordinates"], failure["method"]) == (1, {"stage": 0, "data": 1}, "step(3)")
     assert "ValueError: boom" in failure["cause"]
     out = capsys.readouterr().out
     assert "rank1[data1] failed in step(3): ValueError: boom" in out
     assert f"its log: {config.run.dir}/logs/worker-1.log" in out
+    assert "(failure 3 before step 3 was done)" in out
     assert "stopped after step 2: nothing was saved" in out
     assert drive(config) == 0
-    assert [(row["step"], row["generation"]) for row in rows(config)] == [(step, 2) for step in range(1, 6)]
-    assert len(Path(config.run.dir, "metrics.jsonl").read_text().splitlines()) == 2 + 5
+    assert [(row["step"], row["generation"]) for row in rows(config)] == [(step, 4) for step in range(1, 6)]
+    assert len(Path(config.run.dir, "metrics.jsonl").read_text().splitlines()) == 3 * 2 + 5
+
+
+def test_a_failure_before_the_first_step_is_not_tried_again(config):
+    assert drive(config, worker="FailsInStep1") == 1
+    assert names(config) == ["forming", "formed", "running", "failure", "released", "gave_up"]
 
 
 def test_mistakes_come_before_anything_is_written_or_started(config):
@@ -146,7 +157,7 @@ def test_a_signal_lets_the_step_finish_and_leaves_nothing_behind(number, config,
     last = rows(config)[-1]["step"]
     assert f"stopped by {number.name} after step {last}: nothing was saved" in out
     assert "Traceback" not in out
-    assert names(config)[-2:] == ["stopped", "released"]
+    assert names(config)[-2:] == ["released", "stopped"]
 
 
 def test_a_second_signal_ends_a_step_that_hangs(config, start):
@@ -183,7 +194,7 @@ def test_torchrun_starts_the_same_run(config, tmp_path):
     done = subprocess.run([*command, "FakeWorker", "2"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert names(config) == ["forming", "formed", "running", "first_step", "released", "done"]
-    assert len({worker["pid"] for worker in events(config)[1]["workers"]}) == 2
+    assert len({worker["pid"] for worker in events(config)[2]["workers"]}) == 2
     assert [row["step"] for row in rows(config)] == [1, 2, 3, 4, 5]
     again = subprocess.run([*command, "FakeWorker", "2"], capture_output=True, text=True)
     assert again.returncode == 0 and again.stdout.count("already done") == 1
