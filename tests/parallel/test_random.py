@@ -140,7 +140,6 @@ def test_numbers_have_the_same_bits_everywhere():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_numbers_have_the_same_bits_on_a_gpu():
     elements = torch.arange(N)
     for draw in (random.normal, lambda key, where: random.keep_mask(key, where, 0.1)):
