@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
+from math import inf
 from operator import ge, gt, le, lt
 from typing import Any
 
@@ -22,6 +23,7 @@ from platform.config import (
     objective_of,
     violation,
 )
+from platform.identity import wrong_allowances
 from platform.plan.layout import DIMS
 from platform.plan.scheme import GATHERED, REGIONS, RESERVED, SLICE_VIA
 
@@ -41,9 +43,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "branch.order": ("inner", "outer"),
     "branch.slice_via": tuple(SLICE_VIA),
     "pipeline.kind": ("none", "gpipe", "1f1b", "interleaved", "zb_h1", "file"),
-    "elastic.min_workers": (1,),
-    "elastic.max_workers": (0,),
-    "elastic.spares": (0,),
+    "train.on_spike": ("rollback", "skip", "stop"),
     "tensor.gathered": tuple(GATHERED),
     "cluster.kind": ("local", "ray", "processes", "inline"),
     "cluster.device": ("auto", "cpu", "cuda"),
@@ -64,13 +64,9 @@ def allow_dims(names: Iterable[str]) -> None:
     KNOWN_DIMS.extend(name for name in names if name not in KNOWN_DIMS)
 
 
-ANY = "any other value"
 NOT_BUILT: dict[tuple[str, Any], str] = {  # (key, value): what is missing
     ("precision", "fp16"): "float16 with a loss scale",
     ("model.fused_dropout", True): "attention masks drawn inside a fused kernel",
-    ("elastic.min_workers", ANY): "a mesh that shrinks and grows",
-    ("elastic.max_workers", ANY): "a mesh that shrinks and grows",
-    ("elastic.spares", ANY): "warm spares",
 }
 
 BOUNDS: dict[str, str] = {
@@ -111,6 +107,16 @@ BOUNDS: dict[str, str] = {
     "checkpoint.every": ">= 0",
     "checkpoint.keep": ">= 1",
     "checkpoint.keep_every": ">= 0",
+    "train.spike": ">= 0",
+    "run.time_margin": ">= 0",
+    "elastic.min_workers": ">= 1",
+    "elastic.max_workers": ">= 0",
+    "elastic.spares": ">= 0",
+    "elastic.wait": ">= 0",
+    "elastic.hang_seconds": "> 0",
+    "elastic.slow": ">= 0",
+    "elastic.attempts": ">= 1",
+    "elastic.snapshot_every": ">= 0",
     "eval.every": ">= 0",
     "eval.batches": ">= 1",
     "cluster.wait": ">= 0",
@@ -131,7 +137,7 @@ def leaves(config: Config) -> dict[str, Any]:
 def not_built(key: str, value: Any) -> str | None:
     """What is missing, where the value is a capability that is planned but not there yet."""
     group = key.removesuffix(".kind").removesuffix(".scheme")
-    what = NOT_BUILT.get((group, value)) or NOT_BUILT.get((group, ANY))
+    what = NOT_BUILT.get((group, value))
     return what and f"not built yet ({what})"
 
 
@@ -195,18 +201,9 @@ def _attention(config: Config) -> Iterator[str]:
 
 
 def _replicas(config: Config) -> Iterator[str]:
-    batch, micro, data = config.train.global_batch, config.train.microbatch, config.parallel.data
+    data = config.parallel.data
     if data == 0 or data < -1:
         yield violation("parallel.data", data, "must be >= 1, or -1 for as many as the workers give", [1, -1])
-        return
-    replicas = max(data, 1)  # -1: at least one
-    unit = micro * replicas
-    if batch % unit and config.model.kind == "two_layer":  # others have labels, whose padding counts nothing
-        constraint = f"must be a multiple of train.microbatch={micro} x parallel.data={data}"
-        legal = [k for k in (batch // unit * unit, (batch // unit + 1) * unit) if k]
-        micros = closest(micro, _divisors(batch // replicas)) if batch % replicas == 0 else []
-        line = violation("train.global_batch", batch, constraint, legal)
-        yield line + (f"; or train.microbatch: {', '.join(map(str, micros))}" if micros else "")
 
 
 def _text(config: Config) -> Iterator[str]:
@@ -219,6 +216,39 @@ def _stop(config: Config) -> Iterator[str]:
     if config.train.stop_at > config.train.steps:
         constraint = f"must be <= train.steps={config.train.steps}"
         yield violation("train.stop_at", config.train.stop_at, constraint, [config.train.steps])
+
+
+def _time_limit(config: Config) -> Iterator[str]:
+    try:
+        seconds_of(config.run.time_limit)
+    except ValueError:
+        constraint = "must be seconds or H:MM:SS"
+        yield violation("run.time_limit", config.run.time_limit, constraint, ["3600", "1:00:00"])
+
+
+def seconds_of(duration: str) -> float:
+    """90, 1:30 or 0:01:30 as seconds; "" is 0. Raises ValueError for what is none of these."""
+    parts = duration.split(":") if duration else ["0"]
+    numbers = [float(part) for part in parts]
+    if len(parts) > 3 or not all(0 <= n < inf for n in numbers):
+        raise ValueError(duration)
+    return sum(n * 60**i for i, n in enumerate(reversed(numbers)))
+
+
+def _elastic(config: Config) -> Iterator[str]:
+    e = config.elastic
+    if e.max_workers and e.max_workers < e.min_workers:
+        constraint = f"must be 0 or >= elastic.min_workers={e.min_workers}"
+        yield violation("elastic.max_workers", e.max_workers, constraint, [0, e.min_workers])
+    for fault in e.faults:
+        if not FAULT.fullmatch(fault):
+            kinds = "|".join(FAULT_KINDS)
+            example = "20:kill:3:backward"
+            yield violation("elastic.faults", fault, f"must be STEP:KIND:RANK[:SECTION], KIND {kinds}", [example])
+
+
+FAULT_KINDS = ("kill", "stop", "raise", "lock", "gil", "nan")
+FAULT = re.compile(rf"(?P<step>\d+):(?P<kind>{'|'.join(FAULT_KINDS)}):(?P<rank>\d+)(?::(?P<section>\w+))?")
 
 
 def _optimizer(config: Config) -> Iterator[str]:
@@ -321,9 +351,11 @@ def _axis_names(config: Config) -> Iterator[str]:
 
 RELATIONS: tuple[tuple[set[str], Callable[[Config], Iterator[str]]], ...] = (  # judged where each key may be right
     ({"model.d_model", "model.heads", "model.kv_heads", "model.d_kv"}, _attention),
-    ({"train.global_batch", "train.microbatch"}, _replicas),
+    (set(), _replicas),
     ({"model.kind", "monitor.sample"}, _text),
     ({"train.steps", "train.stop_at"}, _stop),
+    ({"run.time_limit"}, _time_limit),
+    ({"elastic.min_workers", "elastic.max_workers"}, _elastic),
     ({"optimizer.betas"}, _optimizer),
     ({"data.kind", "data.validation", "eval.every"}, _data),
     ({"data.kind", "data.objective", "model.kind", "model.length"}, _objective),
@@ -334,6 +366,7 @@ RELATIONS: tuple[tuple[set[str], Callable[[Config], Iterator[str]]], ...] = (  #
     ({"branch.slice_via"}, _slice_via),
     ({"parallel.zero"}, _zero),
     (set(), _axis_names),
+    (set(), wrong_allowances),
 )
 
 

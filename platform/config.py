@@ -28,6 +28,8 @@ class ConfigError(ValueError):
 @dataclass
 class Run:
     dir: str = ""  # "" = runs/EXPERIMENT-HASH
+    time_limit: str = ""  # seconds or H:MM:SS, then it stops as by a signal; "" = the Slurm allocation; 0 = none
+    time_margin: float = 120.0  # seconds before the end that are left for the last checkpoint
 
 
 @dataclass
@@ -36,6 +38,8 @@ class Train:
     stop_at: int = 0  # end after this step, with a checkpoint; 0 = at `steps`
     global_batch: int = 16  # sequences per update
     microbatch: int = 4  # sequences per microbatch and data-parallel replica
+    spike: float = 0.0  # a loss above so many times the median of the last 32 is a spike; 0 = none is
+    on_spike: str = "rollback"  # a spike, or a loss or gradient that is not finite: rollback | skip | stop
 
 
 @dataclass
@@ -138,6 +142,11 @@ class Checkpoint:
 
 
 @dataclass
+class Resume:
+    allow: list[str] = field(default_factory=list)  # keys of the run's identity that may be other ones than there
+
+
+@dataclass
 class Eval:
     every: int = 0  # validation loss every so many steps; 0 = never
     batches: int = 4  # global batches of the held-out split
@@ -145,9 +154,17 @@ class Eval:
 
 @dataclass
 class Elastic:
-    min_workers: int = 1
-    max_workers: int = 0  # 0 = the size at the start
-    spares: int = 0
+    min_workers: int = 1  # with fewer the run waits
+    max_workers: int = 0  # the mesh grows to as many; 0 = to the size at the start
+    spares: int = 0  # workers that are ready to take a lost one's place
+    replace: bool = True  # start a new worker for every lost one
+    wait: float = 600.0  # seconds to wait for min_workers, then the run ends
+    hang_seconds: float = 10.0  # without a sign of life, or in a step longer than this and than 5 steps: a worker hangs
+    snapshot_every: int = 1  # steps between copies of the state in host memory, own and of peers; 0 = none
+    slow: float = 1.5  # a worker whose own work takes so many times the median's is reported; 0 = none
+    replace_slow: bool = False  # and replaced, where a spare is ready
+    attempts: int = 3  # failures without a step between them; then the run ends
+    faults: list[str] = field(default_factory=list)  # to be injected, once each: STEP:KIND:RANK[:SECTION]
 
 
 @dataclass
@@ -170,7 +187,7 @@ class Monitor:
 
 @dataclass
 class Config:
-    """Everything that `python -m platform.launch` composes. Identity of a run: see `identity`."""
+    """Everything that `python -m platform.launch` composes. Identity of a run: `platform.identity`."""
 
     run: Run = field(default_factory=Run)
     extend: list[str] = field(default_factory=list)  # own modules, imported by the driver and every worker
@@ -187,6 +204,7 @@ class Config:
     branch: Branch = field(default_factory=Branch)
     pipeline: Pipeline = field(default_factory=Pipeline)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    resume: Resume = field(default_factory=Resume)
     eval: Eval = field(default_factory=Eval)
     elastic: Elastic = field(default_factory=Elastic)
     cluster: Cluster = field(default_factory=Cluster)
@@ -229,28 +247,6 @@ def objective_of(config: Config) -> str:
 def digest(values: Any) -> str:
     """A short, stable hash of plain data."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
-
-
-def identity(config: Config) -> dict[str, Any]:
-    """What makes a run this run: a directory or checkpoint of another identity is refused (DESIGN section 7)."""
-    values = config.to_dict()
-    data = {k: v for k, v in values["data"].items() if k != "cache"}
-    return {
-        "model": values["model"],
-        "data": data,
-        "seed": config.seed,
-        "train.global_batch": config.train.global_batch,
-        "optimizer": values["optimizer"],
-    }
-
-
-def changed(there: Any, here: Any, prefix: str = "") -> list[str]:
-    """What differs between two nested maps of configuration values, one line per key."""
-    if not isinstance(there, dict) or not isinstance(here, dict):
-        return [] if there == here else [f"{prefix}: {there} there, {here} here"]
-    keys = sorted(there.keys() | here.keys())
-    parts = (changed(there.get(k), here.get(k), f"{prefix}.{k}" if prefix else k) for k in keys)
-    return [line for part in parts for line in part]
 
 
 def violation(key: str, value: Any, constraint: str, legal: Iterable[Any] = ()) -> str:

@@ -152,7 +152,12 @@ def _settle(config: Config, arguments: Sequence[str]) -> list[str]:
         config.checkpoint.resume = _absolute(config.checkpoint.resume)
     name = experiment_of(arguments) or "config"
     values = config.to_dict()
-    del values["train"]["stop_at"], values["checkpoint"]["resume"]  # a run that is continued is the same run
+    for key in ("run", "resume"):  # continued, it is the same run
+        del values[key]
+    del values["train"]["stop_at"], values["checkpoint"]["resume"]
+    if config.resume.allow and not config.run.dir and not config.checkpoint.url and config.checkpoint.resume in RESUME:
+        constraint = "needs the run to go on from; its default directory has other values in its name"
+        lines.append(violation("resume.allow", ",".join(config.resume.allow), constraint, ["run.dir=DIRECTORY"]))
     config.run.dir = _absolute(config.run.dir or f"runs/{name}-{digest(values)}")
     return lines
 

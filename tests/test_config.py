@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from platform import launch
 from platform.arguments import rewrite, typed_values
 from platform.checks import BOUNDS, CHOICES, NOT_BUILT, leaves, parse_layout, violations
-from platform.config import Branch, Config, ConfigError, Tensor, identity
+from platform.config import Branch, Config, ConfigError, Tensor
+from platform.identity import identity
 from platform.launch import compose, main
 
 QUICK = "+experiment=gpt_quick"
@@ -251,9 +252,13 @@ WRONG = [
     ("checkpoint.keep=0", "checkpoint.keep=0: must be >= 1; nearest legal: 1"),
     ("train.stop_at=-1", "train.stop_at=-1: must be >= 0; nearest legal: 0"),
     ("train.stop_at=301", "train.stop_at=301: must be <= train.steps=300; nearest legal: 300"),
-    ("elastic.spares=1", "elastic.spares=1: not built yet"),
-    ("elastic.min_workers=2", "elastic.min_workers=2: not built yet"),
-    ("elastic.max_workers=8", "elastic.max_workers=8: not built yet"),
+    ("elastic.spares=-1", "elastic.spares=-1: must be >= 0; nearest legal: 0"),
+    ("elastic.min_workers=0", "elastic.min_workers=0: must be >= 1; nearest legal: 1"),
+    ("elastic.max_workers=-1", "elastic.max_workers=-1: must be >= 0; nearest legal: 0"),
+    ("elastic.hang_seconds=0", "elastic.hang_seconds=0.0: must be > 0"),
+    ("elastic.faults=[3:burn:1]", "elastic.faults=3:burn:1: must be STEP:KIND:RANK[:SECTION], KIND kill|"),
+    ("run.time_limit=soon", "run.time_limit=soon: must be seconds or H:MM:SS; nearest legal: 3600, 1:00:00"),
+    ("train.on_spike=pray", "train.on_spike=pray: unknown; nearest legal: "),
     ("model.heads=5", "model.heads=5: must divide model.d_model=128"),
     ("model.kv_heads=3", "model.kv_heads=3: must divide model.heads=4; nearest legal: 2, 4, 1"),
     ("train.global_batch=0", "train.global_batch=0: must be >= 1"),
@@ -351,8 +356,8 @@ def test_violations_knows_schemes_by_their_tables():
 def test_the_configuration_is_shown(capsys):
     assert main(["--cfg", "job", "--resolve", QUICK, "train.steps=7"]) == 0
     assert "steps: 7\n" in capsys.readouterr().out
-    assert main([QUICK, "--cfg", "job", "--package", "train", "seed=3"]) == 0  # flags and keys in any order
-    assert capsys.readouterr().out == "steps: 300\nstop_at: 0\nglobal_batch: 16\nmicrobatch: 4\n"
+    assert main([QUICK, "--cfg", "job", "--package", "eval", "seed=3"]) == 0  # flags and keys in any order
+    assert capsys.readouterr().out == "every: 50\nbatches: 4\n"
     assert main(["--cfg", "job", "-p", "trian", QUICK]) == 2
     assert capsys.readouterr().err.startswith("config: --package=trian: no such part; nearest legal: train")
 

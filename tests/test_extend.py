@@ -54,7 +54,7 @@ def test_two_workers_train_it(elsewhere):
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in (elsewhere / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [(row["step"], row["world_size"], row["lr"]) for row in rows] == [(1, 2, 0.5), (2, 2, 0.5)]
-    logs = [path.read_text() for path in sorted((elsewhere / "run" / "logs").glob("rank-*.log"))]
+    logs = [path.read_text() for path in sorted((elsewhere / "run" / "logs").glob("worker-*.log"))]
     assert len(logs) == 2 and all("a loud decoder" in log for log in logs)
 
 

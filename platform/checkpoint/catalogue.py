@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from platform.checkpoint import manifest as manifests
-from platform.checkpoint.manifest import Corrupt, Manifest, Meta, Refused
+from platform.checkpoint.manifest import Corrupt, Manifest, Meta, Newer, Refused
 from platform.checkpoint.read import units, verify_units
 from platform.checkpoint.storage import Storage
 
@@ -55,10 +55,12 @@ def commit(
     tensors: Mapping[str, Sequence[int]],
     reports: Sequence[Mapping[str, Any]],
     meta: Meta,
+    guard: Callable[[], None] = lambda: None,
 ) -> Manifest:
     """Makes a checkpoint of what the workers wrote, if it is complete: the manifest is written last.
 
-    `tensors`: name -> global shape of everything that belongs in it; `reports`: those of `Image.write`.
+    `tensors`: name -> global shape of everything that belongs in it; `reports`: those of `Image.write`. `guard` is
+    called just before the manifest is written, and raises where it must not be.
     Raises Refused with the reason (a hole, an overlap, a file that is not there as reported), OSError.
     """
     manifest = Manifest.of(meta, reports)
@@ -67,6 +69,7 @@ def commit(
         raise Refused(f"the workers wrote {extra[0]}, which is no part of the state")
     manifest = replace(manifest, tensors={name: manifest.tensors[name] for name in tensors})  # in the model's order
     _check(storage, directory, manifest)
+    guard()
     storage.write(f"{directory}/{manifests.NAME}", [memoryview(manifest.encode())])
     return manifest
 
@@ -114,11 +117,15 @@ def quarantine(storage: Storage, directory: str, reason: str) -> None:
 
 @dataclass(frozen=True)
 class Found:
-    """The newest checkpoint that can be trusted, or none; and the newer ones that cannot: (directory, reason)."""
+    """The newest checkpoint that can be trusted, or none; and the newer ones that cannot: (directory, reason).
+
+    `sound`: those among the latter with which nothing need be wrong: of a newer format, or the storage failed.
+    """
 
     directory: str | None
     manifest: Manifest | None
-    refused: tuple[tuple[str, str], ...]
+    refused: tuple[tuple[str, str], ...] = ()
+    sound: tuple[str, ...] = ()
 
 
 def find(storage: Storage, *, deep: bool = True) -> Found:
@@ -129,17 +136,20 @@ def find(storage: Storage, *, deep: bool = True) -> Found:
     storage cannot be listed.
     """
     refused: list[tuple[str, str]] = []
+    sound: list[str] = []
     for attempt in attempts(storage):
         directory = attempt.directory
         try:
-            return Found(directory, (verify if deep else load)(storage, directory), tuple(refused))
+            manifest = (verify if deep else load)(storage, directory)
+            return Found(directory, manifest, tuple(refused), tuple(sound))
         except Corrupt as error:
             refused.append((directory, str(error)))
             with suppress(OSError):  # a storage that one can only read
                 quarantine(storage, directory, str(error))
         except (Refused, OSError) as error:
             refused.append((directory, str(error)))
-    return Found(None, None, tuple(refused))
+            sound += [directory] if isinstance(error, Newer | OSError) else []
+    return Found(None, None, tuple(refused), tuple(sound))
 
 
 def superseded(complete: Sequence[Attempt], last: int, every: int) -> list[Attempt]:

@@ -26,6 +26,10 @@ class Corrupt(Refused):
     """It never can: what it holds is not what was written."""
 
 
+class Newer(Refused):
+    """A later version of the platform can."""
+
+
 @dataclass(frozen=True)
 class Meta:
     """What a checkpoint knows beside its tensors: plain JSON data, without NaN or infinities."""
@@ -128,7 +132,7 @@ class Manifest:
             if found["kind"] != KIND:
                 raise Refused(f"{NAME} is not of this platform")
             if found["format"] > FORMAT:
-                raise Refused(f"format {found['format']} is newer than {FORMAT}, the newest that this version reads")
+                raise Newer(f"format {found['format']} is newer than {FORMAT}, the newest that this version reads")
             return cls(Meta(**found["meta"]), _files(found["files"]), dict(map(_tensor, found["tensors"])))
         except (KeyError, TypeError, ValueError) as error:
             raise Corrupt(f"{NAME} is malformed: {type(error).__name__}: {error}") from None

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+from platform.checkpoint.box import Box
 from platform.checkpoint.image import THREADS
 from platform.checkpoint.manifest import Corrupt, Manifest, Stored, StoredTensor
 from platform.checkpoint.state import PIECE
@@ -21,6 +22,18 @@ class Unit(NamedTuple):
     block: Stored
     at: int
     end: int
+
+    @property
+    def dtype(self) -> str:
+        return self.tensor.dtype
+
+    @property
+    def box(self) -> Box:
+        return self.block.box
+
+    @property
+    def had(self) -> tuple[int, ...]:
+        return ()  # no rank has it before it is read
 
 
 def units(manifest: Manifest, names: Iterable[str] | None = None) -> list[Unit]:
@@ -70,7 +83,5 @@ def _read(storage: Storage, directory: str, run: Sequence[Unit]) -> list[memoryv
     out = [data[u.at - start : u.end - start] for u in run]
     for unit, part in zip(run, out, strict=True):
         if hashlib.sha256(part).hexdigest() != unit.block.sha256:
-            raise Corrupt(
-                f"{file}: bytes {unit.at} to {unit.end} ({unit.name} {unit.block.box}) are not what was written"
-            )
+            raise Corrupt(f"{file}: bytes {unit.at} to {unit.end} ({unit.name} {unit.box}) are not what was written")
     return out

@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from platform.checkpoint.catalogue import begin, commit, discard, prune
+from platform.checkpoint.lease import Lease, Superseded
 from platform.checkpoint.manifest import Meta
 from platform.checkpoint.storage import Storage
 
@@ -24,12 +25,23 @@ class Saver:
 
     Events, plain data: {event: checkpoint, step, directory, bytes, seconds},
     {event: checkpoint_failed, step, directory, attempt, reason, again: whether it is tried once more},
-    {event: checkpoint_prune_failed, step, reason}.
+    {event: checkpoint_prune_failed, step, reason}, {event: superseded, step, reason}.
     """
 
-    def __init__(self, storage: Storage, *, last: int = 2, every: int = 0, tries: int = 3, pause: float = 1.0):
-        """`last`, `every`: see `superseded`. `pause`: seconds before the second try, doubled before every further."""
+    def __init__(
+        self,
+        storage: Storage,
+        *,
+        last: int = 2,
+        every: int = 0,
+        tries: int = 3,
+        pause: float = 1.0,
+        lease: Lease | None = None,
+    ):
+        """`last`, `every`: see `superseded`. `pause`: seconds before the second try, doubled before every further.
+        `lease`: without it nothing is committed or deleted any more."""
         self._storage, self._last, self._every, self._tries, self._pause = storage, last, every, tries, pause
+        self._check = lease.check if lease else lambda: None
         self._events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -60,16 +72,25 @@ class Saver:
 
     def _save(self, tensors: Mapping[str, Sequence[int]], meta: Meta, write: Write) -> None:
         for attempt in range(1, self._tries + 1):
-            if self._try(tensors, meta, write, attempt):
-                return self._prune(meta.step)
+            try:
+                if self._try(tensors, meta, write, attempt):
+                    return self._prune(meta.step)
+            except Superseded as error:
+                return self._events.put({"event": "superseded", "step": meta.step, "reason": str(error)})
             if attempt < self._tries:
                 time.sleep(self._pause * 2 ** (attempt - 1))
 
     def _try(self, tensors: Mapping[str, Sequence[int]], meta: Meta, write: Write, attempt: int) -> bool:
         directory, start = "", time.monotonic()
         try:
+            self._check()
             directory = begin(self._storage, meta.step)  # a fresh one: what a failed attempt left is in no one's way
-            manifest = commit(self._storage, directory, tensors, write(directory), meta)
+            manifest = commit(self._storage, directory, tensors, write(directory), meta, self._check)
+        except Superseded:
+            if directory:
+                with suppress(OSError):
+                    discard(self._storage, directory)
+            raise
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             failed = {"directory": directory, "attempt": attempt, "reason": reason, "again": attempt < self._tries}

@@ -93,10 +93,14 @@ def _kept(plan: Plan, p: Parameter, coordinates: Mapping[str, int]) -> list[Box]
 
 
 class Share(NamedTuple):
-    """A block that one rank stores."""
+    """A block, or the part of one that a rank stores."""
 
     tensor: Held
     box: Box
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.size * self.tensor.itemsize
 
 
 def shares(state: Sequence[Held], rank: int) -> list[Share]:
@@ -105,35 +109,43 @@ def shares(state: Sequence[Held], rank: int) -> list[Share]:
     Ranks that replicate each other share what they hold: laid end to end, cut into n equal stretches, each cut moved
     to a row of at most GRANULE bytes. No share is larger than PIECE and a row.
     """
-    common: dict[tuple[int, ...], list[Share]] = defaultdict(list)
+    groups = alike(state, rank).items()
+    return [part for ranks, blocks in groups for part in nth(blocks, ranks.index(rank), len(ranks))]
+
+
+def alike(state: Sequence[Held], rank: int | None = None) -> dict[tuple[int, ...], list[Share]]:
+    """The blocks by the ranks that have them; only those of `rank`, where it is given."""
+    found: dict[tuple[int, ...], list[Share]] = defaultdict(list)
     for tensor in state:
         for box, ranks in tensor.holders.items():
-            if rank in ranks:
-                common[ranks].append(Share(tensor, box))
-    return [part for ranks, blocks in common.items() for part in _stretch(blocks, ranks.index(rank), len(ranks))]
+            if rank is None or rank in ranks:
+                found[ranks].append(Share(tensor, box))
+    return found
 
 
-def _stretch(blocks: Sequence[Share], member: int, members: int) -> list[Share]:
-    total = sum(box.size * tensor.itemsize for tensor, box in blocks)
+def nth(blocks: Sequence[Share], member: int, members: int) -> list[Share]:
+    """The part of one of `members` that share out these blocks."""
+    total = sum(block.nbytes for block in blocks)
     first, last = total * member // members, total * (member + 1) // members
     out, start = [], 0
-    for tensor, box in blocks:
-        size = box.size * tensor.itemsize
-        ends = [min(max(end - start, 0), size) for end in (first, last)]
-        if ends[0] < ends[1]:
-            inner = range(-(-ends[0] // PIECE) * PIECE, ends[1], PIECE)
-            row = _row(box.extent, tensor.itemsize)
-            cuts = [_nearest(cut, row * tensor.itemsize, size) // tensor.itemsize for cut in (ends[0], *inner, ends[1])]
-            out += [Share(tensor, part) for a, b in pairwise(cuts) for part in stretch(box, a, b)]
-        start += size
+    for block in blocks:
+        a, b = (min(max(end - start, 0), block.nbytes) for end in (first, last))
+        if a < b:
+            inner = range(-(-a // PIECE) * PIECE, b, PIECE)
+            out += [part for parts in cut(block, (a, *inner, b)) for part in parts]
+        start += block.nbytes
     return out
+
+
+def cut(block: Share, positions: Sequence[int]) -> list[list[Share]]:
+    """What lies between each two neighbours of `positions` [bytes], which are moved to whole rows."""
+    tensor, box = block
+    row = _row(box.extent, tensor.itemsize) * tensor.itemsize
+    cuts = [min(round(position / row) * row, block.nbytes) // tensor.itemsize for position in positions]
+    return [[Share(tensor, part) for part in stretch(box, a, b)] for a, b in pairwise(cuts)]
 
 
 def _row(extent: tuple[int, ...], itemsize: int) -> int:
     """Elements of the largest trailing part of a block that is not cut."""
     parts = (prod(extent[d:]) for d in range(len(extent) + 1))
     return next(n for n in parts if n * itemsize <= GRANULE or n == 1)
-
-
-def _nearest(position: int, step: int, size: int) -> int:
-    return min(round(position / step) * step, size)

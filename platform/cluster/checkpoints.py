@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import os
 import secrets
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from queue import SimpleQueue
 from time import perf_counter
 from typing import Any
 
 from platform.checkpoint import Manifest, Meta, Refused, Saver, Storage, connect, find, load, quarantine
 from platform.cluster.crew import Crew
-from platform.config import RESUME, Config, ConfigError, changed, digest, identity, violation
+from platform.config import RESUME, Config, ConfigError, digest, violation
+from platform.identity import identity, refusal
 from platform.monitor import Journal
 from platform.plan.plan import Plan
 from platform.train import places
+from platform.train.proof import versions
 
 POLL_SECONDS = 0.01
-LIBRARIES = ("elastic-platform", "torch", "numpy")
 
 
 @dataclass(frozen=True)
@@ -31,6 +30,7 @@ class Origin:
     directory: str | None
     manifest: Manifest | None
     refused: tuple[tuple[str, str], ...] = ()
+    sound: tuple[str, ...] = ()  # see `platform.checkpoint.Found`
 
 
 def origin(config: Config) -> Origin | None:
@@ -51,13 +51,14 @@ def origin(config: Config) -> Origin | None:
         )
     except (Refused, OSError) as error:
         raise ConfigError(violation(key, where, f"cannot be resumed from: {error}")) from None
-    if found.manifest is None and c.resume != "auto":
+    if found.manifest is None and (c.resume != "auto" or found.sound):  # starting again would lose what is there
         reasons = "".join(f"; {directory}: {reason}" for directory, reason in found.refused)
-        legal = [] if c.resume in RESUME else RESUME
+        legal = ["checkpoint.resume=never"] if c.resume in RESUME else RESUME
         raise ConfigError(violation(key, where, f"holds no checkpoint to resume from{reasons}", legal))
-    if found.manifest and (lines := changed(found.manifest.meta.identity, identity(config))):
-        first = violation(key, where, f"{found.directory} is of another run. What differs:")
-        raise ConfigError([first, *lines])
+    if found.manifest:
+        what = f"{found.directory} is of another run; name another"
+        if lines := refusal(found.manifest.meta.identity, config, key, where, what):
+            raise ConfigError(lines)
     return found
 
 
@@ -92,6 +93,10 @@ class Checkpoints:
         if self.step == step:
             return False
         return bool(every) and (step % every == 0 or last or stopping) or last and bool(self._config.train.stop_at)
+
+    def lacks(self, last: int) -> bool:
+        """Whether `last`, a run's last step, was to be saved and could not be."""
+        return self.step < last and self.due(last, last=True, stopping=False)
 
     @property
     def kept(self) -> str:
@@ -186,7 +191,7 @@ class Checkpoints:
             configuration=digest(self._config.to_dict()),
             plan=self._plan.to_dict(),
             values=values,
-            versions={"python": sys.version.split()[0], **{name: _version(name) for name in LIBRARIES}},
+            versions=versions(),
         )
 
     def _note(self, event: dict[str, Any]) -> None:
@@ -197,10 +202,3 @@ class Checkpoints:
             goes_on = "it is tried again" if event.get("again") else f"the newest good one is of step {self.step}"
             what = event["event"].replace("_", " ")
             self._say(f"WARNING: {what} after step {event['step']}: {event['reason']}; {goes_on}")
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:  # a checkout on the path
-        return "not installed"

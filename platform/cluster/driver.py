@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from platform import data
 from platform.cluster import resources, torchrun
-from platform.cluster.crew import ByRank, Crew, WorkerFailed, open_crew
+from platform.cluster.crew import ByRank, Crew, open_crew, seating
+from platform.cluster.failures import WorkerFailed
 from platform.cluster.job import WORKER, Job
 from platform.cluster.metrics import metrics_row
 from platform.cluster.run_directory import RunDirectory
@@ -55,16 +56,20 @@ def _run(config: Config, plan: Plan, experiment: str, worker: str) -> int:
         return DONE
     if mistakes := data.check(config.data, vocab=config.model.vocab):
         raise ConfigError(mistakes)
-    from platform.cluster.checkpoints import check_writable, origin  # torch takes seconds: cheap refusals come first
+    from platform.cluster.changes import changes  # torch takes seconds: cheap refusals come first
+    from platform.cluster.checkpoints import check_writable, origin
+    from platform.train import places
 
     found = origin(config)
+    meta = found.manifest.meta if found and found.manifest else None
     try:
         with StopSignals() as signals:
             device = resources.secure(config.cluster, plan.mesh.size, print)
-            with directory.claim(config, plan.to_dict()):
-                if config.checkpoint.every or config.train.stop_at:
+            with directory.claim(config, plan.to_dict()) as there:
+                if places.saves(config):
                     check_writable(config)
-                status = _drive(config, plan, directory, device, steps, worker, signals, found)
+                changed = changes(there, meta, config, plan.mesh.axes)
+                status = _drive(config, plan, directory, device, steps, worker, signals, found, changed)
     except Stopped as stopped:  # outside of training, or for the second time
         print(f"stopped by {stopped}: nothing was done; the same command does it")
         return FAILED
@@ -85,7 +90,9 @@ def _drive(
     worker: str,
     signals: StopSignals,
     found: Origin | None,
+    changed: Mapping[str, tuple[Any, Any]],
 ) -> int:
+    from platform.cluster.changes import report
     from platform.cluster.checkpoints import Checkpoints
 
     job = Job(
@@ -99,6 +106,7 @@ def _drive(
         monitor = open_monitor(config, directory.path, total_steps=steps)
         status = FAILED
         try:
+            report(changed, journal, monitor.say)
             checkpoints = Checkpoints(config, plan, found, journal, monitor.say)
             status = _Driver(config, plan, job, steps, journal, monitor, signals, checkpoints).run()
         finally:
@@ -143,8 +151,15 @@ class _Driver:
                         self.timeline.write(self.job.run_dir)
                 self._finish(crew)
             self.journal.event("released")
+            if self.checkpoints.lacks(self.steps):
+                self.journal.event("unsaved", step=self.steps, saved=self.checkpoints.step)
+                self.monitor.say(f"step {self.steps} could not be saved: {self.checkpoints.kept}")
+                return FAILED
             self.journal.event("done", step=self.steps)
             return DONE
+        except ConfigError as error:
+            self.journal.event("refused", reasons=error.violations)
+            raise
         except WorkerFailed as failure:
             self._report(failure)
         except Stopped as stopped:
@@ -207,14 +222,20 @@ class _Driver:
 
     def _form(self, crew: Crew) -> float | None:
         """Makes the crew a mesh with a model; the peak FLOP/s of each worker, None where unknown."""
+        from platform.cluster import preflight
+
+        size = self.job.world_size
+        crew.seat(self.job, seating(crew.members)[:size])
         schedule = schedule_of(self.config, self.plan.mesh.axes["data"])
         if schedule.stages > 1:
             self.monitor.say(_described(schedule))
-        workers = crew.call("form", crew.store, self.journal.generation, list(schedule.placement))
+        preflight.check(crew, self.config, self.job.run_dir)
+        config, stage_of = self.job.config, list(schedule.placement)
+        workers = crew.call("form", ByRank(range(size)), size, config, crew.store, self.journal.generation, stage_of)
         self.journal.event("formed", workers=workers)
         of_stage = rows(schedule)
         if self.config.monitor.timeline:
-            names = [self.job.name(rank) for rank in range(self.job.world_size)]
+            names = [self.job.name(rank) for rank in range(size)]
             stages = [c["stage"] for c in self.job.coordinates]
             self.timeline = Timeline(schedule, [stage.step for stage in of_stage], names, stages)
         plain = [stage.plain() for stage in of_stage]
@@ -230,7 +251,8 @@ class _Driver:
         if tokens := self.config.monitor.sample:
             self.monitor.say(f"a sample of {tokens} tokens:\n{crew.call('sample', tokens)[0]}")
 
-    def _report(self, failure: WorkerFailed) -> None:
+    def _report(self, error: WorkerFailed) -> None:
+        failure = error.culprit
         log = str(failure.log) if failure.log else None
         self.journal.event(
             "failure",

@@ -4,55 +4,97 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from pkgutil import resolve_name
+from queue import SimpleQueue
 from typing import Any
 
+from platform.cluster.channel import Garbled, Line, dial, encode
+from platform.cluster.crew import shown
 from platform.cluster.job import Assignment
+from platform.parallel.progress import PROGRESS
 
-Call = tuple[str, list[Any]]  # method, arguments
-Answer = dict[str, Any]  # {"value": ...} or {"error": traceback}; plain JSON
+START = 0  # the number of the answer that tells how the making of the worker went
+GRACE = 2.0  # seconds for a worker whose driver is gone to end by itself
 
 
-class Host:
-    """The worker of this process. Made before torch is imported, because the environment decides what torch does."""
+def serve(place: Assignment, address: tuple[str, int], token: str, *, own_process: bool = True) -> None:
+    """Dials the driver, makes the worker and executes calls, in order, until the driver hangs up.
 
-    def __init__(self, assignment: Assignment):
-        os.environ.update(assignment.environment)
-        if assignment.log:
-            _redirect_output(assignment.log)
-        self._assignment = assignment
+    Begins before torch is imported, because the environment decides what torch does. `own_process`: nothing else is in
+    this process, and a worker that does not return ends with it.
+    """
+    os.environ.update(place.environment)
+    if place.log:
+        _redirect_output(place.log)
+    line = dial(address, token, place.number, place.node)
+    try:
+        _Host(place, line, own_process).run()
+    finally:
+        line.close()
+
+
+class _Host:
+    """The calling thread executes; a reader thread takes messages and answers at once what must not wait."""
+
+    def __init__(self, place: Assignment, line: Line, own_process: bool):
+        self._place, self._line, self._own_process = place, line, own_process
+        self._calls: SimpleQueue[tuple[int, str, list[Any]] | None] = SimpleQueue()
         self._worker: Any = None
 
-    def start(self) -> Answer:
-        """Makes the worker."""
-        return _answer(self._make)
-
-    def call(self, method: str, args: list[Any]) -> Answer:
-        return _answer(getattr(self._worker, method), *args)
+    def run(self) -> None:
+        threading.Thread(target=self._read, name="control", daemon=True).start()
+        self._execute(START, "start()", self._make)
+        while call := self._calls.get():
+            number, method, args = call
+            self._execute(number, shown(method, args), lambda: getattr(self._worker, method)(*args))  # noqa: B023
 
     def _make(self) -> None:
-        a = self._assignment
+        a = self._place
         arguments = {"device": a.device, "run_dir": a.run_dir, "threads": a.threads}
-        self._worker = resolve_name(a.worker)(a.config, a.rank, a.world_size, **arguments)
+        self._worker = resolve_name(a.worker)(a.config, a.number, **arguments)
 
+    def _execute(self, number: int, call: str, function: Callable[[], Any]) -> None:
+        PROGRESS.begin(call)
+        try:
+            frame = encode({"answer": number, "value": function()})
+        except Exception:
+            traceback.print_exc()  # the log has it too
+            frame = encode({"answer": number, "error": traceback.format_exc()})
+            self._leave()
+        PROGRESS.begin("")
+        with suppress(OSError):  # nobody wants to know: `_read` ends us
+            self._line.send(frame)
 
-def serve(assignment: Assignment, receive: Callable[[], Call | None], send: Callable[[Answer], None]) -> None:
-    """Makes the worker and answers calls, in order, until `receive` gives None. The first answer is the making's."""
-    host = Host(assignment)
-    send(host.start())
-    while call := receive():
-        send(host.call(*call))
+    def _leave(self) -> None:
+        """At once, not when the driver says so: under gloo only the neighbours of a rank that is gone notice it, and
+        it is their leaving that frees the next ones."""
+        if self._worker is not None:
+            try:
+                self._worker.leave()
+            except Exception:
+                traceback.print_exc()
 
-
-def _answer(function: Callable[..., Any], *args: Any) -> Answer:
-    try:
-        return {"value": function(*args)}
-    except Exception:
-        traceback.print_exc()  # the log has it too
-        return {"error": traceback.format_exc()}
+    def _read(self) -> None:
+        try:
+            for message in self._line.messages():
+                if "call" in message:
+                    self._calls.put((message["call"], message["method"], message["args"]))
+                elif "beat" in message:
+                    self._line.send(encode({"beat": PROGRESS.beat()}))
+                elif "abort" in message and self._worker is not None:
+                    threading.Thread(target=self._worker.abort, name="abort", daemon=True).start()
+        except (OSError, Garbled):
+            pass
+        self._calls.put(None)
+        if self._own_process:
+            time.sleep(GRACE)
+            os._exit(1)
 
 
 def _redirect_output(path: str) -> None:

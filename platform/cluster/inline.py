@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from math import inf
 from pkgutil import resolve_name
 from typing import Any
 
-from platform.cluster.crew import Crew, Outcome, WorkerFailed, arguments, shown
+from platform.cluster.crew import Crew, arguments, shown
+from platform.cluster.failures import Failure, Member, WorkerFailed
 from platform.cluster.job import Job, threads
 from platform.cluster.rendezvous import Rendezvous
 
@@ -16,20 +21,37 @@ class InlineCrew(Crew):
     def __init__(self, job: Job):
         assert job.world_size == 1
         self.job = job
+        self.starting, self.unstarted = set(), []
         self._closed = False
+        self._member = Member(0, socket.gethostname(), os.getpid())
+        keywords = {"device": job.device, "run_dir": str(job.run_dir), "threads": threads(job.config, 1)}
+        self._worker = resolve_name(job.worker)(job.config, 0, **keywords)
+
+    @property
+    def members(self) -> Mapping[int, Member]:
+        return {0: self._member}
+
+    def seat(self, job: Job, numbers: Sequence[int]) -> None:
+        assert job.world_size == 1 and list(numbers) == [0]
+        self.job = job
         self._rendezvous = Rendezvous("127.0.0.1")
         self._rendezvous.start()
         self.store = self._rendezvous.address
-        count = threads(job.config, local_world_size=1)
-        arguments = {"device": job.device, "run_dir": str(job.run_dir), "threads": count}
-        self._worker = resolve_name(job.worker)(job.config, 0, 1, **arguments)
 
-    def call(self, method: str, *args: Any) -> list[Any]:
+    def call(self, method: str, *args: Any, within: float = inf) -> list[Any]:
         try:
             return [getattr(self._worker, method)(*arguments(args, 0))]
         except Exception as error:
-            outcome = Outcome(0, error=f"{type(error).__name__}: {error}")
-            raise WorkerFailed(self.job, shown(method, args), outcome, None) from error
+            cause = f"{type(error).__name__}: {error}"
+            call, name, coordinates = shown(method, args), self.job.name(0), self.job.coordinates[0]
+            raise WorkerFailed([Failure(self._member, "failed", call, cause, 0, name, coordinates)]) from error
+
+    def release(self) -> list[Failure]:
+        self._worker.leave()
+        return []
+
+    def hire(self, count: int) -> None:
+        raise AssertionError("a world of one in this process hires nobody")
 
     def close(self) -> None:
         if not self._closed:

@@ -1,4 +1,4 @@
-"""What a worker is told: the job that all share, and each one's place in the world."""
+"""What a worker is told: the job that all share, and each one's place on its machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WORKER = "platform.train.worker:Worker"
 
 @dataclass(frozen=True)
 class Job:
-    """What all workers of a run are told, whatever starts them."""
+    """What all workers of a generation are told, whatever starts them."""
 
     config: Mapping[str, Any]  # Config.to_dict()
     coordinates: Sequence[Mapping[str, int]]  # of each rank in the mesh
@@ -30,57 +30,48 @@ class Job:
         wide = [a for a in self.coordinates[rank] if any(c[a] for c in self.coordinates)]
         return f"rank{rank}[{' '.join(f'{a}{self.coordinates[rank][a]}' for a in wide)}]"
 
-    def log(self, rank: int) -> Path:
-        return self.run_dir / "logs" / f"rank-{rank}.log"
+    def log(self, number: int) -> Path:
+        """What member `number` prints."""
+        return self.run_dir / "logs" / f"worker-{number}.log"
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """A worker's place in the world. Plain data: `asdict` is JSON."""
+    """A worker's place. Plain data: `asdict` is JSON."""
 
     worker: str
     config: Mapping[str, Any]
-    rank: int
-    world_size: int
+    number: int
     device: str
     run_dir: str
     threads: int
     log: str = ""  # file for standard output and error; "" = leave them
     environment: dict[str, str] = field(default_factory=dict)
+    node: str = ""  # its failure domain; "" = the machine's name
 
 
 def assign(
-    job: Job,
-    rank: int,
-    *,
-    local_rank: int,
-    local_world_size: int,
-    group_rank: int,
-    store: tuple[str, int],
-    cores: int | None = None,
+    job: Job, number: int, *, local_rank: int, local_world_size: int, group_rank: int, cores: int | None = None
 ) -> Assignment:
-    """The place of `rank`, number `local_rank` on machine number `group_rank`, with the environment of torchrun."""
+    """The place of member `number`: slot `local_rank` on machine number `group_rank`, whose `cores` so many share.
+
+    Of torchrun's environment it has what does not change with the generations.
+    """
     count = threads(job.config, local_world_size, cores)
     environment = {
-        "RANK": rank,
-        "WORLD_SIZE": job.world_size,
         "LOCAL_RANK": local_rank,
         "LOCAL_WORLD_SIZE": local_world_size,
         "GROUP_RANK": group_rank,
-        "NODE_RANK": group_rank,
-        "MASTER_ADDR": store[0],
-        "MASTER_PORT": store[1],
         "OMP_NUM_THREADS": count,
     }
     return Assignment(
         worker=job.worker,
         config=job.config,
-        rank=rank,
-        world_size=job.world_size,
+        number=number,
         device=job.device,
         run_dir=str(job.run_dir),
         threads=count,
-        log=str(job.log(rank)),
+        log=str(job.log(number)),
         environment={key: str(value) for key, value in environment.items()},
     )
 

@@ -9,15 +9,15 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Set
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from platform.cluster.crew import Outcome, RemoteCrew, arguments
-from platform.cluster.host import Answer, Host
+from platform.cluster.host import serve
 from platform.cluster.job import Assignment, Job, assign, usable_cores
-from platform.cluster.rendezvous import Rendezvous
+from platform.cluster.remote import RemoteCrew
 from platform.config import ConfigError, violation
 
 _CONNECT_SECONDS = 2.0
@@ -26,94 +26,119 @@ _OBJECT_STORE_BYTES = 100 << 20  # no tensor travels through it; shared memory i
 
 
 class RayCrew(RemoteCrew):
-    """One actor per rank in a placement group; ranks are grouped by machine, and on a machine ordered by GPU."""
+    """One actor per member. Those of the start are a placement group, numbered by machine, and on a machine by GPU.
 
-    def __init__(self, job: Job, *, embedded: bool):
+    A hired one takes the bundle of one that is gone; where no bundle is free, Ray places it where it can.
+    """
+
+    def __init__(self, job: Job, spares: int, *, embedded: bool):
         self._embedded = embedded
-        super().__init__(job)
+        super().__init__(job, spares)
 
-    def _start(self) -> None:
-        self._actors: list[Any] = []
-        self._calls: dict[Any, int] = {}  # object reference of a running call -> rank
+    def _open(self) -> str:
+        self._actors: dict[int, Any] = {}
+        self._serving: dict[int, Any] = {}  # what each actor does until it ends
+        self._bundles: dict[int, int] = {}  # of the group, by those that live
         self._group: Any = None
+        self._size = 0  # of the group
         self._temporary: str | None = None
         if self._embedded:
             self._temporary = _short_temporary_directory()
-            start_local(self._temporary, self.job)
+            start_local(self._temporary, self.job, self.job.world_size + self._spares)
         else:
             connect()
         import ray
 
-        self._rendezvous = Rendezvous("127.0.0.1" if self._embedded else ray.util.get_node_ip_address())
-        self.store = self._rendezvous.address
-        places = self._create_actors()
-        self._rendezvous.start()
-        for actor, place in zip(self._actors, places, strict=True):
-            self._calls[actor.start.remote(place, self.job.name(place.rank))] = place.rank
+        self._here = ray.get_runtime_context().get_node_id()
+        return "127.0.0.1" if self._embedded else ray.util.get_node_ip_address()
 
-    def _create_actors(self) -> list[Assignment]:
-        """Fills `_actors` in rank order, which is known only when every actor has said where it is."""
+    def _launch(self, numbers: Sequence[int]) -> None:
+        if self._group is None:
+            self._start_group(len(numbers))
+            return
+        for number in numbers:
+            free = set(range(self._size)) - set(self._bundles.values())
+            actor = self._actor(min(free) if free else None)
+            if free:
+                self._bundles[number] = min(free)
+            # Where it will be is not known yet: it has the threads of those that were there first.
+            place = assign(self.job, number, local_rank=0, local_world_size=self._crowd, group_rank=0)
+            self._serve(number, actor, place)
+
+    def _start_group(self, size: int) -> None:
         import ray
         from ray.util.placement_group import placement_group
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        size, gpus = self.job.world_size, int(self.job.device == "cuda")
-        bundle = {"CPU": 1.0} | ({"GPU": 1.0} if gpus else {})
-        self._group = placement_group([bundle] * size, strategy="PACK")
+        bundle = {"CPU": 1.0} | ({"GPU": 1.0} if self.job.device == "cuda" else {})
+        self._group, self._size = placement_group([bundle] * size, strategy="PACK"), size
         if not self._group.wait(_PLACEMENT_SECONDS):
             raise ConfigError(f"cluster: Ray found no place for {size} times {bundle} in {_PLACEMENT_SECONDS:.0f} s")
-        actor = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=0, max_task_retries=0)(_Actor)
-        self._actors = [
-            actor.options(scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, i)).remote()
-            for i in range(size)
-        ]
-        found = ray.get([a.locate.remote() for a in self._actors])
+        actors = [self._actor(i) for i in range(size)]
+        try:
+            found = ray.get([a.locate.remote() for a in actors])
+        finally:
+            self._actors = dict(enumerate(actors))
         machines = list(dict.fromkeys(where["machine"] for where in found))
         order = sorted(range(size), key=lambda i: (machines.index(found[i]["machine"]), found[i]["gpu"]))
-        self._actors = [self._actors[i] for i in order]
-        members = {m: [rank for rank, i in enumerate(order) if found[i]["machine"] == m] for m in machines}
-        return [
-            assign(
+        crowds = [[i for i in order if found[i]["machine"] == machine] for machine in machines]
+        self._crowd = max(map(len, crowds))
+        for number, i in enumerate(order):
+            machine = machines.index(found[i]["machine"])
+            place = assign(
                 self.job,
-                rank,
-                local_rank=members[machine].index(rank),
-                local_world_size=len(members[machine]),
-                group_rank=machines.index(machine),
-                store=self.store,
+                number,
+                local_rank=crowds[machine].index(i),
+                local_world_size=len(crowds[machine]),
+                group_rank=machine,
                 cores=found[i]["cores"],
             )
-            for rank, i in enumerate(order)
-            for machine in [found[i]["machine"]]
-        ]
+            self._bundles[number] = i
+            self._serve(number, actors[i], place)
 
-    def _send(self, method: str, args: tuple[Any, ...]) -> None:
-        self._calls = {
-            actor.call.remote(method, arguments(args, rank)): rank for rank, actor in enumerate(self._actors)
-        }
-
-    def _receive(self, pending: Set[int], timeout: float) -> list[Outcome]:
+    def _actor(self, bundle: int | None) -> Any:
         import ray
-        from ray.exceptions import RayActorError, RayError
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        waiting = [call for call, rank in self._calls.items() if rank in pending]
-        outcomes = []
-        for call in ray.wait(waiting, num_returns=1, timeout=timeout)[0]:
-            rank = self._calls[call]
-            try:
-                outcomes.append(Outcome(rank, **ray.get(call)))
-            except RayActorError as error:
-                outcomes.append(Outcome(rank, error=_reason(error), died=True))
-            except RayError as error:
-                outcomes.append(Outcome(rank, error=str(error)))
-        return outcomes
+        gpus = int(self.job.device == "cuda")
+        actor = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=0, max_task_retries=0)(_Actor)
+        where = PlacementGroupSchedulingStrategy(self._group, bundle) if bundle is not None else "DEFAULT"
+        return actor.options(scheduling_strategy=where).remote()
 
-    def _dismiss(self) -> None:
+    def _serve(self, number: int, actor: Any, place: Assignment) -> None:
+        self._actors[number] = actor
+        self._serving[number] = actor.serve.remote(place, self._board.address, self._board.token)
+
+    def _ended(self, number: int, seconds: float) -> str | None:
+        import ray
+        from ray.exceptions import GetTimeoutError, RayActorError, RayError
+
+        try:
+            ray.get(self._serving[number], timeout=seconds)
+        except GetTimeoutError:
+            return None
+        except RayActorError as error:
+            return _reason(error)
+        except RayError as error:
+            return str(error)
+        return "the actor ended by itself"
+
+    def _kill(self, number: int) -> None:
+        import ray
+
+        self._bundles.pop(number, None)
+        ray.kill(self._actors[number], no_restart=True)
+        member = self._greeted.get(number)
+        if member and member.node.endswith(self._here):
+            with suppress(ProcessLookupError):  # at once, where that is possible
+                os.kill(member.pid, signal.SIGKILL)
+
+    def _dismiss(self, polite: bool) -> None:
         import ray
         from ray.util.placement_group import remove_placement_group
 
         if ray.is_initialized():
-            for actor in self._actors:
-                ray.kill(actor, no_restart=True)
+            for number in self._actors:
+                self._kill(number)
             if self._group is not None:
                 remove_placement_group(self._group)
             ray.shutdown()  # an embedded Ray ends; a cluster is only left
@@ -122,11 +147,10 @@ class RayCrew(RemoteCrew):
 
 
 class _Actor:
-    """A Host in a Ray worker process. Where it runs is asked before its rank is decided."""
+    """A member in a Ray worker process. Where it runs is asked before it has a number."""
 
     def __init__(self) -> None:
         self._name = "worker"
-        self._host: Host | None = None
 
     def __repr__(self) -> str:  # Ray's own messages show it
         return self._name
@@ -139,24 +163,22 @@ class _Actor:
         first = gpus[0] if gpus else "0"
         return {"machine": context.get_node_id(), "gpu": (len(first), first), "cores": usable_cores()}
 
-    def start(self, place: Assignment, name: str) -> Answer:
-        self._name = name
-        self._host = Host(place)
-        return self._host.start()
+    def serve(self, place: Assignment, address: tuple[str, int], token: str) -> None:
+        import ray
 
-    def call(self, method: str, args: list[Any]) -> Answer:
-        assert self._host is not None
-        return self._host.call(method, args)
+        self._name = f"worker{place.number}"
+        node = f"{socket.gethostname()}/{ray.get_runtime_context().get_node_id()}"
+        serve(replace(place, node=node), address, token)
 
 
-def start_local(directory: str, job: Job) -> None:
+def start_local(directory: str, job: Job, size: int) -> None:
     """Starts an embedded Ray with its files in `directory`: nobody else's cluster is joined, nothing is reported."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     _init(
         address="local",
         _temp_dir=directory,
-        num_cpus=job.world_size,  # workers are logical: more of them than cores is slow and legal
-        num_gpus=job.world_size if job.device == "cuda" else 0,
+        num_cpus=size,  # workers are logical: more of them than cores is slow and legal
+        num_gpus=size if job.device == "cuda" else 0,
         include_dashboard=False,
         object_store_memory=_OBJECT_STORE_BYTES,
         _system_config={"worker_niceness": 0},  # Ray's default of 15 starves workers beside anything else

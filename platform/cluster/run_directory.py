@@ -14,7 +14,8 @@ from typing import Any
 
 import yaml
 
-from platform.config import Config, ConfigError, changed, identity, violation
+from platform.config import Config, ConfigError, violation
+from platform.identity import identity, refusal
 from platform.monitor import Journal
 
 
@@ -28,19 +29,21 @@ class RunDirectory:
         self._config, self._plan = self.path / "config.yaml", self.path / "plan.json"
         self._lock = self.path / "driver.lock"
 
-    def check(self, config: Config) -> None:
-        """Raises ConfigError, naming what differs, where the directory holds a run of another identity."""
+    def check(self, config: Config) -> dict[str, Any] | None:
+        """The configuration that the run there had last, None where there is none. Raises ConfigError, naming what
+        differs, where the directory holds a run of another identity, but for what `resume.allow` frees."""
         try:
-            there = identity(Config.from_dict(yaml.safe_load(self._config.read_text())))
+            there = Config.from_dict(yaml.safe_load(self._config.read_text()))
         except FileNotFoundError:
-            return
+            return None
         except OSError as error:
             raise self._unusable(error) from None
         except (yaml.YAMLError, ValueError, TypeError, AttributeError):
             raise self._refusal("its config.yaml is not a run's configuration; name another directory") from None
-        if lines := changed(there, identity(config)):
-            first = violation("run.dir", self.path, "holds another run; name another directory. What differs:")
-            raise ConfigError([first, *lines])
+        what = "holds another run; name another directory"
+        if lines := refusal(identity(there), config, "run.dir", self.path, what):
+            raise ConfigError(lines)
+        return there.to_dict()
 
     def finished(self, steps: int) -> bool:
         """Whether the run there has already done this many updates."""
@@ -50,8 +53,9 @@ class RunDirectory:
             return False
 
     @contextmanager
-    def claim(self, config: Config, plan: dict[str, Any]) -> Iterator[None]:
-        """Makes the directory and is its only driver; writes `config.yaml` and `plan.json`.
+    def claim(self, config: Config, plan: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
+        """Makes the directory and is its only driver; writes `config.yaml` and `plan.json`. Yields the configuration
+        that was there. Where a ConfigError ends the run, both files become again what they were.
 
         Raises ConfigError where it cannot be written, another driver is alive, or the identity is another.
         """
@@ -62,10 +66,11 @@ class RunDirectory:
             raise self._unusable(error) from None
         try:
             self._lock_or_refuse(lock)
-            self.check(config)  # again: between the first look and the lock another driver may have been here
-            _replace(self._config, yaml.safe_dump(_without_secrets(config), sort_keys=False))
-            _replace(self._plan, json.dumps(plan, indent=1) + "\n")
-            yield
+            there = self.check(config)  # again: between the first look and the lock another driver may have been here
+            with _as_they_were(self._config, self._plan):
+                _replace(self._config, yaml.safe_dump(without_secrets(config), sort_keys=False))
+                _replace(self._plan, json.dumps(plan, indent=1) + "\n")
+                yield there
         finally:
             os.close(lock)
 
@@ -86,10 +91,27 @@ class RunDirectory:
         return ConfigError(violation("run.dir", self.path, constraint))
 
 
-def _without_secrets(config: Config) -> dict[str, Any]:
+def without_secrets(config: Config) -> dict[str, Any]:
+    """The configuration as it may be shown: no user:password@ in a URL."""
     values = config.to_dict()
-    values["checkpoint"]["url"] = re.sub(r"(?<=://)[^/@]*@", "", config.checkpoint.url)  # user:password@
+    for key in ("url", "resume"):
+        values["checkpoint"][key] = re.sub(r"(?<=://)[^/@]*@", "", values["checkpoint"][key])
     return values
+
+
+@contextmanager
+def _as_they_were(*files: Path) -> Iterator[None]:
+    """A configuration that is refused later than most has no run: a value that it alone has must not stay behind."""
+    before = {file: file.read_text() if file.exists() else None for file in files}
+    try:
+        yield
+    except ConfigError:
+        for file, text in before.items():
+            if text is None:
+                file.unlink(missing_ok=True)
+            else:
+                _replace(file, text)
+        raise
 
 
 def _replace(path: Path, text: str) -> None:

@@ -36,4 +36,4 @@ class TwoLayer:
         x = ops.features("x", inputs["tokens"], IO)
         (h,) = ops.project(x, IO, (self.w,), (HIDDEN,), (self.bias,))
         (y,) = ops.project(ops.pointwise("relu", h), HIDDEN, (self.v,), (IO,))
-        return ops.squared_error("loss", y, ops.pointwise("absolute", x), IO)
+        return ops.squared_error("loss", y, ops.pointwise("absolute", x), IO, inputs["tokens"])

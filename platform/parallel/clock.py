@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+from platform.parallel.progress import PROGRESS
 
 Span = tuple[str, float, float]  # section, when it began and ended: seconds since the clock was read last
 
 
 class Clock:
     """Books every moment to the innermost open section. On CUDA it marks events in the stream, so that reading the
-    clock is the only synchronisation."""
+    clock is the only synchronisation. `entered` is called with the name of every section that is entered."""
+
+    entered: Callable[[str], None] | None = None
 
     def __init__(self, device: torch.device | str = "cpu"):
         self._cuda = torch.device(device).type == "cuda"
@@ -33,14 +37,19 @@ class Clock:
         return len(self._marks) - 1
 
     @contextmanager
-    def section(self, name: str) -> Iterator[None]:
+    def section(self, name: str, waiting: bool = False) -> Iterator[None]:
+        """`waiting`: for other ranks."""
+        before = PROGRESS.enter(name, waiting)
         begin = self._mark()
         self._open.append(name)
         try:
+            if self.entered:
+                self.entered(name)
             yield
         finally:
             self._sections.append((name, begin, self._mark()))
             self._open.pop()
+            PROGRESS.enter(*before)
 
     def read(self) -> dict[str, float]:
         """Seconds per section since the last reading; time outside of any section under ''."""
@@ -54,7 +63,8 @@ class Clock:
         marks, self._marks = self._marks, []
         sections, self._sections = self._sections, []
         if self._cuda and marks:
-            marks[-1][1].synchronize()
+            with PROGRESS.waiting("synchronize"):  # with the device, and so with all collectives in its stream
+                marks[-1][1].synchronize()
         times = [self._between(marks[0][1], when) for _, when in marks]
         for begin, (name, _), end in zip(times, marks[1:], times[1:], strict=False):
             seconds[name] += end - begin

@@ -44,7 +44,7 @@ class Handle:
         self._clock, self._wait, self._finish, self._section = clock, wait, finish, section
 
     def wait(self) -> Tensor:
-        with self._clock.section(self._section):
+        with self._clock.section(self._section, waiting=True):
             self._wait()
         return self._finish()
 
@@ -197,6 +197,20 @@ class Communicator(ABC):
         """An all-to-all of bytes among all ranks of the mesh: takes one uint8 tensor [bytes] on the CPU per receiver,
         returns one per sender, in rank order. Sizes differ, and nothing is counted: no step does it."""
 
+    @abstractmethod
+    def collect(self, numbers: Tensor) -> Tensor | None:
+        """Every rank's fp64 numbers [n] on the CPU as one [ranks, n] on rank 0, None elsewhere. Counted nowhere: what
+        is told about a step is no part of it."""
+
+    def abort(self) -> None:  # noqa: B027  (most cannot)
+        """Makes collectives under way fail, from another thread, where the backend can: NCCL. Gloo cannot: there it is
+        a peer's leaving that does."""
+
+    @abstractmethod
+    def transfer(self, sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]]) -> None:
+        """Bytes between ranks that know what they get: (peer, uint8 tensor [bytes] on the CPU) each, at most one of a
+        pair and direction, none to itself. Returns when `received` are filled; nothing is counted."""
+
     def close(self) -> None:  # noqa: B027  (most have nothing to leave)
         """Leaves the groups."""
 
@@ -212,3 +226,9 @@ class Alone(Communicator):
 
     def exchange(self, messages):
         return list(messages)
+
+    def collect(self, numbers):
+        return numbers[None]
+
+    def transfer(self, sent, received):
+        assert not sent and not received, "there is nobody to talk to"

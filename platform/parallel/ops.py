@@ -339,8 +339,15 @@ class ParallelOps(Ops):
         smoothing = smoothing if self.position.training else 0.0
         return statistics.cross_entropy(logits, labels, self.communicator, planned.over, first, vocab, smoothing)
 
-    def squared_error(self, name, y, target, spec):
-        return (statistics.accumulate(y) - statistics.accumulate(target.detach())).square().sum() / 2
+    def squared_error(self, name, y, target, spec, ids):
+        padding = ids["squared_error", name] < 0
+        error = statistics.accumulate(y) - statistics.accumulate(target.detach())
+        if not absent(y):
+            kept = [d for d in spec.dims if d in ("length", "batch")]
+            rows = padding if kept == ["length", "batch"] else padding.t()
+            shape = dict(zip(spec.dims, y.shape, strict=True))
+            error = error.masked_fill(rows.reshape([shape[d] if d in kept else 1 for d in spec.dims]), 0)
+        return error.square().sum() / 2
 
     def gathered(self, x: Tensor, spec: Spec) -> Tensor:
         """An activation, whole on every rank, without gradient; vocab without padding. For sampling text."""

@@ -8,8 +8,10 @@ import torch
 import torch.distributed as dist
 
 from platform.parallel.groups import Communicator
+from platform.parallel.progress import PROGRESS
 from platform.plan.mesh import Mesh
 
+PIECE = 64 << 20  # bytes of host memory that `transfer` sends over a GPU's memory at a time
 # named *_into_tensor, *_tensor before torch 2.13
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -59,14 +61,43 @@ class ProcessGroups(Communicator):
         return work.wait
 
     def exchange(self, messages):
-        sent = torch.tensor([m.numel() for m in messages], device=self.device)
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent)
-        given = torch.cat(list(messages)).to(self.device)
-        sizes = received.tolist()
-        out = given.new_empty(sum(sizes))
-        dist.all_to_all_single(out, given, sizes, sent.tolist())
-        return list(out.cpu().split(sizes))
+        with PROGRESS.waiting("exchange"):
+            sent = torch.tensor([m.numel() for m in messages], device=self.device)
+            received = torch.empty_like(sent)
+            dist.all_to_all_single(received, sent)
+            given = torch.cat(list(messages)).to(self.device)
+            sizes = received.tolist()
+            out = given.new_empty(sum(sizes))
+            dist.all_to_all_single(out, given, sizes, sent.tolist())
+            return list(out.cpu().split(sizes))
+
+    def transfer(self, sent, received):
+        largest = max((x.numel() for _, x in (*sent, *received)), default=0)
+        step = PIECE if self.device.type == "cuda" else max(largest, 1)  # what passes through a GPU's memory at a time
+        for at in range(0, largest, step):
+            given = [(peer, x[at : at + step].to(self.device)) for peer, x in sent if at < x.numel()]
+            wanted = [(peer, x[at : at + step]) for peer, x in received if at < x.numel()]
+            got = [x if x.device == self.device else torch.empty_like(x, device=self.device) for _, x in wanted]
+            works = [dist.P2POp(dist.isend, x, peer) for peer, x in given]
+            works += [dist.P2POp(dist.irecv, x, peer) for x, (peer, _) in zip(got, wanted, strict=True)]
+            with PROGRESS.waiting("transfer"):
+                for work in dist.batch_isend_irecv(works):
+                    work.wait()
+            for x, (_, out) in zip(got, wanted, strict=True):
+                if x is not out:
+                    out.copy_(x)
+
+    def collect(self, numbers):
+        mine = numbers.to(self.device)
+        rows = [torch.empty_like(mine) for _ in range(self.mesh.size)] if self.rank == 0 else None
+        with PROGRESS.waiting("collect"):
+            dist.gather(mine, rows)
+        return torch.stack(rows).cpu() if rows else None
+
+    def abort(self) -> None:
+        if self.device.type == "cuda" and dist.is_initialized():
+            for group in [*self._groups.values(), dist.distributed_c10d._get_default_group()]:
+                group.abort()
 
     def close(self) -> None:
         if dist.is_initialized():

@@ -149,6 +149,21 @@ class ThreadGroups(Communicator):
         sizes = pass_on([torch.tensor(m.numel()) for m in messages], [torch.tensor(0) for _ in messages])
         return pass_on(messages, [torch.empty(int(n), dtype=torch.uint8) for n in sizes])
 
+    def transfer(self, sent, received):
+        for peer, x in sent:
+            self._send(x, peer)
+        for peer, out in received:
+            self._receive(out, peer)()
+
+    def collect(self, numbers):
+        if self.rank:
+            self._send(numbers, 0)
+            return None
+        rows = [numbers, *(torch.empty_like(numbers) for _ in range(1, self.mesh.size))]
+        for peer in range(1, self.mesh.size):
+            self._receive(rows[peer], peer)()
+        return torch.stack(rows)
+
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:
     total = parts[0].clone()

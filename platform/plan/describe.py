@@ -36,7 +36,7 @@ def describe(plan: Plan) -> str:
         f"  parameters      {plan.parameter_count:,} ({plan.local_parameter_count:,} per worker{elsewhere})"
         + _sharding(plan),
         *(f"  stage {stage}         {units}" for stage, units in _stages(plan)),
-        f"  step            {plan.tokens_per_step:,} tokens in {plan.microbatches} microbatches;"
+        f"  step            {plan.tokens_per_step:,} tokens in {plan.microbatches} microbatches{_padding(plan)};"
         f" {human(plan.flops_per_token * plan.tokens_per_step)}FLOP",
         f"  communication   {human(sum(moved.values()))}B per step: {traffic}{more}",
         *(f"  warning         {w}" for w in plan.warnings),
@@ -52,6 +52,12 @@ def _stages(plan: Plan) -> list[tuple[int, str]]:
 
     stages = range(plan.stages if plan.stages > 1 else 0)
     return [(stage, " | ".join(shown(c.units) for c in plan.chunks if c.stage == stage)) for stage in stages]
+
+
+def _padding(plan: Plan) -> str:
+    dealt, replicas = plan.microbatches * plan.sizes["batch"], plan.mesh.axes["data"]
+    over = f" x {replicas} replicas" if replicas > 1 else ""
+    return f"{over}, {dealt - plan.sequences} of {dealt} sequences are padding" if dealt > plan.sequences else ""
 
 
 def _sharding(plan: Plan) -> str:

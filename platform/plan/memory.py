@@ -300,5 +300,5 @@ class _Meter(Ops):
         else:
             self._save(self._new(prod(rows) * self.plan.sizes["vocab"]), self._new(1))  # log-probabilities; the divisor
 
-    def squared_error(self, name, y, target, spec):
+    def squared_error(self, name, y, target, spec, ids):
         self._save(self._at(spec))

@@ -250,8 +250,11 @@ class Ops(ABC):
         """
 
     @abstractmethod
-    def squared_error(self, name: str, y: Any, target: Any, spec: Spec) -> Any:
-        """Half the sum of (y - target)^2 over this rank's elements; the target takes no gradient."""
+    def squared_error(self, name: str, y: Any, target: Any, spec: Spec, ids: Any) -> Any:
+        """Half the sum of (y - target)^2 over this rank's elements; the target takes no gradient.
+
+        Where the data tensor `ids` is padding does not count.
+        """
 
     def attention(
         self,

@@ -150,7 +150,7 @@ class Recorder(Ops):
         self._check(logits, spec)
         return self._record("cross_entropy", name, [spec], [], labels, smoothing=smoothing)
 
-    def squared_error(self, name, y, target, spec):
+    def squared_error(self, name, y, target, spec, ids):
         self._check(y, spec)
         self._check(target, spec)
-        return self._record("squared_error", name, [spec], [])
+        return self._record("squared_error", name, [spec], [], ids)

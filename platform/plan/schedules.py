@@ -100,6 +100,7 @@ def _row(
 
 ONE_CHUNK = ("gpipe", "1f1b")  # the schedules that take no other number of chunks per stage
 SCHEDULES: dict[str, Generator] = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved, "zb_h1": zb_h1}
+SHIPPED = tuple(SCHEDULES)
 
 
 def generate(kind: str, stages: int, chunks: int, microbatches: int) -> Schedule:
@@ -108,6 +109,15 @@ def generate(kind: str, stages: int, chunks: int, microbatches: int) -> Schedule
     schedule = Schedule(kind, stages, chunks, microbatches, rows)
     validate(schedule)
     return schedule
+
+
+def least_microbatches(kind: str, stages: int, chunks: int, microbatches: int) -> int:
+    """The fewest that a schedule takes, of those that are not below `microbatches`; itself where no number near it is
+    legal."""
+    if kind in SHIPPED:  # without making the table
+        return max(microbatches, stages) if chunks > 1 else microbatches
+    legal = legal_microbatches(kind, stages, chunks, microbatches) or ()
+    return next((m for m in legal if m > microbatches), microbatches)
 
 
 def legal_microbatches(kind: str, stages: int, chunks: int, microbatches: int) -> list[int] | None:

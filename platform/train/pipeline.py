@@ -8,7 +8,7 @@ from platform.checks import allow
 from platform.config import Config, ConfigError, violation
 from platform.plan.schedule import Schedule, ScheduleError, table
 from platform.plan.schedule_file import from_csv
-from platform.plan.schedules import SCHEDULES, Generator, generate, legal_microbatches
+from platform.plan.schedules import SCHEDULES, Generator, generate, least_microbatches, legal_microbatches
 
 
 def register_pipeline(name: str, generator: Generator) -> None:
@@ -22,8 +22,12 @@ def register_pipeline(name: str, generator: Generator) -> None:
 
 
 def count_microbatches(config: Config, data: int) -> int:
-    """How many make a global batch over `data` replicas. Sequences that the last one lacks weigh nothing."""
-    return -(-config.train.global_batch // (config.train.microbatch * data))
+    """How many make a global batch over `data` replicas: the fewest that the schedule takes, a table in a file apart,
+    which has its own number. Sequences that they lack are padding, which weighs nothing."""
+    pipeline, needed = config.pipeline, -(-config.train.global_batch // (config.train.microbatch * data))
+    if pipeline.kind in ("none", "file"):
+        return needed
+    return least_microbatches(pipeline.kind, pipeline.stages, pipeline.chunks, needed)
 
 
 def schedule_of(config: Config, data: int) -> Schedule:

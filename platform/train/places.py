@@ -13,6 +13,11 @@ def home(config: Config) -> str:
     return config.checkpoint.url or os.path.join(config.run.dir, "checkpoints")
 
 
+def saves(config: Config) -> bool:
+    """Whether checkpoints are written at all."""
+    return bool(config.checkpoint.every or config.train.stop_at)
+
+
 def source(config: Config) -> tuple[str, str | None]:
     """The URL of the storage that the run resumes from, and the name of the checkpoint in it where one is named."""
     return (home(config), None) if config.checkpoint.resume in RESUME else split(config.checkpoint.resume)

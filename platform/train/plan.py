@@ -38,19 +38,9 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
             raise ConfigError(
                 f"parallel.data=-1: {workers} workers are not a multiple of {inner}, the other axes' product"
             )
-    together = train.microbatch * data
-    model = build_model(config.model)
-    if train.global_batch % together and "labels" not in model.inputs:
-        low = train.global_batch // together * together
-        nearest = " or ".join(str(b) for b in (low, low + together) if b)
-        raise ConfigError(
-            f"train.global_batch={train.global_batch} is not a multiple of train.microbatch x parallel.data ="
-            f" {train.microbatch} x {data}, and model.kind={config.model.kind} has no labels to leave out;"
-            f" nearest legal: {nearest}"
-        )
     try:
         return build(
-            model,
+            build_model(config.model),
             compose(tensor, branch, data),
             data=data,
             microbatch=train.microbatch,

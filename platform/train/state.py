@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from platform.checkpoint import Block, Held, Image, Manifest, Storage, blocks, planned, restore, shares
+from platform.checkpoint import (
+    Block,
+    Held,
+    Image,
+    Manifest,
+    Share,
+    Snapshot,
+    Storage,
+    blocks,
+    planned,
+    recover,
+    restore,
+    shares,
+)
+from platform.config import Config
+from platform.plan.plan import Plan
 from platform.train.optimizers import state_of
 from platform.train.trainer import Trainer
 from platform.train.weights import DTYPES
+
+
+def held_of(config: Config, plan: Plan, device: torch.device | str = "cpu") -> list[Held]:
+    """All tensors of a run's state, and which rank keeps which blocks of them."""
+    dtype = DTYPES[plan.precision][1]
+    moments, _ = state_of(config.optimizer, dtype, torch.device(device))
+    return [h for kind in ("model", *moments) for h in planned(plan, kind, dtype)]
 
 
 class State:
@@ -22,7 +45,7 @@ class State:
         self._trainer, self._plan, self._communicator = trainer, trainer.plan, trainer.communicator
         dtype = DTYPES[self._plan.precision][1]
         self._moments, self._numbers = state_of(trainer.config.optimizer, dtype, self._communicator.device)
-        self.held: list[Held] = [h for kind in ("model", *self._moments) for h in planned(self._plan, kind, dtype)]
+        self.held = held_of(trainer.config, self._plan, self._communicator.device)
         self._image: Image | None = None
 
     @property
@@ -49,17 +72,44 @@ class State:
     def restore(self, storage: Storage, directory: str, manifest: Manifest) -> None:
         """Goes on from a checkpoint of any plan; all ranks call it together. Raises as `platform.checkpoint.restore`,
         and the state is then undefined."""
+        self._prepare(manifest.meta.values["optimizer"])
+        restore(storage, directory, manifest, self.held, self.blocks(), **self._world)
+        self._trainer.weights.refresh()
+
+    def recover(self, survived: Sequence[Held], snapshot: Snapshot | None) -> None:
+        """Goes on from what survivors of any plan have in memory; all ranks call it together. `snapshot`: this rank's
+        own, None if it was not there; see `platform.checkpoint.recover`."""
+        values = self._agreed(snapshot.values if snapshot else {})
+        self._prepare(values)
+        recover(survived, snapshot.read if snapshot else _nothing, self.held, self.blocks(), **self._world)
+        self._trainer.weights.refresh()
+
+    @property
+    def _world(self) -> dict[str, Any]:
+        communicator = self._communicator
+        return {"rank": communicator.rank, "world_size": self._plan.mesh.size, "exchange": communicator.exchange}
+
+    def _agreed(self, values: dict[str, Any]) -> dict[str, Any]:
+        """The numbers that some ranks know, on all."""
+        mine = torch.frombuffer(bytearray(json.dumps(values).encode()), dtype=torch.uint8)
+        received = self._communicator.exchange([mine] * self._plan.mesh.size)
+        known = [found for message in received if (found := json.loads(bytes(message.tolist())))]
+        assert all(found == known[0] for found in known), "the optimizer's numbers are alike on all ranks"
+        return known[0] if known else {}
+
+    def _prepare(self, values: Mapping[str, Any]) -> None:
+        """Moments to fill, and the optimizer's numbers."""
         for w in self._trainer.weights.owned.values():
             state = self._of(w)
             state.clear()
             state.update({moment: torch.zeros_like(w, requires_grad=False) for moment in self._moments})
             for name, number in self._numbers.items():
-                value = manifest.meta.values["optimizer"][name]
+                value = values[name]
                 state[name] = torch.full_like(number, value) if isinstance(number, Tensor) else type(number)(value)
-        world = {"rank": self._communicator.rank, "world_size": self._plan.mesh.size}
-        exchange = self._communicator.exchange
-        restore(storage, directory, manifest, self.held, self.blocks(), **world, exchange=exchange)
-        self._trainer.weights.refresh()
 
     def _of(self, w: Tensor) -> dict[str, Any]:
         return self._trainer.optimizer.state[w]
+
+
+def _nothing(part: Share) -> Tensor:
+    raise AssertionError(f"{part.tensor.name} {part.box} is asked of a rank that was not there")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from math import sqrt
+from math import inf, isfinite, nan, sqrt
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,6 +28,7 @@ from platform.parallel.pipeline import Forward, Pipeline, sum_tied
 from platform.plan.chunks import Chunk
 from platform.plan.plan import Plan
 from platform.plan.rows import Rows
+from platform.train.faults import Fault, armed
 from platform.train.inputs import Blocks, place
 from platform.train.optimizers import OPTIMIZERS
 from platform.train.schedule import learning_rate
@@ -55,6 +56,7 @@ class Trainer:
     """
 
     peak_live = 0
+    _poison = 0.0  # added to this rank's part of the gradient's norm: a fault
 
     def __init__(self, config: Config, plan: Plan, communicator: Communicator, corpus: Corpus, rows: Rows):
         self.config, self.plan, self.communicator, self.corpus = config, plan, communicator, corpus
@@ -73,25 +75,33 @@ class Trainer:
         groups = [{"params": decayed, "weight_decay": o.weight_decay}, {"params": others, "weight_decay": 0.0}]
         return OPTIMIZERS[o.kind].make([g for g in groups if g["params"]], o)
 
-    def step(self, step: int) -> dict[str, Any]:
-        """Update number `step` (from 1): the rank's report, plain data, for the driver to aggregate."""
+    def step(self, step: int, limit: float = inf, fault: Fault | None = None) -> dict[str, Any]:
+        """Update number `step` (from 1): the rank's report, plain data, for the driver to aggregate.
+
+        A loss or gradient that is not finite, or a loss above `limit`, updates nothing: the report's `skipped` says so,
+        alike on all ranks, because both numbers are global. `fault` strikes this rank.
+        """
         plan, communicator, clock = self.plan, self.communicator, self.clock
         batch = self.config.train.global_batch
         communicator.moved.clear()
         if self.config.monitor.timeline:
             communicator.barrier()  # all ranks' clocks start together
         clock.read()
+        self._poison = nan if fault and fault.kind == "nan" else 0.0
+        clock.entered = armed(fault) if fault and not self._poison else None
         with clock.section("step"):
             loss, norm = self.compute_gradients(step)
+            skipped = not (isfinite(loss) and isfinite(norm) and loss <= limit)
             with clock.section("optimizer"):
                 lr = learning_rate(self.config.optimizer, step, self.config.train.steps)
-                self._update(norm, lr)
+                self.weights.drop_gradients() if skipped else self._update(norm, lr)
         seconds, spans = clock.read_spans()
         report = {
             "step": step,
             "loss": loss,
             "grad_norm": norm,
             "lr": lr,
+            "skipped": skipped,
             "tokens": step * plan.tokens_per_step,
             "samples": [(step - 1) * batch, step * batch],
             "step_seconds": sum(seconds.values()),
@@ -112,7 +122,7 @@ class Trainer:
             sum_tied(self.stage, self.communicator, reduced)
             self.weights.receive(reduced)
             squares = gradients.squared_norm(self.stage, self.communicator, self.weights.gradients)
-            total, square = self._sum_over_world(loss, squares)
+            total, square = self._sum_over_world(loss, squares + self._poison)
         return total / predicted, sqrt(square)
 
     def _forward_backward(self, step: int) -> tuple[Tensor, int, list[Reduction]]:

@@ -74,11 +74,14 @@ class Weights:
         """Name -> what `receive` took."""
         return {n: w.grad for n, w in self.owned.items() if w.grad is not None}
 
+    def drop_gradients(self) -> None:
+        for master in self.master.values():
+            master.grad = None
+
     @torch.no_grad()
     def refresh(self) -> None:
         """Brings the compute copies up to the updated master copies and drops the gradients."""
-        for master in self.master.values():
-            master.grad = None
+        self.drop_gradients()
         if self._plan.sharded and not self._plan.storage:
             gradients.gather(self._plan, self._communicator, self.master, self.compute)
             return

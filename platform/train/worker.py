@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import socket
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -15,60 +18,85 @@ import torch
 import torch.distributed as dist
 
 from platform import data
-from platform.checkpoint import Corrupt, Refused, connect, load
+from platform.checkpoint import Corrupt, Memory, Refused, connect, load
 from platform.config import Config, ConfigError
 from platform.extensions import load_extensions
-from platform.parallel.groups import Alone, Communicator
+from platform.parallel.groups import Alone, Communicator, Launch
 from platform.parallel.processes import ProcessGroups
+from platform.parallel.progress import PROGRESS
+from platform.plan.mesh import Mesh
 from platform.plan.rows import Rows
 from platform.train import places
+from platform.train.faults import Fault
 from platform.train.plan import make_plan
+from platform.train.proof import proof
+from platform.train.report import Report
 from platform.train.state import State
+from platform.train.survivors import gathering, who_has
 from platform.train.trainer import Trainer
 
 TIMEOUT = timedelta(minutes=10)  # of one collective
 
 
 class Worker:
-    """One rank. Everything that goes in and comes out is plain data.
+    """Member `number` of a crew, and in each generation one of its ranks, or a spare. Everything that goes in and comes
+    out is plain data.
 
-    The order of calls is `form`, `build`, perhaps `restore`, then `step`, `snapshot`, `write`, `written`, `evaluate`
-    and `sample` on all ranks alike, `close`.
+    The order of calls is, in each generation, `prove`, `form`, `build`, perhaps `restore` or `recover`, then `step`,
+    `snapshot`, `write`, `written`, `evaluate` and `sample` on all ranks alike, `leave`; at the end `close`.
     """
 
-    def __init__(self, config: dict[str, Any], rank: int, world_size: int, *, device: str, run_dir: str, threads: int):
+    trainer: Any  # a Trainer from `build` to `leave`
+    state: Any  # a State, likewise
+    report: Any  # a Report, likewise
+
+    def __init__(self, config: dict[str, Any], number: int, *, device: str, run_dir: str, threads: int):
+        self._configure(config)
+        self.number, self.run_dir, self.device = number, Path(run_dir), device
+        self.communicator: Communicator | None = None
+        self.memories: dict[int, Memory] = {}  # by generation; older ones until the newest has a whole snapshot
+        torch.set_num_threads(threads)
+
+    def _configure(self, config: dict[str, Any]) -> None:
         self.config = Config.from_dict(config)
         if mistakes := load_extensions(self.config.extend):
             raise ConfigError(mistakes)
-        self.rank, self.world_size, self.run_dir = rank, world_size, Path(run_dir)
-        self.device = device
-        torch.set_num_threads(threads)
 
-    def form(self, store: tuple[str, int], generation: int, stage_of: Sequence[int]) -> dict[str, Any]:
-        """Joins generation `generation` through the driver's TCPStore at (host, port) and builds the groups.
+    def prove(self, probe: str) -> dict[str, Any]:
+        """Where this worker is, what it sees of the run's places and what it runs; see `platform.train.proof`."""
+        return proof(self.config, self.run_dir, probe)
 
-        `stage_of`: the pipeline stage of every model chunk, which the driver has from the schedule.
+    def form(
+        self,
+        rank: int,
+        world_size: int,
+        config: dict[str, Any],
+        store: tuple[str, int],
+        generation: int,
+        stage_of: Sequence[int],
+    ) -> dict[str, Any]:
+        """Joins generation `generation` as `rank` through the driver's TCPStore at (host, port) and builds the groups.
+
+        `config`: of the same run, perhaps with another plan. `stage_of`: the pipeline stage of every model chunk, which
+        the driver has from the schedule. Raises RuntimeError where a generation has not been left.
         """
+        if self.communicator:
+            raise RuntimeError("this worker is still in the generation before; it has to leave that first")
+        self._configure(config)
+        self.rank, self.world_size, self.generation = rank, world_size, generation
         self.plan = make_plan(self.config, stage_of=stage_of)
-        if self.plan.mesh.size != self.world_size:
-            raise ValueError(f"the plan is for {self.plan.mesh.size} workers, the world has {self.world_size}")
+        if self.plan.mesh.size != world_size:
+            raise ValueError(f"the plan is for {self.plan.mesh.size} workers, the world has {world_size}")
         mesh = self.plan.mesh
-        device = self.device
-        if device == "cuda":
-            local = int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count()
-            torch.cuda.set_device(local)
-            device = f"cuda:{local}"
-        self.communicator: Communicator
-        if self.world_size == 1:
+        device = self._local_device()
+        if world_size == 1:
             self.communicator = Alone(mesh, device)
         else:
-            rendezvous = dist.PrefixStore(f"generation/{generation}", dist.TCPStore(*store, is_master=False))
-            backend = "nccl" if self.device == "cuda" else "gloo"
-            dist.init_process_group(
-                backend, store=rendezvous, rank=self.rank, world_size=self.world_size, timeout=TIMEOUT
-            )
-            self.communicator = ProcessGroups(mesh, self.rank, self.plan.groups, device)
-            self.communicator.meet(self.plan.neighbours)
+            with PROGRESS.waiting("form"):
+                self._join(rank, world_size, store, generation)
+                groups = ProcessGroups(mesh, rank, self.plan.groups, device)
+                groups.meet(self.plan.neighbours)
+                self.communicator = groups
         if self.config.monitor.log_launches:
             self.communicator.log = []
         return {
@@ -78,28 +106,87 @@ class Worker:
             "node": socket.gethostname(),
         }
 
-    def build(self, rows: list[Any]) -> dict[str, Any]:
-        """Parameters, optimizer and data. `rows`: what this stage runs, see `platform.plan.rows.Rows.plain`."""
+    def _local_device(self) -> str:
+        if self.device != "cuda":
+            return self.device
+        torch.cuda.set_device(0)  # each worker's process sees one
+        return "cuda:0"
+
+    def _join(self, rank: int, size: int, address: tuple[str, int], generation: int) -> None:
+        store = dist.PrefixStore(f"generation/{generation}", dist.TCPStore(*address, is_master=False))
+        backend = "nccl" if self.device == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+
+    def build(self, rows: list[Any], domains: Sequence[str] = ()) -> dict[str, Any]:
+        """Parameters, optimizer and data. `rows`: what this stage runs, see `platform.plan.rows.Rows.plain`; `domains`:
+        the node of every rank, () where all run on one."""
+        assert self.communicator
         c = self.config
         self.trainer = Trainer(c, self.plan, self.communicator, data.of(c), Rows.from_plain(rows))
         self.state = State(self.trainer)
+        self.report = Report(self.plan, self.communicator, c.elastic.slow)
+        if c.elastic.snapshot_every:
+            homes, pinned = domains or [""] * self.world_size, self.device == "cuda"
+            self.memories[self.generation] = Memory(self.state.held, homes, self.rank, pinned)
         name = torch.cuda.get_device_name() if self.device == "cuda" else "cpu"
         return {"parameters": self.plan.parameters_at(self.communicator.coordinates), "device": name}
 
-    def step(self, step: int) -> dict[str, Any]:
-        """Update `step` (from 1); see `Trainer.step`."""
-        report = self.trainer.step(step)
+    def step(self, step: int, limit: float = inf, faults: Sequence[str] = ()) -> dict[str, Any]:
+        """Update `step` (from 1), see `Trainer.step`; every `elastic.snapshot_every` steps its result is held in memory
+        too. Returns `Report.together`. `faults`: those that strike in this step, on any rank."""
+        assert self.communicator
+        self._forget_generations()
+        mine = [fault for fault in map(Fault.parse, faults) if fault.rank == self.rank]
+        report = self.trainer.step(step, limit, next(iter(mine), None))
+        done = not report["skipped"] or self.config.train.on_spike == "skip"
+        if (every := self.config.elastic.snapshot_every) and step % every == 0 and done:
+            report["seconds"]["checkpoint"] += (seconds := self._hold(step))
+            report["step_seconds"] += seconds
         if self.communicator.log is not None:
-            self._write_launches()
-        return report
+            self._write_launches(self.communicator.log)
+        return self.report.together(report)
 
-    def _write_launches(self) -> None:
-        assert self.communicator.log is not None
+    def _forget_generations(self) -> None:
+        """Once this one takes a step, all of its ranks have the state that it starts from."""
+        self.memories = {g: memory for g, memory in self.memories.items() if g == self.generation}
+
+    def _hold(self, step: int) -> float:
+        """Copies the state to memory, see `Memory.hold`; returns the seconds that it took."""
+        assert self.communicator
+        begin = time.perf_counter()
+        transfer = self.communicator.transfer
+        self.memories[self.generation].hold(step, self.state.blocks(), self.state.values(), transfer)
+        return time.perf_counter() - begin
+
+    def gather(self, source: dict[str, Any], rank: int, store: tuple[str, int], generation: int) -> None:
+        """Before a generation in which some survivors have no seat, so that the others get what only these have. All
+        `gathered` of the source call it, each with its place among them as `rank`; the group, whose store has the
+        prefix `generation`, ends with the call."""
+        mesh = Mesh.of({"data": len(source["gathered"])})
+        with PROGRESS.waiting("gather"):
+            self._join(rank, mesh.size, store, generation)
+        self.communicator = communicator = ProcessGroups(mesh, rank, (), self._local_device())
+        snapshot = self.memories[source["generation"]].at(source["step"])
+        snapshot.take_over(gathering(source)[1], rank, communicator.transfer)
+
+    def recover(self, source: dict[str, Any]) -> None:
+        """Takes over the state that survivors of a generation hold in memory, and holds it under this one's plan, so
+        that nothing is lost if this one fails at once. All ranks call it, those that hold nothing too.
+
+        `source`: see `platform.train.survivors.who_has`.
+        """
+        memory = self.memories[source["generation"]] if self.rank in dict(source["ranks"]).values() else None
+        if memory:
+            memory.keep_only(source["step"])
+        self.state.recover(who_has(source), memory.at(source["step"]) if memory else None)
+        self._hold(source["step"])
+
+    def _write_launches(self, log: list[Launch]) -> None:
         path = self.run_dir / "logs" / f"launches-{self.rank}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a") as file:
-            file.writelines(json.dumps(vars(launch)) + "\n" for launch in self.communicator.log)
-        self.communicator.log.clear()
+            file.writelines(json.dumps(vars(launch)) + "\n" for launch in log)
+        log.clear()
 
     def snapshot(self) -> dict[str, Any]:
         """Copies this rank's share of the state to host memory; {"values": the optimizer's numbers, "tensors": on rank
@@ -138,6 +225,8 @@ class Worker:
             return {"refused": str(error)}
         except OSError as error:
             return {"failed": str(error)}
+        if self.config.elastic.snapshot_every:
+            self._hold(manifest.meta.step)
         return {}
 
     def evaluate(self) -> dict[str, float]:
@@ -148,7 +237,26 @@ class Worker:
         """Generated text, equal on all ranks."""
         return self.trainer.sample(tokens)
 
-    def close(self) -> None:
-        """Leaves the groups; may be called after a failure."""
-        if communicator := getattr(self, "communicator", None):
+    def abort(self) -> None:
+        """From another thread: frees a call that waits in a collective, where the backend can. It then raises."""
+        if communicator := self.communicator:
+            communicator.abort()
+
+    def leave(self) -> None:
+        """Leaves the generation: its groups, and the memory of its model. In any state, also again; then `form` may
+        follow. Raises RuntimeError where the device does not work any more: this process is of no use then."""
+        communicator, self.communicator = self.communicator, None
+        self.trainer = self.state = self.report = None
+        if communicator:
+            communicator.abort()  # after a failure, closing would wait for what is under way
             communicator.close()
+        elif dist.is_initialized():  # it failed while it joined
+            dist.destroy_process_group()
+        gc.collect()  # autograd's graphs have cycles
+        if self.device == "cuda":
+            torch.cuda.synchronize()  # an error of the device is for good
+            torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        """The end; may be called after a failure."""
+        self.leave()

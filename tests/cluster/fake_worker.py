@@ -7,17 +7,26 @@ import socket
 import time
 from pathlib import Path
 
+from platform.parallel.progress import PROGRESS
+
 
 class FakeWorker:
     """Also keeps a collective's habit: on `step`, every rank waits for the others in the driver's store."""
 
-    def __init__(self, config, rank, world_size, *, device, run_dir, threads):
-        self.rank, self.world_size, self.run_dir = rank, world_size, Path(run_dir)
+    def __init__(self, config, number, *, device, run_dir, threads):
+        self.number, self.run_dir = number, Path(run_dir)
         self.device, self.threads, self.config = device, threads, config
 
-    def form(self, store, generation, stage_of):
+    def prove(self, probe):
+        from platform.config import Config
+        from platform.train.proof import proof
+
+        return proof(Config.from_dict(self.config), self.run_dir, probe)
+
+    def form(self, rank, world_size, config, store, generation, stage_of):
         from torch.distributed import PrefixStore, TCPStore
 
+        self.rank, self.world_size, self.config = rank, world_size, config
         tcp = TCPStore(store[0], store[1], is_master=False)
         self.store = PrefixStore(f"generation/{generation}", tcp)
         self._meet("form")
@@ -48,14 +57,21 @@ class FakeWorker:
     def sample(self, tokens):
         return "word " * tokens
 
+    def abort(self):
+        pass
+
+    def leave(self):
+        self.store = None
+
     def close(self):
         print("closed", flush=True)
 
     # what only the tests call
 
     def place(self):
-        names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"]
-        return {name: os.environ.get(name) for name in names} | {"pid": os.getpid(), "threads": self.threads}
+        names = ["LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "OMP_NUM_THREADS"]
+        place = {name: os.environ.get(name) for name in names}
+        return place | {"pid": os.getpid(), "number": self.number, "threads": self.threads}
 
     def add(self, a, b):
         os.write(1, b"from below Python\n")
@@ -65,7 +81,19 @@ class FakeWorker:
         """`rank` fails; the others hang as in a collective."""
         if self.rank == rank:
             raise ValueError(f"boom on {rank}")
-        time.sleep(1000)
+        self._meet("nowhere")
+
+    def hang(self, rank):
+        """`rank` hangs by itself; the others wait for it."""
+        if self.rank == rank:
+            time.sleep(1000)
+        self._meet("nowhere")
+
+    def stop(self, rank):
+        """`rank` is stopped as a whole; the others wait for it."""
+        if self.rank == rank:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        self._meet("nowhere")
 
     def lose(self, rank):
         """`rank` dies a moment after the others have noticed that it is gone."""
@@ -76,7 +104,12 @@ class FakeWorker:
 
     def _meet(self, where):
         self.store.set(f"{where}/{self.rank}", b"")
-        self.store.wait([f"{where}/{rank}" for rank in range(self.world_size)])
+        everybody = [
+            *(f"{where}/{rank}" for rank in range(self.world_size)),
+            *(["never"] if where == "nowhere" else []),
+        ]
+        with PROGRESS.waiting("meeting"):
+            self.store.wait(everybody)
 
 
 class Slow(FakeWorker):
@@ -98,7 +131,19 @@ class FailsInStep3(FakeWorker):
 
 
 class FailsToStart(FakeWorker):
-    def __init__(self, config, rank, *args, **keywords):
-        if rank == 1:
+    def __init__(self, config, number, **keywords):
+        if number == 1:
             raise MemoryError("no room")
-        super().__init__(config, rank, *args, **keywords)
+        super().__init__(config, number, **keywords)
+
+
+class OnAnotherNode(FakeWorker):
+    """Rank 1 has another disk than the driver, and another checkout."""
+
+    def prove(self, probe):
+        if self.number == 0:
+            return super().prove(probe)
+        self.run_dir = self.run_dir / "of-another-node"
+        self.config["run"]["dir"] = str(self.run_dir)
+        found = super().prove(probe)
+        return found | {"node": "n2", "code": {"platform": "0123"}}

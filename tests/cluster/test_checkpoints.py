@@ -8,8 +8,9 @@ from fake_plan import FakePlan
 from platform.checkpoint import Meta, connect
 from platform.checkpoint.catalogue import begin, commit
 from platform.cluster.checkpoints import Checkpoints, origin
-from platform.cluster.crew import Outcome, WorkerFailed
-from platform.config import ConfigError, identity
+from platform.cluster.failures import Failure, Member, WorkerFailed
+from platform.config import ConfigError
+from platform.identity import identity
 from platform.monitor import Journal
 
 
@@ -78,8 +79,8 @@ def test_a_save_that_fails_for_good_stops_nothing(checkpoints, said, tmp_path):
     assert said[-1].endswith("gone; the newest good one is of step 3")
 
 
-def test_a_worker_that_dies_while_it_writes_has_failed(checkpoints, job):
-    dead = WorkerFailed(job(2), "write(...)", Outcome(1, error="killed", died=True), None)
+def test_a_worker_that_dies_while_it_writes_has_failed(checkpoints):
+    dead = WorkerFailed([Failure(Member(1, "here", 1), "died", "write(...)", "killed", 1)])
     with pytest.raises(WorkerFailed):
         save(checkpoints, 3, dead)
     assert checkpoints.step == 0 and "nothing was saved" in checkpoints.kept
@@ -118,7 +119,41 @@ def test_what_resume_means(config):
     stored(config)
     assert origin(config).manifest.meta.step == 2
     config.optimizer.lr = 0.5
-    with pytest.raises(ConfigError, match="is of another run. What differs:\noptimizer.lr: 0.001 there, 0.5 here"):
+    cure = r"is of another run; .* resume.allow=\[optimizer.lr\]. What differs:\noptimizer.lr: 0.001 there, 0.5 here"
+    with pytest.raises(ConfigError, match=cure):
         origin(config)
-    config.checkpoint.resume = "never"
+    config.resume.allow = ["optimizer.lr"]
+    assert origin(config).manifest.meta.step == 2
+    config.resume.allow, config.checkpoint.resume = [], "never"
     assert origin(config) is None
+
+
+def test_auto_starts_again_only_where_nothing_sound_would_be_left_behind(config):
+    root = Path(config.run.dir, "checkpoints")
+    (root / "step-00000002-000001-aaaaaa").mkdir(parents=True)
+    assert origin(config).directory is None  # half-written, by a run that was killed in its first save
+    (root / "step-00000004-000002-bbbbbb" / "manifest.json").mkdir(parents=True)  # cannot be read
+    with pytest.raises(ConfigError, match="holds no checkpoint.*bbbbbb: .*Is a directory.*nearest legal: .*=never"):
+        origin(config)
+    stored(config)
+    assert origin(config).manifest.meta.step == 2
+
+
+@pytest.mark.parametrize("answer", [{"failed": "Permission denied"}, {"refused": "has no model.w"}])
+def test_what_the_workers_cannot_restore_is_refused(config, said, tmp_path, answer):
+    stored(config)
+    checkpoints = Checkpoints(config, FakePlan(2), origin(config), Journal(tmp_path / "journal.jsonl"), said.append)
+    crew = Answers()
+    crew.call = lambda method, *arguments: [answer]
+    reason = next(iter(answer.values()))
+    with pytest.raises(ConfigError, match=f"step-00000002-.*: cannot be resumed from: {reason}"):
+        checkpoints.restore(crew)
+
+
+@pytest.mark.parametrize(
+    ("every", "stop_at", "saved", "last", "lacks"),
+    [(2, 0, 4, 5, True), (2, 0, 5, 5, False), (0, 0, 0, 5, False), (0, 3, 0, 3, True), (0, 3, 5, 3, False)],
+)
+def test_whether_the_end_is_saved(checkpoints, config, every, stop_at, saved, last, lacks):
+    config.checkpoint.every, config.train.stop_at, checkpoints.step = every, stop_at, saved
+    assert checkpoints.lacks(last) is lacks

@@ -79,7 +79,7 @@ def test_a_failure_names_the_culprit_and_the_same_command_starts_over(config, ca
     assert "ValueError: boom" in failure["cause"]
     out = capsys.readouterr().out
     assert "rank1[data1] failed in step(3): ValueError: boom" in out
-    assert f"its log: {config.run.dir}/logs/rank-1.log" in out
+    assert f"its log: {config.run.dir}/logs/worker-1.log" in out
     assert "stopped after step 2: nothing was saved" in out
     assert drive(config) == 0
     assert [(row["step"], row["generation"]) for row in rows(config)] == [(step, 2) for step in range(1, 6)]

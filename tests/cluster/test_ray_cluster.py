@@ -4,7 +4,7 @@ import pytest
 from process_tree import descendants, gone
 
 from platform.cluster import resources
-from platform.cluster.crew import open_crew
+from platform.cluster.crew import ByRank, open_crew, seating
 from platform.config import Cluster, ConfigError
 
 pytestmark = pytest.mark.ray
@@ -32,7 +32,8 @@ def test_a_crew_in_a_cluster_that_is_already_there(two_machines, job, monkeypatc
     assert resources.available_workers(Cluster(kind="ray")) == 4
     assert resources.secure(Cluster(kind="ray"), 4, said.append) == "cpu"
     with open_crew("ray", job(4)) as crew:
-        crew.call("form", crew.store, 1, [0])
+        crew.seat(job(4), seating(crew.members))
+        crew.call("form", ByRank(range(4)), 4, job(4).config, crew.store, 1, [0])
         places = crew.call("place")
         workers = {place["pid"] for place in places}
         assert workers < descendants()

@@ -27,12 +27,12 @@ def contents(path):
 
 
 def test_claiming_writes_the_configuration_and_the_plan(directory, config):
-    config.checkpoint.url = "s3://user:password@bucket/run"
+    config.checkpoint.url = config.checkpoint.resume = "s3://user:password@bucket/run"
     with directory.claim(config, {"mesh": {"data": 2}}):
         written = (directory.path / "config.yaml").read_text()
     assert "password" not in written
     values = config.to_dict()
-    values["checkpoint"]["url"] = "s3://bucket/run"
+    values["checkpoint"] |= {"url": "s3://bucket/run", "resume": "s3://bucket/run"}
     assert yaml.safe_load(written) == values
     assert '"data": 2' in (directory.path / "plan.json").read_text()
 
@@ -52,10 +52,41 @@ def test_another_identity_is_refused_by_name_and_nothing_is_touched(directory, c
     config.model.layers, config.seed, config.optimizer.lr = 9, 5, 0.25
     first, *keys = refusal(directory.claim, config, {})
     assert str(directory.path) in first and "holds another run" in first
-    assert keys == ["model.layers: 2 there, 9 here", "optimizer.lr: 0.001 there, 0.25 here", "seed: 0 there, 5 here"]
+    assert [key.partition("; fixed: ")[0] for key in keys] == [
+        "model.layers: 2 there, 9 here", "optimizer.lr: 0.001 there, 0.25 here", "seed: 0 there, 5 here",
+    ]  # fmt: skip
     assert {name: text for name, text in contents(directory.path).items() if name != "driver.lock"} == {
         name: text for name, text in before.items() if name != "driver.lock"
     }
+
+
+def test_what_is_allowed_to_change_is_the_runs_identity_from_then_on(directory, config):
+    with directory.claim(config, {}) as there:
+        assert there is None
+    was = config.to_dict()
+    config.optimizer.lr, config.resume.allow = 0.25, ["optimizer.lr"]
+    with directory.claim(config, {}) as there:
+        assert there == was
+    config.resume.allow = []
+    directory.check(config)
+    config.optimizer.lr = 0.001
+    first, key = refusal(directory.claim, config, {})
+    assert "resume.allow=[optimizer.lr]" in first and key == "optimizer.lr: 0.25 there, 0.001 here"
+
+
+def test_a_run_that_is_refused_late_leaves_the_configuration_as_it_was(directory, config):
+    def late(config):
+        with pytest.raises(ConfigError), directory.claim(config, {"mesh": {"data": 9}}):
+            raise ConfigError("the corpus is another")
+
+    late(config)
+    assert not (directory.path / "config.yaml").exists() and not (directory.path / "plan.json").exists()
+    with directory.claim(config, {}):
+        pass
+    before = contents(directory.path)
+    config.optimizer.lr, config.resume.allow = 0.25, ["optimizer"]
+    late(config)
+    assert contents(directory.path) == before
 
 
 def test_foreign_files_stay_and_a_foreign_configuration_is_refused(directory, config):

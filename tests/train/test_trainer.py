@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from math import isfinite
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from platform.config import Config
 from platform.parallel.groups import Alone
 from platform.parallel.threads import run_threads
+from platform.train.faults import Fault
 from platform.train.plan import make_plan
 from platform.train.trainer import SECTIONS
 from tests.oracle import MODELS, Tokens, configure, trainer_of
@@ -211,3 +213,24 @@ def test_the_same_step_gives_the_same_numbers():
 
     first, second = (on_all_ranks(case(dropout=0.2), work) for _ in range(2))
     assert first == second
+
+
+@pytest.mark.parametrize("name", ["serial", "1d", "zero 3", "dsp"])
+@pytest.mark.parametrize("cause", ["a spike", "not finite"])
+def test_a_step_that_is_skipped_changes_nothing(name, cause):
+    """All ranks alike, also where one alone computed what is not finite; afterwards the step gives what it would have
+    given."""
+
+    def work(trainer):
+        fault = Fault(1, "nan", 1) if trainer.communicator.rank == trainer.plan.mesh.size - 1 else None
+        before = {n: w.detach().clone() for n, w in trainer.weights.master.items()}
+        report = trainer.step(1, 0.1) if cause == "a spike" else trainer.step(1, fault=fault)
+        assert report["skipped"] and not trainer.weights.gradients
+        assert isfinite(report["grad_norm"]) == (cause == "a spike")
+        assert all(torch.equal(w, before[n]) for n, w in trainer.weights.master.items())
+        again = trainer.step(1)
+        assert not again["skipped"]
+        return again["loss"], again["grad_norm"]
+
+    undisturbed = on_all_ranks(CASES[name], lambda trainer: trainer.step(1))
+    assert on_all_ranks(CASES[name], work) == [(r["loss"], r["grad_norm"]) for r in undisturbed]

@@ -1,0 +1,56 @@
+"""Who may write to a storage: the newest driver of a run, and no older one that is still alive.
+
+A driver that starts writes `lease-EPOCH-TOKEN`, an epoch above all that it finds there. The highest name holds the
+lease, at any moment and for everybody who looks, so that neither clocks nor renaming are needed. An older driver sees
+it where it is about to commit, and stops. What it may still write in that moment is an attempt of its own, which harms
+none: `platform.checkpoint.catalogue`.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from contextlib import suppress
+
+from platform.checkpoint.storage import Storage
+
+_NAME = r"lease-(\d{6,})-([0-9a-f]{8})"
+
+
+class Superseded(Exception):
+    """Another driver has taken over."""
+
+
+class Lease:
+    """Of one driver on one storage, from `take` on. `epoch` rises with every driver."""
+
+    def __init__(self, storage: Storage, name: str, epoch: int):
+        self._storage, self._name, self.epoch = storage, name, epoch
+
+    @classmethod
+    def take(cls, storage: Storage, owner: str) -> Lease:
+        """Supersedes whoever holds it. `owner`: for people. Raises OSError."""
+        older = _found(storage)
+        epoch = max((int(match[1]) for match in older), default=0) + 1
+        name = f"lease-{epoch:06d}-{secrets.token_hex(4)}"
+        storage.write(name, [memoryview(f"{owner}\n".encode())])
+        for match in older:
+            with suppress(OSError):
+                storage.delete(match[0])
+        return cls(storage, name, epoch)
+
+    def check(self) -> None:
+        """Raises Superseded where another driver holds it now, OSError where the storage does not say."""
+        newest = max(_found(self._storage), key=lambda match: (int(match[1]), match[2]), default=None)
+        if newest is None or newest[0] != self._name:
+            there = "nobody" if newest is None else self._owner(newest[0])
+            raise Superseded(f"this driver's lease (epoch {self.epoch}) on {self._storage.url} is held by {there} now")
+
+    def _owner(self, name: str) -> str:
+        with suppress(OSError):
+            return f"{self._storage.read(name).decode(errors='replace').strip()} ({name})"
+        return name
+
+
+def _found(storage: Storage) -> list[re.Match[str]]:
+    return [match for name in storage.list("") if (match := re.fullmatch(_NAME, name))]

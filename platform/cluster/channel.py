@@ -1,0 +1,117 @@
+"""What travels between the driver and a worker process: length-prefixed JSON over TCP, never pickle."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import threading
+from collections.abc import Iterator, Mapping
+from time import monotonic, sleep
+from typing import Any
+
+LIMIT = 1 << 28  # bytes of one message
+READ_BYTES = 1 << 18
+_HEADER = struct.Struct("!I")
+_DIAL_SECONDS = 60.0  # for a driver that has more in its backlog than it can take at once
+_LOST_SECONDS = 20  # without any packet from the other machine: then it is gone
+
+
+class Garbled(Exception):
+    """The other end does not speak this protocol."""
+
+
+def encode(message: Mapping[str, Any]) -> bytes:
+    """One message. Floats may be infinite or no number. Raises TypeError for what is not plain data."""
+    payload = json.dumps(message, separators=(",", ":")).encode()
+    if len(payload) > LIMIT:
+        raise ValueError(f"a message of {len(payload)} bytes; {LIMIT} are allowed")
+    return _HEADER.pack(len(payload)) + payload
+
+
+class Decoder:
+    """Cuts a stream of bytes into messages, each of at most `limit` bytes."""
+
+    def __init__(self, limit: int = LIMIT):
+        self.limit = limit
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
+        """The messages that `data` completes. Raises Garbled."""
+        buffer = self._buffer
+        buffer += data
+        while len(buffer) >= _HEADER.size:
+            (length,) = _HEADER.unpack_from(buffer)
+            if length > self.limit:
+                raise Garbled(f"a message of {length} bytes; {self.limit} are allowed")
+            end = _HEADER.size + length
+            if len(buffer) < end:
+                return
+            payload = bytes(buffer[_HEADER.size : end])
+            del buffer[:end]
+            yield _parse(payload)
+
+
+def _parse(payload: bytes) -> dict[str, Any]:
+    try:
+        message = json.loads(payload)
+    except (ValueError, RecursionError) as error:
+        raise Garbled(f"no JSON: {type(error).__name__}") from None
+    if not isinstance(message, dict):
+        raise Garbled("no JSON object")
+    return message
+
+
+def tune(connection: socket.socket) -> None:
+    """Small messages leave at once, and a machine that is gone is noticed (a process's end always is)."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        ("TCP_KEEPIDLE", _LOST_SECONDS // 2),
+        ("TCP_KEEPINTVL", _LOST_SECONDS // 10),
+        ("TCP_KEEPCNT", 5),
+        ("TCP_USER_TIMEOUT", _LOST_SECONDS * 1000),
+    ):
+        if hasattr(socket, option):  # Linux has all of them
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+class Line:
+    """A worker's end of its connection. `send` may be called from any thread, `messages` from one."""
+
+    def __init__(self, connection: socket.socket):
+        self._connection, self._lock = connection, threading.Lock()
+
+    def send(self, frame: bytes) -> None:
+        """Raises OSError where the driver has hung up."""
+        with self._lock:
+            self._connection.sendall(frame)
+
+    def messages(self) -> Iterator[dict[str, Any]]:
+        """Until the driver hangs up. Raises OSError, Garbled."""
+        decoder = Decoder()
+        while data := self._connection.recv(READ_BYTES):
+            yield from decoder.feed(data)
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def dial(address: tuple[str, int], token: str, number: int, node: str = "") -> Line:
+    """Connects member `number` to the driver's switchboard. Raises OSError where nobody answers for a minute."""
+    deadline = monotonic() + _DIAL_SECONDS
+    while True:
+        try:
+            connection = socket.create_connection(address, timeout=10.0)
+            break
+        except OSError:
+            if monotonic() > deadline:
+                raise
+            sleep(0.2)
+    connection.settimeout(None)
+    tune(connection)
+    line = Line(connection)
+    greeting = {"token": token, "number": number, "node": node or socket.gethostname(), "pid": os.getpid()}
+    line.send(encode({"hello": greeting}))
+    return line

@@ -1,0 +1,66 @@
+"""Before a run forms: every worker sees the run directory and storage that the driver sees, and runs what it runs."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from platform.checkpoint import Storage, connect
+from platform.checkpoint.storage import without_secrets
+from platform.cluster.crew import Crew
+from platform.config import Config, ConfigError, violation
+from platform.train import places
+from platform.train.proof import proof
+
+Proof = Mapping[str, Any]  # platform.train.proof.proof
+
+
+def check(crew: Crew, config: Config, run_dir: Path) -> None:
+    """Raises ConfigError, one line per node and disagreement, where a worker's proof is not the driver's. What was
+    written for it is gone afterwards."""
+    storages = {"run.dir": connect(str(run_dir))}
+    if places.saves(config):
+        storages["checkpoint.url"] = connect(places.home(config))
+    with _probe(storages) as name:
+        own, found = proof(config, run_dir, name), crew.call("prove", name)
+    if lines := disagreements(own, found, config):
+        raise ConfigError(lines)
+
+
+@contextmanager
+def _probe(storages: Mapping[str, Storage]) -> Iterator[str]:
+    """The name of a file in each of them that nobody else could have made."""
+    name = f".probe-{secrets.token_hex(8)}"
+    try:
+        for key, storage in storages.items():
+            try:
+                storage.write(name, [memoryview(secrets.token_bytes(16))])
+            except OSError as error:
+                raise ConfigError(violation(key, storage.url, f"cannot be written to: {error}")) from None
+        yield name
+    finally:
+        for storage in storages.values():
+            with suppress(OSError):
+                storage.delete(name)
+
+
+def disagreements(own: Proof, found: Iterable[Proof], config: Config) -> list[str]:
+    """One line for everything in which a node is not as the driver, whose proof is `own`."""
+    where = {
+        "run.dir": config.run.dir,
+        "checkpoint.url": without_secrets(places.home(config)),
+        "checkpoint.resume": without_secrets(config.checkpoint.resume),
+    }
+    lines = []
+    for its in found:
+        for kind, name, value in ((k, n, v) for k in ("sees", "code", "versions") for n, v in own[k].items()):
+            if (there := its[kind].get(name)) != value:
+                how = f"{there} on node {its['node']}, {value} at the driver"
+                if kind == "sees":
+                    lines.append(violation(name, where[name], f"{how}; all nodes must see the same"))
+                else:
+                    lines.append(f"cluster: {kind} of {name}: {how}; all nodes must run the same")
+    return list(dict.fromkeys(lines))

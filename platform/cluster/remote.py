@@ -1,0 +1,272 @@
+"""A crew whose members are other processes, which all dial in: kinds differ in how a process starts, ends and dies."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from math import inf
+from pathlib import Path
+from time import monotonic
+from types import MappingProxyType
+from typing import Any
+
+from platform.cluster.channel import encode
+from platform.cluster.crew import ByRank, Crew, arguments, shown
+from platform.cluster.failures import Failure, Member, WorkerFailed
+from platform.cluster.host import START
+from platform.cluster.job import Job
+from platform.cluster.rendezvous import Rendezvous
+from platform.cluster.switchboard import Switchboard
+from platform.cluster.watch import Watch
+
+GRACE = 0.5  # seconds for the culprit of a failure to turn up after a rank that only noticed it
+LEAVE_SECONDS = 5.0  # for a member to be out of its call and its groups; then it is killed
+CLOSE_SECONDS = 10.0  # for the members to leave by themselves; then they are killed
+ENDING_SECONDS = 2.0  # for a process whose connection is closed to be gone
+_LOOK_SECONDS = 0.1  # between two looks at processes that have not dialled in yet
+
+
+class RemoteCrew(Crew):
+    """What all kinds share. `address`: where this process is listened to."""
+
+    can_hire = True
+
+    def __init__(self, job: Job, spares: int = 0):
+        self.job, self._spares = job, spares
+        self.starting, self.unstarted = set(), []
+        self._members: dict[int, Member] = {}  # ready
+        self._greeted: dict[int, Member] = {}  # everybody who has ever dialled in
+        self._seats: list[int] = []  # rank -> number
+        self._gone: dict[int, str] = {}  # seated members that died in this generation, and how
+        self._hung: set[int] = set()  # those to blame, whom `release` kills
+        self._failures: dict[int, Failure] = {}  # of this generation
+        self._hired = 0
+        self._call = START
+        self._looked = 0.0
+        self._polite = True  # the members can be expected to answer
+        self._closed = False
+        self._opened = ExitStack()
+        try:
+            self._host = self._open()
+            self._board = self._opened.enter_context(closing(Switchboard(self._host)))
+            with self._impolite():
+                self.hire(job.world_size + spares)
+                while self.starting:
+                    self._events(_LOOK_SECONDS)
+                    if self.unstarted:
+                        raise WorkerFailed(self.unstarted)
+        except BaseException:
+            self.close()
+            raise
+
+    # what the kinds differ in
+
+    @abstractmethod
+    def _open(self) -> str:
+        """Prepares to start processes; the host to listen on, which they can reach."""
+
+    @abstractmethod
+    def _launch(self, numbers: Sequence[int]) -> None:
+        """Starts processes that `serve` these members at `_board.address`. The first time, all of them at once."""
+
+    @abstractmethod
+    def _ended(self, number: int, seconds: float) -> str | None:
+        """How the process of a member ended, waiting so long for it; None where it has not."""
+
+    @abstractmethod
+    def _kill(self, number: int) -> None:
+        """Ends the process of a member at once, also if it is stopped, or already gone."""
+
+    @abstractmethod
+    def _dismiss(self, polite: bool) -> None:
+        """Waits shortly for all processes to end, where they are `polite`; kills the rest."""
+
+    def _log(self, number: int) -> Path | None:
+        return self.job.log(number)
+
+    # the crew
+
+    @property
+    def members(self) -> Mapping[int, Member]:
+        self._events(0.0)
+        return MappingProxyType(self._members)
+
+    def seat(self, job: Job, numbers: Sequence[int]) -> None:
+        assert not self._seats and len(set(numbers)) == len(numbers) == job.world_size
+        self.job, self._seats = job, list(numbers)
+        for number in numbers:
+            if number not in self._members:
+                self._gone[number] = "it was gone before the generation began"
+        self._rendezvous: Rendezvous | None = Rendezvous(self._host)
+        self._rendezvous.start()
+        self.store = self._rendezvous.address
+
+    def call(self, method: str, *args: Any, within: float = inf) -> list[Any]:
+        self._send(method, args)
+        values = self._gather(shown(method, args), within)
+        return [values[number] for number in self._seats]
+
+    def release(self) -> list[Failure]:
+        self._polite = True
+        with self._impolite():
+            self._rendezvous = None  # who waits in the store for a rank that is gone is free
+            for number in self._hung & self._members.keys():
+                self._dispose(number)
+            lost = [f for number, f in self._failures.items() if number not in self._members]
+            left = set(self._seats) & self._members.keys()
+            self._tell(left, {"abort": True})
+            self._tell(left, self._next_call("leave"))
+            answers = self._answers(left, LEAVE_SECONDS)
+            for number in left - self._gone.keys():
+                if number not in answers:
+                    lost.append(self._failure(number, "hung", "leave()", f"it has not left in {LEAVE_SECONDS:.0f} s"))
+                elif "error" in answers[number]:
+                    lost.append(self._failure(number, "failed", "leave()", answers[number]["error"]))
+                else:
+                    continue
+                self._dispose(number)
+            known = {failure.member.number for failure in lost}
+            lost += [self._failure(n, "died", "release()", why) for n, why in self._gone.items() if n not in known]
+            self._seats, self._gone, self._hung, self._failures = [], {}, set(), {}
+        return lost
+
+    def hire(self, count: int) -> None:
+        numbers = range(self._hired, self._hired + count)
+        self._hired += count
+        self.starting.update(numbers)
+        self._board.expect(numbers)
+        self._launch(numbers)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        polite, self._polite = self._polite, False
+        try:
+            if polite:
+                ready = set(self._members)
+                self._tell(ready, self._next_call("close"))
+                polite = self._answers(ready, CLOSE_SECONDS).keys() == ready and not self.starting
+        finally:
+            self._opened.close()  # ends who waits for its next call
+            self._dismiss(polite)
+
+    # calls and answers
+
+    def _next_call(self, method: str) -> dict[str, Any]:
+        self._call += 1
+        return {"call": self._call, "method": method, "args": []}
+
+    def _send(self, method: str, args: tuple[Any, ...]) -> None:
+        call = self._next_call(method)
+        if any(isinstance(a, ByRank) for a in args):
+            for rank, number in enumerate(self._seats):
+                self._tell([number], call | {"args": arguments(args, rank)})
+        else:
+            self._tell(self._seats, call | {"args": args})
+
+    def _tell(self, numbers: Collection[int], message: Mapping[str, Any]) -> None:
+        if numbers:
+            frame = encode(message)  # once for all
+            for number in numbers:
+                self._board.send(number, frame)
+
+    def _gather(self, call: str, within: float) -> dict[int, Any]:
+        """The value of every seated member, by number. Raises WorkerFailed."""
+        values: dict[int, Any] = {}
+        failures = self._failures
+        pending, deadline, watch = set(self._seats), inf, Watch(within, monotonic())
+        with self._impolite():
+            while pending:
+                for number in self._gone.keys() - failures.keys():
+                    failures[number] = self._failure(number, "died", call, self._gone[number])
+                hung, self._hung = watch.hung(pending, monotonic())
+                failures |= {number: self._failure(number, "hung", call, cause) for number, cause in hung.items()}
+                if hung or self._gone or monotonic() >= deadline:
+                    raise WorkerFailed(list(failures.values()))
+                self._tell(watch.ask(pending, monotonic()), {"beat": True})
+                for number, message in self._events(min(watch.patience(monotonic()), deadline - monotonic())):
+                    if "beat" in message:
+                        watch.heard(number, message["beat"], monotonic())
+                    elif message.get("answer") == self._call and number in pending:
+                        if "error" in message:
+                            failures[number] = self._failure(number, "failed", call, message["error"])
+                            deadline = min(deadline, monotonic() + GRACE)
+                        else:
+                            values[number] = message["value"]
+                        pending.remove(number)
+                if failures and not pending:
+                    raise WorkerFailed(list(failures.values()))
+        return values
+
+    def _answers(self, numbers: Collection[int], seconds: float) -> dict[int, dict[str, Any]]:
+        """How those of `numbers` that live have answered the last call, those that do in this time."""
+        answers: dict[int, dict[str, Any]] = {}
+        deadline = monotonic() + seconds
+        while (set(numbers) & self._members.keys()) - answers.keys() and (left := deadline - monotonic()) > 0:
+            for number, message in self._events(left):
+                if message.get("answer") == self._call:
+                    answers[number] = message
+        return answers
+
+    @contextmanager
+    def _impolite(self) -> Iterator[None]:
+        """While members are in the middle of something; and for good after an exception, also a signal's."""
+        before, self._polite = self._polite, False
+        yield
+        self._polite = before
+
+    # who is there
+
+    def _events(self, timeout: float) -> list[tuple[int, dict[str, Any]]]:
+        """What members have said in at most this time; returns early. Books who dials in, gets ready or is gone."""
+        said: list[tuple[int, dict[str, Any]]] = []
+        if self.starting:
+            timeout = min(timeout, _LOOK_SECONDS)
+        deadline = monotonic() + ENDING_SECONDS
+        for number, message in self._board.poll(max(0.0, timeout)):
+            if message is None:
+                self._book_death(number, self._ended(number, max(0.0, deadline - monotonic())))
+            elif "hello" in message:
+                self._greeted[number] = Member(number, message["hello"]["node"], message["hello"]["pid"])
+            elif message.get("answer") == START:
+                self._book_start(number, message.get("error"))
+            else:
+                said.append((number, message))
+        if self.starting and monotonic() > self._looked + _LOOK_SECONDS:
+            for number in self.starting - self._greeted.keys():
+                if cause := self._ended(number, 0.0):
+                    self._book_death(number, cause)
+            self._looked = monotonic()
+        return said
+
+    def _book_start(self, number: int, error: str | None) -> None:
+        if error is None:
+            self._members[number] = self._greeted[number]
+        else:
+            self.unstarted.append(self._failure(number, "failed", "start()", error))
+            self._dispose(number)
+        self.starting.discard(number)
+
+    def _book_death(self, number: int, cause: str | None) -> None:
+        cause = cause or "its connection is closed"
+        if number in self.starting:
+            self.starting.remove(number)
+            self.unstarted.append(self._failure(number, "died", "start()", cause))
+        if number in self._seats:
+            self._gone[number] = cause
+        self._dispose(number)
+
+    def _dispose(self, number: int) -> None:
+        self._board.hang_up(number)
+        self._kill(number)
+        self._members.pop(number, None)
+
+    def _failure(self, number: int, kind: str, call: str, cause: str) -> Failure:
+        member = self._greeted.get(number, Member(number, "", 0))
+        if number not in self._seats:
+            return Failure(member, kind, call, cause, name=f"worker{number}", log=self._log(number))
+        rank = self._seats.index(number)
+        name, coordinates = self.job.name(rank), dict(self.job.coordinates[rank])
+        return Failure(member, kind, call, cause, rank, name, coordinates, self._log(number))

@@ -1,0 +1,71 @@
+"""Who hangs in a call that is late: found by asking, since a hang never reports itself."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+BEAT_SECONDS = 1.0  # for an answer; also how often is asked
+
+
+class Watch:
+    """Of one call. `within`: seconds after which a member that makes no progress hangs. All times: one clock's."""
+
+    def __init__(self, within: float, start: float):
+        self._within, self._deadline = within, start + within
+        self._next = self._deadline - BEAT_SECONDS
+        self._asked: dict[int, float] = {}  # members that owe an answer, since when
+        self._beats: dict[int, tuple[float, Mapping[str, Any]]] = {}
+
+    def ask(self, pending: Collection[int], now: float) -> list[int]:
+        """The members to ask for a beat now."""
+        if now < self._next:
+            return []
+        self._next = now + BEAT_SECONDS / 2
+        asked = [number for number in pending if number not in self._asked]
+        self._asked.update(dict.fromkeys(asked, now))
+        return asked
+
+    def heard(self, number: int, beat: Mapping[str, Any], now: float) -> None:
+        """A beat has come."""
+        self._asked.pop(number, None)
+        self._beats[number] = (now, beat)
+
+    def patience(self, now: float) -> float:
+        """Seconds until there is something to ask or to find."""
+        return max(0.0, self._next - now)
+
+    def hung(self, pending: Collection[int], now: float) -> tuple[dict[int, str], set[int]]:
+        """The pending members that hang, with what is known of each; and those of them to blame: nobody, where all
+        pending ones have waited for each other, which is how a lost message looks.
+
+        A member hangs that does not answer (stopped, or something keeps Python's lock); or that is where it was
+        `within` seconds ago and does not wait for other ranks. One that goes on, however slowly, does not.
+        """
+        if now < self._deadline:
+            return {}, set()
+        silent = {
+            number: f"no sign of life for {now - self._asked[number]:.1f} s"
+            for number in pending
+            if number in self._asked and now - self._asked[number] >= BEAT_SECONDS
+        }
+        if silent:
+            return silent, set(silent)
+        if any(number not in self._beats for number in pending):
+            return {}, set()
+        stuck = {}
+        for number in pending:
+            came, beat = self._beats[number]
+            if beat["call"] and beat["seconds"] + now - came >= self._within:
+                stuck[number] = beat
+        busy = {number: _where(beat) for number, beat in stuck.items() if not beat["waiting"]}
+        if busy:
+            return busy, set(busy)
+        if len(stuck) == len(pending):
+            return {n: f"all pending ranks wait for each other: {_where(beat)}" for n, beat in stuck.items()}, set()
+        return {}, set()
+
+
+def _where(beat: Mapping[str, Any]) -> str:
+    place = f"{beat['call']}: {beat['section']}" if beat["section"] else beat["call"]
+    return f"{beat['seconds']:.1f} s at {place}"

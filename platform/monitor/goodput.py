@@ -1,0 +1,77 @@
+"""What failures cost: read from the transitions in `journal.jsonl`, never guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+_BEGIN = "forming"
+_END = ("done", "drained", "stopped", "gave_up")
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Of one driver's run, or of several after another.
+
+    `goodput`: seconds of steps that count, over all seconds from the first forming to the end, without the time between
+    drivers. `recoveries`: seconds from the detection of a failure to the end of the first new step, one per failure.
+    """
+
+    failures: int
+    transitions: int  # new generations without a failure: growth, a notice
+    steps_lost: int  # committed, and done again because nobody had the state after them
+    recoveries: tuple[float, ...]
+    seconds: float
+    useful_seconds: float
+
+    @property
+    def goodput(self) -> float:
+        return self.useful_seconds / self.seconds if self.seconds else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for the journal and W&B."""
+        return asdict(self) | {"recoveries": list(self.recoveries), "goodput": self.goodput}
+
+    def __str__(self) -> str:
+        recovery = ""
+        if self.recoveries:
+            recovery = f"; to the first new step {median(self.recoveries):.2f} s median, {max(self.recoveries):.2f} s"
+            recovery += " longest"
+        failures = f"{self.failures} failure{'' if self.failures == 1 else 's'} survived"
+        lost = f"{self.steps_lost} step{'' if self.steps_lost == 1 else 's'} lost"
+        return f"{failures}, {lost}{recovery}; goodput {self.goodput:.1%} of {self.seconds:.1f} s"
+
+
+def goodput(journal: Iterable[Mapping[str, Any]]) -> Goodput:
+    """From a journal's events, in order. `useful_seconds` of an event are those of the steps committed since the event
+    before it that has them; a `restored` event's `steps_lost` and `lost_seconds` take steps back."""
+    failures = transitions = lost = 0
+    useful = seconds = 0.0
+    recoveries: list[float] = []
+    failed: list[float] = []  # when the failures were seen that no step followed yet
+    begin = last = None
+    for event in journal:
+        kind, now = event["event"], event["time"]
+        if begin is None:
+            if kind != _BEGIN:
+                continue
+            begin = now
+        useful += event.get("useful_seconds", 0.0) - event.get("lost_seconds", 0.0)
+        lost += event.get("steps_lost", 0)
+        if kind == "failure":
+            failures += 1
+            failed.append(now)
+        elif kind == "reforming":
+            transitions += 1
+        elif kind == "first_step":
+            recoveries += [now - then for then in failed]
+            failed.clear()
+        last = now
+        if kind in _END:
+            seconds += now - begin
+            begin = None
+    if begin is not None and last is not None:  # the driver was killed: all that is known of its end
+        seconds += last - begin
+    return Goodput(failures, transitions, lost, tuple(recoveries), seconds, useful)

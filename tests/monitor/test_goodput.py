@@ -1,0 +1,57 @@
+"""What failures cost, from the journal."""
+
+from platform.monitor.goodput import goodput
+
+
+def events(*found):
+    return [{"event": name, "time": time, **fields} for time, name, fields in found]
+
+
+JOURNAL = events(
+    (100.0, "forming", {}),
+    (102.0, "formed", {}),
+    (103.0, "running", {}),
+    (104.0, "first_step", {"step": 1}),
+    (110.0, "failure", {"useful_seconds": 6.0}),
+    (110.1, "released", {}),
+    (110.2, "forming", {}),
+    (110.9, "restored", {"steps_lost": 0}),
+    (112.0, "first_step", {"step": 8}),
+    (120.0, "failure", {"useful_seconds": 8.0}),
+    (120.5, "failure", {}),  # another one before the first step
+    (121.0, "restored", {"steps_lost": 2, "lost_seconds": 1.5}),
+    (123.0, "first_step", {"step": 12}),
+    (130.0, "done", {"useful_seconds": 7.0}),
+)
+
+
+def test_a_run_with_failures():
+    found = goodput(JOURNAL)
+    assert (found.failures, found.steps_lost, found.transitions) == (3, 2, 0)
+    assert found.recoveries == (2.0, 3.0, 2.5)
+    assert found.seconds == 30.0 and found.useful_seconds == 6.0 + 8.0 + 7.0 - 1.5
+    assert found.goodput == 19.5 / 30.0
+    assert str(found) == (
+        "3 failures survived, 2 steps lost; to the first new step 2.50 s median, 3.00 s longest; "
+        "goodput 65.0% of 30.0 s"
+    )
+
+
+def test_the_time_between_two_drivers_does_not_count():
+    twice = [*JOURNAL, *({**event, "time": event["time"] + 1000} for event in JOURNAL)]
+    assert goodput(twice).seconds == 60.0
+    assert goodput(twice).goodput == 19.5 / 30.0
+
+
+def test_a_driver_that_was_killed_ends_with_its_last_event():
+    assert goodput(JOURNAL[:5]).seconds == 10.0
+
+
+def test_nothing_happened():
+    found = goodput([])
+    assert found.goodput == 0.0 and str(found) == "0 failures survived, 0 steps lost; goodput 0.0% of 0.0 s"
+
+
+def test_growth_is_no_failure():
+    grown = events((0.0, "forming", {}), (5.0, "reforming", {"useful_seconds": 4.0}), (6.0, "done", {}))
+    assert goodput(grown).transitions == 1 and goodput(grown).failures == 0 and goodput(grown).recoveries == ()

@@ -1,0 +1,39 @@
+"""Faults on purpose strike where and when they were asked to."""
+
+import multiprocessing
+import signal
+
+import pytest
+
+from platform.train.faults import Fault, Faults, Injected, armed, strike
+
+
+def test_each_strikes_once():
+    faults = Faults(["3:kill:1", "5:raise:7:backward", "3:stop:0:forward"])
+    assert faults.take(2, 4) == []
+    assert [str(f) for f in faults.take(3, 4)] == ["3:kill:1", "3:stop:0:forward"]
+    assert faults.take(3, 4) == []
+    assert [str(f) for f in faults.take(6, 2)] == ["5:raise:1:backward"]  # step 5 was another generation's
+
+
+@pytest.mark.parametrize("text", ["", "3", "3:kill", "3:burn:1", "x:kill:1", "3:kill:-1"])
+def test_others_are_refused(text):
+    with pytest.raises(ValueError):
+        Fault.parse(text)
+
+
+def test_at_the_first_entry_of_its_section():
+    entered = armed(Fault(1, "raise", 0, "backward"))
+    entered("forward")
+    with pytest.raises(Injected):
+        entered("backward")
+    entered("backward")
+    with pytest.raises(Injected):
+        armed(Fault(1, "raise", 0))("data")
+
+
+def test_kill():
+    process = multiprocessing.get_context("fork").Process(target=strike, args=("kill",))
+    process.start()
+    process.join(10)
+    assert process.exitcode == -signal.SIGKILL
