@@ -31,7 +31,10 @@ class Layout(Mapping[str, tuple[str, ...]]):
         return cls(items, tuple(a for a in only if a not in split))
 
     def __getitem__(self, dim: str) -> tuple[str, ...]:
-        return next((axes for d, axes in self.items_ if d == dim), ())
+        for d, axes in self.items_:
+            if d == dim:
+                return axes
+        return ()
 
     def __iter__(self) -> Iterator[str]:
         return (dim for dim, _ in self.items_)
@@ -104,4 +107,4 @@ def block(
 
 def local_shape(dims: Sequence[str], sizes: Mapping[str, int], layout: Layout, mesh: Mesh) -> tuple[int, ...]:
     """The shape of the block of every rank that has one: all blocks are equal."""
-    return tuple(padded(sizes[d], mesh.extent(layout[d])) // mesh.extent(layout[d]) for d in dims)
+    return tuple(-(-sizes[d] // mesh.extent(layout[d])) for d in dims)

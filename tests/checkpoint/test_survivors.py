@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from platform.checkpoint import Block, Memory, Snapshot, copies, recover, surviving, whole
-from platform.parallel.groups import Alone, run_threads
+from platform.parallel.groups import Alone
+from platform.parallel.threads import run_threads
 from platform.plan.mesh import Mesh
 from tests.checkpoint.job import Job, values
 from tests.checkpoint.test_peers import SHAPES

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import os
 import subprocess
 import sys
 
@@ -90,6 +92,90 @@ def test_lower_precision_is_rounded_from_the_same_numbers():
     block, shape = [(3, 40), (0, 64)], [64, 64]
     for dtype in (torch.float32, torch.bfloat16):
         assert torch.equal(normal(block, shape, dtype=dtype), normal(block, shape).to(dtype))
+
+
+def of_the_old_way(key, elements):
+    """The same numbers by torch's log and cos."""
+    z = random.bits(key, elements)
+    u, v = ((z >> 32) & 0xFFFFFFFF).double(), (z & 0xFFFFFFFF).double()
+    return ((u + 0.5) * 2.0**-32).log().mul(-2).sqrt() * (v * 2 * math.pi * 2.0**-32).cos()
+
+
+def test_normal_numbers_are_those_of_box_and_muller():
+    elements = torch.arange(N)
+    assert (random.normal(KEY, elements) - of_the_old_way(KEY, elements)).abs().max() < 1e-14
+
+
+@pytest.mark.parametrize("high", [0, 1, 1 << 31, (1 << 31) - 1, (1 << 32) - 1])
+@pytest.mark.parametrize("low", [0, 1, 1 << 30, 1 << 31, 3 << 30, (1 << 32) - 1])
+def test_the_ends_of_both_uniform_numbers(high, low, monkeypatch):
+    drawn = torch.tensor([high - ((high >> 31) << 32)]) * (1 << 32) + low
+    monkeypatch.setattr(random, "bits", lambda key, elements: drawn)
+    exact = math.sqrt(-2 * math.log((high + 0.5) / 2**32)) * math.cos(2 * math.pi * low / 2**32)
+    assert random.normal(0, drawn).item() == pytest.approx(exact, rel=1e-14, abs=1e-14)
+
+
+def digest(x: torch.Tensor) -> str:
+    return hashlib.sha256(x.contiguous().numpy().tobytes()).hexdigest()[:16]
+
+
+def test_numbers_have_the_same_bits_everywhere():
+    """Those of one processor, written down; and of each element by itself, backwards, strided, in odd lengths
+    at odd offsets, and where denormal numbers are flushed to zero."""
+    elements = torch.arange(2048)
+    whole = random.normal(KEY, elements)
+    assert digest(whole) == "88aa1bdd087a0321"
+    assert digest(random.keep_mask(KEY, elements, 0.1)) == "82b6df204b6b625a"
+    for length in range(1, 70):
+        first = 13 * length
+        assert torch.equal(random.normal(KEY, elements[first : first + length]), whole[first : first + length])
+    assert torch.equal(random.normal(KEY, elements.flip(0)), whole.flip(0))
+    assert torch.equal(random.normal(KEY, elements.view(64, 32).t()), whole.view(64, 32).t())
+    assert torch.equal(random.normal(KEY, elements[3::7]), whole[3::7])
+    flushed = torch.set_flush_denormal(True)
+    try:
+        assert not flushed or torch.equal(random.normal(KEY, elements), whole)
+    finally:
+        torch.set_flush_denormal(False)
+
+
+@pytest.mark.gpu
+def test_numbers_have_the_same_bits_on_a_gpu():
+    elements = torch.arange(N)
+    for draw in (random.normal, lambda key, where: random.keep_mask(key, where, 0.1)):
+        assert torch.equal(draw(KEY, elements.cuda()).cpu(), draw(KEY, elements))
+
+
+OTHER_KERNELS = """
+import os, sys
+if sys.argv[1] == "before":
+    os.environ["MKL_VML_DEBUG_CPU_TYPE"] = "9"
+import torch
+from platform.parallel import random
+os.environ["MKL_VML_DEBUG_CPU_TYPE"] = "9"
+from tests.parallel.test_random import KEY, digest, of_the_old_way
+elements = torch.arange(2048)
+print(digest(random.normal(KEY, elements)), digest(of_the_old_way(KEY, elements)))
+"""
+
+
+@pytest.mark.skipif(
+    not torch.backends.mkl.is_available() or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
+    reason="MKL's kernels for AVX2",
+)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_neither_mkls_choice_of_kernels_nor_a_thread_that_sees_it_unfinished_changes_a_number(when):
+    """9 is what a thread reads, on processors with AVX-512, while another one's first call of MKL's vector math is not
+    done; set in the environment, everybody does. `platform.parallel` makes that first call at import: set `after`, it
+    changes nothing. Set `before`, it takes the old way's digits (the control), and not those of `random.normal`."""
+    environment = {k: v for k, v in os.environ.items() if k != "MKL_VML_DEBUG_CPU_TYPE"}
+    command = [sys.executable, "-c", OTHER_KERNELS, when]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    here = [digest(draw(KEY, torch.arange(2048))) for draw in (random.normal, of_the_old_way)]
+    found = done.stdout.split()
+    assert found[0] == here[0]
+    assert (found[1] == here[1]) == (when == "after")
 
 
 def test_elements_are_global():

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from platform.checkpoint import Block, Memory
-from platform.parallel.groups import Alone, Communicator, run_threads
+from platform.parallel.groups import Alone, Communicator
+from platform.parallel.threads import run_threads
 from platform.plan.mesh import Mesh
 from platform.train.plan import make_plan
 from platform.train.state import State
