@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from platform.monitor import MetricsLog
+from platform.launch import compose, main
+from platform.monitor import Journal, MetricsLog
+from platform.train.schedule import learning_rate
 from tests.test_end_to_end import QUICK, SMALL, TIMEOUT, command, refused
 
 FIXED = "optimizer.warmup_steps=2 parallel.data=1 data=synthetic precision=fp64 model.dropout=0.1".split()
@@ -100,7 +105,9 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, through):
     ("arguments", "first", "others"),
     [
         ("checkpoint.url={}/checkpoints model.layers=2 seed=7", "config: checkpoint.url={}/checkpoints: step-00000006-",
-         ["config: model.layers: 1 there, 2 here", "config: seed: 0 there, 7 here"]),
+         ["config: model.layers: 1 there, 2 here; fixed: the saved tensors are another model's",
+          "config: seed: 0 there, 7 here; fixed: samples or their order would be others: some would come twice, some"
+          " never"]),
         ("checkpoint.resume=nowhere", "config: checkpoint.resume={}/nowhere: holds no checkpoint", []),
         ("checkpoint.resume=must", "config: checkpoint.url={}/run/checkpoints: holds no checkpoint", []),
     ],
@@ -116,3 +123,155 @@ def test_what_cannot_be_resumed_is_refused(tmp_path, through, arguments, first, 
 def test_a_storage_that_cannot_be_written_is_refused(tmp_path):
     done = train(tmp_path, *SERIAL, STEPS, "checkpoint.every=1", "checkpoint.url=/proc/run", "run.dir=run", status=2)
     assert done.stderr.startswith("config: checkpoint.url=/proc/run: cannot be written to: ")
+
+
+def test_an_allowed_key_changes_and_is_the_runs_from_then_on(tmp_path, monkeypatch, capfd, through):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(through, tmp_path / "run")
+    later = [*SERIAL, "train.steps=8", "checkpoint.every=1", "optimizer.lr=1e-4", "run.dir=run"]
+    assert main([QUICK, *SMALL, *FIXED, *later]) == 2
+    first, *lines = capfd.readouterr().err.splitlines()
+    assert first.startswith(
+        f"config: run.dir={tmp_path}/run: holds another run; name another directory, or go on with "
+    )
+    assert "resume.allow=[optimizer.lr]" in first and len(lines) == 1
+    done = train(tmp_path, *later, "resume.allow=[optimizer.lr]")
+    there, here = (compose([QUICK, *SMALL, *FIXED, *a]).optimizer for a in ([], later))
+    (changed,) = (e for e in Journal.read(tmp_path / "run" / "journal.jsonl") if e["event"] == "changed")
+    assert changed["keys"] == {"optimizer.lr": [there.lr, 1e-4], "train.steps": [6, 8]}
+    said = [line for line in done.stdout.splitlines() if line.startswith("changed")]
+    assert said == [f"changed  optimizer.lr: {there.lr} there, 0.0001 here", "changed  train.steps: 6 there, 8 here"]
+    rows = MetricsLog.read(tmp_path / "run" / "metrics.jsonl")
+    assert numbers(tmp_path / "run")[:6] == numbers(through)
+    assert [(row["step"], row["lr"]) for row in rows[6:]] == [(k, learning_rate(here, k, 8)) for k in (7, 8)]
+    assert main([QUICK, *SMALL, *FIXED, *later]) == 0
+    assert "already done: 8 steps" in capfd.readouterr().out
+
+
+def newer(checkpoint: Path) -> None:
+    """A manifest of the next format, sealed."""
+    body = (checkpoint / "manifest.json").read_bytes().replace(b'"format": 1', b'"format": 2')
+    body = body[: body.rindex(b'"sha256": ')]
+    (checkpoint / "manifest.json").write_bytes(body + f'"sha256": "{hashlib.sha256(body).hexdigest()}"}}\n'.encode())
+
+
+def half_written(checkpoint: Path) -> None:
+    (checkpoint / "manifest.json").unlink()
+
+
+def cut(checkpoint: Path) -> None:
+    os.truncate(next(checkpoint.glob("*.bin")), 10)
+
+
+def whole(checkpoint: Path) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("damage", "arguments", "line"),
+    [
+        (newer, "checkpoint.url={url}", "checkpoint.url={url}: holds no checkpoint to resume from; {last}: format 2 is "
+         "newer than 1, the newest that this version reads; {fifth}: format 2 is newer than 1, the newest that this "
+         "version reads; nearest legal: checkpoint.resume=never"),
+        (newer, "checkpoint.resume={url}/{last}", "checkpoint.resume={url}/{last}: cannot be resumed from: format 2 is "
+         "newer than 1, the newest that this version reads"),
+        (half_written, "checkpoint.resume={url}/{last}", "checkpoint.resume={url}/{last}: cannot be resumed from: "
+         "incomplete, or not a checkpoint: it has no manifest.json"),
+        (half_written, "checkpoint.resume={url}", "checkpoint.resume={url}: holds no checkpoint to resume from; "
+         "{last}: incomplete, or not a checkpoint: it has no manifest.json; {fifth}: incomplete, or not a checkpoint: "
+         "it has no manifest.json; nearest legal: auto, never, must"),
+        (cut, "checkpoint.resume={url}/{last}", "checkpoint.resume={url}/{last}: cannot be resumed from: "
+         "blocks-00000.bin has 10 bytes instead of "),
+        (whole, "checkpoint.resume=nosuch://x/y", "checkpoint.resume=nosuch://x/y: cannot be used: Protocol not known: "
+         "nosuch; nearest legal: a path"),
+        (whole, "checkpoint.resume=http://127.0.0.1:9/{last}", "checkpoint.resume=http://127.0.0.1:9/{last}: cannot "
+         "be resumed from: "),
+        (whole, "checkpoint.url={url} resume.allow=[seed]", "resume.allow=seed: samples or their order would be "),
+        (whole, "resume.allow=[optimizer.lr]", "resume.allow=optimizer.lr: needs the run to go on from; its default "
+         "directory has other values in its name; nearest legal: run.dir=DIRECTORY"),
+    ],
+)  # fmt: skip
+def test_bad_checkpoints_are_refused_in_one_line(tmp_path, monkeypatch, capfd, through, damage, arguments, line):
+    """In this process: torch takes seconds."""
+    url = tmp_path / "checkpoints"
+    shutil.copytree(through / "checkpoints", url)
+    fifth, last = sorted(url.iterdir())
+    damage(fifth), damage(last)
+    before = {p: p.read_bytes() if p.is_file() else None for p in tmp_path.rglob("*")}
+    monkeypatch.chdir(tmp_path)
+    names = {"url": url, "fifth": fifth.name, "last": last.name}
+    directory = [] if arguments.startswith("resume.allow") else ["run.dir=run"]
+    assert main([QUICK, *SMALL, *FIXED, *SERIAL, STEPS, *directory, *arguments.format(**names).split()]) == 2
+    out, err = capfd.readouterr()
+    (said,) = err.splitlines()
+    assert said.startswith("config: " + line.format(**names)) and not out
+    assert {p: p.read_bytes() if p.is_file() else None for p in tmp_path.rglob("*")} == before
+
+
+KEPT = ("config.yaml", "plan.json", "metrics.jsonl")
+PLAIN_USER = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.geteuid() == 0 else []  # root reads all
+
+
+@pytest.mark.skipif(
+    bool(PLAIN_USER) and not shutil.which("setpriv"), reason="root, and no setpriv to read as others do"
+)
+@pytest.mark.parametrize("what", ["manifest.json", "*.bin"])
+def test_an_unreadable_checkpoint_is_refused(tmp_path, through, what):
+    shutil.copytree(through, tmp_path / "run")
+    kept = [*(tmp_path / "run").glob("checkpoints/*/*"), *(tmp_path / "run" / f for f in KEPT)]
+    before = {path: path.read_bytes() for path in kept}
+    for path in (tmp_path / "run" / "checkpoints").glob(f"*/{what}"):
+        path.chmod(0)
+    arguments = [*FIXED, *SERIAL, "train.steps=8", "checkpoint.every=1", "run.dir=run"]
+    line = [*PLAIN_USER, sys.executable, "-m", "platform.launch", QUICK, *SMALL, *arguments]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT)
+    (said,) = done.stderr.splitlines()
+    assert done.returncode == 2 and "Permission denied" in said and said.startswith("config: checkpoint.")
+    for path in before:
+        path.chmod(0o644)
+    assert {path: path.read_bytes() for path in kept} == before
+    assert set((tmp_path / "run").glob("checkpoints/*/*")) == {path for path in kept if "checkpoints" in path.parts}
+
+
+FULL = '''
+"""A storage full://PATH that is full from step 4 on, while $FULL is set."""
+import errno, os
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+class Full(LocalFileSystem):
+    protocol = "full"
+
+    def __init__(self, **options):
+        super().__init__(**{**options, "auto_mkdir": True})
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(path.removeprefix("full://"))
+
+    def open(self, path, mode="rb", **more):
+        if "w" in mode and "/step-00000004-" in path and os.environ.get("FULL"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().open(path, mode, **more)
+
+fsspec.register_implementation("full", Full, clobber=True)
+'''
+
+
+def test_an_end_that_cannot_be_saved_is_no_success(tmp_path, monkeypatch, through):
+    (tmp_path / "full.py").write_text(FULL)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}")
+    monkeypatch.setenv("FULL", "1")
+    storage = ["extend=[full]", f"checkpoint.url=full://{tmp_path}/checkpoints", "checkpoint.every=3"]
+    arguments = [*SERIAL, STEPS, "train.stop_at=4", "run.dir=run", *storage]
+    done = train(tmp_path, *arguments, status=1)
+    last = done.stdout.splitlines()[-1]
+    assert last == "step 4 could not be saved: the same command continues after step 3"
+    assert "No space left on device; it is tried again" in done.stdout and "run directory" not in done.stdout
+    journal = Journal.read(tmp_path / "run" / "journal.jsonl")
+    assert [e["event"] for e in journal if "checkpoint" in e["event"]] == ["checkpoint"] + ["checkpoint_failed"] * 3
+    assert [(e["step"], e["saved"]) for e in journal if e["event"] == "unsaved"] == [(4, 3)]
+    assert "done" not in events(tmp_path / "run")
+    monkeypatch.delenv("FULL")
+    assert "continues after step 3" in train(tmp_path, *arguments).stdout
+    assert numbers(tmp_path / "run") == numbers(through)[:4]
