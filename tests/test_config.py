@@ -324,6 +324,7 @@ NEUTRAL = """
 parallel.zero=0 pipeline=none pipeline.stages=1 pipeline.chunks=1 branch=none branch.axes.g=1 recompute=none
 checkpoint.every=0 checkpoint.resume=auto elastic.spares=0 elastic.min_workers=1 elastic.max_workers=0 train.stop_at=0
 model.fused_dropout=false tensor=serial tensor.axes.t=1 eval.every=0 pipeline.scatter_gather=true
+elastic.snapshot_every=0
 """.split()
 
 

@@ -55,7 +55,7 @@ def find_source(
         state = _state(old)
         if missing := whole(*state, alive):
             more = f" and {len(missing) - 1} more" if missing[1:] else ""
-            reasons.append(f"step {step} of generation {generation}: {missing[0]}{more} was lost with its holders")
+            reasons.append(f"step {step} of generation {generation}: not all is left of {missing[0]}{more}")
             continue
         chosen = _choose(*state, alive, size)
         source = {key: old[key] for key in ("config", "stage_of", "domains")}

@@ -1,0 +1,95 @@
+"""Holding every step's state in host memory, with copies at peers, beside the step: 4 gloo processes on this machine.
+
+    python tests/benchmarks/memory_snapshot.py [--steps 8] [--nodes 2]
+
+Prints per plan what the fullest worker holds and gets from peers per snapshot, and medians over the steps of the
+slowest worker's time in each. The state does not grow with the batch: the share falls as a step gets longer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch  # noqa: E402
+
+from platform.checkpoint import Memory, copies, kept_bytes  # noqa: E402
+from platform.config import Config  # noqa: E402
+from platform.train.plan import make_plan  # noqa: E402
+from platform.train.state import State, held_of  # noqa: E402
+from tests.benchmarks.step_time import SIZES  # noqa: E402
+from tests.oracle import configure, trainer_of  # noqa: E402
+from tests.pool import Pool  # noqa: E402
+
+RANKS = 4
+PLANS: dict[str, dict[str, Any]] = {
+    "data 4": {"data": 4, "microbatch": 1},
+    "data 4, zero 1": {"data": 4, "microbatch": 1, "zero": 1},
+    "data 4, zero 3": {"data": 4, "microbatch": 1, "zero": 3},
+    "1d, t 2, data 2": {"tensor": "1d", "axes": {"t": 2}, "data": 2, "microbatch": 2},
+    "2d": {"tensor": "2d", "axes": {"r": 2, "c": 2}, "microbatch": 4},
+}
+
+
+def config(name: str) -> Config:
+    model, batch = SIZES["gpt_small"]
+    c = configure(**PLANS[name], precision="fp32", global_batch=batch)
+    c.model = model
+    return c
+
+
+def measure(given: tuple[Config, list[int], int], plan, communicator) -> list[tuple[float, float]]:
+    """Seconds of every step, and of holding it."""
+    torch.set_num_threads(1)
+    c, domains, steps = given
+    trainer = trainer_of(c, plan, communicator)
+    state = State(trainer)
+    memory = Memory(state.held, domains, communicator.rank)
+    out = []
+    for step in range(1, steps + 4):  # the first three warm up, and make both buffers
+        communicator.barrier()
+        begin = time.perf_counter()
+        trainer.step(step)
+        communicator.barrier()
+        between = time.perf_counter()
+        memory.hold(step, state.blocks(), state.values(), communicator.transfer)
+        out.append((between - begin, time.perf_counter() - between))
+    return out[3:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--nodes", type=int, default=1, choices=[1, 2, 4], help="that the ranks are said to run on")
+    arguments = parser.parse_args()
+    domains = [rank * arguments.nodes // RANKS for rank in range(RANKS)]
+    pool = Pool()
+    print(f"gpt_small, fp32, {RANKS} ranks said to be on {arguments.nodes} node(s), {os.cpu_count()} cores")
+    print("| plan | own state (MB) | from peers (MB) | step (ms) | hold (ms) | hold / step |")
+    print("|---|---|---|---|---|---|")
+    for name in PLANS:
+        c = config(name)
+        plan = make_plan(c)
+        state = held_of(c, plan)
+        kept = copies(state, domains)
+        sizes = [kept_bytes(state, kept, rank) for rank in range(RANKS)]
+        own, given = (max(size[what] for size in sizes) / 2e6 for what in ("own", "copies"))
+        ranks = pool.run(measure, (c, domains, arguments.steps), plan)
+        slowest = [
+            [max(times) for times in zip(*(rank[k] for rank in ranks), strict=True)] for k in range(len(ranks[0]))
+        ]
+        step, hold = (1000 * statistics.median(times) for times in zip(*slowest, strict=True))
+        print(f"| {name} | {own:.1f} | {given:.1f} | {step:.0f} | {hold:.1f} | {100 * hold / step:.1f} % |", flush=True)
+    pool.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""A worker goes on from its memory after its step failed."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from platform.config import Config
+from platform.plan.rows import rows
+from platform.train.pipeline import schedule_of
+from platform.train.survivors import find_source, take_seats
+from platform.train.worker import Worker
+from tests.oracle import configure
+
+
+@pytest.fixture
+def config() -> Config:
+    c = configure(layers=1)
+    c.data.kind, c.data.objective = "synthetic", ""
+    return c
+
+
+@pytest.fixture
+def worker(config, tmp_path):
+    return lambda: form(Worker(asdict(config), 0, 1, device="cpu", run_dir=str(tmp_path), threads=1), 1)
+
+
+def form(w: Worker, generation: int) -> Worker:
+    w.form(("", 0), generation, [0])
+    w.build([row.plain() for row in rows(schedule_of(w.config, 1))][0])
+    return w
+
+
+def test_after_a_step_that_failed(config, worker):
+    undisturbed, disturbed = worker(), worker()
+    expected = [undisturbed.step(step)["loss"] for step in (1, 2, 3)]
+    assert disturbed.held() == []
+    assert [disturbed.step(step)["loss"] for step in (1, 2)] == expected[:2] and disturbed.held() == [(1, [1, 2])]
+    disturbed.trainer.weights.refresh = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        disturbed.step(3)  # the master copies have changed
+    formed = {1: {"config": asdict(config), "stage_of": [0], "domains": [""], "seats": [7]}}
+    source, _ = find_source({7: disturbed.held()}, formed, 1)
+    assert source
+    disturbed.close()
+    form(disturbed, 2)
+    disturbed.recover(take_seats(source, [], 1)[1])
+    assert disturbed.held() == [(1, [2]), (2, [2])], "until a step is taken, there are both to go back to"
+    assert disturbed.step(3)["loss"] == expected[2] and disturbed.held() == [(2, [2, 3])]
+    pairs = zip(undisturbed.state.blocks(), disturbed.state.blocks(), strict=True)
+    assert all(torch.equal(a.tensor, b.tensor) for a, b in pairs)
+
+
+@pytest.mark.parametrize(("every", "held"), [(0, []), (2, [(1, [2, 4])])])
+def test_as_often_as_asked(config, worker, every, held):
+    config.elastic.snapshot_every = every
+    w = worker()
+    reports = [w.step(step) for step in range(1, 6)]
+    assert w.held() == held
+    assert [r["seconds"]["checkpoint"] > 0 for r in reports] == [every > 0 and r["step"] % 2 == 0 for r in reports]
+    assert all(r["step_seconds"] >= sum(r["seconds"].values()) for r in reports)
