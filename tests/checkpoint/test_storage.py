@@ -87,7 +87,9 @@ def test_a_storage_that_cannot_be_had_is_refused_by_name(monkeypatch):
     fsspec_registry = importlib.import_module("fsspec.registry")  # a name in fsspec hides it
     monkeypatch.delitem(fsspec_registry._registry, "s3", raising=False)
     monkeypatch.setitem(sys.modules, "s3fs", None)
-    missing = r"cannot be used: Install s3fs to access S3 \(pip install 'elastic-platform\[s3\]'\); nearest legal: a path$"
+    missing = (
+        r"cannot be used: Install s3fs to access S3 \(pip install 'elastic-platform\[s3\]'\); nearest legal: a path$"
+    )
     with pytest.raises(ConfigError, match=missing):
         connect("s3://bucket/run")
     assert without_secrets("ftp://user:secret@host/path@x") == "ftp://host/path@x"
