@@ -55,6 +55,26 @@ def test_two_halves_under_two_plans_are_the_whole(tmp_path, through):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("start", [pytest.param("ray", marks=pytest.mark.ray), "torchrun"])
+def test_ray_and_torchrun_save_and_go_on_too(tmp_path, through, start):
+    """Two steps on one worker here, three on two that are started so, and the last one here again."""
+    workers = "tensor=1d tensor.axes.t=2 train.stop_at=5 run.dir=run".split()
+    train(tmp_path, *SERIAL, STEPS, "train.stop_at=2", "run.dir=run")
+    if start == "ray":
+        done = train(tmp_path, "cluster=local", *workers, STEPS)
+    else:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        line = [*torchrun, "-m", "platform.launch", QUICK, *SMALL, *FIXED, "cluster=processes", *workers, STEPS]
+        done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert "continues after step 2" in done.stdout
+    done = train(tmp_path, *SERIAL, STEPS, "run.dir=run")
+    assert "continues after step 5" in done.stdout
+    for have, want in zip(numbers(tmp_path / "run"), numbers(through), strict=True):
+        assert have == pytest.approx(want, rel=1e-10, abs=0)
+    assert events(tmp_path / "run").count("restored") == 2
+
+
 def test_a_named_checkpoint_and_the_same_plan_go_on_bit_by_bit(tmp_path, through):
     fifth, last = sorted((through / "checkpoints").iterdir())
     train(tmp_path, *SERIAL, STEPS, f"checkpoint.resume={fifth}", "run.dir=run")

@@ -44,7 +44,8 @@ PLANS: dict[str, dict[str, Any]] = {
 MODELS: dict[str, dict[str, Any]] = {
     "tied, vocab 61, 4 layers": {"tied": True, "kv_heads": 8, "layers": 4},
     "grouped queries, untied, swiglu": {
-        "layers": 4, "tied": False, "kv_heads": 2, "norm": "rmsnorm", "activation": "swiglu", "bias": False, "vocab": 63, "d_ff": 48,
+        "layers": 4, "tied": False, "kv_heads": 2, "norm": "rmsnorm", "activation": "swiglu", "bias": False,
+        "vocab": 63, "d_ff": 48,
     },
 }  # fmt: skip
 PAIRS = list(product(PLANS, PLANS))
