@@ -92,6 +92,7 @@ def test_a_connection_that_goes_at_every_request_of_a_save(s3, answer):
     assert at > 10 and wire.methods >= {"CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload"}
 
 
+@pytest.mark.full
 @ANSWER
 def test_a_save_is_tried_again_whatever_is_lost(s3, answer):
     storage, step, at, fired = connect(s3), 1, 0, True
@@ -103,16 +104,15 @@ def test_a_save_is_tried_again_whatever_is_lost(s3, answer):
             wire = Wire(patch, at, answer)
             saver.save(job(step).shapes, meta(step), lambda directory: job(step).write(storage, directory))  # noqa: B023
             assert saver.wait(30)
-        events = {event["event"]: event for event in saver.poll()}
-        saved = events["checkpoint"]["directory"]
-        assert newest(storage) == step
-        if "checkpoint_prune_failed" not in events:
-            assert set(storage.list("")) == {saved}  # a failed attempt gave its space back
+        directories = {event["event"]: event.get("directory") for event in saver.poll()}
+        assert newest(storage) == step and directories["checkpoint"] in storage.list("")
+        assert directories.get("checkpoint_failed") not in storage.list("")  # it gave its space back
         at, fired = at + 1, wire.fired
     assert at > 10
 
 
-@pytest.mark.parametrize("gone", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("gone", [True, False])
 @ANSWER
 def test_a_failure_at_every_request_of_pruning(s3, answer, gone):
     storage, step, at, fired = connect(s3), 1, 0, True
@@ -149,7 +149,7 @@ DAMAGE = {
     "torn": lambda data: data[:-1],
     "longer": lambda data: data + b"\0",
 }
-QUICK = ("a flipped bit", "missing")
+QUICK = ("missing",)
 
 
 @pytest.mark.parametrize("damage", [pytest.param(d, marks=[pytest.mark.full] * (d not in QUICK)) for d in DAMAGE])
