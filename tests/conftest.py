@@ -26,6 +26,7 @@ MANY = {
     "test_name.py",
     "test_stage_failures.py",
     "test_timeline.py",
+    "test_kill_by_command.py",
     "test_resume_by_command.py",
 }
 

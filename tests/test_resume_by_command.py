@@ -13,7 +13,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from platform.checkpoint import connect, read_tensor, verify
 from platform.launch import compose, main
 from platform.monitor import Journal, MetricsLog
 from platform.train.schedule import learning_rate
@@ -40,9 +42,9 @@ def train(cwd: Path, *arguments: str, status: int = 0) -> subprocess.CompletedPr
 
 @pytest.fixture(scope="module")
 def through(tmp_path_factory) -> Path:
-    """Six steps in one go, with checkpoints of the last two."""
+    """Six steps in one go, with checkpoints of the last three."""
     folder = tmp_path_factory.mktemp("through")
-    train(folder, *SERIAL, STEPS, "checkpoint.every=1", "run.dir=run")
+    train(folder, *SERIAL, STEPS, "checkpoint.every=1", "checkpoint.keep=3", "run.dir=run")
     return folder / "run"
 
 
@@ -60,8 +62,33 @@ def test_two_halves_under_two_plans_are_the_whole(tmp_path, through):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("start", [pytest.param("ray", marks=pytest.mark.ray), "torchrun"])
+def test_ray_and_torchrun_go_on_and_save_too(tmp_path, through, start):
+    """From what one worker saved after step 4, two that are started so go on, and what they save after step 5 holds."""
+    storage = connect(str(through / "checkpoints"))
+    fourth, fifth, _ = sorted(storage.list(""))
+    origin = f"checkpoint.resume={through}/checkpoints/{fourth}"
+    here = ["tensor=1d", "tensor.axes.t=2", STEPS, "train.stop_at=5", origin, "run.dir=run"]
+    if start == "ray":
+        done = train(tmp_path, "cluster=local", *here)
+    else:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        line = [*torchrun, "-m", "platform.launch", QUICK, *SMALL, *FIXED, *here]
+        done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert "continues after step 4" in done.stdout
+    assert numbers(tmp_path / "run") == [pytest.approx(numbers(through)[4], rel=1e-10, abs=0)]
+    saved = connect(str(tmp_path / "run" / "checkpoints"))
+    [mine] = saved.list("")
+    found, wanted = verify(saved, mine), verify(storage, fifth)
+    assert len(found.files) == 2 and found.tensors.keys() == wanted.tensors.keys()
+    for name in wanted.tensors:
+        have, want = read_tensor(saved, mine, found, name), read_tensor(storage, fifth, wanted, name)
+        assert torch.allclose(have, want, rtol=1e-9, atol=1e-12), name
+
+
 def test_a_named_checkpoint_and_the_same_plan_go_on_bit_by_bit(tmp_path, through):
-    fifth, last = sorted((through / "checkpoints").iterdir())
+    _, fifth, last = sorted((through / "checkpoints").iterdir())
     train(tmp_path, *SERIAL, STEPS, f"checkpoint.resume={fifth}", "run.dir=run")
     assert numbers(tmp_path / "run") == numbers(through)[5:]
 
@@ -90,7 +117,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(tmp_path, through):
 def test_a_damaged_checkpoint_is_passed_over(tmp_path, through):
     url = tmp_path / "checkpoints"
     subprocess.run(["cp", "-r", through / "checkpoints", url], check=True)
-    fifth, last = sorted(url.iterdir())
+    _, fifth, last = sorted(url.iterdir())
     blocks = next(last.glob("*.bin"))
     damaged = bytearray(blocks.read_bytes())
     damaged[len(damaged) // 2] ^= 1

@@ -41,7 +41,8 @@ def connect(url: str, key: str = "checkpoint.url") -> Storage:
     try:
         return Remote(url)
     except (ImportError, ValueError) as error:
-        raise ConfigError(violation(key, without_secrets(url), f"cannot be used: {error}", ["a path"])) from None
+        extra = " (pip install 'elastic-platform[s3]')" if isinstance(error, ImportError) and protocol == "s3" else ""
+        raise ConfigError(violation(key, without_secrets(url), f"cannot be used: {error}{extra}", ["a path"])) from None
 
 
 def without_secrets(url: str) -> str:

@@ -1,5 +1,6 @@
 """What any plan saved, any other plan restores: parameters and moments, bit by bit."""
 
+from collections import Counter
 from functools import cache
 from itertools import product
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from platform.checkpoint import Manifest, Storage, connect, load
+from platform.checkpoint import Manifest, Storage, connect, load, shares
 from platform.checkpoint.state import blocks, planned
 from platform.config import Config
 from platform.plan.plan import Plan
@@ -36,12 +37,15 @@ PLANS: dict[str, dict[str, Any]] = {
     "1d, data 2, zero 3": {"tensor": "1d", "axes": {"t": 2}, "data": 2, "zero": 3},
     "1f1b, zero 1": {"pipeline": "1f1b", "stages": 2, "data": 2, "zero": 1},
     "interleaved, v = 2": {"pipeline": "interleaved", "stages": 2, "chunks": 2},
+    "interleaved, v = 3": {"pipeline": "interleaved", "stages": 2, "chunks": 3, "tensor": "1d", "axes": {"t": 2}},
+    "3 uneven stages": {"pipeline": "1f1b", "stages": 3, "data": 2},
     "1d with dsp": {"tensor": "1d", "axes": {"t": 2}, "branch": "dsp", "branch_axes": {"g": 2}, "data": 2},
 }  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
-    "tied, vocab 61": {"tied": True, "kv_heads": 8},
+    "tied, vocab 61, 4 layers": {"tied": True, "kv_heads": 8, "layers": 4},
     "grouped queries, untied, swiglu": {
-        "tied": False, "kv_heads": 2, "norm": "rmsnorm", "activation": "swiglu", "bias": False, "vocab": 63, "d_ff": 48,
+        "layers": 4, "tied": False, "kv_heads": 2, "norm": "rmsnorm", "activation": "swiglu", "bias": False,
+        "vocab": 63, "d_ff": 48,
     },
 }  # fmt: skip
 PAIRS = list(product(PLANS, PLANS))
@@ -89,9 +93,13 @@ def saved(tmp_path_factory):
 
 def restores(saved, model: str, writer: str, reader: str) -> None:
     storage, directory, manifest = saved(model, writer)
-    storage.read_bytes = 0
+    storage.read_bytes, storage.ranges = 0, set()
     job(model, reader).check(job(model, reader).restore(storage, directory, manifest))
     assert storage.read_bytes == manifest.nbytes == sum(t.numel() * 8 for t in tensors(model).values())
+    ends = {path: 0 for path, _, _ in storage.ranges}
+    for path, start, end in sorted(storage.ranges):  # every byte once: each read begins where the one before it ended
+        assert start == ends[path]
+        ends[path] = end
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -103,6 +111,25 @@ def test_a_plan_restores_what_another_saved(saved, record_count, model):
     for writer, reader in chosen:
         restores(saved, model, writer, reader)
     record_count(f"checkpoint resharding, {model}", len(chosen), len(PAIRS))
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", PLANS)
+def test_a_worker_writes_its_part_of_what_it_shares(monkeypatch, model, name):
+    """1/n of the bytes that it and n - 1 others have alike, but for a row; so 1/n of all where all are replicas."""
+    monkeypatch.setattr("platform.checkpoint.state.GRANULE", 64)
+    state, size = job(model, name).state, plan(model, name).mesh.size
+    common: Counter[tuple[int, ...]] = Counter()
+    for held in state:
+        for box, ranks in held.holders.items():
+            common[ranks] += box.size * held.itemsize
+    written = [sum(s.box.size * s.tensor.itemsize for s in shares(state, rank)) for rank in range(size)]
+    assert sum(written) == common.total() == sum(t.numel() * 8 for t in tensors(model).values())
+    for rank, bytes_ in enumerate(written):
+        parts = [total / len(ranks) for ranks, total in common.items() if rank in ranks]
+        assert abs(bytes_ - sum(parts)) <= 64 * len(parts)
+        if list(common) == [tuple(range(size))]:
+            assert abs(bytes_ - common.total() / size) <= 64
 
 
 @pytest.mark.full

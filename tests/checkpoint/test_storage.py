@@ -1,5 +1,8 @@
 """Every kind of storage keeps the same promises."""
 
+import importlib
+import sys
+
 import pytest
 
 from platform.checkpoint import catalogue, connect, find, load
@@ -76,19 +79,24 @@ def test_several_parts_make_one_file(url):
     )
 
 
-def test_a_storage_that_cannot_be_had_is_refused_by_name():
+def test_a_storage_that_cannot_be_had_is_refused_by_name(monkeypatch):
     with pytest.raises(
         ConfigError, match=r"^checkpoint.url=nowhere://b/c: cannot be used: .*nowhere.*; nearest legal: a path$"
     ):
         connect("nowhere://user:secret@b/c")
+    fsspec_registry = importlib.import_module("fsspec.registry")  # a name in fsspec hides it
+    monkeypatch.delitem(fsspec_registry._registry, "s3", raising=False)
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    missing = (
+        r"cannot be used: Install s3fs to access S3 \(pip install 'elastic-platform\[s3\]'\); nearest legal: a path$"
+    )
+    with pytest.raises(ConfigError, match=missing):
+        connect("s3://bucket/run")
     assert without_secrets("ftp://user:secret@host/path@x") == "ftp://host/path@x"
     assert connect("memory://user:secret@b/c").url == "memory://b/c"
 
 
-def test_a_bucket_that_does_not_exist(s3_endpoint, monkeypatch):
-    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_endpoint)
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "testing")
+def test_a_bucket_that_does_not_exist(s3):
     storage = connect("s3://nobody-has-this/run")
     with pytest.raises(OSError):
         storage.write("a", chunks(b"x"))
