@@ -69,7 +69,7 @@ def test_a_killed_worker_is_the_culprit_though_others_complain_first(kind, job):
 
 
 def test_a_worker_killed_between_two_calls_fails_the_next(job):
-    with pytest.raises(WorkerFailed, match=r"rank0\[data0\] died in add\(1, 2\)"):
+    with pytest.raises(WorkerFailed, match=r"rank0\[data0\] died in add\(1\)"):
         with open_crew("processes", job(2)) as crew:
             formed(crew, job(2))
             os.kill(crew.members[0].pid, signal.SIGKILL)
