@@ -225,5 +225,6 @@ def _reason(before: Config, after: Config, plan: Plan, workers: int) -> str:
         ("pipeline", before.pipeline.kind, after.pipeline.kind),
     ]
     parts = [f"{name} {a} -> {b}" for name, a, b in pairs if a != b] or ["as configured"]
-    idle = workers - plan.mesh.size
-    return f"{workers} {'worker' if workers == 1 else 'workers'}: {', '.join(parts + ([f'{idle} idle'] if idle else []))}"
+    if idle := workers - plan.mesh.size:
+        parts.append(f"{idle} idle")
+    return f"{workers} {'worker' if workers == 1 else 'workers'}: {', '.join(parts)}"
