@@ -1,17 +1,24 @@
-"""`python -m platform.plan +experiment=NAME [key=value ...]` explains the plan of a run without starting it."""
+"""`python -m platform.plan +experiment=NAME [key=value ...]` explains the plan of a run without starting it.
+
+With `--shrink` it shows what the run becomes as it loses workers, one line per plan.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from collections.abc import Iterator
+from math import inf
 
-from platform.config import ConfigError
+from platform.config import Config, ConfigError
 from platform.launch import REFUSED, compose
 from platform.model import build
 from platform.plan.explain import explain, render
+from platform.plan.plan import human
 from platform.train.optimizers import OPTIMIZERS
 from platform.train.plan import make_plan
+from platform.train.replan import shrinking
 
 
 def main() -> int:
@@ -20,6 +27,8 @@ def main() -> int:
     parser.add_argument("--config-dir", help="the user's own configuration files")
     parser.add_argument("--workers", type=int, help="how many there are, where parallel.data=-1")
     parser.add_argument("--workers-per-node", type=int, default=8, help="for counting messages (default: 8)")
+    parser.add_argument("--shrink", action="store_true", help="what the run becomes with fewer and fewer workers")
+    parser.add_argument("--memory", type=float, default=inf, help="with --shrink: GB per worker (default: any)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     arguments = parser.parse_intermixed_args()
     if arguments.workers_per_node < 1:
@@ -27,10 +36,15 @@ def main() -> int:
     try:
         config = compose(arguments.overrides, arguments.config_dir)
         plan = make_plan(config, arguments.workers)
+        config.parallel.data = plan.mesh.axes["data"]
     except ConfigError as error:
         for line in error.violations:
             print(f"config: {line}", file=sys.stderr)
         return REFUSED
+    if arguments.shrink:
+        for line in _shrink(config, arguments.memory * 1e9, arguments.json):
+            print(line, flush=True)
+        return 0
     found = explain(
         plan,
         build(config.model),
@@ -40,6 +54,22 @@ def main() -> int:
     )
     print(json.dumps(found) if arguments.json else render(plan, found))
     return 0
+
+
+def _shrink(config: Config, memory: float, as_json: bool) -> Iterator[str]:
+    """A line for every plan that the run comes to have; each holds down to the workers of the next line and one."""
+    if not as_json:
+        yield f"{'workers':>7}  {'idle':>4}  {'bytes per step':>14}  mesh"
+    for workers, found in shrinking(config, memory=memory):
+        mesh = found.plan.mesh if found else None
+        idle = workers - mesh.size if mesh else workers
+        moved = sum(found.plan.communication().values()) if found else None
+        if as_json:
+            yield json.dumps({"workers": workers, "idle": idle, "bytes": moved, "mesh": mesh and dict(mesh.axes)})
+        elif mesh:
+            yield f"{workers:>7}  {idle:>4}  {human(moved or 0) + 'B':>14}  {mesh}"
+        else:
+            yield f"{workers:>7}  {idle:>4}  {'':>14}  none: it would wait for more"
 
 
 if __name__ == "__main__":

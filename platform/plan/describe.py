@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 def describe(plan: Plan) -> str:
     """The plan as the small table that a run prints first."""
-    mesh = " x ".join(f"{a} {n}" for a, n in plan.mesh.shape if n > 1) or "1"
     split = dict.fromkeys((*DIMS, *(d for r in REGIONS for d in plan.scheme.regions[r])))
     dims = [d for d in split if d in plan.sizes and any(plan.scheme.regions[r][d] for r in REGIONS)]
     head, *rest = rows = [["region", *dims]] + [
@@ -31,7 +30,7 @@ def describe(plan: Plan) -> str:
     more = f", and {len(moved) - 4} more" if len(moved) > 4 else ""
     elsewhere = f", {plan.parameters_at(plan.elsewhere):,} where {zero}>0" if plan.elsewhere else ""
     lines = [
-        f"plan  {plan.mesh.size} workers = {mesh}; tensor scheme {plan.scheme.name}; {plan.precision}",
+        f"plan  {plan.mesh.size} workers = {plan.mesh}; tensor scheme {plan.scheme.name}; {plan.precision}",
         *(table if dims or zero else []),
         f"  parameters      {plan.parameter_count:,} ({plan.local_parameter_count:,} per worker{elsewhere})"
         + _sharding(plan),

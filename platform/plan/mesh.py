@@ -37,6 +37,10 @@ class Mesh:
             sizes[free[0]] = world_size // rest
         return cls(tuple(sizes.items()))
 
+    def __str__(self) -> str:
+        """For people: data 2 x t 3. Axes of size 1 are left out."""
+        return " x ".join(f"{a} {n}" for a, n in self.shape if n > 1) or "1"
+
     @cached_property
     def axes(self) -> dict[str, int]:
         return dict(self.shape)

@@ -22,8 +22,8 @@ def register_pipeline(name: str, generator: Generator) -> None:
 
 
 def count_microbatches(config: Config, data: int) -> int:
-    """How many make a global batch over `data` replicas: the fewest that the schedule takes, a table in a file apart,
-    which has its own number. Sequences that they lack are padding, which weighs nothing."""
+    """How many make a global batch over `data` replicas: the fewest that the schedule takes. Sequences that they lack
+    are padding, which weighs nothing. (A table in a file has its own number: another one is refused.)"""
     pipeline, needed = config.pipeline, -(-config.train.global_batch // (config.train.microbatch * data))
     if pipeline.kind in ("none", "file"):
         return needed

@@ -18,14 +18,11 @@ from platform.config import Config, ConfigError
 from platform.model import build as build_model
 from platform.plan.build import build
 from platform.plan.legality import IllegalPlan
-from platform.plan.memory import saved_for_backward, weight_bytes
 from platform.plan.plan import Plan
 from platform.plan.schedules import SHIPPED
 from platform.plan.scheme import compose
-from platform.plan.simulate import simulate
-from platform.train.optimizers import OPTIMIZERS
-from platform.train.pipeline import schedule_of
 from platform.train.plan import make_plan
+from platform.train.room import Room
 
 FEW_LAYERS = 4  # a model of more is counted exactly only where it may be the best
 
@@ -47,16 +44,15 @@ def replan(config: Config, workers: int, *, memory: float = inf) -> Replanned | 
     ranks; of these, the one that moves the fewest bytes per step by the plan's own count; of these, the nearest. Axes
     may all become 1, so there is a plan for any number of workers that have the memory.
 
-    `memory`: bytes of a worker. What makes the run this run (platform.config.identity) stays, and train.microbatch.
-    parallel.data must be settled, not -1.
+    `config` is what the run was started with, with parallel.data settled, not -1. What makes the run this run
+    (platform.config.identity) stays, and so does train.microbatch. `memory`: bytes of a worker; a plan may not need
+    more, unless the configured one does.
     """
     assert config.parallel.data >= 1, "-1 is settled before a run starts"
     workers = min(workers, most_workers(config))
-    found = _with_fewer_replicas(config, workers, memory) or _Search(config, workers, memory).best()
-    if found is None:
-        return None
-    plan = found[1]
-    return Replanned(*found, _reason(config, found[0], plan, workers))
+    room = Room(config, memory)
+    found = _with_fewer_replicas(config, workers, room) or _Search(config, workers, room).best()
+    return found and Replanned(*found, _reason(config, *found, workers))
 
 
 def shrinking(config: Config, *, memory: float = inf) -> Iterator[tuple[int, Replanned | None]]:
@@ -73,20 +69,6 @@ def most_workers(config: Config) -> int:
     return config.elastic.max_workers or _one_replica(config) * config.parallel.data
 
 
-def needed_bytes(config: Config, plan: Plan) -> float:
-    """The most that a worker of the plan needs at once for parameters, gradients, the optimizer's state and what the
-    schedule's live forward passes keep; buffers of collectives and of operations come on top."""
-    model, moments = build_model(config.model), OPTIMIZERS[config.optimizer.kind].moments
-    live = simulate(schedule_of(config, config.parallel.data)).peak_live
-    most = 0.0
-    for stage in range(plan.stages):
-        at = {**plan.mesh.coordinates(0), "stage": stage}
-        saved = saved_for_backward(plan, model, config.model.dropout, at).total * plan.itemsize["compute"]
-        passes = live[stage] / len(plan.at(stage).chunks)
-        most = max(most, sum(weight_bytes(plan, moments, at).values()) + saved * passes)
-    return most
-
-
 Found = tuple[Config, Plan]
 
 
@@ -100,13 +82,13 @@ def _useful(config: Config) -> int:
     return -(-config.train.global_batch // config.train.microbatch)
 
 
-def _with_fewer_replicas(config: Config, workers: int, memory: float) -> Found | None:
+def _with_fewer_replicas(config: Config, workers: int, room: Room) -> Found | None:
     data = min(workers // _one_replica(config), max(config.parallel.data, _useful(config)))
     if not data:
         return None
     smaller = replace(config, parallel=replace(config.parallel, data=data))
     plan = _planned(smaller)
-    return (smaller, plan) if plan and _fits(smaller, plan, memory) else None
+    return (smaller, plan) if plan and room.holds(smaller, plan) else None
 
 
 def _planned(config: Config) -> Plan | None:
@@ -116,15 +98,6 @@ def _planned(config: Config) -> Plan | None:
         return make_plan(config, stage_of=loop if pipeline.kind in ("none", *SHIPPED) else None)
     except ConfigError:
         return None
-
-
-def _fits(config: Config, plan: Plan, memory: float) -> bool:
-    if memory == inf:
-        return True
-    moments = OPTIMIZERS[config.optimizer.kind].moments
-    if sum(weight_bytes(plan, moments).values()) > memory:
-        return False  # quick
-    return needed_bytes(config, plan) <= memory
 
 
 class _Sizes(NamedTuple):
@@ -143,8 +116,8 @@ class _Sizes(NamedTuple):
 class _Search:
     """Every size of every axis for one number of workers."""
 
-    def __init__(self, config: Config, workers: int, memory: float):
-        self.config, self.workers, self.memory = config, workers, memory
+    def __init__(self, config: Config, workers: int, room: Room):
+        self.config, self.workers, self.room = config, workers, room
         self.axes, self.branches = axes_of(config.tensor), list(config.branch.axes)
         given = config.tensor.axes
         sizes = tuple(given.get(a, 1) for a in self.axes), tuple(config.branch.axes.values())
@@ -169,7 +142,7 @@ class _Search:
             if (plan := _planned(config)) is None:
                 continue
             key = (sum(plan.communication().values()), *self._distance(sizes))
-            if key < best and _fits(config, plan, self.memory):
+            if key < best and self.room.holds(config, plan):
                 best, found = key, (config, plan)
         return found
 
@@ -192,7 +165,7 @@ class _Search:
         return [(t, b) for t, b in pairs if prod(t) * prod(b) <= self.workers]
 
     def legal(self, sizes: _Sizes) -> bool:
-        return self._allowed(sizes.tensor, sizes.branch)
+        return self.room.may_hold(self.configured(sizes)) and self._allowed(sizes.tensor, sizes.branch)
 
     def _allowed(self, tensor: tuple[int, ...], branch: tuple[int, ...]) -> bool:
         """Whether the scheme goes with the model at these sizes. All layers are alike; `data` always divides."""
@@ -254,5 +227,6 @@ def _reason(before: Config, after: Config, plan: Plan, workers: int) -> str:
         ("pipeline", before.pipeline.kind, after.pipeline.kind),
     ]
     parts = [f"{name} {a} -> {b}" for name, a, b in pairs if a != b] or ["as configured"]
-    idle = workers - plan.mesh.size
-    return f"{workers} workers: {', '.join(parts + ([f'{idle} idle'] if idle else []))}"
+    if idle := workers - plan.mesh.size:
+        parts.append(f"{idle} idle")
+    return f"{workers} {'worker' if workers == 1 else 'workers'}: {', '.join(parts)}"
