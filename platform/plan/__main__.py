@@ -14,8 +14,8 @@ from math import inf
 from platform.config import Config, ConfigError
 from platform.launch import REFUSED, compose
 from platform.model import build
+from platform.plan.describe import human
 from platform.plan.explain import explain, render
-from platform.plan.plan import human
 from platform.train.optimizers import OPTIMIZERS
 from platform.train.plan import make_plan
 from platform.train.replan import shrinking
