@@ -28,7 +28,7 @@ _LOOK_SECONDS = 0.1  # between two looks at processes that have not dialled in y
 
 
 class RemoteCrew(Crew):
-    """What all kinds share. `address`: where this process is listened to."""
+    """What all kinds share: seats, calls, and who is there."""
 
     can_hire = True
 
@@ -42,6 +42,7 @@ class RemoteCrew(Crew):
         self._gone: dict[int, str] = {}  # seated members that died in this generation, and how
         self._hung: set[int] = set()  # those to blame, whom `release` kills
         self._failures: dict[int, Failure] = {}  # of this generation
+        self._rendezvous: Rendezvous | None = None
         self._hired = 0
         self._call = START
         self._looked = 0.0
@@ -104,7 +105,7 @@ class RemoteCrew(Crew):
         for number in numbers:
             if number not in self._members:
                 self._gone[number] = "it was gone before the generation began"
-        self._rendezvous: Rendezvous | None = Rendezvous(self._host)
+        self._rendezvous = Rendezvous(self._host)
         self._rendezvous.start()
         self.store = self._rendezvous.address
 
@@ -155,6 +156,7 @@ class RemoteCrew(Crew):
                 self._tell(ready, self._next_call("close"))
                 polite = self._answers(ready, CLOSE_SECONDS).keys() == ready and not self._starting
         finally:
+            self._rendezvous = None
             self._opened.close()  # ends who waits for its next call
             self._dismiss(polite)
 
