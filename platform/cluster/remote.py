@@ -132,13 +132,14 @@ class RemoteCrew(Members, Crew):
                 self._tell(watch.ask(pending, monotonic()), {"beat": self._call})
                 for number, message in self._events(min(watch.patience(monotonic()), deadline - monotonic())):
                     if message.get("beat") == self._call:
-                        watch.heard(number, message["progress"])
+                        watch.heard(number, message["progress"], monotonic())
                     elif message.get("answer") == self._call and number in pending:
                         if "error" in message:
                             failures[number] = self._failure(number, "failed", call, message["error"])
                             deadline = min(deadline, monotonic() + GRACE[failures[number].innocence])
                         else:
                             values[number] = message["value"]
+                            watch.answered(monotonic())
                         pending.remove(number)
                 if failures and not pending:
                     raise WorkerFailed(list(failures.values()))
