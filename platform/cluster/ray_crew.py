@@ -44,7 +44,7 @@ class RayCrew(RemoteCrew):
         self._temporary: str | None = None
         if self._embedded:
             self._temporary = _short_temporary_directory()
-            start_local(self._temporary, self.job, self.job.world_size + self._spares)
+            start_local(self._temporary, self.job, self._wanted)
         else:
             connect()
         import ray
