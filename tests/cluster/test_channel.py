@@ -188,10 +188,10 @@ def test_silence_in_a_call_without_a_limit():
     """A stopped process is found in a call that may take as long as it likes."""
     watch, pending = Watch(math.inf, start=0.0, silence=10.0), {0, 1}
     assert watch.patience(0.0) == 9.0 and set(watch.ask(pending, 9.0)) == pending
-    watch.heard(0, beat(9.0))
+    watch.heard(0, beat(9.0), 9.1)
     assert watch.hung(pending, 18.9) == ({}, set())
     assert watch.hung(pending, 19.0) == ({1: "no sign of life for 10.0 s"}, {1})
-    watch.heard(1, beat(1000.0))
+    watch.heard(1, beat(1000.0), 19.0)
     assert watch.hung(pending, 2000.0) == ({}, set())
 
 
