@@ -19,6 +19,7 @@ from platform.plan.plan import Plan
 from platform.plan.rows import rows
 from platform.plan.schedule import Schedule, table
 from platform.plan.simulate import simulate
+from platform.train.optimizers import warm
 from platform.train.pipeline import schedule_of
 from platform.train.replan import Replanned, most_workers, replan
 from platform.train.survivors import find_source, take_seats
@@ -55,6 +56,8 @@ class Former:
         self._proven: set[int] = set()
         self._formed = False
         self._shown: Plan | None = run.plan  # the plan that the user has seen
+        if run.config.elastic.snapshot_every:
+            warm(run.config.optimizer)
 
     def usable(self, crew: Crew) -> list[int]:
         """The members that may get a seat, in the order in which ranks are best dealt."""
