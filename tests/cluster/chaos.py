@@ -1,17 +1,15 @@
-"""Real runs on local processes whose workers are killed, stopped and confused at random, beside the same run left alone.
+"""Real runs on local processes whose workers are killed, stopped and confused at random, beside the same run alone.
 
-What must hold is compared with a world of one in fp64: `assert_same`. Used by test_chaos.py and by the benchmarks.
+What must hold is compared with a world of one in fp64: `differences`. Used by test_chaos.py and by the benchmarks.
 """
 
 from __future__ import annotations
 
 import os
 import random
-import signal
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,8 +22,8 @@ from platform.cluster.job import WORKER
 from platform.config import Branch, Config, Parallel, Pipeline
 from platform.config import Tensor as TensorConfig
 from platform.monitor import Journal, MetricsLog
-from platform.train.plan import make_plan
 from platform.train.pipeline import schedule_of
+from platform.train.plan import make_plan
 from tests.oracle import configure
 
 TOLERANCE = 1e-9  # relative, of loss and gradient norm

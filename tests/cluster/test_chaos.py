@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import signal
-from pathlib import Path
 
 import chaos
 import pytest
