@@ -62,7 +62,7 @@ def _run(config: Config, plan: Plan, experiment: str, worker: str) -> int:
     meta = found.manifest.meta if found and found.manifest else None
     try:
         with StopSignals() as signals:
-            device = resources.secure(config.cluster, plan.mesh.size, print)
+            device = resources.secure(config.cluster, plan.mesh.size, print, config.elastic.spares)
             with directory.claim(config, plan.to_dict()) as there:
                 if places.saves(config):
                     check_writable(config)
