@@ -24,7 +24,11 @@ class FakeWorker:
 
     def prove(self, probe):
         mine = proof(self.crew.config, self.crew.job.run_dir, probe)
-        return mine | {"node": "afar", "code": {"platform": "of yesterday"}} if self.number in self.crew.strangers else mine
+        return (
+            mine | {"node": "afar", "code": {"platform": "of yesterday"}}
+            if self.number in self.crew.strangers
+            else mine
+        )
 
     def form(self, rank, world_size, config, store, generation, stage_of):
         assert self.state is None, "it has not left"
