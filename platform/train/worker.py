@@ -130,8 +130,12 @@ class Worker:
         if c.elastic.snapshot_every:
             homes, pinned = domains or [""] * self.world_size, self.device == "cuda"
             self.memories[self.generation] = Memory(self.state.held, homes, self.rank, pinned)
-        name = torch.cuda.get_device_name() if self.device == "cuda" else "cpu"
-        return {"parameters": self.plan.parameters_at(self.communicator.coordinates), "device": name}
+        device = torch.cuda.get_device_properties() if self.device == "cuda" else None
+        return {
+            "parameters": self.plan.parameters_at(self.communicator.coordinates),
+            "device": device.name if device else "cpu",
+            "memory": device.total_memory if device else None,  # bytes; host memory is everybody's
+        }
 
     def step(self, step: int, limit: float = inf, faults: Sequence[str] = ()) -> dict[str, Any]:
         """Update `step` (from 1), see `Trainer.step`; every `elastic.snapshot_every` steps its result is held in memory
