@@ -244,7 +244,8 @@ class Checkpoints:
         elif event["event"] == "superseded":
             raise GaveUp(event["reason"])
         else:
-            goes_on = "it is tried again" if event.get("again") else f"the newest good one is of step {self.step}"
+            newest = f"the newest good one is of step {self.step}" if self.step else "there is no other"
+            goes_on = "it is tried again" if event.get("again") else newest
             what = event["event"].replace("_", " ")
             self._say(f"WARNING: {what} after step {event['step']}: {event['reason']}; {goes_on}")
 

@@ -195,6 +195,7 @@ class Controller:
             self._keep(crew)  # memory may not have everything without those that go
             raise Reform(wish.reason)
         if (wish := self._outlook.better(crew, generation, report)) and self._loses_nothing(crew):
+            self._checkpoints.finish(crew)
             self._former.muster.barred |= wish.barred
             raise Reform(wish.reason)
 
