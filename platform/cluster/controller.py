@@ -35,6 +35,7 @@ class Controller:
         self._failures: Counter[int] = Counter()  # by the step that could not be done
         self._stall = 0.0  # seconds that saving took since the last row
         self._outlook = Outlook(run, former.muster)
+        self._failed: float | None = None  # when the first failure was seen that no step followed yet
         self._works = False  # a step has been done
         self.done = 0
 
@@ -99,6 +100,8 @@ class Controller:
             if every and step % every == 0:
                 within = self._deadline(generation)  # in one section; it may have many
                 row["val_loss"] = crew.call("evaluate", within=within)[0]["val_loss"]
+            if self._failed is not None:
+                row["recovery_seconds"], self._failed = perf_counter() - self._failed, None
             self._commit(generation, step, seconds, row)
             if step == first:
                 self._journal.event("first_step", step=step)
@@ -207,6 +210,7 @@ class Controller:
 
     def _survive(self, crew: Crew, failure: WorkerFailed) -> None:
         """After a failure: everybody else is out of it, and the next generation can form. Raises GaveUp."""
+        self._failed = self._failed or perf_counter()
         culprit, step = failure.culprit, self.done + 1
         self._journal.event(
             "failure",

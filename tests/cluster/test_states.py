@@ -114,6 +114,9 @@ def test_it_shrinks_to_fewer_replicas_and_loses_nothing(config, drive):
     assert events(config, "forming")[1]["reason"].startswith("3 workers: data 4 -> 3")
     [cost] = events(config, "goodput")
     assert (cost["failures"], cost["steps_lost"], len(cost["recoveries"])) == (1, 0, 1)
+    rows = MetricsLog.read(Path(config.run.dir, "metrics.jsonl"))
+    assert [(row["step"], row["generation"]) for row in rows if "recovery_seconds" in row] == [(3, 2)]
+    assert rows[2]["recovery_seconds"] == pytest.approx(cost["recoveries"][0], rel=0.5)
     assert "1 failure survived, 0 steps lost" in drive.out
     assert json.loads(Path(config.run.dir, "plan.json").read_text())["mesh"]["data"] == 3  # the newest one
 
@@ -390,7 +393,7 @@ def test_storage_that_fails_in_the_last_resort_ends_the_run_with_its_name(config
         def no(*args, **keywords):
             raise OSError("the disk is gone")
 
-        monkeypatch.setattr("platform.cluster.checkpoints.find", no)
+        monkeypatch.setattr("platform.cluster.origin.find", no)
         return {0: Dead}
 
     assert drive({"step(4)": [fail]}) == 1
