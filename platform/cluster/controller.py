@@ -166,21 +166,29 @@ class Controller:
     def _drain(self, crew: Crew) -> None:
         """Where the run was asked to end: saves what is not saved, then raises Stopped."""
         if self._signals.requested:
-            if self.done and self._checkpoints.due(self.done, last=False, stopping=True):
-                self._checkpoints.save(crew, self.done)
-            self._checkpoints.finish(crew)
+            self._save_now(crew)
             self._signals.check()
+
+    def _save_now(self, crew: Crew) -> None:
+        """A checkpoint of the last step, where checkpoints are made and it has none."""
+        self._checkpoints.finish(crew)
+        if self.done and self._checkpoints.due(self.done, last=False, stopping=True):
+            self._checkpoints.save(crew, self.done)
+            self._checkpoints.finish(crew)
 
     def _watch(self, crew: Crew, generation: Generation, report: dict[str, Any]) -> None:
         """Between two steps: who is slow, who is about to go, who has come. Raises Reform."""
         self._note_slow(crew, generation, {generation.seats[int(rank)]: ratio for rank, ratio in report["slow"]})
         if leaving := crew.leaving & set(generation.seats):
             self._journal.event("notice", numbers=sorted(leaving))
-            if self._config.checkpoint.every:
-                self._checkpoints.save(crew, self.done)
-            self._checkpoints.finish(crew)
+            if not self._former.usable(crew):
+                self._signals.request("a notice that all workers are about to be taken away")
+                self._drain(crew)
+            self._save_now(crew)
             raise Reform(f"{len(leaving)} workers are about to be taken away")
         alive = len(self._former.usable(crew))
+        if crew.unstarted or self._former.postponed or alive < self._seen:
+            self._former.refill(crew)
         if alive == self._seen:
             return
         self._seen = alive

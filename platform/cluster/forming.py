@@ -24,6 +24,7 @@ from platform.train.replan import Replanned, most_workers, replan
 from platform.train.survivors import find_source, take_seats
 
 _LOOK_SECONDS = 0.05  # between two looks at who is there
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 120.0  # seconds before others are hired for some that did not start
 
 
 @dataclass
@@ -45,13 +46,16 @@ class Generation:
 
 
 class Former:
-    """Makes generations of one run. `held`: what is in the workers' memory. `shunned`: members that get no seat."""
+    """Makes generations of one run. `held`: what is in the workers' memory. `shunned`: members that get no seat.
+    `postponed`: whether more are to be hired, later."""
 
     def __init__(self, run: Run):
         self._run, self._config, self._plan, self._job = run, run.config, run.plan, run.job
         self._journal, self._monitor, self._checkpoints = run.journal, run.monitor, run.checkpoints
         self.held = Held()
         self.shunned: set[int] = set()
+        self.postponed = False
+        self._hire_at, self._pause = 0.0, _FIRST_PAUSE
         self._proven: set[int] = set()
         self._formed = False
         self._shown: Plan | None = run.plan  # the plan that the user has seen
@@ -133,14 +137,20 @@ class Former:
             sleep(_LOOK_SECONDS)
 
     def refill(self, crew: Crew) -> None:
-        """Starts a worker for every one that is missing to the largest mesh and its spares."""
+        """Starts a worker for every one that is missing to the largest mesh and its spares; after some that did not
+        start, only when a pause is over, which gets longer each time."""
         e = self._config.elastic
+        if crew.unstarted:
+            self._hire_at = monotonic() + self._pause
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
         for failure in crew.unstarted:
             self._journal.event("not_started", number=failure.member.number, cause=str(failure))
             self._monitor.say(f"a new worker did not start: {failure}")
-        unstarted, crew.unstarted = len(crew.unstarted), []
-        missing = most_workers(self._config) + e.spares - len(self.usable(crew)) - len(crew.starting) - unstarted
-        if e.replace and crew.can_hire and missing > 0:
+        crew.unstarted = []
+        missing = most_workers(self._config) + e.spares - len(self.usable(crew)) - len(crew.starting)
+        wanted = e.replace and crew.can_hire and missing > 0
+        self.postponed = wanted and monotonic() < self._hire_at
+        if wanted and not self.postponed:
             self._journal.event("hiring", count=missing)
             crew.hire(missing)
 
@@ -172,6 +182,7 @@ class Former:
             self._journal.event("shunned", numbers=sorted(new), reasons=error.violations)
             raise Reform(f"new workers get no place: {error.violations[0]}") from None
         self._proven |= new
+        self._pause = _FIRST_PAUSE  # workers do start
 
     def _recover(self, crew: Crew, source: dict[str, Any]) -> int:
         start = perf_counter()
