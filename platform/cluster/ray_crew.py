@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import socket
 from collections.abc import Sequence, Set
@@ -13,7 +12,7 @@ from typing import Any
 
 from platform.cluster.host import serve
 from platform.cluster.job import Assignment, Job, assign, usable_cores
-from platform.cluster.ray_session import Notices, connect, short_temporary_directory, start_local
+from platform.cluster.ray_session import Embedded, Notices, connect
 from platform.cluster.remote import RemoteCrew
 from platform.config import ConfigError
 
@@ -34,11 +33,10 @@ class RayCrew(RemoteCrew):
         self._crowd = 0  # the most of the start that share a machine
         self._serving: dict[int, Any] = {}  # what each actor does until it ends
         self._notices: Notices | None = None
-        self._temporary: str | None = None
+        self._ray: Embedded | None = None
         if self._embedded:
-            self._temporary = short_temporary_directory()
             size = max(self.job.world_size, self.job.config["elastic"]["max_workers"]) + self._spares
-            start_local(self._temporary, size, gpus=self.job.device == "cuda")
+            self._ray = Embedded(size, gpus=self.job.device == "cuda")
         else:
             connect()
         import ray
@@ -162,8 +160,8 @@ class RayCrew(RemoteCrew):
             for number in list(self._actors):
                 self._kill(number)
             ray.shutdown()  # an embedded Ray ends; a cluster is only left
-        if self._temporary:
-            shutil.rmtree(self._temporary, ignore_errors=True)
+        if self._ray:
+            self._ray.close()
 
 
 class _Actor:

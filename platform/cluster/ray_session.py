@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -13,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from platform.cluster import leftovers
 from platform.config import ConfigError, violation
 
 _CONNECT_SECONDS = 2.0
@@ -20,19 +22,38 @@ _NOTICE_SECONDS = 2.0  # between two questions whether a node is about to go
 _OBJECT_STORE_BYTES = 100 << 20  # no tensor travels through it; shared memory is for the workers
 
 
-def start_local(directory: str, size: int, *, gpus: bool) -> None:
-    """Starts an embedded Ray with room for `size` workers and its files in `directory`: nobody else's cluster is
-    joined, nothing is reported."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    _init(
-        address="local",
-        _temp_dir=directory,
-        num_cpus=size,  # workers are logical: more of them than cores is slow and legal
-        num_gpus=size if gpus else 0,
-        include_dashboard=False,
-        object_store_memory=_OBJECT_STORE_BYTES,
-        _system_config={"worker_niceness": 0},  # Ray's default of 15 starves workers beside anything else
-    )
+class Embedded:
+    """A Ray of our own on this machine, with room for `size` workers: nobody else's cluster is joined, nothing is
+    reported, and nothing is left of it when this process is gone, however that ends."""
+
+    def __init__(self, size: int, *, gpus: bool):
+        self._directory = _short_temporary_directory()
+        command = [sys.executable, "-I", leftovers.__file__, self._directory]
+        # a session of its own: the terminal's Ctrl-C is not for it
+        self._leftovers = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ[leftovers.MARK] = self._directory
+        try:
+            _init(
+                address="local",
+                _temp_dir=self._directory,
+                num_cpus=size,  # workers are logical: more of them than cores is slow and legal
+                num_gpus=size if gpus else 0,
+                include_dashboard=False,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                _system_config={"worker_niceness": 0},  # Ray's default of 15 starves workers beside anything else
+            )
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            del os.environ[leftovers.MARK]
+
+    def close(self) -> None:
+        """After Ray was left."""
+        assert self._leftovers.stdin
+        self._leftovers.stdin.close()
+        self._leftovers.wait()
 
 
 def connect() -> None:
@@ -97,7 +118,7 @@ def _runtime_env() -> dict[str, Any] | None:
     return {"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}}
 
 
-def short_temporary_directory() -> str:
+def _short_temporary_directory() -> str:
     """Ray puts Unix sockets there, whose path may have 107 characters: a long TMPDIR would not do."""
     with suppress(OSError):
         return tempfile.mkdtemp(prefix="ray-", dir="/tmp")
