@@ -139,6 +139,8 @@ def nth(blocks: Sequence[Share], member: int, members: int) -> list[Share]:
 
 def cut(block: Share, positions: Sequence[int]) -> list[list[Share]]:
     """What lies between each two neighbours of `positions` [bytes], which are moved to whole rows."""
+    if tuple(positions) == (0, block.nbytes):
+        return [[block]]
     tensor, box = block
     row = _row(box.extent, tensor.itemsize) * tensor.itemsize
     cuts = [min(round(position / row) * row, block.nbytes) // tensor.itemsize for position in positions]

@@ -7,12 +7,12 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from time import monotonic, sleep
 from typing import Any
 
 LIMIT = 1 << 28  # bytes of one message
-READ_BYTES = 1 << 18
+READ_BYTES = 1 << 16  # malloc has so many at hand; more would be mapped anew for each read
 _HEADER = struct.Struct("!I")
 _DIAL_SECONDS = 60.0  # for a driver that has more in its backlog than it can take at once
 _LOST_SECONDS = 20  # without any packet from the other machine: then it is gone
@@ -37,8 +37,14 @@ class Decoder:
         self.limit = limit
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
+    def feed(self, data: bytes) -> Iterable[dict[str, Any]]:
         """The messages that `data` completes. Raises Garbled."""
+        if not self._buffer and _HEADER.size < len(data) <= self.limit:
+            if _HEADER.unpack_from(data)[0] == len(data) - _HEADER.size:  # as it mostly is
+                return (_parse(data[_HEADER.size :]),)
+        return self._cut(data)
+
+    def _cut(self, data: bytes) -> Iterator[dict[str, Any]]:
         buffer = self._buffer
         buffer += data
         while len(buffer) >= _HEADER.size:
@@ -55,7 +61,7 @@ class Decoder:
 
 def _parse(payload: bytes) -> dict[str, Any]:
     try:
-        message = json.loads(payload)
+        message = json.loads(payload.decode())
     except (ValueError, RecursionError) as error:
         raise Garbled(f"no JSON: {type(error).__name__}") from None
     if not isinstance(message, dict):

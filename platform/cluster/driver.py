@@ -20,7 +20,7 @@ from platform.cluster.run_directory import RunDirectory
 from platform.cluster.signals import Stopped, StopSignals
 from platform.cluster.time_limit import seconds_left
 from platform.config import Config, ConfigError
-from platform.monitor import Journal, Monitor, goodput, open_monitor
+from platform.monitor import Journal, Monitor, goodput, open_monitor, story
 from platform.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def _run(config: Config, plan: Plan, experiment: str, worker: str) -> int:
     meta = found.manifest.meta if found and found.manifest else None
     try:
         with StopSignals() as signals:
-            device = resources.secure(config.cluster, plan.mesh.size, print)
+            device = resources.secure(config.cluster, plan.mesh.size, print, config.elastic.spares)
             with directory.claim(config, plan.to_dict()) as there:
                 if places.saves(config):
                     check_writable(config)
@@ -172,11 +172,12 @@ def _time_limit(config: Config, signals: StopSignals) -> Iterator[None]:
 
 def _account(journal: Journal, monitor: Monitor) -> None:
     """What failures cost, from the journal: said where there were any."""
-    cost = goodput(Journal.read(journal.path))
+    events = Journal.read(journal.path)
+    cost = goodput(events)
     journal.event("goodput", **cost.to_dict())
     monitor.summary(cost.to_dict())
     if cost.failures or cost.transitions:
-        monitor.say(str(cost))
+        monitor.say(f"{story(events)}\n{cost}")
 
 
 def _command() -> str:

@@ -35,8 +35,8 @@ class RayCrew(RemoteCrew):
         self._notices: Notices | None = None
         self._ray: Embedded | None = None
         if self._embedded:
-            size = max(self.job.world_size, self.job.config["elastic"]["max_workers"]) + self._spares
-            self._ray = Embedded(size, gpus=self.job.device == "cuda")
+            growth = self.job.config["elastic"]["max_workers"] - self.job.world_size
+            self._ray = Embedded(self._wanted + max(0, growth), gpus=self.job.device == "cuda")
         else:
             connect()
         import ray

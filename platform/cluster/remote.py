@@ -1,14 +1,11 @@
-"""A crew whose members are other processes, which all dial in: kinds differ in how a process starts, ends and dies."""
+"""A crew whose members are other processes: ranks and calls, and what to do where one fails."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import contextmanager
 from math import inf
-from pathlib import Path
 from time import monotonic
-from types import MappingProxyType
 from typing import Any
 
 from platform.cluster.channel import encode
@@ -16,88 +13,37 @@ from platform.cluster.crew import ByRank, Crew, arguments, shown
 from platform.cluster.failures import Failure, Member, WorkerFailed
 from platform.cluster.host import START
 from platform.cluster.job import Job
+from platform.cluster.members import CUT_OFF, Members
 from platform.cluster.rendezvous import Rendezvous
-from platform.cluster.switchboard import Switchboard
 from platform.cluster.watch import Watch
 
 GRACE = (0.0, 0.5, 2.0)  # seconds for a likelier culprit to turn up, by the innocence of who has failed
-LEAVE_SECONDS = 5.0  # for a member to be out of its call and its groups; then it is killed
+LEAVE_SECONDS = 5.0  # for a member to be out of its call and its groups, after the one before it; then it is killed
 CLOSE_SECONDS = 10.0  # for the members to leave by themselves; then they are killed
-ENDING_SECONDS = 2.0  # for a process whose connection is closed to be gone
-_LOOK_SECONDS = 0.1  # between two looks at processes that have not dialled in yet
 
 
-class RemoteCrew(Crew):
-    """What all kinds share. `address`: where this process is listened to."""
+class RemoteCrew(Members, Crew):
+    """What all kinds share."""
 
-    can_hire = elastic = True
+    elastic = True
 
     def __init__(self, job: Job, spares: int = 0):
-        self.job, self._spares = job, spares
         self._silence: float = job.config["elastic"]["hang_seconds"]
-        self._starting: set[int] = set()
-        self.unstarted = []
-        self._members: dict[int, Member] = {}  # ready
-        self._greeted: dict[int, Member] = {}  # everybody who has ever dialled in
         self._seats: list[int] = []  # rank -> number
         self._gone: dict[int, str] = {}  # seated members that died in this generation, and how
         self._hung: set[int] = set()  # those to blame, whom `release` kills
         self._failures: dict[int, Failure] = {}  # of this generation
-        self._hired = 0
         self._call = START
-        self._looked = 0.0
         self._polite = True  # the members can be expected to answer
         self._closed = False
-        self._opened = ExitStack()
+        self._rendezvous: Rendezvous | None = None
+        super().__init__(job, spares)
         try:
-            self._host = self._open()
-            self._board = self._opened.enter_context(closing(Switchboard(self._host)))
             with self._impolite():
-                self.hire(job.world_size + spares)
-                while self._starting:
-                    self._events(_LOOK_SECONDS)
-                    if self.unstarted:
-                        raise WorkerFailed(self.unstarted)
+                self._start()
         except BaseException:
             self.close()
             raise
-
-    # what the kinds differ in
-
-    @abstractmethod
-    def _open(self) -> str:
-        """Prepares to start processes; the host to listen on, which they can reach."""
-
-    @abstractmethod
-    def _launch(self, numbers: Sequence[int]) -> None:
-        """Starts processes that `serve` these members at `_board.address`. The first time, all of them at once."""
-
-    @abstractmethod
-    def _ended(self, number: int, seconds: float) -> str | None:
-        """How the process of a member ended, waiting so long for it; None where it has not."""
-
-    @abstractmethod
-    def _kill(self, number: int) -> None:
-        """Ends the process of a member at once, also if it is stopped, or already gone."""
-
-    @abstractmethod
-    def _dismiss(self, polite: bool) -> None:
-        """Waits shortly for all processes to end, where they are `polite`; kills the rest."""
-
-    def _log(self, number: int) -> Path | None:
-        return self.job.log(number)
-
-    # the crew
-
-    @property
-    def members(self) -> Mapping[int, Member]:
-        self._events(0.0)
-        return MappingProxyType(dict(sorted(self._members.items())))
-
-    @property
-    def starting(self) -> frozenset[int]:
-        self._events(0.0)
-        return frozenset(self._starting)
 
     def seat(self, job: Job, numbers: Sequence[int]) -> None:
         assert not self._seats and len(set(numbers)) == len(numbers) == job.world_size
@@ -105,7 +51,7 @@ class RemoteCrew(Crew):
         for number in numbers:
             if number not in self._members:
                 self._gone[number] = "it was gone before the generation began"
-        self._rendezvous: Rendezvous | None = Rendezvous(self._host)
+        self._rendezvous = Rendezvous(self._host)
         self._rendezvous.start()
         self.store = self._rendezvous.address
 
@@ -138,13 +84,6 @@ class RemoteCrew(Crew):
             self._seats, self._gone, self._hung, self._failures = [], {}, set(), {}
         return lost
 
-    def hire(self, count: int) -> None:
-        numbers = range(self._hired, self._hired + count)
-        self._hired += count
-        self._starting.update(numbers)
-        self._board.expect(numbers)
-        self._launch(numbers)
-
     def close(self) -> None:
         if self._closed:
             return
@@ -156,6 +95,7 @@ class RemoteCrew(Crew):
                 self._tell(ready, self._next_call("close"))
                 polite = self._answers(ready, CLOSE_SECONDS).keys() == ready and not self._starting
         finally:
+            self._rendezvous = None
             self._opened.close()  # ends who waits for its next call
             self._dismiss(polite)
 
@@ -195,26 +135,28 @@ class RemoteCrew(Crew):
                 self._tell(watch.ask(pending, monotonic()), {"beat": self._call})
                 for number, message in self._events(min(watch.patience(monotonic()), deadline - monotonic())):
                     if message.get("beat") == self._call:
-                        watch.heard(number, message["progress"])
+                        watch.heard(number, message["progress"], monotonic())
                     elif message.get("answer") == self._call and number in pending:
                         if "error" in message:
                             failures[number] = self._failure(number, "failed", call, message["error"])
                             deadline = min(deadline, monotonic() + GRACE[failures[number].innocence])
                         else:
                             values[number] = message["value"]
+                            watch.answered(monotonic())
                         pending.remove(number)
                 if failures and not pending:
                     raise WorkerFailed(list(failures.values()))
         return values
 
     def _answers(self, numbers: Collection[int], seconds: float) -> dict[int, dict[str, Any]]:
-        """How those of `numbers` that live have answered the last call, those that do in this time."""
+        """How those of `numbers` that live have answered the last call; so long is waited for the next."""
         answers: dict[int, dict[str, Any]] = {}
         deadline = monotonic() + seconds
         while (set(numbers) & self._members.keys()) - answers.keys() and (left := deadline - monotonic()) > 0:
             for number, message in self._events(left):
                 if message.get("answer") == self._call:
                     answers[number] = message
+                    deadline = monotonic() + seconds
         return answers
 
     @contextmanager
@@ -224,56 +166,13 @@ class RemoteCrew(Crew):
         yield
         self._polite = before
 
-    # who is there
-
-    def _events(self, timeout: float) -> list[tuple[int, dict[str, Any]]]:
-        """What members have said in at most this time; returns early. Books who dials in, gets ready or is gone."""
-        said: list[tuple[int, dict[str, Any]]] = []
-        if self._starting:
-            timeout = min(timeout, _LOOK_SECONDS)
-        deadline = monotonic() + ENDING_SECONDS
-        for number, message in self._board.poll(max(0.0, timeout)):
-            if message is None:
-                self._book_death(number, self._ended(number, max(0.0, deadline - monotonic())))
-            elif "hello" in message:
-                self._greeted[number] = Member(number, message["hello"]["node"], message["hello"]["pid"])
-            elif message.get("answer") == START:
-                self._book_start(number, message.get("error"))
-            else:
-                said.append((number, message))
-        if self._starting and monotonic() > self._looked + _LOOK_SECONDS:
-            for number in self._starting - self._greeted.keys():
-                if cause := self._ended(number, 0.0):
-                    self._book_death(number, cause)
-            self._looked = monotonic()
-        return said
-
-    def _book_start(self, number: int, error: str | None) -> None:
-        if error is None:
-            self._members[number] = self._greeted[number]
-        else:
-            self.unstarted.append(self._failure(number, "failed", "start()", error))
-            self._dispose(number)
-        self._starting.discard(number)
-
     def _book_death(self, number: int, cause: str | None) -> None:
-        cause = cause or "its connection is closed"
-        if number in self._starting:
-            self._starting.remove(number)
-            self.unstarted.append(self._failure(number, "died", "start()", cause))
+        super()._book_death(number, cause)
         if number in self._seats:
-            self._gone[number] = cause
-        self._dispose(number)
-
-    def _dispose(self, number: int) -> None:
-        self._board.hang_up(number)
-        self._kill(number)
-        self._members.pop(number, None)
+            self._gone[number] = cause or CUT_OFF
 
     def _failure(self, number: int, kind: str, call: str, cause: str) -> Failure:
         member = self._greeted.get(number, Member(number, "", 0))
-        if number not in self._seats:
-            return Failure(member, kind, call, cause, name=f"worker{number}", log=self._log(number))
         rank = self._seats.index(number)
         name, coordinates = self.job.name(rank), dict(self.job.coordinates[rank])
         return Failure(member, kind, call, cause, rank, name, coordinates, self._log(number))

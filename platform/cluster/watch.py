@@ -17,6 +17,7 @@ class Watch:
         self._within, self._deadline, self._silence = within, start + within, silence
         self._next = start + min(within, silence) - BEAT_SECONDS
         self._asked: dict[int, float] = {}  # members that owe an answer, since when
+        self._moved = start  # when anybody was last seen to go on
         self._beats: dict[int, Mapping[str, Any]] = {}
 
     def ask(self, pending: Collection[int], now: float) -> list[int]:
@@ -28,10 +29,15 @@ class Watch:
         self._asked.update(dict.fromkeys(asked, now))
         return asked
 
-    def heard(self, number: int, beat: Mapping[str, Any]) -> None:
+    def heard(self, number: int, beat: Mapping[str, Any], now: float) -> None:
         """A beat of `Progress.beat` has come."""
         self._asked.pop(number, None)
         self._beats[number] = beat
+        self._moved = max(self._moved, now - beat["seconds"])
+
+    def answered(self, now: float) -> None:
+        """A member has answered the call: those that wait for it will move."""
+        self._moved = now
 
     def patience(self, now: float) -> float:
         """Seconds until there is something to ask or to find."""
@@ -39,7 +45,7 @@ class Watch:
 
     def hung(self, pending: Collection[int], now: float) -> tuple[dict[int, str], set[int]]:
         """The pending members that hang, with what is known of each; and those of them to blame: nobody, where all
-        pending ones have waited for each other, which is how a lost message looks.
+        pending ones have waited for each other so long, which is how a lost message looks.
 
         A member hangs that does not answer (stopped, or something keeps Python's lock); or that is where it was
         `within` seconds ago and does not wait for other ranks. One that goes on, however slowly, does not.
@@ -55,16 +61,13 @@ class Watch:
             return silent, set(silent)
         if not late or any(number not in self._beats for number in pending):
             return {}, set()
-        stuck = {}
-        for number in pending:
-            beat = self._beats[number]
-            if beat["call"] and beat["seconds"] >= self._within:
-                stuck[number] = beat
-        busy = {number: _where(beat) for number, beat in stuck.items() if not beat["waiting"]}
-        if busy:
-            return busy, set(busy)
-        if len(stuck) == len(pending):
-            return {n: f"all pending ranks wait for each other: {_where(beat)}" for n, beat in stuck.items()}, set()
+        beats = {number: self._beats[number] for number in pending}
+        busy = {number: beat for number, beat in beats.items() if not beat["waiting"]}
+        stuck = {n: _where(b) for n, b in busy.items() if b["call"] and b["seconds"] >= self._within}
+        if stuck:
+            return stuck, set(stuck)
+        if not busy and now - self._moved >= self._within:
+            return {n: f"all pending ranks wait for each other: {_where(beat)}" for n, beat in beats.items()}, set()
         return {}, set()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,7 +35,8 @@ def held_of(config: Config, plan: Plan, device: torch.device | str = "cpu") -> l
     """All tensors of a run's state, and which rank keeps which blocks of them."""
     dtype = DTYPES[plan.precision][1]
     moments, _ = state_of(config.optimizer, dtype, torch.device(device))
-    return [h for kind in ("model", *moments) for h in planned(plan, kind, dtype)]
+    masters = planned(plan, "model", dtype)  # moments lie as they do
+    return masters + [replace(h, name=kind + h.name.removeprefix("model")) for kind in moments for h in masters]
 
 
 class State:

@@ -166,30 +166,32 @@ def test_who_hangs():
     watch, pending = Watch(10.0, start=0.0), {0, 1, 2}
     assert not watch.ask(pending, 8.9) and watch.patience(8.0) == 1.0
     assert set(watch.ask(pending, 9.0)) == pending and not watch.ask(pending, 9.1)
-    watch.heard(0, beat(9.0, waiting=True))
-    watch.heard(1, beat(2.0))
+    watch.heard(0, beat(9.0, waiting=True), 9.0)
+    watch.heard(1, beat(2.0), 9.0)
     assert watch.hung(pending, 9.9) == ({}, set())
     assert watch.hung(pending, 10.0) == ({2: "no sign of life for 1.0 s"}, {2})
-    watch.heard(2, beat(10.5, waiting=True))
+    watch.heard(2, beat(10.0, waiting=True), 10.0)
     assert watch.hung(pending, 16.9) == ({}, set())  # rank 1 goes on
-    watch.heard(1, beat(10.0))
+    watch.heard(1, beat(10.0), 17.0)
     assert watch.hung(pending, 17.0) == ({1: "10.0 s at step(3): forward"}, {1})
-    watch.heard(1, beat(10.0, waiting=True))
-    watch.heard(0, beat(16.0, waiting=True))
-    hung, blamed = watch.hung(pending, 17.0)
+    watch.heard(1, beat(6.0, waiting=True), 24.0)  # it went on at 18.0, and has waited since
+    assert watch.hung(pending, 27.9) == ({}, set())
+    hung, blamed = watch.hung(pending, 28.0)
     assert hung.keys() == pending and not blamed
-    watch.heard(1, {"call": "", "section": "", "seconds": 50.0, "waiting": False})  # its answer is under way
-    assert watch.hung(pending, 17.0) == ({}, set())
+    watch.answered(27.0)  # another one: those that waited for it may go on
+    assert watch.hung(pending, 36.9) == ({}, set()) and watch.hung(pending, 37.0)[0]
+    watch.heard(1, {"call": "", "section": "", "seconds": 50.0, "waiting": False}, 37.0)  # its answer is under way
+    assert watch.hung(pending, 37.0) == ({}, set())
 
 
 def test_silence_in_a_call_without_a_limit():
     """A stopped process is found in a call that may take as long as it likes."""
     watch, pending = Watch(math.inf, start=0.0, silence=10.0), {0, 1}
     assert watch.patience(0.0) == 9.0 and set(watch.ask(pending, 9.0)) == pending
-    watch.heard(0, beat(9.0))
+    watch.heard(0, beat(9.0), 9.1)
     assert watch.hung(pending, 18.9) == ({}, set())
     assert watch.hung(pending, 19.0) == ({1: "no sign of life for 10.0 s"}, {1})
-    watch.heard(1, beat(1000.0))
+    watch.heard(1, beat(1000.0), 19.0)
     assert watch.hung(pending, 2000.0) == ({}, set())
 
 

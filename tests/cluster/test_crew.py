@@ -92,7 +92,8 @@ def test_a_stopped_worker_does_not_keep_the_crew_from_closing(job, monkeypatch):
     assert gone(pids)
 
 
-def test_workers_end_when_their_driver_is_killed(job, tmp_path):
+@pytest.mark.parametrize("kind", KINDS)
+def test_workers_end_when_their_driver_is_killed(kind, job, tmp_path):
     script = """
 import os, signal
 from pathlib import Path
@@ -101,14 +102,14 @@ from platform.cluster.job import Job
 from platform.config import Config
 if __name__ == "__main__":
     job = Job(Config().to_dict(), [{"data": 0}, {"data": 1}], "cpu", Path("."), "fake_worker:FakeWorker")
-    with open_crew("processes", job) as crew:
+    with open_crew(KIND, job) as crew:
         print(*(member.pid for member in crew.members.values()), flush=True)
         crew.seat(job, [0, 1])
         crew.call("form", ByRank([0, 1]), 2, job.config, crew.store, 1, [0])
         crew.call("fail", None if input() else 0)  # all hang
 """
     file = tmp_path / "driver.py"
-    file.write_text(script)
+    file.write_text(script.replace("KIND", repr(kind)))
     driver = subprocess.Popen(
         [sys.executable, file], cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

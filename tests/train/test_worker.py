@@ -1,0 +1,72 @@
+"""A worker by itself: what it says about what it does, and what is left of a generation that it has left."""
+
+import threading
+import weakref
+
+import pytest
+
+from platform.parallel.clock import Clock
+from platform.parallel.groups import Handle
+from platform.parallel.progress import PROGRESS
+from platform.plan.rows import rows
+from platform.train.pipeline import schedule_of
+from platform.train.worker import Worker
+from tests.oracle import configure
+
+
+def test_progress_names_the_innermost_section_and_whether_it_waits():
+    clock, beats = Clock(), []
+
+    def note():
+        beat = PROGRESS.beat()
+        beats.append((beat["call"], beat["section"], beat["waiting"]))
+
+    PROGRESS.begin("step(3)")
+    note()
+    with clock.section("forward"):
+        note()
+        Handle(clock, note, lambda: None).wait()
+        note()
+        with pytest.raises(ValueError), PROGRESS.waiting("exchange"):
+            note()
+            raise ValueError
+    note()
+    PROGRESS.begin("")
+    note()
+    assert beats == [
+        ("step(3)", "", False),
+        ("step(3)", "forward", False),
+        ("step(3)", "exposed_comm", True),
+        ("step(3)", "forward", False),
+        ("step(3)", "exchange", True),
+        ("step(3)", "", False),
+        ("", "", False),
+    ]
+
+
+def test_seconds_count_from_the_last_change():
+    PROGRESS.begin("step(1)")
+    threading.Event().wait(0.05)
+    before = PROGRESS.beat()["seconds"]
+    PROGRESS.enter("data")
+    assert before >= 0.05 > PROGRESS.beat()["seconds"]
+
+
+def test_a_generation_that_was_left_is_gone_and_the_next_one_is_the_same(tmp_path):
+    c = configure(vocab=300)
+    c.run.dir, c.data.kind = str(tmp_path), "synthetic"
+    worker = Worker(c.to_dict(), 0, device="cpu", run_dir=str(tmp_path), threads=1)
+    worker.leave()  # a spare has nothing to leave
+    losses = []
+    for generation in (1, 2):
+        worker.form(0, 1, c.to_dict(), ("127.0.0.1", 1), generation, [0])
+        with pytest.raises(RuntimeError, match="still in the generation before"):
+            worker.form(0, 1, c.to_dict(), ("127.0.0.1", 1), generation, [0])
+        worker.build(rows(schedule_of(c, 1))[0].plain())
+        losses.append([worker.step(step)["loss"] for step in (1, 2)])
+        alive = [weakref.ref(worker.trainer), *map(weakref.ref, worker.trainer.weights.owned.values())]
+        assert len(alive) > 10 and None not in [ref() for ref in alive]
+        worker.leave()
+        assert {ref() for ref in alive} == {None}
+    assert losses[0] == losses[1]
+    worker.close()
