@@ -1,4 +1,4 @@
-"""Runs on Ray that lose workers, nodes and their driver, by command: the numbers are those of one undisturbed worker."""
+"""Runs on Ray that lose workers, nodes and their driver, by command: the numbers are those of one that lost nothing."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import pytest
 
 from platform.monitor import Journal, MetricsLog
 from tests.cluster.process_tree import descendants, gone
+from tests.cluster.ray_machines import drain, private_cluster
 from tests.test_end_to_end import QUICK, SMALL, TIMEOUT, command
 
 pytestmark = pytest.mark.ray
@@ -101,4 +102,31 @@ def test_a_worker_and_the_driver_are_killed(tmp_path):
     last = run.numbers()[-1][0] + 1
     with started(tmp_path, "cluster=local", f"train.stop_at={last}") as run:
         assert run.process.wait(TIMEOUT) == 0, (tmp_path / "out").read_text()
+    assert equal(run.numbers(), undisturbed(tmp_path / "alone", last))
+
+
+@pytest.mark.full
+def test_machines_are_lost_and_added_and_told_to_go(tmp_path):
+    """Four workers on two machines. One machine is lost: two workers go on. One is added: they are four again. One is
+    about to go: first a checkpoint, then two go on on the other. That one too: the run ends, to be continued."""
+    with private_cluster(head_cpus=0, STEP_SECONDS="0.2", PYTHONPATH=os.environ["PYTHONPATH"]) as cluster:
+        first, second = [cluster.add_node(num_cpus=2) for _ in range(2)]
+        with started(tmp_path, "cluster=ray") as run:
+            run.steps_of(1)
+            cluster.remove_node(second, allow_graceful=False)
+            run.steps_of(2)
+            third = cluster.add_node(num_cpus=2)
+            run.steps_of(3)
+            drain(cluster, first)
+            run.steps_of(4)
+            drain(cluster, third)
+            assert run.process.wait(TIMEOUT) == 75, (tmp_path / "out").read_text()
+    assert [e["world_size"] for e in run.events("forming")] == [4, 2, 4, 2]
+    assert [e["source"] for e in run.events("restored")] == ["memory"] * 3 and not run.events("rolled_back")
+    seats = [{w["number"] for w in e["workers"]} for e in run.events("formed")]
+    assert [set(e["numbers"]) for e in run.events("notice")] == [seats[2] - seats[3], seats[3]]
+    notice, last = (e["step"] for e in (run.events("reforming")[-1], run.events("drained")[0]))
+    assert {notice, last} <= {e["step"] for e in run.events("checkpoint")}
+    assert run.events("drained")[0]["signal"].startswith("a notice")
+    assert run.numbers()[-1][0] == last
     assert equal(run.numbers(), undisturbed(tmp_path / "alone", last))
