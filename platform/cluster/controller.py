@@ -195,6 +195,9 @@ class Controller:
     def _watch(self, crew: Crew, generation: Generation, report: dict[str, Any]) -> None:
         """Between two steps: raises Reform where another generation is needed, or would be better."""
         if wish := self._outlook.needed(crew, generation):
+            if not self._former.muster.count(crew):
+                self._signals.request("a notice that all workers are about to be taken away")
+                self._drain(crew)
             self._keep(crew)  # memory may not have everything without those that go
             raise Reform(wish.reason)
         if (wish := self._outlook.better(crew, generation, report)) and self._loses_nothing(crew):

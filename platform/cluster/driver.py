@@ -129,7 +129,7 @@ def _control(run: Run) -> int:
         monitor.say(f"starting {run.job.world_size} workers{spares} ({kind}, {run.job.device})")
         journal.event("starting", world_size=run.job.world_size, cluster=kind, device=run.job.device)
         try:
-            with open_crew(kind, run.job, config.elastic.spares) as crew, _time_limit(config, run.signals):
+            with _time_limit(config, run.signals), open_crew(kind, run.job, config.elastic.spares) as crew:
                 controller.run(crew)
         finally:
             journal.event("released")

@@ -21,6 +21,7 @@ from platform.plan.plan import Plan
 from platform.plan.rows import rows
 from platform.plan.schedule import Schedule, table
 from platform.plan.simulate import simulate
+from platform.train.optimizers import warm
 from platform.train.pipeline import schedule_of
 from platform.train.survivors import find_source, take_seats
 
@@ -53,6 +54,8 @@ class Former:
         self._proven: set[int] = set()
         self._formed = False
         self._shown = run.plan  # the plan that the user has seen
+        if run.config.elastic.snapshot_every:
+            warm(run.config.optimizer)
 
     def form(self, crew: Crew) -> Generation:
         """The next generation. Raises WorkerFailed, Reform, GaveUp, Stopped; the first time ConfigError."""

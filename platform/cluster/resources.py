@@ -91,10 +91,10 @@ def gpu_count() -> int:
 def _supply(kind: str) -> Supply:
     if kind != "ray":
         return Supply(gpu_count(), usable_cores(), "on this machine")
-    from platform.cluster import ray_crew
+    from platform.cluster import ray_session
 
-    ray_crew.connect()
-    free = ray_crew.free_resources()
+    ray_session.connect()
+    free = ray_session.free_resources()
     return Supply(int(free.get("GPU", 0)), int(free.get("CPU", 0)), "free in the Ray cluster", shared=True)
 
 

@@ -49,8 +49,8 @@ class Goodput:
 
 def goodput(journal: Iterable[Mapping[str, Any]]) -> Goodput:
     """From a journal's events, in order. `useful_seconds` of an event are those of the steps committed since the event
-    before it that has them; `steps_lost` and `lost_seconds` take steps back, also those that ended unsaved with a
-    driver."""
+    before it that has them; `steps_lost` and `lost_seconds` take steps back, also those that a driver left unsaved.
+    """
     failures = transitions = lost = 0
     useful = seconds = 0.0
     recoveries: list[float] = []

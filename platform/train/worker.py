@@ -28,6 +28,7 @@ from platform.plan.mesh import Mesh
 from platform.plan.rows import Rows
 from platform.train import places
 from platform.train.faults import Fault
+from platform.train.optimizers import warm
 from platform.train.plan import make_plan
 from platform.train.proof import proof
 from platform.train.report import Report
@@ -56,6 +57,7 @@ class Worker:
         self.communicator: Communicator | None = None
         self.memories: dict[int, Memory] = {}  # by generation; older ones until the newest has a whole snapshot
         torch.set_num_threads(threads)
+        warm(self.config.optimizer)
 
     def _configure(self, config: dict[str, Any]) -> None:
         self.config = Config.from_dict(config)

@@ -549,6 +549,13 @@ def test_a_notice_saves_first_and_goes_on_without(config, drive):
     assert events(config, "notice")[0]["numbers"] == [1] and len(events(config, "reforming")) == 1
 
 
+def test_a_notice_for_all_saves_and_stops(config, drive):
+    config.checkpoint.every = 100
+    assert drive({"step(3)": [lambda crew: crew.give_notice(0, 1, 2, 3)]}) == 75
+    [end] = events(config, "drained")
+    assert (end["step"], end["saved"]) == (3, 3) and len(seats(config)) == 1
+
+
 # losses
 
 
