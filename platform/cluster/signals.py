@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from time import monotonic
 from types import FrameType
 from typing import Any
@@ -19,9 +17,9 @@ class Stopped(BaseException):
 
 
 class StopSignals:
-    """While entered, the first signal raises Stopped where it finds the driver, or, inside `deferred`, is only noted
-    for `check`. The second raises Stopped anywhere, and further ones are ignored while the crew is being ended. One
-    that comes with the first is no second."""
+    """While entered, the first signal raises Stopped where it finds the driver, or, after `defer`, is only noted for
+    `check`. The second raises Stopped anywhere, and further ones are ignored while the crew is being ended. One that
+    comes with the first is no second."""
 
     def __enter__(self) -> StopSignals:
         self._requested: str | None = None
@@ -34,14 +32,9 @@ class StopSignals:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    @contextmanager
-    def deferred(self) -> Iterator[None]:
-        """Work that the first signal lets finish. `check` belongs at its good moments."""
+    def defer(self) -> None:
+        """From now on there is something to lose: `check` belongs at the good moments to stop."""
         self._deferred = True
-        try:
-            yield
-        finally:
-            self._deferred = False
 
     @property
     def requested(self) -> bool:
@@ -49,7 +42,8 @@ class StopSignals:
         return self._requested is not None
 
     def request(self, reason: str) -> None:
-        """As a first signal that is only noted, whatever the driver is doing; from any thread."""
+        """As a first signal that is only noted, whatever the driver is doing; from any thread. A signal that comes
+        besides is no second one: Slurm's comes at about the time when its allocation ends."""
         self._requested = self._requested or reason
 
     def check(self) -> None:
@@ -63,11 +57,11 @@ class StopSignals:
             self._first = now
         elif now < self._first + _ECHO_SECONDS:
             return
-        self._requested = signal.Signals(number).name
+        self._requested = self._requested or signal.Signals(number).name
         if not first:
             for ignored in STOPPING:
                 signal.signal(ignored, signal.SIG_IGN)
         if not (first and self._deferred):
             raise Stopped(self._requested)
         # not print(): the signal may have come in the middle of one
-        os.write(2, f"\n{self._requested}: stopping after this step; once more stops at once\n".encode())
+        os.write(2, f"\n{signal.Signals(number).name}: stopping after this step; once more stops at once\n".encode())
