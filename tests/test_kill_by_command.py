@@ -73,7 +73,8 @@ class Run:
         finally:
             process.kill()
             process.wait()
-        restored = [e["directory"] for e in self.journal()[before:] if e["event"] == "restored"]
+        events = [e for e in self.journal()[before:] if e["event"] == "restored"]  # from memory: no directory
+        restored = [e["directory"] for e in events if "directory" in e]
         assert restored[:1] in ([], [found.directory]), out
         self.restored += restored
         assert process.returncode in (0, 1, -signal.SIGKILL), out

@@ -36,7 +36,8 @@ def events(run: Path) -> list[str]:
 
 
 def train(cwd: Path, *arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
-    launch = in_this_process if "cluster=inline" in arguments else command
+    processes = {"cluster=processes", "cluster=local"} & {*arguments}
+    launch = command if processes else in_this_process
     done = launch(QUICK, *SMALL, *FIXED, *arguments, cwd=cwd)
     assert done.returncode == status, done.stdout + done.stderr
     return done
