@@ -84,7 +84,9 @@ class Run:
         """Loss and gradient norm of every step, and the last checkpoint's tensors."""
         rows = MetricsLog.read(self.directory / "metrics.jsonl")
         assert [row["step"] for row in rows] == list(range(1, self.steps + 1))
-        last, before = sorted((a.directory for a in attempts(self.storage)), reverse=True)  # and nothing is left of what was torn
+        last, before = sorted(
+            (a.directory for a in attempts(self.storage)), reverse=True
+        )  # and nothing is left of what was torn
         verify(self.storage, before)
         manifest = verify(self.storage, last)
         assert manifest.meta.step == self.steps

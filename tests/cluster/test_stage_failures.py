@@ -59,6 +59,7 @@ def stops(how, kind, tmp_path, monkeypatch, capsys):
     """A run whose stage 1 fails in step 2."""
     c = of_three_stages(kind)
     c.run.dir, c.data.kind, c.cluster.kind = str(tmp_path / "run"), "synthetic", "processes"
+    c.elastic.attempts = 1
     monkeypatch.setenv("FAIL", f"{how} {ACTIONS[kind]}")
     before = descendants()
     assert run(c, make_plan(c), experiment="quick", worker="failing_worker:FailingWorker") == 1
