@@ -25,7 +25,11 @@ _BACKLOG = 4096
 
 class Switchboard:
     """Listens at `address` (host, port) on that host alone, and takes calls of the members in `expected` that know
-    `token`. Anybody else is cut off. Nothing here waits for a peer, but `poll` where it is told to."""
+    `token`. Anybody else is cut off. Nothing here waits for a peer, but `poll` where it is told to.
+
+    Attributes:
+        sent, received: bytes so far.
+    """
 
     def __init__(self, host: str):
         _allow_many_files()
@@ -35,6 +39,7 @@ class Switchboard:
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self.token = secrets.token_hex(16)
         self.expected: set[int] = set()
+        self.sent = self.received = 0
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._members: dict[int, _Connection] = {}
@@ -111,6 +116,7 @@ class Switchboard:
             return
         try:
             data = connection.socket.recv(READ_BYTES)
+            self.received += len(data)
             for message in connection.decoder.feed(data):
                 if connection.number is not None:
                     self._events.append((connection.number, message))
@@ -147,6 +153,7 @@ class Switchboard:
         try:
             while outgoing:
                 sent = connection.socket.send(outgoing[0])
+                self.sent += sent
                 if sent < len(outgoing[0]):
                     outgoing[0] = outgoing[0][sent:]
                 else:
