@@ -58,7 +58,8 @@ class Former:
 
     def usable(self, crew: Crew) -> list[int]:
         """The members that may get a seat, in the order in which ranks are best dealt."""
-        return [number for number in seating(crew.members) if number not in self.shunned | crew.leaving]
+        passed_over = self.shunned | crew.leaving
+        return [number for number in seating(crew.members) if number not in passed_over]
 
     def best(self, members: int) -> Replanned | None:
         """What the run becomes with so many."""

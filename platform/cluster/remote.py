@@ -8,7 +8,7 @@ from math import inf
 from time import monotonic
 from typing import Any
 
-from platform.cluster.channel import encode
+from platform.cluster.channel import encode, framed, text
 from platform.cluster.crew import ByRank, Crew, arguments, shown
 from platform.cluster.failures import Failure, Member, WorkerFailed
 from platform.cluster.host import START
@@ -101,17 +101,22 @@ class RemoteCrew(Members, Crew):
 
     # calls and answers
 
-    def _next_call(self, method: str) -> dict[str, Any]:
+    def _next_call(self, method: str, args: Sequence[Any] = ()) -> dict[str, Any]:
         self._call += 1
-        return {"call": self._call, "method": method, "args": []}
+        return {"call": self._call, "method": method, "args": args}
 
     def _send(self, method: str, args: tuple[Any, ...]) -> None:
-        call = self._next_call(method)
-        if any(isinstance(a, ByRank) for a in args):
-            for rank, number in enumerate(self._seats):
-                self._tell([number], call | {"args": arguments(args, rank)})
-        else:
-            self._tell(self._seats, call | {"args": args})
+        call = self._next_call(method, args)
+        if not any(isinstance(a, ByRank) for a in args):
+            return self._tell(self._seats, call)
+        head = text(call | {"args": []}).removesuffix(b"]}")
+        texts: dict[int, bytes] = {}  # by identity: what several ranks get is put into text once
+        for rank, number in enumerate(self._seats):
+            own = arguments(args, rank)
+            for value in own:
+                if id(value) not in texts:
+                    texts[id(value)] = text(value)
+            self._board.send(number, framed(head + b",".join(texts[id(value)] for value in own) + b"]}"))
 
     def _tell(self, numbers: Collection[int], message: Mapping[str, Any]) -> None:
         if numbers:
@@ -152,10 +157,11 @@ class RemoteCrew(Members, Crew):
         """How those of `numbers` that live have answered the last call, those that do in this time."""
         answers: dict[int, dict[str, Any]] = {}
         deadline = monotonic() + seconds
-        while (set(numbers) & self._members.keys()) - answers.keys() and (left := deadline - monotonic()) > 0:
+        while not self._members.keys().isdisjoint(numbers) and (left := deadline - monotonic()) > 0:
             for number, message in self._events(left):
                 if message.get("answer") == self._call:
                     answers[number] = message
+            numbers = [n for n in numbers if n not in answers and n in self._members]
         return answers
 
     @contextmanager

@@ -14,7 +14,7 @@ from platform.plan.mesh import Mesh
 from platform.train.faults import Fault, strike
 from platform.train.proof import proof
 
-LATE_STEP, LATE_SECONDS = 4, 2.4  # one step in which everybody takes long, and so is asked for beats
+LATE_STEP = 1  # in which everybody takes long, and so is asked for beats; a first step may last
 MOVED = ("all_gather/data", "all_reduce/data", "all_reduce/t", "reduce_scatter/data", "send/stage")
 SECTIONS = ("data", "forward", "backward", "gradients", "optimizer", "checkpoint", "waiting")
 
@@ -60,7 +60,7 @@ class SimulatedWorker:
         if step == LATE_STEP:
             for piece in range(8):
                 PROGRESS.enter(f"piece {piece}")
-                time.sleep(LATE_SECONDS / 8)
+                time.sleep(self.config["elastic"]["hang_seconds"] / 8)
         for fault in map(Fault.parse, faults):
             if fault.rank == self.rank:
                 with open(f"{self.run_dir}/struck", "w") as file:
