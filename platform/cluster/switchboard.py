@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-import resource
 import secrets
 import selectors
 import socket
@@ -13,6 +12,7 @@ from time import monotonic
 from typing import Any
 
 from platform.cluster.channel import LIMIT, READ_BYTES, Decoder, Garbled, tune
+from platform.cluster.files import allow_many_files
 
 Event = tuple[int, dict[str, Any] | None]  # a member's number, and its message; None: its connection is closed
 
@@ -32,7 +32,7 @@ class Switchboard:
     """
 
     def __init__(self, host: str):
-        _allow_many_files()
+        allow_many_files()
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
         self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
         self._listener.setblocking(False)
@@ -191,11 +191,3 @@ class _Connection:
         self.decoder = Decoder(_GREETING_BYTES)
         self.outgoing: deque[memoryview] = deque()
         self.writing = self.closed = False
-
-
-def _allow_many_files() -> None:
-    """One descriptor per member, where the usual limit is 1024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

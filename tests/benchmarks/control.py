@@ -63,7 +63,7 @@ def configured(workers: int, per_node: int, zero: int, directory: str) -> Config
 
 def steps(calls: list[Call], first: int, last: int) -> list[tuple[float, float, int, int]]:
     """(wall ms, CPU ms, bytes sent, bytes received) of each of these steps, all until the next one begins."""
-    begins = {call.first: call.begin for call in calls if call.method == "step"}  # the last time that it was done
+    begins = {call.args[0]: call.begin for call in calls if call.method == "step"}  # the last time that it was done
     spent = [begins[step + 1] - begins[step] for step in range(first, last + 1)]
     return [(1e3 * s.clock, 1e3 * s.cpu, s.sent, s.received) for s in spent]
 
@@ -109,13 +109,17 @@ def measure(workers: int, per_node: int, zero: int) -> tuple[float, float]:
         print()
     found = steps(calls, simulated_worker.LATE_STEP + 2, KILLED - 2)
     wall, cpu, sent, received = (statistics.median(column) for column in zip(*found, strict=True))
-    print(f"step: {wall:.1f} ms, {cpu:.1f} ms of driver CPU ({cpu / wall:.0%} of a core); bytes out {sent}, in {received}")
+    print(
+        f"step: {wall:.1f} ms, {cpu:.1f} ms of driver CPU ({cpu / wall:.0%} of a core); bytes out {sent}, in {received}"
+    )
     [late] = steps(calls, simulated_worker.LATE_STEP, simulated_worker.LATE_STEP)
     print(f"late step: {late[0]:.0f} ms, {late[1]:.1f} ms of driver CPU with beats; bytes out {late[2]}, in {late[3]}")
     [failed] = [call for call in calls if call.failed]
     released = next(e for e in events if e["event"] == "released")
     assert len(released["lost"]) == per_node and released["alive"] == workers - per_node, released
-    print(f"node lost: known {failed.end.clock - struck:.3f} s after SIGKILL, others released in {released['seconds']:.3f} s")
+    print(
+        f"node lost: known {failed.end.clock - struck:.3f} s after SIGKILL, others released in {released['seconds']:.3f} s"
+    )
     first = next(c for c in calls if c.method == "step" and c.begin.clock > failed.end.clock)
     print(f"first step with {workers - per_node} workers begins {first.begin.clock - struck:.2f} s after SIGKILL")
     [restored] = [e for e in events if e["event"] == "restored"]

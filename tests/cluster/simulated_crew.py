@@ -28,10 +28,11 @@ class Meter:
 
 @dataclass(frozen=True)
 class Call:
-    """`failed`: it raised."""
+    """`number`: as messages have it; `failed`: it raised."""
 
+    number: int
     method: str
-    first: object  # of its arguments
+    args: tuple
     begin: Meter
     end: Meter
     failed: bool
@@ -56,7 +57,7 @@ class SimulatedCrew(RemoteCrew):
             failed = False
             return values
         finally:
-            self.calls.append(Call(method, args[0] if args else None, begin, self.meter(), failed))
+            self.calls.append(Call(self._call, method, args, begin, self.meter(), failed))
 
     def _open(self):
         self._nodes = {}  # number -> its process

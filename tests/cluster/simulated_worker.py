@@ -95,4 +95,3 @@ def report(step, world_size):
         "world_size": world_size,
         "slow": [],
     }
-
