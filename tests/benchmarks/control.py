@@ -109,17 +109,15 @@ def measure(workers: int, per_node: int, zero: int) -> tuple[float, float]:
         print()
     found = steps(calls, simulated_worker.LATE_STEP + 2, KILLED - 2)
     wall, cpu, sent, received = (statistics.median(column) for column in zip(*found, strict=True))
-    print(
-        f"step: {wall:.1f} ms, {cpu:.1f} ms of driver CPU ({cpu / wall:.0%} of a core); bytes out {sent}, in {received}"
-    )
+    share = cpu / wall / (os.cpu_count() or 1)
+    print(f"step: {wall:.1f} ms, {cpu:.1f} ms of driver CPU ({share:.0%} of the cores); bytes out {sent}, in {received}")
     [late] = steps(calls, simulated_worker.LATE_STEP, simulated_worker.LATE_STEP)
     print(f"late step: {late[0]:.0f} ms, {late[1]:.1f} ms of driver CPU with beats; bytes out {late[2]}, in {late[3]}")
     [failed] = [call for call in calls if call.failed]
     released = next(e for e in events if e["event"] == "released")
     assert len(released["lost"]) == per_node and released["alive"] == workers - per_node, released
-    print(
-        f"node lost: known {failed.end.clock - struck:.3f} s after SIGKILL, others released in {released['seconds']:.3f} s"
-    )
+    known, seconds = failed.end.clock - struck, released["seconds"]
+    print(f"node lost: known {known:.3f} s after SIGKILL, others released in {seconds:.3f} s")
     first = next(c for c in calls if c.method == "step" and c.begin.clock > failed.end.clock)
     print(f"first step with {workers - per_node} workers begins {first.begin.clock - struck:.2f} s after SIGKILL")
     [restored] = [e for e in events if e["event"] == "restored"]
