@@ -110,7 +110,8 @@ def measure(workers: int, per_node: int, zero: int) -> tuple[float, float]:
     found = steps(calls, simulated_worker.LATE_STEP + 2, KILLED - 2)
     wall, cpu, sent, received = (statistics.median(column) for column in zip(*found, strict=True))
     share = cpu / wall / (os.cpu_count() or 1)
-    print(f"step: {wall:.1f} ms, {cpu:.1f} ms of driver CPU ({share:.0%} of the cores); bytes out {sent}, in {received}")
+    told = f"({share:.0%} of the cores); bytes out {sent:.0f}, in {received:.0f}"
+    print(f"step: {wall:.1f} ms, {cpu:.1f} ms of driver CPU {told}")
     [late] = steps(calls, simulated_worker.LATE_STEP, simulated_worker.LATE_STEP)
     print(f"late step: {late[0]:.0f} ms, {late[1]:.1f} ms of driver CPU with beats; bytes out {late[2]}, in {late[3]}")
     [failed] = [call for call in calls if call.failed]
