@@ -240,6 +240,8 @@ def _elastic(config: Config) -> Iterator[str]:
     if e.max_workers and e.max_workers < e.min_workers:
         constraint = f"must be 0 or >= elastic.min_workers={e.min_workers}"
         yield violation("elastic.max_workers", e.max_workers, constraint, [0, e.min_workers])
+    if e.spares and config.cluster.kind == "inline":
+        yield violation("elastic.spares", e.spares, "cluster=inline is a world of one in one process", [0])
     for fault in e.faults:
         if not FAULT.fullmatch(fault):
             kinds = "|".join(FAULT_KINDS)

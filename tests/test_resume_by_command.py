@@ -93,7 +93,7 @@ def test_a_named_checkpoint_and_the_same_plan_go_on_bit_by_bit(tmp_path, through
     assert numbers(tmp_path / "run") == numbers(through)[5:]
 
 
-def test_a_signal_saves_and_the_same_command_goes_on(tmp_path, through):
+def test_a_signal_or_the_time_limit_saves_and_the_same_command_goes_on(tmp_path):
     arguments = [*SERIAL, "train.steps=100000", "optimizer.schedule=constant", "checkpoint.every=100000", "run.dir=run"]
     line = [sys.executable, "-m", "platform.launch", QUICK, *SMALL, *FIXED, *arguments]
     process = subprocess.Popen(line, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -110,6 +110,14 @@ def test_a_signal_saves_and_the_same_command_goes_on(tmp_path, through):
     last = numbers(tmp_path / "run")[-1][0]
     assert process.returncode == 75, out
     assert f"stopped by SIGTERM after step {last}: the same command continues after step {last}" in out
+    limited = ["cluster=processes", "tensor=1d", "tensor.axes.t=2", "run.time_limit=6"]  # half of it is left to save
+    begin = time.monotonic()
+    out = train(tmp_path, *arguments, *limited, status=75).stdout
+    assert time.monotonic() - begin >= 3
+    drained = Journal.read(tmp_path / "run" / "journal.jsonl")[-2]
+    assert (drained["event"], drained["signal"]) == ("drained", "run.time_limit") and drained["step"] >= last
+    last = drained["step"]
+    assert f"stopped by run.time_limit after step {last}: the same command continues after step {last}" in out
     train(tmp_path, *arguments, f"train.stop_at={last + 2}")
     assert [row[0] for row in numbers(tmp_path / "run")] == list(range(1, last + 3))
 

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from time import perf_counter
+from types import MappingProxyType
 from typing import Any
 
 from platform.checkpoint import Manifest, Meta, Refused, Saver, Storage, connect, find, load, quarantine
 from platform.checkpoint.lease import Lease
 from platform.cluster.crew import Crew
+from platform.cluster.failures import GaveUp
 from platform.config import RESUME, Config, ConfigError, digest, violation
 from platform.identity import identity, refusal
 from platform.monitor import Journal
@@ -23,6 +25,8 @@ from platform.train import places
 from platform.train.proof import versions
 
 POLL_SECONDS = 0.01
+
+_NEWEST = ("auto", "must")  # values of checkpoint.resume under which a run goes on from its own newest one
 
 Reports = Sequence[Mapping[str, Any]]  # by rank: that of `Image.write`, or {"error": why}
 
@@ -80,10 +84,13 @@ def check_writable(config: Config) -> None:
 
 class Checkpoints:
     """Of one run. `step`: updates that the newest good checkpoint holds, which the run resumed from or made; 0 where
-    there is none. `superseded`: why this driver must stop, once another one has taken over."""
+    there is none. `plan`: what made the state that is saved.
+
+    What calls the crew raises WorkerFailed; and GaveUp, once another driver has taken over.
+    """
 
     def __init__(self, config: Config, plan: Plan, found: Origin | None, journal: Journal, say: Callable[[str], None]):
-        self._config, self._plan, self._origin, self._journal, self._say = config, plan, found, journal, say
+        self._config, self.plan, self._origin, self._journal, self._say = config, plan, found, journal, say
         self._storage = connect(places.home(config))
         lease = (
             Lease.take(self._storage, f"process {os.getpid()} on {socket.gethostname()}")
@@ -96,8 +103,8 @@ class Checkpoints:
         self._reports: SimpleQueue[Reports] = SimpleQueue()  # what the workers wrote
         self._writing = False  # the workers are
         self._corpus = ""
-        self._saved = False  # a checkpoint, by this driver
-        self.superseded = ""  # by another driver, which has taken over: the reason to stop
+        self._own: set[str] = set()  # the directories of those that this driver made
+        self._told: dict[str, Any] = {}  # what the next event of the save under way tells besides
         self.step = found.manifest.meta.step if found and found.manifest else 0
 
     def due(self, step: int, last: bool, stopping: bool) -> bool:
@@ -116,8 +123,12 @@ class Checkpoints:
         """What is left of the run, for people."""
         if not self.step:
             return "nothing was saved; the same command starts again from step 1"
-        with_auto = "" if self._config.checkpoint.resume in ("auto", "must") else " with checkpoint.resume=auto"
-        return f"the same command{with_auto} continues after step {self.step}"
+        return f"the same command{' with ' + self.resume if self.resume else ''} continues after step {self.step}"
+
+    @property
+    def resume(self) -> str:
+        """The override with which the run's command goes on from the newest checkpoint; "" where it does without."""
+        return "checkpoint.resume=auto" if self._own and self._config.checkpoint.resume not in _NEWEST else ""
 
     def check(self, corpus: str) -> None:
         """Raises ConfigError where the checkpoint was trained on another corpus (hash)."""
@@ -143,7 +154,7 @@ class Checkpoints:
         if not (found and found.directory):
             return True
         start = perf_counter()
-        answer: Mapping[str, str] = crew.call("restore", found.directory, self._saved)[0]
+        answer: Mapping[str, str] = crew.call("restore", found.directory, found.directory in self._own)[0]
         if not answer:
             seconds = perf_counter() - start
             self._journal.event("restored", step=self.step, directory=found.directory, seconds=seconds)
@@ -159,42 +170,49 @@ class Checkpoints:
         return False
 
     def look_again(self) -> None:
-        """For the newest good checkpoint there is now, of this run's own if it has made one."""
-        home = self._saved and Origin(self._storage, **vars(find(self._storage, deep=False)))
-        self._origin = home or origin(self._config)
+        """For the newest good checkpoint there is now, of this run's own if it has made one. Raises ConfigError,
+        OSError."""
+        self._poll()
+        self._origin = self._newest_own() or origin(self._config)
         self.step = self._origin.manifest.meta.step if self._origin and self._origin.manifest else 0
         self.check(self._corpus)
+
+    def _newest_own(self) -> Origin | None:
+        """Where the run began from elsewhere, what else lies in its storage is another's."""
+        if not self._own or self._config.checkpoint.resume in _NEWEST:
+            return None
+        found = find(self._storage, deep=False)
+        return Origin(self._storage, **vars(found)) if found.directory in self._own else None
 
     def abandon(self) -> None:
         """The workers are being re-formed: what they were writing comes to nothing, and nobody waits for that."""
         if self._saver.busy:
             self._saver.cancel()
-            self._writing = False
             self._reports.put([{"error": "the workers were re-formed while they wrote"}])
+        self._writing, self._wanted, self._reports = False, SimpleQueue(), SimpleQueue()
 
-    def save(self, crew: Crew, step: int) -> None:
+    def save(self, crew: Crew, step: int, told: Mapping[str, Any] = MappingProxyType({})) -> None:
         """Begins a checkpoint, when the one before is over: waits for the workers' copies in host memory, no longer.
-        `advance` and `finish` carry it on. It may fail: then they say so. Raises WorkerFailed."""
+        `advance` and `finish` carry it on. It may fail: then they say so. `told`: for the event of its end."""
         self.finish(crew)
         snapshots = crew.call("snapshot")
         numbers: dict[str, Any] = next((s["values"] for s in snapshots if s["values"]), {})
-        self._wanted, self._reports = SimpleQueue(), SimpleQueue()
+        self._wanted, self._reports, self._told = SimpleQueue(), SimpleQueue(), dict(told)
         write = partial(_written, self._wanted, self._reports)
         self._saver.save(snapshots[0]["tensors"], self._meta(step, {"optimizer": numbers}), write)
 
     def advance(self, crew: Crew, wait: bool = False) -> None:
-        """Between steps: hands on what the save under way needs and what became of it. Raises WorkerFailed."""
+        """Between steps: hands on what the save under way needs and what became of it."""
         if not self._writing and not self._wanted.empty():
             crew.call("write", self._wanted.get())
             self._writing = True
         if self._writing and None not in (reports := crew.call("written", wait)):
             self._writing = False
             self._reports.put(reports)
-        for event in self._saver.poll():
-            self._note(event)
+        self._poll()
 
     def finish(self, crew: Crew) -> None:
-        """Until no save is under way. Raises WorkerFailed."""
+        """Until no save is under way."""
         while self._saver.busy:
             self.advance(crew, wait=True)
             self._saver.wait(POLL_SECONDS)
@@ -208,17 +226,23 @@ class Checkpoints:
             corpus=self._corpus,
             identity=identity(self._config),
             configuration=digest(self._config.to_dict()),
-            plan=self._plan.to_dict(),
+            plan=self.plan.to_dict(),
             values=values,
             versions=versions(),
         )
 
+    def _poll(self) -> None:
+        for event in self._saver.poll():
+            self._note(event)
+
     def _note(self, event: dict[str, Any]) -> None:
-        self._journal.event(**event)
+        told, self._told = self._told, {}
+        self._journal.event(**event, **told)
         if event["event"] == "checkpoint":
-            self.step, self._saved = event["step"], True
+            self.step = event["step"]
+            self._own.add(event["directory"])
         elif event["event"] == "superseded":
-            self.superseded = event["reason"]
+            raise GaveUp(event["reason"])
         else:
             goes_on = "it is tried again" if event.get("again") else f"the newest good one is of step {self.step}"
             what = event["event"].replace("_", " ")

@@ -13,6 +13,7 @@ from platform.plan.plan import Plan
 
 if TYPE_CHECKING:
     from platform.cluster.checkpoints import Checkpoints
+    from platform.cluster.run_directory import RunDirectory
 
 
 @dataclass(frozen=True)
@@ -27,3 +28,4 @@ class Run:
     monitor: Monitor
     signals: StopSignals
     checkpoints: Checkpoints
+    directory: RunDirectory

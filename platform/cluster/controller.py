@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from math import inf
 from pathlib import Path
-from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -14,12 +13,13 @@ from platform.cluster.crew import Crew
 from platform.cluster.failures import GaveUp, Reform, WorkerFailed
 from platform.cluster.forming import Former, Generation
 from platform.cluster.metrics import metrics_row
+from platform.cluster.outlook import Outlook
+from platform.cluster.pace import Pace
 from platform.cluster.spikes import Spikes
 from platform.train.faults import Faults
 
 FIRST_STEP_SECONDS = 120.0  # for a generation's first step: buffers are made and connections opened
 STEPS = 5  # that a step may last before a worker in it hangs
-_MEMORY = 256  # steps whose seconds are known
 
 
 class Controller:
@@ -29,25 +29,26 @@ class Controller:
         self._config, self._steps, self._former = run.config, run.steps, former
         self._journal, self._monitor, self._signals = run.journal, run.monitor, run.signals
         self._checkpoints = run.checkpoints
-        config = run.config
-        self._faults, self._spikes = Faults(config.elastic.faults), Spikes(config.train.spike)
-        self._seconds: deque[tuple[int, float]] = deque(maxlen=_MEMORY)  # of the last committed steps
+        self._faults, self._spikes = Faults(run.config.elastic.faults), Spikes(run.config.train.spike)
+        self._pace = Pace()
         self._useful = 0.0  # seconds of steps committed since the last event that told them
-        self._failures: Counter[int] = Counter()  # by step, of those that were not done since
+        self._failures: Counter[int] = Counter()  # by the step that could not be done
         self._stall = 0.0  # seconds that saving took since the last row
-        self._slow: dict[int, int] = {}  # member -> steps in a row in which it was slow
-        self._seen = 0  # members when it was last asked whether the mesh can grow
+        self._outlook = Outlook(run, former.muster)
+        self._works = False  # a step has been done
         self.done = 0
 
     def run(self, crew: Crew) -> None:
-        """Until the last step. Raises GaveUp, Stopped, ConfigError."""
+        """Until the last step. Raises GaveUp, Stopped; before the first generation also ConfigError."""
         while True:
+            if not self._unsaved:
+                self._signals.check()
             try:
-                generation = self._former.form(crew, self.done)
+                generation = self._former.form(crew)
                 self._resumed(generation)
+                self._signals.defer()
                 try:
-                    with self._signals.deferred():
-                        self._train(crew, generation)
+                    self._train(crew, generation)
                 finally:
                     if generation.timeline:
                         generation.timeline.write(Path(self._config.run.dir))
@@ -61,20 +62,24 @@ class Controller:
                 self._monitor.say(str(reason))
                 self._release(crew)
 
+    def lost(self) -> dict[str, Any]:
+        """For the journal's last event: when the driver ends, memory is gone, and what was not saved with it."""
+        steps = max(0, self.done - self._checkpoints.step)
+        return {"steps_lost": steps, "lost_seconds": self._pace.take_back(self.done - steps), **self.told()}
+
     def _resumed(self, generation: Generation) -> None:
         """Takes the count back to the state that could be had."""
-        if lost := self.done - generation.step:
-            if lost > 0:
-                seconds = sum(s for step, s in self._seconds if step > generation.step)
-                self._journal.event("rolled_back", step=generation.step, steps_lost=lost, lost_seconds=seconds)
-                self._monitor.say(f"goes on after step {generation.step}: {lost} steps are done again")
-            self.done = generation.step
+        if (lost := self.done - generation.step) > 0:
+            seconds = self._pace.take_back(generation.step)
+            self._journal.event("rolled_back", step=generation.step, steps_lost=lost, lost_seconds=seconds)
+            self._monitor.say(f"goes on after step {generation.step}: {lost} steps are done again")
+        self.done = generation.step
 
     # RUNNING
 
     def _train(self, crew: Crew, generation: Generation) -> None:
         every, first = self._config.eval.every, self.done + 1
-        self._drain(crew)
+        self._save(crew, self.done)  # what a failure or a signal has left to do
         for step in range(first, self._steps + 1):
             start = perf_counter()
             reports, seconds = self._step(crew, generation, step)
@@ -92,13 +97,14 @@ class Controller:
             if generation.timeline:
                 row |= generation.timeline.step(step, start, [report["timeline"] for report in reports])
             if every and step % every == 0:
-                row["val_loss"] = crew.call("evaluate")[0]["val_loss"]
+                within = self._deadline(generation)  # in one section; it may have many
+                row["val_loss"] = crew.call("evaluate", within=within)[0]["val_loss"]
             self._commit(generation, step, seconds, row)
             if step == first:
                 self._journal.event("first_step", step=step)
-                self._former.refill(crew)
             self._save(crew, step)
-            self._watch(crew, generation, report)
+            if step < self._steps:
+                self._watch(crew, generation, report)
         self._checkpoints.finish(crew)
 
     def _step(self, crew: Crew, generation: Generation, step: int) -> tuple[list[dict[str, Any]], float]:
@@ -130,23 +136,26 @@ class Controller:
         raise GaveUp(f"{why}, {self._config.elastic.attempts} times in a row")
 
     def _deadline(self, generation: Generation) -> float:
-        """Seconds for a step, then somebody in it hangs."""
-        known = [seconds for step, seconds in self._seconds]
-        usual = STEPS * median(known) if known else 0.0
-        fresh = 0.0 if self.done > generation.step else FIRST_STEP_SECONDS
-        return max(self._config.elastic.hang_seconds, usual, fresh)
+        """Seconds for a step, then somebody in it hangs. Another generation's steps took another time."""
+        usual = self._pace.usual(generation.step)
+        return max(self._config.elastic.hang_seconds, FIRST_STEP_SECONDS if usual is None else STEPS * usual)
 
     def _commit(self, generation: Generation, step: int, seconds: float, row: dict[str, Any]) -> None:
         """Every rank has acknowledged the step: it counts, and is written down."""
-        self.done = step
+        self.done, self._works = step, True
         self._failures = Counter({failed: n for failed, n in self._failures.items() if failed > step})
-        every = self._config.elastic.snapshot_every
-        if every and step % every == 0:
+        if self._held:
             self._hold(generation, step)
-        self._seconds.append((step, seconds))
+        self._pace.add(step, seconds)
         self._useful += seconds
         self._spikes.add(row["loss"])
         self._monitor.step(row)
+
+    @property
+    def _held(self) -> bool:
+        """Whether the workers' memory has the state after the last step; see `Worker.step`."""
+        every = self._config.elastic.snapshot_every
+        return bool(every) and self.done % every == 0
 
     def _hold(self, generation: Generation, step: int) -> None:
         g = generation
@@ -156,56 +165,45 @@ class Controller:
         """A checkpoint, where one is due; and the end, where one was asked for."""
         start = perf_counter()
         self._checkpoints.advance(crew)
-        if self._checkpoints.superseded:
-            raise GaveUp(self._checkpoints.superseded)
-        if self._checkpoints.due(step, last=step == self._steps, stopping=self._signals.requested):
-            self._checkpoints.save(crew, step)
+        if step and self._checkpoints.due(step, last=step == self._steps, stopping=False):
+            self._checkpoints.save(crew, step, self.told())
             self._stall = perf_counter() - start
         self._drain(crew)
 
     def _drain(self, crew: Crew) -> None:
         """Where the run was asked to end: saves what is not saved, then raises Stopped."""
         if self._signals.requested:
-            if self.done and self._checkpoints.due(self.done, last=False, stopping=True):
-                self._checkpoints.save(crew, self.done)
-            self._checkpoints.finish(crew)
+            self._keep(crew)
             self._signals.check()
 
-    def _watch(self, crew: Crew, generation: Generation, report: dict[str, Any]) -> None:
-        """Between two steps: who is slow, who is about to go, who has come. Raises Reform."""
-        self._note_slow(crew, generation, {generation.seats[int(rank)]: ratio for rank, ratio in report["slow"]})
-        if leaving := crew.leaving & set(generation.seats):
-            self._journal.event("notice", numbers=sorted(leaving))
-            if self._config.checkpoint.every:
-                self._checkpoints.save(crew, self.done)
-            self._checkpoints.finish(crew)
-            raise Reform(f"{len(leaving)} workers are about to be taken away")
-        alive = len(self._former.usable(crew))
-        if alive == self._seen:
-            return
-        self._seen = alive
-        if alive > generation.size and (found := self._former.best(alive)):
-            if found.plan.mesh.size > generation.size:
-                self._checkpoints.finish(crew)
-                raise Reform(
-                    f"{alive} workers are there: the mesh grows from {generation.size} to {found.plan.mesh.size}"
-                )
+    @property
+    def _unsaved(self) -> bool:
+        """Whether there is something to save, and a place for it."""
+        return bool(self.done) and self._checkpoints.due(self.done, last=False, stopping=True)
 
-    def _note_slow(self, crew: Crew, generation: Generation, ratios: dict[int, float]) -> None:
-        self._slow = {number: self._slow.get(number, 0) + 1 for number in ratios}
-        for number, steps in self._slow.items():
-            if steps != STEPS:
-                continue
-            rank, ratio = generation.seats.index(number), ratios[number]
-            self._journal.event("slow", number=number, rank=rank, node=generation.domains[rank], ratio=ratio)
-            self._monitor.say(
-                f"rank {rank} on {generation.domains[rank]} is slow: {ratio:.1f} times its stage's median"
-            )
-            spare = len(self._former.usable(crew)) > generation.size
-            if self._config.elastic.replace_slow and spare:
-                self._former.shunned.add(number)
-                self._checkpoints.finish(crew)
-                raise Reform(f"rank {rank} gives its place to a spare")
+    def _keep(self, crew: Crew) -> bool:
+        """Whether storage has the state after the last step: saves it, where the run keeps checkpoints."""
+        self._checkpoints.finish(crew)
+        if self._unsaved:
+            self._checkpoints.save(crew, self.done, self.told())
+            self._checkpoints.finish(crew)
+        return self._checkpoints.step == self.done
+
+    def _watch(self, crew: Crew, generation: Generation, report: dict[str, Any]) -> None:
+        """Between two steps: raises Reform where another generation is needed, or would be better."""
+        if wish := self._outlook.needed(crew, generation):
+            if not self._former.muster.count(crew):
+                self._signals.request("a notice that all workers are about to be taken away")
+                self._drain(crew)
+            self._keep(crew)  # memory may not have everything without those that go
+            raise Reform(wish.reason)
+        if (wish := self._outlook.better(crew, generation, report)) and self._loses_nothing(crew):
+            self._former.muster.barred |= wish.barred
+            raise Reform(wish.reason)
+
+    def _loses_nothing(self, crew: Crew) -> bool:
+        """Whether a generation that forms now goes on from here; what is only better waits until one does."""
+        return self._held if self._config.elastic.snapshot_every else self._keep(crew)
 
     # RELEASING
 
@@ -227,9 +225,9 @@ class Controller:
         )
         self._monitor.say(str(failure))
         self._failures[step] += 1
-        count, attempts = self._failures.total(), self._config.elastic.attempts
-        fresh = self._useful == 0.0 and not self._seconds and culprit.kind == "failed"
-        if fresh or count >= attempts or not crew.elastic:
+        count = self._failures[step]
+        wrong = culprit.kind == "failed" and not self._works  # and will not
+        if wrong or count >= self._config.elastic.attempts or not crew.elastic:
             where = f"; its log: {culprit.log}" if culprit.log else ""
             often = f" (failure {count} before step {step} was done)" if count > 1 else ""
             raise GaveUp(f"{failure}{often}{where}")
@@ -241,7 +239,6 @@ class Controller:
         lost = crew.release()
         seconds, alive = perf_counter() - start, len(crew.members)
         self._journal.event("released", lost=[f.member.number for f in lost], alive=alive, seconds=seconds)
-        self._seen = 0
 
     def told(self) -> dict[str, float]:
         """What an event says of the steps committed since the last one that did."""

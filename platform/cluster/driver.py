@@ -19,8 +19,8 @@ from platform.cluster.job import WORKER, Job
 from platform.cluster.run_directory import RunDirectory
 from platform.cluster.signals import Stopped, StopSignals
 from platform.cluster.time_limit import seconds_left
-from platform.config import Config, ConfigError
-from platform.monitor import Journal, Monitor, goodput, open_monitor
+from platform.config import Config, ConfigError, violation
+from platform.monitor import Journal, Monitor, goodput, open_monitor, story
 from platform.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def _run(config: Config, plan: Plan, experiment: str, worker: str) -> int:
     if directory.finished(steps):
         print(f"already done: {steps} steps, in {directory.path}")
         return DONE
-    if mistakes := data.check(config.data, vocab=config.model.vocab):
+    if mistakes := [*data.check(config.data, vocab=config.model.vocab), *_impossible(config, plan)]:
         raise ConfigError(mistakes)
     from platform.cluster.changes import changes  # torch takes seconds: cheap refusals come first
     from platform.cluster.checkpoints import check_writable, origin
@@ -62,7 +62,7 @@ def _run(config: Config, plan: Plan, experiment: str, worker: str) -> int:
     meta = found.manifest.meta if found and found.manifest else None
     try:
         with StopSignals() as signals:
-            device = resources.secure(config.cluster, plan.mesh.size, print)
+            device = resources.secure(config.cluster, plan.mesh.size, print, config.elastic.spares)
             with directory.claim(config, plan.to_dict()) as there:
                 if places.saves(config):
                     check_writable(config)
@@ -106,7 +106,7 @@ def _drive(
         try:
             report(changed, journal, monitor.say)
             checkpoints = Checkpoints(config, plan, found, journal, monitor.say)
-            status = _control(Run(config, plan, job, steps, journal, monitor, signals, checkpoints))
+            status = _control(Run(config, plan, job, steps, journal, monitor, signals, checkpoints, directory))
             _account(journal, monitor)
         finally:
             monitor.close(status)
@@ -129,12 +129,12 @@ def _control(run: Run) -> int:
         monitor.say(f"starting {run.job.world_size} workers{spares} ({kind}, {run.job.device})")
         journal.event("starting", world_size=run.job.world_size, cluster=kind, device=run.job.device)
         try:
-            with open_crew(kind, run.job, config.elastic.spares) as crew, _time_limit(config, run.signals):
+            with _time_limit(config, run.signals), open_crew(kind, run.job, config.elastic.spares) as crew:
                 controller.run(crew)
         finally:
             journal.event("released")
         if checkpoints.lacks(run.steps):
-            journal.event("unsaved", step=run.steps, saved=checkpoints.step)
+            journal.event("unsaved", step=run.steps, saved=checkpoints.step, **controller.lost())
             monitor.say(f"step {run.steps} could not be saved: {checkpoints.kept}")
             return FAILED
         journal.event("done", step=run.steps, **controller.told())
@@ -143,13 +143,14 @@ def _control(run: Run) -> int:
         journal.event("refused", reasons=error.violations)
         raise
     except (GaveUp, WorkerFailed) as failure:
-        journal.event("gave_up", cause=str(failure), step=controller.done, saved=checkpoints.step, **controller.told())
-        monitor.say(f"{failure}\nstopped after step {controller.done}: {checkpoints.kept}:\n  {_command()}")
+        journal.event("gave_up", cause=str(failure), step=controller.done, saved=checkpoints.step, **controller.lost())
+        command = _command(checkpoints.resume)
+        monitor.say(f"{failure}\nstopped after step {controller.done}: {checkpoints.kept}:\n  {command}")
         return FAILED
     except Stopped as stopped:
         saved = bool(config.checkpoint.every and checkpoints.step)
-        told = controller.told()
-        journal.event("drained" if saved else "stopped", signal=str(stopped), step=controller.done, **told)
+        event = "drained" if saved else "stopped"
+        journal.event(event, signal=str(stopped), step=controller.done, saved=checkpoints.step, **controller.lost())
         monitor.say(f"stopped by {stopped} after step {controller.done}: {checkpoints.kept}")
         return STOPPED if saved else FAILED
 
@@ -172,16 +173,29 @@ def _time_limit(config: Config, signals: StopSignals) -> Iterator[None]:
 
 def _account(journal: Journal, monitor: Monitor) -> None:
     """What failures cost, from the journal: said where there were any."""
-    cost = goodput(Journal.read(journal.path))
+    events = Journal.read(journal.path)
+    cost = goodput(events)
     journal.event("goodput", **cost.to_dict())
     monitor.summary(cost.to_dict())
     if cost.failures or cost.transitions:
-        monitor.say(str(cost))
+        monitor.say(f"{story(events)}\n{cost}")
 
 
-def _command() -> str:
-    """That of this process: what continues the run."""
-    return f"python -m platform.launch {shlex.join(sys.argv[1:])}"
+def _impossible(config: Config, plan: Plan) -> Iterator[str]:
+    """How far the run may shrink and grow, beside its size at the start."""
+    e, size = config.elastic, plan.mesh.size
+    if 0 < e.max_workers < size:
+        constraint = f"must be 0 or >= the {size} workers of the plan"
+        yield violation("elastic.max_workers", e.max_workers, constraint, [0, size])
+    elif e.min_workers > (most := e.max_workers or size):
+        constraint = f"must be <= the {most} workers that the run may have"
+        yield violation("elastic.min_workers", e.min_workers, constraint, [most])
+
+
+def _command(override: str) -> str:
+    """That of this process, with an override in the place of its like: what continues the run."""
+    given = [a for a in sys.argv[1:] if not override or a.partition("=")[0] != override.partition("=")[0]]
+    return f"python -m platform.launch {shlex.join([*given, *filter(None, [override])])}"
 
 
 @contextmanager

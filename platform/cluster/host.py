@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -58,15 +59,19 @@ class _Host:
         a = self._place
         arguments = {"device": a.device, "run_dir": a.run_dir, "threads": a.threads}
         self._worker = resolve_name(a.worker)(a.config, a.number, **arguments)
+        gc.freeze()  # what the imports made stays for good: a collection, as in leaving, takes no time then
 
     def _execute(self, number: int, call: str, function: Callable[[], Any]) -> None:
         PROGRESS.begin(call)
+        cause = ""
         try:
             frame = encode({"answer": number, "value": function()})
         except Exception:
-            traceback.print_exc()  # the log has it too
-            frame = encode({"answer": number, "error": traceback.format_exc()})
+            cause = traceback.format_exc()
+        if cause:  # and nothing refers to the frames that failed any more: what they have in hand keeps groups open
             self._leave()
+            print(cause, file=sys.stderr)  # the log has it too
+            frame = encode({"answer": number, "error": cause})
         PROGRESS.begin("")
         with suppress(OSError):  # nobody wants to know: `_read` ends us
             self._line.send(frame)

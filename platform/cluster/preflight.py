@@ -18,16 +18,15 @@ from platform.train.proof import proof
 Proof = Mapping[str, Any]  # platform.train.proof.proof
 
 
-def check(crew: Crew, config: Config, run_dir: Path) -> None:
-    """Raises ConfigError, one line per node and disagreement, where a worker's proof is not the driver's. What was
-    written for it is gone afterwards."""
+def refused(crew: Crew, config: Config, run_dir: Path) -> dict[int, list[str]]:
+    """The ranks whose proof is not the driver's, with one line per disagreement. What was written for it is gone
+    afterwards. Raises ConfigError where the driver itself cannot write."""
     storages = {"run.dir": connect(str(run_dir))}
     if places.saves(config):
         storages["checkpoint.url"] = connect(places.home(config))
     with _probe(storages) as name:
         own, found = proof(config, run_dir, name), crew.call("prove", name)
-    if lines := disagreements(own, found, config):
-        raise ConfigError(lines)
+    return {rank: lines for rank, its in enumerate(found) if (lines := disagreements(own, [its], config))}
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from platform.cluster.rendezvous import Rendezvous
 from platform.cluster.watch import Watch
 
 GRACE = (0.0, 0.5, 2.0)  # seconds for a likelier culprit to turn up, by the innocence of who has failed
-LEAVE_SECONDS = 5.0  # for a member to be out of its call and its groups; then it is killed
+LEAVE_SECONDS = 5.0  # for a member to be out of its call and its groups, after the one before it; then it is killed
 CLOSE_SECONDS = 10.0  # for the members to leave by themselves; then they are killed
 
 
@@ -154,13 +154,14 @@ class RemoteCrew(Members, Crew):
         return values
 
     def _answers(self, numbers: Collection[int], seconds: float) -> dict[int, dict[str, Any]]:
-        """How those of `numbers` that live have answered the last call, those that do in this time."""
+        """How those of `numbers` that live have answered the last call; so long is waited for the next."""
         answers: dict[int, dict[str, Any]] = {}
         deadline = monotonic() + seconds
         while not self._members.keys().isdisjoint(numbers) and (left := deadline - monotonic()) > 0:
             for number, message in self._events(left):
                 if message.get("answer") == self._call:
                     answers[number] = message
+                    deadline = monotonic() + seconds
             numbers = [n for n in numbers if n not in answers and n in self._members]
         return answers
 

@@ -43,8 +43,8 @@ def available_workers(cluster: Cluster) -> int:
     return supply.gpus if use_gpus else supply.cpus
 
 
-def secure(cluster: Cluster, world_size: int, say: Callable[[str], None]) -> str:
-    """The device, cpu or cuda, on which `world_size` workers find a place; says what it chose.
+def secure(cluster: Cluster, world_size: int, say: Callable[[str], None], spares: int = 0) -> str:
+    """The device, cpu or cuda, on which `world_size` workers and the spares find a place; says what it chose.
 
     Raises ConfigError where there is too little, after waiting `cluster.wait` seconds for more.
     """
@@ -54,9 +54,14 @@ def secure(cluster: Cluster, world_size: int, say: Callable[[str], None]) -> str
         raise ConfigError(violation("cluster", kind, constraint, ["cluster=processes", "cluster=local"]))
     if kind == "torchrun" and world_size != (started := int(os.environ["WORLD_SIZE"])):
         raise ConfigError(f"torchrun: this plan has {world_size} workers, and torchrun has started {started} processes")
-    if reason := lack_of_files(world_size):
+    if reason := lack_of_files(world_size + spares):
         raise ConfigError(violation("cluster", kind, reason))
-    here = int(os.environ["LOCAL_WORLD_SIZE"]) if kind == "torchrun" else world_size  # workers that the supply is for
+    if kind == "torchrun" and spares:
+        raise ConfigError(
+            violation("elastic.spares", spares, "torchrun starts a process per worker and no others", [0])
+        )
+    # workers that the supply is for
+    here = int(os.environ["LOCAL_WORLD_SIZE"]) if kind == "torchrun" else world_size + spares
     deadline = monotonic() + cluster.wait
     waiting = False
     while True:
@@ -89,10 +94,10 @@ def gpu_count() -> int:
 def _supply(kind: str) -> Supply:
     if kind != "ray":
         return Supply(gpu_count(), usable_cores(), "on this machine")
-    from platform.cluster import ray_crew
+    from platform.cluster import ray_session
 
-    ray_crew.connect()
-    free = ray_crew.free_resources()
+    ray_session.connect()
+    free = ray_session.free_resources()
     return Supply(int(free.get("GPU", 0)), int(free.get("CPU", 0)), "free in the Ray cluster", shared=True)
 
 

@@ -69,10 +69,14 @@ class RunDirectory:
             there = self.check(config)  # again: between the first look and the lock another driver may have been here
             with _as_they_were(self._config, self._plan):
                 _replace(self._config, yaml.safe_dump(without_secrets(config), sort_keys=False))
-                _replace(self._plan, json.dumps(plan, indent=1) + "\n")
+                self.write_plan(plan)
                 yield there
         finally:
             os.close(lock)
+
+    def write_plan(self, plan: dict[str, Any]) -> None:
+        """`plan.json`: that of the newest generation. Which one had which, the journal tells (`forming`)."""
+        _replace(self._plan, json.dumps(plan, indent=1) + "\n")
 
     def _lock_or_refuse(self, lock: int) -> None:
         """The kernel frees a lock when its owner dies, so a stale owner is never in the way."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -17,12 +15,12 @@ class Stopped(BaseException):
 
 
 class StopSignals:
-    """While entered, the first signal raises Stopped where it finds the driver, or, inside `deferred`, is only noted
-    for `check`. The second raises Stopped anywhere, and further ones are ignored while the crew is being ended."""
+    """While entered, the first signal raises Stopped where it finds the driver, or, after `defer`, is only noted for
+    `check`. The second raises Stopped anywhere, and further ones are ignored while the crew is being ended."""
 
     def __enter__(self) -> StopSignals:
         self._requested: str | None = None
-        self._deferred = False
+        self._signalled = self._deferred = False
         self._previous: dict[int, Any] = {number: signal.signal(number, self._handle) for number in STOPPING}
         return self
 
@@ -30,14 +28,9 @@ class StopSignals:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    @contextmanager
-    def deferred(self) -> Iterator[None]:
-        """Work that the first signal lets finish. `check` belongs at its good moments."""
+    def defer(self) -> None:
+        """From now on there is something to lose: `check` belongs at the good moments to stop."""
         self._deferred = True
-        try:
-            yield
-        finally:
-            self._deferred = False
 
     @property
     def requested(self) -> bool:
@@ -45,7 +38,8 @@ class StopSignals:
         return self._requested is not None
 
     def request(self, reason: str) -> None:
-        """As a first signal that is only noted, whatever the driver is doing; from any thread."""
+        """As a first signal that is only noted, whatever the driver is doing; from any thread. A signal that comes
+        besides is no second one: Slurm's comes at about the time when its allocation ends."""
         self._requested = self._requested or reason
 
     def check(self) -> None:
@@ -54,11 +48,12 @@ class StopSignals:
             raise Stopped(self._requested)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        first, self._requested = self._requested is None, signal.Signals(number).name
+        first, self._signalled = not self._signalled, True
+        self._requested = self._requested or signal.Signals(number).name
         if not first:
             for ignored in STOPPING:
                 signal.signal(ignored, signal.SIG_IGN)
         if not (first and self._deferred):
             raise Stopped(self._requested)
         # not print(): the signal may have come in the middle of one
-        os.write(2, f"\n{self._requested}: stopping after this step; once more stops at once\n".encode())
+        os.write(2, f"\n{signal.Signals(number).name}: stopping after this step; once more stops at once\n".encode())

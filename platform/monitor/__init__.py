@@ -4,6 +4,7 @@ from platform.monitor.goodput import Goodput, goodput
 from platform.monitor.journal import Journal
 from platform.monitor.metrics import METRICS, MetricsLog
 from platform.monitor.monitor import Monitor, open_monitor
+from platform.monitor.story import story
 from platform.monitor.timeline import Timeline
 
-__all__ = ["METRICS", "Goodput", "Journal", "MetricsLog", "Monitor", "Timeline", "goodput", "open_monitor"]
+__all__ = ["METRICS", "Goodput", "Journal", "MetricsLog", "Monitor", "Timeline", "goodput", "open_monitor", "story"]

@@ -43,9 +43,9 @@ class Faults:
         self._left = [Fault.parse(text) for text in texts]
 
     def take(self, step: int, world_size: int) -> list[Fault]:
-        """The faults of this step and of steps before it that were never run, which then count as struck. Those of
-        ranks that are not there strike the last one."""
-        due = [fault for fault in self._left if fault.step <= step]
+        """The faults of this step, which then count as struck; those of steps before it, which were another driver's,
+        too. Those of ranks that are not there strike the last one."""
+        due = [fault for fault in self._left if fault.step == step]
         self._left = [fault for fault in self._left if fault.step > step]
         return [Fault(f.step, f.kind, min(f.rank, world_size - 1), f.section) for f in due]
 

@@ -40,6 +40,12 @@ def state_of(o: Optimizer, dtype: torch.dtype, device: torch.device) -> tuple[li
     return moments, {name: value for name, value in found.items() if name not in moments}
 
 
+def warm(o: Optimizer) -> None:
+    """Has torch import what it does for the first step of any optimizer, most of a second of work, while nobody waits
+    for it: before a spare is ready, and before the driver looks for a state to recover."""
+    state_of(o, torch.float32, torch.device("cpu"))
+
+
 def register_optimizer(
     name: str, make: Callable[[list[dict[str, Any]], Optimizer], torch.optim.Optimizer], moments: int
 ) -> None:

@@ -28,6 +28,7 @@ from platform.plan.mesh import Mesh
 from platform.plan.rows import Rows
 from platform.train import places
 from platform.train.faults import Fault
+from platform.train.optimizers import warm
 from platform.train.plan import make_plan
 from platform.train.proof import proof
 from platform.train.report import Report
@@ -56,6 +57,7 @@ class Worker:
         self.communicator: Communicator | None = None
         self.memories: dict[int, Memory] = {}  # by generation; older ones until the newest has a whole snapshot
         torch.set_num_threads(threads)
+        warm(self.config.optimizer)
 
     def _configure(self, config: dict[str, Any]) -> None:
         self.config = Config.from_dict(config)
@@ -128,8 +130,12 @@ class Worker:
         if c.elastic.snapshot_every:
             homes, pinned = domains or [""] * self.world_size, self.device == "cuda"
             self.memories[self.generation] = Memory(self.state.held, homes, self.rank, pinned)
-        name = torch.cuda.get_device_name() if self.device == "cuda" else "cpu"
-        return {"parameters": self.plan.parameters_at(self.communicator.coordinates), "device": name}
+        device = torch.cuda.get_device_properties() if self.device == "cuda" else None
+        return {
+            "parameters": self.plan.parameters_at(self.communicator.coordinates),
+            "device": device.name if device else "cpu",
+            "memory": device.total_memory if device else None,  # bytes; host memory is everybody's
+        }
 
     def step(self, step: int, limit: float = inf, faults: Sequence[str] = ()) -> dict[str, Any]:
         """Update `step` (from 1), see `Trainer.step`; every `elastic.snapshot_every` steps its result is held in memory

@@ -34,7 +34,7 @@ class FakeWorker:
         return {"rank": self.rank, "coordinates": {"data": self.rank}, "pid": os.getpid(), "node": socket.gethostname()}
 
     def build(self, rows, domains=()):
-        return {"parameters": 42, "device": "cpu"}
+        return {"parameters": 42, "device": "cpu", "memory": None}
 
     def step(self, step, limit=math.inf, faults=()):
         """As of all ranks together."""

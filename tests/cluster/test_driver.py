@@ -142,7 +142,7 @@ def wait_for(path, process):
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_lets_the_step_finish_and_leaves_nothing_behind(number, config, start):
     config.train.steps = 10**6
     process = start("Slow")

@@ -105,23 +105,23 @@ def test_a_run_on_nodes_that_disagree_is_refused_and_leaves_nothing_behind(confi
     assert code.startswith("cluster: code of platform: 0123 on node n2, ")
     assert not list(there.rglob(".probe-*"))
     assert not (there / "config.yaml").exists() and not (there / "plan.json").exists()
-    assert [event["event"] for event in Journal.read(there / "journal.jsonl")] == ["forming", "refused"]
+    assert [event["event"] for event in Journal.read(there / "journal.jsonl")][1:] == ["forming", "released", "refused"]
 
 
 def test_probes_are_gone_whether_it_agrees_or_fails(config, job, tmp_path, monkeypatch):
     config.checkpoint.every = 1
     with open_crew("inline", job(1)) as crew:
-        preflight.check(crew, config, tmp_path)
+        assert preflight.refused(crew, config, tmp_path) == {}
         assert not list(tmp_path.rglob(".probe-*"))
         seen = []
         monkeypatch.setattr(crew, "call", lambda *a: seen.append(list(tmp_path.rglob(".probe-*"))) or 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            preflight.check(crew, config, tmp_path)
+            preflight.refused(crew, config, tmp_path)
         assert len(seen[0]) == 2 and not list(tmp_path.rglob(".probe-*"))
 
 
 def test_a_local_run_that_saves_nothing_proves_no_storage(config, job, tmp_path):
     with open_crew("inline", job(1)) as crew:
-        preflight.check(crew, config, tmp_path)
+        assert preflight.refused(crew, config, tmp_path) == {}
         assert proof(config, tmp_path, "x")["sees"].keys() == {"run.dir"}
     assert connect(str(tmp_path)).list("checkpoints") == {} and not Path(config.run.dir, "checkpoints").exists()

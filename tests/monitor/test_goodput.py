@@ -14,12 +14,12 @@ JOURNAL = events(
     (104.0, "first_step", {"step": 1}),
     (110.0, "failure", {"useful_seconds": 6.0}),
     (110.1, "released", {}),
-    (110.2, "starting", {}),
-    (110.9, "restored", {"steps_lost": 0}),
+    (110.2, "forming", {}),
+    (110.9, "rolled_back", {"steps_lost": 0}),
     (112.0, "first_step", {"step": 8}),
     (120.0, "failure", {"useful_seconds": 8.0}),
     (120.5, "failure", {}),  # another one before the first step
-    (121.0, "restored", {"steps_lost": 2, "lost_seconds": 1.5}),
+    (121.0, "rolled_back", {"steps_lost": 2, "lost_seconds": 1.5}),
     (123.0, "first_step", {"step": 12}),
     (130.0, "done", {"useful_seconds": 7.0}),
 )
@@ -37,6 +37,16 @@ def test_a_run_with_failures():
     )
 
 
+def test_only_what_a_step_followed_was_survived():
+    ended = events(
+        (0.0, "starting", {}), (1.0, "failure", {}), (2.0, "first_step", {}), (3.0, "failure", {}),
+        (4.0, "gave_up", {"steps_lost": 2, "useful_seconds": 3.0, "lost_seconds": 1.0}),
+        (9.0, "starting", {}), (10.0, "first_step", {}), (11.0, "done", {}),
+    )  # fmt: skip
+    assert goodput(ended).recoveries == (1.0,) and goodput(ended).goodput == 2.0 / 6.0
+    assert str(goodput(ended)).startswith("1 of 2 failures survived, 2 steps lost; ")
+
+
 def test_the_time_between_two_drivers_does_not_count():
     twice = [*JOURNAL, *({**event, "time": event["time"] + 1000} for event in JOURNAL)]
     assert goodput(twice).seconds == 60.0
@@ -45,6 +55,8 @@ def test_the_time_between_two_drivers_does_not_count():
 
 def test_a_driver_that_was_killed_ends_with_its_last_event():
     assert goodput(JOURNAL[:5]).seconds == 10.0
+    later = [{**event, "time": event["time"] + 1000} for event in JOURNAL]
+    assert goodput([*JOURNAL[:5], *later]).seconds == 40.0 and len(goodput([*JOURNAL[:5], *later]).recoveries) == 3
 
 
 def test_nothing_happened():

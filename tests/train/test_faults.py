@@ -9,11 +9,12 @@ from platform.train.faults import Fault, Faults, Injected, armed, strike
 
 
 def test_each_strikes_once():
-    faults = Faults(["3:kill:1", "5:raise:7:backward", "3:stop:0:forward"])
+    faults = Faults(["3:kill:1", "5:raise:7:backward", "3:stop:0:forward", "7:kill:0"])
     assert faults.take(2, 4) == []
     assert [str(f) for f in faults.take(3, 4)] == ["3:kill:1", "3:stop:0:forward"]
     assert faults.take(3, 4) == []
-    assert [str(f) for f in faults.take(6, 2)] == ["5:raise:1:backward"]  # step 5 was another generation's
+    assert [str(f) for f in faults.take(5, 2)] == ["5:raise:1:backward"]  # rank 7 is not there any more
+    assert faults.take(8, 2) == [] == faults.take(7, 2)  # a driver that resumes after step 7 injects nothing
 
 
 @pytest.mark.parametrize("text", ["", "3", "3:kill", "3:burn:1", "x:kill:1", "3:kill:-1"])

@@ -1,0 +1,156 @@
+"""One run of 8 workers that is struck every few seconds, for as long as is asked for: does anything grow, or remain?
+
+    OMP_NUM_THREADS=1 python tests/benchmarks/soak.py --minutes 20 --every 15
+
+Prints a line every so often: resident memory, open files and threads of the driver and (largest) of the workers that
+have lived for longer than a minute; processes; steps, failures and goodput. Exit status 1 where memory, files or
+threads of the driver or of a long-living worker grew by more than `--growth` of what they were after a fifth of the
+time, a step was lost though memory was whole, the samples were not those of an undisturbed run, or a process is left at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+PATHS = [str(ROOT), str(ROOT / "tests" / "cluster")]
+sys.path[:0] = PATHS
+os.environ["PYTHONPATH"] = os.pathsep.join(PATHS)
+
+import chaos  # noqa: E402
+from process_tree import descendants, gone  # noqa: E402
+
+from platform.monitor import goodput  # noqa: E402
+
+SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP)
+OLD = 60.0  # seconds: a worker that has lived for longer has all that it needs
+
+
+class Use(NamedTuple):
+    """Of a process."""
+
+    mb: float
+    files: int
+    threads: int
+
+    @classmethod
+    def of(cls, pid: int) -> Use:
+        status = Path(f"/proc/{pid}/status").read_text()
+        field = {key: value.split()[0] for key, _, value in (line.partition(":") for line in status.splitlines())
+                 if value.split()}  # fmt: skip
+        return cls(int(field["VmRSS"]) / 1024, len(os.listdir(f"/proc/{pid}/fd")), int(field["Threads"]))
+
+    @classmethod
+    def most(cls, found: list[Use]) -> Use:
+        return cls(*(max(values) for values in zip(*found, strict=True)))
+
+
+class Soak(threading.Thread):
+    """Strikes and watches, beside the driver in this process. `seen`: (seconds, driver, its oldest workers, processes)."""
+
+    def __init__(self, config: chaos.Config, options: argparse.Namespace):
+        super().__init__(daemon=True)
+        self.config, self.options, self.over = config, options, threading.Event()
+        self.chance = random.Random(options.seed)
+        self.seen: list[tuple[float, Use, Use | None, int]] = []
+        self.struck = 0
+
+    def run(self) -> None:
+        while not any(event["event"] == "first_step" for event in chaos.journal(self.config)):
+            time.sleep(0.2)
+        self.began = time.monotonic()
+        born: dict[int, float] = {}
+        next_strike = next_look = self.began + self.options.every
+        while (now := time.monotonic()) < self.began + 60 * self.options.minutes and not self.over.wait(0.5):
+            alive = chaos.members()
+            born = {pid: born.get(pid, now) for pid in alive}
+            if now >= next_strike and alive:
+                next_strike = now + self.options.every * self.chance.uniform(0.5, 1.5)
+                os.kill(self.chance.choice(sorted(alive)), self.chance.choice(SIGNALS))
+                self.struck += 1
+            if now >= next_look:
+                next_look = now + self.options.look
+                self.look(now, [pid for pid, since in born.items() if now - since >= OLD])
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def look(self, now: float, old: list[int]) -> None:
+        uses = []
+        for pid in old:
+            try:
+                uses.append(Use.of(pid))
+            except (OSError, KeyError):  # it was killed a moment ago
+                continue
+        driver, workers = Use.of(os.getpid()), Use.most(uses) if uses else None
+        self.seen.append((now - self.began, driver, workers, len(descendants())))
+        events = chaos.journal(self.config)
+        cost, steps = goodput(events), len(chaos.rows(self.config))
+        w = f"{workers.mb:7.0f} {workers.files:5} {workers.threads:7}" if workers else " " * 21
+        print(
+            f"{(now - self.began) / 60:7.1f} {driver.mb:7.0f} {driver.files:5} {driver.threads:7} | {w} | "
+            f"{len(descendants()):9} {steps:6} {self.struck:6} {cost.failures:8} {cost.steps_lost:4} "
+            f"{os.getloadavg()[0]:5.1f}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def growth(soak: Soak) -> list[str]:
+    """What grew, a line each: the largest of the last third beside that of the second fifth."""
+    seen, lines = soak.seen, []
+    first, last = seen[len(seen) // 5 : 2 * len(seen) // 5], seen[2 * len(seen) // 3 :]
+    for who, place in (("driver", 1), ("workers", 2)):
+        before, after = ([entry[place] for entry in part if entry[place]] for part in (first, last))
+        if before and after:
+            for name, a, b in zip(Use._fields, Use.most(before), Use.most(after), strict=True):
+                if b > a * (1 + soak.options.growth) + (3 if name != "mb" else 0):
+                    lines.append(f"{who}: {name} grew from {a:.0f} to {b:.0f}")
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=20)
+    parser.add_argument("--every", type=float, default=15, help="seconds between two strikes, on average")
+    parser.add_argument("--look", type=float, default=30, help="seconds between two lines")
+    parser.add_argument("--growth", type=float, default=0.1)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        config = chaos.configured(Path(folder, "run"), 10**6, tensor="1d", axes={"t": 2}, data=4, zero=3, vocab=512)
+        config.elastic.spares, config.checkpoint.every = 1, 500
+        config.elastic.hang_seconds = 5.0
+        config.optimizer.schedule = "constant"
+        raises = random.Random(options.seed)
+        config.elastic.faults = [f"{s}:raise:{raises.randrange(8)}" for s in range(50, 10**5, 400)]
+        print("minutes  driver files threads | workers files threads | processes  steps struck failures lost  load",
+              file=sys.stderr)  # fmt: skip
+        soak = Soak(config, options)
+        soak.start()
+        status = chaos.drive(config)
+        soak.over.set()
+        soak.join()
+        found, events = chaos.rows(config), chaos.journal(config)
+        wrong = [] if status == 75 else [f"the run ended with status {status}"]
+        wrong += growth(soak)
+        wrong += [] if gone(descendants()) else ["processes are left"]
+        if [row["samples"] for row in found] != [[16 * k, 16 * k + 16] for k in range(len(found))]:
+            wrong.append("the samples are not those of an undisturbed run")
+        cost = goodput(events)
+        lost = [event for event in events if event["event"] == "not_whole"]
+        wrong += ["steps were lost though memory was whole"] if cost.steps_lost and not lost else []
+        print(f"{len(found)} steps; {cost}; {len(lost)} times memory was not whole", file=sys.stderr)
+        print("\n".join(wrong) or "nothing grew, nothing is left", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

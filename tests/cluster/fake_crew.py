@@ -1,0 +1,186 @@
+"""A crew in this process, of workers that compute nothing and keep the protocol of platform.train.worker.Worker: a state
+is the number of updates that it has had, and a snapshot that is not where the driver says it is an error."""
+
+import math
+from collections import defaultdict
+
+from platform.cluster.crew import ByRank, Crew, arguments, shown
+from platform.cluster.failures import Failure, Member, WorkerFailed
+from platform.config import Config
+from platform.train.proof import proof
+
+
+class Dead(Exception):
+    """Of a worker's process, in a call."""
+
+
+class Hung(Exception):
+    """Likewise."""
+
+
+class FakeWorker:
+    def __init__(self, crew, number):
+        self.crew, self.number, self.memories, self.state = crew, number, {}, None
+
+    def prove(self, probe):
+        mine = proof(self.crew.config, self.crew.job.run_dir, probe)
+        return (
+            mine | {"node": "afar", "code": {"platform": "of yesterday"}}
+            if self.number in self.crew.strangers
+            else mine
+        )
+
+    def form(self, rank, world_size, config, store, generation, stage_of):
+        assert self.state is None, "it has not left"
+        self.rank, self.size, self.generation = rank, world_size, generation
+        self.config = Config.from_dict(config)
+        return {"rank": rank, "coordinates": self.crew.job.coordinates[rank], "pid": 1, "node": "n"}
+
+    def build(self, rows, domains):
+        self.state = 0
+        return {"parameters": 42, "device": "cpu", "memory": self.crew.memory}
+
+    def gather(self, source, rank, store, generation):
+        assert [number for _, number in source["gathered"]][rank] == self.number
+        assert source["step"] in self.memories[source["generation"]]
+
+    def recover(self, source):
+        if self.rank in dict(source["ranks"]).values():
+            assert source["step"] in self.memories[source["generation"]], "it does not have that"
+        self.state = source["step"]
+        self.memories[self.generation] = [self.state]
+
+    def restore(self, directory, own):
+        self.state = int(directory.split("-")[1])
+        if directory in self.crew.corrupt:
+            return {"corrupt": "a bit has flipped"}
+        self.memories[self.generation] = [self.state]
+        return {}
+
+    def step(self, step, limit, faults):
+        assert self.state == step - 1, f"{self.state} updates before step {step}"
+        self.forget()
+        loss = self.crew.losses[step].pop(0) if self.rank == 0 and self.crew.losses[step] else 1.0
+        skipped, c = not loss <= limit or math.isnan(loss), self.config
+        for worker in self.crew.seated if self.rank == 0 else []:  # all learn it
+            worker.skipped = skipped
+        if not self.skipped or c.train.on_spike == "skip":
+            self.state = step
+            if c.elastic.snapshot_every and step % c.elastic.snapshot_every == 0:
+                self.memories[self.generation] = [*self.memories.get(self.generation, []), step][-2:]
+        batch = c.train.global_batch
+        return {
+            "step": step, "loss": loss, "grad_norm": 0.5, "lr": 1e-3, "skipped": skipped, "tokens": step * batch,
+            "samples": [(step - 1) * batch, step * batch], "step_seconds": 0.001, "seconds": {"checkpoint": 0.0},
+            "comm_bytes": {}, "peak_memory_bytes": 1, "world_size": self.size,
+            "slow": [[rank, 2.0] for rank, w in enumerate(self.crew.seated) if w.number in self.crew.slow],
+        }  # fmt: skip
+
+    def forget(self):
+        self.memories = {g: held for g, held in self.memories.items() if g == self.generation}
+
+    def snapshot(self):
+        return {"tensors": {}, "values": {"state": self.state}}
+
+    def write(self, directory):
+        self.crew.writes.append(directory)
+
+    def written(self, wait):
+        blocks = {"file": "blocks-00000.bin", "bytes": 0, "blocks": []}
+        return blocks if wait or self.crew.writing is False else None
+
+    def evaluate(self):
+        return {"val_loss": 2.0}
+
+    def leave(self):
+        self.state = None
+
+
+class FakeCrew(Crew):
+    """`script`: call, step(3) or build -> what happens in it, one each time: {number: Dead | Hung | an exception},
+    or a function of the crew that returns that or None."""
+
+    elastic, store = True, ("nowhere", 0)
+
+    def __init__(self, job, spares, script, nodes=1):
+        self.job, self.config, self._nodes = job, Config.from_dict(job.config), nodes
+        self._script = {call: list(happens) for call, happens in script.items()}
+        self.workers, self.seated, self._going, self.unstarted = {}, [], set(), []
+        self.strangers, self.slow, self.corrupt, self.writes, self.calls = set(), set(), set(), [], []
+        self.losses = defaultdict(list)
+        self.memory, self.writing = None, False
+        self.can_hire, self.ready, self._hired, self._starting, self.released = True, True, 0, [], 0
+        self.hire(job.world_size + spares)
+
+    @property
+    def members(self):
+        return {n: Member(n, f"n{n % self._nodes}", 1000 + n) for n in sorted(self.workers)}
+
+    @property
+    def leaving(self):
+        return self._going & self.workers.keys()
+
+    @property
+    def starting(self):
+        if self.ready:
+            self.arrive()
+        return set(self._starting)
+
+    def hire(self, count):
+        self._starting += range(self._hired, self._hired + count)
+        self._hired += count
+        if self.ready:
+            self.arrive()
+
+    def arrive(self, count=None):
+        """So many of those that start get ready."""
+        here, self._starting = self._starting[:count], self._starting[len(self._starting[:count]) :]
+        self.workers |= {number: FakeWorker(self, number) for number in here}
+
+    def seat(self, job, numbers):
+        assert not self.seated and len(set(numbers)) == len(numbers) == job.world_size
+        self.job, self.seated = job, [self.workers[n] for n in numbers]
+
+    def call(self, method, *args, within=math.inf):
+        name = shown(method, args) if method == "step" else method
+        self.calls.append((name, within))
+        happens = (self._script.get(name) or [{}]).pop(0)
+        if callable(happens):
+            happens = happens(self) or {}
+        failures = [self._failure(n, error, name) for n, error in happens.items() if n in self.numbers]
+        if failures:
+            for worker in self.seated if method == "step" else []:
+                worker.forget()
+            raise WorkerFailed(failures)
+        assert not any(isinstance(a, ByRank) and len(a) != len(self.seated) for a in args)
+        return [getattr(w, method)(*arguments(args, rank)) for rank, w in enumerate(self.seated)]
+
+    @property
+    def numbers(self):
+        return [w.number for w in self.seated]
+
+    def _failure(self, number, error, name):
+        rank = self.numbers.index(number)
+        kind = {Dead: "died", Hung: "hung"}.get(error, "failed")
+        if kind != "failed":
+            self.lose(number)
+        cause = "Killed" if error is Dead else "no sign of life" if error is Hung else repr(error)
+        at = self.job.coordinates[rank]
+        return Failure(Member(number, "n", 1), kind, name, cause, rank, self.job.name(rank), at)
+
+    def lose(self, *numbers):
+        for number in numbers:
+            self.workers.pop(number, None)
+
+    def give_notice(self, *numbers):
+        self._going |= set(numbers)
+
+    def release(self):
+        gone = [w.number for w in self.seated if w.number not in self.workers]
+        for worker in self.seated:
+            worker.leave()
+        self.seated, self.released = [], self.released + 1
+        return [Failure(Member(n, "n", 1), "died", "", "") for n in gone]
+
+    def close(self):
+        pass
