@@ -51,7 +51,7 @@ class SimulatedWorker:
 
     def build(self, rows, domains=()):
         assert len(domains) == self.world_size and rows
-        return {"parameters": 1_367_000_000, "device": "cpu"}
+        return {"parameters": 1_367_000_000, "device": "cpu", "memory": None}
 
     def recover(self, source):
         assert len(source["ranks"]) <= self.world_size
