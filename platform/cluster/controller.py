@@ -36,6 +36,7 @@ class Controller:
         self._failures: Counter[int] = Counter()  # by the step that could not be done
         self._stall = 0.0  # seconds that saving took since the last row
         self._outlook = Outlook(run, former.muster)
+        self._failed: float | None = None  # when the first failure was seen that no step followed yet
         self._works = False  # a step has been done
         self.done = 0
 
@@ -100,6 +101,8 @@ class Controller:
             if every and step % every == 0:
                 within = self._deadline(generation)  # in one section; it may have many
                 row["val_loss"] = crew.call("evaluate", within=within)[0]["val_loss"]
+            if self._failed is not None:
+                row["recovery_seconds"], self._failed = perf_counter() - self._failed, None
             self._commit(generation, step, seconds, row)
             if step == first:
                 self._journal.event("first_step", step=step)
@@ -195,9 +198,13 @@ class Controller:
     def _watch(self, crew: Crew, generation: Generation, report: dict[str, Any]) -> None:
         """Between two steps: raises Reform where another generation is needed, or would be better."""
         if wish := self._outlook.needed(crew, generation):
+            if not self._former.muster.count(crew):
+                self._signals.request("a notice that all workers are about to be taken away")
+                self._drain(crew)
             self._keep(crew)  # memory may not have everything without those that go
             raise Reform(wish.reason)
         if (wish := self._outlook.better(crew, generation, report)) and self._loses_nothing(crew):
+            self._checkpoints.finish(crew)
             self._former.muster.barred |= wish.barred
             raise Reform(wish.reason)
 
@@ -209,6 +216,7 @@ class Controller:
 
     def _survive(self, crew: Crew, failure: WorkerFailed) -> None:
         """After a failure: everybody else is out of it, and the next generation can form. Raises GaveUp."""
+        self._failed = self._failed or perf_counter()
         culprit, step = failure.culprit, self.done + 1
         self._journal.event(
             "failure",

@@ -8,7 +8,7 @@ from math import inf
 from time import monotonic
 from typing import Any
 
-from platform.cluster.channel import encode
+from platform.cluster.channel import encode, framed, text
 from platform.cluster.crew import ByRank, Crew, arguments, shown
 from platform.cluster.failures import Failure, Member, WorkerFailed
 from platform.cluster.host import START
@@ -101,17 +101,22 @@ class RemoteCrew(Members, Crew):
 
     # calls and answers
 
-    def _next_call(self, method: str) -> dict[str, Any]:
+    def _next_call(self, method: str, args: Sequence[Any] = ()) -> dict[str, Any]:
         self._call += 1
-        return {"call": self._call, "method": method, "args": []}
+        return {"call": self._call, "method": method, "args": args}
 
     def _send(self, method: str, args: tuple[Any, ...]) -> None:
-        call = self._next_call(method)
-        if any(isinstance(a, ByRank) for a in args):
-            for rank, number in enumerate(self._seats):
-                self._tell([number], call | {"args": arguments(args, rank)})
-        else:
-            self._tell(self._seats, call | {"args": args})
+        call = self._next_call(method, args)
+        if not any(isinstance(a, ByRank) for a in args):
+            return self._tell(self._seats, call)
+        head = text(call | {"args": []}).removesuffix(b"]}")
+        texts: dict[int, bytes] = {}  # by identity: what several ranks get is put into text once
+        for rank, number in enumerate(self._seats):
+            own = arguments(args, rank)
+            for value in own:
+                if id(value) not in texts:
+                    texts[id(value)] = text(value)
+            self._board.send(number, framed(head + b",".join(texts[id(value)] for value in own) + b"]}"))
 
     def _tell(self, numbers: Collection[int], message: Mapping[str, Any]) -> None:
         if numbers:
@@ -152,14 +157,15 @@ class RemoteCrew(Members, Crew):
         """How those of `numbers` that live have answered the last call; so long is waited for the next answer, or, with
         `beats`, for a sign that one of them has gone on."""
         answers: dict[int, dict[str, Any]] = {}
-        deadline, ask = monotonic() + seconds, monotonic() + BEAT_SECONDS
-        while (pending := (set(numbers) & self._members.keys()) - answers.keys()) and monotonic() < deadline:
+        pending, deadline, ask = set(numbers), monotonic() + seconds, monotonic() + BEAT_SECONDS
+        while (pending := pending & self._members.keys()) and monotonic() < deadline:
             if beats and monotonic() >= ask:
                 self._tell(pending, {"beat": self._call})
                 ask = monotonic() + BEAT_SECONDS
             for number, message in self._events(min(deadline, ask if beats else inf) - monotonic()):
                 if message.get("answer") == self._call:
                     answers[number] = message
+                    pending.discard(number)
                     deadline = monotonic() + seconds
                 elif message.get("beat") == self._call:
                     deadline = max(deadline, monotonic() + seconds - message["progress"]["seconds"])

@@ -16,8 +16,8 @@ class Goodput:
     """Of one driver's run, or of several after another.
 
     `goodput`: seconds of steps that count, over all seconds from the first forming to the end, without the time between
-    drivers. `recoveries`: seconds from the detection of a failure to the end of the first new step, one per failure that a
-    step followed: those were survived.
+    drivers. `recoveries`: seconds from the detection of a failure to the end of the first new step, one per failure
+    that a step followed: those were survived.
     """
 
     failures: int
@@ -49,7 +49,7 @@ class Goodput:
 
 def goodput(journal: Iterable[Mapping[str, Any]]) -> Goodput:
     """From a journal's events, in order. `useful_seconds` of an event are those of the steps committed since the event
-    before it that has them; `steps_lost` and `lost_seconds` take steps back, also those that ended unsaved with a driver.
+    before it that has them; `steps_lost` and `lost_seconds` take steps back, also those that a driver left unsaved.
     """
     failures = transitions = lost = 0
     useful = seconds = 0.0

@@ -1,26 +1,33 @@
 import os
+import signal
+import time
 
 import pytest
 from process_tree import descendants, gone
+from ray_machines import drain, private_cluster
 
 from platform.cluster import resources
 from platform.cluster.crew import ByRank, open_crew, seating
 from platform.config import Cluster, ConfigError
 
 pytestmark = pytest.mark.ray
+HERE = os.path.dirname(__file__)
 
 
-@pytest.fixture
-def two_machines(monkeypatch):
+@pytest.fixture(scope="module")
+def two_machines():
     """A Ray cluster of its own that looks like two machines of 2 CPUs each, at RAY_ADDRESS."""
-    from ray.cluster_utils import Cluster as RayCluster
+    with private_cluster(head_cpus=2, PYTHONPATH=f"{HERE}{os.pathsep}{os.environ['PYTHONPATH']}") as cluster:
+        cluster.add_node(num_cpus=2)
+        yield cluster
 
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    cluster = RayCluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
-    cluster.add_node(num_cpus=2)
-    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
-    yield cluster
-    cluster.shutdown()
+
+def wait(what, seconds=60):
+    """`seconds` only bound a failing test."""
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_a_crew_in_a_cluster_that_is_already_there(two_machines, job, monkeypatch):
@@ -47,6 +54,40 @@ def test_a_crew_in_a_cluster_that_is_already_there(two_machines, job, monkeypatc
     while ray.available_resources().get("CPU") != 4:
         pass
     ray.shutdown()
+
+
+def test_machines_go_and_come(two_machines, job, monkeypatch):
+    """Hired members wait for a place without keeping anybody; one on a machine about to go is known."""
+    other = next(iter(two_machines.worker_nodes))
+    assert resources.secure(Cluster(kind="ray"), 3, print) == "cpu"
+    with open_crew("ray", job(3)) as crew:  # two on one machine, one on the other
+        nodes = {number: member.node.rpartition("/")[2] for number, member in crew.members.items()}
+        there = {number for number, node in nodes.items() if node == other.node_id}
+        assert len(there) in (1, 2) and crew.leaving == set()
+
+        crew.hire(3)  # there is room for one
+        wait(lambda: len(crew.members) == 4)
+        began = time.monotonic()
+        assert [crew.members.keys() for _ in range(20)] and crew.starting
+        assert time.monotonic() - began < 1
+
+        drain(two_machines, other)
+        wait(lambda: crew.leaving)
+        assert crew.leaving == {n for n, m in crew.members.items() if m.node.endswith(other.node_id)}
+        pids = {crew.members[number].pid for number in crew.leaving}
+        two_machines.remove_node(other, allow_graceful=False)
+        assert gone(pids)
+        wait(lambda: len(crew.members) == 2)
+        assert not crew.leaving
+
+        stopped = crew.members[min(crew.members)]
+        os.kill(stopped.pid, signal.SIGSTOP)
+        crew._dispose(stopped.number)
+        assert gone([stopped.pid])
+        wait(lambda: len(crew.members) == 2)  # its place is taken
+        two_machines.add_node(num_cpus=1)
+        wait(lambda: len(crew.members) == 3)
+        assert not crew.starting and not crew.unstarted
 
 
 def test_no_cluster_at_the_address(monkeypatch):

@@ -1,0 +1,36 @@
+"""Ray clusters of several nodes on this machine, which are lost, told to go and added like a cloud's machines."""
+
+import time
+from contextlib import contextmanager
+
+import pytest
+
+
+@contextmanager
+def private_cluster(head_cpus, **environment):
+    """`ray.cluster_utils.Cluster` with its head; RAY_ADDRESS is its address, `environment` that of its workers."""
+    from ray.cluster_utils import Cluster
+
+    known = {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # a lost node is known as such within seconds, not half a minute
+        "RAY_health_check_period_ms": "500",
+        "RAY_health_check_failure_threshold": "2",
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**known, **environment}.items():
+            patch.setenv(name, value)
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": head_cpus, "include_dashboard": False})
+        patch.setenv("RAY_ADDRESS", cluster.address)
+        yield cluster
+        cluster.shutdown()
+
+
+def drain(cluster, node):
+    """Tells Ray that the node will be taken away, as a cloud's notice does."""
+    from ray._raylet import GcsClient
+    from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+
+    reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+    deadline = int((time.time() + 600) * 1000)
+    assert GcsClient(address=cluster.address).drain_node(node.node_id, reason, "a test", deadline) == (True, "")
