@@ -18,7 +18,8 @@ from platform.cluster.pace import Pace
 from platform.cluster.spikes import Spikes
 from platform.train.faults import Faults
 
-FIRST_STEP_SECONDS = 120.0  # for a generation's first step: buffers are made and connections opened
+FIRST_STEP_SECONDS = 120.0  # for a run's first step: buffers are made and connections opened
+COLD = 4  # times as long may a generation's first step take: its mesh may have shrunk, and buffers are made
 STEPS = 5  # that a step may last before a worker in it hangs
 
 
@@ -140,8 +141,10 @@ class Controller:
 
     def _deadline(self, generation: Generation) -> float:
         """Seconds for a step, then somebody in it hangs. Another generation's steps took another time."""
-        usual = self._pace.usual(generation.step)
-        return max(self._config.elastic.hang_seconds, FIRST_STEP_SECONDS if usual is None else STEPS * usual)
+        usual, ever = self._pace.usual(generation.step), self._pace.usual(0)
+        if usual is None:
+            usual = FIRST_STEP_SECONDS / STEPS if ever is None else COLD * ever
+        return max(self._config.elastic.hang_seconds, STEPS * usual)
 
     def _commit(self, generation: Generation, step: int, seconds: float, row: dict[str, Any]) -> None:
         """Every rank has acknowledged the step: it counts, and is written down."""

@@ -11,6 +11,7 @@ from fake_plan import FakePlan
 from process_tree import descendants, gone
 
 from platform.cluster.driver import run
+from platform.cluster.signals import Stopped, StopSignals
 from platform.config import ConfigError
 from platform.monitor import METRICS, Journal, MetricsLog
 
@@ -126,6 +127,7 @@ SCRIPT = """
 import json, sys
 from fake_plan import FakePlan
 from platform.cluster.driver import run
+from platform.cluster.signals import Stopped, StopSignals
 from platform.config import Config
 if __name__ == "__main__":
     config = Config.from_dict(json.loads(sys.argv[1]))
@@ -184,10 +186,23 @@ def test_a_second_signal_ends_a_step_that_hangs(config, start):
     process.send_signal(signal.SIGINT)
     while "stopping after this step" not in process.stdout.readline():
         assert process.poll() is None
+    process.send_signal(signal.SIGTERM)  # one that comes with the first is the same wish
+    time.sleep(0.6)
+    assert process.poll() is None
     process.send_signal(signal.SIGINT)
     out = process.communicate()[0]
     assert process.returncode == 1 and "stopped by SIGINT after step" in out
     assert gone(inside)
+
+
+def test_a_signal_after_a_wish_of_another_kind_is_the_first():
+    with StopSignals() as signals:
+        signals.defer()
+        signals.request("run.time_limit")
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(Stopped, match="run.time_limit"):
+            signals.check()
 
 
 @pytest.mark.ray
