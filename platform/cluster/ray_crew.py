@@ -49,7 +49,8 @@ class RayCrew(RemoteCrew):
     def leaving(self) -> Set[int]:
         if self._notices is None or not (nodes := self._notices.nodes):
             return set()
-        return {number for number, member in self.members.items() if _node_id(member.node) in nodes}
+        everybody = self._here in nodes  # the driver goes, and they with it
+        return {number for number, member in self.members.items() if everybody or _node_id(member.node) in nodes}
 
     def _launch(self, numbers: Sequence[int]) -> None:
         if not self._crowd:

@@ -15,10 +15,10 @@ from platform.cluster.host import START
 from platform.cluster.job import Job
 from platform.cluster.members import CUT_OFF, Members
 from platform.cluster.rendezvous import Rendezvous
-from platform.cluster.watch import Watch
+from platform.cluster.watch import BEAT_SECONDS, Watch
 
 GRACE = (0.0, 0.5, 2.0)  # seconds for a likelier culprit to turn up, by the innocence of who has failed
-LEAVE_SECONDS = 5.0  # for a member to be out of its call and its groups, after the one before it; then it is killed
+LEAVE_SECONDS = 5.0  # without progress in any member that is to be out of its call and its groups; then they are killed
 CLOSE_SECONDS = 10.0  # for the members to leave by themselves; then they are killed
 
 
@@ -70,7 +70,7 @@ class RemoteCrew(Members, Crew):
             left = set(self._seats) & self._members.keys()
             self._tell(left, {"abort": True})
             self._tell(left, self._next_call("leave"))
-            answers = self._answers(left, LEAVE_SECONDS)
+            answers = self._answers(left, LEAVE_SECONDS, beats=True)
             for number in left - self._gone.keys():
                 if number not in answers:
                     lost.append(self._failure(number, "hung", "leave()", f"it has not left in {LEAVE_SECONDS:.0f} s"))
@@ -153,16 +153,22 @@ class RemoteCrew(Members, Crew):
                     raise WorkerFailed(list(failures.values()))
         return values
 
-    def _answers(self, numbers: Collection[int], seconds: float) -> dict[int, dict[str, Any]]:
-        """How those of `numbers` that live have answered the last call; so long is waited for the next."""
+    def _answers(self, numbers: Collection[int], seconds: float, beats: bool = False) -> dict[int, dict[str, Any]]:
+        """How those of `numbers` that live have answered the last call; so long is waited for the next answer, or, with
+        `beats`, for a sign that one of them has gone on."""
         answers: dict[int, dict[str, Any]] = {}
-        deadline = monotonic() + seconds
-        while not self._members.keys().isdisjoint(numbers) and (left := deadline - monotonic()) > 0:
-            for number, message in self._events(left):
+        pending, deadline, ask = set(numbers), monotonic() + seconds, monotonic() + BEAT_SECONDS
+        while (pending := pending & self._members.keys()) and monotonic() < deadline:
+            if beats and monotonic() >= ask:
+                self._tell(pending, {"beat": self._call})
+                ask = monotonic() + BEAT_SECONDS
+            for number, message in self._events(min(deadline, ask if beats else inf) - monotonic()):
                 if message.get("answer") == self._call:
                     answers[number] = message
+                    pending.discard(number)
                     deadline = monotonic() + seconds
-            numbers = [n for n in numbers if n not in answers and n in self._members]
+                elif message.get("beat") == self._call:
+                    deadline = max(deadline, monotonic() + seconds - message["progress"]["seconds"])
         return answers
 
     @contextmanager

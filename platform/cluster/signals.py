@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+from time import monotonic
 from types import FrameType
 from typing import Any
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_ECHO_SECONDS = 0.5  # in which a signal comes twice that went to all processes, and is also passed on by a script
 
 
 class Stopped(BaseException):
@@ -16,11 +18,13 @@ class Stopped(BaseException):
 
 class StopSignals:
     """While entered, the first signal raises Stopped where it finds the driver, or, after `defer`, is only noted for
-    `check`. The second raises Stopped anywhere, and further ones are ignored while the crew is being ended."""
+    `check`. The second raises Stopped anywhere, and further ones are ignored while the crew is being ended. One that
+    comes with the first is no second."""
 
     def __enter__(self) -> StopSignals:
         self._requested: str | None = None
-        self._signalled = self._deferred = False
+        self._deferred = False
+        self._first: float | None = None  # when a signal has come
         self._previous: dict[int, Any] = {number: signal.signal(number, self._handle) for number in STOPPING}
         return self
 
@@ -48,7 +52,11 @@ class StopSignals:
             raise Stopped(self._requested)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        first, self._signalled = not self._signalled, True
+        now, first = monotonic(), self._first is None
+        if self._first is None:
+            self._first = now
+        elif now < self._first + _ECHO_SECONDS:
+            return
         self._requested = self._requested or signal.Signals(number).name
         if not first:
             for ignored in STOPPING:

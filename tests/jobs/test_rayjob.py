@@ -50,7 +50,8 @@ def test_the_entrypoint_composes_and_fills_the_pods() -> None:
     assert config.cluster.kind == "ray" and config.cluster.wait > 0
     world = config.parallel.data * math.prod(config.tensor.axes.values()) * config.pipeline.stages
     gpus = int(PODS[1]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"])
-    assert world == WORKERS["replicas"] * gpus
+    assert world + config.elastic.spares == WORKERS["replicas"] * gpus
+    assert config.elastic.spares == gpus  # a whole pod
     assert math.prod(config.tensor.axes.values()) == gpus  # tensor parallelism stays inside a pod
 
 
@@ -77,7 +78,8 @@ def test_pods_are_guaranteed_and_fit_the_job() -> None:
         [container] = pod["containers"]
         assert container["resources"]["requests"] == container["resources"]["limits"]
         assert f":{CLUSTER['rayVersion']}-" in rayjob_comment_on(container["image"])
-        assert pod["terminationGracePeriodSeconds"] >= 120
+        [drain] = [e["value"] for e in container["env"] if e["name"] == "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"]
+        assert pod["terminationGracePeriodSeconds"] >= float(drain) + 30 >= 90
     assert CLUSTER["headGroupSpec"]["rayStartParams"] == {"num-cpus": "0", "num-gpus": "0"}
     assert PODS[1]["restartPolicy"] == "Never"
     assert WORKERS["minReplicas"] <= WORKERS["replicas"] <= WORKERS["maxReplicas"]

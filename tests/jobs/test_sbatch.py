@@ -18,7 +18,7 @@ OPTIONS = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(.+))?$", SCRIPT.read_text()
 RECORD = '#!/bin/bash\nprintf "%s\\n" "$(printf "%q " "${0##*/}" "$@")" >>"$CALLS"\n'
 STANDINS = {
     "srun": RECORD + 'while [[ $1 == --* ]]; do shift; done\n"$@"\n',
-    "ray": RECORD,
+    "ray": RECORD + 'echo "drain=$RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S" >>"$CALLS"\n',
     "scontrol": RECORD,
     "hostname": "#!/bin/bash\necho 10.0.0.1 172.17.0.1\n",
     "python": RECORD + 'echo "RAY_ADDRESS=$RAY_ADDRESS" >>"$CALLS"\neval "$LAUNCHER"\n',
@@ -62,7 +62,7 @@ def test_it_is_sound_bash_and_asks_for_what_a_resumable_job_needs() -> None:
     subprocess.run(["bash", "-n", str(SCRIPT)], check=True)
     head = SCRIPT.read_text().partition("\nset -")[0].splitlines()
     assert all(not line or line.startswith("#") for line in head)  # Slurm stops reading options at the first command
-    assert {"requeue", "exclusive", "signal", "time"} <= OPTIONS.keys()
+    assert {"requeue", "exclusive", "signal", "time", "no-kill"} <= OPTIONS.keys()
     assert OPTIONS["signal"].startswith("B:USR1@") and OPTIONS["open-mode"] == "append"
     assert OPTIONS["ntasks-per-node"] == "1"
 
@@ -77,15 +77,17 @@ def test_ray_starts_on_every_node_and_the_launcher_once(job: dict[str, str]) -> 
         f"ray start --head --node-ip-address=10.0.0.1 --port=6379 {resources}"
     )
     assert workers == (
-        f"srun --nodes=3 --ntasks=3 --exclude=node07 --kill-on-bad-exit=0 ray start --address=10.0.0.1:6379 {resources}"
+        "srun --nodes=3 --ntasks=3 --exclude=node07 --kill-on-bad-exit=0 --no-kill --wait=0 "
+        f"ray start --address=10.0.0.1:6379 {resources}"
     )
     [launch] = [call for call in called if call.startswith("python")]
     assert shlex.split(launch) == [
         *"python -m platform.launch +experiment=gpt175b cluster=ray cluster.wait=600".split(),
-        *"pipeline.stages=4 run.dir=runs/gpt175b-4711 seed=7".split(),
+        *"pipeline.stages=4 elastic.spares=0 run.dir=runs/gpt175b-4711 seed=7".split(),
         "data.path=/a b",
     ]
     assert "RAY_ADDRESS=10.0.0.1:6379" in called
+    assert {call for call in called if call.startswith("drain=")} == {"drain=60"}
     assert not any(call.startswith("scontrol") for call in called)
 
 
@@ -94,15 +96,17 @@ def test_one_node_starts_one_ray(job: dict[str, str]) -> None:
     assert len([call for call in called if call.startswith("srun")]) == 1
 
 
-def test_the_launch_line_composes_and_fills_the_allocation(job: dict[str, str]) -> None:
+@pytest.mark.parametrize("spare_nodes", [0, 1])
+def test_the_launch_line_composes_and_fills_the_allocation(job: dict[str, str], spare_nodes: int) -> None:
     from platform.launch import compose
 
-    _, called = run(job, "seed=7", "run.dir=elsewhere")
+    _, called = run(job | {"SPARE_NODES": str(spare_nodes)}, "seed=7", "run.dir=elsewhere")
     [launch] = [call for call in called if call.startswith("python")]
     config = compose(shlex.split(launch)[3:])
     assert (config.cluster.kind, Path(config.run.dir).name, config.seed) == ("ray", "elsewhere", 7)
     world = config.parallel.data * math.prod(config.tensor.axes.values()) * config.pipeline.stages
-    assert world == 4 * int(OPTIONS["gpus-per-node"])
+    gpus = int(OPTIONS["gpus-per-node"])
+    assert (world, config.elastic.spares) == ((4 - spare_nodes) * gpus, spare_nodes * gpus)
 
 
 @pytest.mark.parametrize("status, requeued", [(0, False), (75, True), (1, False), (2, False)])
