@@ -151,7 +151,8 @@ class Controller:
         self.done, self._works = step, True
         self._failures = Counter({failed: n for failed, n in self._failures.items() if failed > step})
         if self._held:
-            self._hold(generation, step)
+            g = generation
+            self._former.held.add(g.number, step, g.config, g.stage_of, g.domains, g.seats)
         self._pace.add(step, seconds)
         self._useful += seconds
         self._spikes.add(row["loss"])
@@ -162,10 +163,6 @@ class Controller:
         """Whether the workers' memory has the state after the last step; see `Worker.step`."""
         every = self._config.elastic.snapshot_every
         return bool(every) and self.done % every == 0
-
-    def _hold(self, generation: Generation, step: int) -> None:
-        g = generation
-        self._former.held.add(g.number, step, g.config, g.stage_of, g.domains, g.seats)
 
     def _save(self, crew: Crew, step: int) -> None:
         """A checkpoint, where one is due; and the end, where one was asked for."""

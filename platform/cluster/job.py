@@ -27,8 +27,9 @@ class Job:
 
     def name(self, rank: int) -> str:
         """For people: rank3[data1 t1]. Axes of size 1 are left out."""
-        wide = [a for a in self.coordinates[rank] if any(c[a] for c in self.coordinates)]
-        return f"rank{rank}[{' '.join(f'{a}{self.coordinates[rank][a]}' for a in wide)}]"
+        at = self.coordinates[rank]
+        wide = " ".join(f"{axis}{i}" for axis, i in at.items() if any(c[axis] for c in self.coordinates))
+        return f"rank{rank}[{wide}]" if wide else f"rank{rank}"
 
     def log(self, number: int) -> Path:
         """What member `number` prints."""

@@ -96,7 +96,7 @@ def run(name: str, trials: int, number: int = signal.SIGKILL, **elastic: object)
         found["known"].append(first["failure"])
         found["released"].append(first["released"])
         found[name].append(first["first_step"])
-    found["steps lost"] = [float(event["steps_lost"]) for event in events if event["event"] == "goodput"]
+    found["steps lost"] = [float(event["steps_lost"]) for event in events if event["event"] == "rolled_back"]
     return found
 
 

@@ -113,7 +113,7 @@ def test_the_load_is_even():
 
 @pytest.mark.parametrize("plan", [name for name in PLANS if name != "serial"])
 def test_every_plan_survives_the_loss_of_a_worker_and_of_a_node(plan):
-    made = make_plan(configure(**PLANS[plan]))
+    made = make_plan(configure(layers=4, **PLANS[plan]))
     state = [held for kind, dtype in KINDS.items() for held in planned(made, kind, dtype)]
     size = made.mesh.size
     for domains in ([0] * size, [rank * 2 // size for rank in range(size)], [rank % 2 for rank in range(size)]):

@@ -65,7 +65,8 @@ def test_the_same_processes_train_under_another_plan(tmp_path):
         assert (culprit.member.number, culprit.kind) == (1, "died"), culprit.cause
         assert [failure.member.number for failure in crew.release()] == [1]
         generation(crew, 2, [0, 2, 3])
-        [report, *_] = crew.call("step", 1)
+        report, *others = crew.call("step", 1)
+        assert others == [{"step": 1}, {"step": 1}]
         for key in ("loss", "grad_norm"):
             assert report[key] == pytest.approx(expected[key], rel=1e-12)
         assert crew.call("step", 2)[0]["loss"] != expected["loss"]
