@@ -23,7 +23,8 @@ class Report:
     def __init__(self, plan: Plan, communicator: Communicator, slow: float):
         self._communicator, self._slow = communicator, slow
         self._stages = torch.tensor([plan.mesh.coordinates(rank)["stage"] for rank in range(plan.mesh.size)])
-        self._moved = sorted({label(c.op, c.axes) for _, c, _ in step_collectives(plan)})
+        moved = {label(c.op, plan.mesh.ordered(c.axes)) for _, c, _ in step_collectives(plan)}
+        self._moved = sorted(moved)
 
     def together(self, mine: dict[str, Any]) -> dict[str, Any]:
         """All ranks call it with what `Trainer.step` returned. On rank 0: what is alike on all; `seconds` as means,
