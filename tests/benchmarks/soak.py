@@ -133,7 +133,7 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         config = chaos.configured(Path(folder, "run"), 10**6, tensor="1d", axes={"t": 2}, data=4, zero=3, vocab=512)
-        config.elastic.spares, config.checkpoint.every = 1, 500
+        config.elastic.spares, config.checkpoint.every = 1, 5
         config.elastic.hang_seconds = 5.0
         config.optimizer.schedule = "constant"
         raises = random.Random(options.seed)

@@ -15,13 +15,12 @@ from platform.train.trainer import SECTIONS
 from tests.oracle import configure, trainer_of
 
 CASES = {
-    "dsp_csub": configure("1d", {"t": 2}, branch="dsp_csub", branch_axes={"g": 2}),
     "zero 3": configure("1d_sp", {"t": 2}, data=2, zero=3, global_batch=8),
     "3d": configure("3d", {"x": 2, "y": 2, "z": 2}, microbatch=8, global_batch=8),
     "pipeline": configure(
         "1d", {"t": 2}, data=2, pipeline="interleaved", stages=2, chunks=2, layers=4, global_batch=16, microbatch=2
     ),
-    "csub": configure("1d", {"t": 2}, branch="dsp_csub", branch_axes={"g": 2}, global_batch=8),
+    "csub": configure("1d", {"t": 2}, branch="dsp_csub", branch_axes={"g": 2}, data=2, global_batch=8),
 }
 
 
