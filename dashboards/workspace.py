@@ -45,6 +45,8 @@ def sections() -> dict[str, list[Any]]:
         "Elasticity": [
             line("Workers", "elastic/world_size"),
             line("Generation (one per formation of the mesh)", "elastic/generation"),
+            line("Seconds from a failure to the next step", "elastic/recovery_seconds"),
+            line("Steps that updated nothing", "train/skipped"),
         ],
     }
 

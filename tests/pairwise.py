@@ -16,18 +16,29 @@ def product(factors: Mapping[str, Sequence[Any]], legal: Callable[[Case], bool])
     return [case for case in cases if legal(case)]
 
 
-def cover(cases: Sequence[Case], seed: int = 0) -> list[Case]:
-    """A subset of `cases` that has every pair that any case has: greedy, with a fixed seed."""
+def cover(
+    cases: Sequence[Case], seed: int = 0, plain: Mapping[str, Sequence[Any]] | None = None, cost: Any = lambda case: 1.0
+) -> list[Case]:
+    """A subset of `cases` that has every pair that any case has: greedy, with a fixed seed; first those of most new
+    pairs for their cost. `plain` names fewer values of some factors: the subset then has every pair of these values
+    that any such case has, and every value of all."""
+
+    def values(case: Case) -> list[tuple[str, str]]:
+        return [(name, repr(value)) for name, value in case.items()]
+
+    few = {name: set(map(repr, chosen)) for name, chosen in (plain or {}).items()}
 
     def pairs(case: Case) -> set:
-        return set(itertools.combinations([(k, repr(v)) for k, v in case.items()], 2))
+        known = [(name, value) for name, value in values(case) if name not in few or value in few[name]]
+        whole = len(known) == len(case)
+        return {*values(case), *(itertools.combinations(known, 2) if whole else ())}
 
-    pool = [(case, pairs(case)) for case in cases]
+    pool = [(case, pairs(case), cost(case)) for case in cases]
     random.Random(seed).shuffle(pool)
-    missing = set().union(*(p for _, p in pool))
+    missing = set().union(*(p for _, p, _ in pool))
     chosen = []
     while missing:
-        case, found = max(pool, key=lambda entry: len(entry[1] & missing))
+        case, found, _ = max(pool, key=lambda entry: len(entry[1] & missing) / entry[2])
         chosen.append(case)
         missing -= found
     return chosen

@@ -7,11 +7,14 @@ import os
 import random
 import subprocess
 import sys
+from contextlib import chdir, redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import yaml
 
+from platform.launch import main
 from platform.monitor.metrics import METRICS
 
 QUICK = "+experiment=gpt_quick"
@@ -29,6 +32,13 @@ def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=TIMEOUT,
     )
+
+
+def in_this_process(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """`command` of a run that starts no process, or is refused: importing torch takes seconds."""
+    with chdir(cwd), redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as error:
+        status = main(list(arguments))
+    return subprocess.CompletedProcess(arguments, status, out.getvalue(), error.getvalue())
 
 
 def lines(path: Path) -> list[dict]:
@@ -65,8 +75,10 @@ def test_a_run_on_ray(tmp_path, own_text):
 
     journal = lines(run / "journal.jsonl")
     events = {entry["event"]: entry for entry in journal}
-    assert [e["event"] for e in journal] == ["forming", "formed", "running", "first_step", "released", "done"]
-    assert all(e["generation"] == 1 and isinstance(e["time"], float) for e in journal)
+    transitions = ["forming", "formed", "running", "first_step", "released", "done"]
+    assert [e["event"] for e in journal] == ["starting", *transitions, "goodput"]
+    assert all(isinstance(e["time"], float) for e in journal)
+    assert all(events[name]["generation"] == 1 for name in transitions)
     workers = events["formed"]["workers"]
     assert [w["rank"] for w in workers] == [0, 1, 2, 3]
     assert [w["coordinates"] for w in workers] == [{"stage": 0, "data": d, "t": t} for d in (0, 1) for t in (0, 1)]
@@ -78,7 +90,8 @@ def test_a_run_on_ray(tmp_path, own_text):
     assert [row["samples"] for row in rows] == [[0, 16], [16, 32], [32, 48]]
     assert [row["tokens"] for row in rows] == [16 * 128 * k for k in (1, 2, 3)]
     for row in rows:
-        assert set(row) == set(METRICS) - ({"bubble"} if row["step"] == 2 else {"bubble", "val_loss"})
+        unusual = {"bubble", "skipped", "recovery_seconds"}
+        assert set(row) == set(METRICS) - unusual - ({"val_loss"} if row["step"] != 2 else set())
         assert set(row["seconds"]) == SECTIONS
         assert row["comm_bytes"] == plan["communication"]
         assert (row["world_size"], row["generation"], row["mfu"]) == (4, 1, None)
@@ -87,7 +100,7 @@ def test_a_run_on_ray(tmp_path, own_text):
     assert len(list((run / "logs").iterdir())) >= 4
 
     before = {p: p.read_bytes() for p in run.iterdir() if p.is_file()}
-    again = command(*arguments, cwd=tmp_path)
+    again = in_this_process(*arguments, cwd=tmp_path)
     assert again.returncode == 0 and again.stdout == f"already done: 3 steps, in {run}\n"
     assert {p: p.read_bytes() for p in run.iterdir() if p.is_file()} == before
 
@@ -120,16 +133,15 @@ CASES = [(s, b, p) for p in PRECISIONS for b in BESIDE for s in SCHEMES if (s, b
 COVER = [
     ("1d_sp", "pipeline", "fp64"),
     ("3d", "zero=3", "fp64"),
-    ("layout", "dsp_csub", "fp64"),
-    ("serial", "zero=1", "fp64"),
-    ("1d", "dsp", "fp32"),
+    ("layout", "dsp_csub", "fp32"),
 ]
 
 
 def numbers(tmp_path: Path, *arguments: str) -> list[tuple[float, float]]:
     """Loss and gradient norm of five steps."""
     fixed = "train.steps=5 optimizer.warmup_steps=2 parallel.data=1 data=synthetic run.dir=run".split()
-    done = command(QUICK, *SMALL, *fixed, *arguments, cwd=tmp_path)
+    launch = in_this_process if "cluster=inline" in arguments else command
+    done = launch(QUICK, *SMALL, *fixed, *arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = lines(tmp_path / "run" / "metrics.jsonl")
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
@@ -176,7 +188,7 @@ def refused(*arguments: str, cwd: Path) -> list[str]:
         return {p: p.read_bytes() if p.is_file() else None for p in cwd.rglob("*")}
 
     before = there()
-    done = command(QUICK, *SMALL, "cluster=processes", *arguments, cwd=cwd)
+    done = in_this_process(QUICK, *SMALL, "cluster=processes", *arguments, cwd=cwd)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     assert there() == before
@@ -218,4 +230,5 @@ def test_a_run_directory_of_another_configuration(one_process):
     folder, _ = one_process
     first, *others = refused("data=synthetic", "run.dir=run", "model.layers=2", "seed=3", cwd=folder)
     assert first.startswith(f"config: run.dir={folder / 'run'}: holds another run")
-    assert "config: model.layers: 1 there, 2 here" in others and "config: seed: 0 there, 3 here" in others
+    said = [line.split(";")[0] for line in others]
+    assert "config: model.layers: 1 there, 2 here" in said and "config: seed: 0 there, 3 here" in said

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from platform.checkpoint import connect, find, read_tensor, verify
+from platform.checkpoint.catalogue import attempts
 from platform.monitor import Journal, MetricsLog
 from tests.checkpoint import killer
 from tests.test_end_to_end import QUICK, SMALL, TIMEOUT
@@ -72,7 +73,8 @@ class Run:
         finally:
             process.kill()
             process.wait()
-        restored = [e["directory"] for e in self.journal()[before:] if e["event"] == "restored"]
+        events = [e for e in self.journal()[before:] if e["event"] == "restored"]  # from memory: no directory
+        restored = [e["directory"] for e in events if "directory" in e]
         assert restored[:1] in ([], [found.directory]), out
         self.restored += restored
         assert process.returncode in (0, 1, -signal.SIGKILL), out
@@ -82,7 +84,9 @@ class Run:
         """Loss and gradient norm of every step, and the last checkpoint's tensors."""
         rows = MetricsLog.read(self.directory / "metrics.jsonl")
         assert [row["step"] for row in rows] == list(range(1, self.steps + 1))
-        last, before = sorted(self.storage.list(""), reverse=True)  # and nothing is left of what was torn
+        last, before = sorted(
+            (a.directory for a in attempts(self.storage)), reverse=True
+        )  # and nothing is left of what was torn
         verify(self.storage, before)
         manifest = verify(self.storage, last)
         assert manifest.meta.step == self.steps

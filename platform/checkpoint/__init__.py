@@ -19,10 +19,11 @@ from platform.checkpoint.reshard import read_tensor, restore
 from platform.checkpoint.saver import Saver
 from platform.checkpoint.state import Block, Held, Share, blocks, planned, shares
 from platform.checkpoint.storage import Storage, connect
-from platform.checkpoint.survivors import handed_over, recover, surviving, whole
+from platform.checkpoint.survivors import handed_over, keepers, recover, suffice, surviving, whole
 
 __all__ = [
     "Block", "Box", "Copy", "Corrupt", "Found", "Held", "Image", "Manifest", "Memory", "Meta", "Refused", "Saver",
-    "Share", "Snapshot", "Storage", "blocks", "connect", "copies", "find", "handed_over", "kept_bytes", "load",
-    "planned", "quarantine", "read_tensor", "recover", "restore", "shares", "split", "surviving", "verify", "whole",
+    "Share", "Snapshot", "Storage", "blocks", "connect", "copies", "find", "handed_over", "keepers", "kept_bytes",
+    "load", "planned", "quarantine", "read_tensor", "recover", "restore", "shares", "split", "suffice", "surviving",
+    "verify", "whole",
 ]  # fmt: skip

@@ -45,11 +45,12 @@ def copies(state: Sequence[Held], domains: Sequence[Hashable]) -> list[Copy]:
         before += len(members[home])
     out, at = [], 0
     for part, sender in (entry for line in lines.values() for entry in line):
-        first, last = (at - turn) // arc, (at + part.nbytes - turn - 1) // arc
-        ends = [0, *(number * arc + turn - at for number in range(first + 1, last + 1)), part.nbytes]
+        size = part.nbytes
+        first, last = (at - turn) // arc, (at + size - turn - 1) // arc
+        ends = [0, *(number * arc + turn - at for number in range(first + 1, last + 1)), size]
         for number, pieces in zip(range(first, last + 1), cut(part, ends), strict=True):
             out += [Copy(piece, sender, order[number % len(order)]) for piece in pieces]
-        at += part.nbytes
+        at += size
     return out
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 from typing import NamedTuple
@@ -63,10 +63,13 @@ def planned(plan: Plan, kind: str, dtype: torch.dtype) -> list[Held]:
     """What the plan's ranks keep of the state that lies as the master copies do: them (`kind` = model), or a moment of
     the optimizer. The tensors are named KIND.PARAMETER."""
     ranks = [(rank, plan.mesh.coordinates(rank)) for rank in range(plan.mesh.size)]
-    out = []
+    out, known = [], {}
     for p in plan.parameters:
-        found = [(rank, box) for rank, at in ranks for box in _kept(plan, p, at)]
-        out.append(Held.of(f"{kind}.{p.name}", dtype, plan.global_shape(p), found))
+        place = p.dims, p.role, p.sizes, plan.homes[p.name]  # layers lie alike, but for their stage
+        if place not in known:
+            found = [(rank, box) for rank, at in ranks for box in _kept(plan, p, at)]
+            known[place] = Held.of("", dtype, plan.global_shape(p), found)
+        out.append(replace(known[place], name=f"{kind}.{p.name}"))
     return out
 
 
@@ -125,15 +128,17 @@ def alike(state: Sequence[Held], rank: int | None = None) -> dict[tuple[int, ...
 
 def nth(blocks: Sequence[Share], member: int, members: int) -> list[Share]:
     """The part of one of `members` that share out these blocks."""
-    total = sum(block.nbytes for block in blocks)
-    first, last = total * member // members, total * (member + 1) // members
+    sizes = [block.nbytes for block in blocks]
+    first, last = sum(sizes) * member // members, sum(sizes) * (member + 1) // members
     out, start = [], 0
-    for block in blocks:
-        a, b = (min(max(end - start, 0), block.nbytes) for end in (first, last))
-        if a < b:
+    for block, size in zip(blocks, sizes, strict=True):
+        a, b = max(first - start, 0), min(last - start, size)
+        if a == 0 < b == size <= PIECE:
+            out.append(block)
+        elif a < b:
             inner = range(-(-a // PIECE) * PIECE, b, PIECE)
             out += [part for parts in cut(block, (a, *inner, b)) for part in parts]
-        start += block.nbytes
+        start += size
     return out
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from math import prod
 from typing import NamedTuple
 
@@ -22,11 +22,14 @@ def surviving(state: Sequence[Held], kept: Sequence[Copy], ranks: Mapping[int, i
     for copy in kept:
         by[copy.part.tensor.name, copy.sender].append(copy)
     out = []
+    left: dict[tuple[int, ...], tuple[int, ...]] = {}  # holders before -> and now: many blocks have the same
     for tensor in state:
         holders: dict[Box, tuple[int, ...]] = {}
         for box, old in tensor.holders.items():
-            if left := sorted(ranks[rank] for rank in old if rank in ranks):
-                holders[box] = tuple(left)
+            if old not in left:
+                left[old] = tuple(sorted(ranks[rank] for rank in old if rank in ranks))
+            if left[old]:
+                holders[box] = left[old]
                 continue
             for (_, part), _, receiver in (copy for rank in old for copy in by[tensor.name, rank]):
                 if receiver in ranks and part.overlap(box) == part:
@@ -43,6 +46,30 @@ def lost(state: Sequence[Held]) -> list[str]:
 def whole(state: Sequence[Held], kept: Sequence[Copy], alive: Collection[int]) -> list[str]:
     """The tensors of which the old ranks `alive` do not have everything; [] where nothing is lost."""
     return lost(surviving(state, kept, {rank: rank for rank in alive}))
+
+
+def keepers(state: Sequence[Held], kept: Sequence[Copy]) -> dict[tuple[int, ...], set[int]]:
+    """Holders of blocks -> the ranks that have the copies of these. `whole`, as `suffice` asks it of any ranks."""
+    found: dict[tuple[int, ...], set[int]] = {}
+    by: dict[tuple[str, int], dict[tuple[int, ...], list[Box]]] = defaultdict(lambda: defaultdict(list))
+    for tensor in state:
+        for box, ranks in tensor.holders.items():
+            found.setdefault(ranks, set())
+            for rank in ranks:
+                by[tensor.name, rank][ranks].append(box)
+    for (tensor, part), sender, receiver in kept:
+        blocks = by[tensor.name, sender]
+        if len(blocks) == 1:
+            (ranks,) = blocks
+        else:
+            ranks = next(ranks for ranks, boxes in blocks.items() if any(part.overlap(box) == part for box in boxes))
+        found[ranks].add(receiver)
+    return found
+
+
+def suffice(found: Mapping[tuple[int, ...], Set[int]], alive: Set[int]) -> bool:
+    """Whether `alive` have everything, by the `keepers`: of all blocks a holder, or all that have its copies."""
+    return all(not alive.isdisjoint(ranks) or (having and having <= alive) for ranks, having in found.items())
 
 
 def handed_over(survived: Sequence[Held], stays: Sequence[bool]) -> list[Copy]:

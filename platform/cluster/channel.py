@@ -24,7 +24,16 @@ class Garbled(Exception):
 
 def encode(message: Mapping[str, Any]) -> bytes:
     """One message. Floats may be infinite or no number. Raises TypeError for what is not plain data."""
-    payload = json.dumps(message, separators=(",", ":")).encode()
+    return framed(text(message))
+
+
+def text(value: Any) -> bytes:
+    """A value as it stands in a message."""
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def framed(payload: bytes) -> bytes:
+    """One message, from its text."""
     if len(payload) > LIMIT:
         raise ValueError(f"a message of {len(payload)} bytes; {LIMIT} are allowed")
     return _HEADER.pack(len(payload)) + payload

@@ -1,24 +1,23 @@
-"""The driver's part in checkpoints: what a run resumes from, and when and how it saves."""
+"""The driver's part in checkpoints: when and how a run saves, and what it takes over from storage."""
 
 from __future__ import annotations
 
 import os
-import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from time import perf_counter
 from types import MappingProxyType
 from typing import Any
 
-from platform.checkpoint import Manifest, Meta, Refused, Saver, Storage, connect, find, load, quarantine
+from platform.checkpoint import Meta, Saver, connect, find, quarantine
 from platform.checkpoint.lease import Lease
 from platform.cluster.crew import Crew
 from platform.cluster.failures import GaveUp
-from platform.config import RESUME, Config, ConfigError, digest, violation
-from platform.identity import identity, refusal
+from platform.cluster.origin import Origin, origin
+from platform.config import Config, ConfigError, digest, violation
+from platform.identity import identity
 from platform.monitor import Journal
 from platform.plan.plan import Plan
 from platform.train import places
@@ -29,57 +28,6 @@ POLL_SECONDS = 0.01
 _NEWEST = ("auto", "must")  # values of checkpoint.resume under which a run goes on from its own newest one
 
 Reports = Sequence[Mapping[str, Any]]  # by rank: that of `Image.write`, or {"error": why}
-
-
-@dataclass(frozen=True)
-class Origin:
-    """The checkpoint that a run goes on from, or none; and the newer ones that were passed over, with the reasons."""
-
-    storage: Storage
-    directory: str | None
-    manifest: Manifest | None
-    refused: tuple[tuple[str, str], ...] = ()
-    sound: tuple[str, ...] = ()  # see `platform.checkpoint.Found`
-
-
-def origin(config: Config) -> Origin | None:
-    """What checkpoint.resume means today; None where it is `never`. Reads manifests, not yet what they describe.
-
-    Raises ConfigError where nothing can be resumed from and something must, and for a run of another identity.
-    """
-    c = config.checkpoint
-    if c.resume == "never":
-        return None
-    url, name = places.source(config)
-    key = "checkpoint.url" if c.resume in RESUME else "checkpoint.resume"
-    storage = connect(url, key)
-    where = os.path.join(storage.url, name) if name else storage.url
-    try:
-        found = (
-            Origin(storage, name, load(storage, name)) if name else Origin(storage, **vars(find(storage, deep=False)))
-        )
-    except (Refused, OSError) as error:
-        raise ConfigError(violation(key, where, f"cannot be resumed from: {error}")) from None
-    if found.manifest is None and (c.resume != "auto" or found.sound):  # starting again would lose what is there
-        reasons = "".join(f"; {directory}: {reason}" for directory, reason in found.refused)
-        legal = ["checkpoint.resume=never"] if c.resume in RESUME else RESUME
-        raise ConfigError(violation(key, where, f"holds no checkpoint to resume from{reasons}", legal))
-    if found.manifest:
-        what = f"{found.directory} is of another run; name another"
-        if lines := refusal(found.manifest.meta.identity, config, key, where, what):
-            raise ConfigError(lines)
-    return found
-
-
-def check_writable(config: Config) -> None:
-    """Raises ConfigError where checkpoints could not be written."""
-    storage = connect(places.home(config))
-    name = f".probe-{secrets.token_hex(4)}"
-    try:
-        storage.write(name, [memoryview(b"x")])
-        storage.delete(name)
-    except OSError as error:
-        raise ConfigError(violation("checkpoint.url", storage.url, f"cannot be written to: {error}")) from None
 
 
 class Checkpoints:
@@ -244,7 +192,8 @@ class Checkpoints:
         elif event["event"] == "superseded":
             raise GaveUp(event["reason"])
         else:
-            goes_on = "it is tried again" if event.get("again") else f"the newest good one is of step {self.step}"
+            newest = f"the newest good one is of step {self.step}" if self.step else "there is no other"
+            goes_on = "it is tried again" if event.get("again") else newest
             what = event["event"].replace("_", " ")
             self._say(f"WARNING: {what} after step {event['step']}: {event['reason']}; {goes_on}")
 

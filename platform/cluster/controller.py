@@ -18,7 +18,8 @@ from platform.cluster.pace import Pace
 from platform.cluster.spikes import Spikes
 from platform.train.faults import Faults
 
-FIRST_STEP_SECONDS = 120.0  # for a generation's first step: buffers are made and connections opened
+FIRST_STEP_SECONDS = 120.0  # for a run's first step: buffers are made and connections opened
+COLD = 4  # times as long may a generation's first step take: its mesh may have shrunk, and buffers are made
 STEPS = 5  # that a step may last before a worker in it hangs
 
 
@@ -35,6 +36,7 @@ class Controller:
         self._failures: Counter[int] = Counter()  # by the step that could not be done
         self._stall = 0.0  # seconds that saving took since the last row
         self._outlook = Outlook(run, former.muster)
+        self._failed: float | None = None  # when the first failure was seen that no step followed yet
         self._works = False  # a step has been done
         self.done = 0
 
@@ -99,6 +101,8 @@ class Controller:
             if every and step % every == 0:
                 within = self._deadline(generation)  # in one section; it may have many
                 row["val_loss"] = crew.call("evaluate", within=within)[0]["val_loss"]
+            if self._failed is not None:
+                row["recovery_seconds"], self._failed = perf_counter() - self._failed, None
             self._commit(generation, step, seconds, row)
             if step == first:
                 self._journal.event("first_step", step=step)
@@ -137,15 +141,18 @@ class Controller:
 
     def _deadline(self, generation: Generation) -> float:
         """Seconds for a step, then somebody in it hangs. Another generation's steps took another time."""
-        usual = self._pace.usual(generation.step)
-        return max(self._config.elastic.hang_seconds, FIRST_STEP_SECONDS if usual is None else STEPS * usual)
+        usual, ever = self._pace.usual(generation.step), self._pace.usual(0)
+        if usual is None:
+            usual = FIRST_STEP_SECONDS / STEPS if ever is None else COLD * ever
+        return max(self._config.elastic.hang_seconds, STEPS * usual)
 
     def _commit(self, generation: Generation, step: int, seconds: float, row: dict[str, Any]) -> None:
         """Every rank has acknowledged the step: it counts, and is written down."""
         self.done, self._works = step, True
         self._failures = Counter({failed: n for failed, n in self._failures.items() if failed > step})
         if self._held:
-            self._hold(generation, step)
+            g = generation
+            self._former.held.add(g.number, step, g.config, g.stage_of, g.domains, g.seats)
         self._pace.add(step, seconds)
         self._useful += seconds
         self._spikes.add(row["loss"])
@@ -156,10 +163,6 @@ class Controller:
         """Whether the workers' memory has the state after the last step; see `Worker.step`."""
         every = self._config.elastic.snapshot_every
         return bool(every) and self.done % every == 0
-
-    def _hold(self, generation: Generation, step: int) -> None:
-        g = generation
-        self._former.held.add(g.number, step, g.config, g.stage_of, g.domains, g.seats)
 
     def _save(self, crew: Crew, step: int) -> None:
         """A checkpoint, where one is due; and the end, where one was asked for."""
@@ -198,6 +201,7 @@ class Controller:
             self._keep(crew)  # memory may not have everything without those that go
             raise Reform(wish.reason)
         if (wish := self._outlook.better(crew, generation, report)) and self._loses_nothing(crew):
+            self._checkpoints.finish(crew)
             self._former.muster.barred |= wish.barred
             raise Reform(wish.reason)
 
@@ -209,6 +213,7 @@ class Controller:
 
     def _survive(self, crew: Crew, failure: WorkerFailed) -> None:
         """After a failure: everybody else is out of it, and the next generation can form. Raises GaveUp."""
+        self._failed = self._failed or perf_counter()
         culprit, step = failure.culprit, self.done + 1
         self._journal.event(
             "failure",

@@ -106,8 +106,10 @@ def open_crew(kind: str, job: Job, spares: int = 0) -> Crew:
 
 def seating(members: Mapping[int, Member]) -> list[int]:
     """The numbers in the order in which ranks are best dealt: node by node, so that neighbours share a node."""
-    nodes = list(dict.fromkeys(members[number].node for number in sorted(members)))
-    return sorted(members, key=lambda number: (nodes.index(members[number].node), number))
+    first: dict[str, int] = {}  # of each node
+    for number in sorted(members):
+        first.setdefault(members[number].node, number)
+    return sorted(members, key=lambda number: (first[members[number].node], number))
 
 
 def arguments(args: Iterable[Any], rank: int) -> list[Any]:

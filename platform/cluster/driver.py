@@ -24,7 +24,7 @@ from platform.monitor import Journal, Monitor, goodput, open_monitor, story
 from platform.plan.plan import Plan
 
 if TYPE_CHECKING:
-    from platform.cluster.checkpoints import Origin
+    from platform.cluster.origin import Origin
 
 DONE, FAILED, STOPPED = 0, 1, 75
 
@@ -55,7 +55,7 @@ def _run(config: Config, plan: Plan, experiment: str, worker: str) -> int:
     if mistakes := [*data.check(config.data, vocab=config.model.vocab), *_impossible(config, plan)]:
         raise ConfigError(mistakes)
     from platform.cluster.changes import changes  # torch takes seconds: cheap refusals come first
-    from platform.cluster.checkpoints import check_writable, origin
+    from platform.cluster.origin import check_writable, origin
     from platform.train import places
 
     found = origin(config)

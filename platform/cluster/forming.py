@@ -25,6 +25,8 @@ from platform.train.optimizers import warm
 from platform.train.pipeline import schedule_of
 from platform.train.survivors import find_source, take_seats
 
+_WIDTH = 300  # of a table that is shown
+
 
 @dataclass
 class Generation:
@@ -164,7 +166,8 @@ class Former:
 
 
 def _described(schedule: Schedule) -> str:
-    """The table of a pipeline, and what it should cost."""
+    """What a pipeline should cost, and its table, where a terminal can show it."""
     bubble = simulate(schedule).bubble
     title = f"schedule  {schedule.name}: {schedule.stages} stages x {schedule.chunks} chunks, {schedule.microbatches}"
-    return f"{title} microbatches; bubble {bubble:.1%} of the work\n{table(schedule.rows)}"
+    lines = [f"{title} microbatches; bubble {bubble:.1%} of the work", *table(schedule.rows).splitlines()]
+    return "\n".join(lines[: None if max(map(len, lines)) <= _WIDTH else 1])

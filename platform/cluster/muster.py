@@ -64,13 +64,14 @@ class Muster:
             lack = f"{len(members)} workers are there, and elastic.min_workers={least}"
             if found is None and len(members) >= least:
                 lack = f"there is no legal plan for {len(members)} workers"
-            waited = monotonic() - begin
-            if waited >= e.wait or not (crew.starting or (e.replace and crew.can_hire)):
-                raise GaveUp(f"{lack}; waited {waited:.0f} s for more")
-            if not said:
+            hope = bool(crew.starting or (e.replace and crew.can_hire))
+            if hope and not said:
                 self._journal.event("waiting", alive=len(members), reason=lack)
                 self._say(f"{lack}: waiting up to {e.wait:g} s for more")
                 said = True
+            waited = monotonic() - begin
+            if waited >= e.wait or not hope:
+                raise GaveUp(f"{lack}; waited {waited:.0f} s for more")
             sleep(LOOK_SECONDS)
 
     def refill(self, crew: Crew) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import signal
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from platform.cluster.job import Assignment, assign, one_gpu
 from platform.cluster.remote import RemoteCrew
 
 _EXIT_SECONDS = 3.0  # for a process that was told to end
+_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
 class ProcessCrew(RemoteCrew):
@@ -38,16 +40,19 @@ class ProcessCrew(RemoteCrew):
             self._processes[number] = process
 
     def _ended(self, number: int, seconds: float) -> str | None:
-        self._processes[number].join(seconds)
-        code = self._processes[number].exitcode
+        process = self._processes[number]
+        process.join(seconds)
+        code = process.exitcode
         if code is None:
             return None
         return f"the process was killed by {signal.Signals(-code).name}" if code < 0 else f"its exit status is {code}"
 
     def _kill(self, number: int) -> None:
         self._slots.pop(number, None)
-        self._processes[number].kill()
-        self._processes[number].join()
+        if process := self._processes.pop(number, None):
+            process.kill()
+            process.join()
+            process.close()  # its pipes
 
     def _dismiss(self, polite: bool) -> None:
         deadline = monotonic() + (_EXIT_SECONDS if polite else 0.0)
@@ -60,6 +65,13 @@ class ProcessCrew(RemoteCrew):
 
 
 def _main(place: Assignment, address: tuple[str, int], token: str) -> None:
+    _die_with_the_driver()
     for number in (signal.SIGINT, signal.SIGUSR1):  # a terminal's Ctrl-C reaches every process; the driver decides
         signal.signal(number, signal.SIG_IGN)
     serve(place, address, token)
+
+
+def _die_with_the_driver() -> None:
+    """Also where this process is stopped or hangs, and so does not notice that its connection is closed."""
+    if prctl := getattr(ctypes.CDLL(None), "prctl", None):  # Linux has it
+        prctl(_DEATH_SIGNAL, signal.SIGKILL)

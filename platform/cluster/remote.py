@@ -8,17 +8,17 @@ from math import inf
 from time import monotonic
 from typing import Any
 
-from platform.cluster.channel import encode
+from platform.cluster.channel import encode, framed, text
 from platform.cluster.crew import ByRank, Crew, arguments, shown
 from platform.cluster.failures import Failure, Member, WorkerFailed
 from platform.cluster.host import START
 from platform.cluster.job import Job
 from platform.cluster.members import CUT_OFF, Members
 from platform.cluster.rendezvous import Rendezvous
-from platform.cluster.watch import Watch
+from platform.cluster.watch import BEAT_SECONDS, Watch
 
 GRACE = (0.0, 0.5, 2.0)  # seconds for a likelier culprit to turn up, by the innocence of who has failed
-LEAVE_SECONDS = 5.0  # for a member to be out of its call and its groups, after the one before it; then it is killed
+LEAVE_SECONDS = 5.0  # without progress in any member that is to be out of its call and its groups; then they are killed
 CLOSE_SECONDS = 10.0  # for the members to leave by themselves; then they are killed
 
 
@@ -70,7 +70,7 @@ class RemoteCrew(Members, Crew):
             left = set(self._seats) & self._members.keys()
             self._tell(left, {"abort": True})
             self._tell(left, self._next_call("leave"))
-            answers = self._answers(left, LEAVE_SECONDS)
+            answers = self._answers(left, LEAVE_SECONDS, beats=True)
             for number in left - self._gone.keys():
                 if number not in answers:
                     lost.append(self._failure(number, "hung", "leave()", f"it has not left in {LEAVE_SECONDS:.0f} s"))
@@ -101,17 +101,22 @@ class RemoteCrew(Members, Crew):
 
     # calls and answers
 
-    def _next_call(self, method: str) -> dict[str, Any]:
+    def _next_call(self, method: str, args: Sequence[Any] = ()) -> dict[str, Any]:
         self._call += 1
-        return {"call": self._call, "method": method, "args": []}
+        return {"call": self._call, "method": method, "args": args}
 
     def _send(self, method: str, args: tuple[Any, ...]) -> None:
-        call = self._next_call(method)
-        if any(isinstance(a, ByRank) for a in args):
-            for rank, number in enumerate(self._seats):
-                self._tell([number], call | {"args": arguments(args, rank)})
-        else:
-            self._tell(self._seats, call | {"args": args})
+        call = self._next_call(method, args)
+        if not any(isinstance(a, ByRank) for a in args):
+            return self._tell(self._seats, call)
+        head = text(call | {"args": []}).removesuffix(b"]}")
+        texts: dict[int, bytes] = {}  # by identity: what several ranks get is put into text once
+        for rank, number in enumerate(self._seats):
+            own = arguments(args, rank)
+            for value in own:
+                if id(value) not in texts:
+                    texts[id(value)] = text(value)
+            self._board.send(number, framed(head + b",".join(texts[id(value)] for value in own) + b"]}"))
 
     def _tell(self, numbers: Collection[int], message: Mapping[str, Any]) -> None:
         if numbers:
@@ -148,15 +153,22 @@ class RemoteCrew(Members, Crew):
                     raise WorkerFailed(list(failures.values()))
         return values
 
-    def _answers(self, numbers: Collection[int], seconds: float) -> dict[int, dict[str, Any]]:
-        """How those of `numbers` that live have answered the last call; so long is waited for the next."""
+    def _answers(self, numbers: Collection[int], seconds: float, beats: bool = False) -> dict[int, dict[str, Any]]:
+        """How those of `numbers` that live have answered the last call; so long is waited for the next answer, or, with
+        `beats`, for a sign that one of them has gone on."""
         answers: dict[int, dict[str, Any]] = {}
-        deadline = monotonic() + seconds
-        while (set(numbers) & self._members.keys()) - answers.keys() and (left := deadline - monotonic()) > 0:
-            for number, message in self._events(left):
+        pending, deadline, ask = set(numbers), monotonic() + seconds, monotonic() + BEAT_SECONDS
+        while (pending := pending & self._members.keys()) and monotonic() < deadline:
+            if beats and monotonic() >= ask:
+                self._tell(pending, {"beat": self._call})
+                ask = monotonic() + BEAT_SECONDS
+            for number, message in self._events(min(deadline, ask if beats else inf) - monotonic()):
                 if message.get("answer") == self._call:
                     answers[number] = message
+                    pending.discard(number)
                     deadline = monotonic() + seconds
+                elif message.get("beat") == self._call:
+                    deadline = max(deadline, monotonic() + seconds - message["progress"]["seconds"])
         return answers
 
     @contextmanager

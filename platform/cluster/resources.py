@@ -9,6 +9,7 @@ from pathlib import Path
 from time import monotonic, sleep
 
 from platform.cluster import torchrun
+from platform.cluster.files import lack_of_files
 from platform.cluster.job import usable_cores
 from platform.config import Cluster, ConfigError, violation
 
@@ -53,6 +54,8 @@ def secure(cluster: Cluster, world_size: int, say: Callable[[str], None], spares
         raise ConfigError(violation("cluster", kind, constraint, ["cluster=processes", "cluster=local"]))
     if kind == "torchrun" and world_size != (started := int(os.environ["WORLD_SIZE"])):
         raise ConfigError(f"torchrun: this plan has {world_size} workers, and torchrun has started {started} processes")
+    if reason := lack_of_files(world_size + spares):
+        raise ConfigError(violation("cluster", kind, reason))
     if kind == "torchrun" and spares:
         raise ConfigError(
             violation("elastic.spares", spares, "torchrun starts a process per worker and no others", [0])

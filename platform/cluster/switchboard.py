@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-import resource
 import secrets
 import selectors
 import socket
@@ -13,6 +12,7 @@ from time import monotonic
 from typing import Any
 
 from platform.cluster.channel import LIMIT, READ_BYTES, Decoder, Garbled, tune
+from platform.cluster.files import allow_many_files
 
 Event = tuple[int, dict[str, Any] | None]  # a member's number, and its message; None: its connection is closed
 
@@ -25,16 +25,21 @@ _BACKLOG = 4096
 
 class Switchboard:
     """Listens at `address` (host, port) on that host alone, and takes calls of the members in `expected` that know
-    `token`. Anybody else is cut off. Nothing here waits for a peer, but `poll` where it is told to."""
+    `token`. Anybody else is cut off. Nothing here waits for a peer, but `poll` where it is told to.
+
+    Attributes:
+        sent, received: bytes so far.
+    """
 
     def __init__(self, host: str):
-        _allow_many_files()
+        allow_many_files()
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
         self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
         self._listener.setblocking(False)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self.token = secrets.token_hex(16)
         self.expected: set[int] = set()
+        self.sent = self.received = 0
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._members: dict[int, _Connection] = {}
@@ -111,6 +116,7 @@ class Switchboard:
             return
         try:
             data = connection.socket.recv(READ_BYTES)
+            self.received += len(data)
             for message in connection.decoder.feed(data):
                 if connection.number is not None:
                     self._events.append((connection.number, message))
@@ -147,6 +153,7 @@ class Switchboard:
         try:
             while outgoing:
                 sent = connection.socket.send(outgoing[0])
+                self.sent += sent
                 if sent < len(outgoing[0]):
                     outgoing[0] = outgoing[0][sent:]
                 else:
@@ -184,11 +191,3 @@ class _Connection:
         self.decoder = Decoder(_GREETING_BYTES)
         self.outgoing: deque[memoryview] = deque()
         self.writing = self.closed = False
-
-
-def _allow_many_files() -> None:
-    """One descriptor per member, where the usual limit is 1024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -16,7 +16,7 @@ class Watch:
     def __init__(self, within: float, start: float, silence: float = inf):
         self._within, self._deadline, self._silence = within, start + within, silence
         self._next = start + min(within, silence) - BEAT_SECONDS
-        self._asked: dict[int, float] = {}  # members that owe an answer, since when
+        self._asked: dict[int, float] = {}  # members that owe an answer, since when: the longest first
         self._moved = start  # when anybody was last seen to go on
         self._beats: dict[int, Mapping[str, Any]] = {}
 
@@ -52,14 +52,12 @@ class Watch:
         """
         late = now >= self._deadline
         patience = BEAT_SECONDS if late else self._silence
-        silent = {
-            number: f"no sign of life for {now - self._asked[number]:.1f} s"
-            for number in pending
-            if number in self._asked and now - self._asked[number] >= patience
-        }
-        if silent:
-            return silent, set(silent)
-        if not late or any(number not in self._beats for number in pending):
+        if now - next(iter(self._asked.values()), inf) >= patience:  # not each time of all members
+            owed = {number: now - since for number, since in self._asked.items() if number in pending}
+            silent = {n: f"no sign of life for {seconds:.1f} s" for n, seconds in owed.items() if seconds >= patience}
+            if silent:
+                return silent, set(silent)
+        if not late or any(number in self._asked or number not in self._beats for number in pending):
             return {}, set()
         beats = {number: self._beats[number] for number in pending}
         busy = {number: beat for number, beat in beats.items() if not beat["waiting"]}

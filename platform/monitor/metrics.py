@@ -25,6 +25,7 @@ METRICS: dict[str, str | None] = {
     "peak_memory_bytes": "memory/peak_bytes",
     "world_size": "elastic/world_size",
     "generation": "elastic/generation",
+    "recovery_seconds": "elastic/recovery_seconds",  # since the failure; only in the row of the first step after one
     "skipped": "train/skipped",  # only in the rows of steps that updated nothing (train.on_spike)
     "samples": None,  # [first, end]: `tokens` says it on W&B
 }

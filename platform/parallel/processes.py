@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -11,6 +13,10 @@ from platform.parallel.groups import Communicator
 from platform.parallel.progress import PROGRESS
 from platform.plan.mesh import Mesh
 
+TIMEOUT = timedelta(minutes=10)  # of one collective
+CONNECT = timedelta(
+    seconds=4
+)  # of making a group, when all ranks are there: one that dies then leaves the others waiting
 PIECE = 64 << 20  # bytes of host memory that `transfer` sends over a GPU's memory at a time
 # named *_into_tensor, *_tensor before torch 2.13
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -24,9 +30,11 @@ class ProcessGroups(Communicator):
         super().__init__(mesh, rank, device)
         self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
         for axes in axes_of_groups:  # in one order on every rank: creating a group is collective
-            mine, _ = dist.new_subgroups_by_enumeration([list(g) for g in mesh.groups(axes)])
+            mine, _ = dist.new_subgroups_by_enumeration([list(g) for g in mesh.groups(axes)], timeout=CONNECT)
             assert mine is not None
             self._groups[tuple(axes)] = mine
+        for group in (None, *self._groups.values()):
+            dist.distributed_c10d._set_pg_timeout(TIMEOUT, group)
 
     def _start(self, op, given, out, axes, group, reduce, root):
         g = self._groups[axes]
@@ -53,12 +61,12 @@ class ProcessGroups(Communicator):
     def _send(self, x, peer):
         work = dist.isend(x, peer)
         assert work is not None
-        return work.wait
+        return partial(work.wait, TIMEOUT)
 
     def _receive(self, out, peer):
         work = dist.irecv(out, peer)
         assert work is not None
-        return work.wait
+        return partial(work.wait, TIMEOUT)
 
     def exchange(self, messages):
         with PROGRESS.waiting("exchange"):
@@ -82,7 +90,7 @@ class ProcessGroups(Communicator):
             works += [dist.P2POp(dist.irecv, x, peer) for x, (peer, _) in zip(got, wanted, strict=True)]
             with PROGRESS.waiting("transfer"):
                 for work in dist.batch_isend_irecv(works):
-                    work.wait()
+                    work.wait(TIMEOUT)
             for x, (_, out) in zip(got, wanted, strict=True):
                 if x is not out:
                     out.copy_(x)

@@ -42,6 +42,17 @@ class ThreadWorld:
         self.meetings: dict[tuple[tuple[int, ...], int], _Meeting] = {}
         self.failure: BaseException | None = None
         self.timeout = timeout.total_seconds()
+        self.turn = threading.Lock()
+
+    def wait(self, event: threading.Event) -> bool:
+        """For another rank, which gets the turn meanwhile; whether it came in time."""
+        if event.is_set():
+            return True
+        self.turn.release()
+        try:
+            return event.wait(self.timeout)
+        finally:
+            self.turn.acquire()
 
     def fail(self, cause: BaseException) -> None:
         with self.lock:
@@ -76,7 +87,7 @@ class ThreadGroups(Communicator):
                 meeting.complete.set()
 
         def wait() -> None:
-            if not meeting.complete.wait(world.timeout):
+            if not world.wait(meeting.complete):
                 raise TimeoutError(f"rank {self.rank} waits for {set(group) - set(meeting.given)} in {kind}")
             if world.failure:
                 raise RuntimeError("another rank failed") from world.failure
@@ -126,7 +137,7 @@ class ThreadGroups(Communicator):
         key, letter = self._letter(peer, self.rank)
 
         def wait() -> None:
-            if not letter.complete.wait(self._world.timeout):
+            if not self._world.wait(letter.complete):
                 raise TimeoutError(f"rank {self.rank} waits for what rank {peer} sends")
             if letter.content is None:
                 raise RuntimeError("another rank failed") from self._world.failure
@@ -184,7 +195,8 @@ def run_threads(
 
     def main(rank: int) -> None:
         try:
-            results[rank] = work(ThreadGroups(mesh, rank, world))
+            with world.turn:
+                results[rank] = work(ThreadGroups(mesh, rank, world))
         except BaseException as error:
             world.fail(error)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
-from platform.checkpoint import Copy, Held, copies, handed_over, surviving, whole
+from platform.checkpoint import Copy, Held, copies, handed_over, keepers, suffice, surviving, whole
 from platform.config import Config
 from platform.train.plan import make_plan
 from platform.train.state import held_of
@@ -53,11 +53,13 @@ def find_source(
         old, members = formed[generation], having[step, generation]
         alive = [rank for rank, member in enumerate(old["seats"]) if member in members]
         state = _state(old)
-        if missing := whole(*state, alive):
+        found = keepers(*state)
+        if not suffice(found, set(alive)):
+            missing = whole(*state, alive)
             more = f" and {len(missing) - 1} more" if missing[1:] else ""
             reasons.append(f"step {step} of generation {generation}: not all is left of {missing[0]}{more}")
             continue
-        chosen = _choose(*state, alive, size)
+        chosen = _choose(found, alive, size)
         source = {key: old[key] for key in ("config", "stage_of", "domains")}
         source |= {"generation": generation, "step": step, "members": [[r, old["seats"][r]] for r in chosen[:size]]}
         return source | {"gathered": [[r, old["seats"][r]] for r in alive] if len(chosen) > size else []}, reasons
@@ -74,14 +76,14 @@ def take_seats(source: Mapping[str, Any], others: Sequence[int], size: int) -> t
     return seats, {**{key: value for key, value in source.items() if key != "members"}, "ranks": ranks}
 
 
-def _choose(state: Sequence[Held], kept: Sequence[Copy], alive: Sequence[int], size: int) -> list[int]:
-    """Those of the old ranks `alive` that have everything together: `size` of them, or more where we find no fewer."""
-    chosen = list(alive)
+def _choose(found: Mapping[tuple[int, ...], Set[int]], alive: Sequence[int], size: int) -> list[int]:
+    """Those of the old ranks `alive` that have everything together, by the `keepers`: `size` of them, or more where we
+    find no fewer."""
+    chosen = set(alive)
     for rank in reversed(alive):
-        fewer = [r for r in chosen if r != rank]
-        if len(chosen) > size and not whole(state, kept, fewer):
-            chosen = fewer
-    return chosen
+        if len(chosen) > size and suffice(found, chosen - {rank}):
+            chosen.remove(rank)
+    return sorted(chosen)
 
 
 def _state(formed: Mapping[str, Any]) -> tuple[list[Held], list[Copy]]:

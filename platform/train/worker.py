@@ -22,7 +22,7 @@ from platform.checkpoint import Corrupt, Memory, Refused, connect, load
 from platform.config import Config, ConfigError
 from platform.extensions import load_extensions
 from platform.parallel.groups import Alone, Communicator, Launch
-from platform.parallel.processes import ProcessGroups
+from platform.parallel.processes import CONNECT, ProcessGroups
 from platform.parallel.progress import PROGRESS
 from platform.plan.mesh import Mesh
 from platform.plan.rows import Rows
@@ -36,7 +36,7 @@ from platform.train.state import State
 from platform.train.survivors import gathering, who_has
 from platform.train.trainer import Trainer
 
-TIMEOUT = timedelta(minutes=10)  # of one collective
+JOIN_SECONDS = 600.0  # for all ranks to be there; the driver ends it earlier, by taking the store away
 
 
 class Worker:
@@ -116,8 +116,11 @@ class Worker:
 
     def _join(self, rank: int, size: int, address: tuple[str, int], generation: int | str) -> None:
         store = dist.PrefixStore(f"generation/{generation}", dist.TCPStore(*address, is_master=False))
+        if store.add("there", 1) == size:
+            store.set("all", "")
+        store.wait(["all"], timedelta(seconds=JOIN_SECONDS))
         backend = "nccl" if self.device == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=CONNECT)
 
     def build(self, rows: list[Any], domains: Sequence[str] = ()) -> dict[str, Any]:
         """Parameters, optimizer and data. `rows`: what this stage runs, see `platform.plan.rows.Rows.plain`; `domains`:

@@ -5,7 +5,8 @@
 Prints a line every so often: resident memory, open files and threads of the driver and (largest) of the workers that
 have lived for longer than a minute; processes; steps, failures and goodput. Exit status 1 where memory, files or
 threads of the driver or of a long-living worker grew by more than `--growth` of what they were after a fifth of the
-time, a step was lost though memory was whole, the samples were not those of an undisturbed run, or a process is left at the end.
+time, a step was lost though memory was whole, the samples were not those of an undisturbed run, or a process is left at
+the end.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Use(NamedTuple):
 
 
 class Soak(threading.Thread):
-    """Strikes and watches, beside the driver in this process. `seen`: (seconds, driver, its oldest workers, processes)."""
+    """Strikes and watches, beside the driver in this process. `seen`: (seconds, driver, old workers, processes)."""
 
     def __init__(self, config: chaos.Config, options: argparse.Namespace):
         super().__init__(daemon=True)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from platform.checkpoint import Box, Held, copies, kept_bytes, whole
+from platform.checkpoint import Box, Held, copies, keepers, kept_bytes, suffice, whole
 from platform.checkpoint.peers import Copy
 from platform.checkpoint.state import GRANULE, alike, planned
 from platform.train.plan import make_plan
@@ -73,6 +73,7 @@ def test_what_is_whole_is_what_has_every_element(seed, domains, alive):
     left = sorted(rank for rank in alive if rank < len(domains))
     for tensor in state:
         assert (tensor.name in whole(state, kept, left)) == (lost_elements([tensor], kept, left) > 0)
+    assert suffice(keepers(state, kept), set(left)) == (whole(state, kept, left) == [])
 
 
 def balanced(state: list[Held], domains: list[int], row: int) -> None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,7 @@ def members() -> set[int]:
 @contextmanager
 def nothing_left() -> Iterator[None]:
     """That no process, descriptor, thread, shared memory or temporary file remains."""
+    resource_tracker.ensure_running()  # multiprocessing's own, one for the life of this process
     processes, held = descendants(), _leavings()
     yield
     assert gone(descendants() - processes), "processes are left"

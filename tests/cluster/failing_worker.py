@@ -35,17 +35,17 @@ def fail_at(action, failure):
 class FailingWorker(Worker):
     """Fails in step 2 as $FAIL says: "kill 1SEND_F2"."""
 
-    def step(self, step):
+    def step(self, step, *more):
         if step == STEP:
             how, action = os.environ["FAIL"].split()
             Pipeline.__post_init__ = fail_at(action, FAILURES[how])
-        return super().step(step)
+        return super().step(step, *more)
 
 
 class KilledWorker(Worker):
     """Member 1 is killed in step 2, where the others wait for its gradients."""
 
-    def step(self, step):
+    def step(self, step, *more):
         if step == STEP and self.number == 1:
             self.trainer._forward_backward = lambda step: kill()
-        return super().step(step)
+        return super().step(step, *more)

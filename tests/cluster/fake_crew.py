@@ -1,5 +1,5 @@
-"""A crew in this process, of workers that compute nothing and keep the protocol of platform.train.worker.Worker: a state
-is the number of updates that it has had, and a snapshot that is not where the driver says it is an error."""
+"""A crew in this process, of workers that compute nothing and keep the protocol of platform.train.worker.Worker: a
+state is the number of updates that it has had, and a snapshot that is not where the driver says it is an error."""
 
 import math
 from collections import defaultdict

@@ -143,6 +143,15 @@ class FailsInStep3(FakeWorker):
         return super().step(step, *args)
 
 
+class KilledInStep3(FakeWorker):
+    """Member 1 is, while the others wait for it."""
+
+    def step(self, step, *args):
+        if step == 3 and self.number == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(step, *args)
+
+
 class FailsInStep1(FakeWorker):
     def step(self, step, *args):
         raise ValueError("boom")

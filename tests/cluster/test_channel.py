@@ -134,8 +134,8 @@ def test_many_connections_from_one_process(board):
     script = """
 import sys
 from platform.cluster.channel import dial, encode
-from platform.cluster.switchboard import _allow_many_files
-_allow_many_files()
+from platform.cluster.files import allow_many_files
+allow_many_files()
 port, token, count = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 lines = [dial(("127.0.0.1", port), token, number) for number in range(count)]
 for line in lines:

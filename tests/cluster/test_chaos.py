@@ -1,18 +1,31 @@
-"""Workers die, stop, hang and raise at random; the run gives what it would have given."""
+"""Workers die, stop, hang and raise at random steps and phases; the run gives what it would have given undisturbed."""
 
 from __future__ import annotations
 
 import random
+import signal
 
 import chaos
 import pytest
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
+
+STEPS = 20
+KILL, STOP = signal.SIGKILL, signal.SIGSTOP
+PLANS = {
+    "1d": {"tensor": "1d", "axes": {"t": 2}, "data": 4},
+    "zero 3": {"tensor": "1d", "axes": {"t": 2}, "data": 4, "zero": 3},
+    "interleaved": {"tensor": "1d", "axes": {"t": 2}, "data": 2, "zero": 1, "pipeline": "interleaved", "stages": 2,
+                    "chunks": 2},
+    "3d": {"tensor": "3d", "axes": {"x": 2, "y": 2, "z": 2}},
+    "dsp_csub": {"tensor": "1d", "axes": {"t": 2}, "branch": "dsp_csub", "branch_axes": {"g": 2}, "data": 2},
+}  # fmt: skip
+MOMENTS = ("first_step", "failure", "released", "forming", "formed", "running")  # outside: strikes shortly after these
 
 
 @pytest.fixture
-def survives(tmp_path, record_property):
-    """Runs the configuration while its workers are struck, and compares."""
+def survives(tmp_path):
+    """Has the run struck by `faults`, and from outside by `signals` shortly after `moments`; compares; its journal."""
 
     def survive(config, faults=(), moments=(), signals=(), seed=0):
         config.elastic.faults = list(faults)
@@ -24,6 +37,11 @@ def survives(tmp_path, record_property):
         events = chaos.journal(config)
         assert status == 0, events[-3:]
         assert chaos.differences(chaos.rows(config), expected) == []
+        [account] = of(events, "goodput")
+        assert account["failures"] >= len(faults) - len(of(events, "rolled_back")) * STEPS
+        if not of(events, "not_whole"):  # more died at once than one failure domain: then storage, or the beginning
+            assert account["steps_lost"] == 0
+        print(f"struck {len(of(events, 'injected'))} times inside, {len(outside.sent)} times outside: {account}")
         return events
 
     return survive
@@ -33,13 +51,56 @@ def of(events, name):
     return [event for event in events if event["event"] == name]
 
 
-def test_everything_at_once(tmp_path, survives):
-    config = chaos.configured(tmp_path / "run", 24, tensor="1d", axes={"t": 2}, data=2, zero=1,
-                              pipeline="interleaved", stages=2, chunks=2)  # fmt: skip
-    config.elastic.spares = 1
-    faults = chaos.random_faults(random.Random(0), 24, 7, 8)
-    print(faults)
-    events = survives(config, faults)
-    for e in events:
-        print({k: v for k, v in e.items() if k not in ("workers", "cause")})
-    assert of(events, "goodput")[-1]["steps_lost"] == 0
+def configured(tmp_path, plan, spares, steps=STEPS):
+    config = chaos.configured(tmp_path / "run", steps, **PLANS[plan])
+    config.elastic.spares, config.checkpoint.every = spares, 4
+    return config
+
+
+def test_every_kind_of_failure_in_one_run(tmp_path, survives):
+    config = configured(tmp_path, "interleaved", spares=1)
+    faults = chaos.random_faults(random.Random(0), STEPS, 5, 8)
+    assert {fault.split(":")[1] for fault in faults} == set(chaos.KINDS)
+    events = survives(config, faults, ["first_step", "failure", "formed"], [KILL, STOP, KILL])
+    assert {event["kind"] for event in of(events, "failure")} == {"died", "failed", "hung"}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("spares", range(3))
+@pytest.mark.parametrize("plan", PLANS)
+def test_any_plan_survives_anything(tmp_path, survives, plan, spares, seed):
+    chance = random.Random(f"{plan} {spares} {seed}")
+    faults = chaos.random_faults(chance, STEPS, 6, 8)
+    moments = [chance.choice(MOMENTS) for _ in range(4)]
+    survives(configured(tmp_path, plan, spares), faults, moments, [chance.choice((KILL, STOP)) for _ in moments], seed)
+
+
+def test_replicas_go_one_by_one(tmp_path, survives):
+    """4 -> 3 -> 2 -> 1 under ZeRO-3, a global batch of 16."""
+    config = chaos.configured(tmp_path / "run", 8, data=4, zero=3)
+    config.elastic.replace = False
+    events = survives(config, ["3:kill:1:forward", "5:raise:0", "5:kill:2:checkpoint", "7:kill:0:backward"])
+    sizes = [event["world_size"] for event in of(events, "forming")]
+    assert sizes[0] == 4 and set(sizes) == {4, 3, 2, 1} and sizes == sorted(sizes, reverse=True)
+    assert {row["world_size"] for row in chaos.rows(config)} == {4, 3, 2, 1}
+
+
+def test_a_killed_run_without_snapshots_begins_again(tmp_path):
+    """The control of `steps_lost`."""
+    config = chaos.configured(tmp_path / "run", 6, data=2)
+    config.elastic.snapshot_every, config.elastic.replace, config.elastic.faults = 0, False, ["4:kill:1:forward"]
+    assert chaos.drive(config) == 0
+    [account] = of(chaos.journal(config), "goodput")
+    assert account["steps_lost"] == 3
+    assert chaos.differences(chaos.rows(config), chaos.undisturbed(config, tmp_path / "alone")) == []
+
+
+@pytest.mark.parametrize("worker", ["StaleWorker", "ForgetfulWorker"])
+def test_a_wrong_recovery_is_found(tmp_path, worker):
+    """The control of the comparison."""
+    config = chaos.configured(tmp_path / "run", 6, data=2)
+    config.elastic.replace, config.elastic.faults = False, ["4:kill:1:forward"]
+    assert chaos.drive(config, f"stale_worker:{worker}") == 0
+    found = chaos.differences(chaos.rows(config), chaos.undisturbed(config, tmp_path / "alone"))
+    assert found and all(line.startswith(("step 4", "step 5", "step 6")) for line in found)

@@ -7,8 +7,9 @@ from fake_plan import FakePlan
 
 from platform.checkpoint import Meta, connect
 from platform.checkpoint.catalogue import begin, commit
-from platform.cluster.checkpoints import Checkpoints, origin
+from platform.cluster.checkpoints import Checkpoints
 from platform.cluster.failures import Failure, Member, WorkerFailed
+from platform.cluster.origin import origin
 from platform.config import ConfigError
 from platform.identity import identity
 from platform.monitor import Journal

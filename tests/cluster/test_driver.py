@@ -53,7 +53,7 @@ def test_a_run_from_end_to_end(kind, config, capsys):
     assert [row["step"] for row in rows(config)] == [1, 2, 3, 4, 5]
     assert [row.get("val_loss") for row in rows(config)] == [None, 2.0, None, 2.0, None]
     row = rows(config)[2]
-    assert row.keys() == METRICS.keys() - {"val_loss", "bubble", "skipped"}
+    assert row.keys() == METRICS.keys() - {"val_loss", "bubble", "skipped", "recovery_seconds"}
     assert row["samples"] == [8, 12] and row["loss"] == 1 / 3 and row["world_size"] == 2 and row["generation"] == 1
     assert row["seconds"] == {"forward": 0.25, "data": 0.0, "checkpoint": 0.0}
     assert row["comm_bytes"] == {"all_reduce/data": 21}
@@ -91,6 +91,21 @@ def test_a_failure_names_the_culprit_and_the_same_command_starts_over(config, ca
     assert drive(config) == 0
     assert [(row["step"], row["generation"]) for row in rows(config)] == [(step, 4) for step in range(1, 6)]
     assert len(Path(config.run.dir, "metrics.jsonl").read_text().splitlines()) == 3 * 2 + 5
+
+
+def test_a_spare_process_takes_the_place_of_a_killed_one(config, capsys):
+    config.elastic.spares, config.elastic.replace = 1, False
+    before = descendants()
+    assert drive(config, worker="KilledInStep3") == 0
+    assert gone(descendants() - before)
+    formed = [event["workers"] for event in events(config) if event["event"] == "formed"]
+    assert [[worker["number"] for worker in workers] for workers in formed] == [[0, 1], [0, 2]]
+    assert formed[0][0]["pid"] == formed[1][0]["pid"]  # who survives keeps its process
+    [failure] = [event for event in events(config) if event["event"] == "failure"]
+    assert (failure["kind"], failure["number"], failure["step"]) == ("died", 1, 3)
+    assert failure["cause"] == "the process was killed by SIGKILL" and failure["log"].endswith("worker-1.log")
+    assert [row["step"] for row in rows(config)] == [1, 2, 3, 4, 5]
+    assert "1 failure survived, 2 steps lost" in capsys.readouterr().out  # these workers have no memory
 
 
 def test_a_failure_before_the_first_step_is_not_tried_again(config):

@@ -76,3 +76,14 @@ def test_available_workers(supply):
     assert available_workers(Cluster(kind="inline")) == 1
     supply(Supply(0, 16, "there"))
     assert available_workers(Cluster()) == 16
+
+
+def test_a_driver_without_files_for_all_says_so_before_any_starts(said, monkeypatch):
+    monkeypatch.setattr("resource.getrlimit", lambda which: (256, 1024))
+    raised = []
+    monkeypatch.setattr("resource.setrlimit", lambda which, limits: raised.append(limits))
+    assert secure(Cluster(kind="processes", device="cpu"), 298, said.append) == "cpu"
+    assert raised[0] == (1024, 1024)  # the soft limit is raised to the hard one
+    reason = "cluster=processes: 299 workers need 1025 open files in the driver, .* is 1024"
+    with pytest.raises(ConfigError, match=reason):
+        secure(Cluster(kind="processes", device="cpu"), 299, said.append)

@@ -81,8 +81,12 @@ def legal(case) -> bool:
         return False
     if case["zero"] and (case["data"] == 1 or case["branch"] == "dsp_csub"):
         return False
+    return ranks(case) <= 8
+
+
+def ranks(case) -> int:
     inner = prod(SCHEMES[case["scheme"]][1].values()) * (1 if case["branch"] == "none" else 2)
-    return inner * case["data"] * case["stages"] <= 8
+    return inner * case["data"] * case["stages"]
 
 
 def drawn(core, draw: random.Random):
@@ -90,7 +94,9 @@ def drawn(core, draw: random.Random):
 
 
 CASES = [drawn(case, random.Random(i)) for i, case in enumerate(product(CORE, legal))]
-COVER = cover([drawn(case, random.Random(f"{i} {k}")) for i, case in enumerate(CASES) for k in range(4)])
+SEVERAL = [drawn(case, random.Random(f"{i} {k}")) for i, case in enumerate(CASES) for k in range(4)]
+PLAIN = {"stages": [2, 3], "chunks": [1, 2], "scheme": ["serial", "1d", "1d_sp", "2d 1x2", "3d 2,1,1", "layout cols"]}
+COVER = cover(SEVERAL, plain=PLAIN, cost=lambda case: (ranks(case) * case["stages"] * case["chunks"]) ** 0.25)
 
 
 def check(case) -> None:
@@ -105,6 +111,12 @@ def name(case) -> str:
 @pytest.mark.parametrize("case", COVER, ids=name)
 def test_pairwise_cover(case, record_count):
     record_count("oracle of pipelines (threads)", len(COVER), len(CASES))
+    check(case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", cover(SEVERAL), ids=name)
+def test_pairwise_cover_of_every_value(case):
     check(case)
 
 

@@ -13,7 +13,8 @@ from math import inf, prod
 import pytest
 
 from platform.checks import violations
-from platform.config import ConfigError, identity
+from platform.config import ConfigError
+from platform.identity import identity
 from platform.launch import compose
 from platform.plan.schedule_file import to_csv
 from platform.plan.schedules import generate
@@ -182,6 +183,7 @@ def test_a_table_of_the_user_s_own_is_for_its_own_numbers(tmp_path):
 
 SCRIPT = """
 import json
+from platform.identity import identity
 from platform.launch import compose
 from platform.train.replan import shrinking
 c = compose(["+experiment=gpt_quick", "model.layers=1", "branch=dsp", "branch.axes.g=2"])

@@ -1,0 +1,63 @@
+"""What a run resumes from, and whether it can save: found before any process is started."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from dataclasses import dataclass
+
+from platform.checkpoint import Manifest, Refused, Storage, connect, find, load
+from platform.config import RESUME, Config, ConfigError, violation
+from platform.identity import refusal
+from platform.train import places
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The checkpoint that a run goes on from, or none; and the newer ones that were passed over, with the reasons."""
+
+    storage: Storage
+    directory: str | None
+    manifest: Manifest | None
+    refused: tuple[tuple[str, str], ...] = ()
+    sound: tuple[str, ...] = ()  # see `platform.checkpoint.Found`
+
+
+def origin(config: Config) -> Origin | None:
+    """What checkpoint.resume means today; None where it is `never`. Reads manifests, not yet what they describe.
+
+    Raises ConfigError where nothing can be resumed from and something must, and for a run of another identity.
+    """
+    c = config.checkpoint
+    if c.resume == "never":
+        return None
+    url, name = places.source(config)
+    key = "checkpoint.url" if c.resume in RESUME else "checkpoint.resume"
+    storage = connect(url, key)
+    where = os.path.join(storage.url, name) if name else storage.url
+    try:
+        found = (
+            Origin(storage, name, load(storage, name)) if name else Origin(storage, **vars(find(storage, deep=False)))
+        )
+    except (Refused, OSError) as error:
+        raise ConfigError(violation(key, where, f"cannot be resumed from: {error}")) from None
+    if found.manifest is None and (c.resume != "auto" or found.sound):  # starting again would lose what is there
+        reasons = "".join(f"; {directory}: {reason}" for directory, reason in found.refused)
+        legal = ["checkpoint.resume=never"] if c.resume in RESUME else RESUME
+        raise ConfigError(violation(key, where, f"holds no checkpoint to resume from{reasons}", legal))
+    if found.manifest:
+        what = f"{found.directory} is of another run; name another"
+        if lines := refusal(found.manifest.meta.identity, config, key, where, what):
+            raise ConfigError(lines)
+    return found
+
+
+def check_writable(config: Config) -> None:
+    """Raises ConfigError where checkpoints could not be written."""
+    storage = connect(places.home(config))
+    name = f".probe-{secrets.token_hex(4)}"
+    try:
+        storage.write(name, [memoryview(b"x")])
+        storage.delete(name)
+    except OSError as error:
+        raise ConfigError(violation("checkpoint.url", storage.url, f"cannot be written to: {error}")) from None

@@ -1,0 +1,22 @@
+"""Recoveries that are wrong on purpose: what the comparison of a run with an undisturbed one must find."""
+
+from platform.train.worker import Worker
+
+
+class StaleWorker(Worker):
+    """Recovers the step before the one that it is asked for."""
+
+    def recover(self, source):
+        for memory in self.memories.values():
+            for snapshot in memory._snapshots:
+                snapshot.step += 1
+        super().recover(source)
+
+
+class ForgetfulWorker(Worker):
+    """Recovers the parameters without the optimizer's moments."""
+
+    def recover(self, source):
+        super().recover(source)
+        for w in self.trainer.weights.owned.values():
+            self.trainer.optimizer.state[w]["exp_avg"].zero_()
