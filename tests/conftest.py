@@ -28,6 +28,8 @@ MANY = {
     "test_timeline.py",
     "test_kill_by_command.py",
     "test_resume_by_command.py",
+    "test_chaos.py",
+    "test_drivers.py",
 }
 
 

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from math import inf
 from typing import Any
 
+NEARLY = 0.9  # who hangs since shortly after the call began is found at its deadline, not a beat later
 BEAT_SECONDS = 1.0  # for an answer; also how often is asked
 
 
@@ -61,7 +62,7 @@ class Watch:
             return {}, set()
         beats = {number: self._beats[number] for number in pending}
         busy = {number: beat for number, beat in beats.items() if not beat["waiting"]}
-        stuck = {n: _where(b) for n, b in busy.items() if b["call"] and b["seconds"] >= self._within}
+        stuck = {n: _where(b) for n, b in busy.items() if b["call"] and b["seconds"] >= NEARLY * self._within}
         if stuck:
             return stuck, set(stuck)
         if not busy and now - self._moved >= self._within:

@@ -163,8 +163,9 @@ class Worker:
         """Copies the state to memory, see `Memory.hold`; returns the seconds that it took."""
         assert self.communicator
         begin = time.perf_counter()
-        transfer = self.communicator.transfer
-        self.memories[self.generation].hold(step, self.state.blocks(), self.state.values(), transfer)
+        with self.trainer.clock.section("checkpoint"):
+            transfer = self.communicator.transfer
+            self.memories[self.generation].hold(step, self.state.blocks(), self.state.values(), transfer)
         return time.perf_counter() - begin
 
     def gather(self, source: dict[str, Any], rank: int, store: tuple[str, int], generation: str) -> None:

@@ -4,7 +4,7 @@
 
 Prints a line every so often: resident memory, open files and threads of the driver and (largest) of the workers that
 have lived for longer than a minute; processes; steps, failures and goodput. Exit status 1 where memory, files or
-threads of the driver or of a long-living worker grew by more than `--growth` of what they were after a fifth of the
+threads of the driver or of a long-living worker grew by more than `--growth` from the first to the last third of the
 time, a step was lost though memory was whole, the samples were not those of an undisturbed run, or a process is left at
 the end.
 """
@@ -33,6 +33,7 @@ from process_tree import descendants, gone  # noqa: E402
 from platform.monitor import goodput  # noqa: E402
 
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP)
+FEWEST = 6  # workers: with fewer none is struck
 OLD = 60.0  # seconds: a worker that has lived for longer has all that it needs
 
 
@@ -74,7 +75,7 @@ class Soak(threading.Thread):
         while (now := time.monotonic()) < self.began + 60 * self.options.minutes and not self.over.wait(0.5):
             alive = chaos.members()
             born = {pid: born.get(pid, now) for pid in alive}
-            if now >= next_strike and alive:
+            if now >= next_strike and len(alive) >= FEWEST and self.goes_on():
                 next_strike = now + self.options.every * self.chance.uniform(0.5, 1.5)
                 os.kill(self.chance.choice(sorted(alive)), self.chance.choice(SIGNALS))
                 self.struck += 1
@@ -82,6 +83,11 @@ class Soak(threading.Thread):
                 next_look = now + self.options.look
                 self.look(now, [pid for pid, since in born.items() if now - since >= OLD])
         os.kill(os.getpid(), signal.SIGTERM)
+
+    def goes_on(self) -> bool:
+        """Whether a step was done since the last strike: on a busy machine new workers take their time."""
+        last = {event["event"]: i for i, event in enumerate(chaos.journal(self.config))}
+        return last["first_step"] > max(last["forming"], last.get("failure", -1))
 
     def look(self, now: float, old: list[int]) -> None:
         uses = []
@@ -105,9 +111,9 @@ class Soak(threading.Thread):
 
 
 def growth(soak: Soak) -> list[str]:
-    """What grew, a line each: the largest of the last third beside that of the second fifth."""
+    """What grew, a line each: the largest of the last third beside that of the first."""
     seen, lines = soak.seen, []
-    first, last = seen[len(seen) // 5 : 2 * len(seen) // 5], seen[2 * len(seen) // 3 :]
+    first, last = seen[: len(seen) // 3], seen[-len(seen) // 3 :]
     for who, place in (("driver", 1), ("workers", 2)):
         before, after = ([entry[place] for entry in part if entry[place]] for part in (first, last))
         if before and after:

@@ -38,7 +38,8 @@ def survives(tmp_path):
         assert status == 0, events[-3:]
         assert chaos.differences(chaos.rows(config), expected) == []
         [account] = of(events, "goodput")
-        assert account["failures"] >= len(faults) - len(of(events, "rolled_back")) * STEPS
+        assert len(of(events, "injected")) == len({fault.split(":")[0] for fault in faults})
+        assert account["failures"] > 0
         if not of(events, "not_whole"):  # more died at once than one failure domain: then storage, or the beginning
             assert account["steps_lost"] == 0
         print(f"struck {len(of(events, 'injected'))} times inside, {len(outside.sent)} times outside: {account}")
@@ -80,10 +81,9 @@ def test_replicas_go_one_by_one(tmp_path, survives):
     """4 -> 3 -> 2 -> 1 under ZeRO-3, a global batch of 16."""
     config = chaos.configured(tmp_path / "run", 8, data=4, zero=3)
     config.elastic.replace = False
-    events = survives(config, ["3:kill:1:forward", "5:raise:0", "5:kill:2:checkpoint", "7:kill:0:backward"])
-    sizes = [event["world_size"] for event in of(events, "forming")]
-    assert sizes[0] == 4 and set(sizes) == {4, 3, 2, 1} and sizes == sorted(sizes, reverse=True)
-    assert {row["world_size"] for row in chaos.rows(config)} == {4, 3, 2, 1}
+    events = survives(config, ["3:kill:1:forward", "5:kill:2:checkpoint", "7:kill:0:backward"])
+    assert [event["world_size"] for event in of(events, "forming")] == [4, 3, 2, 1]
+    assert [row["world_size"] for row in chaos.rows(config)] == [4, 4, 3, 3, 2, 2, 1, 1]
 
 
 def test_a_killed_run_without_snapshots_begins_again(tmp_path):
