@@ -123,6 +123,27 @@ def test_a_signal_saves_and_the_same_command_goes_on(tmp_path, through):
     assert [row[0] for row in numbers(tmp_path / "run")] == list(range(1, last + 3))
 
 
+def test_under_torchrun_an_exception_costs_nothing_and_a_death_no_step(tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    steps = "train.steps=100000 optimizer.schedule=constant checkpoint.every=100000".split()
+    here = ["tensor=serial", "parallel.data=2", *steps, "run.dir=run"]  # wins over what FIXED has
+    line = [*torchrun, "-m", "platform.launch", QUICK, *SMALL, *FIXED, *here]
+
+    def life(*arguments: str) -> int:
+        return subprocess.run([*line, *arguments], cwd=tmp_path, capture_output=True, timeout=TIMEOUT).returncode
+
+    assert life("elastic.faults=[2:raise:1,4:kill:1]") == 1  # torchrun's status
+    journal = Journal.read(tmp_path / "run" / "journal.jsonl")
+    failures = [(e["step"], e["kind"]) for e in journal if e["event"] == "failure"]
+    assert failures == [(2, "failed"), (4, "died")]
+    assert [(e["step"], e["source"]) for e in journal if e["event"] == "restored"] == [(1, "memory"), (3, "memory")]
+    [drained] = [e for e in journal if e["event"] == "drained"]
+    last = drained["step"]
+    assert drained["signal"] == "SIGTERM" and last >= 3  # as soon as torchrun has noticed
+    assert life(f"train.stop_at={last + 2}") == 0
+    assert [row[0] for row in numbers(tmp_path / "run")] == list(range(1, last + 3))
+
+
 def test_a_damaged_checkpoint_is_passed_over(tmp_path, through):
     url = tmp_path / "checkpoints"
     subprocess.run(["cp", "-r", through / "checkpoints", url], check=True)

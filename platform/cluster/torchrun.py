@@ -1,13 +1,15 @@
 """A crew whose processes torchrun has started: `torchrun --nproc-per-node N -m platform.launch +experiment=...`.
 
 The process of rank 0 is the driver. Every process, this one too, serves a worker: it learns through torchrun's own
-store where to dial, and from then on is a member like any other. When a process dies, torchrun ends the others.
+store where to dial, and from then on is a member like any other. One that fails goes on in the next generation; when a
+process dies, torchrun asks the others to end, and the driver saves what they hold in memory.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -18,6 +20,7 @@ from typing import Any
 from platform.cluster.host import serve
 from platform.cluster.job import Assignment, assign, one_gpu
 from platform.cluster.remote import RemoteCrew
+from platform.cluster.signals import STOPPING
 
 _FOREVER = timedelta(days=365)  # a follower waits for its place for as long as the driver lives
 _CONNECT = timedelta(seconds=30)
@@ -43,6 +46,11 @@ def serve_rank() -> None:
     place, address, token = told
     if place["device"] == "cuda":
         os.environ.update(one_gpu(int(os.environ["LOCAL_RANK"])))
+    if is_follower():
+        for (
+            number
+        ) in STOPPING:  # torchrun sends them to all processes; the driver decides, and wants its workers for it
+            signal.signal(number, signal.SIG_IGN)
     serve(Assignment(**place), tuple(address), token, own_process=is_follower())
 
 

@@ -15,7 +15,6 @@ def private_cluster(head_cpus, **environment):
         "RAY_USAGE_STATS_ENABLED": "0",
         # a lost node is known as such within seconds, not half a minute
         "RAY_health_check_period_ms": "500",
-        "RAY_health_check_failure_threshold": "2",
     }
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {**known, **environment}.items():

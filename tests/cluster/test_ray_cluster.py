@@ -89,6 +89,10 @@ def test_machines_go_and_come(two_machines, job, monkeypatch):
         wait(lambda: len(crew.members) == 3)
         assert not crew.starting and not crew.unstarted
 
+        crew._notices.close()  # as if it had heard that the driver's own machine goes
+        crew._notices.nodes = frozenset([crew._here])
+        assert crew.leaving == crew.members.keys()
+
 
 def test_no_cluster_at_the_address(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
