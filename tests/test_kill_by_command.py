@@ -23,11 +23,11 @@ from tests.test_end_to_end import QUICK, SMALL, TIMEOUT
 
 COMMAND = (
     "cluster=processes tensor=1d tensor.axes.t=2 parallel.data=1 data=synthetic model.dropout=0.1 "
-    "optimizer.warmup_steps=2 checkpoint.every=1 extend=[tests.checkpoint.killer] run.dir=run"
+    "optimizer.warmup_steps=2 checkpoint.every=1 elastic.min_workers=2 extend=[tests.checkpoint.killer] run.dir=run"
 ).split()
 PHASES = {
-    "snapshot": ("rank", "snapshot( done)?"),
-    "write": ("rank", r"write blocks-\d+.bin .*"),
+    "snapshot": ("worker", "snapshot( done)?"),
+    "write": ("worker", r"write blocks-\d+.bin .*"),
     "before the manifest": ("driver", "write manifest.json (mkdir|open|write|fsync|close|replace)"),
     "after the manifest": ("driver", "write manifest.json done"),
     "pruning": ("driver", "delete (step|manifest|blocks).*"),
@@ -132,7 +132,7 @@ def draw(phase: str, chance: random.Random, saves: int) -> tuple[str, str, int]:
     who, moment = PHASES[phase]
     per_save = {"write": 9, "before the manifest": 6, "snapshot": 2}.get(phase, 1)
     return (
-        who + (str(chance.randrange(2)) if who == "rank" else ""),
+        who + (str(chance.randrange(2)) if who == "worker" else ""),
         moment,
         chance.randint(per_save + 1, per_save * saves),
     )

@@ -70,7 +70,7 @@ class _Host:
             cause = traceback.format_exc()
         if cause:  # and nothing refers to the frames that failed any more: what they have in hand keeps groups open
             self._leave()
-            print(cause, file=sys.stderr)  # the log has it too
+            print(cause, file=sys.stderr, end="")  # the log has it too
             frame = encode({"answer": number, "error": cause})
         PROGRESS.begin("")
         with suppress(OSError):  # nobody wants to know: `_read` ends us

@@ -1,7 +1,7 @@
 """An extension that kills its process at chosen moments of saving: `extend=[tests.checkpoint.killer]`, with a folder of
 orders in the environment variable KILLER.
 
-An order is a JSON file {"who": "driver" | "rank0" | ..., "moment": regular expression, "number": n}: the n-th such
+An order is a JSON file {"who": "driver" | "worker0" | ..., "moment": regular expression, "number": n}: the n-th such
 moment in that process is its last. Orders are obeyed one after the other, in the order of their names; one that was
 obeyed is renamed, so that nobody obeys it again.
 """
@@ -33,7 +33,7 @@ def order(folder: Path, place: int, who: str, moment: str, number: int) -> None:
 
 
 def _who() -> str:
-    return f"rank{os.environ['RANK']}" if multiprocessing.parent_process() else "driver"
+    return multiprocessing.current_process().name.replace("MainProcess", "driver")
 
 
 def moment(name: str, last_words: Callable[[], Any] = lambda: None) -> None:

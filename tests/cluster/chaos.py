@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -153,7 +154,7 @@ def _leavings() -> dict[str, set[str]]:
         "files": {f"{fd}: {name}" for fd, name in files.items()},
         "threads": {f"{thread.ident} {thread.name}" for thread in threading.enumerate()},
         "shared memory": listed("/dev/shm"),
-        "temporary files": listed("/tmp"),
+        "temporary files": listed(tempfile.gettempdir()),
     }
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import shutil
+import tempfile
 import signal
 
 import chaos
@@ -24,8 +26,10 @@ MOMENTS = ("first_step", "failure", "released", "forming", "formed", "running") 
 
 
 @pytest.fixture
-def survives(tmp_path):
+def survives(tmp_path, monkeypatch):
     """Has the run struck by `faults`, and from outside by `signals` shortly after `moments`; compares; its journal."""
+    monkeypatch.setattr(tempfile, "tempdir", tempfile.mkdtemp(prefix="chaos-"))  # where nobody else leaves anything
+    monkeypatch.setenv("TMPDIR", tempfile.gettempdir())
 
     def survive(config, faults=(), moments=(), signals=(), seed=0):
         config.elastic.faults = list(faults)
@@ -45,7 +49,8 @@ def survives(tmp_path):
         print(f"struck {len(of(events, 'injected'))} times inside, {len(outside.sent)} times outside: {account}")
         return events
 
-    return survive
+    yield survive
+    shutil.rmtree(tempfile.gettempdir())
 
 
 def of(events, name):

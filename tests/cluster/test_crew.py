@@ -126,7 +126,7 @@ def test_inline_is_this_process(job):
     with open_crew("inline", job(1)) as crew:
         assert formed(crew, job(1))[0]["pid"] == os.getpid()
         assert crew.call("add", 1, 2) == [3]
-        with pytest.raises(WorkerFailed, match=r"rank0\[\] failed in fail\(0\): ValueError: boom on 0") as caught:
+        with pytest.raises(WorkerFailed, match=r"rank0 failed in fail\(0\): ValueError: boom on 0") as caught:
             crew.call("fail", 0)
     assert isinstance(caught.value.__cause__, ValueError)  # a debugger can go there
 

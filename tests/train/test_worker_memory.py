@@ -24,11 +24,11 @@ def config() -> Config:
 
 @pytest.fixture
 def worker(config, tmp_path):
-    return lambda: form(Worker(asdict(config), 0, 1, device="cpu", run_dir=str(tmp_path), threads=1), 1)
+    return lambda: form(Worker(asdict(config), 0, device="cpu", run_dir=str(tmp_path), threads=1), 1)
 
 
 def form(w: Worker, generation: int) -> Worker:
-    w.form(("", 0), generation, [0])
+    w.form(0, 1, asdict(w.config), ("", 0), generation, [0])
     w.build([row.plain() for row in rows(schedule_of(w.config, 1))][0])
     return w
 
