@@ -16,24 +16,29 @@ PATIENCE = 4.0  # seconds for the processes to end by themselves
 
 
 def marked(directory: str) -> list[int]:
-    """The processes that were started with this mark."""
-    mark, found = f"{MARK}={directory}".encode(), []
-    for name in os.listdir("/proc") if os.path.isdir("/proc") else []:
-        if name.isdigit():
-            try:
-                with open(f"/proc/{name}/environ", "rb") as environment:
-                    if mark in environment.read().split(b"\0"):
-                        found.append(int(name))
-            except OSError:  # somebody else's, or gone
-                pass
-    return found
+    """The processes that were started with this mark; or, as one that has given itself another title has overwritten
+    its environment, that have files open there."""
+    numbers = [int(name) for name in os.listdir("/proc") if name.isdigit()] if os.path.isdir("/proc") else []
+    return [number for number in numbers if number != os.getpid() and _belongs(number, directory)]
+
+
+def _belongs(process: int, directory: str) -> bool:
+    try:
+        with open(f"/proc/{process}/environ", "rb") as environment:
+            if f"{MARK}={directory}".encode() in environment.read().split(b"\0"):
+                return True
+        files = f"/proc/{process}/fd"
+        return any(os.readlink(f"{files}/{fd}").startswith(f"{directory}/") for fd in os.listdir(files))
+    except OSError:  # somebody else's, or gone
+        return False
 
 
 def main(directory: str) -> None:
-    """Waits for the end of standard input, then until nothing is left."""
+    """Waits for the end of standard input, then until nothing is left but the driver, if that lives."""
+    driver = os.getppid()
     sys.stdin.buffer.read()
     deadline = time.monotonic() + PATIENCE
-    while left := marked(directory):
+    while left := [process for process in marked(directory) if process != driver]:
         if time.monotonic() > deadline:
             for process in left:
                 try:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import shutil
-import tempfile
 import signal
+import tempfile
 
 import chaos
 import pytest
