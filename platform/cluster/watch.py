@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from math import inf
 from typing import Any
 
+SOON = 0.98  # of `within`: then who hangs is looked for, so that it is known in time
 NEARLY = 0.9  # who hangs since shortly after the call began is found at its deadline, not a beat later
 BEAT_SECONDS = 1.0  # for an answer; also how often is asked
 
@@ -15,7 +16,7 @@ class Watch:
     one hangs that gives no sign of life, however long the call may take. All times: one clock's."""
 
     def __init__(self, within: float, start: float, silence: float = inf):
-        self._within, self._deadline, self._silence = within, start + within, silence
+        self._within, self._deadline, self._silence = within, start + SOON * within, silence
         self._next = start + min(within, silence) - BEAT_SECONDS
         self._asked: dict[int, float] = {}  # members that owe an answer, since when: the longest first
         self._moved = start  # when anybody was last seen to go on
