@@ -112,6 +112,7 @@ class Saver:
         return True
 
     def _prune(self, step: int) -> None:
+        self._check()  # a newer driver may be about to read what would be deleted
         try:
             prune(self._storage, self._last, self._every)
         except Exception as error:

@@ -53,7 +53,9 @@ class Checkpoints:
         self._corpus = ""
         self._own: set[str] = set()  # the directories of those that this driver made
         self._told: dict[str, Any] = {}  # what the next event of the save under way tells besides
-        self.step = found.manifest.meta.step if found and found.manifest else 0
+        if lease and found and config.checkpoint.resume in _NEWEST:
+            self._origin = origin(config)  # until now an older driver could save, and delete what it had found
+        self.step = self._origin.manifest.meta.step if self._origin and self._origin.manifest else 0
 
     def due(self, step: int, last: bool, stopping: bool) -> bool:
         """Whether to save after `step`. `stopping`: the run was asked to end."""

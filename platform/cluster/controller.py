@@ -231,7 +231,8 @@ class Controller:
         self._monitor.say(str(failure))
         self._failures[step] += 1
         count = self._failures[step]
-        wrong = culprit.kind == "failed" and not self._works  # and will not
+        # It has never worked, and will not; but the checkpoint that was to be read may just have been deleted.
+        wrong = culprit.kind == "failed" and not self._works and not culprit.method.startswith("restore(")
         if wrong or count >= self._config.elastic.attempts or not crew.elastic:
             where = f"; its log: {culprit.log}" if culprit.log else ""
             often = f" (failure {count} before step {step} was done)" if count > 1 else ""

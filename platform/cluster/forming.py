@@ -54,7 +54,7 @@ class Former:
         self._journal, self._monitor, self._checkpoints = run.journal, run.monitor, run.checkpoints
         self.muster, self.held = Muster(run), Held()
         self._proven: set[int] = set()
-        self._formed = False
+        self._formed = self._tried = False  # a mesh; to restore from storage
         self._shown = run.plan  # the plan that the user has seen
         if run.config.elastic.snapshot_every:
             warm(run.config.optimizer)
@@ -154,8 +154,9 @@ class Former:
     def _restore(self, crew: Crew, build: tuple[Any, ...]) -> int:
         """From storage, the last resort, or from nothing."""
         try:
-            if self._formed:
+            if self._tried:
                 self._checkpoints.look_again()
+            self._tried = True
             while not self._checkpoints.restore(crew):
                 crew.call(*build)
         except (ConfigError, OSError) as error:

@@ -53,6 +53,8 @@ def test_a_step_of_many_is_one_report_and_a_lost_node_costs_no_step(tmp_path, mo
         beats, rest = divmod(asked, len(encode({"beat": call.number})))
         if step == LATE_STEP:
             assert beats >= size and not rest and spent.received > answers(call.number, step, size)
+        elif step == LATE_STEP + 1:  # some beats come late too
+            assert asked == 0 and spent.received >= answers(call.number, step, size)
         elif not call.failed and spent.clock < HANG - 1:
             assert (asked, spent.received) == (0, answers(call.number, step, size))
             exact += 1
