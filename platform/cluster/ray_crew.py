@@ -198,4 +198,5 @@ def _node_id(node: str) -> str:
 def _reason(error: Exception) -> str:
     """Ray's account of an actor's death in one line, without the identifiers before and the guesses after it."""
     text = " ".join(str(error).split()).partition("Some common causes include")[0]
-    return text[max(0, text.find("The actor is dead because")) :].strip()
+    text = text[max(0, text.find("The actor is dead because")) :]
+    return text.partition(" Worker exit type: SYSTEM_ERROR")[0].strip()  # what follows says no more than that it died
