@@ -43,7 +43,8 @@ class Watch:
 
     def patience(self, now: float) -> float:
         """Seconds until there is something to ask or to find."""
-        return max(0.0, self._next - now)
+        due = min(self._next, self._deadline) if now < self._deadline else self._next
+        return max(0.0, due - now)
 
     def hung(self, pending: Collection[int], now: float) -> tuple[dict[int, str], set[int]]:
         """The pending members that hang, with what is known of each; and those of them to blame: nobody, where all
