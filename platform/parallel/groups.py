@@ -203,8 +203,7 @@ class Communicator(ABC):
         is told about a step is no part of it."""
 
     def abort(self) -> None:  # noqa: B027  (most cannot)
-        """Makes collectives under way fail, from another thread, where the backend can: NCCL. Gloo cannot: there it is
-        a peer's leaving that does."""
+        """Makes collectives under way fail, here and at the peers; from any thread."""
 
     @abstractmethod
     def transfer(self, sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]]) -> None:

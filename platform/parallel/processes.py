@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from platform.parallel.groups import Communicator
 from platform.parallel.progress import PROGRESS
+from platform.parallel.sockets import Sockets, shut_down
 from platform.plan.mesh import Mesh
 
 TIMEOUT = timedelta(minutes=10)  # of one collective
@@ -24,11 +25,15 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class ProcessGroups(Communicator):
-    """Groups of torch.distributed: NCCL on CUDA, gloo on CPU. The default process group must be initialised."""
+    """Groups of torch.distributed: NCCL on CUDA, gloo on CPU. The default process group must be initialised.
+
+    `connections`: of gloo's groups, for `abort`; whoever forms the groups knows them.
+    """
 
     def __init__(self, mesh: Mesh, rank: int, axes_of_groups: Iterable[Sequence[str]], device: str = "cpu"):
         super().__init__(mesh, rank, device)
         self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
+        self.connections: Sockets = {}
         for axes in axes_of_groups:  # in one order on every rank: creating a group is collective
             mine, _ = dist.new_subgroups_by_enumeration([list(g) for g in mesh.groups(axes)], timeout=CONNECT)
             assert mine is not None
@@ -106,6 +111,7 @@ class ProcessGroups(Communicator):
         if self.device.type == "cuda" and dist.is_initialized():
             for group in [*self._groups.values(), dist.distributed_c10d._get_default_group()]:
                 group.abort()
+        shut_down(self.connections)
 
     def close(self) -> None:
         if dist.is_initialized():

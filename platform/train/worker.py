@@ -24,6 +24,7 @@ from platform.extensions import load_extensions
 from platform.parallel.groups import Alone, Communicator, Launch
 from platform.parallel.processes import CONNECT, ProcessGroups
 from platform.parallel.progress import PROGRESS
+from platform.parallel.sockets import open_sockets
 from platform.plan.mesh import Mesh
 from platform.plan.rows import Rows
 from platform.train import places
@@ -95,9 +96,12 @@ class Worker:
             self.communicator = Alone(mesh, device)
         else:
             with PROGRESS.waiting("form"):
+                before = open_sockets()
                 self._join(rank, world_size, store, generation)
                 groups = ProcessGroups(mesh, rank, self.plan.groups, device)
                 groups.meet(self.plan.neighbours)
+                if self.device == "cpu":
+                    groups.connections = dict(open_sockets().items() - before.items())
                 self.communicator = groups
         if self.config.monitor.log_launches:
             self.communicator.log = []
