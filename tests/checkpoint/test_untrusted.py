@@ -1,9 +1,9 @@
 """Manifests of strangers: sealed as ours are, and still no traceback, no memory beyond a bound, no nonsense."""
 
+import io
 import json
 import os
 import resource
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,75 +17,6 @@ from tests.checkpoint.job import Job, meta, values
 
 SHAPES = {"a": (6, 4), "b": (5,), "c": ()}
 SHA = "0" * 64
-
-HELD = [
-    "test_a_sealed_manifest_of_nonsense_is_corrupt[no step]",
-    "test_a_sealed_manifest_of_nonsense_is_corrupt[an unknown key]",
-    "test_a_sealed_manifest_of_nonsense_is_corrupt[meta that is a list]",
-    "test_a_sealed_manifest_of_nonsense_is_corrupt[no meta]",
-    "test_a_sealed_manifest_of_nonsense_is_corrupt[a size of text]",
-    "test_a_sealed_manifest_of_nonsense_is_corrupt[a negative size]",
-    "test_a_sealed_manifest_of_nonsense_is_corrupt[a size that lies]",
-    "test_a_sealed_manifest_of_nonsense_is_corrupt[a file above]",
-    "test_a_sealed_manifest_of_nonsense_is_corrupt[a file elsewhere]",
-    "test_a_sealed_manifest_of_nonsense_is_corrupt[a file with a line in its name]",
-    "test_a_sealed_manifest_of_nonsense_is_corrupt[a file of another ending]",
-    "test_a_sealed_manifest_of_nonsense_is_corrupt[tensors that are a map]",
-    "test_a_sealed_manifest_of_nonsense_is_corrupt[a tensor that is a list]",
-    "test_a_sealed_manifest_of_nonsense_is_corrupt[a name twice]",
-    "test_a_sealed_manifest_of_nonsense_is_corrupt[no name]",
-    "test_a_sealed_manifest_of_nonsense_is_corrupt[a type that is a list]",
-    "test_a_sealed_manifest_of_nonsense_is_corrupt[an unknown type]",
-    "test_a_sealed_manifest_of_nonsense_is_corrupt[a negative shape]",
-    "test_a_sealed_manifest_of_nonsense_is_corrupt[an empty shape]",
-    "test_a_sealed_manifest_of_nonsense_is_corrupt[a huge shape]",
-    "test_a_sealed_manifest_of_nonsense_is_corrupt[blocks that are none]",
-    "test_a_sealed_manifest_of_nonsense_is_corrupt[no blocks]",
-    "test_a_sealed_manifest_of_nonsense_is_corrupt[a block that is a map]",
-    "test_a_sealed_manifest_of_nonsense_is_corrupt[a short block]",
-    "test_a_sealed_manifest_of_nonsense_is_corrupt[a block without a box]",
-    "test_a_sealed_manifest_of_nonsense_is_corrupt[a box with more dims]",
-    "test_a_sealed_manifest_of_nonsense_is_corrupt[a negative offset]",
-    "test_a_sealed_manifest_of_nonsense_is_corrupt[negative extents]",
-    "test_a_sealed_manifest_of_nonsense_is_corrupt[a fractional extent]",
-    "test_a_sealed_manifest_of_nonsense_is_corrupt[a huge extent]",
-    "test_a_sealed_manifest_of_nonsense_is_corrupt[a file that is none]",
-    "test_a_sealed_manifest_of_nonsense_is_corrupt[a file that is not listed]",
-    "test_a_sealed_manifest_of_nonsense_is_corrupt[a place before the file]",
-    "test_a_sealed_manifest_of_nonsense_is_corrupt[a place beyond the file]",
-    "test_a_sealed_manifest_of_nonsense_is_corrupt[a place that is NaN]",
-    "test_a_sealed_manifest_of_nonsense_is_corrupt[a format of text]",
-    "test_a_sealed_manifest_of_nonsense_is_corrupt[a bomb of many dims]",
-    "test_another_hash_is_seen_where_the_block_is_read",
-    "test_a_sealed_text_that_is_no_manifest_is_refused[digits]",
-    "test_a_sealed_text_that_is_no_manifest_is_refused[a list]",
-    "test_a_sealed_text_that_is_no_manifest_is_refused[nothing]",
-    "test_a_sealed_text_that_is_no_manifest_is_refused[a key twice]",
-    "test_a_sealed_text_that_is_no_manifest_is_refused[bytes]",
-    "test_a_sealed_text_that_is_no_manifest_is_refused[nul]",
-    "test_a_pipe_in_a_checkpoint_is_not_waited_for[blocks-00000.bin]",
-    "test_every_manifest_of_ours_is_read",
-    "test_a_safetensors_file_of_nonsense_is_refused[a list]",
-    "test_a_safetensors_file_of_nonsense_is_refused[bytes]",
-    "test_a_safetensors_file_of_nonsense_is_refused[a tensor of text]",
-    "test_a_safetensors_file_of_nonsense_is_refused[a type that is a list]",
-    "test_a_safetensors_file_of_nonsense_is_refused[no offsets]",
-    "test_a_safetensors_file_of_nonsense_is_refused[metadata of numbers]",
-    "test_a_safetensors_file_of_nonsense_is_refused[metadata that is a list]",
-    "test_a_safetensors_file_of_nonsense_is_refused[metadata of nonsense]",
-    "test_a_safetensors_file_of_nonsense_is_refused[a name twice]",
-    "test_a_safetensors_file_of_nonsense_is_refused[digits]",
-    "test_what_is_no_safetensors_file_is_refused[missing]",
-    "test_what_is_no_safetensors_file_is_refused[a directory]",
-    "test_what_is_no_safetensors_file_is_refused[short]",
-    "test_what_is_no_safetensors_file_is_refused[a long header]",
-]  # before
-
-
-@pytest.fixture(autouse=True)
-def not_mended(request):
-    if request.node.name not in HELD:
-        request.applymarker(pytest.mark.xfail(strict=True, reason="untrusted data and broken entries"))
 
 
 @pytest.fixture
@@ -221,7 +152,7 @@ HOSTILE = {
     "an unknown part": put("more", value=1),
     "a bomb of one-element blocks": bomb(4, 600, 600),
     "a bomb of overlapping blocks": bomb(4, 600, 300, overlap=True),
-    "a bomb in a line": bomb(1, 1 << 47, 60_000),
+    "a bomb in a line": bomb(1, 1 << 47, 10_000),
     "a bomb of many dims": bomb(16, 9, 500),
 }  # fmt: skip
 TEXTS = {
@@ -374,11 +305,13 @@ def test_what_is_no_safetensors_file_is_refused(tmp_path, capsys, what):
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_by_command(saved):
-    """No traceback, also where standard output takes ASCII alone."""
+def test_names_of_any_letters_are_shown(saved, monkeypatch):
+    """Also where standard output takes ASCII alone."""
     found = read(saved)
     found["tensors"][0]["name"] = "\u0161\u2192"
     (saved.root / find(saved).directory / manifests.NAME).write_bytes(seal(found))
-    line = [sys.executable, "-m", "platform.checkpoint", "show", saved.url]
-    done = subprocess.run(line, capture_output=True, text=True, env={**os.environ, "PYTHONIOENCODING": "ascii"})
-    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    taken = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(taken, "ascii"))
+    assert main(["show", saved.url]) == 0
+    sys.stdout.flush()
+    assert b"\\u0161\\u2192" in taken.getvalue()
