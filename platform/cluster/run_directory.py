@@ -14,9 +14,11 @@ from typing import Any
 
 import yaml
 
+from platform import documents
+from platform.cluster import traces
 from platform.config import Config, ConfigError, violation
 from platform.identity import identity, refusal
-from platform.monitor import Journal
+from platform.schema import Malformed
 
 
 class RunDirectory:
@@ -30,27 +32,30 @@ class RunDirectory:
         self._lock = self.path / "driver.lock"
 
     def check(self, config: Config) -> dict[str, Any] | None:
-        """The configuration that the run there had last, None where there is none. Raises ConfigError, naming what
-        differs, where the directory holds a run of another identity, but for what `resume.allow` frees."""
+        """Return the configuration that the run there had last, None where there is none. Raises ConfigError where
+        the directory's files are no run's, and, naming what differs, where it holds a run of another identity, but for
+        what `resume.allow` frees."""
         try:
-            there = Config.from_dict(yaml.safe_load(self._config.read_text()))
-        except FileNotFoundError:
-            return None
+            there = traces.configuration(self.path)
         except OSError as error:
             raise self._unusable(error) from None
-        except (yaml.YAMLError, ValueError, TypeError, AttributeError):
-            raise self._refusal("its config.yaml is not a run's configuration; name another directory") from None
+        except Malformed as error:
+            reason = f"its config.yaml is not a run's configuration ({error}); name another directory"
+            raise self._refusal(reason) from None
+        if faults := traces.faults(self.path):
+            raise ConfigError(
+                [violation("run.dir", self.path, f"{f}; move it away, or name another directory") for f in faults]
+            )
+        if there is None:
+            return None
         what = "holds another run; name another directory"
         if lines := refusal(identity(there), config, "run.dir", self.path, what):
             raise ConfigError(lines)
         return there.to_dict()
 
     def finished(self, steps: int) -> bool:
-        """Whether the run there has already done this many updates."""
-        try:
-            return any(e["event"] == "done" and e["step"] >= steps for e in Journal.read(self.journal))
-        except (FileNotFoundError, NotADirectoryError):
-            return False
+        """Return whether the run there has already done this many updates."""
+        return traces.finished(self.path, steps)
 
     @contextmanager
     def claim(self, config: Config, plan: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
@@ -61,7 +66,7 @@ class RunDirectory:
         """
         try:
             (self.path / "logs").mkdir(parents=True, exist_ok=True)
-            lock = os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o644)
+            lock = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)  # it is emptied
         except OSError as error:
             raise self._unusable(error) from None
         try:
@@ -83,10 +88,13 @@ class RunDirectory:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            owner = os.pread(lock, 1000, 0).decode() or "another process"
+            owner = documents.line(os.pread(lock, 1000, 0)) or "another process"
             raise self._refusal(f"in use by {owner}; wait for it, stop it, or name another directory") from None
-        os.truncate(lock, 0)
-        os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        try:
+            os.truncate(lock, 0)
+            os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        except OSError as error:
+            raise self._unusable(error) from None
 
     def _unusable(self, error: OSError) -> ConfigError:
         return self._refusal(f"cannot be used ({error.strerror}); name a directory that you can write to")
@@ -106,7 +114,7 @@ def without_secrets(config: Config) -> dict[str, Any]:
 @contextmanager
 def _as_they_were(*files: Path) -> Iterator[None]:
     """A configuration that is refused later than most has no run: a value that it alone has must not stay behind."""
-    before = {file: file.read_text() if file.exists() else None for file in files}
+    before = {file: file.read_bytes() if file.is_file() else None for file in files}
     try:
         yield
     except ConfigError:
@@ -114,11 +122,11 @@ def _as_they_were(*files: Path) -> Iterator[None]:
             if text is None:
                 file.unlink(missing_ok=True)
             else:
-                _replace(file, text)
+                _replace(file, text.decode(errors="surrogateescape"))
         raise
 
 
 def _replace(path: Path, text: str) -> None:
     draft = path.with_name(f".{path.name}.draft")
-    draft.write_text(text)
+    draft.write_text(text, encoding="utf-8", errors="surrogateescape")
     draft.replace(path)

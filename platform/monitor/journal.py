@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from platform.monitor import records
 from platform.monitor.json_lines import JsonLines
 
 
@@ -18,7 +19,7 @@ class Journal:
     def __init__(self, path: Path | str):
         self.path = Path(path)
         self._lines = JsonLines(path)
-        self.generation: int = max((event["generation"] for event in self.read(path)), default=0)
+        self.generation: int = max((event["generation"] for event in records.lines(path, records.EVENT)), default=0)
 
     def next_generation(self) -> int:
         """Begins a generation: the events that follow belong to it."""
@@ -37,4 +38,4 @@ class Journal:
     @staticmethod
     def read(path: Path | str) -> list[dict[str, Any]]:
         """Every transition, in order."""
-        return JsonLines.read(path)
+        return list(records.lines(path, records.EVENT))

@@ -9,9 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-# JSON has no such numbers. As these strings a strict parser takes the line, and both Python's float() and
-# JavaScript's Number() give the value back (protobuf's JSON mapping uses the same three).
-_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+from platform.monitor import records
 
 
 class JsonLines:
@@ -38,9 +36,8 @@ class JsonLines:
 
     @staticmethod
     def read(path: Path | str) -> list[dict[str, Any]]:
-        """Every whole line, in order; the file may be in use. Raises ValueError for a line that is not JSON."""
-        lines = Path(path).read_bytes().split(b"\n")[:-1]  # what follows the last newline is torn, or being written
-        return [json.loads(line, object_hook=_with_numbers) for line in lines]
+        """Every whole line, in order; the file may be in use. Raises ValueError for a line that is no JSON object."""
+        return list(records.lines(path))
 
 
 def _end_of_last_line(file: int, block: int = 1 << 16) -> int:
@@ -62,7 +59,3 @@ def _strict(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return json.dumps(value)
     return value
-
-
-def _with_numbers(item: dict[str, Any]) -> dict[str, Any]:
-    return {key: _NON_FINITE.get(value, value) if isinstance(value, str) else value for key, value in item.items()}

@@ -17,29 +17,6 @@ from platform.config import ConfigError
 from platform.identity import identity
 from platform.monitor import Journal, MetricsLog
 
-HELD = [
-    "test_a_file_that_is_no_runs_is_refused_in_one_line[config.yaml-a directory]",
-    "test_a_file_that_is_no_runs_is_refused_in_one_line[config.yaml-a loop of links]",
-    "test_a_file_that_is_no_runs_is_refused_in_one_line[config.yaml-bytes]",
-    "test_a_file_that_is_no_runs_is_refused_in_one_line[config.yaml-laughs]",
-    "test_a_file_that_is_no_runs_is_refused_in_one_line[config.yaml-a part that is a number]",
-    "test_a_file_that_is_no_runs_is_refused_in_one_line[config.yaml-a part that is null]",
-    "test_a_file_that_is_no_runs_is_refused_in_one_line[config.yaml-an object]",
-    "test_a_file_that_is_no_runs_is_refused_in_one_line[config.yaml-large]",
-    "test_a_file_that_is_no_runs_is_refused_in_one_line[config.yaml-nothing]",
-    "test_any_note_of_an_owner_is_one_line[]",
-    "test_every_number_that_is_written_is_read[inf]",
-    "test_every_number_that_is_written_is_read[1e-09]",
-    "test_every_number_that_is_written_is_read[3]",
-    "test_a_run_that_did_no_step_starts_at_the_first",
-]  # before
-
-
-@pytest.fixture(autouse=True)
-def not_mended(request):
-    if request.node.name not in HELD:
-        request.applymarker(pytest.mark.xfail(strict=True, reason="files of a run directory are believed"))
-
 
 @pytest.fixture
 def run(config) -> Path:
