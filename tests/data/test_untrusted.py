@@ -31,27 +31,6 @@ FILES = {
     "garbage.jsonl.gz": b"\x1f\x8b" + b"\xff" * 100,
 }
 
-HELD = [
-    "test_lines_are_the_same_as_ever",
-    "test_a_sealed_entry_of_nonsense_is_built_again[a file elsewhere]",
-    "test_a_sealed_entry_of_nonsense_is_built_again[a size of text]",
-    "test_a_description_of_nonsense_is_built_again[a list]",
-    "test_a_description_of_nonsense_is_built_again[bytes]",
-    "test_a_description_of_nonsense_is_built_again[nothing]",
-    "test_a_description_of_nonsense_is_built_again[a number]",
-    "test_a_description_of_nonsense_is_built_again[NaN]",
-    "test_a_description_of_nonsense_is_built_again[digits]",
-    "test_a_description_of_nonsense_is_built_again[a hash of lists]",
-    "test_a_description_of_nonsense_is_built_again[a directory]",
-    "test_a_description_of_nonsense_is_built_again[a loop of links]",
-]  # before
-
-
-@pytest.fixture(autouse=True)
-def not_mended(request):
-    if request.node.name not in HELD:
-        request.applymarker(pytest.mark.xfail(strict=True, reason="data files and caches are believed"))
-
 
 def consume(reader, most: int) -> None:
     """Reads all, in bounded memory."""
