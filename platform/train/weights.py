@@ -63,11 +63,14 @@ class Weights:
         return {n: g for n, g in found.items() if not absent(self.master[n])}
 
     def receive(self, reduced: Mapping[str, Tensor]) -> None:
-        """Takes the reduced gradients for the optimizer, shaped as in `master`, in place of the sums."""
+        """Take the reduced gradients for the optimizer, contiguous as in `master`, in place of the sums."""
         self._sums.clear()
         for name, w in self.compute.items():
             w.grad = None
-            self.master[name].grad = reduced.get(name)
+            master, g = self.master[name], reduced.get(name)
+            if g is not None:  # fused optimizers read both in the order of memory, whatever their strides
+                assert g.shape == master.shape and g.is_contiguous() and master.is_contiguous(), name
+            master.grad = g
 
     @property
     def gradients(self) -> dict[str, Tensor]:
