@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from platform import data
@@ -36,7 +37,7 @@ def run(config: Config, plan: Plan, *, experiment: str, worker: str = WORKER) ->
     calls this, and only that of rank 0 drives.
     """
     if torchrun.is_follower():
-        torchrun.serve_rank()
+        torchrun.follow(Path(config.run.dir))
         return DONE
     try:
         return _run(config, plan, experiment, worker)

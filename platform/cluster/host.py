@@ -25,7 +25,7 @@ GRACE = 2.0  # seconds for a worker whose driver is gone to end by itself
 
 
 def serve(place: Assignment, address: tuple[str, int], token: str, *, own_process: bool = True) -> None:
-    """Dials the driver, makes the worker and executes calls, in order, until the driver hangs up.
+    """Dial the driver, make the worker and execute calls, in order, until the driver hangs up.
 
     Begins before torch is imported, because the environment decides what torch does. `own_process`: nothing else is in
     this process, and a worker that does not return ends with it.
@@ -33,7 +33,11 @@ def serve(place: Assignment, address: tuple[str, int], token: str, *, own_proces
     os.environ.update(place.environment)
     if place.log:
         _redirect_output(place.log)
-    line = dial(address, token, place.number, place.node)
+    attend(place, dial(address, token, place.number, place.node), own_process=own_process)
+
+
+def attend(place: Assignment, line: Line, *, own_process: bool) -> None:
+    """Make the worker of a member that is welcome, and execute calls as `serve` does."""
     try:
         _Host(place, line, own_process).run()
     finally:

@@ -34,7 +34,7 @@ class ProcessCrew(RemoteCrew):
             place = assign(self.job, number, local_rank=slot, local_world_size=size, group_rank=0)
             if self.job.device == "cuda":
                 place.environment.update(one_gpu(slot))
-            told = (place, self._board.address, self._board.token)
+            told = (place, self._board.address, self._board.token(number))
             process = context.Process(target=_main, args=told, name=f"worker{number}", daemon=True)
             process.start()
             self._processes[number] = process

@@ -124,7 +124,7 @@ class RayCrew(RemoteCrew):
 
     def _serve(self, number: int, actor: Any, place: Assignment) -> None:
         self._actors[number] = actor
-        self._serving[number] = actor.serve.remote(place, self._board.address, self._board.token)
+        self._serving[number] = actor.serve.remote(place, self._board.address, self._board.token(number))
 
     def _ended(self, number: int, seconds: float) -> str | None:
         import ray

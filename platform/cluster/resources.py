@@ -54,6 +54,8 @@ def secure(cluster: Cluster, world_size: int, say: Callable[[str], None], spares
         raise ConfigError(violation("cluster", kind, constraint, ["cluster=processes", "cluster=local"]))
     if kind == "torchrun" and world_size != (started := int(os.environ["WORLD_SIZE"])):
         raise ConfigError(f"torchrun: this plan has {world_size} workers, and torchrun has started {started} processes")
+    if kind == "torchrun":
+        torchrun.given_key()
     if reason := lack_of_files(world_size + spares):
         raise ConfigError(violation("cluster", kind, reason))
     if kind == "torchrun" and spares:
