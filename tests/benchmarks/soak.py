@@ -110,7 +110,8 @@ class Soak(threading.Thread):
 
     def run(self) -> None:
         while not any(event["event"] == "first_step" for event in chaos.journal(self.config)):
-            time.sleep(0.2)
+            if self.over.wait(0.2):  # the run has ended without a step
+                return
         self.began = time.monotonic()
         born: dict[int, float] = {}
         next_strike = next_look = self.began + self.options.every

@@ -2,8 +2,8 @@
 
     python tests/benchmarks/strangers.py PORT --seconds 5 --seed 0
 
-Connects only to 127.0.0.1. Each connection sends one draw of `tests.fuzz.listener`, or nothing at all, and is left open
-as long as there is room for it. Prints how many connections there were.
+Connects only to 127.0.0.1. Each connection sends one draw of `tests.fuzz.listener` that takes no secret, or nothing at
+all, and is left open as long as there is room for it. Prints how many connections there were.
 """
 
 from __future__ import annotations
@@ -14,29 +14,24 @@ import socket
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.fuzz import listener  # noqa: E402
 
 OPEN = 512  # connections at a time
 PAUSE = 0.001  # seconds between two: a flood, but the machine has other work
-
-
-def payload(chance: random.Random) -> bytes:
-    """Return bytes that no worker of ours would send."""
-    sizes = (0, 1, 3, 4, 5, 64, 4096, 1 << 16)
-    noise = chance.randbytes(chance.choice(sizes))
-    hello = chance.choice(
-        (
-            b'{"hello":{"token":"\\ud800","number":0}}',
-            b'{"hello":{"token":null,"number":1e400}}',
-            b'{"hello":' * chance.randrange(1, 2000),
-            b'{"hello":{"number":true,"token":["\\u0000"]}}',
-            b'[{"hello":{}}]',
-            b"\xff\xfe\xfd",
-            b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
-        )
-    )
-    length = chance.choice((len(hello), len(hello), 0, 1 << 28, (1 << 32) - 1))
-    return chance.choice((noise, hello, length.to_bytes(4, "big") + hello))
+SURROGATE = listener.framed(b'{"hello":{"token":"\\ud800","number":0}}')
+DRAWS: tuple[Callable[[random.Random], bytes], ...] = (
+    lambda chance: b"",
+    lambda chance: SURROGATE,
+    *(
+        lambda chance, draw=draw: draw(chance, None)
+        for draw in map(listener.CLAIMS.get, ("bytes", "other protocols", "any JSON", "deep", "oversized", "empty"))
+    ),
+)
 
 
 def flood(port: int, seconds: float, seed: int) -> int:
@@ -49,7 +44,7 @@ def flood(port: int, seconds: float, seed: int) -> int:
             connection.settimeout(0.1)
             held.append(connection)
             made += 1
-            connection.sendall(payload(chance))
+            connection.sendall(chance.choice(DRAWS)(chance))
         except OSError:  # hung up, full, or the run is over: all of these are answers
             pass
         if len(held) > OPEN:
@@ -70,5 +65,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[2]))
     main()
