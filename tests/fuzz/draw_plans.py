@@ -17,7 +17,7 @@ from tests.fuzz.tables import draw_table, spoil
 from tests.oracle import read
 
 RANKS = 8
-TOGETHER = (1, 2, 3)  # microbatches of a step
+TOGETHER = (1, 2, 2, 3)  # microbatches of a step
 
 SHIPPED = ("1d", "1d_sp", "2d", "2d_gather", "2p5d", "3d", "3d_literal")
 MESH_TF = ("mesh_tf_data", "mesh_tf_model", "mesh_tf_2d", "mesh_tf_3d", "mesh_tf_empty")
@@ -104,13 +104,13 @@ def draw_pipeline(r: Random, family: str, room: int) -> Pipeline:
     """Draw a schedule and at most `room` stages; a table is made when the number of microbatches is known."""
     if family == "none":
         return Pipeline("none")
-    stages = min(room, r.choice((2, 2, 2, 3, 4)))
+    stages = min(room, r.choice((2, 2, 2, 2, 3, 4)))
     if family == "whole":
         kind = r.choice(("gpipe", "1f1b", "interleaved"))
-        chunks = r.choice((2, 2, 3)) if kind == "interleaved" else 1
+        chunks = (r.choice((2, 3)) if stages == 2 else 2) if kind == "interleaved" else 1
     else:
         kind = "zb_h1" if family == "zb_h1" else "file"
-        stages, chunks = r.choice((1, stages, stages)), r.choice((1, 1, 2))
+        stages, chunks = r.choice((1, stages, stages)), r.choice((1, 1, 1, 2))
     return Pipeline(kind, stages, chunks, scatter_gather=r.random() < 0.7)
 
 
@@ -119,10 +119,10 @@ def draw_plan(r: Random, scheme: str, schedule: str, least_data: int = 1) -> Con
     c = Config(precision="fp64")
     c.pipeline = draw_pipeline(r, schedule, RANKS // least_data)
     room = RANKS // c.pipeline.stages // least_data
-    ranks = r.choice([n for n in (2, 2, 2, 3, 4, 4, 6, 8) if n <= room] or [1])
+    ranks = r.choice([n for n in (2, 2, 2, 2, 2, 3, 4, 4, 6, 8) if n <= room] or [1])
     c.tensor, c.branch = draw_scheme(r, scheme, ranks)
     most = RANKS // (c.pipeline.stages * ranks)
-    c.parallel = Parallel(max(least_data, r.randint(1, most) if r.random() < 0.4 else 1))
+    c.parallel = Parallel(max(least_data, r.randint(1, most) if r.random() < 0.3 else 1))
     if c.parallel.data > 1 and not c.branch.only:
         c.parallel.zero = r.choice((0, 1, 3))
     c.recompute = r.choice(("none", "none", "selective", "full"))
