@@ -9,6 +9,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from platform.checks import slices
 from platform.config import Branch, Config, Model, Parallel, Pipeline, Tensor
 from platform.plan.schedule_file import to_csv
 from platform.plan.scheme import ROLES, compose
@@ -17,7 +18,7 @@ from tests.fuzz.tables import draw_table, spoil
 from tests.oracle import read
 
 RANKS = 8
-TOGETHER = (1, 2, 3)  # microbatches of a step
+TOGETHER = (1, 2, 2, 3)  # microbatches of a step
 
 SHIPPED = ("1d", "1d_sp", "2d", "2d_gather", "2p5d", "3d", "3d_literal")
 MESH_TF = ("mesh_tf_data", "mesh_tf_model", "mesh_tf_2d", "mesh_tf_3d", "mesh_tf_empty")
@@ -45,6 +46,7 @@ SIZES: dict[int, Sequence[tuple[int, ...]]] = {  # ranks of the scheme -> sizes 
     6: ((2, 3), (3, 2), (6,)),
     8: ((2, 2, 2), (2, 4), (4, 2)),
 }
+FACTORS: dict[int, Sequence[int]] = {1: (), 2: (2,), 3: (3,), 4: (2, 2), 6: (2, 3), 8: (2, 2, 2)}
 
 
 def axes_of(r: Random, ranks: int) -> dict[str, int]:
@@ -64,53 +66,66 @@ def draw_map(r: Random, axes: Mapping[str, int], splits: Sequence[str]) -> dict[
 
 def draw_scheme(r: Random, family: str, ranks: int) -> tuple[Tensor, Branch]:
     """Draw a tensor scheme and a branch splitting over so many ranks together."""
-    tensor, branch = Tensor(), Branch()
-    if family == "branch":
-        kind = r.choice(BRANCHES)
-        sizes = axes_of(r, ranks)
-        groups, inner = list(sizes.items())[:1], prod(list(sizes.values())[1:])
-        branch = Branch(**read("branch", kind), axes={"g": groups[0][1]}, order=r.choice(("inner", "outer")))
-        if kind == "dsp_slice":
-            branch.slice_via = r.choice(("all_to_all", "all_gather"))
-        name = r.choice(("serial", *SHIPPED)) if inner > 1 else "serial"
-        tensor = _shipped(r, name, inner)
-    elif family == "shipped":
-        tensor = _shipped(r, r.choice((*SHIPPED, *SHIPPED, *MESH_TF)), ranks)
-    elif family == "layout":
-        axes = axes_of(r, ranks)
-        rules = draw_map(r, axes, EVERYWHERE)
-        regions = {region: rules for region in ("stream", "attention", "mlp", "logits")}
-        tensor = Tensor("layout", axes=axes, regions=regions, parameters={"all": rules})
-    else:
-        axes = axes_of(r, ranks)
-        chosen = {place: draw_map(r, axes, s) for place, s in SPLITS.items() if place == "stream" or r.random() < 0.8}
-        regions = {place: rules for place, rules in chosen.items() if place not in ROLES}
-        tensor = Tensor("layout", axes=axes, regions=regions)
-        tensor.parameters = {place: rules for place, rules in chosen.items() if place in ROLES}
+    tensor, branch = FAMILIES[family](r, ranks)
     tensor.gathered = r.choice(("keep", "keep", "again", "panels"))
     return tensor, branch
 
 
-def _shipped(r: Random, name: str, ranks: int) -> Tensor:
+def _shipped(r: Random, ranks: int, names: Sequence[str] = (*SHIPPED, *SHIPPED, *MESH_TF)) -> tuple[Tensor, Branch]:
     """Read a shipped scheme and spread the ranks over its axes."""
-    tensor = Tensor(**read("tensor", name))
+    tensor = Tensor(**read("tensor", r.choice(names)))
     tensor.axes = dict.fromkeys(tensor.order, 1)
-    for factor in {1: (), 2: (2,), 3: (3,), 4: (2, 2), 6: (2, 3), 8: (2, 2, 2)}[ranks] if tensor.order else ():
+    for factor in FACTORS[ranks] if tensor.order else ():
         tensor.axes[r.choice(tensor.order)] *= factor
-    return tensor
+    return tensor, Branch()
+
+
+def _branched(r: Random, ranks: int) -> tuple[Tensor, Branch]:
+    """Draw a branch splitting with one axis or two, and a shipped scheme over the other ranks."""
+    kind, factors = r.choice(BRANCHES), list(r.choice(SIZES[ranks]))
+    own = [factors.pop(0) for _ in range(r.choice((1, 1, 2)) if len(factors) > 1 else 1)]
+    axes = dict(zip("gh", own, strict=False))
+    branch = Branch(**read("branch", kind), axes=axes, order=r.choice(("inner", "outer")))
+    if slices(branch):
+        branch.slice_via = r.choice(("all_to_all", "all_gather"))
+    tensor, _ = _shipped(r, prod(factors), ("serial", *SHIPPED) if prod(factors) > 1 else ("serial",))
+    return tensor, branch
+
+
+def _one_map(r: Random, ranks: int) -> tuple[Tensor, Branch]:
+    """Draw one map for all regions and parameters."""
+    axes = axes_of(r, ranks)
+    rules = draw_map(r, axes, EVERYWHERE)
+    regions = {region: rules for region in ("stream", "attention", "mlp", "logits")}
+    return Tensor("layout", axes=axes, regions=regions, parameters={"all": rules}), Branch()
+
+
+def _map_per_region(r: Random, ranks: int) -> tuple[Tensor, Branch]:
+    """Draw a map for the stream and for most regions and roles."""
+    axes = axes_of(r, ranks)
+    rules = {place: draw_map(r, axes, s) for place, s in SPLITS.items() if place == "stream" or r.random() < 0.8}
+    tensor = Tensor("layout", axes=axes)
+    tensor.regions = {place: found for place, found in rules.items() if place not in ROLES}
+    tensor.parameters = {place: found for place, found in rules.items() if place in ROLES}
+    return tensor, Branch()
+
+
+FAMILIES = {"shipped": _shipped, "branch": _branched, "layout": _one_map, "regions": _map_per_region}
+SCHEMES = tuple(FAMILIES)
+SCHEDULES = ("none", "whole", "zb_h1", "table")
 
 
 def draw_pipeline(r: Random, family: str, room: int) -> Pipeline:
     """Draw a schedule and at most `room` stages; a table is made when the number of microbatches is known."""
     if family == "none":
         return Pipeline("none")
-    stages = min(room, r.choice((2, 2, 2, 3, 4)))
+    stages = min(room, r.choice((2, 2, 2, 2, 3, 4)))
     if family == "whole":
         kind = r.choice(("gpipe", "1f1b", "interleaved"))
-        chunks = r.choice((2, 2, 3)) if kind == "interleaved" else 1
+        chunks = (r.choice((2, 3)) if stages == 2 else 2) if kind == "interleaved" else 1
     else:
         kind = "zb_h1" if family == "zb_h1" else "file"
-        stages, chunks = r.choice((1, stages, stages)), r.choice((1, 1, 2))
+        stages, chunks = r.choice((1, stages, stages)), r.choice((1, 1, 1, 2))
     return Pipeline(kind, stages, chunks, scatter_gather=r.random() < 0.7)
 
 
@@ -119,10 +134,10 @@ def draw_plan(r: Random, scheme: str, schedule: str, least_data: int = 1) -> Con
     c = Config(precision="fp64")
     c.pipeline = draw_pipeline(r, schedule, RANKS // least_data)
     room = RANKS // c.pipeline.stages // least_data
-    ranks = r.choice([n for n in (2, 2, 2, 3, 4, 4, 6, 8) if n <= room] or [1])
+    ranks = r.choice([n for n in (2, 2, 2, 2, 2, 3, 4, 4, 6, 8) if n <= room] or [1])
     c.tensor, c.branch = draw_scheme(r, scheme, ranks)
     most = RANKS // (c.pipeline.stages * ranks)
-    c.parallel = Parallel(max(least_data, r.randint(1, most) if r.random() < 0.4 else 1))
+    c.parallel = Parallel(max(least_data, r.randint(1, most) if r.random() < 0.3 else 1))
     if c.parallel.data > 1 and not c.branch.only:
         c.parallel.zero = r.choice((0, 1, 3))
     c.recompute = r.choice(("none", "none", "selective", "full"))
@@ -211,10 +226,6 @@ def draw_case(r: Random, scheme: str, schedule: str, focus: str, folder: Path) -
         if c.pipeline.kind == "file":
             draw_table_of(r, c, folder, str(i))
     return configs
-
-
-SCHEMES = ("shipped", "branch", "layout", "regions")
-SCHEDULES = ("none", "whole", "zb_h1", "table")
 
 
 def changed(r: Random, configs: list[Config], folder: Path) -> list[Config]:

@@ -13,22 +13,27 @@ SPLIT = (0.0, 0.5, 1.0, 1.0)  # share of the backward passes that are split
 def draw_table(r: Random, stages: int, chunks: int, microbatches: int) -> Schedule:
     """Draw a schedule: one legal order of all stages' actions together, which every row is a part of."""
     total = stages * chunks
-    place = [stage for stage in range(stages) for _ in range(chunks)]
+    place = _uneven(r, stages, total) if r.random() < 0.3 else [chunk % stages for chunk in range(total)]
     r.shuffle(place)
     split, late, eager = r.choice(SPLIT), r.choice(LATE), r.choice((0.0, 0.5, 0.9))
-    open_ = {Action(Kind.FORWARD, m, chunk): None for chunk in range(total) for m in range(microbatches)}
-    for action in list(open_):
+    left = {Action(Kind.FORWARD, m, chunk): None for chunk in range(total) for m in range(microbatches)}
+    for action in list(left):
         kinds = (Kind.INPUT, Kind.WEIGHT) if r.random() < split else (Kind.BACKWARD,)
-        open_ |= {Action(kind, action.microbatch, action.chunk): None for kind in kinds}
+        left |= {Action(kind, action.microbatch, action.chunk): None for kind in kinds}
     rows: list[list[Action]] = [[] for _ in range(stages)]
     done: set[tuple[str, int, int]] = set()
-    while open_:
-        ready = [a for a in open_ if all(need in done for need in needs(a, total))]
+    while left:
+        ready = [a for a in left if all(need in done for need in needs(a, total))]
         action = _pick(r, ready, late, eager)
-        del open_[action]
+        del left[action]
         done.add(result(action))
         rows[place[action.chunk]].append(action)
     return Schedule("random", stages, chunks, microbatches, tuple(map(tuple, rows)))
+
+
+def _uneven(r: Random, stages: int, total: int) -> list[int]:
+    """Draw a stage for every chunk, so that none is left out."""
+    return [*range(stages), *(r.randrange(stages) for _ in range(total - stages))]
 
 
 def _pick(r: Random, ready: list[Action], late: float, eager: float) -> Action:
