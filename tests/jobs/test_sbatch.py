@@ -16,12 +16,13 @@ SCRIPT = ROOT / "jobs" / "slurm" / "train.sbatch"
 OPTIONS = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(.+))?$", SCRIPT.read_text(), re.M))
 
 RECORD = '#!/bin/bash\nprintf "%s\\n" "$(printf "%q " "${0##*/}" "$@")" >>"$CALLS"\n'
+AUTH = 'echo "auth=$RAY_AUTH_MODE/$RAY_AUTH_TOKEN" >>"$CALLS"\n'
 STANDINS = {
     "srun": RECORD + 'while [[ $1 == --* ]]; do shift; done\n"$@"\n',
-    "ray": RECORD + 'echo "auth=$RAY_AUTH_MODE/$RAY_AUTH_TOKEN" >>"$CALLS"\necho "drain=$RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S" >>"$CALLS"\n',
+    "ray": RECORD + AUTH + 'echo "drain=$RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S" >>"$CALLS"\n',
     "scontrol": RECORD,
     "hostname": "#!/bin/bash\necho 10.0.0.1 172.17.0.1\n",
-    "python": RECORD + 'echo "RAY_ADDRESS=$RAY_ADDRESS" >>"$CALLS"\necho "auth=$RAY_AUTH_MODE/$RAY_AUTH_TOKEN" >>"$CALLS"\neval "$LAUNCHER"\n',
+    "python": RECORD + AUTH + 'echo "RAY_ADDRESS=$RAY_ADDRESS" >>"$CALLS"\neval "$LAUNCHER"\n',
 }
 
 
