@@ -13,6 +13,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -90,10 +91,9 @@ def _private(token: Path) -> Iterator[None]:
 def _look_again_for_the_token() -> None:
     """Ray reads mode and token once per process. The mode first: a thread of a Ray that is being left would else look
     for a token that is gone, and abort this process."""
-    from ray._raylet import AuthenticationTokenLoader, Config
-
-    Config.initialize("")
-    AuthenticationTokenLoader.instance().reset_cache()
+    raylet: Any = import_module("ray._raylet")
+    raylet.Config.initialize("")
+    raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
 def connect() -> None:
