@@ -154,7 +154,7 @@ class Eval:
 
 @dataclass
 class Elastic:
-    min_workers: int = 1  # with fewer the run waits
+    min_workers: int = 0  # with fewer the run waits, also at its start; 0 = starts with all, goes on with any number
     max_workers: int = 0  # the mesh grows to as many; 0 = to the size at the start
     spares: int = 0  # workers that are ready to take a lost one's place
     replace: bool = True  # start a new worker for every lost one

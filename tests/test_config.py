@@ -253,7 +253,7 @@ WRONG = [
     ("train.stop_at=-1", "train.stop_at=-1: must be >= 0; nearest legal: 0"),
     ("train.stop_at=301", "train.stop_at=301: must be <= train.steps=300; nearest legal: 300"),
     ("elastic.spares=-1", "elastic.spares=-1: must be >= 0; nearest legal: 0"),
-    ("elastic.min_workers=0", "elastic.min_workers=0: must be >= 1; nearest legal: 1"),
+    ("elastic.min_workers=-1", "elastic.min_workers=-1: must be >= 0; nearest legal: 0"),
     ("elastic.max_workers=-1", "elastic.max_workers=-1: must be >= 0; nearest legal: 0"),
     ("elastic.hang_seconds=0", "elastic.hang_seconds=0.0: must be > 0"),
     ("elastic.faults=[3:burn:1]", "elastic.faults=3:burn:1: must be STEP:KIND:RANK[:SECTION], KIND kill|"),
@@ -320,7 +320,7 @@ def test_all_mistakes_at_once():
 
 NEUTRAL = """
 parallel.zero=0 pipeline=none pipeline.stages=1 pipeline.chunks=1 branch=none branch.axes.g=1 recompute=none
-checkpoint.every=0 checkpoint.resume=auto elastic.spares=0 elastic.min_workers=1 elastic.max_workers=0 train.stop_at=0
+checkpoint.every=0 checkpoint.resume=auto elastic.spares=0 elastic.min_workers=0 elastic.max_workers=0 train.stop_at=0
 model.fused_dropout=false tensor=serial tensor.axes.t=1 eval.every=0 pipeline.scatter_gather=true
 elastic.snapshot_every=0
 """.split()

@@ -112,7 +112,7 @@ def _make_directory(path: Path) -> None:
     if not path.is_dir():
         _make_directory(path.parent)
         with suppress(FileExistsError):  # another worker was faster; whoever comes second synchronises too
-            os.mkdir(path)
+            os.mkdir(path, 0o700)  # weights are nobody else's business; what is there keeps its mode
         _synchronise(path.parent)
 
 

@@ -15,7 +15,7 @@ from platform import data
 from platform.cluster import resources, torchrun
 from platform.cluster.context import Run
 from platform.cluster.crew import open_crew
-from platform.cluster.failures import GaveUp, WorkerFailed
+from platform.cluster.failures import GaveUp, NoPlaces, WorkerFailed
 from platform.cluster.job import WORKER, Job
 from platform.cluster.run_directory import RunDirectory
 from platform.cluster.signals import Stopped, StopSignals
@@ -63,12 +63,16 @@ def _run(config: Config, plan: Plan, experiment: str, worker: str) -> int:
     meta = found.manifest.meta if found and found.manifest else None
     try:
         with StopSignals() as signals:
-            device = resources.secure(config.cluster, plan.mesh.size, print, config.elastic.spares)
+            elastic = config.elastic
+            secured = resources.secure(config.cluster, plan.mesh.size, print, elastic.spares, elastic.min_workers)
             with directory.claim(config, plan.to_dict()) as there:
                 if places.saves(config):
                     check_writable(config)
                 changed = changes(there, meta, config, plan.mesh.axes)
-                status = _drive(config, plan, directory, device, steps, worker, signals, found, changed)
+                status = _drive(config, plan, directory, secured, steps, worker, signals, found, changed)
+    except NoPlaces as lack:
+        print(f"{lack}; the same command tries again")
+        return STOPPED
     except Stopped as stopped:  # outside of training, or for the second time
         print(f"stopped by {stopped}: nothing was done; the same command does it")
         return FAILED
@@ -84,7 +88,7 @@ def _drive(
     config: Config,
     plan: Plan,
     directory: RunDirectory,
-    device: str,
+    secured: resources.Places,
     steps: int,
     worker: str,
     signals: StopSignals,
@@ -97,7 +101,7 @@ def _drive(
     job = Job(
         config=config.to_dict(),
         coordinates=[plan.mesh.coordinates(rank) for rank in range(plan.mesh.size)],
-        device=device,
+        device=secured.device,
         run_dir=directory.path,
         worker=worker,
     )
@@ -107,7 +111,7 @@ def _drive(
         try:
             report(changed, journal, monitor.say)
             checkpoints = Checkpoints(config, plan, found, journal, monitor.say)
-            status = _control(Run(config, plan, job, steps, journal, monitor, signals, checkpoints, directory))
+            status = _control(Run(config, plan, job, steps, journal, monitor, signals, checkpoints, directory, secured))
             _account(journal, monitor)
         finally:
             monitor.close(status)
@@ -126,11 +130,13 @@ def _control(run: Run) -> int:
             checkpoints.check(data.of(config).digest)
         monitor.say(run.plan.describe())
         kind = resources.crew_kind(config.cluster)
-        spares = f" and {config.elastic.spares} spares" if config.elastic.spares else ""
-        monitor.say(f"starting {run.job.world_size} workers{spares} ({kind}, {run.job.device})")
+        beside = run.places.members - run.job.world_size  # spares; fewer than 0 where the run starts smaller
+        spares = f" and {beside} spares" if beside > 0 else ""
+        monitor.say(f"starting {run.job.world_size + min(0, beside)} workers{spares} ({kind}, {run.job.device})")
         journal.event("starting", world_size=run.job.world_size, cluster=kind, device=run.job.device)
         try:
-            with _time_limit(config, run.signals), open_crew(kind, run.job, config.elastic.spares) as crew:
+            opening = _messages("platform.cluster", monitor.say)
+            with opening, _time_limit(config, run.signals), open_crew(kind, run.job, beside) as crew:
                 controller.run(crew)
         finally:
             journal.event("released")
@@ -143,6 +149,10 @@ def _control(run: Run) -> int:
     except ConfigError as error:
         journal.event("refused", reasons=error.violations)
         raise
+    except NoPlaces as lack:
+        journal.event("no_places", cause=str(lack), step=controller.done, saved=checkpoints.step, **controller.lost())
+        monitor.say(f"{lack}; {checkpoints.kept}")
+        return STOPPED
     except (GaveUp, WorkerFailed) as failure:
         journal.event("gave_up", cause=str(failure), step=controller.done, saved=checkpoints.step, **controller.lost())
         command = _command(checkpoints.resume)

@@ -57,5 +57,10 @@ class GaveUp(Exception):
     """What the run cannot survive, in one line."""
 
 
+class NoPlaces(Exception):
+    """The cluster had no place for the workers in the time that there was to wait: how many, and how many there were.
+    The same command may find them later."""
+
+
 class Reform(Exception):
     """A new generation is wanted, though nothing failed: the reason."""

@@ -108,7 +108,7 @@ class _Host:
 
 def _redirect_output(path: str) -> None:
     """Appends all output of this process, also that of its libraries in C, to a file."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).parent.mkdir(0o700, parents=True, exist_ok=True)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

@@ -60,7 +60,8 @@ class RunDirectory:
         Raises ConfigError where it cannot be written, another driver is alive, or the identity is another.
         """
         try:
-            (self.path / "logs").mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(0o700, parents=True, exist_ok=True)  # what is there keeps its mode
+            (self.path / "logs").mkdir(0o700, exist_ok=True)
             lock = os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise self._unusable(error) from None

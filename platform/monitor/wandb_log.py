@@ -23,7 +23,7 @@ class WandbLog:
         import wandb
 
         wandb_dir = run_dir / "wandb"
-        wandb_dir.mkdir(exist_ok=True)
+        wandb_dir.mkdir(0o700, exist_ok=True)
         settings = wandb.Settings(silent=True, console="off")
 
         def start(mode: str) -> Any:

@@ -197,7 +197,7 @@ class Worker:
 
     def _write_launches(self, log: list[Launch]) -> None:
         path = self.run_dir / "logs" / f"launches-{self.rank}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(0o700, parents=True, exist_ok=True)
         with open(path, "a") as file:
             file.writelines(json.dumps(vars(launch)) + "\n" for launch in log)
         log.clear()

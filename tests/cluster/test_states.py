@@ -10,6 +10,7 @@ from fake_crew import Dead, FakeCrew, Hung
 
 from platform.cluster import driver, muster
 from platform.cluster.checkpoints import Checkpoints
+from platform.cluster.failures import NoPlaces
 from platform.cluster.signals import StopSignals
 from platform.config import ConfigError
 from platform.monitor import Journal, MetricsLog
@@ -669,3 +670,41 @@ def test_sizes_that_can_never_be(config, drive, least, most, line):
     with pytest.raises(ConfigError) as caught:
         drive()
     assert caught.value.violations == [line] and not Path(config.run.dir).exists()
+
+
+def test_a_run_starts_smaller_only_where_min_workers_says_so_and_grows(config, drive):
+    def two_are_late(crew):
+        crew.lose(2, 3)
+        crew.ready = False
+        crew.hire = lambda count: None
+        crew._starting = [2, 3]
+
+    def they_come(crew):
+        crew.arrive()
+
+    assert drive({"step(3)": [they_come]}, two_are_late) == 1  # nobody comes before it forms
+    assert "2 workers are there of 4, and elastic.min_workers is not set" in drive.out
+    config.run.dir += "-2"
+    config.elastic.min_workers, config.elastic.wait = 2, 10.0
+    assert drive({"step(3)": [they_come]}, two_are_late) == 0
+    sizes = [event["world_size"] for event in events(config, "forming")]
+    assert sizes == [2, 4]
+
+
+def test_a_cluster_without_places_may_be_tried_again(config, drive, monkeypatch):
+    def no_places(kind, job, spares):
+        raise NoPlaces("waited 600 s for Ray to start 4 times, 2 of 4 there")
+
+    assert drive() == 0
+    config.run.dir += "-2"
+    monkeypatch.setattr(driver, "open_crew", no_places)
+    assert driver.run(config, make_plan(config), experiment="quick") == 75
+    assert [event["event"] for event in events(config)] == ["starting", "released", "no_places", "goodput"]
+
+    def too_few(*_):
+        raise NoPlaces("waited 5 s for 4 CPUs, 2 of 4 there (free)")
+
+    monkeypatch.setattr(driver.resources, "secure", too_few)
+    config.run.dir += "-3"
+    assert driver.run(config, make_plan(config), experiment="quick") == 75
+    assert not Path(config.run.dir).exists()

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import random
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
@@ -12,6 +13,7 @@ from dialled import dialled, frame, greeting
 from platform.cluster import switchboard
 from platform.cluster.channel import dial, encode
 from platform.cluster.files import OWN, PER_MEMBER
+from platform.cluster.rendezvous import Rendezvous
 from platform.cluster.switchboard import Switchboard
 
 
@@ -116,3 +118,19 @@ def test_a_member_that_says_what_no_member_says_is_lost_alone(board, message):
     line, _ = dialled(board, 0)
     line.send(encode(message))
     assert board.poll(1.0) == [(0, None)]
+
+
+def test_the_store_of_a_generation_outlives_what_strangers_send():
+    """torch's own server, in the driver's process."""
+    from torch.distributed import TCPStore
+
+    rendezvous = Rendezvous("127.0.0.1")
+    rendezvous.start()
+    member = TCPStore(*rendezvous.address, is_master=False)
+    draw = random.Random(0)
+    for number in range(300):
+        with socket.create_connection(rendezvous.address) as stranger, suppress(ConnectionError):
+            head = draw.choice((b"", b"\0", b"\x3c\x85\xf7\x09", draw.randbytes(1)))
+            stranger.sendall(head + draw.choice((draw.randbytes(90), b"\xff" * 90, b"\1" + b"\x7f" * 16)))
+        member.set("alive", str(number))
+        assert member.get("alive") == str(number).encode()
