@@ -16,9 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from platform.arguments import experiment_of, explain, jobs_of, quote, rewrite, typed_values
 from platform.checks import axes_of, impossible_values, parse_layout, slices, violations
-from platform.config import RESUME, Config, ConfigError, closest, digest, violation
+from platform.config import RESUME, Config, ConfigError, closest, violation
 from platform.extensions import load_extensions
 from platform.plan.schedules import ONE_CHUNK
+from platform.redaction import forget, learn_urls, redact, shielded
+from platform.references import resolve, watch_environment
+from platform.run_name import default_directory
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -35,8 +38,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command line (default: this process's own) and returns its exit status, as DESIGN section 7 lists them."""
     from hydra._internal.utils import get_args_parser  # Hydra's own flags, every one of them
 
-    argv = sys.argv[1:] if argv is None else list(argv)
+    own, argv = argv is None, list(sys.argv[1:] if argv is None else argv)
+    forget()
+    learn_urls(argv)
+    if own:
+        sys.argv[1:] = redact(argv)  # libraries write it down, W&B among them
     args = get_args_parser().parse_intermixed_args(argv)
+    with shielded(sys.stdout, sys.stderr):
+        return _answer(argv, args)
+
+
+def _answer(argv: Sequence[str], args: Namespace) -> int:
     try:
         for flag in ("config_path", "config_name", "experimental_rerun"):
             if getattr(args, flag) is not None:
@@ -71,6 +83,7 @@ def _composer(config_dir: str | None) -> Iterator[list[str]]:
     if config_dir is not None and not os.path.isdir(config_dir):
         raise ConfigError(violation("--config-dir", config_dir, "no such directory"))
     ConfigStore.instance().store(name="schema", node=Config)
+    watch_environment()
     own = [f"hydra.searchpath=[{quote(f'file://{os.path.abspath(config_dir)}')}]"] if config_dir else []
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
         yield own
@@ -107,11 +120,10 @@ def _compose(arguments: Sequence[str]) -> tuple[Config, list[str]]:
 def _load(arguments: Sequence[str]) -> Config:
     """What Hydra composes, as it is. Raises what Hydra, OmegaConf and YAML raise; ConfigError for an unknown key."""
     import hydra
-    from omegaconf import OmegaConf
 
-    values = OmegaConf.to_container(hydra.compose("config", [rewrite(a) for a in arguments]), resolve=True)
-    assert isinstance(values, dict)
-    return Config.from_dict({str(k): v for k, v in values.items()})
+    values = resolve(hydra.compose("config", [rewrite(a) for a in arguments]))
+    learn_urls(values)
+    return Config.from_dict(values)
 
 
 def _settle(config: Config, arguments: Sequence[str]) -> list[str]:
@@ -126,8 +138,9 @@ def _settle(config: Config, arguments: Sequence[str]) -> list[str]:
     if tensor.scheme == "layout" and tensor.layout:
         try:
             tensor.regions, tensor.parameters = parse_layout(tensor.layout, tensor.axes)
-        except ConfigError as error:
-            lines += error.violations
+        except ConfigError as error:  # of a secret not even words
+            shown = redact(tensor.layout)
+            lines += error.violations if shown == tensor.layout else [violation("tensor.layout", shown, "is no layout")]
     elif "tensor.layout" not in typed:
         tensor.layout = None
     declared = axes_of(tensor)
@@ -151,14 +164,10 @@ def _settle(config: Config, arguments: Sequence[str]) -> list[str]:
     if config.checkpoint.resume not in RESUME:
         config.checkpoint.resume = _absolute(config.checkpoint.resume)
     name = experiment_of(arguments) or "config"
-    values = config.to_dict()
-    for key in ("run", "resume"):  # continued, it is the same run
-        del values[key]
-    del values["train"]["stop_at"], values["checkpoint"]["resume"]
     if config.resume.allow and not config.run.dir and not config.checkpoint.url and config.checkpoint.resume in RESUME:
         constraint = "needs the run to go on from; its default directory has other values in its name"
         lines.append(violation("resume.allow", ",".join(config.resume.allow), constraint, ["run.dir=DIRECTORY"]))
-    config.run.dir = _absolute(config.run.dir or f"runs/{name}-{digest(values)}")
+    config.run.dir = _absolute(config.run.dir or default_directory(config, name))
     return lines
 
 
@@ -257,7 +266,7 @@ def _show(args: Namespace) -> int:
     part = OmegaConf.select(values, args.package) if args.package else values
     if not OmegaConf.is_config(part):
         raise ConfigError(violation("--package", args.package, "no such part", closest(args.package, values)))
-    print(OmegaConf.to_yaml(part), end="")
+    print(OmegaConf.to_yaml(OmegaConf.create(redact(OmegaConf.to_container(part)))), end="")
     return DONE
 
 

@@ -17,6 +17,7 @@ from platform.checkpoint.interchange import EXPORT, IMPORT, store
 from platform.checkpoint.manifest import Manifest, Meta, Refused
 from platform.checkpoint.storage import Storage, connect
 from platform.config import ConfigError, closest, violation
+from platform.redaction import shielded
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -43,6 +44,11 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("url")
     command.add_argument("--format", choices=IMPORT, default="safetensors")
     given = parser.parse_args(arguments)
+    with shielded(sys.stdout, sys.stderr):
+        return _answer(given)
+
+
+def _answer(given: argparse.Namespace) -> int:
     try:
         return given.run(given)
     except (Refused, ConfigError, OSError) as error:

@@ -13,6 +13,7 @@ from platform.checkpoint import manifest as manifests
 from platform.checkpoint.manifest import Corrupt, Manifest, Meta, Newer, Refused
 from platform.checkpoint.read import units, verify_units
 from platform.checkpoint.storage import Storage
+from platform.redaction import redact
 
 _DIRECTORY = r"step-(\d{8,})-(\d{6,})-([0-9a-f]{6})"
 BAD = "BAD.txt"  # in a quarantined checkpoint: the reason. Removing it by hand lifts the quarantine
@@ -112,7 +113,7 @@ def _check(storage: Storage, directory: str, manifest: Manifest) -> None:
 
 def quarantine(storage: Storage, directory: str, reason: str) -> None:
     """Marks a checkpoint as unusable and deletes nothing: somebody may want to look at it."""
-    storage.write(f"{directory}/{BAD}", [memoryview(f"{reason}\n".encode())])
+    storage.write(f"{directory}/{BAD}", [memoryview(f"{redact(reason)}\n".encode())])
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -13,12 +12,13 @@ from typing import Any, Protocol
 import fsspec
 
 from platform.config import ConfigError, violation
+from platform.redaction import bare, learn_urls
 
 
 class Storage(Protocol):
     """Files by path relative to a root. All raise OSError; FileNotFoundError where there is no such file."""
 
-    url: str  # for people: without user and password
+    url: str  # for people: without its secrets
 
     def write(self, path: str, chunks: Iterable[memoryview]) -> None:
         """Makes a file. Afterwards it is durable and whole; after a failure it is not there."""
@@ -35,6 +35,7 @@ class Storage(Protocol):
 
 def connect(url: str, key: str = "checkpoint.url") -> Storage:
     """The storage at a path or fsspec URL. Raises ConfigError, naming `key`, where no such storage can be had."""
+    learn_urls(url)  # whatever its client says of it later
     protocol, separator, path = url.partition("://")
     if not separator or protocol in ("file", "local"):
         return Local(path if separator else url)
@@ -42,12 +43,7 @@ def connect(url: str, key: str = "checkpoint.url") -> Storage:
         return Remote(url)
     except (ImportError, ValueError) as error:
         extra = " (pip install 'elastic-platform[s3]')" if isinstance(error, ImportError) and protocol == "s3" else ""
-        raise ConfigError(violation(key, without_secrets(url), f"cannot be used: {error}{extra}", ["a path"])) from None
-
-
-def without_secrets(url: str) -> str:
-    """A URL without user:password@."""
-    return re.sub(r"(?<=://)[^/@]*@", "", url)
+        raise ConfigError(violation(key, bare(url), f"cannot be used: {error}{extra}", ["a path"])) from None
 
 
 class Local:
@@ -129,7 +125,7 @@ class Remote:
     """Whatever fsspec reaches. An object appears when its upload is complete; nothing is renamed."""
 
     def __init__(self, url: str):
-        self.url = without_secrets(url).rstrip("/")
+        self.url = bare(url).rstrip("/")
         caches = {"use_listings_cache": False, "skip_instance_cache": True}  # others write there too
         self._system, self._root = fsspec.core.url_to_fs(url, **caches)
 

@@ -20,6 +20,7 @@ from platform.config import Config, ConfigError, digest, violation
 from platform.identity import identity
 from platform.monitor import Journal
 from platform.plan.plan import Plan
+from platform.redaction import redact
 from platform.train import places
 from platform.train.proof import versions
 
@@ -175,7 +176,7 @@ class Checkpoints:
             seed=self._config.seed,
             corpus=self._corpus,
             identity=identity(self._config),
-            configuration=digest(self._config.to_dict()),
+            configuration=digest(redact(self._config.to_dict())),
             plan=self.plan.to_dict(),
             values=values,
             versions=versions(),

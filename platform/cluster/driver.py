@@ -23,6 +23,7 @@ from platform.cluster.time_limit import seconds_left
 from platform.config import Config, ConfigError, violation
 from platform.monitor import Journal, Monitor, goodput, open_monitor, story
 from platform.plan.plan import Plan
+from platform.redaction import learned
 
 if TYPE_CHECKING:
     from platform.cluster.origin import Origin
@@ -103,6 +104,7 @@ def _drive(
         coordinates=[plan.mesh.coordinates(rank) for rank in range(plan.mesh.size)],
         device=secured.device,
         run_dir=directory.path,
+        secrets=learned(),
         worker=worker,
     )
     with closing(Journal(directory.journal)) as journal:

@@ -19,6 +19,7 @@ from platform.cluster.channel import Garbled, Line, dial, encode
 from platform.cluster.crew import shown
 from platform.cluster.job import Assignment
 from platform.parallel.progress import PROGRESS
+from platform.redaction import Shield, learn
 
 START = 0  # the number of the answer that tells how the making of the worker went
 GRACE = 2.0  # seconds for a worker whose driver is gone to end by itself
@@ -31,6 +32,7 @@ def serve(place: Assignment, address: tuple[str, int], token: str, *, own_proces
     this process, and a worker that does not return ends with it.
     """
     os.environ.update(place.environment)
+    learn(place.secrets)
     if place.log:
         _redirect_output(place.log)
     attend(place, dial(address, token, place.number, place.node), own_process=own_process)
@@ -116,3 +118,4 @@ def _redirect_output(path: str) -> None:
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)
+    sys.stdout, sys.stderr = Shield(sys.stdout), Shield(sys.stderr)

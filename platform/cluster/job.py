@@ -19,6 +19,7 @@ class Job:
     coordinates: Sequence[Mapping[str, int]]  # of each rank in the mesh
     device: str  # cpu | cuda
     run_dir: Path
+    secrets: Mapping[str, str] = field(default_factory=dict)  # what workers must not write down: `redaction.learned`
     worker: str = WORKER  # "module:Class", with the interface of platform.train.worker.Worker
 
     @property
@@ -48,6 +49,7 @@ class Assignment:
     threads: int
     log: str = ""  # file for standard output and error; "" = leave them
     environment: dict[str, str] = field(default_factory=dict)
+    secrets: Mapping[str, str] = field(default_factory=dict)
     node: str = ""  # its failure domain; "" = the machine's name
 
 
@@ -74,6 +76,7 @@ def assign(
         threads=count,
         log=str(job.log(number)),
         environment={key: str(value) for key, value in environment.items()},
+        secrets=job.secrets,
     )
 
 

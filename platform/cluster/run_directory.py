@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ import yaml
 from platform.config import Config, ConfigError, violation
 from platform.identity import identity, refusal
 from platform.monitor import Journal
+from platform.redaction import redact
 
 
 class RunDirectory:
@@ -69,7 +69,7 @@ class RunDirectory:
             self._lock_or_refuse(lock)
             there = self.check(config)  # again: between the first look and the lock another driver may have been here
             with _as_they_were(self._config, self._plan):
-                _replace(self._config, yaml.safe_dump(without_secrets(config), sort_keys=False))
+                _replace(self._config, yaml.safe_dump(redact(config.to_dict()), sort_keys=False))
                 self.write_plan(plan)
                 yield there
         finally:
@@ -77,7 +77,7 @@ class RunDirectory:
 
     def write_plan(self, plan: dict[str, Any]) -> None:
         """`plan.json`: that of the newest generation. Which one had which, the journal tells (`forming`)."""
-        _replace(self._plan, json.dumps(plan, indent=1) + "\n")
+        _replace(self._plan, json.dumps(redact(plan), indent=1) + "\n")
 
     def _lock_or_refuse(self, lock: int) -> None:
         """The kernel frees a lock when its owner dies, so a stale owner is never in the way."""
@@ -94,14 +94,6 @@ class RunDirectory:
 
     def _refusal(self, constraint: str) -> ConfigError:
         return ConfigError(violation("run.dir", self.path, constraint))
-
-
-def without_secrets(config: Config) -> dict[str, Any]:
-    """The configuration as it may be shown: no user:password@ in a URL."""
-    values = config.to_dict()
-    for key in ("url", "resume"):
-        values["checkpoint"][key] = re.sub(r"(?<=://)[^/@]*@", "", values["checkpoint"][key])
-    return values
 
 
 @contextmanager

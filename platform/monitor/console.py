@@ -10,6 +10,8 @@ from collections.abc import Callable
 from statistics import fmean
 from typing import Any, TextIO
 
+from platform.redaction import redact
+
 _HEADER_EVERY = 25  # lines: about once a screen
 _ERASE = "\r\x1b[2K"
 
@@ -81,7 +83,7 @@ class Console:
         return _duration((now - then) / (last - first) * (self._total - step)) if last > first else "~"
 
     def _write(self, text: str) -> None:
-        self._stream.write(text)
+        self._stream.write(redact(text))
         self._stream.flush()
 
 

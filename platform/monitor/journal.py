@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from platform.monitor.json_lines import JsonLines
+from platform.redaction import redact
 
 
 class Journal:
@@ -27,7 +28,7 @@ class Journal:
 
     def event(self, event: str, **fields: Any) -> dict[str, Any]:
         """Writes a transition, with the time (seconds since the epoch) and the generation; returns what it wrote."""
-        entry = {"time": time.time(), "generation": self.generation, "event": event, **fields}
+        entry = {"time": time.time(), "generation": self.generation, "event": event, **redact(fields)}
         self._lines.append(entry)
         return entry
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from platform.config import Config
 from platform.monitor.metrics import flatten
+from platform.redaction import redact
 
 RESUMABLE = 75  # the launcher's exit status of a run that will be continued
 
@@ -32,7 +33,7 @@ class WandbLog:
                 name=run_dir.name,
                 id=_stable_id(wandb_dir / "run-id"),
                 dir=run_dir,
-                config=config.to_dict(),
+                config=redact(config.to_dict()),
                 job_type="train",
                 mode=mode,  # type: ignore[arg-type]
                 resume=None if mode == "offline" else "allow",  # offline parts of one id are merged by `wandb sync`
