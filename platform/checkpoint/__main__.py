@@ -7,11 +7,13 @@ Exit status: 0 done; 1 a checkpoint is refused, with the reason; 2 the command l
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import sys
 from dataclasses import replace
 from typing import Any
 
+from platform import documents
 from platform.checkpoint import catalogue
 from platform.checkpoint.interchange import EXPORT, IMPORT, store
 from platform.checkpoint.manifest import Manifest, Meta, Refused
@@ -44,6 +46,9 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("url")
     command.add_argument("--format", choices=IMPORT, default="safetensors")
     given = parser.parse_args(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a name may be of any letters
     with shielded(sys.stdout, sys.stderr):
         return _answer(given)
 
@@ -141,8 +146,11 @@ def _import(given: argparse.Namespace) -> int:
         meta, tensors = IMPORT[given.format](given.source)
         meta = meta or Meta(step=0, samples=0, seed=0, corpus="", identity={}, configuration="", plan={})
         directory = store(storage, tensors, replace(meta, plan={}))  # its blocks are whole tensors now
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Refused(f"{given.source} does not hold {given.format}: {type(error).__name__}: {error}") from None
+    except (Refused, OSError):
+        raise
+    except Exception as error:  # the libraries' own, for what they do not understand
+        reason = documents.line(f"{type(error).__name__}: {error}".encode(errors="replace"))
+        raise Refused(f"{given.source} does not hold {given.format}: {reason}") from None
     print(f"{storage.url}/{directory}")
     return 0
 

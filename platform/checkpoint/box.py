@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from math import prod
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
+
+FAULTS = 100  # that are told of one tensor
+CORNERS = 1 << 23  # of a tensor's blocks that are compared: a million blocks of a tensor that is cut along three dims
 
 
 class Box(NamedTuple):
@@ -77,31 +82,59 @@ def stretch(box: Box, first: int, last: int) -> list[Box]:
 
 
 def gaps(shape: Sequence[int], boxes: Sequence[Box]) -> list[str]:
-    """What keeps `boxes` from tiling a tensor of `shape` exactly once, one line each; [] if they do.
+    """Find what keeps `boxes` from tiling a tensor of `shape` exactly once, one line each; [] if they do.
 
-    Counts how often each cell of the grid that the boxes' edges draw is covered: cells are as many as boxes in a
-    regular tiling, and never more than elements.
+    How often an element is covered is the sum of signs of the boxes' corners at or before it, along every dim. So the
+    boxes tile the tensor where their corners add up to those of the whole, and the first that does not is where the
+    first hole or overlap begins. Memory grows with the corners, never with the grid that their edges draw.
     """
     whole = Box.whole(shape)
-    found = [
-        f"{b} lies outside of {whole}"
-        for b in boxes
-        if len(b.extent) != len(shape) or not b.size or b.overlap(whole) != b
-    ]
-    if found:
+    outside = (
+        b for b in boxes if not len(b.offset) == len(b.extent) == len(shape) or not b.size or b.overlap(whole) != b
+    )
+    if found := [f"{_shown(b)} lies outside of {whole}" for b in islice(outside, FAULTS)]:
         return found
-    edges = [
-        sorted({0, size, *(b.offset[d] for b in boxes), *(b.offset[d] + b.extent[d] for b in boxes)})
-        for d, size in enumerate(shape)
-    ]
-    index = [{edge: i for i, edge in enumerate(e)} for e in edges]
-    count = np.zeros([len(e) - 1 for e in edges], np.int32)
-    for b in boxes:
-        ends = zip(index, b.offset, b.extent, strict=True)
-        count[tuple(slice(at[o], at[o + n]) for at, o, n in ends)] += 1
-    for wrong, what in ((count == 0, "is in no block"), (count > 1, "is in several blocks")):
-        if wrong.any():
-            cell = np.argwhere(wrong)[0]
-            first = Box.of([(e[i], e[i + 1] - e[i]) for e, i in zip(edges, cell, strict=True)])
-            found.append(f"{first} {what}")
-    return found
+    cut = [d for d, size in enumerate(shape) if any(b.extent[d] != size for b in boxes)]
+    if (len(boxes) + 1) << len(cut) > CORNERS:
+        return [f"is cut along {len(cut)} dims into {len(boxes)} blocks, more than are ever written"]
+    wrong = _first_wrong(
+        np.array([[(b.offset[d], b.offset[d] + b.extent[d]) for d in cut] for b in (*boxes, whole)]), cut
+    )
+    if wrong is None:
+        return []
+    spans, covered = wrong
+    cell = Box.of([spans.get(d, (0, size)) for d, size in enumerate(shape)])
+    return [f"{cell} is in {'several blocks' if covered > 0 else 'no block'}"]
+
+
+def _first_wrong(ends: NDArray[np.int64], cut: Sequence[int]) -> tuple[dict[int, tuple[int, int]], int] | None:
+    """Find the first cell, in row-major order, that the boxes do not cover as often as the last of them, which is the
+    whole: (dim -> (offset, extent), how much more often); None if there is none. `ends`: [boxes, dims, 2]."""
+    signs = np.ones(len(ends), np.int64)
+    signs[-1] = -1
+    corners = np.empty((len(ends), 0), np.int64)
+    for dim in range(len(cut)):
+        corners = np.concatenate([np.column_stack([corners, _of(ends, corners, dim, side)]) for side in (0, 1)])
+        signs = np.concatenate([signs, -signs])
+    order = np.lexsort(corners.T[::-1]) if cut else np.arange(len(signs))
+    corners, signs = corners[order], signs[order]
+    begins = np.flatnonzero(np.r_[True, (corners[1:] != corners[:-1]).any(1)])
+    totals = np.add.reduceat(signs, begins)
+    wrong = np.flatnonzero(totals)
+    if not len(wrong):
+        return None
+    place = corners[begins[wrong[0]]]
+    following = [int(ends[:, d][ends[:, d] > place[d]].min()) for d in range(len(cut))]
+    spans = {dim: (int(a), b - int(a)) for dim, a, b in zip(cut, place, following, strict=True)}
+    return spans, int(totals[wrong[0]])
+
+
+def _of(ends: NDArray[np.int64], corners: NDArray[np.int64], dim: int, side: int) -> NDArray[np.int64]:
+    """One coordinate of the corners made so far, which are those of all boxes over and over."""
+    return np.tile(ends[:, dim, side], len(corners) // len(ends))
+
+
+def _shown(box: Box) -> str:
+    return (
+        str(box) if len(box.offset) == len(box.extent) else f"a block of {len(box.offset)} and {len(box.extent)} dims"
+    )

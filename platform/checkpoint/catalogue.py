@@ -9,13 +9,15 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from platform import documents
 from platform.checkpoint import manifest as manifests
 from platform.checkpoint.manifest import Corrupt, Manifest, Meta, Newer, Refused
 from platform.checkpoint.read import units, verify_units
-from platform.checkpoint.storage import Storage
+from platform.checkpoint.storage import UNKNOWN, Storage
 from platform.redaction import redact
 
-_DIRECTORY = r"step-(\d{8,})-(\d{6,})-([0-9a-f]{6})"
+_DIRECTORY = r"step-([0-9]{8,15})-([0-9]{6,15})-([0-9a-f]{6})"
+_NOTE = 4096  # bytes of BAD.txt that are read
 BAD = "BAD.txt"  # in a quarantined checkpoint: the reason. Removing it by hand lifts the quarantine
 
 
@@ -35,7 +37,8 @@ class Attempt(NamedTuple):
 def attempts(storage: Storage) -> list[Attempt]:
     """All that were ever begun and not deleted, newest first. Other names in the storage are left alone."""
     found = (re.fullmatch(_DIRECTORY, name) for name in storage.list(""))
-    return sorted((Attempt(int(m[2]), int(m[1]), m[3]) for m in found if m), reverse=True)
+    named = ((m[0], Attempt(int(m[2]), int(m[1]), m[3])) for m in found if m)
+    return sorted((attempt for name, attempt in named if attempt.directory == name), reverse=True)
 
 
 def split(url: str) -> tuple[str, str | None]:
@@ -45,9 +48,12 @@ def split(url: str) -> tuple[str, str | None]:
 
 
 def begin(storage: Storage, step: int) -> str:
-    """The name of a fresh directory, newer than all that are there. Writes nothing."""
+    """Name a fresh directory, newer than all that are there. Writes nothing. Raises OSError where none can be."""
     newest = next(iter(attempts(storage)), Attempt(0, 0, ""))
-    return Attempt(newest.number + 1, step, secrets.token_hex(3)).directory
+    name = Attempt(newest.number + 1, step, secrets.token_hex(3)).directory
+    if not re.fullmatch(_DIRECTORY, name):
+        raise OSError(f"{storage.url}: no number is above that of {newest.directory}, which no driver wrote")
+    return name
 
 
 def commit(
@@ -70,25 +76,33 @@ def commit(
         raise Refused(f"the workers wrote {extra[0]}, which is no part of the state")
     manifest = replace(manifest, tensors={name: manifest.tensors[name] for name in tensors})  # in the model's order
     _check(storage, directory, manifest)
+    encoded = manifest.encode()
+    Manifest.decode(encoded)  # what would not be read again is refused now, while there is still an older one
     guard()
-    storage.write(f"{directory}/{manifests.NAME}", [memoryview(manifest.encode())])
+    storage.write(f"{directory}/{manifests.NAME}", [memoryview(encoded)])
     return manifest
 
 
 def load(storage: Storage, directory: str) -> Manifest:
-    """The manifest, once everything about the checkpoint is right that is seen without reading its blocks.
+    """Read the manifest, once everything about the checkpoint is right that is seen without reading its blocks.
 
-    Raises Refused, OSError where the storage fails.
+    Raises Refused, Corrupt among it only where nothing of it is being deleted meanwhile; OSError where the storage
+    fails or does not tell.
     """
     names = storage.list(directory)
     if BAD in names:
-        raise Refused(f"quarantined: {storage.read(f'{directory}/{BAD}').decode(errors='replace').strip()}")
+        raise Refused(f"quarantined: {documents.line(storage.read(f'{directory}/{BAD}', 0, _NOTE))}")
     if manifests.NAME not in names:
         raise Refused(f"incomplete, or not a checkpoint: it has no {manifests.NAME}")
-    manifest = Manifest.decode(bytes(storage.read(f"{directory}/{manifests.NAME}")))
+    if names[manifests.NAME] > manifests.LARGEST:
+        raise Corrupt(f"{manifests.NAME} has {names[manifests.NAME]} bytes, more than any that is written")
+    manifest = Manifest.decode(bytes(storage.read(f"{directory}/{manifests.NAME}", 0, manifests.LARGEST + 1)))
     try:
         _check(storage, directory, manifest)
+        _check_step(directory, manifest.meta.step)
     except Refused as error:
+        if manifests.NAME not in storage.list(directory):  # it goes first
+            raise Refused("it was deleted while it was read") from None
         raise Corrupt(str(error)) from None
     return manifest
 
@@ -100,12 +114,19 @@ def verify(storage: Storage, directory: str) -> Manifest:
     return manifest
 
 
+def _check_step(directory: str, step: int) -> None:
+    if (named := re.fullmatch(_DIRECTORY, directory)) and int(named[1]) != step:
+        raise Refused(f"{manifests.NAME} is of step {step}, its directory of another")
+
+
 def _check(storage: Storage, directory: str, manifest: Manifest) -> None:
     if faults := manifest.faults():
         raise Refused(faults[0] + (f", and {len(faults) - 1} more" if faults[1:] else ""))
     there = storage.list(directory)
     for name, size in manifest.files.items():
         if there.get(name) != size:
+            if there.get(name) == UNKNOWN:
+                raise OSError(f"{directory}/{name} cannot be looked at")
             raise Refused(
                 f"{name} has {there[name]} bytes instead of {size}" if name in there else f"{name} is missing"
             )
@@ -129,12 +150,12 @@ class Found:
     sound: tuple[str, ...] = ()
 
 
-def find(storage: Storage, *, deep: bool = True) -> Found:
-    """The newest checkpoint that holds what was written into it; corrupt ones that are newer are quarantined.
+def find(storage: Storage, *, deep: bool = True, mark: bool = True) -> Found:
+    """Find the newest checkpoint that holds what was written into it; corrupt ones that are newer are quarantined.
 
-    `deep`: every byte is read and verified now; else that is left to `restore`, which verifies what it reads. One that
-    is incomplete, of a newer format or cannot be read today is passed over and not marked. Raises OSError where the
-    storage cannot be listed.
+    `deep`: every byte is read and verified now; else that is left to `restore`, which verifies what it reads. `mark`:
+    whether they are, which is up to the driver that holds the storage. One that is incomplete, of a newer format or
+    cannot be read today is passed over and not marked. Raises OSError where the storage cannot be listed.
     """
     refused: list[tuple[str, str]] = []
     sound: list[str] = []
@@ -145,8 +166,9 @@ def find(storage: Storage, *, deep: bool = True) -> Found:
             return Found(directory, manifest, tuple(refused), tuple(sound))
         except Corrupt as error:
             refused.append((directory, str(error)))
-            with suppress(OSError):  # a storage that one can only read
-                quarantine(storage, directory, str(error))
+            if mark:
+                with suppress(OSError):  # a storage that one can only read
+                    quarantine(storage, directory, str(error))
         except (Refused, OSError) as error:
             refused.append((directory, str(error)))
             sound += [directory] if isinstance(error, Newer | OSError) else []
@@ -163,10 +185,11 @@ def superseded(complete: Sequence[Attempt], last: int, every: int) -> list[Attem
 
 
 def prune(storage: Storage, last: int, every: int = 0) -> list[str]:
-    """Deletes superseded checkpoints and what is left of attempts that never became one; returns their names.
+    """Delete superseded checkpoints and what is left of attempts that never became one; return their names.
 
     A checkpoint counts as complete if `load` takes it, so damage found without reading all never costs a good one.
-    Quarantined ones, and attempts newer than the newest complete one, which may be under way, stay.
+    Quarantined ones, and attempts newer than the newest complete one, which may be under way, stay. Raises OSError
+    where one of them cannot be looked at: then nothing is deleted, for that one may be what the others are kept for.
     """
     complete, torn = [], []
     for attempt in attempts(storage):
@@ -179,7 +202,7 @@ def prune(storage: Storage, last: int, every: int = 0) -> list[str]:
         try:
             load(storage, attempt.directory)
             complete.append(attempt)
-        except (Refused, OSError):
+        except Refused:
             continue
     old = [a for a in torn if complete and a < complete[0]] + superseded(complete, last, every)
     for attempt in old:

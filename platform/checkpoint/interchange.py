@@ -6,27 +6,30 @@ import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
+from platform import documents, schema
 from platform.checkpoint.box import Box
 from platform.checkpoint.catalogue import begin, commit
 from platform.checkpoint.image import Image
-from platform.checkpoint.manifest import Manifest, Meta, Refused
+from platform.checkpoint.manifest import LARGEST, VALUES, Bytes, Manifest, Meta, Name, Refused
 from platform.checkpoint.reshard import read_tensor
 from platform.checkpoint.state import DTYPES, Block, Held, shares
 from platform.checkpoint.storage import Local, Storage, connect
+from platform.schema import Malformed, Many, Span
 
 META = "elastic_platform_meta"  # where the other formats keep ours
 SAFETENSORS = {
     "float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16", "int64": "I64", "int32": "I32",
     "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
+HEADER = 100_000_000  # bytes of a safetensors header, by its own definition
 _FROM_SAFETENSORS = {short: name for name, short in SAFETENSORS.items()}
 
 Tensors = Iterable[tuple[str, Tensor]]
@@ -59,22 +62,50 @@ def import_safetensors(source: str) -> tuple[Meta | None, Tensors]:
     """What such a file holds; its tensors are read as they are iterated over."""
     folder, file = _split(source)
     length = int.from_bytes(folder.read(file, 0, 8), "little")
-    if 8 + length > folder.list("")[file]:
-        raise ValueError(f"a header of {length} bytes is longer than the file")
-    header = json.loads(folder.read(file, 8, 8 + length))
-    meta = header.pop("__metadata__", {}).get(META)
+    size = folder.list("")[file]
+    if 8 + length > size:
+        raise Malformed(f"a header of {length} bytes is longer than the file")
+    header = documents.from_json(folder.read(file, 8, 8 + min(length, HEADER + 1)), HEADER, VALUES)
+    if type(header) is not dict or type(metadata := header.pop("__metadata__", {})) is not dict:
+        raise Malformed("its header is no map")
+    if type(meta := metadata.get(META, "")) is not str:
+        raise Malformed("is no text", META)
+    described: dict[str, _Foreign] = schema.read(dict[Name, _Foreign], header)
+    for name, t in described.items():
+        t.check(name, size - 8 - length)
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        for name, t in header.items():
-            if t["dtype"] not in _FROM_SAFETENSORS:
-                raise Refused(f"{name}: type {t['dtype']} is not one of {', '.join(_FROM_SAFETENSORS)}")
-            start, end = (8 + length + o for o in t["data_offsets"])
+        for name, t in described.items():
+            start, end = (8 + length + o for o in t.data_offsets)
             data = bytearray(folder.read(file, start, end))
-            dtype = DTYPES[_FROM_SAFETENSORS[t["dtype"]]]
+            dtype = DTYPES[_FROM_SAFETENSORS[t.dtype]]
             flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
-            yield name, flat.view(t["shape"])
+            yield name, flat.view(t.shape)
 
-    return meta and Meta(**json.loads(meta)), tensors()
+    return _meta(meta.encode()) if meta else None, tensors()
+
+
+@dataclass(frozen=True)
+class _Foreign:
+    """A tensor as the header of a safetensors file has it."""
+
+    dtype: str
+    shape: Annotated[tuple[Annotated[int, Span(0, 1 << 48)], ...], Many(0, 16)]
+    data_offsets: tuple[Bytes, Bytes]
+
+    def check(self, name: str, there: int) -> None:
+        """Raise Refused for a type that we do not have, Malformed for bytes that are not the tensor's among `there`."""
+        if self.dtype not in _FROM_SAFETENSORS:
+            raise Refused(f"{name}: type {schema.shown(self.dtype)} is not one of {', '.join(_FROM_SAFETENSORS)}")
+        start, end = self.data_offsets
+        size = prod(self.shape) * DTYPES[_FROM_SAFETENSORS[self.dtype]].itemsize
+        if end - start != size or end > there:
+            raise Malformed(f"{size} bytes do not lie from {start} to {end} of {there}", name)
+
+
+def _meta(raw: bytes) -> Meta:
+    meta: Meta = schema.read(Meta, documents.from_json(raw, LARGEST, VALUES))
+    return meta
 
 
 def export_dcp(storage: Storage, directory: str, manifest: Manifest, target: str, names: list[str]) -> None:
@@ -112,7 +143,7 @@ def import_dcp(source: str) -> tuple[Meta | None, Tensors]:
         return state[name]
 
     names = [n for n, found in described.items() if hasattr(found, "size") and n != META]
-    meta = Meta(**json.loads(bytes(tensor(META).tolist()))) if META in described else None
+    meta = _meta(bytes(tensor(META).tolist())) if META in described else None
     return meta, ((name, tensor(name)) for name in names)
 
 

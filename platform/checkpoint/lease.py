@@ -12,9 +12,11 @@ import re
 import secrets
 from contextlib import suppress
 
+from platform import documents
 from platform.checkpoint.storage import Storage
 
-_NAME = r"lease-(\d{6,})-([0-9a-f]{8})"
+_NAME = r"lease-([0-9]{6,18})-([0-9a-f]{8})"
+_NOTE = 4096  # bytes of one: who holds it
 
 
 class Superseded(Exception):
@@ -33,9 +35,12 @@ class Lease:
         older = _found(storage)
         epoch = max((int(match[1]) for match in older), default=0) + 1
         name = f"lease-{epoch:06d}-{secrets.token_hex(4)}"
+        if not re.fullmatch(_NAME, name):
+            raise OSError(f"{storage.url}: no lease is above {max(m[0] for m in older)}, which no driver wrote")
         storage.write(name, [memoryview(f"{owner}\n".encode())])
         for match in older:
             with suppress(OSError):
+                storage.read(match[0], 0, _NOTE)  # what is no file is no lease, and not ours to delete
                 storage.delete(match[0])
         return cls(storage, name, epoch)
 
@@ -48,9 +53,10 @@ class Lease:
 
     def _owner(self, name: str) -> str:
         with suppress(OSError):
-            return f"{self._storage.read(name).decode(errors='replace').strip()} ({name})"
+            return f"{documents.line(self._storage.read(name, 0, _NOTE))} ({name})"
         return name
 
 
 def _found(storage: Storage) -> list[re.Match[str]]:
-    return [match for name in storage.list("") if (match := re.fullmatch(_NAME, name))]
+    found = (re.fullmatch(_NAME, name) for name in storage.list(""))
+    return [match for match in found if match and match[1] == f"{int(match[1]):06d}"]

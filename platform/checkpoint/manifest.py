@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+from platform import documents, schema
 from platform.checkpoint.box import Box, gaps
-from platform.checkpoint.state import DTYPES
+from platform.checkpoint.state import DTYPES, PIECE
+from platform.schema import Known, Malformed, Many, OneOf, Span, Text
 
 KIND = "elastic-platform checkpoint"
 FORMAT = 1  # tests/checkpoint/format_1 holds a checkpoint of it: every later version reads every earlier one
 NAME = "manifest.json"
+LARGEST = 256 << 20  # bytes of a manifest: about two million blocks, 30 TB
+VALUES = 1 << 25  # in it
+
+Count = Annotated[int, Span(0, 10**18)]
+Bytes = Annotated[int, Span(0, 1 << 60)]
+File = Annotated[str, Text(r"[A-Za-z0-9_-]{1,200}\.bin", "the name of a block file")]  # no other leads out of there
+Name = Annotated[str, Text(r"[^\x00-\x1f\x7f-\x9f]{1,1000}", "a name")]
+Shape = Annotated[tuple[Annotated[int, Span(1, 1 << 48)], ...], Many(0, 16)]
+PLAN = Known((("mesh", dict[Name, Annotated[int, Span(1, 1 << 31)]]), ("scheme", str)))  # what is read of it
 
 
 class Refused(Exception):
@@ -34,13 +44,13 @@ class Newer(Refused):
 class Meta:
     """What a checkpoint knows beside its tensors: plain JSON data, without NaN or infinities."""
 
-    step: int  # updates done
-    samples: int  # of the global order, consumed: the data position
-    seed: int
+    step: Annotated[int, Span(0, 10**15)]  # updates done
+    samples: Count  # of the global order, consumed: the data position
+    seed: Annotated[int, Span(0, schema.LARGEST)]
     corpus: str  # hash of the tokenised corpus
     identity: dict[str, Any]  # of the run: platform.config.identity
     configuration: str  # hash of the whole configuration
-    plan: dict[str, Any]  # Plan.to_dict
+    plan: Annotated[dict[str, Any], PLAN]  # Plan.to_dict
     values: dict[str, Any] = field(default_factory=dict)  # state that is not a tensor: loss scale, counters
     versions: dict[str, str] = field(default_factory=dict)  # library -> version
 
@@ -49,9 +59,9 @@ class Stored(NamedTuple):
     """A block in a file: its bytes are [at, at + size) of the file, row-major and little-endian."""
 
     box: Box
-    file: str
-    at: int
-    sha256: str
+    file: File
+    at: Bytes
+    sha256: Annotated[str, Text(r"[0-9a-f]{64}", "a SHA-256")]
 
 
 @dataclass(frozen=True)
@@ -95,10 +105,13 @@ class Manifest:
         return cls(meta, files, tensors)
 
     def faults(self) -> list[str]:
-        """What is impossible in it, one line each: holes, overlaps, bytes of a file in no block or in two."""
+        """Find what is impossible in it, one line each: holes, overlaps, bytes of a file in no block or in two, and
+        blocks that are larger than any that is written, which reading would want to hold as a whole."""
         lines = [
             f"{name}: {line}" for name, t in self.tensors.items() for line in gaps(t.shape, [b.box for b in t.blocks])
         ]
+        largest = {name: max(map(t.nbytes, t.blocks), default=0) for name, t in self.tensors.items()}
+        lines += [f"{name}: a block of {size} bytes is too large" for name, size in largest.items() if size > 2 * PIECE]
         spans: dict[str, list[tuple[int, int]]] = {name: [] for name in self.files}
         for t in self.tensors.values():
             for b in t.blocks:
@@ -128,14 +141,18 @@ class Manifest:
         if raw != body + _seal(body):
             raise Corrupt(f"{NAME} is torn or damaged: its SHA-256 does not hold")
         try:
-            found = json.loads(raw)
-            if found["kind"] != KIND:
+            found = documents.from_json(raw, LARGEST, VALUES)
+            if type(found) is not dict or found.get("kind") != KIND:
                 raise Refused(f"{NAME} is not of this platform")
-            if found["format"] > FORMAT:
-                raise Newer(f"format {found['format']} is newer than {FORMAT}, the newest that this version reads")
-            return cls(Meta(**found["meta"]), _files(found["files"]), dict(map(_tensor, found["tensors"])))
-        except (KeyError, TypeError, ValueError) as error:
-            raise Corrupt(f"{NAME} is malformed: {type(error).__name__}: {error}") from None
+            if type(there := found.get("format")) is int and there > FORMAT:
+                raise Newer(f"format {schema.shown(there)} is newer than {FORMAT}, the newest that this version reads")
+            document: _Document = schema.read(_Document, found)
+            tensors = {t.name: StoredTensor(t.dtype, t.shape, t.blocks) for t in document.tensors}
+            if len(tensors) < len(document.tensors):
+                raise Malformed("two tensors of one name")
+            return cls(document.meta, document.files, tensors)
+        except Malformed as error:
+            raise Corrupt(f"{NAME} is malformed: {error}") from None
 
 
 def _json(value: Any) -> str:
@@ -147,17 +164,26 @@ def _seal(body: bytes) -> bytes:
     return f'"sha256": "{hashlib.sha256(body).hexdigest()}"}}\n'.encode()
 
 
-def _files(found: dict[str, int]) -> dict[str, int]:
-    if strange := [name for name in found if not re.fullmatch(r"[\w-]+\.bin", name)]:
-        raise ValueError(f"{strange[0]!r} is not the name of a block file")  # it could lead out of the directory
-    return found
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor as the document has it."""
+
+    name: Name
+    dtype: Annotated[str, OneOf(tuple(DTYPES), "type")]
+    shape: Shape
+    blocks: tuple[Stored, ...]
 
 
-def _tensor(found: Mapping[str, Any]) -> tuple[str, StoredTensor]:
-    if found["dtype"] not in DTYPES:
-        raise ValueError(f"{found['name']}: unknown type {found['dtype']!r}")
-    blocks = (Stored(Box(*map(tuple, box)), file, at, sha256) for box, file, at, sha256 in found["blocks"])
-    return found["name"], StoredTensor(found["dtype"], tuple(found["shape"]), tuple(blocks))
+@dataclass(frozen=True)
+class _Document:
+    """The whole of it."""
+
+    kind: str
+    format: Annotated[int, OneOf((FORMAT,), "format")]
+    meta: Meta
+    files: dict[File, Bytes]
+    tensors: list[_Tensor]
+    sha256: str
 
 
 def check_against(manifest: Manifest, tensors: Mapping[str, Sequence[int]]) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from platform.checkpoint.box import Box
 from platform.checkpoint.image import THREADS
-from platform.checkpoint.manifest import Corrupt, Manifest, Stored, StoredTensor
+from platform.checkpoint.manifest import NAME, Corrupt, Manifest, Refused, Stored, StoredTensor
 from platform.checkpoint.state import PIECE
 from platform.checkpoint.storage import Storage
 
@@ -79,6 +79,8 @@ def _read(storage: Storage, directory: str, run: Sequence[Unit]) -> list[memoryv
     try:
         data = memoryview(storage.read(f"{directory}/{file}", start, run[-1].end))
     except FileNotFoundError:
+        if NAME not in storage.list(directory):
+            raise Refused("it was deleted while it was read") from None
         raise Corrupt(f"{file} is missing") from None
     out = [data[u.at - start : u.end - start] for u in run]
     for unit, part in zip(run, out, strict=True):

@@ -11,8 +11,11 @@ from typing import Any, Protocol
 
 import fsspec
 
+from platform import documents
 from platform.config import ConfigError, violation
 from platform.redaction import bare, learn_urls
+
+UNKNOWN = -1  # bytes of what is there and cannot be looked at: a link to nothing, somebody else's
 
 
 class Storage(Protocol):
@@ -27,7 +30,8 @@ class Storage(Protocol):
         """Bytes [start, end), by default to the end; fewer where the file is shorter."""
 
     def list(self, path: str) -> dict[str, int]:
-        """Name -> bytes of what is in a directory (any number for a directory in it); {} where there is none."""
+        """Map the names in a directory to bytes (any number for a directory in it, UNKNOWN where nothing is known);
+        {} where there is no such directory. All that is there is listed, else OSError is raised."""
 
     def delete(self, path: str) -> None:
         """Removes a file, or a directory with all that is in it; nothing where there is none."""
@@ -75,7 +79,7 @@ class Local:
             raise
 
     def read(self, path: str, start: int = 0, end: int | None = None) -> bytearray:
-        with open(self.root / path, "rb", buffering=0) as file:
+        with documents.opened(self.root / path) as file:
             there = os.fstat(file.fileno()).st_size
             data = bytearray(max(0, min(there, there if end is None else end) - start))
             file.seek(start)
@@ -85,11 +89,15 @@ class Local:
         return data if got == len(data) else data[:got]
 
     def list(self, path: str) -> dict[str, int]:
+        place = self.root / path
         try:
-            with os.scandir(self.root / path) as entries:
-                return {entry.name: entry.stat().st_size for entry in entries}
-        except (FileNotFoundError, NotADirectoryError):
+            with os.scandir(place) as entries:
+                found = {entry.name: _size(entry) for entry in entries}
+        except FileNotFoundError:
+            if os.path.lexists(place):  # a link to nothing hides what is meant, which is not to hold nothing
+                raise
             return {}
+        return {name: size for name, size in found.items() if size is not None}
 
     def delete(self, path: str) -> None:
         target = self.root / path
@@ -101,6 +109,19 @@ class Local:
             else:
                 os.unlink(target)
             _synchronise(target.parent)
+
+
+def _size(entry: os.DirEntry[str]) -> int | None:
+    """Return the bytes of an entry, UNKNOWN where it does not tell, None where it has been deleted meanwhile."""
+    with suppress(OSError):
+        return entry.stat().st_size
+    try:
+        entry.stat(follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    except OSError:
+        pass
+    return UNKNOWN
 
 
 def _make_directory(path: Path) -> None:
@@ -170,12 +191,17 @@ class Remote:
                 entries: Any = self._system.ls(here, detail=True, refresh=True)
             except FileNotFoundError:
                 return {}
-        found = {str(e["name"]).rstrip("/"): e["size"] or 0 for e in entries}
+        found = {str(e["name"]).rstrip("/"): _bytes(e) for e in entries}
         return {name.rpartition("/")[2]: size for name, size in found.items() if name.strip("/") != here.strip("/")}
 
     def delete(self, path: str) -> None:
         with _translated(self.url), suppress(FileNotFoundError):
             self._system.rm(self._path(path), recursive=True)
+
+
+def _bytes(entry: dict[str, Any]) -> int:
+    size = entry.get("size")
+    return size if isinstance(size, int) else 0 if entry.get("type") == "directory" else UNKNOWN
 
 
 @contextmanager

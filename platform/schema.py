@@ -1,0 +1,303 @@
+"""Plain data that somebody else may have written, read against a shape that is declared as types, with bounds.
+
+The shape is a dataclass (a map), a NamedTuple (a list of as many) or a type such as `dict[str, list[int]]`; what is
+bounded further is `Annotated[int, Span(1, 9)]`. Whatever is of another shape is `Malformed`: where, and why, in a line.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import MISSING, Field, fields, is_dataclass
+from functools import cache
+from math import isnan
+from types import NoneType, UnionType
+from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+Reader = Callable[[Any], Any]
+
+LARGEST = 1 << 64  # of an integer without a Span
+LONGEST = 1 << 20  # characters of a string without a Text
+DEEPEST = 32  # maps and lists in each other, where any data may stand
+_SHOWN = 60  # characters of a value in a message
+
+
+class Malformed(ValueError):
+    """Data of another shape than declared. Its text is one line of printable ASCII: the place, and the reason."""
+
+    def __init__(self, reason: str, place: str = ""):
+        super().__init__(f"{place}: {reason}" if place else reason)
+        self.reason, self.place = reason, place
+
+    def within(self, key: str | int) -> Malformed:
+        """Return the same mistake, seen from the map or list that holds it at `key`."""
+        first = f"[{key}]" if isinstance(key, int) else shown(key).strip("'")
+        between = "." if self.place and not self.place.startswith("[") else ""
+        return Malformed(self.reason, f"{first}{between}{self.place}")
+
+
+class Span(NamedTuple):
+    """Bound a number, both ends included."""
+
+    least: float
+    most: float
+
+    def check(self, value: Any) -> None:
+        """Raise Malformed outside of it; NaN is."""
+        if not self.least <= value <= self.most:
+            raise Malformed(f"{shown(value)} is not in {self.least} to {self.most}")
+
+
+class Text(NamedTuple):
+    """Bound a string: what it matches as a whole."""
+
+    pattern: str
+    what: str  # for people
+
+    def check(self, value: str) -> None:
+        """Raise Malformed for any other."""
+        if not re.fullmatch(self.pattern, value):
+            raise Malformed(f"{shown(value)} is not {self.what}")
+
+
+class OneOf(NamedTuple):
+    """Bound a value: one of these."""
+
+    values: tuple[Any, ...]
+    what: str
+
+    def check(self, value: Any) -> None:
+        """Raise Malformed for any other."""
+        if value not in self.values:
+            raise Malformed(f"unknown {self.what} {shown(value)}")
+
+
+class Many(NamedTuple):
+    """Bound how many entries a list or map has."""
+
+    least: int
+    most: int
+
+    def check(self, value: Any) -> None:
+        """Raise Malformed for more or fewer."""
+        if not self.least <= len(value) <= self.most:
+            raise Malformed(f"has {len(value)} entries, not {self.least} to {self.most}")
+
+
+class Known(NamedTuple):
+    """Bound some keys of a map that may have others: their kinds, and those that it must have."""
+
+    kinds: tuple[tuple[str, Any], ...]
+    needed: tuple[str, ...] = ()
+
+    def check(self, value: dict[str, Any]) -> None:
+        """Raise Malformed where one is missing or of another kind."""
+        for key in self.needed:
+            if key not in value:
+                raise Malformed(f"lacks {key}")
+        for key, kind in self.kinds:
+            if key in value:
+                try:
+                    reader(kind)(value[key])
+                except Malformed as error:
+                    raise error.within(key) from None
+
+
+def read(kind: Any, value: Any) -> Any:
+    """Return `value` as a `kind`. Raises Malformed."""
+    return reader(kind)(value)
+
+
+def shown(value: Any) -> str:
+    """Return a value for a message: one line of printable ASCII, never long."""
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, str):
+        return ascii(value if len(value) <= _SHOWN else f"{value[:_SHOWN]}...")
+    return ascii(value) if isinstance(value, bool | int | float | None) else type(value).__name__
+
+
+@cache
+def reader(kind: Any) -> Reader:
+    """Return what reads a `kind`, made once."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind in _PLAIN:
+        return _PLAIN[kind]
+    if origin is Annotated:
+        return _bounded(*arguments)
+    if origin in (Union, UnionType):
+        return _either(arguments)
+    if origin is dict:
+        return _map(*arguments)
+    if origin is list:
+        return _many(arguments[0], list)
+    if origin is tuple:
+        return _many(arguments[0], tuple) if arguments[1:] == (...,) else _row(tuple, dict(enumerate(arguments)))
+    if is_dataclass(kind):
+        return _record(kind)
+    assert issubclass(kind, tuple), f"no reader of {kind}"
+    return _row(kind._make, get_type_hints(kind, include_extras=True))
+
+
+def _number(value: Any) -> float:
+    if type(value) is int and abs(value) <= LARGEST or type(value) is float and not isnan(value):
+        return float(value)
+    raise Malformed(f"{shown(value)} is no number")
+
+
+def _integer(value: Any) -> int:
+    if type(value) is not int or abs(value) > LARGEST:
+        raise Malformed(f"{shown(value)} is no integer" + (" of 64 bits" if type(value) is int else ""))
+    return value
+
+
+def _string(value: Any) -> str:
+    if type(value) is not str:
+        raise Malformed(f"{shown(value)} is no text")
+    if len(value) > LONGEST:
+        raise Malformed(f"a text of {len(value)} characters is too long")
+    if not value.isascii() and re.search("[\ud800-\udfff]", value):
+        raise Malformed(f"{shown(value)} has half a surrogate pair")
+    return value
+
+
+def _bool(value: Any) -> bool:
+    if type(value) is not bool:
+        raise Malformed(f"{shown(value)} is neither true nor false")
+    return value
+
+
+def _none(value: Any) -> None:
+    if value is not None:
+        raise Malformed(f"{shown(value)} is not null")
+
+
+def _any(value: Any, depth: int = 0) -> Any:
+    """Maps with texts as keys, lists, texts, numbers, booleans and null."""
+    kind = type(value)
+    if kind in (dict, list) and depth == DEEPEST:
+        raise Malformed(f"more than {DEEPEST} maps and lists in each other")
+    key: Any = 0
+    try:
+        if kind is dict:
+            for key, item in value.items():
+                _string(key)
+                _any(item, depth + 1)
+        elif kind is list:
+            for key, item in enumerate(value):  # noqa: B007  the place, if it fails
+                _any(item, depth + 1)
+    except Malformed as error:
+        raise error.within(key) from None
+    if kind in (int, str):
+        _PLAIN[kind](value)
+    elif kind not in (dict, list, float, bool, NoneType):
+        raise Malformed(f"a {kind.__name__} is no plain data")
+    return value
+
+
+_PLAIN: dict[Any, Reader] = {int: _integer, float: _number, str: _string, bool: _bool, NoneType: _none, Any: _any}
+
+
+def _bounded(base: Any, *bounds: Any) -> Reader:
+    inner = reader(base)
+
+    def read_bounded(value: Any) -> Any:
+        value = inner(value)
+        for bound in bounds:
+            bound.check(value)
+        return value
+
+    return read_bounded
+
+
+def _either(kinds: tuple[Any, ...]) -> Reader:
+    readers = [reader(kind) for kind in kinds]
+
+    def read_either(value: Any) -> Any:
+        reasons = []
+        for one in readers:
+            try:
+                return one(value)
+            except Malformed as error:
+                reasons.append(error.reason)
+        raise Malformed(reasons[0])
+
+    return read_either
+
+
+def _map(key: Any, item: Any) -> Reader:
+    read_key, read_item = reader(key), reader(item)
+
+    def read_map(value: Any) -> dict[Any, Any]:
+        if type(value) is not dict:
+            raise Malformed(f"{shown(value)} is no map")
+        name: Any = ""
+        try:
+            return {read_key(name := k): read_item(v) for k, v in value.items()}
+        except Malformed as error:
+            raise error.within(name if isinstance(name, str) else shown(name)) from None
+
+    return read_map
+
+
+def _many(item: Any, kind: type) -> Reader:
+    read_item = reader(item)
+
+    def read_many(value: Any) -> Any:
+        if type(value) is not list:
+            raise Malformed(f"{shown(value)} is no list")
+        found: list[Any] = []
+        try:
+            for each in value:
+                found.append(read_item(each))
+        except Malformed as error:
+            raise error.within(len(found)) from None
+        return kind(found)
+
+    return read_many
+
+
+def _row(made: Callable[[list[Any]], Any], hints: dict[Any, Any]) -> Reader:
+    """A tuple or NamedTuple, from a list of as many."""
+    names, readers = list(hints), [reader(hint) for hint in hints.values()]
+
+    def read_row(value: Any) -> Any:
+        if type(value) is not list or len(value) != len(names):
+            raise Malformed(f"{shown(value)} is no list of {len(names)}")
+        found: list[Any] = []
+        try:
+            for one, each in zip(readers, value, strict=True):
+                found.append(one(each))
+        except Malformed as error:
+            raise error.within(names[len(found)]) from None
+        return made(found)
+
+    return read_row
+
+
+def _record(kind: Any) -> Reader:
+    """A dataclass, from a map of its fields."""
+    hints = get_type_hints(kind, include_extras=True)
+    readers = {field.name: reader(hints[field.name]) for field in fields(kind)}
+    needed = [field.name for field in fields(kind) if _needed(field)]
+
+    def read_record(value: Any) -> Any:
+        if type(value) is not dict:
+            raise Malformed(f"{shown(value)} is no map")
+        if unknown := [key for key in value if key not in readers]:
+            raise Malformed("unknown key").within(unknown[0] if isinstance(unknown[0], str) else shown(unknown[0]))
+        if missing := [name for name in needed if name not in value]:
+            raise Malformed(f"lacks {missing[0]}")
+        found, name = {}, ""
+        try:
+            for name, item in value.items():
+                found[name] = readers[name](item)
+        except Malformed as error:
+            raise error.within(name) from None
+        return kind(**found)
+
+    return read_record
+
+
+def _needed(field: Field[Any]) -> bool:
+    return field.default is MISSING and field.default_factory is MISSING
