@@ -10,13 +10,15 @@ from platform.train import weights
 from tests.fuzz import plans
 from tests.fuzz.runner import run
 
-SEED, COUNT = 0, 130
+SEED, COUNT, HALF = 0, 130, 65
 PARTS, EACH = 20, 250  # one part stays within the time limit of a test
 
 
-def test_plans_of_a_fixed_seed(record_count):
-    outcome = run(plans, SEED, COUNT)
-    record_count("random plans (threads)", sum(outcome.counts.values()), COUNT + PARTS * EACH)
+@pytest.mark.parametrize("seed", range(SEED, SEED + COUNT, HALF))
+def test_plans_of_a_fixed_seed(seed, record_count):
+    outcome = run(plans, seed, HALF)
+    name = f"random plans of seeds {seed} to {seed + HALF - 1} (threads)"
+    record_count(name, sum(outcome.counts.values()), HALF, f"`make test-all` runs {PARTS * EACH:,} more")
 
 
 def test_negative_control_kept_slices(monkeypatch):
