@@ -108,6 +108,7 @@ BOUNDS: dict[str, str] = {
     "checkpoint.keep": ">= 1",
     "checkpoint.keep_every": ">= 0",
     "train.spike": ">= 0",
+    "train.verify_every": ">= 0",
     "run.time_margin": ">= 0",
     "elastic.min_workers": ">= 0",
     "elastic.max_workers": ">= 0",
@@ -249,8 +250,15 @@ def _elastic(config: Config) -> Iterator[str]:
             yield violation("elastic.faults", fault, f"must be STEP:KIND:RANK[:SECTION], KIND {kinds}", [example])
 
 
-FAULT_KINDS = ("kill", "stop", "raise", "lock", "gil", "nan")
+FAULT_KINDS = ("kill", "stop", "raise", "lock", "gil", "nan", "flip")
 FAULT = re.compile(rf"(?P<step>\d+):(?P<kind>{'|'.join(FAULT_KINDS)}):(?P<rank>\d+)(?::(?P<section>\w+))?")
+
+
+def _verify(config: Config) -> Iterator[str]:
+    every = config.train.verify_every
+    if every and config.parallel.zero == 3:
+        constraint = "parallel.zero=3 keeps each weight once: there are no replicas to compare"
+        yield violation("train.verify_every", every, constraint, [0])
 
 
 def _optimizer(config: Config) -> Iterator[str]:
@@ -358,6 +366,7 @@ RELATIONS: tuple[tuple[set[str], Callable[[Config], Iterator[str]]], ...] = (  #
     ({"train.steps", "train.stop_at"}, _stop),
     ({"run.time_limit"}, _time_limit),
     ({"elastic.min_workers", "elastic.max_workers"}, _elastic),
+    ({"train.verify_every", "parallel.zero"}, _verify),
     ({"optimizer.betas"}, _optimizer),
     ({"data.kind", "data.validation", "eval.every"}, _data),
     ({"data.kind", "data.objective", "model.kind", "model.length"}, _objective),

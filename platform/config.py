@@ -39,6 +39,7 @@ class Train:
     global_batch: int = 16  # sequences per update
     microbatch: int = 4  # sequences per microbatch and data-parallel replica
     spike: float = 0.0  # a loss above so many times the median of the last 32 is a spike; 0 = none is
+    verify_every: int = 0  # steps between comparisons of the replicas' weights and optimizer state; 0 = none
     on_spike: str = "rollback"  # a spike, or a loss or gradient that is not finite: rollback | skip | stop
 
 

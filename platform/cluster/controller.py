@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from math import inf
 from pathlib import Path
 from time import perf_counter
@@ -10,7 +11,7 @@ from typing import Any
 
 from platform.cluster.context import Run
 from platform.cluster.crew import Crew
-from platform.cluster.failures import GaveUp, Reform, WorkerFailed
+from platform.cluster.failures import Failure, GaveUp, Member, Reform, WorkerFailed
 from platform.cluster.forming import Former, Generation
 from platform.cluster.metrics import metrics_row
 from platform.cluster.outlook import Outlook
@@ -123,6 +124,7 @@ class Controller:
             limit, start = self._spikes.limit, perf_counter()
             reports = crew.call("step", step, limit, faults, within=self._deadline(generation))
             seconds, report = perf_counter() - start, reports[0]
+            self._agree(crew, generation, step, report)
             if not report["skipped"]:
                 return reports, seconds
             loss, norm = report["loss"], report["grad_norm"]
@@ -138,6 +140,33 @@ class Controller:
                 raise GaveUp(f"{why}, and train.on_spike=stop")
             self._monitor.say(f"{why}: it is done again")
         raise GaveUp(f"{why}, {self._config.elastic.attempts} times in a row")
+
+    def _agree(self, crew: Crew, generation: Generation, step: int, report: dict[str, Any]) -> None:
+        """Raise WorkerFailed naming the ranks whose state is not that of their replicas, from which it is restored: of
+        theirs nothing is used. Raises GaveUp where nobody can tell who is right. `Trainer.step` has updated nothing."""
+        if unknown := report.get("undecided"):
+            ranks, tensor = unknown[0]
+            names = " and ".join(generation.job.name(rank) for rank in ranks)
+            more = f" and {len(unknown) - 1} more" if unknown[1:] else ""
+            self._journal.event("undecided", step=step, tensors=[[ranks, tensor] for ranks, tensor in unknown])
+            why = "differ, and nothing tells who is right: their memory is damaged"
+            raise GaveUp(f"before step {step} was done, {tensor}{more} of {names} {why}")
+        damaged: dict[int, list[str]] = {}
+        for rank, tensor in report.get("damaged", ()):
+            damaged.setdefault(rank, []).append(tensor)
+        if not damaged:
+            return
+        self._former.held.distrust(generation.number, [generation.seats[rank] for rank in damaged])
+        self._journal.event("damaged", step=step, ranks=[[rank, tensors] for rank, tensors in damaged.items()])
+        raise WorkerFailed([self._damage(crew, generation, step, *item) for item in damaged.items()])
+
+    @staticmethod
+    def _damage(crew: Crew, generation: Generation, step: int, rank: int, tensors: Sequence[str]) -> Failure:
+        number, job = generation.seats[rank], generation.job
+        more = f" and {len(tensors) - 1} more" if tensors[1:] else ""
+        cause = f"its {tensors[0]}{more} is not what its replicas hold"
+        member = crew.members.get(number, Member(number, "", 0))
+        return Failure(member, "damaged", f"step({step})", cause, rank, job.name(rank), job.coordinates[rank])
 
     def _deadline(self, generation: Generation) -> float:
         """Seconds for a step, then somebody in it hangs. Another generation's steps took another time."""

@@ -22,7 +22,7 @@ class Failure:
     """How a call ended on one member. `rank` None: it had none, as a spare or at its start."""
 
     member: Member
-    kind: str  # died | failed | hung
+    kind: str  # died | failed | hung | damaged
     method: str  # the call, as messages name it
     cause: str  # the traceback; or how the process ended, or where it hangs
     rank: int | None = None

@@ -13,6 +13,7 @@ from platform.cluster.context import Run
 from platform.cluster.crew import ByRank, Crew
 from platform.cluster.failures import GaveUp, Reform
 from platform.cluster.held import Held
+from platform.cluster.job import Job
 from platform.cluster.muster import Muster
 from platform.config import ConfigError
 from platform.monitor import Timeline
@@ -41,6 +42,7 @@ class Generation:
     step: int
     peak_flops: float | None
     timeline: Timeline | None
+    job: Job
 
     def __post_init__(self) -> None:
         self.size = len(self.seats)
@@ -94,7 +96,7 @@ class Former:
             names, stages = [job.name(rank) for rank in range(size)], [c["stage"] for c in job.coordinates]
             timeline = Timeline(schedule, [stage.step for stage in of_stage], names, stages)
         peak = dense_bf16_peak(built[0]["device"])
-        return Generation(number, plan, stage_of, seats, domains, config, step, peak, timeline)
+        return Generation(number, plan, stage_of, seats, domains, config, step, peak, timeline, job)
 
     def _seats(self, members: list[int], size: int) -> tuple[list[int], dict[str, Any] | None]:
         """The member at every rank, and the state in memory that they recover from: None where there is none that is

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from platform.train.report import Report
 from platform.train.state import State
 from platform.train.survivors import gathering, who_has
 from platform.train.trainer import Trainer
+from platform.train.verify import differing
 
 JOIN_SECONDS = 600.0  # for all ranks to be there; the driver ends it earlier, by taking the store away
 
@@ -150,14 +152,23 @@ class Worker:
         assert self.communicator
         self._forget_generations()
         mine = [fault for fault in map(Fault.parse, faults) if fault.rank == self.rank]
-        report = self.trainer.step(step, limit, next(iter(mine), None))
-        done = not report["skipped"] or self.config.train.on_spike == "skip"
+        verified = self.config.train.verify_every
+        verify = partial(self._verify, step) if verified and step % verified == 0 else None
+        report = self.trainer.step(step, limit, next(iter(mine), None), verify)
+        differ = "damaged" in report or "undecided" in report
+        done = not report["skipped"] or (self.config.train.on_spike == "skip" and not differ)
         if (every := self.config.elastic.snapshot_every) and step % every == 0 and done:
             report["seconds"]["checkpoint"] += (seconds := self._hold(step))
             report["step_seconds"] += seconds
         if self.communicator.log is not None:
             self._write_launches(self.communicator.log)
         return self.report.together(report)
+
+    def _verify(self, step: int) -> dict[str, Any]:
+        """Compare this rank's state with its replicas', see `differing`."""
+        memory = self.memories.get(self.generation)
+        before = memory.at(step - 1) if memory and step - 1 in memory.steps else None
+        return differing(self.trainer, self.state, before)
 
     def _forget_generations(self) -> None:
         """Once this one takes a step, all of its ranks have the state that it starts from."""
