@@ -16,6 +16,7 @@ SCRIPT = ROOT / "jobs" / "slurm" / "train.sbatch"
 OPTIONS = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(.+))?$", SCRIPT.read_text(), re.M))
 
 RECORD = '#!/bin/bash\nprintf "%s\\n" "$(printf "%q " "${0##*/}" "$@")" >>"$CALLS"\n'
+AGAIN = r"until\ \"\$@\"\;\ do\ sleep\ 10\;\ done"  # as %q has it
 AUTH = 'echo "auth=$RAY_AUTH_MODE/$RAY_AUTH_TOKEN" >>"$CALLS"\n'
 STANDINS = {
     "srun": RECORD + 'while [[ $1 == --* ]]; do shift; done\n"$@"\n',
@@ -79,7 +80,7 @@ def test_ray_starts_on_every_node_and_the_launcher_once(job: dict[str, str]) -> 
     )
     assert workers == (
         "srun --nodes=3 --ntasks=3 --exclude=node07 --kill-on-bad-exit=0 --no-kill --wait=0 "
-        f"ray start --address=10.0.0.1:6379 {resources}"
+        f"bash -c {AGAIN} - ray start --address=10.0.0.1:6379 {resources}"
     )
     [launch] = [call for call in called if call.startswith("python")]
     assert shlex.split(launch) == [
