@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from platform.cluster.commands import Command
 from platform.cluster.job import Job
 from platform.cluster.signals import StopSignals
 from platform.config import Config
@@ -29,3 +30,4 @@ class Run:
     signals: StopSignals
     checkpoints: Checkpoints
     directory: RunDirectory
+    command: Command
