@@ -26,6 +26,7 @@ from platform.config import (
 from platform.identity import wrong_allowances
 from platform.plan.layout import DIMS
 from platform.plan.scheme import GATHERED, REGIONS, RESERVED, SLICE_VIA
+from platform.tables import read_yaml, wrong_tables
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "precision": ("fp64", "fp32", "bf16"),
@@ -321,9 +322,7 @@ def _scheme(config: Config) -> Iterator[str]:
                 yield violation(f"tensor.axes.{name}", size, f"tensor={tensor.scheme} has no such axis", legal)
         if tensor.layout is not None:
             yield violation("tensor.layout", tensor.layout, "only for tensor=layout")
-    for name in _mentioned(tensor):
-        if name not in declared:
-            yield violation("tensor.order", tensor.order, f"the table names an axis {name}, which is not among them")
+    yield from wrong_tables(config, KNOWN_DIMS)
 
 
 def _branch(config: Config) -> Iterator[str]:
@@ -412,6 +411,9 @@ def parse_layout(layout: str | Mapping[str, Any], axes: Iterable[str]) -> tuple[
         for dim, names in rules[region].items():
             if dim not in KNOWN_DIMS:
                 lines.append(violation("tensor.layout", dim, "no such dim", closest(dim, KNOWN_DIMS)))
+            if len(set(names)) < len(names):
+                legal = [f"{dim}:{'+'.join(dict.fromkeys(names))}"]
+                lines.append(violation("tensor.layout", f"{dim}:{'+'.join(names)}", "an axis splits a dim once", legal))
             for name in (name for name in names if name not in known):
                 legal = closest(name, known) or ["tensor.axes.NAME=k makes one"]
                 lines.append(violation("tensor.layout", f"{dim}:{name}", "no such axis in tensor.axes", legal))
@@ -425,7 +427,7 @@ def _read_layout(layout: str | Mapping[str, Any]) -> Mapping[str, Any]:
         import yaml
 
         try:
-            layout = yaml.safe_load(layout)
+            layout = read_yaml(layout)
         except yaml.YAMLError as error:
             raise ConfigError(violation("tensor.layout", layout, f"not YAML ({str(error).splitlines()[0]})")) from None
     if not isinstance(layout, str):
@@ -434,6 +436,11 @@ def _read_layout(layout: str | Mapping[str, Any]) -> Mapping[str, Any]:
     if wrong := [word for word in words if not re.fullmatch(r"\w+:\w+(\+\w+)*", word)]:
         lines = [violation("tensor.layout", word, "must be dim:axis or dim:axis+axis") for word in wrong]
         raise ConfigError(lines)
+    dims = [word.partition(":")[0] for word in words]
+    if twice := [dim for dim in dict.fromkeys(dims) if dims.count(dim) > 1]:
+        axes = {dim: [a for d, _, a in (w.partition(":") for w in words) if d == dim] for dim in twice}
+        legal = {dim: [f"{dim}:{'+'.join(dict.fromkeys(found))}"] for dim, found in axes.items()}
+        raise ConfigError([violation("tensor.layout", dim, "is given twice", legal[dim]) for dim in twice])
     return dict(word.split(":") for word in words)
 
 

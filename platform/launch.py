@@ -26,6 +26,7 @@ from platform.run_name import default_directory
 if TYPE_CHECKING:
     from argparse import Namespace
 
+    from platform.cluster.commands import Command
     from platform.train.plan import Plan
 
 HERE = Path(__file__).resolve().parent
@@ -190,7 +191,7 @@ def _run(args: Namespace) -> int:
     for number, (arguments, config, plan) in enumerate(jobs, 1):
         if len(jobs) > 1:
             print(f"job {number} of {len(jobs)}: {' '.join(arguments)}", flush=True)
-        statuses.append(_train(config, plan, experiment=experiment_of(arguments) or ""))
+        statuses.append(_train(config, plan, command_of(arguments, args.config_dir)))
         if statuses[-1] == STOPPED:  # somebody wants this command to end
             break
     return max(statuses, key=SEVERITY.index)
@@ -236,16 +237,31 @@ def _workers(config: Config) -> int | None:
     return available_workers(config.cluster)
 
 
-def _train(config: Config, plan: Plan, experiment: str) -> int:
+def _train(config: Config, plan: Plan, command: Command) -> int:
     from platform.cluster import driver
 
     try:
-        return driver.run(config, plan, experiment=experiment)
+        return driver.run(config, plan, command=command)
     except ConfigError as error:
         return _refuse(error)
     except Exception:  # our mistake; the next job of a sweep may still do
         traceback.print_exc()
         return FAILED
+
+
+def command_of(arguments: Sequence[str], config_dir: str | None = None) -> Command:
+    """What was typed for one run, and which others would run."""
+    from platform.cluster.commands import Command
+    from platform.train.plan import make_plan
+
+    def workers(others: Sequence[str]) -> int:
+        try:
+            config = compose(others, config_dir)
+            return make_plan(config, _workers(config)).mesh.size
+        except ConfigError:
+            return 0
+
+    return Command(arguments, config_dir, workers)
 
 
 def _refuse(error: ConfigError) -> int:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from platform import launch
-from platform.arguments import rewrite, typed_values
+from platform.arguments import experiment_of, rewrite, typed_values
 from platform.checks import BOUNDS, CHOICES, NOT_BUILT, leaves, parse_layout, violations
 from platform.config import Branch, Config, ConfigError, Tensor
 from platform.identity import identity
@@ -36,8 +36,8 @@ def driver(monkeypatch, tmp_path):
     runs = []
     statuses = []
 
-    def run(config, plan, *, experiment):
-        runs.append((experiment, config))
+    def run(config, plan, *, command):
+        runs.append((experiment_of(command.arguments), config))
         status = statuses.pop(0) if statuses else 0
         if isinstance(status, Exception):
             raise status

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shlex
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -13,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from platform import data
 from platform.cluster import resources, torchrun
+from platform.cluster.commands import Command
 from platform.cluster.context import Run
 from platform.cluster.crew import open_crew
 from platform.cluster.failures import GaveUp, NoPlaces, WorkerFailed
@@ -31,8 +30,11 @@ if TYPE_CHECKING:
 DONE, FAILED, STOPPED = 0, 1, 75
 
 
-def run(config: Config, plan: Plan, *, experiment: str, worker: str = WORKER) -> int:
-    """Trains `config` under `plan` to its last step; returns the exit status (design.md, section 7).
+def run(
+    config: Config, plan: Plan, *, experiment: str = "", command: Command | None = None, worker: str = WORKER
+) -> int:
+    """Trains `config` under `plan` to its last step; returns the exit status (design.md, section 7). `command`: what
+    was typed for it, by default the experiment alone.
 
     Raises ConfigError for what the user has to mend, before any process is started. Under torchrun every process
     calls this, and only that of rank 0 drives.
@@ -41,13 +43,13 @@ def run(config: Config, plan: Plan, *, experiment: str, worker: str = WORKER) ->
         torchrun.follow(Path(config.run.dir))
         return DONE
     try:
-        return _run(config, plan, experiment, worker)
+        return _run(config, plan, command or Command([f"+experiment={experiment}"]), worker)
     finally:
         if torchrun.present():
             torchrun.dismiss()
 
 
-def _run(config: Config, plan: Plan, experiment: str, worker: str) -> int:
+def _run(config: Config, plan: Plan, command: Command, worker: str) -> int:
     directory = RunDirectory(config.run.dir)
     steps = config.train.stop_at or config.train.steps
     directory.check(config)
@@ -70,7 +72,7 @@ def _run(config: Config, plan: Plan, experiment: str, worker: str) -> int:
                 if places.saves(config):
                     check_writable(config)
                 changed = changes(there, meta, config, plan.mesh.axes)
-                status = _drive(config, plan, directory, secured, steps, worker, signals, found, changed)
+                status = _drive(config, plan, directory, secured, steps, worker, signals, found, changed, command)
     except NoPlaces as lack:
         print(f"{lack}; the same command tries again")
         return STOPPED
@@ -81,7 +83,8 @@ def _run(config: Config, plan: Plan, experiment: str, worker: str) -> int:
         print(f"run directory: {directory.path}")
         if steps < config.train.steps:
             print(f"ended after step {steps}, as train.stop_at says; without it the same command continues")
-        print(f"next: {_next_command(config, experiment)}")
+        if line := command.other_layout(config, plan.mesh.size):
+            print(f"next: {line}")
     return status
 
 
@@ -95,6 +98,7 @@ def _drive(
     signals: StopSignals,
     found: Origin | None,
     changed: Mapping[str, tuple[Any, Any]],
+    command: Command,
 ) -> int:
     from platform.cluster.changes import report
     from platform.cluster.checkpoints import Checkpoints
@@ -113,7 +117,9 @@ def _drive(
         try:
             report(changed, journal, monitor.say)
             checkpoints = Checkpoints(config, plan, found, journal, monitor.say)
-            status = _control(Run(config, plan, job, steps, journal, monitor, signals, checkpoints, directory, secured))
+            status = _control(
+                Run(config, plan, job, steps, journal, monitor, signals, checkpoints, directory, secured, command)
+            )
             _account(journal, monitor)
         finally:
             monitor.close(status)
@@ -157,8 +163,8 @@ def _control(run: Run) -> int:
         return STOPPED
     except (GaveUp, WorkerFailed) as failure:
         journal.event("gave_up", cause=str(failure), step=controller.done, saved=checkpoints.step, **controller.lost())
-        command = _command(checkpoints.resume)
-        monitor.say(f"{failure}\nstopped after step {controller.done}: {checkpoints.kept}:\n  {command}")
+        again = run.command.again(checkpoints.resume)
+        monitor.say(f"{failure}\nstopped after step {controller.done}: {checkpoints.kept}:\n  {again}")
         return FAILED
     except Stopped as stopped:
         saved = bool(config.checkpoint.every and checkpoints.step)
@@ -205,12 +211,6 @@ def _impossible(config: Config, plan: Plan) -> Iterator[str]:
         yield violation("elastic.min_workers", e.min_workers, constraint, [most])
 
 
-def _command(override: str) -> str:
-    """That of this process, with an override in the place of its like: what continues the run."""
-    given = [a for a in sys.argv[1:] if not override or a.partition("=")[0] != override.partition("=")[0]]
-    return f"python -m platform.launch {shlex.join([*given, *filter(None, [override])])}"
-
-
 @contextmanager
 def _messages(name: str, say: Callable[[str], None]) -> Iterator[None]:
     """What a library logs under `name` is said to the user."""
@@ -228,9 +228,3 @@ def _messages(name: str, say: Callable[[str], None]) -> Iterator[None]:
     finally:
         logger.setLevel(level)
         logger.removeHandler(handler)
-
-
-def _next_command(config: Config, experiment: str) -> str:
-    """The same numbers from another layout: what this platform is for."""
-    other = "1d_sp" if config.tensor.scheme == "1d" else "1d"
-    return f"python -m platform.launch +experiment={experiment} tensor={other}"

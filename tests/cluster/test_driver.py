@@ -49,7 +49,6 @@ def test_a_run_from_end_to_end(kind, config, capsys):
     out = capsys.readouterr().out
     assert out.index("the plan: 2 workers") < out.index("0.2000") < out.index("word word word")
     assert f"run directory: {config.run.dir}" in out
-    assert "next: python -m platform.launch +experiment=quick" in out
     assert [row["step"] for row in rows(config)] == [1, 2, 3, 4, 5]
     assert [row.get("val_loss") for row in rows(config)] == [None, 2.0, None, 2.0, None]
     row = rows(config)[2]
