@@ -16,7 +16,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from platform.schema import Malformed, shown
+from platform.schema import DEEPEST, Malformed, shown
 
 SMALL = 256 << 10  # bytes of a document that people may have written, or of a note
 VALUES = 1 << 20  # in a document, unless told otherwise: with their lists and maps at most some 100 bytes each
@@ -116,6 +116,8 @@ def from_yaml(raw: bytes, most: int = SMALL) -> Any:
         def compose_node(self, parent: Any, index: Any) -> Any:
             if self.check_event(yaml.AliasEvent):
                 raise Malformed("an alias; every value is written where it belongs")
+            if len(self.states) > 3 * DEEPEST:  # of the parser: one or two per map or list that is open
+                raise Malformed("too many maps and lists in each other")
             return super().compose_node(parent, index)
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:

@@ -18,6 +18,7 @@ from platform.redaction import redact
 
 _DIRECTORY = r"step-([0-9]{8,15})-([0-9]{6,15})-([0-9a-f]{6})"
 _NOTE = 4096  # bytes of BAD.txt that are read
+_LOOKS = 5  # at a storage that changes while it is read
 BAD = "BAD.txt"  # in a quarantined checkpoint: the reason. Removing it by hand lifts the quarantine
 
 
@@ -75,9 +76,9 @@ def commit(
     if extra := sorted(manifest.tensors.keys() - tensors.keys()):
         raise Refused(f"the workers wrote {extra[0]}, which is no part of the state")
     manifest = replace(manifest, tensors={name: manifest.tensors[name] for name in tensors})  # in the model's order
-    _check(storage, directory, manifest)
     encoded = manifest.encode()
     Manifest.decode(encoded)  # what would not be read again is refused now, while there is still an older one
+    _check(storage, directory, manifest)
     guard()
     storage.write(f"{directory}/{manifests.NAME}", [memoryview(encoded)])
     return manifest
@@ -157,9 +158,18 @@ def find(storage: Storage, *, deep: bool = True, mark: bool = True) -> Found:
     whether they are, which is up to the driver that holds the storage. One that is incomplete, of a newer format or
     cannot be read today is passed over and not marked. Raises OSError where the storage cannot be listed.
     """
+    for _ in range(_LOOKS):
+        there = attempts(storage)
+        found = _first_good(storage, there, deep, mark)
+        if found.manifest or attempts(storage) == there:
+            break  # else what was listed has been superseded and deleted while it was read
+    return found
+
+
+def _first_good(storage: Storage, there: Sequence[Attempt], deep: bool, mark: bool) -> Found:
     refused: list[tuple[str, str]] = []
     sound: list[str] = []
-    for attempt in attempts(storage):
+    for attempt in there:
         directory = attempt.directory
         try:
             manifest = (verify if deep else load)(storage, directory)
