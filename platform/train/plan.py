@@ -16,6 +16,7 @@ from platform.plan.ops import Recompute
 from platform.plan.plan import Plan
 from platform.plan.scheme import compose
 from platform.train.pipeline import count_microbatches, schedule_of
+from platform.train.whole import splits
 
 MESHES_SHOWN = 4
 
@@ -39,7 +40,7 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
                 f"parallel.data=-1: {workers} workers are not a multiple of {inner}, the other axes' product"
             )
     try:
-        return build(
+        plan = build(
             build_model(config.model),
             compose(tensor, branch, data),
             data=data,
@@ -58,6 +59,9 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
         meshes = [str(m).replace("'", "") for m in islice(_legal_meshes(config, data), MESHES_SHOWN)]
         also = f"; tensor.axes of as many workers that do: {' or '.join(meshes)}" if meshes else ""
         raise ConfigError([*lines, last + also]) from None
+    if refused := list(splits(config, plan)):
+        raise ConfigError(refused)
+    return plan
 
 
 def _legal_meshes(config: Config, data: int) -> Iterator[dict[str, int]]:
