@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from itertools import product
 from typing import Any
 
-from platform.checks import leaves, not_built
+from platform.checks import CHOICES, leaves, not_built
 from platform.config import Config, closest, violation
 
 
@@ -26,11 +26,23 @@ def rewrite(argument: str) -> str:
         return f"+experiment={value}"
     if name in ("tensor.scheme", "branch.kind"):
         return f"{name.split('.')[0]}={value}"
+    if _is_registered(name, value):
+        return f"{name}.kind={value}"
     if re.fullmatch(r"(tensor|branch)\.axes(\.[^.]+)?", name):
         return f"++{name}={value}"
     if name == "tensor.layout":
         return f"{name}={quote(value)}"
     return argument if _parse(argument) else f"{key}={quote(value)}"
+
+
+def _is_registered(group: str, name: str) -> bool:
+    """Whether a module of the user's registered the name, which is in no file: pipeline=NAME means pipeline.kind."""
+    from hydra.core.global_hydra import GlobalHydra
+
+    hydra = GlobalHydra.instance()
+    if name not in CHOICES.get(f"{group}.kind", ()) or not hydra.is_initialized():
+        return False
+    return name not in hydra.config_loader().get_group_options(group)
 
 
 def quote(value: str) -> str:
@@ -97,7 +109,9 @@ def explain(argument: str, error: Exception) -> str:
     if option := re.search(r"Could not (?:find|load) '(.+)/(.*?)'", text):
         group, name = option.groups()
         legal = GlobalHydra.instance().config_loader().get_group_options(group)
-        return violation(group, name, not_built(group, name) or "unknown", closest(name, legal))
+        registered = [f"{group}.kind={name} where a module in extend=[MODULE] registers it"]
+        legal = [*closest(name, legal), *(registered if f"{group}.kind" in CHOICES else [])]
+        return violation(group, name, not_built(group, name) or "unknown", legal)
     if "Error parsing override" in text or key.startswith("~"):
         return f"{argument}: must be KEY=VALUE"
     if "Ambiguous value" in text or "requires --multirun" in text:

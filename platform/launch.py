@@ -97,6 +97,7 @@ def _compose(arguments: Sequence[str]) -> tuple[Config, list[str]]:
     from yaml import YAMLError
 
     mistakes = (HydraException, OmegaConfBaseException, YAMLError, ValueError)
+    load_extensions(_words(typed_values(arguments).get("extend")))  # what they register may be chosen by its name
     try:
         config = _load(arguments)
         return config, [*_settle(config, arguments), *violations(config)]
@@ -170,6 +171,10 @@ def _settle(config: Config, arguments: Sequence[str]) -> list[str]:
         lines.append(violation("resume.allow", ",".join(config.resume.allow), constraint, ["run.dir=DIRECTORY"]))
     config.run.dir = _absolute(config.run.dir or default_directory(config, name))
     return lines
+
+
+def _words(value: Any) -> list[str]:
+    return [word for word in value if isinstance(word, str)] if isinstance(value, list) else []
 
 
 def _own_axes(group: str, axes: Mapping[str, int], declared: Sequence[str], typed: Mapping[str, Any]) -> dict[str, int]:

@@ -144,7 +144,7 @@ def _synthetic(data: Data, objective: Objective, vocab: int, seed: int) -> Corpu
 
 
 def _text(data: Data, objective: Objective, vocab: int, seed: int) -> Corpus:
-    files = sources.SOURCES[data.kind](data)
+    files = sources.files_of(data)
     contents = [[sources.is_jsonl(file), cache.sha256(file)] for file in files]
     what = json.dumps([_FORMAT, contents, data.field, data.validation, vocab])
     key = hashlib.sha256(what.encode()).hexdigest()

@@ -58,6 +58,8 @@ class Parameter:
     sizes: tuple[tuple[str, int], ...] = ()
 
 
+# Pointwise functions by name, and how many activations each takes; parallel/ops.py computes them.
+POINTWISE = {"gelu": 1, "relu": 1, "silu": 1, "tanh": 1, "identity": 1, "absolute": 1, "add": 2, "multiply": 2}
 LOSSES = ("cross_entropy", "squared_error")  # kinds of operations that end the forward pass
 
 

@@ -8,10 +8,11 @@ from itertools import islice
 from math import prod
 
 from platform.checks import axes_of
-from platform.config import Config, ConfigError
+from platform.config import Config, ConfigError, closest, violation
 from platform.model import build as build_model
 from platform.plan.build import build
 from platform.plan.legality import IllegalPlan
+from platform.plan.mistakes import ModelMistake
 from platform.plan.ops import Recompute
 from platform.plan.plan import Plan
 from platform.plan.scheme import compose
@@ -54,6 +55,11 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
             zero=config.parallel.zero,
             dropout=config.model.dropout,
         )
+    except ModelMistake as error:
+        line = violation(
+            "model.kind", config.model.kind, f"{error.name}: {error.reason}", closest(error.name, error.legal)
+        )
+        raise ConfigError(line) from None
     except IllegalPlan as error:
         *lines, last = error.violations
         meshes = [str(m).replace("'", "") for m in islice(_legal_meshes(config, data), MESHES_SHOWN)]
