@@ -25,27 +25,27 @@ def understood(message: Mapping[str, Any]) -> bool:
     return any(fits(message, shape) for shape in SAID)
 
 
-def _text(value: Any) -> bool:
+def a_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _truth(value: Any) -> bool:
+def a_truth(value: Any) -> bool:
     return isinstance(value, bool)
 
 
-def _count(value: Any) -> bool:
+def a_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 53  # a bool is none
 
 
-def _seconds(value: Any) -> bool:
+def a_duration(value: Any) -> bool:
     return type(value) in (int, float) and 0 <= value < inf
 
 
 def _process(value: Any) -> bool:
-    return _count(value) and 1 < value <= _PROCESSES  # the driver may have to kill it: never 0, which is its own group
+    return a_count(value) and 1 < value <= _PROCESSES  # the driver may have to kill it: never 0, which is its own group
 
 
-def _name(value: Any) -> bool:
+def a_name(value: Any) -> bool:
     return isinstance(value, str) and len(value) <= _NODE and value.isprintable()
 
 
@@ -53,15 +53,15 @@ def _digits(value: Any) -> bool:
     return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
 
 
-def _anything(value: Any) -> bool:
+def anything(value: Any) -> bool:
     return True
 
 
 GREETING: Shape = {
-    "hello": {"number": _count, "node": _name, "pid": _process, "nonce": _digits, "proof": _digits},
+    "hello": {"number": a_count, "node": a_name, "pid": _process, "nonce": _digits, "proof": _digits},
 }
 SAID: Sequence[Shape] = (
-    {"answer": _count, "value": _anything},
-    {"answer": _count, "error": _text},
-    {"beat": _count, "progress": {"call": _text, "section": _text, "waiting": _truth, "seconds": _seconds}},
+    {"answer": a_count, "value": anything},
+    {"answer": a_count, "error": a_text},
+    {"beat": a_count, "progress": {"call": a_text, "section": a_text, "waiting": a_truth, "seconds": a_duration}},
 )
