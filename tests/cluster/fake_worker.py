@@ -5,6 +5,7 @@ import math
 import os
 import signal
 import socket
+import sys
 import time
 from pathlib import Path
 
@@ -123,6 +124,19 @@ class FakeWorker:
         ]
         with PROGRESS.waiting("meeting"):
             self.store.wait(everybody)
+
+
+class Prints(FakeWorker):
+    """At any time, and much, through Python and below it."""
+
+    def form(self, *args):
+        return {}
+
+    def speak(self):
+        for stream in (sys.stdout, sys.stderr):
+            print("x" * 10000, file=stream, flush=True)
+        os.system("echo from below Python")
+        return "spoken"
 
 
 class Slow(FakeWorker):
