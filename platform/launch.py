@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from platform.arguments import experiment_of, explain, jobs_of, quote, rewrite, typed_values
 from platform.checks import axes_of, impossible_values, parse_layout, slices, violations
+from platform.cluster.signals import Stopped, StopSignals
 from platform.config import RESUME, Config, ConfigError, closest, digest, violation
 from platform.extensions import load_extensions
+from platform.monitor.terminal import say, settle
 from platform.plan.schedules import ONE_CHUNK
 
 if TYPE_CHECKING:
@@ -154,7 +156,9 @@ def _settle(config: Config, arguments: Sequence[str]) -> list[str]:
     values = config.to_dict()
     for key in ("run", "resume"):  # continued, it is the same run
         del values[key]
-    del values["train"]["stop_at"], values["checkpoint"]["resume"]
+    del values["train"]["stop_at"], values["checkpoint"]["resume"], values["checkpoint"]["on_stop"]
+    if not isinstance(config.checkpoint.every, int):  # by the clock: it says nothing of the steps
+        values["checkpoint"]["every"] = 0
     if config.resume.allow and not config.run.dir and not config.checkpoint.url and config.checkpoint.resume in RESUME:
         constraint = "needs the run to go on from; its default directory has other values in its name"
         lines.append(violation("resume.allow", ",".join(config.resume.allow), constraint, ["run.dir=DIRECTORY"]))
@@ -176,11 +180,16 @@ def _absolute(path: str) -> str:
 
 
 def _run(args: Namespace) -> int:
-    jobs = _planned(args)
+    try:
+        with StopSignals():
+            jobs = _planned(args)
+    except Stopped as stopped:
+        say(f"stopped by {stopped}: nothing was done; the same command does it")
+        return STOPPED
     statuses = []
     for number, (arguments, config, plan) in enumerate(jobs, 1):
         if len(jobs) > 1:
-            print(f"job {number} of {len(jobs)}: {' '.join(arguments)}", flush=True)
+            say(f"job {number} of {len(jobs)}: {' '.join(arguments)}")
         statuses.append(_train(config, plan, experiment=experiment_of(arguments) or ""))
         if statuses[-1] == STOPPED:  # somebody wants this command to end
             break
@@ -241,7 +250,7 @@ def _train(config: Config, plan: Plan, experiment: str) -> int:
 
 def _refuse(error: ConfigError) -> int:
     for line in error.violations:
-        print(f"config: {line}", file=sys.stderr)
+        say(f"config: {line}", sys.stderr)
     return REFUSED
 
 
@@ -283,4 +292,6 @@ def _inform(argv: Sequence[str], args: Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    settle()
+    sys.exit(status)

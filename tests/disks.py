@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,9 +29,17 @@ class SmallDisk:
     def free(self) -> None:
         (self.path / "ballast").unlink()
 
-    def remount(self, how: str) -> None:
-        """`how`: ro or rw."""
-        mount("-o", f"remount,{how}", self.path)
+    def read_only(self) -> None:
+        """For whoever goes by paths; what is open stays open. `uncover` ends it."""
+        mount("--bind", self.path, self.path)
+        mount("-o", "remount,bind,ro", self.path)
+
+    def cover(self) -> None:
+        """Takes everything away, as where a mount is lost, and leaves an empty place that takes nothing."""
+        mount("-t", "tmpfs", "-o", "ro,size=4k", "none", self.path)
+
+    def uncover(self) -> None:
+        subprocess.run(["umount", self.path], check=True)
 
 
 def mount(*arguments: object) -> None:
@@ -48,4 +57,5 @@ def small_disk(path: Path, size: str = "1m") -> Iterator[SmallDisk]:
     try:
         yield SmallDisk(path)
     finally:
-        subprocess.run(["umount", "-l", path], check=True)
+        while os.path.ismount(path):
+            subprocess.run(["umount", "-l", path], check=True)

@@ -10,10 +10,10 @@ import pytest
 from fake_crew import Dead
 from test_states import at_once, config, drive, events, names, once_each, signals, steps, stop  # noqa: F401
 
+from platform.checkpoint import Saver
 from platform.cluster.signals import Stopped, StopSignals
 
 STOPPING = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
-NOT_YET = pytest.mark.xfail(strict=True, reason="a stop saves only where checkpoint.every is set")
 
 
 def goes_on(config, drive, step, last=6):
@@ -23,7 +23,6 @@ def goes_on(config, drive, step, last=6):
     assert [row[0] for row in steps(config)[before:]] == [*range(step + 1, last + 1)]
 
 
-@NOT_YET
 @pytest.mark.parametrize("number", STOPPING)
 def test_every_signal_saves_without_checkpoint_every(config, drive, signals, number):
     assert drive({"step(4)": [lambda crew: signals[-1]._handle(number, None)]}) == 75
@@ -33,7 +32,6 @@ def test_every_signal_saves_without_checkpoint_every(config, drive, signals, num
     goes_on(config, drive, 4)
 
 
-@NOT_YET
 @pytest.mark.parametrize("reason", ["run.time_limit", "the end of the allocation"])
 def test_a_wish_to_end_saves_without_checkpoint_every(config, drive, signals, reason):
     assert drive({"step(4)": [lambda crew: signals[-1].request(reason)]}) == 75
@@ -41,14 +39,12 @@ def test_a_wish_to_end_saves_without_checkpoint_every(config, drive, signals, re
     goes_on(config, drive, 4)
 
 
-@NOT_YET
 def test_a_notice_for_all_saves_without_checkpoint_every(config, drive):
     assert drive({"step(3)": [lambda crew: crew.give_notice(0, 1, 2, 3)]}) == 75
     assert events(config, "drained")[0]["saved"] == 3
     goes_on(config, drive, 3)
 
 
-@NOT_YET
 def test_where_a_stop_shall_not_save_the_work_is_lost_and_that_is_said(config, drive, stop):
     config.checkpoint.on_stop = False
     assert drive({"step(4)": [stop]}) == 1
@@ -58,7 +54,6 @@ def test_where_a_stop_shall_not_save_the_work_is_lost_and_that_is_said(config, d
     assert not Path(config.run.dir, "checkpoints").exists()
 
 
-@NOT_YET
 def test_where_a_stop_shall_not_save_it_goes_on_from_the_last_one(config, drive, stop, at_once):
     config.checkpoint.on_stop, config.checkpoint.every = False, 2
     assert drive({"step(3)": [stop]}) == 75
@@ -68,7 +63,6 @@ def test_where_a_stop_shall_not_save_it_goes_on_from_the_last_one(config, drive,
     goes_on(config, drive, 2)
 
 
-@NOT_YET
 @pytest.mark.parametrize("call", ["prove", "form", "build"])
 def test_before_the_first_step_nothing_is_lost(config, drive, stop, call):
     assert drive({call: [stop]}) == 75
@@ -77,7 +71,6 @@ def test_before_the_first_step_nothing_is_lost(config, drive, stop, call):
     goes_on(config, drive, 0)
 
 
-@NOT_YET
 def test_while_the_data_is_made(config, drive, signals, monkeypatch):
     from platform import data
 
@@ -88,7 +81,6 @@ def test_while_the_data_is_made(config, drive, signals, monkeypatch):
     goes_on(config, drive, 0)
 
 
-@NOT_YET
 @pytest.mark.parametrize("place", ["resources.secure", "data.check", "RunDirectory.check"])
 def test_before_the_run_has_a_journal(config, drive, signals, monkeypatch, place):
     def stopped(*args, **keywords):
@@ -102,7 +94,6 @@ def test_before_the_run_has_a_journal(config, drive, signals, monkeypatch, place
     goes_on(config, drive, 0)
 
 
-@NOT_YET
 def test_in_the_middle_of_anything_while_there_is_nothing_to_lose():
     """A time limit that is over before the first step ends what the driver waits for."""
     import threading
@@ -116,7 +107,6 @@ def test_in_the_middle_of_anything_while_there_is_nothing_to_lose():
         assert time.monotonic() - begin < 9
 
 
-@NOT_YET
 def test_in_an_evaluation(config, drive, stop):
     config.eval.every = 2
     assert drive({"evaluate": [stop]}) == 75
@@ -133,7 +123,6 @@ def test_while_a_save_is_under_way(config, drive, stop, call):
     goes_on(config, drive, end["step"])
 
 
-@NOT_YET
 @pytest.mark.parametrize("call", ["form", "build", "recover"])
 def test_while_it_forms_again_after_a_failure(config, drive, stop, call):
     first = [] if call == "recover" else [{}]
@@ -143,7 +132,6 @@ def test_while_it_forms_again_after_a_failure(config, drive, stop, call):
     goes_on(config, drive, 3)
 
 
-@NOT_YET
 def test_before_the_first_step_of_a_run_that_goes_on(config, drive, stop):
     assert drive({"step(4)": [stop]}) == 75
     assert drive({"build": [stop]}) == 75
@@ -170,7 +158,6 @@ def test_a_second_signal_ends_at_once(config, drive, signals, stop, at_once, eve
     goes_on(config, drive, saved)
 
 
-@NOT_YET
 def test_a_second_signal_before_the_first_step(config, drive, signals, stop):
     def twice(crew):
         try:
@@ -182,13 +169,11 @@ def test_a_second_signal_before_the_first_step(config, drive, signals, stop):
     goes_on(config, drive, 0)
 
 
-@NOT_YET
 def test_a_stop_in_the_last_step_is_the_end_of_the_run(config, drive, stop):
     assert drive({"step(6)": [stop]}) == 0 and once_each(config)
     assert names(config)[-2] == "done"
 
 
-@NOT_YET
 def test_a_stop_that_cannot_be_saved(config, drive, stop, monkeypatch):
     from platform.checkpoint.storage import Local
 
@@ -199,7 +184,7 @@ def test_a_stop_that_cannot_be_saved(config, drive, stop, monkeypatch):
         monkeypatch.setattr(Local, "write", full)
         stop(crew)
 
-    monkeypatch.setattr("platform.checkpoint.saver.Saver._PAUSE", 0.0, raising=False)
+    monkeypatch.setitem(Saver.__init__.__kwdefaults__, "pause", 0.0)
     assert drive({"step(3)": [fill]}) == 1
     [end] = events(config, "stopped")
     assert (end["step"], end["saved"], end["steps_lost"]) == (3, 0, 3)
@@ -209,7 +194,6 @@ def test_a_stop_that_cannot_be_saved(config, drive, stop, monkeypatch):
 # how often
 
 
-@NOT_YET
 def test_a_duration_between_checkpoints(config, drive, monkeypatch, at_once):
     """By the clock since the one before, whatever the steps take."""
     now = [1000.0]
@@ -224,9 +208,11 @@ def test_a_duration_between_checkpoints(config, drive, monkeypatch, at_once):
     assert [e["step"] for e in events(config, "checkpoint")] == [3, 5, 7, 8]
 
 
-@NOT_YET
-@pytest.mark.parametrize(("text", "seconds"), [("45s", 45), ("30m", 1800), ("1h30m", 5400), ("2h", 7200), ("1.5h", 5400),
-    ("1d", 86400), ("1h 30m", 5400), ("90", None), ("0", None)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("45s", 45), ("30m", 1800), ("1h30m", 5400), ("2h", 7200), ("1.5h", 5400), ("1d", 86400), ("1h 30m", 5400)]
+    + [("90", None), ("0", None)],
+)
 def test_what_a_duration_is(text, seconds):
     from platform.cluster.cadence import Cadence
 
@@ -235,7 +221,6 @@ def test_what_a_duration_is(text, seconds):
     assert cadence.steps == (int(text) if seconds is None else 0)
 
 
-@NOT_YET
 def test_a_run_without_a_terminal_line_still_stops(config, drive, stop, monkeypatch):
     """Standard error is closed when the signal comes."""
     write = os.write
