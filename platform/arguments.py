@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from itertools import product
 from typing import Any
 
-from platform.checks import CHOICES, leaves, not_built
+from platform.checks import CHOICES, RHYTHM, leaves, nearest_rhythms, not_built
 from platform.config import Config, closest, violation
 
 
@@ -122,6 +122,8 @@ def explain(argument: str, error: Exception) -> str:
     within = "" if where.split("[")[0] == key.split("@")[0] else f"{where}: "  # a key in the file that was chosen
     if re.search(r"' not in '|is not in struct|unknown key|Could not override", text):
         return violation(key, value, f"{within}unknown key", _similar_keys(where))
+    if "incompatible with type hint 'Union[int, str]'" in text:
+        return violation(key, value, f"{within}must be {RHYTHM}", nearest_rhythms(value))
     if "is not a valid bool" in text:
         return violation(key, value, f"{within}must be true or false")
     if wrong := re.search(r"Value '(.*)' of type '(\w+)' could not be converted to (\w+)", text, re.S):

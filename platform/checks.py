@@ -105,7 +105,6 @@ BOUNDS: dict[str, str] = {
     "branch.axes": ">= 1",
     "pipeline.stages": ">= 1",
     "pipeline.chunks": ">= 1",
-    "checkpoint.every": ">= 0",
     "checkpoint.keep": ">= 1",
     "checkpoint.keep_every": ">= 0",
     "train.spike": ">= 0",
@@ -226,6 +225,43 @@ def _time_limit(config: Config) -> Iterator[str]:
     except ValueError:
         constraint = "must be seconds or H:MM:SS"
         yield violation("run.time_limit", config.run.time_limit, constraint, ["3600", "1:00:00"])
+
+
+def _every(config: Config) -> Iterator[str]:
+    every = config.checkpoint.every
+    try:
+        rhythm_of(every)
+    except ValueError:
+        if isinstance(every, int):
+            yield violation("checkpoint.every", every, "must be >= 0", [0])
+        else:
+            yield violation("checkpoint.every", every, f"must be {RHYTHM}", nearest_rhythms(every))
+
+
+RHYTHM = "a number of steps, or a duration like 45s, 30m or 1h30m"
+_UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}  # seconds
+_DURATION = re.compile(r" *".join(rf"(?:([0-9]+(?:\.[0-9]+)?){unit})?" for unit in _UNITS))
+
+
+def rhythm_of(every: int | str) -> tuple[int, float]:
+    """`checkpoint.every` as (steps, seconds), of which one is 0. Raises ValueError for what is neither."""
+    if isinstance(every, int) or re.fullmatch(r"[0-9]+", every):
+        if (steps := int(every)) < 0:
+            raise ValueError(every)
+        return steps, 0.0
+    found = _DURATION.fullmatch(every.strip())
+    amounts = [float(number or 0) for number in found.groups()] if found else []
+    seconds = sum(n * unit for n, unit in zip(amounts, _UNITS.values(), strict=False))
+    if not 0 < seconds < inf:
+        raise ValueError(every)
+    return 0, seconds
+
+
+def nearest_rhythms(every: str) -> list[str]:
+    """What may have been meant."""
+    found = re.search(r"[0-9]{1,9}", every)
+    number = int(found[0]) if found else 30
+    return [str(number), f"{number or 1}m"]
 
 
 def seconds_of(duration: str) -> float:
@@ -364,6 +400,7 @@ RELATIONS: tuple[tuple[set[str], Callable[[Config], Iterator[str]]], ...] = (  #
     ({"model.kind", "monitor.sample"}, _text),
     ({"train.steps", "train.stop_at"}, _stop),
     ({"run.time_limit"}, _time_limit),
+    ({"checkpoint.every"}, _every),
     ({"elastic.min_workers", "elastic.max_workers"}, _elastic),
     ({"train.verify_every", "parallel.zero"}, _verify),
     ({"optimizer.betas"}, _optimizer),

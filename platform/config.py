@@ -136,7 +136,8 @@ class Pipeline:
 @dataclass
 class Checkpoint:
     url: str = ""  # a path or any fsspec URL; "" = run.dir/checkpoints
-    every: int = 0  # steps between checkpoints, and one at the end; 0 = none
+    every: int | str = 0  # steps, or a duration like 30m or 1h30m, between checkpoints, and one at the end; 0 = none
+    on_stop: bool = True  # one where a signal, a time limit or a notice ends the run, whatever `every` says
     keep: int = 2  # the newest ones; older ones are deleted
     keep_every: int = 0  # those of every so many steps are kept for good; 0 = none
     resume: str = "auto"  # auto | never | must, or a checkpoint's path or URL
@@ -159,7 +160,7 @@ class Elastic:
     max_workers: int = 0  # the mesh grows to as many; 0 = to the size at the start
     spares: int = 0  # workers that are ready to take a lost one's place
     replace: bool = True  # start a new worker for every lost one
-    wait: float = 600.0  # seconds to wait for min_workers, then the run ends
+    wait: float = 600.0  # seconds to wait for min_workers, and for storage that takes no checkpoint; then the run ends
     hang_seconds: float = 10.0  # without a sign of life, or in a step longer than this and than 5 steps: a worker hangs
     snapshot_every: int = 1  # steps between copies of the state in host memory, own and of peers; 0 = none
     slow: float = 1.5  # a worker whose own work takes so many times the median's is reported; 0 = none

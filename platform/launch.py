@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from platform.arguments import experiment_of, explain, jobs_of, quote, rewrite, typed_values
 from platform.checks import axes_of, impossible_values, parse_layout, slices, violations
+from platform.cluster.signals import Stopped, StopSignals
 from platform.config import RESUME, Config, ConfigError, closest, violation
 from platform.extensions import load_extensions
+from platform.monitor.terminal import say, settle
 from platform.plan.schedules import ONE_CHUNK
 from platform.redaction import forget, learn_urls, redact, shielded
 from platform.references import resolve, watch_environment
@@ -191,11 +193,16 @@ def _absolute(path: str) -> str:
 
 
 def _run(args: Namespace) -> int:
-    jobs = _planned(args)
+    try:
+        with StopSignals():
+            jobs = _planned(args)
+    except Stopped as stopped:
+        say(f"stopped by {stopped}: nothing was done; the same command does it")
+        return STOPPED
     statuses = []
     for number, (arguments, config, plan) in enumerate(jobs, 1):
         if len(jobs) > 1:
-            print(f"job {number} of {len(jobs)}: {' '.join(arguments)}", flush=True)
+            say(f"job {number} of {len(jobs)}: {' '.join(arguments)}")
         statuses.append(_train(config, plan, command_of(arguments, args.config_dir)))
         if statuses[-1] == STOPPED:  # somebody wants this command to end
             break
@@ -271,7 +278,7 @@ def command_of(arguments: Sequence[str], config_dir: str | None = None) -> Comma
 
 def _refuse(error: ConfigError) -> int:
     for line in error.violations:
-        print(f"config: {line}", file=sys.stderr)
+        say(f"config: {line}", sys.stderr)
     return REFUSED
 
 
@@ -313,4 +320,6 @@ def _inform(argv: Sequence[str], args: Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    settle()
+    sys.exit(status)

@@ -31,7 +31,9 @@ def _of_the_run(config: Config) -> dict[str, Any]:
     values: dict[str, Any] = redact(config.to_dict())
     for key in ("run", "resume"):  # continued, it is the same run
         del values[key]
-    del values["train"]["stop_at"], values["checkpoint"]["resume"]
+    del values["train"]["stop_at"], values["checkpoint"]["resume"], values["checkpoint"]["on_stop"]
+    if not isinstance(config.checkpoint.every, int):  # by the clock: it says nothing of the steps
+        values["checkpoint"]["every"] = 0
     return values
 
 

@@ -249,6 +249,12 @@ WRONG = [
     ("branch.slice_via=p2p", "branch.slice_via=p2p: unknown; nearest legal: all_to_all, all_gather"),
     ("branch.axes.g=2", "branch.axes.g=2: branch=none has no axes"),
     ("checkpoint.every=-1", "checkpoint.every=-1: must be >= 0; nearest legal: 0"),
+    ("checkpoint.every=30min", "checkpoint.every=30min: must be a number of steps, or a duration like 45s, 30m or "
+     "1h30m; nearest legal: 30, 30m"),
+    ("checkpoint.every=-30m", "checkpoint.every=-30m: must be a number of steps, or a duration"),
+    ("checkpoint.every=0m", "checkpoint.every=0m: must be a number of steps, or a duration"),
+    ("checkpoint.every=2.5", "checkpoint.every=2.5: must be a number of steps, or a duration"),
+    ("checkpoint.every=1h30", "checkpoint.every=1h30: must be a number of steps, or a duration"),
     ("checkpoint.keep=0", "checkpoint.keep=0: must be >= 1; nearest legal: 1"),
     ("train.stop_at=-1", "train.stop_at=-1: must be >= 0; nearest legal: 0"),
     ("train.stop_at=301", "train.stop_at=301: must be <= train.steps=300; nearest legal: 300"),

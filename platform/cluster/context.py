@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from platform.cluster.commands import Command
 from platform.cluster.job import Job
 from platform.cluster.signals import StopSignals
 from platform.config import Config
@@ -32,4 +31,3 @@ class Run:
     checkpoints: Checkpoints
     directory: RunDirectory
     places: Places
-    command: Command

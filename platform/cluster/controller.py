@@ -17,6 +17,7 @@ from platform.cluster.metrics import metrics_row
 from platform.cluster.outlook import Outlook
 from platform.cluster.pace import Pace
 from platform.cluster.spikes import Spikes
+from platform.monitor.terminal import tolerated
 from platform.train.faults import Faults
 
 FIRST_STEP_SECONDS = 120.0  # for a run's first step: buffers are made and connections opened
@@ -38,7 +39,7 @@ class Controller:
         self._stall = 0.0  # seconds that saving took since the last row
         self._outlook = Outlook(run, former.muster)
         self._failed: float | None = None  # when the first failure was seen that no step followed yet
-        self._works = False  # a step has been done
+        self.worked = False  # a step has been done
         self.done = 0
 
     def run(self, crew: Crew) -> None:
@@ -54,7 +55,8 @@ class Controller:
                     self._train(crew, generation)
                 finally:
                     if generation.timeline:
-                        generation.timeline.write(Path(self._config.run.dir))
+                        with tolerated(self._monitor.say, "the timeline"):
+                            generation.timeline.write(Path(self._config.run.dir))
                 if tokens := self._config.monitor.sample:
                     self._monitor.say(f"a sample of {tokens} tokens:\n{crew.call('sample', tokens)[0]}")
                 return
@@ -177,7 +179,7 @@ class Controller:
 
     def _commit(self, generation: Generation, step: int, seconds: float, row: dict[str, Any]) -> None:
         """Every rank has acknowledged the step: it counts, and is written down."""
-        self.done, self._works = step, True
+        self.done, self.worked = step, True
         self._failures = Counter({failed: n for failed, n in self._failures.items() if failed > step})
         if self._held:
             g = generation
@@ -197,14 +199,17 @@ class Controller:
         """A checkpoint, where one is due; and the end, where one was asked for."""
         start = perf_counter()
         self._checkpoints.advance(crew)
+        self._checkpoints.check_hope()
         if step and self._checkpoints.due(step, last=step == self._steps, stopping=False):
             self._checkpoints.save(crew, step, self.told())
             self._stall = perf_counter() - start
-        self._drain(crew)
+        if step < self._steps:  # else it is done
+            self._drain(crew)
 
     def _drain(self, crew: Crew) -> None:
         """Where the run was asked to end: saves what is not saved, then raises Stopped."""
         if self._signals.requested:
+            self._checkpoints.confirm()
             self._keep(crew)
             self._signals.check()
 
@@ -236,7 +241,9 @@ class Controller:
 
     def _loses_nothing(self, crew: Crew) -> bool:
         """Whether a generation that forms now goes on from here; what is only better waits until one does."""
-        return self._held if self._config.elastic.snapshot_every else self._keep(crew)
+        if self._config.elastic.snapshot_every:
+            return self._held
+        return bool(self._config.checkpoint.every) and self._keep(crew)
 
     # RELEASING
 
@@ -261,7 +268,7 @@ class Controller:
         self._failures[step] += 1
         count = self._failures[step]
         # It has never worked, and will not; but the checkpoint that was to be read may just have been deleted.
-        wrong = culprit.kind == "failed" and not self._works and not culprit.method.startswith("restore(")
+        wrong = culprit.kind == "failed" and not self.worked and not culprit.method.startswith("restore(")
         if wrong or count >= self._config.elastic.attempts or not crew.elastic:
             where = f"; its log: {culprit.log}" if culprit.log else ""
             often = f" (failure {count} before step {step} was done)" if count > 1 else ""

@@ -17,6 +17,7 @@ from platform.cluster.job import Job
 from platform.cluster.muster import Muster
 from platform.config import ConfigError
 from platform.monitor import Timeline
+from platform.monitor.terminal import tolerated
 from platform.plan.hardware import dense_bf16_peak
 from platform.plan.plan import Plan
 from platform.plan.rows import rows
@@ -112,7 +113,8 @@ class Former:
     def _show(self, plan: Plan, schedule: Schedule, reason: str) -> None:
         if plan is not self._shown:
             self._monitor.say(reason or f"{plan.mesh.size} workers: as configured")
-            self._run.directory.write_plan(plan.to_dict())
+            with tolerated(self._monitor.say, "plan.json"):
+                self._run.directory.write_plan(plan.to_dict())
         self._shown = self._checkpoints.plan = plan
         if schedule.stages > 1:
             self._monitor.say(_described(schedule))

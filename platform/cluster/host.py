@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import os
 import sys
 import threading
@@ -109,13 +110,31 @@ class _Host:
 
 
 def _redirect_output(path: str) -> None:
-    """Appends all output of this process, also that of its libraries in C, to a file."""
-    Path(path).parent.mkdir(0o700, parents=True, exist_ok=True)
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    """Appends all output of this process, also that of its libraries in C, to a file, secrets redacted; to none, where
+    there can be none. What a full disk does not take is lost, and nobody fails."""
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    os.dup2(file, 1)
-    os.dup2(file, 2)
+        with suppress(OSError, ValueError, AttributeError):  # it is closed, or there is none
+            stream.flush()
+    try:
+        Path(path).parent.mkdir(0o700, parents=True, exist_ok=True)
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError:
+        file = os.open(os.devnull, os.O_WRONLY)
+    for number in (1, 2):
+        os.dup2(file, number)
     os.close(file)
-    sys.stdout, sys.stderr = Shield(sys.stdout), Shield(sys.stderr)
+    sys.stdout, sys.stderr = (
+        Shield(
+            io.TextIOWrapper(io.BufferedWriter(_Lossy(n, "w", closefd=False)), "utf-8", "replace", line_buffering=True)
+        )
+        for n in (1, 2)
+    )
+
+
+class _Lossy(io.FileIO):
+    """A file that takes everything, and keeps what it can."""
+
+    def write(self, data: Any) -> int:
+        with suppress(OSError):
+            super().write(data)
+        return len(data)

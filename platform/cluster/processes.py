@@ -12,6 +12,7 @@ from time import monotonic
 from platform.cluster.host import serve
 from platform.cluster.job import Assignment, assign, one_gpu
 from platform.cluster.remote import RemoteCrew
+from platform.cluster.signals import STOPPING
 
 _EXIT_SECONDS = 3.0  # for a process that was told to end
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
@@ -66,7 +67,7 @@ class ProcessCrew(RemoteCrew):
 
 def _main(place: Assignment, address: tuple[str, int], token: str) -> None:
     _die_with_the_driver()
-    for number in (signal.SIGINT, signal.SIGUSR1):  # a terminal's Ctrl-C reaches every process; the driver decides
+    for number in STOPPING:  # a terminal's Ctrl-C, or a service's end, reaches every process; the driver decides
         signal.signal(number, signal.SIG_IGN)
     serve(place, address, token)
 

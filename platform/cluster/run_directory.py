@@ -7,7 +7,7 @@ import json
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ class RunDirectory:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise self._unusable(error) from None
+            raise self.unusable(error) from None
         except (yaml.YAMLError, ValueError, TypeError, AttributeError):
             raise self._refusal("its config.yaml is not a run's configuration; name another directory") from None
         what = "holds another run; name another directory"
@@ -46,11 +46,13 @@ class RunDirectory:
         return there.to_dict()
 
     def finished(self, steps: int) -> bool:
-        """Whether the run there has already done this many updates."""
+        """Says whether the run there did this many updates. Raises ConfigError where its journal cannot be read."""
         try:
             return any(e["event"] == "done" and e["step"] >= steps for e in Journal.read(self.journal))
         except (FileNotFoundError, NotADirectoryError):
             return False
+        except OSError as error:
+            raise self.unusable(error) from None
 
     @contextmanager
     def claim(self, config: Config, plan: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
@@ -64,13 +66,16 @@ class RunDirectory:
             (self.path / "logs").mkdir(0o700, exist_ok=True)
             lock = os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            raise self._unusable(error) from None
+            raise self.unusable(error) from None
         try:
             self._lock_or_refuse(lock)
             there = self.check(config)  # again: between the first look and the lock another driver may have been here
             with _as_they_were(self._config, self._plan):
-                _replace(self._config, yaml.safe_dump(redact(config.to_dict()), sort_keys=False))
-                self.write_plan(plan)
+                try:
+                    _replace(self._config, yaml.safe_dump(redact(config.to_dict()), sort_keys=False))
+                    self.write_plan(plan)
+                except OSError as error:
+                    raise self.unusable(error) from None
                 yield there
         finally:
             os.close(lock)
@@ -86,10 +91,14 @@ class RunDirectory:
         except BlockingIOError:
             owner = os.pread(lock, 1000, 0).decode() or "another process"
             raise self._refusal(f"in use by {owner}; wait for it, stop it, or name another directory") from None
-        os.truncate(lock, 0)
-        os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        try:
+            os.truncate(lock, 0)
+            os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        except OSError as error:
+            raise self.unusable(error) from None
 
-    def _unusable(self, error: OSError) -> ConfigError:
+    def unusable(self, error: OSError) -> ConfigError:
+        """Makes the refusal of a directory that takes no files."""
         return self._refusal(f"cannot be used ({error.strerror}); name a directory that you can write to")
 
     def _refusal(self, constraint: str) -> ConfigError:
@@ -99,19 +108,25 @@ class RunDirectory:
 @contextmanager
 def _as_they_were(*files: Path) -> Iterator[None]:
     """A configuration that is refused later than most has no run: a value that it alone has must not stay behind."""
-    before = {file: file.read_text() if file.exists() else None for file in files}
+    before = {file: file.read_text() if file.is_file() else None for file in files}
     try:
         yield
     except ConfigError:
         for file, text in before.items():
-            if text is None:
-                file.unlink(missing_ok=True)
-            else:
-                _replace(file, text)
+            with suppress(OSError):  # a full disk, which is what was refused
+                if text is None:
+                    file.unlink(missing_ok=True)
+                else:
+                    _replace(file, text)
         raise
 
 
 def _replace(path: Path, text: str) -> None:
     draft = path.with_name(f".{path.name}.draft")
-    draft.write_text(text)
-    draft.replace(path)
+    try:
+        draft.write_text(text)
+        draft.replace(path)
+    except OSError:
+        with suppress(OSError):
+            draft.unlink()
+        raise

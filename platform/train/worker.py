@@ -22,6 +22,7 @@ from platform import data
 from platform.checkpoint import Corrupt, Memory, Refused, connect, load
 from platform.config import Config, ConfigError
 from platform.extensions import load_extensions
+from platform.monitor.terminal import say, tolerated
 from platform.parallel.groups import Alone, Communicator, Launch
 from platform.parallel.processes import CONNECT, ProcessGroups
 from platform.parallel.progress import PROGRESS
@@ -208,9 +209,10 @@ class Worker:
 
     def _write_launches(self, log: list[Launch]) -> None:
         path = self.run_dir / "logs" / f"launches-{self.rank}.jsonl"
-        path.parent.mkdir(0o700, parents=True, exist_ok=True)
-        with open(path, "a") as file:
-            file.writelines(json.dumps(vars(launch)) + "\n" for launch in log)
+        with tolerated(say, str(path)):
+            path.parent.mkdir(0o700, parents=True, exist_ok=True)
+            with open(path, "a") as file:
+                file.writelines(json.dumps(vars(launch)) + "\n" for launch in log)
         log.clear()
 
     def snapshot(self) -> dict[str, Any]:

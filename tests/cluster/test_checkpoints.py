@@ -7,6 +7,7 @@ from fake_plan import FakePlan
 
 from platform.checkpoint import Meta, connect
 from platform.checkpoint.catalogue import begin, commit
+from platform.cluster.cadence import Cadence
 from platform.cluster.checkpoints import Checkpoints
 from platform.cluster.failures import Failure, Member, WorkerFailed
 from platform.cluster.origin import origin
@@ -90,14 +91,18 @@ def test_a_worker_that_dies_while_it_writes_has_failed(checkpoints):
 @pytest.mark.parametrize(
     ("every", "stop_at", "step", "last", "stopping", "due"),
     [
-        (0, 0, 4, True, True, False), (2, 0, 4, False, False, True), (2, 0, 5, False, False, False),
+        (0, 0, 4, True, False, False), (0, 0, 4, False, True, True), (2, 0, 4, False, False, True),
+        (2, 0, 5, False, False, False),
         (2, 0, 5, True, False, True), (2, 0, 5, False, True, True), (0, 5, 5, True, False, True),
-        (0, 5, 4, False, True, False),
+        (0, 5, 4, False, True, True), (0, 5, 4, False, False, False),
     ],
 )  # fmt: skip
 def test_when_one_is_due(checkpoints, config, every, stop_at, step, last, stopping, due):
     config.checkpoint.every, config.train.stop_at = every, stop_at
+    checkpoints._cadence = Cadence(every)
     assert checkpoints.due(step, last, stopping) is due
+    config.checkpoint.on_stop = False
+    assert checkpoints.due(step, last, stopping) is (due and (last or bool(every) and step % every == 0))
 
 
 def stored(config, **changes):

@@ -46,7 +46,7 @@ def drive(config, monkeypatch, capsys):
 
         monkeypatch.setattr(driver, "open_crew", open_crew)
         status = driver.run(config, make_plan(config), experiment="quick")
-        drive.out = capsys.readouterr().out
+        drive.out, drive.err = capsys.readouterr()
         return status
 
     return drive
@@ -501,6 +501,7 @@ def test_a_signal_and_too_few_workers_save_with_those_that_there_are(config, dri
 
 
 def test_a_signal_with_nothing_to_save_forms_nobody_again(config, drive, stop):
+    config.checkpoint.on_stop = False
     assert drive({"step(4)": [lambda crew: stop(crew) or {1: Dead}]}) == 1
     assert len(seats(config)) == 1 and names(config)[-2] == "stopped"
 
