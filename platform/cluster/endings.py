@@ -17,6 +17,7 @@ from platform.cluster.signals import Stopped
 from platform.config import Config
 from platform.monitor import Journal, Monitor, goodput, story
 from platform.monitor.terminal import say
+from platform.redaction import redact
 
 if TYPE_CHECKING:
     from platform.cluster.checkpoints import Checkpoints
@@ -172,7 +173,7 @@ def _account(journal: Journal, monitor: Monitor) -> None:
 
 def _write_down(error: BaseException, known: Known) -> str:
     """Puts the traceback where it can be read, and returns where: the run's logs, else standard error."""
-    text = "".join(traceback.format_exception(error))
+    text = redact("".join(traceback.format_exception(error)))
     log = known.directory.path / "logs" / "driver.log"
     try:
         with open(log, "a") as file:

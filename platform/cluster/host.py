@@ -33,7 +33,6 @@ def serve(place: Assignment, address: tuple[str, int], token: str, *, own_proces
     this process, and a worker that does not return ends with it.
     """
     os.environ.update(place.environment)
-    learn(place.secrets)
     if place.log:
         _redirect_output(place.log)
     attend(place, dial(address, token, place.number, place.node), own_process=own_process)
@@ -41,6 +40,7 @@ def serve(place: Assignment, address: tuple[str, int], token: str, *, own_proces
 
 def attend(place: Assignment, line: Line, *, own_process: bool) -> None:
     """Make the worker of a member that is welcome, and execute calls as `serve` does."""
+    learn(place.secrets)
     try:
         _Host(place, line, own_process).run()
     finally:

@@ -19,8 +19,8 @@ class Job:
     coordinates: Sequence[Mapping[str, int]]  # of each rank in the mesh
     device: str  # cpu | cuda
     run_dir: Path
-    secrets: Mapping[str, str] = field(default_factory=dict)  # what workers must not write down: `redaction.learned`
     worker: str = WORKER  # "module:Class", with the interface of platform.train.worker.Worker
+    secrets: Mapping[str, str] = field(default_factory=dict)  # what workers must not write down: `redaction.learned`
 
     @property
     def world_size(self) -> int:

@@ -2,7 +2,6 @@
 
 import json
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ from fake_crew import Dead, FakeCrew, Hung
 
 from platform.cluster import driver, muster
 from platform.cluster.checkpoints import Checkpoints
+from platform.cluster.commands import Command
 from platform.cluster.failures import NoPlaces
 from platform.cluster.signals import StopSignals
 from platform.config import ConfigError
@@ -18,6 +18,7 @@ from platform.train.plan import make_plan
 from tests.oracle import configure
 
 BOOM = ValueError("boom")
+TYPED = Command(["+experiment=x", "a='b c'", "checkpoint.resume=never"])
 
 
 @pytest.fixture
@@ -36,7 +37,6 @@ def drive(config, monkeypatch, capsys):
     monkeypatch.setattr(muster, "LOOK_SECONDS", 0.001)
     monkeypatch.setattr("platform.cluster.checkpoints.POLL_SECONDS", 0.001)
     monkeypatch.setattr("platform.checkpoint.catalogue._check", lambda storage, directory, manifest: None)
-    monkeypatch.setattr(sys, "argv", ["launch.py", "+experiment=x", "a='b c'", "checkpoint.resume=never"])
 
     def drive(script=None, prepare=lambda crew: None, nodes=1):
         def open_crew(kind, job, spares):
@@ -45,7 +45,7 @@ def drive(config, monkeypatch, capsys):
             return drive.crew
 
         monkeypatch.setattr(driver, "open_crew", open_crew)
-        status = driver.run(config, make_plan(config), experiment="quick")
+        status = driver.run(config, make_plan(config), command=TYPED)
         drive.out, drive.err = capsys.readouterr()
         return status
 
@@ -694,7 +694,7 @@ def test_a_cluster_without_places_may_be_tried_again(config, drive, monkeypatch)
     assert drive() == 0
     config.run.dir += "-2"
     monkeypatch.setattr(driver, "open_crew", no_places)
-    assert driver.run(config, make_plan(config), experiment="quick") == 75
+    assert driver.run(config, make_plan(config), command=TYPED) == 75
     assert [event["event"] for event in events(config)] == ["starting", "released", "no_places", "goodput"]
 
     def too_few(*_):
@@ -702,7 +702,7 @@ def test_a_cluster_without_places_may_be_tried_again(config, drive, monkeypatch)
 
     monkeypatch.setattr(driver.resources, "secure", too_few)
     config.run.dir += "-3"
-    assert driver.run(config, make_plan(config), experiment="quick") == 75
+    assert driver.run(config, make_plan(config), command=TYPED) == 75
     assert not Path(config.run.dir).exists()
 
 
