@@ -129,8 +129,9 @@ class Found:
     sound: tuple[str, ...] = ()
 
 
-def find(storage: Storage, *, deep: bool = True) -> Found:
-    """The newest checkpoint that holds what was written into it; corrupt ones that are newer are quarantined.
+def find(storage: Storage, *, deep: bool = True, mark: bool = True) -> Found:
+    """The newest checkpoint that holds what was written into it; corrupt ones that are newer are quarantined, if told
+    to `mark` them: only who holds the storage's lease writes there.
 
     `deep`: every byte is read and verified now; else that is left to `restore`, which verifies what it reads. One that
     is incomplete, of a newer format or cannot be read today is passed over and not marked. Raises OSError where the
@@ -145,8 +146,9 @@ def find(storage: Storage, *, deep: bool = True) -> Found:
             return Found(directory, manifest, tuple(refused), tuple(sound))
         except Corrupt as error:
             refused.append((directory, str(error)))
-            with suppress(OSError):  # a storage that one can only read
-                quarantine(storage, directory, str(error))
+            if mark:
+                with suppress(OSError):  # a storage that one can only read
+                    quarantine(storage, directory, str(error))
         except (Refused, OSError) as error:
             refused.append((directory, str(error)))
             sound += [directory] if isinstance(error, Newer | OSError) else []
