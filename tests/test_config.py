@@ -352,7 +352,9 @@ def test_violations_knows_schemes_by_their_tables():
     mine = Tensor(scheme="foo", axes={"u": 2}, regions={"mlp": {"d_ff": ["u"]}})
     assert violations(Config(tensor=mine)) == []
     mine.order = ["v"]
-    assert "tensor.order=['v']: the table names an axis u, which is not among them" in violations(Config(tensor=mine))
+    assert "tensor.regions.mlp.d_ff=u: no such axis in tensor.order; nearest legal: v" in violations(
+        Config(tensor=mine)
+    )
 
 
 # The command.

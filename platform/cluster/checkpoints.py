@@ -51,6 +51,7 @@ class Checkpoints:
         )
         keep = config.checkpoint
         self._cadence = Cadence(keep.every)
+        self._held = lease is not None and config.checkpoint.resume in _NEWEST
         self._saver = Saver(self._storage, last=keep.keep, every=keep.keep_every, lease=lease)
         self._wanted: SimpleQueue[str] = SimpleQueue()  # the directory that the saver wants the workers to write
         self._reports: SimpleQueue[Reports] = SimpleQueue()  # what the workers wrote
@@ -60,8 +61,8 @@ class Checkpoints:
         self._own: set[str] = set()  # the directories of those that this driver made
         self._failed, self._failing = 0, 0.0  # saves in a row that came to nothing; when the first one did
         self._told: dict[str, Any] = {}  # what the next event of the save under way tells besides
-        if lease and found and config.checkpoint.resume in _NEWEST:
-            self._origin = origin(config)  # until now an older driver could save, and delete what it had found
+        if self._held and found:
+            self._origin = origin(config, held=True)  # until now an older driver could save and delete
         self.step = self._origin.manifest.meta.step if self._origin and self._origin.manifest else 0
 
     def due(self, step: int, last: bool, stopping: bool) -> bool:
@@ -136,7 +137,7 @@ class Checkpoints:
         """For the newest good checkpoint there is now, of this run's own if it has made one. Raises ConfigError,
         OSError."""
         self._poll()
-        self._origin = self._newest_own() or origin(self._config)
+        self._origin = self._newest_own() or origin(self._config, held=self._held)
         self.step = self._origin.manifest.meta.step if self._origin and self._origin.manifest else 0
         self.check(self._corpus)
 

@@ -23,8 +23,9 @@ class Origin:
     sound: tuple[str, ...] = ()  # see `platform.checkpoint.Found`
 
 
-def origin(config: Config) -> Origin | None:
+def origin(config: Config, *, held: bool = False) -> Origin | None:
     """What checkpoint.resume means today; None where it is `never`. Reads manifests, not yet what they describe.
+    `held`: this driver has the storage's lease, and marks what is corrupt; without it nothing is written.
 
     Raises ConfigError where nothing can be resumed from and something must, and for a run of another identity.
     """
@@ -36,9 +37,10 @@ def origin(config: Config) -> Origin | None:
     storage = connect(url, key)
     where = os.path.join(storage.url, name) if name else storage.url
     try:
-        found = (
-            Origin(storage, name, load(storage, name)) if name else Origin(storage, **vars(find(storage, deep=False)))
-        )
+        if name:
+            found = Origin(storage, name, load(storage, name))
+        else:
+            found = Origin(storage, **vars(find(storage, deep=False, mark=held)))
     except (Refused, OSError) as error:
         raise ConfigError(violation(key, where, f"cannot be resumed from: {error}")) from None
     if found.manifest is None and (c.resume != "auto" or found.sound):  # starting again would lose what is there

@@ -143,8 +143,8 @@ class FakeWorker:
 class Prints(FakeWorker):
     """At any time, and much, through Python and below it."""
 
-    def form(self, *args):
-        return {}
+    def form(self, rank, *args):
+        return {"rank": rank, "pid": os.getpid(), "node": "here"}
 
     def speak(self):
         for stream in (sys.stdout, sys.stderr):

@@ -163,3 +163,17 @@ def test_what_the_workers_cannot_restore_is_refused(config, said, tmp_path, answ
 def test_whether_the_end_is_saved(checkpoints, config, every, stop_at, saved, last, lacks):
     config.checkpoint.every, config.train.stop_at, checkpoints.step = every, stop_at, saved
     assert checkpoints.lacks(last) is lacks
+
+
+def test_only_the_holder_of_the_lease_marks_a_corrupt_checkpoint(checkpoints, config, said, tmp_path):
+    """A command that is refused later, or waits for another driver to end, must not write to that driver's storage."""
+    save(checkpoints, 3, "good")
+    storage = checkpoints._storage
+    [directory] = [name for name in storage.list("") if name.startswith("step-")]
+    storage.write(f"{directory}/manifest.json", [memoryview(b"torn")])
+    looked = origin(config)
+    assert looked is not None and looked.directory is None and looked.refused[0][0] == directory
+    assert "BAD.txt" not in storage.list(directory)
+    config.checkpoint.every = 1  # only who saves takes the lease
+    Checkpoints(config, FakePlan(2), looked, Journal(tmp_path / "second.jsonl"), said.append)
+    assert "BAD.txt" in storage.list(directory)
