@@ -28,7 +28,6 @@ FOUND = [
 ]  # fmt: skip
 
 
-@pytest.mark.xfail(strict=True, reason="a traceback, accepted, or no answer for minutes")
 @pytest.mark.parametrize(("argument", "start"), FOUND, ids=[argument for argument, _ in FOUND])
 def test_found(argument, start):
     with pytest.raises(ConfigError) as error:

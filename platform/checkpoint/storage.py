@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import fsspec
 
 from platform.config import ConfigError, violation
+from platform.surroundings import wrong_protocol
 
 
 class Storage(Protocol):
@@ -35,12 +36,14 @@ class Storage(Protocol):
 
 def connect(url: str, key: str = "checkpoint.url") -> Storage:
     """The storage at a path or fsspec URL. Raises ConfigError, naming `key`, where no such storage can be had."""
+    if reason := wrong_protocol(url, key == "checkpoint.url"):
+        raise ConfigError(violation(key, without_secrets(url), reason, ["a path"]))
     protocol, separator, path = url.partition("://")
     if not separator or protocol in ("file", "local"):
         return Local(path if separator else url)
     try:
         return Remote(url)
-    except (ImportError, ValueError) as error:
+    except Exception as error:  # a client library may raise anything
         extra = " (pip install 'elastic-platform[s3]')" if isinstance(error, ImportError) and protocol == "s3" else ""
         raise ConfigError(violation(key, without_secrets(url), f"cannot be used: {error}{extra}", ["a path"])) from None
 
