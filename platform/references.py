@@ -40,7 +40,7 @@ def resolve(composed: Any) -> dict[str, Any]:
 
     _read.clear()
     try:
-        values: Any = OmegaConf.to_container(composed, resolve=True)
+        values: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except Exception:
         learn({value: shown for value, shown in _read.items() if not _is_word(value)})
         raise

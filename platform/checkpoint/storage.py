@@ -14,6 +14,7 @@ import fsspec
 from platform import documents
 from platform.config import ConfigError, violation
 from platform.redaction import bare, learn_urls
+from platform.surroundings import wrong_protocol
 
 UNKNOWN = -1  # bytes of what is there and cannot be looked at: a link to nothing, somebody else's
 
@@ -40,12 +41,14 @@ class Storage(Protocol):
 def connect(url: str, key: str = "checkpoint.url") -> Storage:
     """The storage at a path or fsspec URL. Raises ConfigError, naming `key`, where no such storage can be had."""
     learn_urls(url)  # whatever its client says of it later
+    if reason := wrong_protocol(url, key == "checkpoint.url"):
+        raise ConfigError(violation(key, bare(url), reason, ["a path"]))
     protocol, separator, path = url.partition("://")
     if not separator or protocol in ("file", "local"):
         return Local(path if separator else url)
     try:
         return Remote(url)
-    except (ImportError, ValueError) as error:
+    except Exception as error:  # a client library may raise anything
         extra = " (pip install 'elastic-platform[s3]')" if isinstance(error, ImportError) and protocol == "s3" else ""
         raise ConfigError(violation(key, bare(url), f"cannot be used: {error}{extra}", ["a path"])) from None
 

@@ -107,7 +107,7 @@ def connect() -> None:
     try:
         _knock(address)
         _init(address=address)
-    except (OSError, RayError) as error:
+    except (OSError, RayError, ValueError, RuntimeError) as error:  # Ray has words of its own for an address
         reason = str(error).strip().partition("\n")[0]
         constraint = f"no Ray cluster at RAY_ADDRESS={address} ({reason}); start one with `ray start --head`"
         raise ConfigError(violation("cluster", "ray", constraint, ["cluster=local"])) from None

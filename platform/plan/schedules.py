@@ -12,6 +12,8 @@ from itertools import islice
 from platform.plan.lowering import validate
 from platform.plan.schedule import Action, Kind, Rows, Schedule, ScheduleError
 
+PASSES = 200_000  # forward passes that a table may have: making and checking more takes seconds
+
 Generator = Callable[[int, int, int], Rows]  # (stages, chunks per stage, microbatches) -> compute rows
 
 
@@ -132,6 +134,7 @@ def legal_microbatches(kind: str, stages: int, chunks: int, microbatches: int) -
 
     if legal(microbatches):
         return None
+    tried = max(1, PASSES // (stages * chunks * microbatches))  # tables, in the time that one long one takes
     near = (microbatches + sign * distance for distance in range(1, 4 * stages * chunks) for sign in (-1, 1))
-    found = (m for m in near if m > 0 and legal(m))
+    found = (m for m in islice((m for m in near if m > 0), tried) if legal(m))
     return sorted(m for m, _ in zip(found, range(3), strict=False))
