@@ -94,7 +94,7 @@ class Counted:
     after: tuple[int, ...]
 
 
-def count(c: Config, plan: Plan, steps: int = 3) -> list[Counted]:
+def count(c: Config, plan: Plan, steps: int = 2) -> list[Counted]:
     """By rank. Nothing is collected meanwhile: what only a collection frees counts as held."""
 
     def work(communicator: Communicator) -> Counted:

@@ -36,7 +36,6 @@ def configured(**more: Any):
     return configure(**{"global_batch": 8, **MODEL, **more})
 
 
-@pytest.mark.xfail(strict=True, reason="counts no gradients in flight, buffers or working memory; steps leave cycles")
 @pytest.mark.parametrize("name", PLANS)
 def test_what_is_needed_is_what_is_held(name):
     """Within 10 % of the largest worker's peak; and when a step is done, nothing of it lives on."""
