@@ -24,6 +24,7 @@ from platform.config import (
     violation,
 )
 from platform.identity import wrong_allowances
+from platform.plan.hardware import MEMORIES, memory_of
 from platform.plan.layout import DIMS
 from platform.plan.scheme import GATHERED, REGIONS, RESERVED, SLICE_VIA
 
@@ -47,6 +48,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "tensor.gathered": tuple(GATHERED),
     "cluster.kind": ("local", "ray", "processes", "inline"),
     "cluster.device": ("auto", "cpu", "cuda"),
+    "cluster.memory": ("refuse", "warn"),
     "monitor.kind": ("console", "wandb"),
 }
 
@@ -120,6 +122,7 @@ BOUNDS: dict[str, str] = {
     "eval.every": ">= 0",
     "eval.batches": ">= 1",
     "cluster.wait": ">= 0",
+    "cluster.device_memory": ">= 0 and < inf",
     "cluster.threads": ">= 0",
     "monitor.every": ">= 1",
     "monitor.sample": ">= 0",
@@ -351,6 +354,12 @@ def _axis_names(config: Config) -> Iterator[str]:
                 yield violation(f"{group}.axes.{name}", size, "an axis is named by letters, digits and _")
 
 
+def _gpu(config: Config) -> Iterator[str]:
+    if config.cluster.gpu and memory_of(config.cluster.gpu) is None:
+        names = ["-".join(name.split()) for name, _ in MEMORIES]
+        yield violation("cluster.gpu", config.cluster.gpu, "unknown", closest(config.cluster.gpu, names)[:3])
+
+
 RELATIONS: tuple[tuple[set[str], Callable[[Config], Iterator[str]]], ...] = (  # judged where each key may be right
     ({"model.d_model", "model.heads", "model.kv_heads", "model.d_kv"}, _attention),
     (set(), _replicas),
@@ -368,6 +377,7 @@ RELATIONS: tuple[tuple[set[str], Callable[[Config], Iterator[str]]], ...] = (  #
     ({"branch.slice_via"}, _slice_via),
     ({"parallel.zero"}, _zero),
     (set(), _axis_names),
+    (set(), _gpu),
     (set(), wrong_allowances),
 )
 

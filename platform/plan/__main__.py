@@ -19,6 +19,7 @@ from platform.plan.explain import explain, render
 from platform.train.optimizers import OPTIMIZERS
 from platform.train.plan import make_plan
 from platform.train.replan import shrinking
+from platform.train.room import footprints
 
 
 def main() -> int:
@@ -51,6 +52,7 @@ def main() -> int:
         moments=OPTIMIZERS[config.optimizer.kind].moments,
         workers_per_node=arguments.workers_per_node,
         dropout=config.model.dropout,
+        footprints=footprints(config, plan),
     )
     print(json.dumps(found) if arguments.json else render(plan, found))
     return 0

@@ -60,9 +60,12 @@ def build(
         raise IllegalPlan(illegal)
 
     uses: dict[str, list[tuple[Operation, tuple[str, ...]]]] = defaultdict(list)
+    partial: dict[tuple, list[tuple[str, ...]]] = {}  # by all but names: layers are alike
     for operation in everything:
-        for name, axes in planner.partial(operation).items():
-            uses[name].append((operation, mesh.ordered(axes)))
+        if (alike := operation.anonymous) not in partial:
+            partial[alike] = [mesh.ordered(axes) for axes in planner.partial(operation).values()]
+        for p, axes in zip(operation.parameters, partial[alike], strict=True):
+            uses[p.name].append((operation, axes))
     assert set(uses) == {p.name for p in parameters}, "every declared parameter is used, and no other"
     reductions, at_use = {}, {}
     for name, found in uses.items():
