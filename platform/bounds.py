@@ -40,6 +40,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "tensor.gathered": tuple(GATHERED),
     "cluster.kind": ("local", "ray", "processes", "inline"),
     "cluster.device": ("auto", "cpu", "cuda"),
+    "cluster.memory": ("refuse", "warn"),
     "monitor.kind": ("console", "wandb"),
 }
 
@@ -105,6 +106,7 @@ BOUNDS: dict[str, str] = {
     "eval.every": ">= 0",
     "eval.batches": ">= 1",
     "cluster.wait": ">= 0",
+    "cluster.device_memory": ">= 0",
     "cluster.threads": ">= 0",
     "monitor.every": ">= 1",
     "monitor.sample": ">= 0",
@@ -145,6 +147,7 @@ MOST: dict[str, float] = {  # where BOUNDS have no upper end: beyond these, memo
     "elastic.attempts": 10**6,
     "eval.batches": 10**6,
     "cluster.wait": SECONDS,
+    "cluster.device_memory": 10**6,  # GB
     "cluster.threads": 4096,
     "monitor.sample": 10**6,
 }

@@ -32,6 +32,7 @@ from platform.config import (
     violation,
 )
 from platform.identity import wrong_allowances
+from platform.plan.hardware import MEMORIES, memory_of
 from platform.plan.layout import DIMS
 from platform.plan.numbers import divisors
 from platform.plan.schedules import ONE_CHUNK
@@ -323,6 +324,12 @@ def _axis_names(config: Config) -> Iterator[str]:
                 yield violation(f"{group}.axes.{name}", size, "an axis is named by letters, digits and _")
 
 
+def _gpu(config: Config) -> Iterator[str]:
+    if config.cluster.gpu and memory_of(config.cluster.gpu) is None:
+        names = ["-".join(name.split()) for name, _ in MEMORIES]
+        yield violation("cluster.gpu", config.cluster.gpu, "unknown", closest(config.cluster.gpu, names)[:3])
+
+
 RELATIONS: tuple[tuple[set[str], Callable[[Config], Iterator[str]]], ...] = (  # judged where each key may be right
     ({"model.d_model", "model.heads", "model.kv_heads", "model.d_kv"}, _attention),
     (set(), _replicas),
@@ -344,6 +351,7 @@ RELATIONS: tuple[tuple[set[str], Callable[[Config], Iterator[str]]], ...] = (  #
     ({"branch.slice_via"}, _slice_via),
     ({"parallel.zero"}, _zero),
     (set(), _axis_names),
+    (set(), _gpu),
     (set(), wrong_allowances),
 )
 

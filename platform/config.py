@@ -175,6 +175,9 @@ class Cluster:
     kind: str = "local"  # local | ray | processes | inline
     device: str = "auto"  # auto | cpu | cuda
     wait: float = 0.0  # seconds to wait for enough workers at the start
+    memory: str = "refuse"  # a plan that needs more than a device has: refuse | warn
+    gpu: str = ""  # the GPU that the run is meant for, such as A100-80GB: its memory counts where none is seen
+    device_memory: float = 0.0  # GB of a worker's device; 0 = as seen, else as cluster.gpu says
     threads: int = 0  # CPU threads per worker; 0 = the machine's cores shared among its workers
 
 

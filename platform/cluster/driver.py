@@ -14,6 +14,7 @@ from platform.cluster import resources, torchrun
 from platform.cluster.commands import Command
 from platform.cluster.context import Run
 from platform.cluster.crew import open_crew
+from platform.cluster.demonstration import demonstration
 from platform.cluster.endings import DONE, FAILED, Known, Unsaved, end
 from platform.cluster.job import WORKER, Job
 from platform.cluster.run_directory import RunDirectory
@@ -71,6 +72,9 @@ def _run(config: Config, plan: Plan, worker: str, signals: StopSignals, known: K
         return DONE
     if mistakes := [*data.check(config.data, vocab=config.model.vocab), *_impossible(config, plan)]:
         raise ConfigError(mistakes)
+    _check_memory(config, plan, config.cluster.device, known.say, stated=True)
+    if config.data.kind == "stdlib" and (line := demonstration(config, plan, data.stdlib_bytes(config.data))):
+        known.say(f"warning: {line}")
     from platform.cluster.changes import changes  # torch takes seconds: cheap refusals come first
     from platform.cluster.origin import check_writable, origin
     from platform.train import places
@@ -79,6 +83,7 @@ def _run(config: Config, plan: Plan, worker: str, signals: StopSignals, known: K
     meta = found.manifest.meta if found and found.manifest else None
     elastic = config.elastic
     secured = resources.secure(config.cluster, plan.mesh.size, known.say, elastic.spares, elastic.min_workers)
+    _check_memory(config, plan, secured.device, known.say)
     there = opened.enter_context(directory.claim(config, plan.to_dict()))
     if places.saves(config):
         check_writable(config)
@@ -180,6 +185,25 @@ def _impossible(config: Config, plan: Plan) -> Iterator[str]:
     elif e.min_workers > (most := e.max_workers or size):
         constraint = f"must be <= the {most} workers that the run may have"
         yield violation("elastic.min_workers", e.min_workers, constraint, [most])
+
+
+def _check_memory(config: Config, plan: Plan, kind: str, say: Callable[[str], None], *, stated: bool = False) -> None:
+    """Refuses a plan that needs more than its devices of a kind have, or warns of it. `stated`: before any device is
+    looked for, by what the configuration says of it where that decides."""
+    from platform.cluster.devices import device_of
+    from platform.train.remedies import lack_of_memory
+
+    c = config.cluster
+    decides = bool(c.device_memory) or (
+        kind == "cuda" and resources.crew_kind(c) != "ray" and not resources.gpu_count()
+    )
+    if stated != decides:
+        return
+    device = device_of(config, kind, plan.mesh.size)
+    if device and (line := lack_of_memory(config, plan, device)):
+        if c.memory == "refuse":
+            raise ConfigError(line)
+        say(f"warning: {line}")
 
 
 @contextmanager

@@ -127,6 +127,13 @@ def free_resources() -> dict[str, float]:
     return ray.available_resources()
 
 
+def accelerators() -> list[str]:
+    """The types of accelerators that the nodes of the joined cluster have, such as H100 and A100-80G."""
+    import ray
+
+    return [name.partition(":")[2] for name in ray.cluster_resources() if name.startswith("accelerator_type:")]
+
+
 def _init(**arguments: Any) -> None:
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # `uv run` would rebuild the environment per worker
     import ray

@@ -34,6 +34,11 @@ def stdlib(data: Data) -> list[Path]:
     return _walk(Path(sysconfig.get_path("stdlib")), [".py"], skip=_NOT_STDLIB)
 
 
+def stdlib_bytes(data: Data) -> int:
+    """How much of it there is."""
+    return sum(file.stat().st_size for file in stdlib(data))
+
+
 def text(data: Data) -> list[Path]:
     """The user's files: `data.path` is a file, a glob, or a folder (searched for `ENDINGS`, not for hidden files)."""
     if not data.path:

@@ -20,6 +20,7 @@ from platform.redaction import learn_urls, shielded
 from platform.train.optimizers import OPTIMIZERS
 from platform.train.plan import make_plan
 from platform.train.replan import shrinking
+from platform.train.room import footprints
 
 
 def main() -> int:
@@ -58,6 +59,7 @@ def _answer(arguments: argparse.Namespace) -> int:
         moments=OPTIMIZERS[config.optimizer.kind].moments,
         workers_per_node=arguments.workers_per_node,
         dropout=config.model.dropout,
+        footprints=footprints(config, plan),
     )
     print(json.dumps(found) if arguments.json else render(plan, found))
     return 0

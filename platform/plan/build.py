@@ -72,9 +72,12 @@ def build(
         raise IllegalPlan(illegal)
 
     uses: dict[str, list[tuple[Operation, tuple[str, ...]]]] = defaultdict(list)
+    lacking: dict[tuple, list[tuple[str, ...]]] = {}  # by all but names: layers are alike
     for operation in everything:
-        for name, axes in planner.partial(operation).items():
-            uses[name].append((operation, mesh.ordered(axes)))
+        if (alike := operation.anonymous) not in lacking:
+            lacking[alike] = [mesh.ordered(axes) for axes in planner.partial(operation).values()]
+        for p, axes in zip(operation.parameters, lacking[alike], strict=True):
+            uses[p.name].append((operation, axes))
     reductions, at_use = {}, {}
     for name, found in uses.items():
         common = set.intersection(*(set(axes) for _, axes in found))

@@ -39,10 +39,14 @@ def violations(planner: Planner, operations: Sequence[Operation], microbatch: in
         if line := _indivisible(planner, d, size, axes, list(regions)):
             lines.append(line)
     if not lines:  # what no tensor shows by itself: the operations' iteration spaces
+        fine = set()  # layers are alike but for names
         for o in operations:
+            if (alike := o.anonymous) in fine:
+                continue
             try:
                 planner.partial(o)
                 plan_operation(planner, o)
+                fine.add(alike)
             except ValueError as error:
                 lines.append(f"tensor: illegal layout: in {o.kind} {o.name}, {error}; legal: one of them {_ELSEWHERE}")
     return lines

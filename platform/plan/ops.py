@@ -80,6 +80,12 @@ class Operation:
     def parameters(self) -> tuple[Parameter, ...]:
         return tuple(t for t in self.inputs if isinstance(t, Parameter))
 
+    @property
+    def anonymous(self) -> tuple:
+        """All that its plan depends on but names."""
+        inputs = ((t.dims, t.role, t.sizes) if isinstance(t, Parameter) else t for t in self.inputs)
+        return self.kind, tuple(inputs), self.outputs, self.attributes
+
     def __getitem__(self, attribute: str) -> Any:
         return dict(self.attributes)[attribute]
 
