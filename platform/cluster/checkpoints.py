@@ -17,7 +17,7 @@ from platform.checkpoint.lease import Lease
 from platform.cluster.cadence import Cadence
 from platform.cluster.crew import Crew
 from platform.cluster.failures import GaveUp
-from platform.cluster.origin import Origin, origin
+from platform.cluster.origin import Origin, origin, traced
 from platform.config import Config, ConfigError, digest, violation
 from platform.identity import identity
 from platform.monitor import Journal
@@ -86,12 +86,17 @@ class Checkpoints:
     def kept(self) -> str:
         """What is left of the run, for people."""
         if not self.step:
-            return "nothing was saved; the same command starts again from step 1"
+            told = f" with {self.resume}" if self.resume else ""
+            return f"nothing was saved; the same command{told} starts again from step 1"
         return f"the same command{' with ' + self.resume if self.resume else ''} continues after step {self.step}"
 
     @property
     def resume(self) -> str:
-        """The override with which the run's command goes on from the newest checkpoint; "" where it does without."""
+        """Return the override with which the run's command goes on from the newest checkpoint, or starts again where
+        there is none and steps would be lost; "" where it does without."""
+        if not self.step and self._config.checkpoint.resume == "auto":
+            with suppress(ConfigError):
+                return "checkpoint.resume=never" if traced(self._config) else ""
         return "checkpoint.resume=auto" if self._own and self._config.checkpoint.resume not in _NEWEST else ""
 
     def check(self, corpus: str) -> None:
@@ -134,10 +139,10 @@ class Checkpoints:
         return False
 
     def look_again(self) -> None:
-        """For the newest good checkpoint there is now, of this run's own if it has made one. Raises ConfigError,
-        OSError."""
+        """Look for the newest good checkpoint there is now, of this run's own if it has made one. Where there never
+        was one, the run starts over. Raises ConfigError, OSError."""
         self._poll()
-        self._origin = self._newest_own() or origin(self._config, held=self._held)
+        self._origin = self._newest_own() or origin(self._config, held=self._held, over=not self.step)
         self.step = self._origin.manifest.meta.step if self._origin and self._origin.manifest else 0
         self.check(self._corpus)
 

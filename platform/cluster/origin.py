@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import secrets
 from dataclasses import dataclass
+from pathlib import Path
 
 from platform.checkpoint import Manifest, Refused, Storage, connect, find, load
+from platform.cluster import traces
 from platform.config import RESUME, Config, ConfigError, violation
 from platform.identity import refusal
+from platform.schema import Malformed
 from platform.train import places
 
 
@@ -23,9 +26,10 @@ class Origin:
     sound: tuple[str, ...] = ()  # see `platform.checkpoint.Found`
 
 
-def origin(config: Config, *, held: bool = False) -> Origin | None:
-    """What checkpoint.resume means today; None where it is `never`. Reads manifests, not yet what they describe.
+def origin(config: Config, *, held: bool = False, over: bool = False) -> Origin | None:
+    """Find what checkpoint.resume means today; None where it is `never`. Reads manifests, not yet what they describe.
     `held`: this driver has the storage's lease, and marks what is corrupt; without it nothing is written.
+    `over`: the run may start at step 1 although its directory shows steps.
 
     Raises ConfigError where nothing can be resumed from and something must, and for a run of another identity.
     """
@@ -43,15 +47,27 @@ def origin(config: Config, *, held: bool = False) -> Origin | None:
             found = Origin(storage, **vars(find(storage, deep=False, mark=held)))
     except (Refused, OSError) as error:
         raise ConfigError(violation(key, where, f"cannot be resumed from: {error}")) from None
-    if found.manifest is None and (c.resume != "auto" or found.sound):  # starting again would lose what is there
+    done = 0 if found.manifest or c.resume != "auto" or over else traced(config)
+    if found.manifest is None and (c.resume != "auto" or found.sound or done):  # starting again would lose that
         reasons = "".join(f"; {directory}: {reason}" for directory, reason in found.refused)
         legal = ["checkpoint.resume=never"] if c.resume in RESUME else RESUME
+        if done:
+            reasons = f", though step {done} was done in run.dir={config.run.dir}{reasons}"
+            legal = [*legal, "run.dir=DIRECTORY", "checkpoint.resume=CHECKPOINT"]
         raise ConfigError(violation(key, where, f"holds no checkpoint to resume from{reasons}", legal))
     if found.manifest:
         what = f"{found.directory} is of another run; name another"
         if lines := refusal(found.manifest.meta.identity, config, key, where, what):
             raise ConfigError(lines)
     return found
+
+
+def traced(config: Config) -> int:
+    """Return the highest step that the run directory shows as done, 0 where it shows none. Raises ConfigError."""
+    try:
+        return traces.steps(Path(config.run.dir))
+    except (OSError, Malformed) as error:
+        raise ConfigError(violation("run.dir", config.run.dir, f"cannot be read: {error}")) from None
 
 
 def check_writable(config: Config) -> None:

@@ -13,10 +13,12 @@ from typing import Any
 
 import yaml
 
+from platform import documents
+from platform.cluster import traces
 from platform.config import Config, ConfigError, violation
 from platform.identity import identity, refusal
-from platform.monitor import Journal
 from platform.redaction import redact
+from platform.schema import Malformed
 
 
 class RunDirectory:
@@ -30,27 +32,32 @@ class RunDirectory:
         self._lock = self.path / "driver.lock"
 
     def check(self, config: Config) -> dict[str, Any] | None:
-        """The configuration that the run there had last, None where there is none. Raises ConfigError, naming what
-        differs, where the directory holds a run of another identity, but for what `resume.allow` frees."""
+        """Return the configuration that the run there had last, None where there is none. Raises ConfigError where
+        the directory's files are no run's, and, naming what differs, where it holds a run of another identity, but for
+        what `resume.allow` frees."""
         try:
-            there = Config.from_dict(yaml.safe_load(self._config.read_text()))
-        except FileNotFoundError:
-            return None
+            there = traces.configuration(self.path)
         except OSError as error:
             raise self.unusable(error) from None
-        except (yaml.YAMLError, ValueError, TypeError, AttributeError):
-            raise self._refusal("its config.yaml is not a run's configuration; name another directory") from None
+        except Malformed as error:
+            reason = f"its config.yaml is not a run's configuration ({error}); name another directory"
+            raise self._refusal(reason) from None
+        if faults := traces.faults(self.path):
+            raise ConfigError(
+                [violation("run.dir", self.path, f"{f}; move it away, or name another directory") for f in faults]
+            )
+        if there is None:
+            return None
         what = "holds another run; name another directory"
         if lines := refusal(identity(there), config, "run.dir", self.path, what):
             raise ConfigError(lines)
         return there.to_dict()
 
     def finished(self, steps: int) -> bool:
-        """Says whether the run there did this many updates. Raises ConfigError where its journal cannot be read."""
+        """Return whether the run there has already done this many updates. Raises ConfigError where its journal cannot
+        be read."""
         try:
-            return any(e["event"] == "done" and e["step"] >= steps for e in Journal.read(self.journal))
-        except (FileNotFoundError, NotADirectoryError):
-            return False
+            return traces.finished(self.path, steps)
         except OSError as error:
             raise self.unusable(error) from None
 
@@ -64,7 +71,7 @@ class RunDirectory:
         try:
             self.path.mkdir(0o700, parents=True, exist_ok=True)  # what is there keeps its mode
             (self.path / "logs").mkdir(0o700, exist_ok=True)
-            lock = os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o644)
+            lock = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)  # it is emptied
         except OSError as error:
             raise self.unusable(error) from None
         try:
@@ -89,7 +96,7 @@ class RunDirectory:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            owner = os.pread(lock, 1000, 0).decode() or "another process"
+            owner = documents.line(os.pread(lock, 1000, 0)) or "another process"
             raise self._refusal(f"in use by {owner}; wait for it, stop it, or name another directory") from None
         try:
             os.truncate(lock, 0)
@@ -108,7 +115,7 @@ class RunDirectory:
 @contextmanager
 def _as_they_were(*files: Path) -> Iterator[None]:
     """A configuration that is refused later than most has no run: a value that it alone has must not stay behind."""
-    before = {file: file.read_text() if file.is_file() else None for file in files}
+    before = {file: file.read_bytes() if file.is_file() else None for file in files}
     try:
         yield
     except ConfigError:
@@ -117,14 +124,14 @@ def _as_they_were(*files: Path) -> Iterator[None]:
                 if text is None:
                     file.unlink(missing_ok=True)
                 else:
-                    _replace(file, text)
+                    _replace(file, text.decode(errors="surrogateescape"))
         raise
 
 
 def _replace(path: Path, text: str) -> None:
     draft = path.with_name(f".{path.name}.draft")
     try:
-        draft.write_text(text)
+        draft.write_text(text, encoding="utf-8", errors="surrogateescape")
         draft.replace(path)
     except OSError:
         with suppress(OSError):

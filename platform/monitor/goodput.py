@@ -58,7 +58,7 @@ def goodput(journal: Iterable[Mapping[str, Any]]) -> Goodput:
     begin: float | None = None
     last = 0.0  # when the driver was last heard of
     for event in journal:
-        kind, now = event["event"], event["time"]
+        kind, now = event["event"], event.get("time", last)
         if kind == _BEGIN:
             seconds += last - begin if begin is not None else 0.0  # the driver before this one was killed
             begin = last = now

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from platform.monitor import records
 from platform.monitor.json_lines import JsonLines
 from platform.monitor.terminal import say
 from platform.redaction import redact
@@ -23,7 +24,7 @@ class Journal:
         """`tell`: see JsonLines, which also says what happens to events that cannot be written."""
         self.path = Path(path)
         self._lines = JsonLines(path, tell)
-        self.generation: int = max((event["generation"] for event in self.read(path)), default=0)
+        self.generation: int = max((event["generation"] for event in records.lines(path, records.EVENT)), default=0)
 
     def next_generation(self) -> int:
         """Begins a generation: the events that follow belong to it."""
@@ -50,4 +51,4 @@ class Journal:
     @staticmethod
     def read(path: Path | str) -> list[dict[str, Any]]:
         """Every transition, in order."""
-        return JsonLines.read(path)
+        return list(records.lines(path, records.EVENT))

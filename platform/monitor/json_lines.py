@@ -11,13 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from platform.monitor import records
 from platform.monitor.terminal import say
 
 KEPT_BYTES = 16 << 20  # of lines that could not be written yet
-
-# JSON has no such numbers. As these strings a strict parser takes the line, and both Python's float() and
-# JavaScript's Number() give the value back (protobuf's JSON mapping uses the same three).
-_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class JsonLines:
@@ -54,7 +51,7 @@ class JsonLines:
     @property
     def unwritten(self) -> list[dict[str, Any]]:
         """What is kept, in order."""
-        return [json.loads(line, object_hook=_with_numbers) for line in self._kept]
+        return [records.with_numbers(json.loads(line)) for line in self._kept]
 
     def _open(self) -> int:
         file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
@@ -109,9 +106,8 @@ class JsonLines:
 
     @staticmethod
     def read(path: Path | str) -> list[dict[str, Any]]:
-        """Every whole line, in order; the file may be in use. Raises ValueError for a line that is not JSON."""
-        lines = Path(path).read_bytes().split(b"\n")[:-1]  # what follows the last newline is torn, or being written
-        return [json.loads(line, object_hook=_with_numbers) for line in lines]
+        """Every whole line, in order; the file may be in use. Raises ValueError for a line that is no JSON object."""
+        return list(records.lines(path))
 
 
 def _end_of_last_line(file: int, block: int = 1 << 16) -> int:
@@ -133,7 +129,3 @@ def _strict(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return json.dumps(value)
     return value
-
-
-def _with_numbers(item: dict[str, Any]) -> dict[str, Any]:
-    return {key: _NON_FINITE.get(value, value) if isinstance(value, str) else value for key, value in item.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from platform.monitor import records
 from platform.monitor.json_lines import JsonLines
 
 # Key of a row -> metric on W&B. A nested dict becomes one metric per inner key: seconds.forward is time/forward.
@@ -38,7 +39,7 @@ class MetricsLog(JsonLines):
     def read(path: Path | str) -> list[dict[str, Any]]:
         """One row per step, ascending. After a rollback a step recurs: a row takes back all from its step on."""
         rows: list[dict[str, Any]] = []
-        for row in JsonLines.read(path):
+        for row in records.lines(path, records.ROW):
             while rows and rows[-1]["step"] >= row["step"]:
                 rows.pop()
             rows.append(row)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
+from platform import schema
 from platform.checkpoint import (
     Block,
     Held,
     Image,
     Manifest,
+    Refused,
     Share,
     Snapshot,
     Storage,
@@ -26,6 +28,7 @@ from platform.checkpoint import (
 )
 from platform.config import Config
 from platform.plan.plan import Plan
+from platform.schema import Known, Malformed
 from platform.train.optimizers import state_of
 from platform.train.trainer import Trainer
 from platform.train.weights import DTYPES
@@ -74,7 +77,7 @@ class State:
     def restore(self, storage: Storage, directory: str, manifest: Manifest) -> None:
         """Goes on from a checkpoint of any plan; all ranks call it together. Raises as `platform.checkpoint.restore`,
         and the state is then undefined."""
-        self._prepare(manifest.meta.values["optimizer"])
+        self._prepare(_numbers(manifest, self._numbers))
         restore(storage, directory, manifest, self.held, self.blocks(), **self._world)
         self._trainer.weights.refresh()
 
@@ -115,3 +118,14 @@ class State:
 
 def _nothing(part: Share) -> Tensor:
     raise AssertionError(f"{part.tensor.name} {part.box} is asked of a rank that was not there")
+
+
+def _numbers(manifest: Manifest, names: Iterable[str]) -> Mapping[str, float]:
+    """Return the optimizer's numbers in a checkpoint, whose values may be anything. Raises Refused where one of
+    `names` is missing."""
+    try:
+        kind = Annotated[dict[str, float], Known((), tuple(names))]
+        found: dict[str, float] = schema.read(kind, manifest.meta.values.get("optimizer"))
+        return found
+    except Malformed as error:
+        raise Refused(f"the values of its optimizer: {error}") from None
