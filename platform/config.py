@@ -141,6 +141,7 @@ class Checkpoint:
     on_stop: bool = True  # one where a signal, a time limit or a notice ends the run, whatever `every` says
     keep: int = 2  # the newest ones; older ones are deleted
     keep_every: int = 0  # those of every so many steps are kept for good; 0 = none
+    timeout: float = 3600.0  # seconds that a save may take, then the run ends; 0 = any time
     resume: str = "auto"  # auto | never | must, or a checkpoint's path or URL
 
 

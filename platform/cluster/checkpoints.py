@@ -27,6 +27,7 @@ from platform.train import places
 from platform.train.proof import versions
 
 POLL_SECONDS = 0.01
+WAIT_SECONDS = 1.0  # in one call, for what workers write: a call has no other limit
 FAILURES = 3  # saves in a row that come to nothing, for longer than elastic.wait: then the run has no future
 
 _NEWEST = ("auto", "must")  # values of checkpoint.resume under which a run goes on from its own newest one
@@ -57,6 +58,7 @@ class Checkpoints:
         self._reports: SimpleQueue[Reports] = SimpleQueue()  # what the workers wrote
         self._writing = False  # the workers are
         self._abandoned = False  # the save under way was, or the one before
+        self._began = 0.0  # when it did
         self._corpus = ""
         self._own: set[str] = set()  # the directories of those that this driver made
         self._failed, self._failing = 0, 0.0  # saves in a row that came to nothing; when the first one did
@@ -176,15 +178,16 @@ class Checkpoints:
         `advance` and `finish` carry it on. It may fail: then they say so. `told`: for the event of its end."""
         self.finish(crew)
         self._cadence.saved()
-        self._abandoned = False
+        self._abandoned, self._began = False, monotonic()
         snapshots = crew.call("snapshot")
         numbers: dict[str, Any] = next((s["values"] for s in snapshots if s["values"]), {})
         self._wanted, self._reports, self._told = SimpleQueue(), SimpleQueue(), dict(told)
         write = partial(_written, self._wanted, self._reports)
         self._saver.save(snapshots[0]["tensors"], self._meta(step, {"optimizer": numbers}), write)
 
-    def advance(self, crew: Crew, wait: bool = False) -> None:
-        """Between steps: hands on what the save under way needs and what became of it."""
+    def advance(self, crew: Crew, wait: float = 0.0) -> None:
+        """Hand on, between steps, what the save under way needs and what became of it: for that the workers are waited
+        for `wait` seconds."""
         if not self._writing and not self._wanted.empty():
             crew.call("write", self._wanted.get())
             self._writing = True
@@ -194,10 +197,13 @@ class Checkpoints:
         self._poll()
 
     def finish(self, crew: Crew) -> None:
-        """Until no save is under way."""
+        """Wait until no save is under way. Raises GaveUp where that takes longer than checkpoint.timeout."""
+        limit = self._config.checkpoint.timeout
         while self._saver.busy:
-            self.advance(crew, wait=True)
+            self.advance(crew, wait=WAIT_SECONDS)
             self._saver.wait(POLL_SECONDS)
+            if limit and monotonic() > self._began + limit:
+                raise GaveUp(f"{self._storage.url}: a save has taken longer than checkpoint.timeout={limit:g} s")
         self.advance(crew)
 
     def _meta(self, step: int, values: dict[str, Any]) -> Meta:

@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent import futures
 from datetime import timedelta
 from functools import partial
 from math import inf
@@ -225,14 +225,14 @@ class Worker:
     def write(self, directory: str) -> None:
         """Begins to write what the last `snapshot` copied into a checkpoint. `written` tells how it ends."""
         storage = connect(places.home(self.config))
-        writer = ThreadPoolExecutor(1, "checkpoint")
+        writer = futures.ThreadPoolExecutor(1, "checkpoint")
         self._written = writer.submit(self.state.image.write, storage, directory)
         writer.shutdown(wait=False)  # ends when it is done
 
-    def written(self, wait: bool) -> dict[str, Any] | None:
-        """The report of `Image.write`, or {"error": why} where the storage fails, which is no failure of this worker;
-        None while it goes on, unless told to `wait`."""
-        if not (wait or self._written.done()):
+    def written(self, seconds: float) -> dict[str, Any] | None:
+        """Return the report of `Image.write`, or {"error": why} where the storage fails, which is no failure of this
+        worker; None where it goes on for longer than `seconds`."""
+        if futures.wait([self._written], seconds).not_done:
             return None
         try:
             return self._written.result()

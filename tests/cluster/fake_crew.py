@@ -89,9 +89,9 @@ class FakeWorker:
     def write(self, directory):
         self.crew.writes.append(directory)
 
-    def written(self, wait):
+    def written(self, seconds):
         blocks = {"file": "blocks-00000.bin", "bytes": 0, "blocks": []}
-        return blocks if wait or self.crew.writing is False else None
+        return None if self.crew.stuck or (self.crew.writing and not seconds) else blocks
 
     def evaluate(self):
         return {"val_loss": 2.0}
@@ -112,7 +112,7 @@ class FakeCrew(Crew):
         self.workers, self.seated, self._going, self.unstarted = {}, [], set(), []
         self.strangers, self.slow, self.corrupt, self.writes, self.calls = set(), set(), set(), [], []
         self.losses, self.verdicts = defaultdict(list), defaultdict(list)  # by step, one for each attempt
-        self.memory, self.writing = None, False
+        self.memory, self.writing, self.stuck = None, False, False
         self.can_hire, self.ready, self._hired, self._starting, self.released = True, True, 0, [], 0
         self.hire(job.world_size + spares)
 

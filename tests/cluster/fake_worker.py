@@ -68,7 +68,7 @@ class FakeWorker:
         folder.mkdir(exist_ok=True, parents=True)
         (folder / f"blocks-{self.rank:05}.bin").touch()
 
-    def written(self, wait):
+    def written(self, seconds):
         return {"file": f"blocks-{self.rank:05}.bin", "bytes": 0, "blocks": []}
 
     def restore(self, directory, own):
