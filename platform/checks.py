@@ -1,17 +1,25 @@
-"""What a value may be: tables of choices, bounds and relations, and what is not built yet.
-
-A capability joins by a longer tuple in CHOICES and a shorter NOT_BUILT.
-"""
+"""What a configuration may be: each value by itself (`platform.bounds`), and how values go together."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
-from math import inf
-from operator import ge, gt, le, lt
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from math import inf, prod
 from typing import Any
 
+from platform.bounds import (
+    BOUNDS,
+    CHOICES,
+    MOST,
+    NOT_BUILT,
+    SECONDS,
+    WORKERS,
+    allow,
+    impossible_values,
+    leaves,
+    not_built,
+    wrong_values,
+)
 from platform.config import (
     OBJECTIVES,
     Branch,
@@ -24,37 +32,17 @@ from platform.config import (
     violation,
 )
 from platform.identity import wrong_allowances
+from platform.plan.hardware import MEMORIES, memory_of
 from platform.plan.layout import DIMS
-from platform.plan.scheme import GATHERED, REGIONS, RESERVED, SLICE_VIA
+from platform.plan.numbers import divisors
+from platform.plan.schedules import ONE_CHUNK
+from platform.plan.scheme import REGIONS, RESERVED
+from platform.tables import read_yaml, wrong_tables
 
-CHOICES: dict[str, tuple[Any, ...]] = {
-    "precision": ("fp64", "fp32", "bf16"),
-    "recompute": ("none", "selective", "full"),
-    "model.kind": ("decoder", "encoder", "encoder_decoder", "two_layer"),
-    "model.fused_dropout": (False,),
-    "model.norm": ("layernorm", "rmsnorm"),
-    "model.activation": ("gelu", "relu", "swiglu", "geglu"),
-    "model.positions": ("learned", "rope", "sinusoidal", "relative"),
-    "data.kind": ("stdlib", "text", "pairs", "synthetic"),
-    "data.objective": ("", "causal", "masked", "span_denoising", "pairs"),
-    "optimizer.kind": ("adamw",),
-    "optimizer.schedule": ("constant", "cosine", "inverse_sqrt"),
-    "parallel.zero": (0, 1, 3),
-    "branch.order": ("inner", "outer"),
-    "branch.slice_via": tuple(SLICE_VIA),
-    "pipeline.kind": ("none", "gpipe", "1f1b", "interleaved", "zb_h1", "file"),
-    "train.on_spike": ("rollback", "skip", "stop"),
-    "tensor.gathered": tuple(GATHERED),
-    "cluster.kind": ("local", "ray", "processes", "inline"),
-    "cluster.device": ("auto", "cpu", "cuda"),
-    "monitor.kind": ("console", "wandb"),
-}
-
-
-def allow(key: str, value: Any) -> None:
-    """Adds a choice: how a module named in `extend` makes its own models, optimizers and the like legal."""
-    CHOICES[key] = tuple(dict.fromkeys((*CHOICES[key], value)))
-
+__all__ = [
+    "BOUNDS", "CHOICES", "MOST", "NOT_BUILT", "allow", "allow_dims", "axes_of", "impossible_values", "leaves",
+    "not_built", "parse_layout", "seconds_of", "slices", "too_many_workers", "violations", "wrong_values",
+]  # fmt: skip
 
 KNOWN_DIMS = list(DIMS)  # of tensors, as tensor.layout names them
 
@@ -64,139 +52,31 @@ def allow_dims(names: Iterable[str]) -> None:
     KNOWN_DIMS.extend(name for name in names if name not in KNOWN_DIMS)
 
 
-NOT_BUILT: dict[tuple[str, Any], str] = {  # (key, value): what is missing
-    ("precision", "fp16"): "float16 with a loss scale",
-    ("model.fused_dropout", True): "attention masks drawn inside a fused kernel",
-}
-
-BOUNDS: dict[str, str] = {
-    "seed": ">= 0",
-    "recompute_every": ">= 1",
-    "train.steps": ">= 1",
-    "train.stop_at": ">= 0",
-    "train.global_batch": ">= 1",
-    "train.microbatch": ">= 1",
-    "model.layers": ">= 1",
-    "model.d_model": ">= 1",
-    "model.heads": ">= 1",
-    "model.kv_heads": ">= 0",
-    "model.d_kv": ">= 0",
-    "model.d_ff": ">= 0",
-    "model.length": ">= 1",
-    "model.vocab": ">= 1",
-    "model.source_length": ">= 0",
-    "model.buckets": ">= 4",
-    "model.distance": ">= 1",
-    "model.label_smoothing": ">= 0 and < 1",
-    "model.io": ">= 1",
-    "model.hidden": ">= 1",
-    "model.dropout": ">= 0 and < 1",
-    "model.rope_theta": "> 0",
-    "data.validation": ">= 0 and < 1",
-    "optimizer.lr": ">= 0 and < inf",
-    "optimizer.betas": ">= 0 and < 1",
-    "optimizer.eps": "> 0 and < inf",
-    "optimizer.weight_decay": ">= 0 and < inf",
-    "optimizer.clip": ">= 0",
-    "optimizer.warmup_steps": ">= 0",
-    "optimizer.min_lr": ">= 0 and <= 1",
-    "tensor.axes": ">= 1",
-    "branch.axes": ">= 1",
-    "pipeline.stages": ">= 1",
-    "pipeline.chunks": ">= 1",
-    "checkpoint.every": ">= 0",
-    "checkpoint.keep": ">= 1",
-    "checkpoint.keep_every": ">= 0",
-    "train.spike": ">= 0",
-    "run.time_margin": ">= 0",
-    "elastic.min_workers": ">= 1",
-    "elastic.max_workers": ">= 0",
-    "elastic.spares": ">= 0",
-    "elastic.wait": ">= 0",
-    "elastic.hang_seconds": "> 0",
-    "elastic.slow": ">= 0",
-    "elastic.attempts": ">= 1",
-    "elastic.snapshot_every": ">= 0",
-    "eval.every": ">= 0",
-    "eval.batches": ">= 1",
-    "cluster.wait": ">= 0",
-    "cluster.threads": ">= 0",
-    "monitor.every": ">= 1",
-    "monitor.sample": ">= 0",
-}
-
-
-def leaves(config: Config) -> dict[str, Any]:
-    """Every key that can be given, with its value: {"seed": 0, "train.steps": 100, "tensor.axes": {}, ...}."""
-    out: dict[str, Any] = {}
-    for group, value in vars(config).items():
-        out |= {f"{group}.{k}": v for k, v in vars(value).items()} if is_dataclass(value) else {group: value}
-    return out
-
-
-def not_built(key: str, value: Any) -> str | None:
-    """What is missing, where the value is a capability that is planned but not there yet."""
-    group = key.removesuffix(".kind").removesuffix(".scheme")
-    what = NOT_BUILT.get((group, value))
-    return what and f"not built yet ({what})"
-
-
 def violations(config: Config) -> list[str]:
     """Everything that is impossible in a configuration by itself, one line each; [] if nothing is.
 
     Pure: looks at no file, device or cluster.
     """
-    found = _wrong_values(config)
+    found = wrong_values(config)
     related = (rule(config) for keys, rule in RELATIONS if not found.keys() & keys)
     return [line for lines in (*found.values(), *related) for line in lines]
-
-
-def impossible_values(config: Config) -> list[str]:
-    """The part of `violations` that one key alone shows, whatever the others are."""
-    return [line for lines in _wrong_values(config).values() for line in lines]
-
-
-def _wrong_values(config: Config) -> dict[str, list[str]]:
-    return {key: lines for key, value in leaves(config).items() if (lines := list(_single(key, value)))}
-
-
-def _single(key: str, value: Any) -> Iterator[str]:
-    """What is wrong with one value, whatever the others are."""
-    if key in CHOICES and value not in CHOICES[key]:
-        yield violation(key, value, not_built(key, value) or "unknown", closest(value, CHOICES[key]))
-    if bounds := BOUNDS.get(key):
-        items = value if isinstance(value, dict) else dict(enumerate(value)) if isinstance(value, list) else {"": value}
-        for name, number in items.items():
-            broken = [b for b in bounds.split(" and ") if not _holds(number, *b.split())]
-            legal = [b.split()[1] for b in broken[:1] if "=" in b]
-            if broken:
-                yield violation(f"{key}.{name}".rstrip("."), number, f"must be {bounds}", legal)
-
-
-def _holds(number: float, comparison: str, limit: str) -> bool:
-    compare: Callable[[float, float], bool] = {">=": ge, ">": gt, "<=": le, "<": lt}[comparison]
-    return compare(number, float(limit))  # nothing holds for NaN
-
-
-def _divisors(n: int) -> list[int]:
-    return [k for k in range(1, n + 1) if n % k == 0]
 
 
 def _attention(config: Config) -> Iterator[str]:
     m = config.model
     if not m.d_kv and m.d_model % m.heads:
         constraint = f"must divide model.d_model={m.d_model} where model.d_kv is not given"
-        yield violation("model.heads", m.heads, constraint, closest(m.heads, _divisors(m.d_model)))
+        yield violation("model.heads", m.heads, constraint, closest(m.heads, divisors(m.d_model)))
     elif m.positions == "rope" and m.d_kv % 2:
         yield violation("model.d_kv", m.d_kv, "model.positions=rope needs an even d_kv", [m.d_kv - 1, m.d_kv + 1])
     elif m.positions == "rope" and not m.d_kv and m.d_model // m.heads % 2:
-        legal = closest(m.heads, [h for h in _divisors(m.d_model) if m.d_model // h % 2 == 0])
+        legal = closest(m.heads, [h for h in divisors(m.d_model) if m.d_model // h % 2 == 0])
         constraint = (
             f"model.positions=rope needs an even d_kv, not model.d_model / model.heads = {m.d_model // m.heads}"
         )
         yield violation("model.heads", m.heads, constraint, legal)
     if m.kv_heads and m.heads % m.kv_heads:
-        legal = closest(m.kv_heads, _divisors(m.heads))
+        legal = closest(m.kv_heads, divisors(m.heads))
         yield violation("model.kv_heads", m.kv_heads, f"must divide model.heads={m.heads}", legal)
 
 
@@ -204,6 +84,23 @@ def _replicas(config: Config) -> Iterator[str]:
     data = config.parallel.data
     if data == 0 or data < -1:
         yield violation("parallel.data", data, "must be >= 1, or -1 for as many as the workers give", [1, -1])
+
+
+def too_many_workers(config: Config) -> Iterator[str]:
+    """One axis too long is refused by its own bound; these are too many together."""
+    sizes = {
+        "parallel.data": max(1, config.parallel.data),
+        "pipeline.stages": config.pipeline.stages,
+        **{f"tensor.axes.{name}": size for name, size in config.tensor.axes.items()},
+        **{f"branch.axes.{name}": size for name, size in config.branch.axes.items()},
+    }
+    if (product := prod(sizes.values())) > WORKERS:
+        longest = max(sizes, key=lambda key: sizes[key])
+        rest = product // sizes[longest]
+        what = " x ".join(f"{key}={size}" for key, size in sizes.items() if size > 1)
+        legal = [WORKERS // rest] if rest <= WORKERS else []
+        constraint = f"{what} are {product} workers, of which there may be {WORKERS}"
+        yield violation(longest, sizes[longest], constraint, legal)
 
 
 def _text(config: Config) -> Iterator[str]:
@@ -220,19 +117,58 @@ def _stop(config: Config) -> Iterator[str]:
 
 def _time_limit(config: Config) -> Iterator[str]:
     try:
-        seconds_of(config.run.time_limit)
+        if seconds_of(config.run.time_limit) > SECONDS:
+            yield violation("run.time_limit", config.run.time_limit, f"must be <= {SECONDS} seconds", [SECONDS])
     except ValueError:
         constraint = "must be seconds or H:MM:SS"
         yield violation("run.time_limit", config.run.time_limit, constraint, ["3600", "1:00:00"])
+
+
+def _every(config: Config) -> Iterator[str]:
+    every = config.checkpoint.every
+    try:
+        rhythm_of(every)
+    except ValueError:
+        if isinstance(every, int):
+            yield violation("checkpoint.every", every, "must be >= 0", [0])
+        else:
+            yield violation("checkpoint.every", every, f"must be {RHYTHM}", nearest_rhythms(every))
+
+
+RHYTHM = "a number of steps, or a duration like 45s, 30m or 1h30m"
+_UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}  # seconds
+_DURATION = re.compile(r" *".join(rf"(?:([0-9]+(?:\.[0-9]+)?){unit})?" for unit in _UNITS))
+
+
+def rhythm_of(every: int | str) -> tuple[int, float]:
+    """`checkpoint.every` as (steps, seconds), of which one is 0. Raises ValueError for what is neither."""
+    if isinstance(every, int) or re.fullmatch(r"[0-9]+", every):
+        if (steps := int(every)) < 0:
+            raise ValueError(every)
+        return steps, 0.0
+    found = _DURATION.fullmatch(every.strip())
+    amounts = [float(number or 0) for number in found.groups()] if found else []
+    seconds = sum(n * unit for n, unit in zip(amounts, _UNITS.values(), strict=False))
+    if not 0 < seconds < inf:
+        raise ValueError(every)
+    return 0, seconds
+
+
+def nearest_rhythms(every: str) -> list[str]:
+    """What may have been meant."""
+    found = re.search(r"[0-9]{1,9}", every)
+    number = int(found[0]) if found else 30
+    return [str(number), f"{number or 1}m"]
 
 
 def seconds_of(duration: str) -> float:
     """90, 1:30 or 0:01:30 as seconds; "" is 0. Raises ValueError for what is none of these."""
     parts = duration.split(":") if duration else ["0"]
     numbers = [float(part) for part in parts]
+    seconds = sum(n * 60**i for i, n in enumerate(reversed(numbers)))
     if len(parts) > 3 or not all(0 <= n < inf for n in numbers):
         raise ValueError(duration)
-    return sum(n * 60**i for i, n in enumerate(reversed(numbers)))
+    return seconds
 
 
 def _elastic(config: Config) -> Iterator[str]:
@@ -242,15 +178,51 @@ def _elastic(config: Config) -> Iterator[str]:
         yield violation("elastic.max_workers", e.max_workers, constraint, [0, e.min_workers])
     if e.spares and config.cluster.kind == "inline":
         yield violation("elastic.spares", e.spares, "cluster=inline is a world of one in one process", [0])
-    for fault in e.faults:
-        if not FAULT.fullmatch(fault):
+
+
+FAULT_KINDS = ("kill", "stop", "raise", "lock", "gil", "nan", "flip")
+FAULT_SECTIONS = (  # of a step, as its clock books them; or an action of a pipeline's table, such as 0F0
+    "step", "data", "forward", "backward", "exposed_comm", "bubble", "reduce", "optimizer", "checkpoint",
+)  # fmt: skip
+FAULT = re.compile(
+    rf"(?P<step>\d{{1,12}}):(?P<kind>{'|'.join(FAULT_KINDS)}):(?P<rank>\d{{1,12}})(?::(?P<section>\w+))?", re.ASCII
+)
+_ACTION = re.compile(r"\d+[FBIW]\d+", re.ASCII)
+
+
+def _faults(config: Config) -> Iterator[str]:
+    """Faults that strike nobody: a word that is none, or a step or section that no run has."""
+    steps = config.train.steps
+    for fault in config.elastic.faults:
+        if not (found := FAULT.fullmatch(fault)):
             kinds = "|".join(FAULT_KINDS)
             example = "20:kill:3:backward"
             yield violation("elastic.faults", fault, f"must be STEP:KIND:RANK[:SECTION], KIND {kinds}", [example])
+            continue
+        _, kind, rank, *section = fault.split(":")
+        if not 1 <= int(found["step"]) <= steps:
+            nearest = ":".join([str(min(max(1, int(found["step"])), steps)), kind, rank, *section])
+            yield violation("elastic.faults", fault, f"its step must be from 1 to train.steps={steps}", [nearest])
+        if found["section"] and found["section"] not in FAULT_SECTIONS and not _ACTION.fullmatch(found["section"]):
+            legal = [f"{found['step']}:{kind}:{rank}:{name}" for name in closest(found["section"], FAULT_SECTIONS)[:3]]
+            yield violation("elastic.faults", fault, f"a step has no section {found['section']}", legal)
 
 
-FAULT_KINDS = ("kill", "stop", "raise", "lock", "gil", "nan")
-FAULT = re.compile(rf"(?P<step>\d+):(?P<kind>{'|'.join(FAULT_KINDS)}):(?P<rank>\d+)(?::(?P<section>\w+))?")
+def absent_ranks(config: Config, workers: int) -> Iterator[str]:
+    """Yield a line per fault of a rank that a run which starts with so many workers never has."""
+    most = max(workers, config.elastic.max_workers)
+    for fault in config.elastic.faults:
+        if (found := FAULT.fullmatch(fault)) and int(found["rank"]) >= most:
+            step, kind, _, *section = fault.split(":")
+            nearest = ":".join([step, kind, str(most - 1), *section])
+            yield violation("elastic.faults", fault, f"its rank must be below the {most} that the run has", [nearest])
+
+
+def _verify(config: Config) -> Iterator[str]:
+    every = config.train.verify_every
+    if every and config.parallel.zero == 3:
+        constraint = "parallel.zero=3 keeps each weight once: there are no replicas to compare"
+        yield violation("train.verify_every", every, constraint, [0])
 
 
 def _optimizer(config: Config) -> Iterator[str]:
@@ -260,7 +232,7 @@ def _optimizer(config: Config) -> Iterator[str]:
 
 def _data(config: Config) -> Iterator[str]:
     if config.data.kind == "text" and not config.data.path:
-        yield violation("data.path", "", "data=text needs a file, a folder or a glob")
+        yield violation("data.path", "", "data=text needs a file, a folder or a glob", ["data.path=FILE"])
     if config.eval.every and not config.data.validation:
         yield violation("data.validation", 0, f"eval.every={config.eval.every} needs a held-out split", [0.05])
 
@@ -289,6 +261,9 @@ def _pipeline(config: Config) -> Iterator[str]:
     for key, size in (("stages", p.stages), ("chunks", p.chunks)):
         if p.kind == "none" and size != 1:
             yield violation(f"pipeline.{key}", size, "pipeline=none has one", [1])
+    if p.kind in ONE_CHUNK and p.chunks != 1:
+        constraint = f"pipeline={p.kind} has one chunk per stage"
+        yield violation("pipeline.chunks", p.chunks, constraint, [1, "pipeline=interleaved", "pipeline=zb_h1"])
     if p.kind == "file" and not p.file:
         yield violation("pipeline.file", "", "pipeline=file needs the table of a schedule, one line per stage")
     elif p.kind != "file" and p.file:
@@ -313,9 +288,7 @@ def _scheme(config: Config) -> Iterator[str]:
                 yield violation(f"tensor.axes.{name}", size, f"tensor={tensor.scheme} has no such axis", legal)
         if tensor.layout is not None:
             yield violation("tensor.layout", tensor.layout, "only for tensor=layout")
-    for name in _mentioned(tensor):
-        if name not in declared:
-            yield violation("tensor.order", tensor.order, f"the table names an axis {name}, which is not among them")
+    yield from wrong_tables(config, KNOWN_DIMS)
 
 
 def _branch(config: Config) -> Iterator[str]:
@@ -347,17 +320,27 @@ def _axis_names(config: Config) -> Iterator[str]:
         for name, size in axes.items():
             if name in RESERVED:
                 yield violation(f"{group}.axes.{name}", size, f"the names {' and '.join(RESERVED)} are reserved")
-            elif not name.isidentifier():
+            elif not (name.isascii() and name.isidentifier()):
                 yield violation(f"{group}.axes.{name}", size, "an axis is named by letters, digits and _")
+
+
+def _gpu(config: Config) -> Iterator[str]:
+    if config.cluster.gpu and memory_of(config.cluster.gpu) is None:
+        names = ["-".join(name.split()) for name, _ in MEMORIES]
+        yield violation("cluster.gpu", config.cluster.gpu, "unknown", closest(config.cluster.gpu, names)[:3])
 
 
 RELATIONS: tuple[tuple[set[str], Callable[[Config], Iterator[str]]], ...] = (  # judged where each key may be right
     ({"model.d_model", "model.heads", "model.kv_heads", "model.d_kv"}, _attention),
     (set(), _replicas),
+    ({"parallel.data", "pipeline.stages", "tensor.axes", "branch.axes"}, too_many_workers),
+    ({"train.steps", "elastic.faults"}, _faults),
     ({"model.kind", "monitor.sample"}, _text),
     ({"train.steps", "train.stop_at"}, _stop),
     ({"run.time_limit"}, _time_limit),
+    ({"checkpoint.every"}, _every),
     ({"elastic.min_workers", "elastic.max_workers"}, _elastic),
+    ({"train.verify_every", "parallel.zero"}, _verify),
     ({"optimizer.betas"}, _optimizer),
     ({"data.kind", "data.validation", "eval.every"}, _data),
     ({"data.kind", "data.objective", "model.kind", "model.length"}, _objective),
@@ -368,6 +351,7 @@ RELATIONS: tuple[tuple[set[str], Callable[[Config], Iterator[str]]], ...] = (  #
     ({"branch.slice_via"}, _slice_via),
     ({"parallel.zero"}, _zero),
     (set(), _axis_names),
+    (set(), _gpu),
     (set(), wrong_allowances),
 )
 
@@ -391,6 +375,8 @@ def parse_layout(layout: str | Mapping[str, Any], axes: Iterable[str]) -> tuple[
     dim, region or axis.
     """
     table = _read_layout(layout)
+    if not isinstance(table, Mapping):
+        raise ConfigError(violation("tensor.layout", layout, "must be dim:axis, or a map", ["batch:rows;heads:cols"]))
     regions = (*REGIONS, "parameters")
     named = table if any(isinstance(v, Mapping) for v in table.values()) else dict.fromkeys(regions, table)
     known = list(axes)
@@ -399,10 +385,13 @@ def parse_layout(layout: str | Mapping[str, Any], axes: Iterable[str]) -> tuple[
     for region, part in named.items():
         if region not in regions:
             lines.append(violation("tensor.layout", region, "no such region", closest(region, regions)))
-        rules[region] = {dim: _axis_list(value) for dim, value in (part or {}).items()}
+        rules[region] = {dim: _axis_list(dim, value) for dim, value in (part or {}).items()}
         for dim, names in rules[region].items():
             if dim not in KNOWN_DIMS:
                 lines.append(violation("tensor.layout", dim, "no such dim", closest(dim, KNOWN_DIMS)))
+            if len(set(names)) < len(names):
+                legal = [f"{dim}:{'+'.join(dict.fromkeys(names))}"]
+                lines.append(violation("tensor.layout", f"{dim}:{'+'.join(names)}", "an axis splits a dim once", legal))
             for name in (name for name in names if name not in known):
                 legal = closest(name, known) or ["tensor.axes.NAME=k makes one"]
                 lines.append(violation("tensor.layout", f"{dim}:{name}", "no such axis in tensor.axes", legal))
@@ -416,7 +405,7 @@ def _read_layout(layout: str | Mapping[str, Any]) -> Mapping[str, Any]:
         import yaml
 
         try:
-            layout = yaml.safe_load(layout)
+            layout = read_yaml(layout)
         except yaml.YAMLError as error:
             raise ConfigError(violation("tensor.layout", layout, f"not YAML ({str(error).splitlines()[0]})")) from None
     if not isinstance(layout, str):
@@ -425,8 +414,18 @@ def _read_layout(layout: str | Mapping[str, Any]) -> Mapping[str, Any]:
     if wrong := [word for word in words if not re.fullmatch(r"\w+:\w+(\+\w+)*", word)]:
         lines = [violation("tensor.layout", word, "must be dim:axis or dim:axis+axis") for word in wrong]
         raise ConfigError(lines)
+    dims = [word.partition(":")[0] for word in words]
+    if twice := [dim for dim in dict.fromkeys(dims) if dims.count(dim) > 1]:
+        axes = {dim: [a for d, _, a in (w.partition(":") for w in words) if d == dim] for dim in twice}
+        legal = {dim: [f"{dim}:{'+'.join(dict.fromkeys(found))}"] for dim, found in axes.items()}
+        raise ConfigError([violation("tensor.layout", dim, "is given twice", legal[dim]) for dim in twice])
     return dict(word.split(":") for word in words)
 
 
-def _axis_list(value: str | Sequence[str] | None) -> list[str]:
-    return value.split("+") if isinstance(value, str) else list(value or [])
+def _axis_list(dim: str, value: Any) -> list[str]:
+    names = value.split("+") if isinstance(value, str) else [] if value is None else value
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(
+            violation("tensor.layout", f"{dim}:{value}", "must be the name of an axis, or a list of names")
+        )
+    return list(names)

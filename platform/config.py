@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 Rules = dict[str, dict[str, list[str]]]  # region or parameter role -> tensor dim -> mesh axes, major to minor
 
@@ -21,7 +21,8 @@ class ConfigError(ValueError):
     """A user's mistake. `violations` holds one line each: key, value, constraint and the nearest legal values."""
 
     def __init__(self, violations: Sequence[str] | str):
-        self.violations = [violations] if isinstance(violations, str) else list(violations)
+        given = [violations] if isinstance(violations, str) else violations
+        self.violations = ["\n".join(map(printable, v.split("\n"))) for v in given]  # a table has several lines
         super().__init__("\n".join(self.violations))
 
 
@@ -39,6 +40,7 @@ class Train:
     global_batch: int = 16  # sequences per update
     microbatch: int = 4  # sequences per microbatch and data-parallel replica
     spike: float = 0.0  # a loss above so many times the median of the last 32 is a spike; 0 = none is
+    verify_every: int = 0  # steps between comparisons of the replicas' weights and optimizer state; 0 = none
     on_spike: str = "rollback"  # a spike, or a loss or gradient that is not finite: rollback | skip | stop
 
 
@@ -78,7 +80,7 @@ class Data:
     target_path: str = ""  # data=pairs: the file whose lines translate those of `path`
     target_field: str = "target"  # data=pairs: the field of a .jsonl object that translates `field`
     objective: str = ""  # causal | masked | span_denoising | pairs; "" = what suits model.kind and the data
-    validation: float = 0.05  # fraction of the documents that is held out
+    validation: float = 0.05  # fraction of the documents that is held out; 0 = none
     cache: str = ""  # tokenised corpora; "" = ~/.cache/elastic-platform
 
 
@@ -135,9 +137,11 @@ class Pipeline:
 @dataclass
 class Checkpoint:
     url: str = ""  # a path or any fsspec URL; "" = run.dir/checkpoints
-    every: int = 0  # steps between checkpoints, and one at the end; 0 = none
+    every: int | str = 0  # steps, or a duration like 30m or 1h30m, between checkpoints, and one at the end; 0 = none
+    on_stop: bool = True  # one where a signal, a time limit or a notice ends the run, whatever `every` says
     keep: int = 2  # the newest ones; older ones are deleted
     keep_every: int = 0  # those of every so many steps are kept for good; 0 = none
+    timeout: float = 3600.0  # seconds that a save may take, then the run ends; 0 = any time
     resume: str = "auto"  # auto | never | must, or a checkpoint's path or URL
 
 
@@ -154,11 +158,11 @@ class Eval:
 
 @dataclass
 class Elastic:
-    min_workers: int = 1  # with fewer the run waits
+    min_workers: int = 0  # with fewer the run waits, also at its start; 0 = starts with all, goes on with any number
     max_workers: int = 0  # the mesh grows to as many; 0 = to the size at the start
     spares: int = 0  # workers that are ready to take a lost one's place
     replace: bool = True  # start a new worker for every lost one
-    wait: float = 600.0  # seconds to wait for min_workers, then the run ends
+    wait: float = 600.0  # seconds to wait for min_workers, and for storage that takes no checkpoint; then the run ends
     hang_seconds: float = 10.0  # without a sign of life, or in a step longer than this and than 5 steps: a worker hangs
     snapshot_every: int = 1  # steps between copies of the state in host memory, own and of peers; 0 = none
     slow: float = 1.5  # a worker whose own work takes so many times the median's is reported; 0 = none
@@ -172,6 +176,9 @@ class Cluster:
     kind: str = "local"  # local | ray | processes | inline
     device: str = "auto"  # auto | cpu | cuda
     wait: float = 0.0  # seconds to wait for enough workers at the start
+    memory: str = "refuse"  # a plan that needs more than a device has: refuse | warn
+    gpu: str = ""  # the GPU that the run is meant for, such as A100-80GB: its memory counts where none is seen
+    device_memory: float = 0.0  # GB of a worker's device; 0 = as seen, else as cluster.gpu says
     threads: int = 0  # CPU threads per worker; 0 = the machine's cores shared among its workers
 
 
@@ -224,7 +231,36 @@ def _build(cls: type, values: dict[str, Any], prefix: str) -> Any:
     if unknown := [f"{prefix}{k}" for k in values if k not in known]:
         raise ConfigError([f"{key}: unknown key" for key in unknown])
     parts = {k: part for k, f in known.items() if is_dataclass(part := globals().get(str(f.type)))}
+    hints = get_type_hints(cls)
+    if wrong := [
+        violation(f"{prefix}{k}", v, f"must be {_words(hints[k], k in parts)}")
+        for k, v in values.items()
+        if not (isinstance(v, dict) if k in parts else _fits(v, hints[k]))
+    ]:
+        raise ConfigError(wrong)
     return cls(**{k: _build(parts[k], v, f"{k}.") if k in parts else v for k, v in values.items()})  # type: ignore[arg-type]
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether plain data has the type of a field; a whole number is a float."""
+    kind, inner = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return True
+    if kind is list:
+        return isinstance(value, list) and all(_fits(v, inner[0]) for v in value)
+    if kind is dict:
+        return isinstance(value, dict) and all(_fits(k, inner[0]) and _fits(v, inner[1]) for k, v in value.items())
+    return isinstance(value, (int, float) if hint is float else hint)
+
+
+_WORDS = {str: "text", int: "an integer", float: "a number", bool: "true or false"}
+
+
+def _words(hint: Any, group: bool) -> str:
+    kind, inner = get_origin(hint), get_args(hint)
+    if kind is list:
+        return "a list, each of it " + _words(inner[0], False)
+    return "keys with values" if group or kind is dict else _WORDS.get(hint, str(hint))
 
 
 RESUME = ("auto", "never", "must")  # checkpoint.resume; anything else is a path or URL
@@ -252,7 +288,19 @@ def digest(values: Any) -> str:
 def violation(key: str, value: Any, constraint: str, legal: Iterable[Any] = ()) -> str:
     """One line for the user: KEY=VALUE: constraint; nearest legal: a, b."""
     given, *names = [str(v).lower() if isinstance(v, bool) else str(v) for v in (value, *legal)]
-    return f"{key}={given}: {constraint}" + (f"; nearest legal: {', '.join(names)}" if names else "")
+    if len(given) > SHOWN:
+        given = f"{given[:SHOWN]}... ({len(given)} characters)"
+    return printable(f"{key}={given}: {constraint}" + (f"; nearest legal: {', '.join(names)}" if names else ""))
+
+
+SHOWN = 300  # characters of a value in a line for the user
+
+
+def printable(line: str) -> str:
+    """Return the text as one line that every terminal takes: what is no printable character is escaped."""
+    if line.isprintable():
+        return line
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in line)
 
 
 def closest(value: Any, legal: Iterable[Any]) -> list[Any]:

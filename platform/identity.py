@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from platform.config import Config, closest, violation
+from platform.redaction import redact
 
 # Keys of the identity that `resume.allow` can free: what leaves every saved tensor, every sample and their order as
 # they are. The corpus itself is compared by its hash, always.
@@ -26,15 +27,26 @@ _BECAUSE = (  # why the others are fixed; the first that the key begins with
 
 
 def identity(config: Config) -> dict[str, Any]:
-    """A directory or checkpoint of another identity is refused, but for `resume.allow` (DESIGN section 7)."""
+    """Everything that a directory or checkpoint of another run has otherwise (design.md, section 7); no secrets."""
     values = config.to_dict()
     data = {k: v for k, v in values["data"].items() if k != "cache"}
-    return {
+    own = {
         "model": values["model"],
         "data": data,
         "seed": config.seed,
         "train.global_batch": config.train.global_batch,
         "optimizer": values["optimizer"],
+    }
+    return redact(own)
+
+
+def completed(there: Mapping[str, Any]) -> dict[str, Any]:
+    """Fills what an earlier version stored of an identity: keys that it did not have with their defaults, and without
+    the secrets that it kept. A group that is not there at all stays away."""
+    known = identity(Config())
+    return {
+        key: {**known[key], **value} if isinstance(value, dict) and isinstance(known.get(key), dict) else value
+        for key, value in redact(there).items()
     }
 
 
@@ -53,7 +65,7 @@ def refusal(there: Mapping[str, Any], config: Config, key: str, value: Any, what
     """What of the identity `there` is not that of `config`, nor freed by `resume.allow`, as a violation of `key`: a
     first line, which names the cure where there is one, and one line per difference. [] if nothing is."""
     allow = config.resume.allow
-    found = {k: v for k, v in differences(there, identity(config)).items() if not _freed(k, allow)}
+    found = {k: v for k, v in differences(completed(there), identity(config)).items() if not _freed(k, allow)}
     if not found:
         return []
     cure = f", or go on with resume.allow=[{','.join([*allow, *found])}]" if found.keys() <= {*FREE} else ""

@@ -9,35 +9,69 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from platform.arguments import experiment_of, explain, jobs_of, quote, rewrite, typed_values
-from platform.checks import axes_of, impossible_values, parse_layout, slices, violations
-from platform.config import RESUME, Config, ConfigError, closest, digest, violation
+from platform.arguments import experiment_of, explain, jobs_of, rewrite, typed_values
+from platform.checks import (
+    absent_ranks,
+    axes_of,
+    impossible_values,
+    parse_layout,
+    slices,
+    too_many_workers,
+    violations,
+    wrong_values,
+)
+from platform.cluster.signals import Stopped, StopSignals
+from platform.composing import CONF, Composer, opened
+from platform.config import RESUME, Config, ConfigError, closest, violation
 from platform.extensions import load_extensions
+from platform.monitor.terminal import say, settle
 from platform.plan.schedules import ONE_CHUNK
+from platform.redaction import forget, learn_urls, redact, shielded
+from platform.run_name import default_directory
+from platform.surroundings import expanded, wrong_surroundings
 
 if TYPE_CHECKING:
-    from argparse import Namespace
+    from argparse import ArgumentParser, Namespace
 
+    from platform.cluster.commands import Command
     from platform.train.plan import Plan
 
-HERE = Path(__file__).resolve().parent
-CONF = next(p for p in (HERE / "conf", HERE.parent / "conf") if p.is_dir())  # in a wheel; in a checkout
 DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 75  # exit status; STOPPED is resumable
 SEVERITY = (DONE, STOPPED, REFUSED, FAILED)  # a sweep ends with the worst of its jobs
+# The keys that a plan is made of. Where one is wrong, the plan could take for ever, and is not asked what else is.
+PLANNED = (
+    "model.",
+    "tensor.",
+    "branch.",
+    "pipeline.",
+    "parallel.",
+    "train.global_batch",
+    "train.microbatch",
+    "recompute",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command line (default: this process's own) and returns its exit status, as DESIGN section 7 lists them."""
     from hydra._internal.utils import get_args_parser  # Hydra's own flags, every one of them
 
-    argv = sys.argv[1:] if argv is None else list(argv)
-    args = get_args_parser().parse_intermixed_args(argv)
+    own, argv = argv is None, list(sys.argv[1:] if argv is None else argv)
+    forget()
+    learn_urls(argv)
+    if own:
+        sys.argv[1:] = redact(argv)  # libraries write it down, W&B among them
+    parser = get_args_parser()
+    parser.error = _misread  # type: ignore[method-assign]
+    with shielded(sys.stdout, sys.stderr):
+        return _answer(argv, parser)
+
+
+def _answer(argv: Sequence[str], parser: ArgumentParser) -> int:
     try:
+        args = parser.parse_intermixed_args(argv)
         for flag in ("config_path", "config_name", "experimental_rerun"):
             if getattr(args, flag) is not None:
                 raise ConfigError(f"--{flag.replace('_', '-')}: not supported; own files go by --config-dir DIRECTORY")
@@ -50,68 +84,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refuse(error)
 
 
+def _misread(message: str) -> NoReturn:
+    raise ConfigError(f"command line: {message}; nearest legal: +experiment=NAME KEY=VALUE, --help")
+
+
 def compose(overrides: Sequence[str], config_dir: str | None = None) -> Config:
     """The configuration that a command with these arguments runs; `config_dir` adds the user's own files.
 
     Raises ConfigError: one line for everything that Hydra refuses and everything that is impossible.
     """
-    with _composer(config_dir) as own:
-        config, lines = _compose([*own, *overrides])
+    with opened(config_dir) as composer:
+        config, lines, _ = _compose(composer, overrides)
     if lines:
         raise ConfigError(lines)
     return config
 
 
-@contextmanager
-def _composer(config_dir: str | None) -> Iterator[list[str]]:
-    """Opens Hydra on our files; yields the argument that adds the user's own."""
-    from hydra import initialize_config_dir
-    from hydra.core.config_store import ConfigStore
-
-    if config_dir is not None and not os.path.isdir(config_dir):
-        raise ConfigError(violation("--config-dir", config_dir, "no such directory"))
-    ConfigStore.instance().store(name="schema", node=Config)
-    own = [f"hydra.searchpath=[{quote(f'file://{os.path.abspath(config_dir)}')}]"] if config_dir else []
-    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-        yield own
-
-
-def _compose(arguments: Sequence[str]) -> tuple[Config, list[str]]:
-    """The configuration, and one line for everything that is wrong with it."""
-    from hydra.errors import HydraException, MissingConfigException
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
-
-    mistakes = (HydraException, OmegaConfBaseException, YAMLError, ValueError)
-    try:
-        config = _load(arguments)
-        return config, [*_settle(config, arguments), *violations(config)]
-    except mistakes:
-        accepted: list[str] = []
-        refused: list[tuple[str, Exception]] = []
-        for argument in arguments:  # Hydra stops at the first mistake; one by one, they all show
-            try:
-                _load([*accepted, argument])
-                accepted.append(argument)
-            except mistakes as error:
-                refused.append((argument, error))
-        config = _load(accepted)
-        lines = _settle(config, accepted)
-        if any(isinstance(error, MissingConfigException) for _, error in refused):
-            lines = impossible_values(config)  # what relates them hangs on the file that is missing
-        else:
-            lines += violations(config)
-        return config, [*(explain(argument, error) for argument, error in refused), *lines]
-
-
-def _load(arguments: Sequence[str]) -> Config:
-    """What Hydra composes, as it is. Raises what Hydra, OmegaConf and YAML raise; ConfigError for an unknown key."""
-    import hydra
-    from omegaconf import OmegaConf
-
-    values = OmegaConf.to_container(hydra.compose("config", [rewrite(a) for a in arguments]), resolve=True)
-    assert isinstance(values, dict)
-    return Config.from_dict({str(k): v for k, v in values.items()})
+def _compose(composer: Composer, arguments: Sequence[str]) -> tuple[Config, list[str], bool]:
+    """Return the configuration, one line for everything that is wrong with it, and whether it can be planned."""
+    load_extensions(_words(typed_values(arguments).get("extend")))  # what they register may be chosen by its name
+    config, accepted, refused = composer.load(arguments)
+    lines = [explain(argument, error) for argument, error in refused]
+    lines += _settle(config, accepted)
+    plannable = not any(key.startswith(PLANNED) for key in wrong_values(config)) and not [*too_many_workers(config)]
+    if any(type(error).__name__ == "MissingConfigException" for _, error in refused):
+        lines += impossible_values(config)  # what relates them hangs on the file that is missing
+    else:
+        lines += violations(config)
+    return config, list(dict.fromkeys(lines)), plannable
 
 
 def _settle(config: Config, arguments: Sequence[str]) -> list[str]:
@@ -126,8 +126,9 @@ def _settle(config: Config, arguments: Sequence[str]) -> list[str]:
     if tensor.scheme == "layout" and tensor.layout:
         try:
             tensor.regions, tensor.parameters = parse_layout(tensor.layout, tensor.axes)
-        except ConfigError as error:
-            lines += error.violations
+        except ConfigError as error:  # of a secret not even words
+            shown = redact(tensor.layout)
+            lines += error.violations if shown == tensor.layout else [violation("tensor.layout", shown, "is no layout")]
     elif "tensor.layout" not in typed:
         tensor.layout = None
     declared = axes_of(tensor)
@@ -145,21 +146,17 @@ def _settle(config: Config, arguments: Sequence[str]) -> list[str]:
         pipeline.chunks = pipeline.chunks if "pipeline.chunks" in typed else 1
     if pipeline.kind != "file":
         pipeline.file = pipeline.file if "pipeline.file" in typed else ""
-    pipeline.file = _absolute(pipeline.file)
-    config.data.path, config.data.cache = _absolute(config.data.path), _absolute(config.data.cache)
-    config.checkpoint.url = _absolute(config.checkpoint.url)
-    if config.checkpoint.resume not in RESUME:
-        config.checkpoint.resume = _absolute(config.checkpoint.resume)
+    lines += _complete_paths(config)
     name = experiment_of(arguments) or "config"
-    values = config.to_dict()
-    for key in ("run", "resume"):  # continued, it is the same run
-        del values[key]
-    del values["train"]["stop_at"], values["checkpoint"]["resume"]
     if config.resume.allow and not config.run.dir and not config.checkpoint.url and config.checkpoint.resume in RESUME:
         constraint = "needs the run to go on from; its default directory has other values in its name"
         lines.append(violation("resume.allow", ",".join(config.resume.allow), constraint, ["run.dir=DIRECTORY"]))
-    config.run.dir = _absolute(config.run.dir or f"runs/{name}-{digest(values)}")
+    config.run.dir = os.path.abspath(config.run.dir or default_directory(config, name))
     return lines
+
+
+def _words(value: Any) -> list[str]:
+    return [word for word in value if isinstance(word, str)] if isinstance(value, list) else []
 
 
 def _own_axes(group: str, axes: Mapping[str, int], declared: Sequence[str], typed: Mapping[str, Any]) -> dict[str, int]:
@@ -170,18 +167,34 @@ def _own_axes(group: str, axes: Mapping[str, int], declared: Sequence[str], type
     return {name: n for name, n in axes.items() if name in declared or (name in given and n != 1)}
 
 
-def _absolute(path: str) -> str:
-    """Workers have working directories of their own. URLs and "" stay as they are."""
-    return path if not path or "://" in path else os.path.abspath(os.path.expanduser(path))
+PATHS = "run.dir data.path data.target_path data.cache pipeline.file checkpoint.url checkpoint.resume".split()
+
+
+def _complete_paths(config: Config) -> list[str]:
+    """Make every path absolute: workers have working directories of their own. Return what is wrong with them."""
+    lines = []
+    for key in PATHS:
+        group, name = key.split(".")
+        given = getattr(getattr(config, group), name)
+        if key != "checkpoint.resume" or given not in RESUME:
+            path, wrong = expanded(key, given)
+            setattr(getattr(config, group), name, path)
+            lines += wrong
+    return lines
 
 
 def _run(args: Namespace) -> int:
-    jobs = _planned(args)
+    try:
+        with StopSignals():
+            jobs = _planned(args)
+    except Stopped as stopped:
+        say(f"stopped by {stopped}: nothing was done; the same command does it")
+        return STOPPED
     statuses = []
     for number, (arguments, config, plan) in enumerate(jobs, 1):
         if len(jobs) > 1:
-            print(f"job {number} of {len(jobs)}: {' '.join(arguments)}", flush=True)
-        statuses.append(_train(config, plan, experiment=experiment_of(arguments) or ""))
+            say(f"job {number} of {len(jobs)}: {' '.join(arguments)}")
+        statuses.append(_train(config, plan, command_of(arguments, args.config_dir)))
         if statuses[-1] == STOPPED:  # somebody wants this command to end
             break
     return max(statuses, key=SEVERITY.index)
@@ -189,21 +202,22 @@ def _run(args: Namespace) -> int:
 
 def _planned(args: Namespace) -> list[tuple[list[str], Config, Plan]]:
     """The jobs of a command, composed and planned. Raises ConfigError with all that is wrong with any of them."""
-    from hydra.core.global_hydra import GlobalHydra
-
     from platform.train.plan import make_plan
 
     jobs: list[tuple[list[str], Config, Plan]] = []
     lines: list[str] = []
-    with _composer(args.config_dir) as own:
+    with opened(args.config_dir) as composer:
         for arguments in jobs_of(args.overrides, args.multirun):
-            config, wrong = _compose([*own, *arguments])
+            config, wrong, plannable = _compose(composer, arguments)
             if experiment_of(arguments) is None:
-                names = GlobalHydra.instance().config_loader().get_group_options("experiment")
+                names = composer.options("experiment")
                 wrong.insert(0, f"experiment: none is chosen; write +experiment=NAME, NAME one of {', '.join(names)}")
-            lines += wrong
+            lines += wrong or wrong_surroundings(config)
+            if not plannable:
+                continue
             try:
                 plan = make_plan(config, _workers(config))
+                lines += absent_ranks(config, plan.mesh.size)
                 config.parallel.data = plan.mesh.axes["data"]  # -1 is settled: workers plan what the driver planned
                 jobs.append((arguments, config, plan))
             except ConfigError as error:
@@ -227,11 +241,11 @@ def _workers(config: Config) -> int | None:
     return available_workers(config.cluster)
 
 
-def _train(config: Config, plan: Plan, experiment: str) -> int:
+def _train(config: Config, plan: Plan, command: Command) -> int:
     from platform.cluster import driver
 
     try:
-        return driver.run(config, plan, experiment=experiment)
+        return driver.run(config, plan, command=command)
     except ConfigError as error:
         return _refuse(error)
     except Exception:  # our mistake; the next job of a sweep may still do
@@ -239,9 +253,24 @@ def _train(config: Config, plan: Plan, experiment: str) -> int:
         return FAILED
 
 
+def command_of(arguments: Sequence[str], config_dir: str | None = None) -> Command:
+    """What was typed for one run, and which others would run."""
+    from platform.cluster.commands import Command
+    from platform.train.plan import make_plan
+
+    def workers(others: Sequence[str]) -> int:
+        try:
+            config = compose(others, config_dir)
+            return make_plan(config, _workers(config)).mesh.size
+        except ConfigError:
+            return 0
+
+    return Command(arguments, config_dir, workers)
+
+
 def _refuse(error: ConfigError) -> int:
-    for line in error.violations:
-        print(f"config: {line}", file=sys.stderr)
+    for line in "\n".join(error.violations).split("\n"):
+        say(f"config: {line}", sys.stderr)
     return REFUSED
 
 
@@ -249,15 +278,15 @@ def _show(args: Namespace) -> int:
     """`--cfg job [--package GROUP]`: what would run, resolved."""
     from omegaconf import OmegaConf
 
-    with _composer(args.config_dir) as own:
-        config, lines = _compose([*own, *args.overrides])
+    with opened(args.config_dir) as composer:
+        config, lines, _ = _compose(composer, args.overrides)
     if lines:
         raise ConfigError(lines)
     values = OmegaConf.create(config.to_dict())
     part = OmegaConf.select(values, args.package) if args.package else values
     if not OmegaConf.is_config(part):
         raise ConfigError(violation("--package", args.package, "no such part", closest(args.package, values)))
-    print(OmegaConf.to_yaml(part), end="")
+    print(OmegaConf.to_yaml(OmegaConf.create(redact(OmegaConf.to_container(part)))), end="")
     return DONE
 
 
@@ -265,9 +294,9 @@ def _inform(argv: Sequence[str], args: Namespace) -> int:
     """Hydra answers: --help, --info, --cfg hydra, shell completion."""
     import hydra
 
-    with _composer(args.config_dir) as own:
+    with opened(args.config_dir) as composer:
         if not args.shell_completion:
-            _, lines = _compose([*own, *args.overrides])
+            _, lines, _ = _compose(composer, args.overrides)
             if lines:
                 raise ConfigError(lines)
         overrides = [rewrite(a) for a in args.overrides]
@@ -283,4 +312,6 @@ def _inform(argv: Sequence[str], args: Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    settle()
+    sys.exit(status)

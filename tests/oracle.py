@@ -189,7 +189,7 @@ def assemble(
             seen = block[start:stop]
             assert seen.isnan().all() or torch.allclose(seen, shard, rtol=1e-10, atol=1e-13), f"replicas of {p.name}"
             block[start:stop] = shard
-            whole[where] = block.view_as(whole[where])
+            whole[where] = block.clone().view_as(whole[where])  # torch refuses to copy a view onto itself
         for i, n in enumerate(plan.global_shape(p)):
             assert not whole.narrow(i, n, whole.shape[i] - n).any(), f"padding of {p.name} is not zero"
             whole = whole.narrow(i, 0, n)

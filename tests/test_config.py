@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from platform import launch
-from platform.arguments import rewrite, typed_values
+from platform.arguments import experiment_of, rewrite, typed_values
 from platform.checks import BOUNDS, CHOICES, NOT_BUILT, leaves, parse_layout, violations
 from platform.config import Branch, Config, ConfigError, Tensor
 from platform.identity import identity
@@ -36,8 +36,8 @@ def driver(monkeypatch, tmp_path):
     runs = []
     statuses = []
 
-    def run(config, plan, *, experiment):
-        runs.append((experiment, config))
+    def run(config, plan, *, command):
+        runs.append((experiment_of(command.arguments), config))
         status = statuses.pop(0) if statuses else 0
         if isinstance(status, Exception):
             raise status
@@ -249,11 +249,17 @@ WRONG = [
     ("branch.slice_via=p2p", "branch.slice_via=p2p: unknown; nearest legal: all_to_all, all_gather"),
     ("branch.axes.g=2", "branch.axes.g=2: branch=none has no axes"),
     ("checkpoint.every=-1", "checkpoint.every=-1: must be >= 0; nearest legal: 0"),
+    ("checkpoint.every=30min", "checkpoint.every=30min: must be a number of steps, or a duration like 45s, 30m or "
+     "1h30m; nearest legal: 30, 30m"),
+    ("checkpoint.every=-30m", "checkpoint.every=-30m: must be a number of steps, or a duration"),
+    ("checkpoint.every=0m", "checkpoint.every=0m: must be a number of steps, or a duration"),
+    ("checkpoint.every=2.5", "checkpoint.every=2.5: must be a number of steps, or a duration"),
+    ("checkpoint.every=1h30", "checkpoint.every=1h30: must be a number of steps, or a duration"),
     ("checkpoint.keep=0", "checkpoint.keep=0: must be >= 1; nearest legal: 1"),
     ("train.stop_at=-1", "train.stop_at=-1: must be >= 0; nearest legal: 0"),
     ("train.stop_at=301", "train.stop_at=301: must be <= train.steps=300; nearest legal: 300"),
     ("elastic.spares=-1", "elastic.spares=-1: must be >= 0; nearest legal: 0"),
-    ("elastic.min_workers=0", "elastic.min_workers=0: must be >= 1; nearest legal: 1"),
+    ("elastic.min_workers=-1", "elastic.min_workers=-1: must be >= 0; nearest legal: 0"),
     ("elastic.max_workers=-1", "elastic.max_workers=-1: must be >= 0; nearest legal: 0"),
     ("elastic.hang_seconds=0", "elastic.hang_seconds=0.0: must be > 0"),
     ("elastic.faults=[3:burn:1]", "elastic.faults=3:burn:1: must be STEP:KIND:RANK[:SECTION], KIND kill|"),
@@ -320,7 +326,7 @@ def test_all_mistakes_at_once():
 
 NEUTRAL = """
 parallel.zero=0 pipeline=none pipeline.stages=1 pipeline.chunks=1 branch=none branch.axes.g=1 recompute=none
-checkpoint.every=0 checkpoint.resume=auto elastic.spares=0 elastic.min_workers=1 elastic.max_workers=0 train.stop_at=0
+checkpoint.every=0 checkpoint.resume=auto elastic.spares=0 elastic.min_workers=0 elastic.max_workers=0 train.stop_at=0
 model.fused_dropout=false tensor=serial tensor.axes.t=1 eval.every=0 pipeline.scatter_gather=true
 elastic.snapshot_every=0
 """.split()
@@ -346,7 +352,9 @@ def test_violations_knows_schemes_by_their_tables():
     mine = Tensor(scheme="foo", axes={"u": 2}, regions={"mlp": {"d_ff": ["u"]}})
     assert violations(Config(tensor=mine)) == []
     mine.order = ["v"]
-    assert "tensor.order=['v']: the table names an axis u, which is not among them" in violations(Config(tensor=mine))
+    assert "tensor.regions.mlp.d_ff=u: no such axis in tensor.order; nearest legal: v" in violations(
+        Config(tensor=mine)
+    )
 
 
 # The command.

@@ -37,7 +37,7 @@ def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 def in_this_process(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """`command` of a run that starts no process, or is refused: importing torch takes seconds."""
     with chdir(cwd), redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as error:
-        status = main(list(arguments))
+        status = main(list(arguments) or None)
     return subprocess.CompletedProcess(arguments, status, out.getvalue(), error.getvalue())
 
 

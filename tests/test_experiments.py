@@ -50,6 +50,13 @@ def test_an_experiment_begins_with_its_command(experiment):
     make_plan(compose(arguments))
 
 
+def test_what_runs_for_hours_saves_by_the_clock():
+    """A crash of the driver costs half an hour at most; a laptop's minutes may be done again."""
+    every = {e: compose([f"+experiment={e}"]).checkpoint.every for e in EXPERIMENTS}
+    short = {"gpt_quick", "elastic_demo", "two_layer"}
+    assert every == {e: 0 if e in short else "30m" for e in EXPERIMENTS}
+
+
 @pytest.mark.parametrize(("group", "option"), [(p.parent.name, p.stem) for p in sorted(CONF.glob("*/*.yaml"))])
 def test_every_file_says_what_it_is_and_composes(group, option):
     assert (CONF / group / f"{option}.yaml").read_text().startswith("# ")

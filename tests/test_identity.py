@@ -30,6 +30,17 @@ def test_an_allowed_key_or_group_may_change(allow):
     assert keys == ["optimizer.betas: [0.9, 0.95] there, [0.9, 0.99] here", "optimizer.lr: 0.001 there, 0.5 here"]
 
 
+def test_a_key_that_an_earlier_version_did_not_have_had_its_default():
+    there = identity(Config())
+    for group, name in (("model", "label_smoothing"), ("data", "validation"), ("optimizer", "min_lr")):
+        del there[group][name]
+    here = Config()
+    assert refusal(there, here, "run.dir", "here", "is of another run") == []
+    here.data.validation = 0.5
+    _, line = refusal(there, here, "run.dir", "here", "is of another run")
+    assert line.startswith("data.validation: 0.05 there, 0.5 here")
+
+
 def test_the_cure_keeps_what_is_allowed_already():
     first, *keys = refused(["optimizer.lr"], optimizer__lr=0.5, model__dropout=0.1)
     assert "resume.allow=[optimizer.lr,model.dropout]" in first and keys == ["model.dropout: 0.0 there, 0.1 here"]

@@ -19,6 +19,7 @@ from platform.checkpoint.interchange import EXPORT, IMPORT, store
 from platform.checkpoint.manifest import Manifest, Meta, Refused
 from platform.checkpoint.storage import Storage, connect
 from platform.config import ConfigError, closest, violation
+from platform.redaction import shielded
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -48,6 +49,11 @@ def main(arguments: list[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a name may be of any letters
+    with shielded(sys.stdout, sys.stderr):
+        return _answer(given)
+
+
+def _answer(given: argparse.Namespace) -> int:
     try:
         return given.run(given)
     except (Refused, ConfigError, OSError) as error:

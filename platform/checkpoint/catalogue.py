@@ -14,6 +14,7 @@ from platform.checkpoint import manifest as manifests
 from platform.checkpoint.manifest import Corrupt, Manifest, Meta, Newer, Refused
 from platform.checkpoint.read import units, verify_units
 from platform.checkpoint.storage import UNKNOWN, Storage
+from platform.redaction import redact
 
 _DIRECTORY = r"step-([0-9]{8,15})-([0-9]{6,15})-([0-9a-f]{6})"
 _NOTE = 4096  # bytes of BAD.txt that are read
@@ -134,7 +135,7 @@ def _check(storage: Storage, directory: str, manifest: Manifest) -> None:
 
 def quarantine(storage: Storage, directory: str, reason: str) -> None:
     """Marks a checkpoint as unusable and deletes nothing: somebody may want to look at it."""
-    storage.write(f"{directory}/{BAD}", [memoryview(f"{reason}\n".encode())])
+    storage.write(f"{directory}/{BAD}", [memoryview(f"{redact(reason)}\n".encode())])
 
 
 @dataclass(frozen=True)

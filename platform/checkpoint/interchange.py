@@ -82,7 +82,7 @@ def import_safetensors(source: str) -> tuple[Meta | None, Tensors]:
             flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
             yield name, flat.view(t.shape)
 
-    return _meta(meta.encode()) if meta else None, tensors()
+    return _meta(meta.encode(errors="surrogatepass")) if meta else None, tensors()
 
 
 @dataclass(frozen=True)

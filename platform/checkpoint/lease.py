@@ -26,32 +26,38 @@ class Superseded(Exception):
 class Lease:
     """Of one driver on one storage, from `take` on. `epoch` rises with every driver."""
 
-    def __init__(self, storage: Storage, name: str, epoch: int):
-        self._storage, self._name, self.epoch = storage, name, epoch
+    def __init__(self, storage: Storage, name: str, epoch: int, owner: str):
+        self._storage, self._name, self.epoch, self._owner = storage, name, epoch, owner
 
     @classmethod
     def take(cls, storage: Storage, owner: str) -> Lease:
         """Supersedes whoever holds it. `owner`: for people. Raises OSError."""
         older = _found(storage)
         epoch = max((int(match[1]) for match in older), default=0) + 1
-        name = f"lease-{epoch:06d}-{secrets.token_hex(4)}"
-        if not re.fullmatch(_NAME, name):
+        lease = cls(storage, f"lease-{epoch:06d}-{secrets.token_hex(4)}", epoch, owner)
+        if not re.fullmatch(_NAME, lease._name):
             raise OSError(f"{storage.url}: no lease is above {max(m[0] for m in older)}, which no driver wrote")
-        storage.write(name, [memoryview(f"{owner}\n".encode())])
+        lease._write()
         for match in older:
             with suppress(OSError):
                 storage.read(match[0], 0, _NOTE)  # what is no file is no lease, and not ours to delete
                 storage.delete(match[0])
-        return cls(storage, name, epoch)
+        return lease
 
     def check(self) -> None:
-        """Raises Superseded where another driver holds it now, OSError where the storage does not say."""
+        """Raises Superseded where another driver holds it now, OSError where the storage does not say. Takes it again
+        where nobody does: then what lay there was removed."""
+        if not _found(self._storage):
+            self._write()
         newest = max(_found(self._storage), key=lambda match: (int(match[1]), match[2]), default=None)
         if newest is None or newest[0] != self._name:
-            there = "nobody" if newest is None else self._owner(newest[0])
+            there = "nobody" if newest is None else self._holder(newest[0])
             raise Superseded(f"this driver's lease (epoch {self.epoch}) on {self._storage.url} is held by {there} now")
 
-    def _owner(self, name: str) -> str:
+    def _write(self) -> None:
+        self._storage.write(self._name, [memoryview(f"{self._owner}\n".encode())])
+
+    def _holder(self, name: str) -> str:
         with suppress(OSError):
             return f"{documents.line(self._storage.read(name, 0, _NOTE))} ({name})"
         return name

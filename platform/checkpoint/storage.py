@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -14,6 +13,8 @@ import fsspec
 
 from platform import documents
 from platform.config import ConfigError, violation
+from platform.redaction import bare, learn_urls
+from platform.surroundings import wrong_protocol
 
 UNKNOWN = -1  # bytes of what is there and cannot be looked at: a link to nothing, somebody else's
 
@@ -21,7 +22,7 @@ UNKNOWN = -1  # bytes of what is there and cannot be looked at: a link to nothin
 class Storage(Protocol):
     """Files by path relative to a root. All raise OSError; FileNotFoundError where there is no such file."""
 
-    url: str  # for people: without user and password
+    url: str  # for people: without its secrets
 
     def write(self, path: str, chunks: Iterable[memoryview]) -> None:
         """Makes a file. Afterwards it is durable and whole; after a failure it is not there."""
@@ -39,19 +40,17 @@ class Storage(Protocol):
 
 def connect(url: str, key: str = "checkpoint.url") -> Storage:
     """The storage at a path or fsspec URL. Raises ConfigError, naming `key`, where no such storage can be had."""
+    learn_urls(url)  # whatever its client says of it later
+    if reason := wrong_protocol(url, key == "checkpoint.url"):
+        raise ConfigError(violation(key, bare(url), reason, ["a path"]))
     protocol, separator, path = url.partition("://")
     if not separator or protocol in ("file", "local"):
         return Local(path if separator else url)
     try:
         return Remote(url)
-    except (ImportError, ValueError) as error:
+    except Exception as error:  # a client library may raise anything
         extra = " (pip install 'elastic-platform[s3]')" if isinstance(error, ImportError) and protocol == "s3" else ""
-        raise ConfigError(violation(key, without_secrets(url), f"cannot be used: {error}{extra}", ["a path"])) from None
-
-
-def without_secrets(url: str) -> str:
-    """A URL without user:password@."""
-    return re.sub(r"(?<=://)[^/@]*@", "", url)
+        raise ConfigError(violation(key, bare(url), f"cannot be used: {error}{extra}", ["a path"])) from None
 
 
 class Local:
@@ -133,7 +132,7 @@ def _make_directory(path: Path) -> None:
     if not path.is_dir():
         _make_directory(path.parent)
         with suppress(FileExistsError):  # another worker was faster; whoever comes second synchronises too
-            os.mkdir(path)
+            os.mkdir(path, 0o700)  # weights are nobody else's business; what is there keeps its mode
         _synchronise(path.parent)
 
 
@@ -150,7 +149,7 @@ class Remote:
     """Whatever fsspec reaches. An object appears when its upload is complete; nothing is renamed."""
 
     def __init__(self, url: str):
-        self.url = without_secrets(url).rstrip("/")
+        self.url = bare(url).rstrip("/")
         caches = {"use_listings_cache": False, "skip_instance_cache": True}  # others write there too
         self._system, self._root = fsspec.core.url_to_fs(url, **caches)
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from platform.checkpoint import Meta
-from platform.cluster.run_directory import without_secrets
 from platform.config import Config
-from platform.identity import differences, identity
+from platform.identity import completed, differences, identity
 from platform.monitor import Journal
+from platform.redaction import redact
 
 # A key and what comes with its value, which says nothing more where it is another.
 _TABLES = {
@@ -25,11 +25,11 @@ def changes(
 ) -> dict[str, tuple[Any, Any]]:
     """KEY -> (there, here). `there`: the configuration in the run directory; `meta`: of the checkpoint that the run
     goes on from, which knows the run's identity and, as mesh.AXIS, the mesh; `mesh`: today's."""
-    found = differences(meta.identity, identity(config)) if meta else {}
+    found = differences(completed(meta.identity), identity(config)) if meta else {}
     if meta and not there:
         found |= differences({"mesh": meta.plan.get("mesh", mesh)}, {"mesh": mesh})
     if there:
-        found |= differences(there, without_secrets(config))
+        found |= differences(redact(there), redact(config.to_dict()))
     came_along = tuple(part for key, parts in _TABLES.items() if key in found for part in parts)
     return {key: pair for key, pair in found.items() if not key.startswith((*came_along, *_OF_ONE_COMMAND))}
 

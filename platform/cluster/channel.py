@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from time import monotonic, sleep
 from typing import Any
 
+from platform.cluster import secret
+
 LIMIT = 1 << 28  # bytes of one message
 READ_BYTES = 1 << 16  # malloc has so many at hand; more would be mapped anew for each read
 _HEADER = struct.Struct("!I")
@@ -93,40 +95,63 @@ def tune(connection: socket.socket) -> None:
 
 
 class Line:
-    """A worker's end of its connection. `send` may be called from any thread, `messages` from one."""
+    """A worker's end of its connection. `send` may be called from any thread, `messages` from one.
+
+    Attributes:
+        welcome: what the driver said first.
+    """
 
     def __init__(self, connection: socket.socket):
-        self._connection, self._lock = connection, threading.Lock()
+        self._connection, self._lock, self._decoder = connection, threading.Lock(), Decoder()
+        self.welcome: dict[str, Any] = {}
 
     def send(self, frame: bytes) -> None:
-        """Raises OSError where the driver has hung up."""
+        """Send a message. Raises OSError where the driver has hung up."""
         with self._lock:
             self._connection.sendall(frame)
 
     def messages(self) -> Iterator[dict[str, Any]]:
-        """Until the driver hangs up. Raises OSError, Garbled."""
-        decoder = Decoder()
+        """Yield what the driver says until it hangs up. Raises OSError, Garbled."""
         while data := self._connection.recv(READ_BYTES):
-            yield from decoder.feed(data)
+            yield from self._decoder.feed(data)
 
     def close(self) -> None:
+        """Hang up."""
         self._connection.close()
 
 
 def dial(address: tuple[str, int], token: str, number: int, node: str = "") -> Line:
-    """Connects member `number` to the driver's switchboard. Raises OSError where nobody answers for a minute."""
+    """Connect member `number`, which has `token`, to the driver's switchboard, and return when it is welcome.
+
+    Dials again where it is hung up on: a flood of strangers may have pushed it out. Raises OSError where nobody
+    welcomes it within a minute, PermissionError where whoever answers cannot prove to be the driver.
+    """
     deadline = monotonic() + _DIAL_SECONDS
     while True:
         try:
-            connection = socket.create_connection(address, timeout=10.0)
-            break
-        except OSError:
+            return _greet(socket.create_connection(address, timeout=10.0), token, number, node)
+        except PermissionError:
+            raise
+        except (OSError, Garbled) as error:
             if monotonic() > deadline:
-                raise
+                raise OSError(f"the driver at {address[0]}:{address[1]} does not answer: {error}") from None
             sleep(0.2)
-    connection.settimeout(None)
-    tune(connection)
-    line = Line(connection)
-    greeting = {"token": token, "number": number, "node": node or socket.gethostname(), "pid": os.getpid()}
-    line.send(encode({"hello": greeting}))
+
+
+def _greet(connection: socket.socket, token: str, number: int, node: str) -> Line:
+    line, nonce = Line(connection), secret.new()
+    try:
+        connection.settimeout(None)
+        tune(connection)
+        hello = {"number": number, "node": node or socket.gethostname(), "pid": os.getpid(), "nonce": nonce}
+        line.send(encode({"hello": hello | {"proof": secret.proof(token, secret.MEMBER, nonce)}}))
+        line.welcome = next(line.messages(), {})
+        if not line.welcome:
+            raise ConnectionResetError("it hung up")
+        proof = line.welcome.pop("welcome", None)
+        if not (isinstance(proof, str) and secret.same(proof, secret.proof(token, secret.DRIVER, nonce))):
+            raise PermissionError("who answers is not the driver")
+    except BaseException:
+        line.close()
+        raise
     return line

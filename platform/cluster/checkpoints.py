@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
-from time import perf_counter
+from time import monotonic, perf_counter
 from types import MappingProxyType
 from typing import Any
 
 from platform.checkpoint import Meta, Saver, connect, find, quarantine
 from platform.checkpoint.lease import Lease
+from platform.cluster.cadence import Cadence
 from platform.cluster.crew import Crew
 from platform.cluster.failures import GaveUp
 from platform.cluster.origin import Origin, origin, traced
@@ -21,10 +22,13 @@ from platform.config import Config, ConfigError, digest, violation
 from platform.identity import identity
 from platform.monitor import Journal
 from platform.plan.plan import Plan
+from platform.redaction import redact
 from platform.train import places
 from platform.train.proof import versions
 
 POLL_SECONDS = 0.01
+WAIT_SECONDS = 1.0  # in one call, for what workers write: a call has no other limit
+FAILURES = 3  # saves in a row that come to nothing, for longer than elastic.wait: then the run has no future
 
 _NEWEST = ("auto", "must")  # values of checkpoint.resume under which a run goes on from its own newest one
 
@@ -47,24 +51,34 @@ class Checkpoints:
             else None
         )
         keep = config.checkpoint
+        self._cadence = Cadence(keep.every)
+        self._held = lease is not None and config.checkpoint.resume in _NEWEST
         self._saver = Saver(self._storage, last=keep.keep, every=keep.keep_every, lease=lease)
         self._wanted: SimpleQueue[str] = SimpleQueue()  # the directory that the saver wants the workers to write
         self._reports: SimpleQueue[Reports] = SimpleQueue()  # what the workers wrote
         self._writing = False  # the workers are
+        self._abandoned = False  # the save under way was, or the one before
+        self._began = 0.0  # when it did
         self._corpus = ""
         self._own: set[str] = set()  # the directories of those that this driver made
+        self._failed, self._failing = 0, 0.0  # saves in a row that came to nothing; when the first one did
         self._told: dict[str, Any] = {}  # what the next event of the save under way tells besides
-        if lease and found and config.checkpoint.resume in _NEWEST:
-            # until now an older driver could save, and delete what it had found
-            self._origin = origin(config, mark=True)
+        if self._held and found:
+            self._origin = origin(config, held=True)  # until now an older driver could save and delete
         self.step = self._origin.manifest.meta.step if self._origin and self._origin.manifest else 0
 
     def due(self, step: int, last: bool, stopping: bool) -> bool:
-        """Whether to save after `step`. `stopping`: the run was asked to end."""
-        every = self._config.checkpoint.every
+        """Says whether to save after `step`. `last`: no other follows; `stopping`: the run was asked to end."""
+        c = self._config
         if self.step == step:
             return False
-        return bool(every) and (step % every == 0 or last or stopping) or last and bool(self._config.train.stop_at)
+        at_the_end = last and bool(c.checkpoint.every or c.train.stop_at)
+        return at_the_end or self._cadence.due(step) or stopping and c.checkpoint.on_stop
+
+    def check_hope(self) -> None:
+        """Raises GaveUp where no checkpoint could be written for so long that training on would be for nothing."""
+        if self._failed >= FAILURES and monotonic() - self._failing >= self._config.elastic.wait:
+            raise GaveUp(f"{self._failed} checkpoints in a row could not be written: {self._why}")
 
     def lacks(self, last: int) -> bool:
         """Whether `last`, a run's last step, was to be saved and could not be."""
@@ -130,7 +144,7 @@ class Checkpoints:
         """Look for the newest good checkpoint there is now, of this run's own if it has made one. Where there never
         was one, the run starts over. Raises ConfigError, OSError."""
         self._poll()
-        self._origin = self._newest_own() or origin(self._config, mark=True, over=not self.step)
+        self._origin = self._newest_own() or origin(self._config, held=self._held, over=not self.step)
         self.step = self._origin.manifest.meta.step if self._origin and self._origin.manifest else 0
         self.check(self._corpus)
 
@@ -141,9 +155,20 @@ class Checkpoints:
         found = find(self._storage, deep=False)
         return Origin(self._storage, **vars(found)) if found.directory in self._own else None
 
+    def confirm(self) -> None:
+        """Looks whether what can be resumed from is still there. Storage that does not answer says nothing."""
+        anybody_s = self._config.checkpoint.resume in _NEWEST
+        if not self.step or not (self._own or anybody_s):
+            return
+        with suppress(OSError, ConfigError):
+            found = find(self._storage, deep=False)
+            there = found.manifest if anybody_s or found.directory in self._own else None
+            self.step = there.meta.step if there else 0
+
     def abandon(self) -> None:
         """The workers are being re-formed: what they were writing comes to nothing, and nobody waits for that."""
         if self._saver.busy:
+            self._abandoned = True
             self._saver.cancel()
             self._reports.put([{"error": "the workers were re-formed while they wrote"}])
         self._writing, self._wanted, self._reports = False, SimpleQueue(), SimpleQueue()
@@ -152,14 +177,17 @@ class Checkpoints:
         """Begins a checkpoint, when the one before is over: waits for the workers' copies in host memory, no longer.
         `advance` and `finish` carry it on. It may fail: then they say so. `told`: for the event of its end."""
         self.finish(crew)
+        self._cadence.saved()
+        self._abandoned, self._began = False, monotonic()
         snapshots = crew.call("snapshot")
         numbers: dict[str, Any] = next((s["values"] for s in snapshots if s["values"]), {})
         self._wanted, self._reports, self._told = SimpleQueue(), SimpleQueue(), dict(told)
         write = partial(_written, self._wanted, self._reports)
         self._saver.save(snapshots[0]["tensors"], self._meta(step, {"optimizer": numbers}), write)
 
-    def advance(self, crew: Crew, wait: bool = False) -> None:
-        """Between steps: hands on what the save under way needs and what became of it."""
+    def advance(self, crew: Crew, wait: float = 0.0) -> None:
+        """Hand on, between steps, what the save under way needs and what became of it: for that the workers are waited
+        for `wait` seconds."""
         if not self._writing and not self._wanted.empty():
             crew.call("write", self._wanted.get())
             self._writing = True
@@ -169,10 +197,13 @@ class Checkpoints:
         self._poll()
 
     def finish(self, crew: Crew) -> None:
-        """Until no save is under way."""
+        """Wait until no save is under way. Raises GaveUp where that takes longer than checkpoint.timeout."""
+        limit = self._config.checkpoint.timeout
         while self._saver.busy:
-            self.advance(crew, wait=True)
+            self.advance(crew, wait=WAIT_SECONDS)
             self._saver.wait(POLL_SECONDS)
+            if limit and monotonic() > self._began + limit:
+                raise GaveUp(f"{self._storage.url}: a save has taken longer than checkpoint.timeout={limit:g} s")
         self.advance(crew)
 
     def _meta(self, step: int, values: dict[str, Any]) -> Meta:
@@ -182,7 +213,7 @@ class Checkpoints:
             seed=self._config.seed,
             corpus=self._corpus,
             identity=identity(self._config),
-            configuration=digest(self._config.to_dict()),
+            configuration=digest(redact(self._config.to_dict())),
             plan=self.plan.to_dict(),
             values=values,
             versions=versions(),
@@ -196,13 +227,17 @@ class Checkpoints:
         told, self._told = self._told, {}
         self._journal.event(**event, **told)
         if event["event"] == "checkpoint":
-            self.step = event["step"]
+            self.step, self._failed = event["step"], 0
             self._own.add(event["directory"])
         elif event["event"] == "superseded":
             raise GaveUp(event["reason"])
         else:
             newest = f"the newest good one is of step {self.step}" if self.step else "there is no other"
             goes_on = "it is tried again" if event.get("again") else newest
+            if event["event"] == "checkpoint_failed" and not event["again"] and not self._abandoned:
+                self._failing = self._failing if self._failed else monotonic()
+                self._failed += 1
+                self._why = event["reason"]
             what = event["event"].replace("_", " ")
             self._say(f"WARNING: {what} after step {event['step']}: {event['reason']}; {goes_on}")
 

@@ -13,6 +13,7 @@ from platform.plan.plan import Plan
 
 if TYPE_CHECKING:
     from platform.cluster.checkpoints import Checkpoints
+    from platform.cluster.resources import Places
     from platform.cluster.run_directory import RunDirectory
 
 
@@ -29,3 +30,4 @@ class Run:
     signals: StopSignals
     checkpoints: Checkpoints
     directory: RunDirectory
+    places: Places

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from math import inf
 from pathlib import Path
 from time import perf_counter
@@ -10,12 +11,13 @@ from typing import Any
 
 from platform.cluster.context import Run
 from platform.cluster.crew import Crew
-from platform.cluster.failures import GaveUp, Reform, WorkerFailed
+from platform.cluster.failures import Failure, GaveUp, Member, Reform, WorkerFailed
 from platform.cluster.forming import Former, Generation
 from platform.cluster.metrics import metrics_row
 from platform.cluster.outlook import Outlook
 from platform.cluster.pace import Pace
 from platform.cluster.spikes import Spikes
+from platform.monitor.terminal import tolerated
 from platform.train.faults import Faults
 
 FIRST_STEP_SECONDS = 120.0  # for a run's first step: buffers are made and connections opened
@@ -37,7 +39,7 @@ class Controller:
         self._stall = 0.0  # seconds that saving took since the last row
         self._outlook = Outlook(run, former.muster)
         self._failed: float | None = None  # when the first failure was seen that no step followed yet
-        self._works = False  # a step has been done
+        self.worked = False  # a step has been done
         self.done = 0
 
     def run(self, crew: Crew) -> None:
@@ -53,7 +55,8 @@ class Controller:
                     self._train(crew, generation)
                 finally:
                     if generation.timeline:
-                        generation.timeline.write(Path(self._config.run.dir))
+                        with tolerated(self._monitor.say, "the timeline"):
+                            generation.timeline.write(Path(self._config.run.dir))
                 if tokens := self._config.monitor.sample:
                     self._monitor.say(f"a sample of {tokens} tokens:\n{crew.call('sample', tokens)[0]}")
                 return
@@ -123,6 +126,7 @@ class Controller:
             limit, start = self._spikes.limit, perf_counter()
             reports = crew.call("step", step, limit, faults, within=self._deadline(generation))
             seconds, report = perf_counter() - start, reports[0]
+            self._agree(crew, generation, step, report)
             if not report["skipped"]:
                 return reports, seconds
             loss, norm = report["loss"], report["grad_norm"]
@@ -139,6 +143,33 @@ class Controller:
             self._monitor.say(f"{why}: it is done again")
         raise GaveUp(f"{why}, {self._config.elastic.attempts} times in a row")
 
+    def _agree(self, crew: Crew, generation: Generation, step: int, report: dict[str, Any]) -> None:
+        """Raise WorkerFailed naming the ranks whose state is not that of their replicas, from which it is restored: of
+        theirs nothing is used. Raises GaveUp where nobody can tell who is right. `Trainer.step` has updated nothing."""
+        if unknown := report.get("undecided"):
+            ranks, tensor = unknown[0]
+            names = " and ".join(generation.job.name(rank) for rank in ranks)
+            more = f" and {len(unknown) - 1} more" if unknown[1:] else ""
+            self._journal.event("undecided", step=step, tensors=[[ranks, tensor] for ranks, tensor in unknown])
+            why = "differ, and nothing tells who is right: their memory is damaged"
+            raise GaveUp(f"before step {step} was done, {tensor}{more} of {names} {why}")
+        damaged: dict[int, list[str]] = {}
+        for rank, tensor in report.get("damaged", ()):
+            damaged.setdefault(rank, []).append(tensor)
+        if not damaged:
+            return
+        self._former.held.distrust(generation.number, [generation.seats[rank] for rank in damaged])
+        self._journal.event("damaged", step=step, ranks=[[rank, tensors] for rank, tensors in damaged.items()])
+        raise WorkerFailed([self._damage(crew, generation, step, *item) for item in damaged.items()])
+
+    @staticmethod
+    def _damage(crew: Crew, generation: Generation, step: int, rank: int, tensors: Sequence[str]) -> Failure:
+        number, job = generation.seats[rank], generation.job
+        more = f" and {len(tensors) - 1} more" if tensors[1:] else ""
+        cause = f"its {tensors[0]}{more} is not what its replicas hold"
+        member = crew.members.get(number, Member(number, "", 0))
+        return Failure(member, "damaged", f"step({step})", cause, rank, job.name(rank), job.coordinates[rank])
+
     def _deadline(self, generation: Generation) -> float:
         """Seconds for a step, then somebody in it hangs. Another generation's steps took another time."""
         usual, ever = self._pace.usual(generation.step), self._pace.usual(0)
@@ -148,7 +179,7 @@ class Controller:
 
     def _commit(self, generation: Generation, step: int, seconds: float, row: dict[str, Any]) -> None:
         """Every rank has acknowledged the step: it counts, and is written down."""
-        self.done, self._works = step, True
+        self.done, self.worked = step, True
         self._failures = Counter({failed: n for failed, n in self._failures.items() if failed > step})
         if self._held:
             g = generation
@@ -168,14 +199,17 @@ class Controller:
         """A checkpoint, where one is due; and the end, where one was asked for."""
         start = perf_counter()
         self._checkpoints.advance(crew)
+        self._checkpoints.check_hope()
         if step and self._checkpoints.due(step, last=step == self._steps, stopping=False):
             self._checkpoints.save(crew, step, self.told())
             self._stall = perf_counter() - start
-        self._drain(crew)
+        if step < self._steps:  # else it is done
+            self._drain(crew)
 
     def _drain(self, crew: Crew) -> None:
         """Where the run was asked to end: saves what is not saved, then raises Stopped."""
         if self._signals.requested:
+            self._checkpoints.confirm()
             self._keep(crew)
             self._signals.check()
 
@@ -207,7 +241,9 @@ class Controller:
 
     def _loses_nothing(self, crew: Crew) -> bool:
         """Whether a generation that forms now goes on from here; what is only better waits until one does."""
-        return self._held if self._config.elastic.snapshot_every else self._keep(crew)
+        if self._config.elastic.snapshot_every:
+            return self._held
+        return bool(self._config.checkpoint.every) and self._keep(crew)
 
     # RELEASING
 
@@ -232,7 +268,7 @@ class Controller:
         self._failures[step] += 1
         count = self._failures[step]
         # It has never worked, and will not; but the checkpoint that was to be read may just have been deleted.
-        wrong = culprit.kind == "failed" and not self._works and not culprit.method.startswith("restore(")
+        wrong = culprit.kind == "failed" and not self.worked and not culprit.method.startswith("restore(")
         if wrong or count >= self._config.elastic.attempts or not crew.elastic:
             where = f"; its log: {culprit.log}" if culprit.log else ""
             often = f" (failure {count} before step {step} was done)" if count > 1 else ""

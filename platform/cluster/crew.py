@@ -82,8 +82,9 @@ class Crew(ABC):
 
 
 def open_crew(kind: str, job: Job, spares: int = 0) -> Crew:
-    """A crew of this kind, inline | processes | local | ray | torchrun, with a member per rank of `job` and `spares`
-    more. Ready, numbered from 0, nobody seated. Raises WorkerFailed where a member cannot start."""
+    """Open a crew of this kind, inline | processes | local | ray | torchrun, with a member per rank of `job` and
+    `spares` more; of fewer where that is negative. Ready, numbered from 0, nobody seated. Raises WorkerFailed where a
+    member cannot start, NoPlaces where none is found for it in time."""
     match kind:
         case "inline":
             from platform.cluster.inline import InlineCrew

@@ -3,156 +3,161 @@
 from __future__ import annotations
 
 import logging
-import shlex
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from platform import data
 from platform.cluster import resources, torchrun
+from platform.cluster.commands import Command
 from platform.cluster.context import Run
 from platform.cluster.crew import open_crew
-from platform.cluster.failures import GaveUp, WorkerFailed
+from platform.cluster.demonstration import demonstration
+from platform.cluster.endings import DONE, FAILED, Known, Unsaved, end
 from platform.cluster.job import WORKER, Job
 from platform.cluster.run_directory import RunDirectory
 from platform.cluster.signals import Stopped, StopSignals
 from platform.cluster.time_limit import seconds_left
 from platform.config import Config, ConfigError, violation
-from platform.monitor import Journal, Monitor, goodput, open_monitor, story
+from platform.monitor import Journal, open_monitor
 from platform.plan.plan import Plan
+from platform.redaction import learned
 
 if TYPE_CHECKING:
     from platform.cluster.origin import Origin
 
-DONE, FAILED, STOPPED = 0, 1, 75
 
+def run(
+    config: Config, plan: Plan, *, experiment: str = "", command: Command | None = None, worker: str = WORKER
+) -> int:
+    """Trains `config` under `plan` to its last step; returns the exit status (design.md, section 7). `command`: what
+    was typed for it, by default the experiment alone.
 
-def run(config: Config, plan: Plan, *, experiment: str, worker: str = WORKER) -> int:
-    """Trains `config` under `plan` to its last step; returns the exit status (design.md, section 7).
-
-    Raises ConfigError for what the user has to mend, before any process is started. Under torchrun every process
-    calls this, and only that of rank 0 drives.
+    Raises ConfigError for what the user has to mend, before any process is started; all other ends are those of
+    `platform.cluster.endings`. Under torchrun every process calls this, and only that of rank 0 drives.
     """
     if torchrun.is_follower():
-        torchrun.serve_rank()
+        torchrun.follow(Path(config.run.dir))
         return DONE
+    steps = config.train.stop_at or config.train.steps
+    command = command or Command([f"+experiment={experiment}"])
+    known = Known(config, RunDirectory(config.run.dir), command, steps)
     try:
-        return _run(config, plan, experiment, worker)
+        with ExitStack() as opened:
+            signals = opened.enter_context(StopSignals())
+            try:
+                opened.enter_context(_time_limit(config, signals))
+                return _run(config, plan, worker, signals, known, opened)
+            except ConfigError as error:
+                if known.journal:
+                    known.journal.event("refused", reasons=error.violations)
+                raise
+            except (Stopped, Exception) as error:
+                signals.finish(FAILED)
+                status = end(error, known)
+                signals.finish(status)
+                return status
     finally:
         if torchrun.present():
             torchrun.dismiss()
 
 
-def _run(config: Config, plan: Plan, experiment: str, worker: str) -> int:
-    directory = RunDirectory(config.run.dir)
-    steps = config.train.stop_at or config.train.steps
+def _run(config: Config, plan: Plan, worker: str, signals: StopSignals, known: Known, opened: ExitStack) -> int:
+    directory, steps = known.directory, known.steps
     directory.check(config)
     if directory.finished(steps):
-        print(f"already done: {steps} steps, in {directory.path}")
+        known.say(f"already done: {steps} steps, in {directory.path}")
         return DONE
     if mistakes := [*data.check(config.data, vocab=config.model.vocab), *_impossible(config, plan)]:
         raise ConfigError(mistakes)
+    _check_memory(config, plan, config.cluster.device, known.say, stated=True)
+    if config.data.kind == "stdlib" and (line := demonstration(config, plan, data.stdlib_bytes(config.data))):
+        known.say(f"warning: {line}")
     from platform.cluster.changes import changes  # torch takes seconds: cheap refusals come first
     from platform.cluster.origin import check_writable, origin
     from platform.train import places
 
     found = origin(config)
     meta = found.manifest.meta if found and found.manifest else None
-    try:
-        with StopSignals() as signals:
-            device = resources.secure(config.cluster, plan.mesh.size, print, config.elastic.spares)
-            with directory.claim(config, plan.to_dict()) as there:
-                if places.saves(config):
-                    check_writable(config)
-                changed = changes(there, meta, config, plan.mesh.axes)
-                status = _drive(config, plan, directory, device, steps, worker, signals, found, changed)
-    except Stopped as stopped:  # outside of training, or for the second time
-        print(f"stopped by {stopped}: nothing was done; the same command does it")
-        return FAILED
+    elastic = config.elastic
+    secured = resources.secure(config.cluster, plan.mesh.size, known.say, elastic.spares, elastic.min_workers)
+    _check_memory(config, plan, secured.device, known.say)
+    there = opened.enter_context(directory.claim(config, plan.to_dict()))
+    if places.saves(config):
+        check_writable(config)
+    changed = changes(there, meta, config, plan.mesh.axes)
+    _open(config, known, opened)
+    status = _drive(config, plan, secured, worker, signals, found, changed, known)
     if status == DONE:
-        print(f"run directory: {directory.path}")
+        known.say(f"run directory: {directory.path}")
         if steps < config.train.steps:
-            print(f"ended after step {steps}, as train.stop_at says; without it the same command continues")
-        print(f"next: {_next_command(config, experiment)}")
+            known.say(f"ended after step {steps}, as train.stop_at says; without it the same command continues")
+        if line := known.command.other_layout(config, plan.mesh.size):
+            known.say(f"next: {line}")
     return status
+
+
+def _open(config: Config, known: Known, opened: ExitStack) -> None:
+    """Opens what the run is recorded in. Raises ConfigError where its directory takes no more files."""
+    path = known.directory.path
+    try:
+        known.journal = opened.enter_context(closing(Journal(known.directory.journal, known.say)))
+        known.monitor = monitor = open_monitor(config, path, total_steps=known.steps)
+    except OSError as error:
+        raise known.directory.unusable(error) from None
+    opened.callback(lambda: monitor.close(known.status))
 
 
 def _drive(
     config: Config,
     plan: Plan,
-    directory: RunDirectory,
-    device: str,
-    steps: int,
+    secured: resources.Places,
     worker: str,
     signals: StopSignals,
     found: Origin | None,
     changed: Mapping[str, tuple[Any, Any]],
+    known: Known,
 ) -> int:
+    """Trains from the data to the last step, through as many generations as it takes; the exit status."""
     from platform.cluster.changes import report
     from platform.cluster.checkpoints import Checkpoints
-
-    job = Job(
-        config=config.to_dict(),
-        coordinates=[plan.mesh.coordinates(rank) for rank in range(plan.mesh.size)],
-        device=device,
-        run_dir=directory.path,
-        worker=worker,
-    )
-    with closing(Journal(directory.journal)) as journal:
-        monitor = open_monitor(config, directory.path, total_steps=steps)
-        status = FAILED
-        try:
-            report(changed, journal, monitor.say)
-            checkpoints = Checkpoints(config, plan, found, journal, monitor.say)
-            status = _control(Run(config, plan, job, steps, journal, monitor, signals, checkpoints, directory))
-            _account(journal, monitor)
-        finally:
-            monitor.close(status)
-    return status
-
-
-def _control(run: Run) -> int:
-    """From the data to the last step, through as many generations as it takes; the exit status."""
     from platform.cluster.controller import Controller
     from platform.cluster.forming import Former
 
-    config, journal, monitor, checkpoints = run.config, run.journal, run.monitor, run.checkpoints
-    controller = Controller(run, Former(run))
+    journal, monitor = known.journal, known.monitor
+    assert journal and monitor
+    job = Job(
+        config=config.to_dict(),
+        coordinates=[plan.mesh.coordinates(rank) for rank in range(plan.mesh.size)],
+        device=secured.device,
+        run_dir=known.directory.path,
+        secrets=learned(),
+        worker=worker,
+    )
+    report(changed, journal, monitor.say)
+    known.checkpoints = checkpoints = Checkpoints(config, plan, found, journal, monitor.say)
+    records = journal, monitor, signals, checkpoints, known.directory
+    run = Run(config, plan, job, known.steps, *records, secured)
+    known.controller = controller = Controller(run, Former(run))
+    with _messages("platform.data", monitor.say):  # here and first: the workers find the tokens in the cache
+        checkpoints.check(data.of(config).digest)
+    monitor.say(plan.describe())
+    kind = resources.crew_kind(config.cluster)
+    beside = secured.members - job.world_size  # spares; fewer than 0 where the run starts smaller
+    spares = f" and {beside} spares" if beside > 0 else ""
+    monitor.say(f"starting {job.world_size + min(0, beside)} workers{spares} ({kind}, {job.device})")
+    journal.event("starting", world_size=job.world_size, cluster=kind, device=job.device)
     try:
-        with _messages("platform.data", monitor.say):  # here and first: the workers find the tokens in the cache
-            checkpoints.check(data.of(config).digest)
-        monitor.say(run.plan.describe())
-        kind = resources.crew_kind(config.cluster)
-        spares = f" and {config.elastic.spares} spares" if config.elastic.spares else ""
-        monitor.say(f"starting {run.job.world_size} workers{spares} ({kind}, {run.job.device})")
-        journal.event("starting", world_size=run.job.world_size, cluster=kind, device=run.job.device)
-        try:
-            with _time_limit(config, run.signals), open_crew(kind, run.job, config.elastic.spares) as crew:
-                controller.run(crew)
-        finally:
-            journal.event("released")
-        if checkpoints.lacks(run.steps):
-            journal.event("unsaved", step=run.steps, saved=checkpoints.step, **controller.lost())
-            monitor.say(f"step {run.steps} could not be saved: {checkpoints.kept}")
-            return FAILED
-        journal.event("done", step=run.steps, **controller.told())
-        return DONE
-    except ConfigError as error:
-        journal.event("refused", reasons=error.violations)
-        raise
-    except (GaveUp, WorkerFailed) as failure:
-        journal.event("gave_up", cause=str(failure), step=controller.done, saved=checkpoints.step, **controller.lost())
-        command = _command(checkpoints.resume)
-        monitor.say(f"{failure}\nstopped after step {controller.done}: {checkpoints.kept}:\n  {command}")
-        return FAILED
-    except Stopped as stopped:
-        saved = bool(config.checkpoint.every and checkpoints.step)
-        event = "drained" if saved else "stopped"
-        journal.event(event, signal=str(stopped), step=controller.done, saved=checkpoints.step, **controller.lost())
-        monitor.say(f"stopped by {stopped} after step {controller.done}: {checkpoints.kept}")
-        return STOPPED if saved else FAILED
+        with _messages("platform.cluster", monitor.say), open_crew(kind, job, beside) as crew:
+            controller.run(crew)
+    finally:
+        journal.event("released")
+    if checkpoints.lacks(run.steps):
+        raise Unsaved
+    signals.finish(DONE)
+    return end(None, known)
 
 
 @contextmanager
@@ -171,16 +176,6 @@ def _time_limit(config: Config, signals: StopSignals) -> Iterator[None]:
         timer.cancel()
 
 
-def _account(journal: Journal, monitor: Monitor) -> None:
-    """What failures cost, from the journal: said where there were any."""
-    events = Journal.read(journal.path)
-    cost = goodput(events)
-    journal.event("goodput", **cost.to_dict())
-    monitor.summary(cost.to_dict())
-    if cost.failures or cost.transitions:
-        monitor.say(f"{story(events)}\n{cost}")
-
-
 def _impossible(config: Config, plan: Plan) -> Iterator[str]:
     """How far the run may shrink and grow, beside its size at the start."""
     e, size = config.elastic, plan.mesh.size
@@ -192,10 +187,23 @@ def _impossible(config: Config, plan: Plan) -> Iterator[str]:
         yield violation("elastic.min_workers", e.min_workers, constraint, [most])
 
 
-def _command(override: str) -> str:
-    """That of this process, with an override in the place of its like: what continues the run."""
-    given = [a for a in sys.argv[1:] if not override or a.partition("=")[0] != override.partition("=")[0]]
-    return f"python -m platform.launch {shlex.join([*given, *filter(None, [override])])}"
+def _check_memory(config: Config, plan: Plan, kind: str, say: Callable[[str], None], *, stated: bool = False) -> None:
+    """Refuses a plan that needs more than its devices of a kind have, or warns of it. `stated`: before any device is
+    looked for, by what the configuration says of it where that decides."""
+    from platform.cluster.devices import device_of
+    from platform.train.remedies import lack_of_memory
+
+    c = config.cluster
+    decides = bool(c.device_memory) or (
+        kind == "cuda" and resources.crew_kind(c) != "ray" and not resources.gpu_count()
+    )
+    if stated != decides:
+        return
+    device = device_of(config, kind, plan.mesh.size)
+    if device and (line := lack_of_memory(config, plan, device)):
+        if c.memory == "refuse":
+            raise ConfigError(line)
+        say(f"warning: {line}")
 
 
 @contextmanager
@@ -215,9 +223,3 @@ def _messages(name: str, say: Callable[[str], None]) -> Iterator[None]:
     finally:
         logger.setLevel(level)
         logger.removeHandler(handler)
-
-
-def _next_command(config: Config, experiment: str) -> str:
-    """The same numbers from another layout: what this platform is for."""
-    other = "1d_sp" if config.tensor.scheme == "1d" else "1d"
-    return f"python -m platform.launch +experiment={experiment} tensor={other}"

@@ -22,7 +22,7 @@ class Failure:
     """How a call ended on one member. `rank` None: it had none, as a spare or at its start."""
 
     member: Member
-    kind: str  # died | failed | hung
+    kind: str  # died | failed | hung | damaged
     method: str  # the call, as messages name it
     cause: str  # the traceback; or how the process ended, or where it hangs
     rank: int | None = None
@@ -55,6 +55,11 @@ class WorkerFailed(Exception):
 
 class GaveUp(Exception):
     """What the run cannot survive, in one line."""
+
+
+class NoPlaces(Exception):
+    """The cluster had no place for the workers in the time that there was to wait: how many, and how many there were.
+    The same command may find them later."""
 
 
 class Reform(Exception):

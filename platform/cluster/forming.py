@@ -13,9 +13,11 @@ from platform.cluster.context import Run
 from platform.cluster.crew import ByRank, Crew
 from platform.cluster.failures import GaveUp, Reform
 from platform.cluster.held import Held
+from platform.cluster.job import Job
 from platform.cluster.muster import Muster
 from platform.config import ConfigError
 from platform.monitor import Timeline
+from platform.monitor.terminal import tolerated
 from platform.plan.hardware import dense_bf16_peak
 from platform.plan.plan import Plan
 from platform.plan.rows import rows
@@ -41,6 +43,7 @@ class Generation:
     step: int
     peak_flops: float | None
     timeline: Timeline | None
+    job: Job
 
     def __post_init__(self) -> None:
         self.size = len(self.seats)
@@ -94,7 +97,7 @@ class Former:
             names, stages = [job.name(rank) for rank in range(size)], [c["stage"] for c in job.coordinates]
             timeline = Timeline(schedule, [stage.step for stage in of_stage], names, stages)
         peak = dense_bf16_peak(built[0]["device"])
-        return Generation(number, plan, stage_of, seats, domains, config, step, peak, timeline)
+        return Generation(number, plan, stage_of, seats, domains, config, step, peak, timeline, job)
 
     def _seats(self, members: list[int], size: int) -> tuple[list[int], dict[str, Any] | None]:
         """The member at every rank, and the state in memory that they recover from: None where there is none that is
@@ -110,7 +113,8 @@ class Former:
     def _show(self, plan: Plan, schedule: Schedule, reason: str) -> None:
         if plan is not self._shown:
             self._monitor.say(reason or f"{plan.mesh.size} workers: as configured")
-            self._run.directory.write_plan(plan.to_dict())
+            with tolerated(self._monitor.say, "plan.json"):
+                self._run.directory.write_plan(plan.to_dict())
         self._shown = self._checkpoints.plan = plan
         if schedule.stages > 1:
             self._monitor.say(_described(schedule))

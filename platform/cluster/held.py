@@ -11,6 +11,7 @@ class Held:
 
     def __init__(self) -> None:
         self._formed: dict[int, dict[str, Any]] = {}  # generation -> how it was formed, and its seats
+        self._distrusted: set[tuple[int, int]] = set()  # (generation, member)
         self._steps: dict[int, int] = {}  # generation -> the newest step that all its members hold
 
     @property
@@ -31,6 +32,10 @@ class Held:
         how = {"config": config, "stage_of": list(stage_of), "domains": list(domains), "seats": list(seats)}
         self._formed[generation], self._steps[generation] = how, step
 
+    def distrust(self, generation: int, members: Collection[int]) -> None:
+        """Count on nothing that these members hold of a generation: their memory is damaged."""
+        self._distrusted |= {(generation, member) for member in members}
+
     def only(self, generation: int) -> None:
         """It takes a step: what members hold of others is forgotten."""
         self._formed = {g: how for g, how in self._formed.items() if g == generation}
@@ -41,5 +46,6 @@ class Held:
         found: dict[int, list[tuple[int, list[int]]]] = {member: [] for member in members}
         for generation, step in self._steps.items():
             for member in set(self._formed[generation]["seats"]) & set(members):
-                found[member].append((generation, [step]))
+                if (generation, member) not in self._distrusted:
+                    found[member].append((generation, [step]))
         return found

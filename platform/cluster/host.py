@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import os
 import sys
 import threading
@@ -19,13 +20,14 @@ from platform.cluster.channel import Garbled, Line, dial, encode
 from platform.cluster.crew import shown
 from platform.cluster.job import Assignment
 from platform.parallel.progress import PROGRESS
+from platform.redaction import Shield, learn
 
 START = 0  # the number of the answer that tells how the making of the worker went
 GRACE = 2.0  # seconds for a worker whose driver is gone to end by itself
 
 
 def serve(place: Assignment, address: tuple[str, int], token: str, *, own_process: bool = True) -> None:
-    """Dials the driver, makes the worker and executes calls, in order, until the driver hangs up.
+    """Dial the driver, make the worker and execute calls, in order, until the driver hangs up.
 
     Begins before torch is imported, because the environment decides what torch does. `own_process`: nothing else is in
     this process, and a worker that does not return ends with it.
@@ -33,7 +35,12 @@ def serve(place: Assignment, address: tuple[str, int], token: str, *, own_proces
     os.environ.update(place.environment)
     if place.log:
         _redirect_output(place.log)
-    line = dial(address, token, place.number, place.node)
+    attend(place, dial(address, token, place.number, place.node), own_process=own_process)
+
+
+def attend(place: Assignment, line: Line, *, own_process: bool) -> None:
+    """Make the worker of a member that is welcome, and execute calls as `serve` does."""
+    learn(place.secrets)
     try:
         _Host(place, line, own_process).run()
     finally:
@@ -103,12 +110,31 @@ class _Host:
 
 
 def _redirect_output(path: str) -> None:
-    """Appends all output of this process, also that of its libraries in C, to a file."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    """Appends all output of this process, also that of its libraries in C, to a file, secrets redacted; to none, where
+    there can be none. What a full disk does not take is lost, and nobody fails."""
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    os.dup2(file, 1)
-    os.dup2(file, 2)
+        with suppress(OSError, ValueError, AttributeError):  # it is closed, or there is none
+            stream.flush()
+    try:
+        Path(path).parent.mkdir(0o700, parents=True, exist_ok=True)
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError:
+        file = os.open(os.devnull, os.O_WRONLY)
+    for number in (1, 2):
+        os.dup2(file, number)
     os.close(file)
+    sys.stdout, sys.stderr = (
+        Shield(
+            io.TextIOWrapper(io.BufferedWriter(_Lossy(n, "w", closefd=False)), "utf-8", "replace", line_buffering=True)
+        )
+        for n in (1, 2)
+    )
+
+
+class _Lossy(io.FileIO):
+    """A file that takes everything, and keeps what it can."""
+
+    def write(self, data: Any) -> int:
+        with suppress(OSError):
+            super().write(data)
+        return len(data)

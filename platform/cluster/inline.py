@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
+import traceback
 from collections.abc import Mapping, Sequence, Set
 from math import inf
 from pkgutil import resolve_name
@@ -46,7 +48,8 @@ class InlineCrew(Crew):
         try:
             return [getattr(self._worker, method)(*arguments(args, 0))]
         except Exception as error:
-            cause = f"{type(error).__name__}: {error}"
+            cause = traceback.format_exc()  # as other workers tell it: the place is in the user's own code
+            print(cause, file=sys.stderr, end="")
             call, name, coordinates = shown(method, args), self.job.name(0), self.job.coordinates[0]
             raise WorkerFailed([Failure(self._member, "failed", call, cause, 0, name, coordinates)]) from error
 

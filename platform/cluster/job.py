@@ -20,6 +20,7 @@ class Job:
     device: str  # cpu | cuda
     run_dir: Path
     worker: str = WORKER  # "module:Class", with the interface of platform.train.worker.Worker
+    secrets: Mapping[str, str] = field(default_factory=dict)  # what workers must not write down: `redaction.learned`
 
     @property
     def world_size(self) -> int:
@@ -48,6 +49,7 @@ class Assignment:
     threads: int
     log: str = ""  # file for standard output and error; "" = leave them
     environment: dict[str, str] = field(default_factory=dict)
+    secrets: Mapping[str, str] = field(default_factory=dict)
     node: str = ""  # its failure domain; "" = the machine's name
 
 
@@ -74,6 +76,7 @@ def assign(
         threads=count,
         log=str(job.log(number)),
         environment={key: str(value) for key, value in environment.items()},
+        secrets=job.secrets,
     )
 
 

@@ -24,6 +24,7 @@ class Members(ABC):
     """The processes of a crew, by number. `unstarted`: what became of those that never got ready."""
 
     can_hire = True
+    _key = ""  # of the members' tokens; `_open` may set it. "": a fresh one
 
     def __init__(self, job: Job, spares: int):
         self.job, self._wanted = job, job.world_size + spares
@@ -61,7 +62,7 @@ class Members(ABC):
     def _start(self) -> None:
         """Opens the switchboard and waits until the first members are ready. Raises WorkerFailed."""
         self._host = self._open()
-        self._board = self._opened.enter_context(closing(Switchboard(self._host)))
+        self._board = self._opened.enter_context(closing(Switchboard(self._host, self._key)))
         self.hire(self._wanted)
         while self._starting:
             self._events(_LOOK_SECONDS)

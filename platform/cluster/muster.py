@@ -22,6 +22,8 @@ class Muster:
         self._config, self._plan = run.config, run.plan
         self._journal, self._say, self._signals = run.journal, run.monitor.say, run.signals
         self._most = max(run.plan.mesh.size, most_workers(run.config))
+        self._limit = run.places.limit
+        self._least = run.config.elastic.min_workers or run.plan.mesh.size  # of the first generation
         self._plans: dict[tuple[int, float], Replanned | None] = {}
         self._hire_from = -inf  # when to hire again
         self.barred: set[int] = set()
@@ -47,8 +49,9 @@ class Muster:
         return self._plans[key]
 
     def wait(self, crew: Crew) -> tuple[list[int], Replanned]:
-        """The members to seat and the plan for them, once there are enough: elastic.min_workers, for which it waits
-        elastic.wait seconds. A run that shall end needs none but those that its last checkpoint takes.
+        """Return the members to seat and the plan for them, once there are enough, for whom it waits elastic.wait
+        seconds: elastic.min_workers; where that is not set, all of the plan's at the start, and after that anybody. A
+        run that shall end needs none but those that its last checkpoint takes.
 
         Raises GaveUp, Stopped.
         """
@@ -56,12 +59,14 @@ class Muster:
         while True:
             members = self.usable(crew)
             found = self.best(len(members))
-            least = 1 if self._signals.requested else e.min_workers
+            least = 1 if self._signals.requested else self._least
             if found and found.plan.mesh.size >= least:
+                self._least = max(1, e.min_workers)
                 return members, found
             self._signals.check()
             self.refill(crew)
-            lack = f"{len(members)} workers are there, and elastic.min_workers={least}"
+            unset = f"{len(members)} workers are there of {least}, and elastic.min_workers is not set"
+            lack = f"{len(members)} workers are there, and elastic.min_workers={least}" if e.min_workers else unset
             if found is None and len(members) >= least:
                 lack = f"there is no legal plan for {len(members)} workers"
             hope = bool(crew.starting or (e.replace and crew.can_hire))
@@ -86,7 +91,7 @@ class Muster:
         if not (e.replace and crew.can_hire) or monotonic() < self._hire_from:
             return
         coming = len(crew.starting)  # looked at first: who gets ready in between counts twice, not never
-        missing = self._most + e.spares - coming - len(crew.members.keys() - crew.leaving)
+        missing = int(min(self._most + e.spares, self._limit)) - coming - len(crew.members.keys() - crew.leaving)
         if missing > 0:
             self._journal.event("hiring", count=missing)
             crew.hire(missing)

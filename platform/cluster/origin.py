@@ -26,12 +26,12 @@ class Origin:
     sound: tuple[str, ...] = ()  # see `platform.checkpoint.Found`
 
 
-def origin(config: Config, mark: bool = False, over: bool = False) -> Origin | None:
+def origin(config: Config, *, held: bool = False, over: bool = False) -> Origin | None:
     """Find what checkpoint.resume means today; None where it is `never`. Reads manifests, not yet what they describe.
+    `held`: this driver has the storage's lease, and marks what is corrupt; without it nothing is written.
+    `over`: the run may start at step 1 although its directory shows steps.
 
-    `mark`: whether corrupt checkpoints are quarantined, which is up to the driver that has the lease. `over`: whether
-    the run may start at step 1 although its directory shows steps. Raises ConfigError where nothing can be resumed
-    from and something must, and for a run of another identity.
+    Raises ConfigError where nothing can be resumed from and something must, and for a run of another identity.
     """
     c = config.checkpoint
     if c.resume == "never":
@@ -41,11 +41,10 @@ def origin(config: Config, mark: bool = False, over: bool = False) -> Origin | N
     storage = connect(url, key)
     where = os.path.join(storage.url, name) if name else storage.url
     try:
-        found = (
-            Origin(storage, name, load(storage, name))
-            if name
-            else Origin(storage, **vars(find(storage, deep=False, mark=mark)))
-        )
+        if name:
+            found = Origin(storage, name, load(storage, name))
+        else:
+            found = Origin(storage, **vars(find(storage, deep=False, mark=held)))
     except (Refused, OSError) as error:
         raise ConfigError(violation(key, where, f"cannot be resumed from: {error}")) from None
     done = 0 if found.manifest or c.resume != "auto" or over else traced(config)

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from platform.checkpoint import Storage, connect
-from platform.checkpoint.storage import without_secrets
 from platform.cluster.crew import Crew
 from platform.config import Config, ConfigError, violation
+from platform.redaction import redact
 from platform.train import places
 from platform.train.proof import proof
 
@@ -50,8 +50,8 @@ def disagreements(own: Proof, found: Iterable[Proof], config: Config) -> list[st
     """One line for everything in which a node is not as the driver, whose proof is `own`."""
     where = {
         "run.dir": config.run.dir,
-        "checkpoint.url": without_secrets(places.home(config)),
-        "checkpoint.resume": without_secrets(config.checkpoint.resume),
+        "checkpoint.url": redact(places.home(config)),
+        "checkpoint.resume": redact(config.checkpoint.resume),
     }
     lines = []
     for its in found:

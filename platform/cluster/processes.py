@@ -12,6 +12,7 @@ from time import monotonic
 from platform.cluster.host import serve
 from platform.cluster.job import Assignment, assign, one_gpu
 from platform.cluster.remote import RemoteCrew
+from platform.cluster.signals import STOPPING
 
 _EXIT_SECONDS = 3.0  # for a process that was told to end
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
@@ -34,7 +35,7 @@ class ProcessCrew(RemoteCrew):
             place = assign(self.job, number, local_rank=slot, local_world_size=size, group_rank=0)
             if self.job.device == "cuda":
                 place.environment.update(one_gpu(slot))
-            told = (place, self._board.address, self._board.token)
+            told = (place, self._board.address, self._board.token(number))
             process = context.Process(target=_main, args=told, name=f"worker{number}", daemon=True)
             process.start()
             self._processes[number] = process
@@ -66,7 +67,7 @@ class ProcessCrew(RemoteCrew):
 
 def _main(place: Assignment, address: tuple[str, int], token: str) -> None:
     _die_with_the_driver()
-    for number in (signal.SIGINT, signal.SIGUSR1):  # a terminal's Ctrl-C reaches every process; the driver decides
+    for number in STOPPING:  # a terminal's Ctrl-C, or a service's end, reaches every process; the driver decides
         signal.signal(number, signal.SIG_IGN)
     serve(place, address, token)
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
+from time import monotonic
 from typing import Any
 
+from platform.cluster.failures import Failure, Member, NoPlaces, WorkerFailed
 from platform.cluster.host import serve
 from platform.cluster.job import Assignment, Job, assign, usable_cores
 from platform.cluster.ray_session import Embedded, Notices, connect
 from platform.cluster.remote import RemoteCrew
-from platform.config import ConfigError
 
-_PLACEMENT_SECONDS = 60.0  # for resources that were free a moment ago
+_LOG = logging.getLogger("platform.cluster")
+_PLACEMENT_SECONDS = 60.0  # at least, for resources that were free a moment ago
+_TURN_SECONDS = 10.0  # between two lines that say what is waited for
 _REASON_SECONDS = 0.3  # for Ray to say how a process ended; of a node that is lost it knows only much later
 
 
@@ -36,7 +40,9 @@ class RayCrew(RemoteCrew):
         self._ray: Embedded | None = None
         if self._embedded:
             growth = self.job.config["elastic"]["max_workers"] - self.job.world_size
-            self._ray = Embedded(self._wanted + max(0, growth), gpus=self.job.device == "cuda")
+            self._ray = Embedded(
+                max(self._wanted, self.job.world_size) + max(0, growth), gpus=self.job.device == "cuda"
+            )
         else:
             connect()
         import ray
@@ -63,14 +69,12 @@ class RayCrew(RemoteCrew):
 
     def _launch_together(self, numbers: Sequence[int]) -> None:
         import ray
-        from ray.exceptions import GetTimeoutError
 
         actors = [self._actor(node) for node in self._nodes(len(numbers))]
         self._actors = dict(zip(numbers, actors, strict=True))
-        try:
-            found = ray.get([a.locate.remote() for a in actors], timeout=_PLACEMENT_SECONDS)
-        except GetTimeoutError:
-            raise self._no_place(len(numbers)) from None
+        places = [actor.locate.remote() for actor in actors]
+        self._wait(lambda seconds: len(ray.wait(places, num_returns=len(places), timeout=seconds)[0]), len(places))
+        found = [self._located(number, place) for number, place in zip(numbers, places, strict=True)]
         machines = list(dict.fromkeys(where["machine"] for where in found))
         order = sorted(range(len(actors)), key=lambda i: (machines.index(found[i]["machine"]), found[i]["gpu"]))
         crowds = [[i for i in order if found[i]["machine"] == machine] for machine in machines]
@@ -97,8 +101,7 @@ class RayCrew(RemoteCrew):
 
         group = placement_group([self._needs()] * size, strategy="PACK")
         try:
-            if not group.wait(_PLACEMENT_SECONDS):
-                raise self._no_place(size)
+            self._wait(lambda seconds: size if group.wait(seconds) else 0, size)
             node_of = placement_group_table(group)["bundles_to_node_id"]
         finally:
             remove_placement_group(group)
@@ -107,10 +110,28 @@ class RayCrew(RemoteCrew):
     def _needs(self) -> dict[str, float]:
         return {"CPU": 1.0} | ({"GPU": 1.0} if self.job.device == "cuda" else {})
 
-    def _no_place(self, size: int) -> ConfigError:
-        return ConfigError(
-            f"cluster: Ray found no place for {size} times {self._needs()} in {_PLACEMENT_SECONDS:.0f} s"
-        )
+    def _wait(self, ready: Callable[[float], int], size: int) -> None:
+        """Asks in turns, each of some seconds, how many are ready, until all are. A machine that is busy is slow in
+        this, and one may go and come: it is no mistake of anybody's. Raises NoPlaces after `elastic.wait` seconds."""
+        wait = max(self.job.config["elastic"]["wait"], self.job.config["cluster"]["wait"], _PLACEMENT_SECONDS)
+        deadline = monotonic() + wait
+        while (there := ready(min(_TURN_SECONDS, max(0.0, deadline - monotonic())))) < size:
+            lack = f"Ray to start {size} times {self._needs()}, {there} of {size} there"
+            if monotonic() >= deadline:
+                raise NoPlaces(f"waited {wait:.0f} s for {lack}")
+            _LOG.info("waiting for %s, up to %.0f s", lack, deadline - monotonic())
+
+    def _located(self, number: int, place: Any) -> dict[str, Any]:
+        """Raises WorkerFailed where the actor died in its start."""
+        import ray
+        from ray.exceptions import RayError
+
+        try:
+            located: dict[str, Any] = ray.get(place)
+            return located
+        except RayError as error:
+            member, name = Member(number, "", 0), f"worker{number}"
+            raise WorkerFailed([Failure(member, "died", "start()", _reason(error), name=name)]) from None
 
     def _actor(self, node: str = "") -> Any:
         """On this node, or where Ray finds a place."""
@@ -124,7 +145,7 @@ class RayCrew(RemoteCrew):
 
     def _serve(self, number: int, actor: Any, place: Assignment) -> None:
         self._actors[number] = actor
-        self._serving[number] = actor.serve.remote(place, self._board.address, self._board.token)
+        self._serving[number] = actor.serve.remote(place, self._board.address, self._board.token(number))
 
     def _ended(self, number: int, seconds: float) -> str | None:
         import ray

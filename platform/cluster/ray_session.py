@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from platform.config import ConfigError, violation
 
 _CONNECT_SECONDS = 2.0
 _NOTICE_SECONDS = 2.0  # between two questions whether a node is about to go
+_CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0": as there, Ray's address is that of loopback
 _OBJECT_STORE_BYTES = 100 << 20  # no tensor travels through it; shared memory is for the workers
 
 
@@ -27,16 +31,19 @@ class Embedded:
     reported, and nothing is left of it when this process is gone, however that ends."""
 
     def __init__(self, size: int, *, gpus: bool):
-        self._directory = _short_temporary_directory()
-        command = [sys.executable, "-I", leftovers.__file__, self._directory]
+        directory = _short_temporary_directory()  # this user's alone; Ray opens its own to everybody
+        command = [sys.executable, "-I", leftovers.__file__, directory]
         # a session of its own: the terminal's Ctrl-C is not for it
         self._leftovers = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        self._opened = ExitStack()
+        self._opened.enter_context(_private(Path(directory, "token")))
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ[leftovers.MARK] = self._directory
+        os.environ[leftovers.MARK] = directory
         try:
             _init(
                 address="local",
-                _temp_dir=self._directory,
+                _temp_dir=f"{directory}/ray",
+                _node_ip_address="127.0.0.1",
                 num_cpus=size,  # workers are logical: more of them than cores is slow and legal
                 num_gpus=size if gpus else 0,
                 include_dashboard=False,
@@ -51,9 +58,42 @@ class Embedded:
 
     def close(self) -> None:
         """After Ray was left."""
+        self._opened.close()
         assert self._leftovers.stdin
         self._leftovers.stdin.close()
         self._leftovers.wait()
+
+
+@contextmanager
+def _private(token: Path) -> Iterator[None]:
+    """Ray as it starts inside is for who can read the file `token`, which this makes, and for this machine alone. All
+    that it starts inherits the environment."""
+    from ray._private import ray_constants
+
+    token.touch(0o600)
+    token.write_text(secrets.token_hex(32))
+    own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), _CLUSTERS: "0"}
+    taken = {name: os.environ.pop(name, None) for name in (*own, "RAY_AUTH_TOKEN")}
+    os.environ.update(own)
+    clusters, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
+    _look_again_for_the_token()
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = clusters
+        for name, value in taken.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        _look_again_for_the_token()
+
+
+def _look_again_for_the_token() -> None:
+    """Ray reads mode and token once per process. The mode first: a thread of a Ray that is being left would else look
+    for a token that is gone, and abort this process."""
+    raylet: Any = import_module("ray._raylet")
+    raylet.Config.initialize("")
+    raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
 def connect() -> None:
@@ -67,7 +107,7 @@ def connect() -> None:
     try:
         _knock(address)
         _init(address=address)
-    except (OSError, RayError) as error:
+    except (OSError, RayError, ValueError, RuntimeError) as error:  # Ray has words of its own for an address
         reason = str(error).strip().partition("\n")[0]
         constraint = f"no Ray cluster at RAY_ADDRESS={address} ({reason}); start one with `ray start --head`"
         raise ConfigError(violation("cluster", "ray", constraint, ["cluster=local"])) from None
@@ -85,6 +125,13 @@ def free_resources() -> dict[str, float]:
     import ray
 
     return ray.available_resources()
+
+
+def accelerators() -> list[str]:
+    """The types of accelerators that the nodes of the joined cluster have, such as H100 and A100-80G."""
+    import ray
+
+    return [name.partition(":")[2] for name in ray.cluster_resources() if name.startswith("accelerator_type:")]
 
 
 def _init(**arguments: Any) -> None:

@@ -8,6 +8,7 @@ from math import inf
 from time import monotonic
 from typing import Any
 
+from platform.cluster.answers import is_answer
 from platform.cluster.channel import encode, framed, text
 from platform.cluster.crew import ByRank, Crew, arguments, shown
 from platform.cluster.failures import Failure, Member, WorkerFailed
@@ -57,7 +58,7 @@ class RemoteCrew(Members, Crew):
 
     def call(self, method: str, *args: Any, within: float = inf) -> list[Any]:
         self._send(method, args)
-        values = self._gather(shown(method, args), within)
+        values = self._gather(method, shown(method, args), within)
         return [values[number] for number in self._seats]
 
     def release(self) -> list[Failure]:
@@ -124,8 +125,8 @@ class RemoteCrew(Members, Crew):
             for number in numbers:
                 self._board.send(number, frame)
 
-    def _gather(self, call: str, within: float) -> dict[int, Any]:
-        """The value of every seated member, by number. Raises WorkerFailed."""
+    def _gather(self, method: str, call: str, within: float) -> dict[int, Any]:
+        """Collect the value of every seated member, by number. Raises WorkerFailed."""
         values: dict[int, Any] = {}
         failures = self._failures
         pending, deadline, watch = set(self._seats), inf, Watch(within, monotonic(), self._silence)
@@ -145,6 +146,9 @@ class RemoteCrew(Members, Crew):
                         if "error" in message:
                             failures[number] = self._failure(number, "failed", call, message["error"])
                             deadline = min(deadline, monotonic() + GRACE[failures[number].innocence])
+                        elif not is_answer(method, self._seats.index(number), message["value"]):
+                            self._book_death(number, "what it answers is no answer")
+                            continue  # it is pending, and gone
                         else:
                             values[number] = message["value"]
                             watch.answered(monotonic())

@@ -5,10 +5,9 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import re
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from platform import documents
 from platform.cluster import traces
 from platform.config import Config, ConfigError, violation
 from platform.identity import identity, refusal
+from platform.redaction import redact
 from platform.schema import Malformed
 
 
@@ -38,7 +38,7 @@ class RunDirectory:
         try:
             there = traces.configuration(self.path)
         except OSError as error:
-            raise self._unusable(error) from None
+            raise self.unusable(error) from None
         except Malformed as error:
             reason = f"its config.yaml is not a run's configuration ({error}); name another directory"
             raise self._refusal(reason) from None
@@ -54,8 +54,12 @@ class RunDirectory:
         return there.to_dict()
 
     def finished(self, steps: int) -> bool:
-        """Return whether the run there has already done this many updates."""
-        return traces.finished(self.path, steps)
+        """Return whether the run there has already done this many updates. Raises ConfigError where its journal cannot
+        be read."""
+        try:
+            return traces.finished(self.path, steps)
+        except OSError as error:
+            raise self.unusable(error) from None
 
     @contextmanager
     def claim(self, config: Config, plan: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
@@ -65,23 +69,27 @@ class RunDirectory:
         Raises ConfigError where it cannot be written, another driver is alive, or the identity is another.
         """
         try:
-            (self.path / "logs").mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(0o700, parents=True, exist_ok=True)  # what is there keeps its mode
+            (self.path / "logs").mkdir(0o700, exist_ok=True)
             lock = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)  # it is emptied
         except OSError as error:
-            raise self._unusable(error) from None
+            raise self.unusable(error) from None
         try:
             self._lock_or_refuse(lock)
             there = self.check(config)  # again: between the first look and the lock another driver may have been here
             with _as_they_were(self._config, self._plan):
-                _replace(self._config, yaml.safe_dump(without_secrets(config), sort_keys=False))
-                self.write_plan(plan)
+                try:
+                    _replace(self._config, yaml.safe_dump(redact(config.to_dict()), sort_keys=False))
+                    self.write_plan(plan)
+                except OSError as error:
+                    raise self.unusable(error) from None
                 yield there
         finally:
             os.close(lock)
 
     def write_plan(self, plan: dict[str, Any]) -> None:
         """`plan.json`: that of the newest generation. Which one had which, the journal tells (`forming`)."""
-        _replace(self._plan, json.dumps(plan, indent=1) + "\n")
+        _replace(self._plan, json.dumps(redact(plan), indent=1) + "\n")
 
     def _lock_or_refuse(self, lock: int) -> None:
         """The kernel frees a lock when its owner dies, so a stale owner is never in the way."""
@@ -94,21 +102,14 @@ class RunDirectory:
             os.truncate(lock, 0)
             os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
         except OSError as error:
-            raise self._unusable(error) from None
+            raise self.unusable(error) from None
 
-    def _unusable(self, error: OSError) -> ConfigError:
+    def unusable(self, error: OSError) -> ConfigError:
+        """Makes the refusal of a directory that takes no files."""
         return self._refusal(f"cannot be used ({error.strerror}); name a directory that you can write to")
 
     def _refusal(self, constraint: str) -> ConfigError:
         return ConfigError(violation("run.dir", self.path, constraint))
-
-
-def without_secrets(config: Config) -> dict[str, Any]:
-    """The configuration as it may be shown: no user:password@ in a URL."""
-    values = config.to_dict()
-    for key in ("url", "resume"):
-        values["checkpoint"][key] = re.sub(r"(?<=://)[^/@]*@", "", values["checkpoint"][key])
-    return values
 
 
 @contextmanager
@@ -119,14 +120,20 @@ def _as_they_were(*files: Path) -> Iterator[None]:
         yield
     except ConfigError:
         for file, text in before.items():
-            if text is None:
-                file.unlink(missing_ok=True)
-            else:
-                _replace(file, text.decode(errors="surrogateescape"))
+            with suppress(OSError):  # a full disk, which is what was refused
+                if text is None:
+                    file.unlink(missing_ok=True)
+                else:
+                    _replace(file, text.decode(errors="surrogateescape"))
         raise
 
 
 def _replace(path: Path, text: str) -> None:
     draft = path.with_name(f".{path.name}.draft")
-    draft.write_text(text, encoding="utf-8", errors="surrogateescape")
-    draft.replace(path)
+    try:
+        draft.write_text(text, encoding="utf-8", errors="surrogateescape")
+        draft.replace(path)
+    except OSError:
+        with suppress(OSError):
+            draft.unlink()
+        raise

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+from contextlib import suppress
 from time import monotonic
 from types import FrameType
 from typing import Any
@@ -23,7 +25,8 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         self._requested: str | None = None
-        self._deferred = False
+        self._deferred = self._interrupting = False
+        self._status: int | None = None  # once the end is told
         self._first: float | None = None  # when a signal has come
         self._previous: dict[int, Any] = {number: signal.signal(number, self._handle) for number in STOPPING}
         return self
@@ -33,8 +36,12 @@ class StopSignals:
             signal.signal(number, handler)
 
     def defer(self) -> None:
-        """From now on there is something to lose: `check` belongs at the good moments to stop."""
+        """Leaves it to `check` to stop, at good moments: from now on there is something to lose."""
         self._deferred = True
+
+    def finish(self, status: int) -> None:
+        """Notes that the end is being told: a further signal ends this process at once, with `status`."""
+        self._status = status
 
     @property
     def requested(self) -> bool:
@@ -42,9 +49,12 @@ class StopSignals:
         return self._requested is not None
 
     def request(self, reason: str) -> None:
-        """As a first signal that is only noted, whatever the driver is doing; from any thread. A signal that comes
-        besides is no second one: Slurm's comes at about the time when its allocation ends."""
+        """Asks as a first signal does, from any thread. A signal that comes besides is no second one: Slurm's comes at
+        about the time when its allocation ends."""
         self._requested = self._requested or reason
+        if not self._deferred:
+            self._interrupting = True
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
 
     def check(self) -> None:
         """Raises Stopped if a signal has come."""
@@ -52,16 +62,23 @@ class StopSignals:
             raise Stopped(self._requested)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._interrupting:  # that of `request`
+            self._interrupting = False
+            return None if self._deferred else self.check()
         now, first = monotonic(), self._first is None
         if self._first is None:
             self._first = now
         elif now < self._first + _ECHO_SECONDS:
             return
+        if self._status is not None:
+            return None if first else os._exit(self._status)
         self._requested = self._requested or signal.Signals(number).name
         if not first:
             for ignored in STOPPING:
                 signal.signal(ignored, signal.SIG_IGN)
         if not (first and self._deferred):
             raise Stopped(self._requested)
-        # not print(): the signal may have come in the middle of one
-        os.write(2, f"\n{signal.Signals(number).name}: stopping after this step; once more stops at once\n".encode())
+        with suppress(OSError):  # not print(): the signal may have come in the middle of one
+            os.write(
+                2, f"\n{signal.Signals(number).name}: stopping after this step; once more stops at once\n".encode()
+            )

@@ -19,6 +19,6 @@ def seconds_left(run: Run, environment: Mapping[str, str] = os.environ, now: flo
         limit = seconds_of(run.time_limit)
         return max(0.0, limit - min(run.time_margin, limit / 2)) if limit else None
     end = environment.get("SLURM_JOB_END_TIME", "")
-    if not end.isdigit():
+    if not (end.isascii() and end.isdigit() and len(end) <= 12):  # a timer of more than three years is none
         return None
     return max(0.0, int(end) - run.time_margin - (time.time() if now is None else now))

@@ -28,7 +28,7 @@ def configuration(directory: Path) -> Config | None:
 def faults(directory: Path) -> list[str]:
     """Say what of a run directory is not what a run writes there, one line each."""
     lines = []
-    for name in (PLAN, JOURNAL, METRICS, LOCK):
+    for name in (CONFIG, PLAN, JOURNAL, METRICS, LOCK):
         try:
             documents.opened(directory / name).close()
             if name == JOURNAL:
@@ -36,7 +36,8 @@ def faults(directory: Path) -> list[str]:
             elif name == METRICS:
                 records.last(directory / name, records.ROW)
         except (FileNotFoundError, NotADirectoryError):
-            continue
+            if (directory / name).is_symlink():
+                lines.append(f"its {name} is a link to nothing")
         except OSError as error:
             lines.append(f"its {name} cannot be used ({error.strerror})")
         except Malformed as error:

@@ -2,6 +2,7 @@
 
 from platform.data.corpus import Corpus, check, of, prepare
 from platform.data.permutation import order
+from platform.data.sources import stdlib_bytes
 from platform.data.tokenizer import END_OF_TEXT
 
-__all__ = ["END_OF_TEXT", "Corpus", "check", "of", "order", "prepare"]
+__all__ = ["END_OF_TEXT", "Corpus", "check", "of", "order", "prepare", "stdlib_bytes"]

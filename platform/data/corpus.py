@@ -82,8 +82,8 @@ def check(data: Data, *, vocab: int = tokenizer.SMALLEST) -> list[str]:
     violations = []
     if data.kind not in (kinds := [*sources.SOURCES, "pairs", "synthetic"]):
         return [f"data={data.kind}: unknown; there are {', '.join(kinds)}"]
-    if not 0 < data.validation < 1:
-        violations.append(f"data.validation={data.validation}: a fraction between 0 and 1 is needed, such as 0.05")
+    if not 0 <= data.validation < 1:
+        violations.append(f"data.validation={data.validation}: a fraction from 0 to below 1 is needed, such as 0.05")
     if data.path and data.kind in ("stdlib", "synthetic"):
         violations.append(
             f"data.path={data.path}: data={data.kind} reads no path; use data=text, or leave data.path empty"
@@ -150,7 +150,7 @@ def _synthetic(data: Data, objective: Objective, vocab: int, seed: int) -> Corpu
 
 
 def _text(data: Data, objective: Objective, vocab: int, seed: int) -> Corpus:
-    files = sources.SOURCES[data.kind](data)
+    files = sources.files_of(data)
     contents = [[sources.is_jsonl(file), cache.sha256(file)] for file in files]
     what = json.dumps([_FORMAT, contents, data.field, data.validation, vocab])
     key = hashlib.sha256(what.encode()).hexdigest()
@@ -280,7 +280,8 @@ def _too_small(corpus: Corpus, data: Data, length: int) -> list[str]:
     tokens = {split: len(stream) for split, stream in corpus.streams.items()}
     needed, total = corpus.objective.needs, sum(tokens.values())
     violations = []
-    for split in (split for split, count in tokens.items() if count < needed):
+    held_out_none = ["validation"] if data.validation == 0 else []
+    for split in (split for split, count in tokens.items() if count < needed and split not in held_out_none):
         remedies = [f"model.length={tokens[split] - 1}"] if tokens[split] > 1 and needed > length else []
         if split == "validation" and total >= 3 * needed:
             remedies.append(f"data.validation={ceil(200 * needed / total) / 100:g}")

@@ -11,7 +11,7 @@ import io
 import os
 import sysconfig
 import zlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
 from difflib import get_close_matches
 from itertools import islice
@@ -36,6 +36,11 @@ _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idlelib", "li
 def stdlib(data: Data) -> list[Path]:
     """The Python source files of the running interpreter's own standard library (about 9 MB)."""
     return _walk(Path(sysconfig.get_path("stdlib")), [".py"], skip=_NOT_STDLIB)
+
+
+def stdlib_bytes(data: Data) -> int:
+    """How much of it there is."""
+    return sum(file.stat().st_size for file in stdlib(data))
 
 
 def text(data: Data) -> list[Path]:
@@ -65,10 +70,28 @@ def register_source(name: str, files: Callable[[Data], list[Path]]) -> None:
     allow("data.kind", name)
 
 
+def files_of(data: Data) -> list[Path]:
+    """The files of the text, whatever iterable of paths a registered source gives. Raises ConfigError, naming the
+    source, for anything else and for what it raises itself; OSError as it comes."""
+    found: object = None
+    try:
+        found = SOURCES[data.kind](data)
+        return [Path(file) for file in cast(Iterable[Path], found)]
+    except (ConfigError, OSError):
+        raise
+    except Exception as error:  # it may be the user's code
+        if SOURCES[data.kind] in (stdlib, text):
+            raise
+        given = "" if found is None else f" gives {type(found).__name__}, not paths of files:"
+        raise ConfigError(f"data.kind={data.kind}: its source{given} {type(error).__name__}: {error}") from error
+
+
 def check(data: Data) -> list[str]:
     """What is wrong with the source, as far as the beginnings of its first files tell: one line per violation."""
     try:
-        files = SOURCES[data.kind](data)
+        files = files_of(data)
+        if not files:
+            return [f"{_key(data)}: no file in it"]
         if all(file.stat().st_size == 0 for file in files):
             return [f"{_key(data)}: no text in it"]
     except ConfigError as error:

@@ -10,6 +10,7 @@ from platform.model.decoder import Decoder
 from platform.model.encoder import Encoder
 from platform.model.encoder_decoder import EncoderDecoder
 from platform.model.two_layer import TwoLayer
+from platform.plan.mistakes import of_the_user
 
 MODELS: dict[str, Any] = {
     "decoder": Decoder,
@@ -34,4 +35,6 @@ def register_model(
 
 
 def build(config: ModelConfig) -> Any:
-    return MODELS[config.kind](config)
+    """The model of a configuration. Raises ModelMistake for what a class of the user's own raises."""
+    with of_the_user(MODELS[config.kind]):
+        return MODELS[config.kind](config)

@@ -10,6 +10,9 @@ from collections.abc import Callable
 from statistics import fmean
 from typing import Any, TextIO
 
+from platform.monitor import terminal
+from platform.redaction import redact
+
 _HEADER_EVERY = 25  # lines: about once a screen
 _ERASE = "\r\x1b[2K"
 
@@ -31,9 +34,11 @@ class Console:
     Loss and gradient norm are that step's own; tokens/s and MFU are means over the steps since the line before.
     """
 
-    def __init__(self, stream: TextIO, *, total_steps: int, every: int, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self, stream: TextIO | None, *, total_steps: int, every: int, clock: Callable[[], float] = time.monotonic
+    ):
         self._stream, self._total, self._every, self._clock = stream, total_steps, every, clock
-        self._live = stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._live = stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
         self._lines = 0
         self._since: list[dict[str, Any]] = []  # rows since the last line
         self._pace: deque[tuple[int, float]] = deque(maxlen=50)  # (step, clock): the time left follows recent steps
@@ -81,8 +86,7 @@ class Console:
         return _duration((now - then) / (last - first) * (self._total - step)) if last > first else "~"
 
     def _write(self, text: str) -> None:
-        self._stream.write(text)
-        self._stream.flush()
+        terminal.write(self._stream, redact(text))
 
 
 def _duration(seconds: float) -> str:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from platform.monitor import records
 from platform.monitor.json_lines import JsonLines
+from platform.monitor.terminal import say
+from platform.redaction import redact
 
 
 class Journal:
@@ -16,9 +20,10 @@ class Journal:
     Opening an existing journal cuts a torn last line and goes on from its last generation; a new one is at 0.
     """
 
-    def __init__(self, path: Path | str):
+    def __init__(self, path: Path | str, tell: Callable[[str], None] = say):
+        """`tell`: see JsonLines, which also says what happens to events that cannot be written."""
         self.path = Path(path)
-        self._lines = JsonLines(path)
+        self._lines = JsonLines(path, tell)
         self.generation: int = max((event["generation"] for event in records.lines(path, records.EVENT)), default=0)
 
     def next_generation(self) -> int:
@@ -28,9 +33,17 @@ class Journal:
 
     def event(self, event: str, **fields: Any) -> dict[str, Any]:
         """Writes a transition, with the time (seconds since the epoch) and the generation; returns what it wrote."""
-        entry = {"time": time.time(), "generation": self.generation, "event": event, **fields}
+        entry = {"time": time.time(), "generation": self.generation, "event": event, **redact(fields)}
         self._lines.append(entry)
         return entry
+
+    def events(self) -> list[dict[str, Any]]:
+        """Lists every transition that can be read, and those that could not be written yet. Raises ValueError for a
+        line that is none."""
+        written: list[dict[str, Any]] = []
+        with suppress(OSError):
+            written = self.read(self.path)
+        return written + self._lines.unwritten
 
     def close(self) -> None:
         self._lines.close()

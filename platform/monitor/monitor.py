@@ -36,8 +36,8 @@ class Monitor:
 
     def close(self, status: int) -> None:
         """Ends the recording; `status` is the exit status that the launcher will return."""
-        self._console.close()
         self._metrics.close()
+        self._console.close()
         self._to_wandb(lambda wandb: wandb.close(status))
 
     def _to_wandb(self, action: Callable[[WandbLog], None]) -> None:
@@ -54,9 +54,10 @@ def open_monitor(config: Config, run_dir: Path, *, total_steps: int, stream: Tex
     """The monitor of a run in the existing directory `run_dir` that will end after `total_steps` updates.
 
     `stream` (default: standard output) is refreshed in place if it is a terminal. Says where W&B writes, if it does.
+    Raises OSError where the directory takes no more files.
     """
-    metrics = MetricsLog(run_dir / "metrics.jsonl")
     console = Console(stream or sys.stdout, total_steps=total_steps, every=config.monitor.every)
+    metrics = MetricsLog(run_dir / "metrics.jsonl", console.say)
     wandb = WandbLog(config, run_dir) if config.monitor.kind == "wandb" else None
     if wandb:
         console.say(f"W&B: {wandb.where}")

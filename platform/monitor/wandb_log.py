@@ -9,6 +9,7 @@ from typing import Any
 
 from platform.config import Config
 from platform.monitor.metrics import flatten
+from platform.redaction import redact
 
 RESUMABLE = 75  # the launcher's exit status of a run that will be continued
 
@@ -23,7 +24,7 @@ class WandbLog:
         import wandb
 
         wandb_dir = run_dir / "wandb"
-        wandb_dir.mkdir(exist_ok=True)
+        wandb_dir.mkdir(0o700, exist_ok=True)
         settings = wandb.Settings(silent=True, console="off")
 
         def start(mode: str) -> Any:
@@ -32,7 +33,7 @@ class WandbLog:
                 name=run_dir.name,
                 id=_stable_id(wandb_dir / "run-id"),
                 dir=run_dir,
-                config=config.to_dict(),
+                config=redact(config.to_dict()),
                 job_type="train",
                 mode=mode,  # type: ignore[arg-type]
                 resume=None if mode == "offline" else "allow",  # offline parts of one id are merged by `wandb sync`

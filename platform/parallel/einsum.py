@@ -9,6 +9,7 @@ from torch import Tensor
 
 from platform.parallel.convert import Pending, apply, convert
 from platform.parallel.groups import Communicator
+from platform.parallel.leaves import accumulate
 from platform.parallel.products import local_einsum
 from platform.parallel.summa import summa
 from platform.plan.planned import Group, Member
@@ -74,11 +75,6 @@ class _Einsums(torch.autograd.Function):
             return None, None, None, dx and dx.wait(), *(None for _ in needed)
         dws = [gradient(m, g) if n else None for g, m, n in zip(local, members, needed, strict=True)]
         return None, None, None, dx and dx.wait(), *(dw and dw.wait() for dw in dws)
-
-
-def accumulate(leaf: Tensor, gradient: Tensor) -> None:
-    """As autograd does at a leaf."""
-    leaf.grad = gradient if leaf.grad is None else leaf.grad.add_(gradient)
 
 
 def _sum(parts) -> Tensor:

@@ -15,6 +15,7 @@ from platform.plan.ops import Parameter
 from platform.plan.plan import Plan
 
 BUCKET_BYTES = 32 << 20
+PIECE = {"cpu": 1 << 16, "cuda": 1 << 24}  # elements whose squares are summed at a time: what fits a cache, or pays
 
 
 def _buckets(parameters: Sequence[Parameter], tensors: Mapping[str, Tensor]) -> Iterator[list[Parameter]]:
@@ -75,8 +76,8 @@ def owns(communicator: Communicator, axes: Iterable[str]) -> bool:
 
 @torch.no_grad()
 def squared_norm(plan: Plan, communicator: Communicator, gradients: Mapping[str, Tensor]) -> Tensor:
-    """This rank's part of the squared 2-norm of the whole gradient, fp64: what is replicated is counted once, and tied
-    parameters on the stage that owns them. `plan`: of its stage.
+    """Return this rank's part of the squared 2-norm of the gradient, summed in fp64: what is replicated is counted
+    once, and tied parameters on the stage that owns them. `plan`: of its stage.
 
     Padded rows of vocab and the padding of chunks have zero gradient and do not count.
     """
@@ -84,7 +85,13 @@ def squared_norm(plan: Plan, communicator: Communicator, gradients: Mapping[str,
     mine = [gradients[p.name] for p in here if owns(communicator, plan.split_over(p))]
     if not mine:
         return torch.zeros((), dtype=torch.float64, device=communicator.device)
-    return torch.stack(torch._foreach_norm(mine)).double().square().sum()
+    return torch.stack([_squares(g) for g in mine]).sum()
+
+
+def _squares(g: Tensor) -> Tensor:
+    """Sum the squares of a tensor in fp64, of which no more than a piece is there at a time."""
+    wide = (piece.double() for piece in g.flatten().split(PIECE[g.device.type]))
+    return torch.stack([piece.dot(piece) for piece in wide]).sum()
 
 
 @torch.no_grad()

@@ -347,7 +347,7 @@ class ParallelOps(Ops):
             rows = padding if kept == ["length", "batch"] else padding.t()
             shape = dict(zip(spec.dims, y.shape, strict=True))
             error = error.masked_fill(rows.reshape([shape[d] if d in kept else 1 for d in spec.dims]), 0)
-        return error.square().sum() / 2
+        return error.square().double().sum() / 2
 
     def gathered(self, x: Tensor, spec: Spec) -> Tensor:
         """An activation, whole on every rank, without gradient; vocab without padding. For sampling text."""

@@ -64,16 +64,6 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         self._chunks = {chunk.number: chunk for chunk in self.plan.chunks}
-        self._actions: dict[Kind, Callable[[Action], None]] = {
-            Kind.FORWARD: self._forward,
-            Kind.BACKWARD: self._backward,
-            Kind.INPUT: self._input_gradient,
-            Kind.WEIGHT: self._weight_gradient,
-            Kind.SEND_F: self._send_forward,
-            Kind.RECV_F: self._receive_forward,
-            Kind.SEND_B: self._send_backward,
-            Kind.RECV_B: self._receive_backward,
-        }
 
     def run(self, row: Iterable[Action]) -> None:
         """Runs a lowered row to its end; raises StageFailed naming the action that failed."""
@@ -87,7 +77,7 @@ class Pipeline:
             c = self.communicator
             try:
                 with c.clock.section(str(action)):
-                    self._actions[action.kind](action)
+                    _ACTIONS[action.kind](self, action)
                     if action.kind in (Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT):
                         left[action.chunk] -= action.kind is not Kind.INPUT
                         done = action.kind is not Kind.INPUT and not left[action.chunk]
@@ -140,8 +130,8 @@ class Pipeline:
     def _weight_gradient(self, action: Action) -> None:
         live = self._live.pop((action.chunk, action.microbatch))
         with self.communicator.clock.section("backward"):
-            for compute in live.deferred or ():
-                compute()
+            while live.deferred:
+                live.deferred.pop(0)()
 
     def _send_forward(self, action: Action) -> None:
         flow = self._flow.pop((action.chunk + 1, action.microbatch))
@@ -191,6 +181,19 @@ class Pipeline:
     def _present(self, flow: Flow) -> Flow:
         """What of a flow this rank's place in a stage has a block of; the others hold empty tensors."""
         return tuple((name, spec) for name, spec in flow if self.plan.present(spec, self.communicator.coordinates))
+
+
+# Not in the instance: what refers to itself lives, with all that it holds, until Python looks for such cycles.
+_ACTIONS: Mapping[Kind, Callable[[Pipeline, Action], None]] = {
+    Kind.FORWARD: Pipeline._forward,
+    Kind.BACKWARD: Pipeline._backward,
+    Kind.INPUT: Pipeline._input_gradient,
+    Kind.WEIGHT: Pipeline._weight_gradient,
+    Kind.SEND_F: Pipeline._send_forward,
+    Kind.RECV_F: Pipeline._receive_forward,
+    Kind.SEND_B: Pipeline._send_backward,
+    Kind.RECV_B: Pipeline._receive_backward,
+}
 
 
 def sum_tied(plan: Plan, communicator: Communicator, gradients: Mapping[str, Tensor]) -> None:

@@ -161,7 +161,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
         counts = labels >= 0
         ctx.save_for_backward(p.mul_(counts.unsqueeze(-1)))
         ctx.dtype = logits.dtype
-        return torch.where(counts, loss, 0.0).sum()
+        return torch.where(counts, loss, 0.0).double().sum()
 
     @staticmethod
     def backward(ctx, dloss):
@@ -178,7 +178,7 @@ def cross_entropy(
     vocab: int,
     smoothing: float = 0.0,
 ) -> Tensor:
-    """The sum of -log softmax(logits)[label] over local tokens; logits [..., vocab block], labels [...]; labels of -1
+    """Sum -log softmax(logits)[label] over local tokens, in fp64; logits [..., vocab block], labels [...]; labels of -1
     do not count. `first`: the block's first column; `vocab`: columns that are not padding; `smoothing`: the share of
     the target that is spread evenly over vocab."""
     logits, labels = logits.flatten(0, -2), labels.flatten()
@@ -186,4 +186,6 @@ def cross_entropy(
         return _SplitCrossEntropy.apply(logits, labels, communicator, over, first, vocab, smoothing)
     if logits.shape[-1] > vocab:  # padded for other regions' axes, and whole here
         logits = logits.narrow(-1, 0, vocab)
-    return F.cross_entropy(accumulate(logits), labels, ignore_index=-1, reduction="sum", label_smoothing=smoothing)
+    wide = accumulate(logits)
+    losses = F.cross_entropy(wide, labels, ignore_index=-1, reduction="none", label_smoothing=smoothing)
+    return losses.double().sum()

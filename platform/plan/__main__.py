@@ -16,9 +16,11 @@ from platform.launch import REFUSED, compose
 from platform.model import build
 from platform.plan.describe import human
 from platform.plan.explain import explain, render
+from platform.redaction import learn_urls, shielded
 from platform.train.optimizers import OPTIMIZERS
 from platform.train.plan import make_plan
 from platform.train.replan import shrinking
+from platform.train.room import footprints
 
 
 def main() -> int:
@@ -33,6 +35,12 @@ def main() -> int:
     arguments = parser.parse_intermixed_args()
     if arguments.workers_per_node < 1:
         parser.error("--workers-per-node must be at least 1")
+    learn_urls(arguments.overrides)
+    with shielded(sys.stdout, sys.stderr):
+        return _answer(arguments)
+
+
+def _answer(arguments: argparse.Namespace) -> int:
     try:
         config = compose(arguments.overrides, arguments.config_dir)
         plan = make_plan(config, arguments.workers)
@@ -51,6 +59,7 @@ def main() -> int:
         moments=OPTIMIZERS[config.optimizer.kind].moments,
         workers_per_node=arguments.workers_per_node,
         dropout=config.model.dropout,
+        footprints=footprints(config, plan),
     )
     print(json.dumps(found) if arguments.json else render(plan, found))
     return 0

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from platform.plan.chunks import Chunk, Model, einsum_flops, record
 from platform.plan.collectives import plan_operation
 from platform.plan.layout import padded
 from platform.plan.legality import IllegalPlan, violations
 from platform.plan.mesh import Mesh
+from platform.plan.mistakes import ModelMistake, check_parameters, check_used, defined, of_the_user
 from platform.plan.ops import KEEP, Operation, Recompute
 from platform.plan.plan import Plan
 from platform.plan.planned import PlannedOperation
@@ -44,26 +46,38 @@ def build(
     has units.
     """
     mesh = Mesh.of({"stage": max(stage_of) + 1, **scheme.mesh_axes(data)})
-    sizes = {"memory_length": model.sizes["length"], **model.sizes, "batch": microbatch * data}
+    with of_the_user(model):
+        parameters, own_sizes = tuple(model.parameters()), dict(model.sizes)
+    if "length" not in own_sizes:
+        raise ModelMistake("length", "the model's sizes lack it", place=defined(model))
+    sizes = {"memory_length": own_sizes["length"], **own_sizes, "batch": microbatch * data}
+    check_parameters(parameters, model, sizes)
+    declared = {p.name: p for p in parameters}
     vocab_axes = {a for layout in (*scheme.regions.values(), *scheme.parameters.values()) for a in layout["vocab"]}
     padded_sizes = {**sizes, "vocab": padded(sizes["vocab"], mesh.extent(sorted(vocab_axes)))}
     sharded = mesh.ordered(("data",)) if zero else ()
     planner = Planner(mesh, scheme, padded_sizes, {}, storage=sharded if zero == 3 else ())
 
     try:
-        recorded = record(model, lambda: Recorder(scheme, dropout, recompute), len(stage_of), sizes)
+        with of_the_user(model):
+            recorder = partial(Recorder, scheme, dropout, recompute, sizes=sizes, declared=declared)
+            recorded = record(model, recorder, len(stage_of), sizes)
+    except ModelMistake:
+        raise
     except ValueError as error:
         raise IllegalPlan([str(error)]) from None
     everything = [o for chunk in recorded for o in chunk.operations]
-    parameters = tuple(model.parameters())
+    check_used(parameters, (p.name for o in everything for p in o.parameters), model)
     if illegal := violations(planner, everything, microbatch):
         raise IllegalPlan(illegal)
 
     uses: dict[str, list[tuple[Operation, tuple[str, ...]]]] = defaultdict(list)
+    lacking: dict[tuple, list[tuple[str, ...]]] = {}  # by all but names: layers are alike
     for operation in everything:
-        for name, axes in planner.partial(operation).items():
-            uses[name].append((operation, mesh.ordered(axes)))
-    assert set(uses) == {p.name for p in parameters}, "every declared parameter is used, and no other"
+        if (alike := operation.anonymous) not in lacking:
+            lacking[alike] = [mesh.ordered(axes) for axes in planner.partial(operation).values()]
+        for p, axes in zip(operation.parameters, lacking[alike], strict=True):
+            uses[p.name].append((operation, axes))
     reductions, at_use = {}, {}
     for name, found in uses.items():
         common = set.intersection(*(set(axes) for _, axes in found))

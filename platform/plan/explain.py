@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from platform.plan.chunks import Model
 from platform.plan.describe import describe, human
+from platform.plan.footprint import Footprint
 from platform.plan.memory import saved_for_backward, weight_bytes
 from platform.plan.placement import messages, with_axes
 from platform.plan.plan import Plan
@@ -21,8 +22,17 @@ GROUPS_SHOWN = 8
 _LAYER = re.compile(r".*\blayers\.\d+\.")
 
 
-def explain(plan: Plan, model: Model, *, moments: int, workers_per_node: int, dropout: float = 0.0) -> dict[str, Any]:
-    """The explanation as JSON-able data. `moments`: the optimizer's numbers of state per parameter."""
+def explain(
+    plan: Plan,
+    model: Model,
+    *,
+    moments: int,
+    workers_per_node: int,
+    dropout: float = 0.0,
+    footprints: Sequence[Footprint] = (),
+) -> dict[str, Any]:
+    """The explanation as JSON-able data. `moments`: the optimizer's numbers of state per parameter; `footprints`: what
+    a worker needs, by stage."""
 
     def holds(at: Mapping[str, int]) -> dict[str, Any]:
         saved = saved_for_backward(plan, model, dropout, at)
@@ -41,6 +51,9 @@ def explain(plan: Plan, model: Model, *, moments: int, workers_per_node: int, dr
         **holds(plan.mesh.coordinates(0)),
         "warnings": list(plan.warnings),
     }
+    if footprints:
+        stage, most = max(enumerate(footprints), key=lambda pair: pair[1].total)
+        out["memory"] = {"stage": stage, **asdict(most), "total": most.total}
     if plan.elsewhere:  # what is common is on sub-grid 0 alone
         out["elsewhere"] = holds(plan.elsewhere)
     if branches := plan.mesh.ordered(plan.scheme.branches):
@@ -68,7 +81,7 @@ def collectives(plan: Plan) -> list[dict[str, Any]]:
     rows: dict[tuple, dict[str, Any]] = {}
     for where, c, launches in step_collectives(plan):
         axes = "+".join(plan.mesh.ordered(c.axes))
-        folded = re.sub(r"\.\d+\.", ".*.", where)
+        folded = re.sub(r"\.\d+\.", ".*.", re.sub(r"^stage \d+ to \d+ ", "stage * to * ", where))
         key = (folded, c.op, axes, c.elements, c.dtype, c.phase, c.issue, c.wait)
         names = ("operation", "op", "axes", "elements", "dtype", "phase", "issue", "wait")
         row = rows.setdefault(key, {**dict(zip(names, key, strict=True)), "times": 0, "launches": 0, "bytes": 0})
@@ -99,6 +112,9 @@ def render(plan: Plan, found: dict[str, Any]) -> str:
         ["bytes per step, all workers", *_table(_moved(found))],
         ["per worker" + (" of sub-grid 0" if "elsewhere" in found else ""), *_table(_holdings(found))],
     ]
+    if memory := found.get("memory"):
+        where = f", of stage {memory['stage']}" if plan.stages > 1 else ""
+        blocks.append([f"memory of the worker that needs most{where}", *_table(_memory(memory))])
     if elsewhere := found.get("elsewhere"):
         blocks.append(["per worker of another sub-grid", *_table(_holdings(elsewhere))])
     if m := found.get("branch_messages"):
@@ -137,6 +153,18 @@ def _holdings(found: dict[str, Any]) -> list[list[str]]:
         ["saved activations", f"{saved['activations']:,}", "elements per microbatch"],
         ["gathered parameters", f"{saved['gathered_parameters']:,}", "elements, kept until the backward pass"],
     ]
+
+
+def _memory(found: Mapping[str, int]) -> list[list[str]]:
+    more = {
+        "parameters": "and their master copies",
+        "optimizer": "",
+        "gradients": "summed over the microbatches",
+        "activations": f"of {found['in_flight']} forward passes in flight",
+        "working": "operations, collectives, what is sent and received",
+        "total": "at once",
+    }
+    return [[name, f"{human(found[name])}B", what] for name, what in more.items()]
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Peak speeds of accelerators, for model FLOPs utilisation (MFU)."""
+"""Peak speeds of accelerators, for model FLOPs utilisation (MFU), and their memory."""
 
 from __future__ import annotations
 
@@ -30,6 +30,48 @@ DENSE_BF16_PEAKS: tuple[tuple[str, float], ...] = (
     ("MI325X", 1307e12),
     ("MI250X", 191.5e12),  # one of its two dies, which is what a process sees
 )
+
+
+# Bytes of a device, by its name or by the accelerator type that Ray gives a node; more specific names first. Nominal: a
+# driver shows some hundredths more or less. Where a name has come with several sizes and says none, the largest.
+MEMORIES: tuple[tuple[str, float], ...] = (
+    ("GB200", 186e9),
+    ("B200", 180e9),
+    ("GH200", 96e9),
+    ("H200", 141e9),
+    ("H100 NVL", 94e9),
+    ("H100", 80e9),
+    ("H800", 80e9),
+    ("H20", 96e9),
+    ("A100 40GB", 40e9),
+    ("A100 40G", 40e9),
+    ("A100", 80e9),
+    ("A800 40GB", 40e9),
+    ("A800", 80e9),
+    ("A40", 48e9),
+    ("A30", 24e9),
+    ("A10", 24e9),
+    ("A10G", 24e9),
+    ("L40S", 48e9),
+    ("L40", 48e9),
+    ("L4", 24e9),
+    ("V100 16GB", 16e9),
+    ("V100", 32e9),
+    ("T4", 16e9),
+    ("MI300X", 192e9),
+    ("MI325X", 256e9),
+    ("MI250X", 64e9),
+)
+
+
+def memory_of(device: str) -> float | None:
+    """Bytes of the device with this name, None where the table does not know it.
+
+    >>> memory_of("NVIDIA A100-SXM4-80GB")
+    80000000000.0
+    """
+    words = set(re.findall(r"\w+", device))
+    return next((size for name, size in MEMORIES if words.issuperset(name.split())), None)
 
 
 def dense_bf16_peak(device: str) -> float | None:

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from platform.plan.collectives import plan_operation
+from platform.plan.numbers import divisors
 from platform.plan.ops import Operation, Spec
 from platform.plan.planner import Planner
 
@@ -38,10 +39,14 @@ def violations(planner: Planner, operations: Sequence[Operation], microbatch: in
         if line := _indivisible(planner, d, size, axes, list(regions)):
             lines.append(line)
     if not lines:  # what no tensor shows by itself: the operations' iteration spaces
+        fine = set()  # layers are alike but for names
         for o in operations:
+            if (alike := o.anonymous) in fine:
+                continue
             try:
                 planner.partial(o)
                 plan_operation(planner, o)
+                fine.add(alike)
             except ValueError as error:
                 lines.append(f"tensor: illegal layout: in {o.kind} {o.name}, {error}; legal: one of them {_ELSEWHERE}")
     return lines
@@ -63,8 +68,8 @@ def _indivisible(planner: Planner, d: str, size: int, axes: Sequence[str], found
         return None
     own = d in ("length", "memory_length") and size != planner.sizes[d]
     key = "model.source_length" if own else KEYS.get(d, f"model.{d}")
-    divisors = [k for k in range(1, size + 1) if size % k == 0]
-    parts = [max(k for k in divisors if k < n), *(k for k in divisors if k > n)][:2]
+    whole = divisors(size)
+    parts = [max(k for k in whole if k < n), *(k for k in whole if k > n)][:2]
     product = " x ".join(planner.scheme.key(a) for a in axes)
     given = " x ".join(f"{planner.scheme.key(a)}={planner.mesh.axes[a]}" for a in axes)
     sizes = " or ".join(str(k) for k in _legal_sizes(planner, d, size, n) if k)
@@ -77,6 +82,7 @@ def _indivisible(planner: Planner, d: str, size: int, axes: Sequence[str], found
 
 def _legal_sizes(planner: Planner, d: str, size: int, n: int) -> list[int]:
     """The multiples of n next to `size`; of heads only those that divide d_model, where they share it."""
-    shared = planner.sizes["d_model"] if d == "heads" else 0
-    multiples = [k for k in range(n, 2 * max(size, n) + 1, n) if shared % k == 0]
-    return [max((k for k in multiples if k < size), default=0), min((k for k in multiples if k > size), default=0)]
+    if d == "heads":
+        legal = [k for k in divisors(planner.sizes["d_model"]) if k % n == 0 and k <= 2 * max(size, n)]
+        return [max((k for k in legal if k < size), default=0), min((k for k in legal if k > size), default=0)]
+    return [size // n * n, size // n * n + n]  # `size` itself is none

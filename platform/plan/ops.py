@@ -58,6 +58,8 @@ class Parameter:
     sizes: tuple[tuple[str, int], ...] = ()
 
 
+# Pointwise functions by name, and how many activations each takes; parallel/ops.py computes them.
+POINTWISE = {"gelu": 1, "relu": 1, "silu": 1, "tanh": 1, "identity": 1, "absolute": 1, "add": 2, "multiply": 2}
 LOSSES = ("cross_entropy", "squared_error")  # kinds of operations that end the forward pass
 
 
@@ -77,6 +79,12 @@ class Operation:
     @property
     def parameters(self) -> tuple[Parameter, ...]:
         return tuple(t for t in self.inputs if isinstance(t, Parameter))
+
+    @property
+    def anonymous(self) -> tuple:
+        """All that its plan depends on but names."""
+        inputs = ((t.dims, t.role, t.sizes) if isinstance(t, Parameter) else t for t in self.inputs)
+        return self.kind, tuple(inputs), self.outputs, self.attributes
 
     def __getitem__(self, attribute: str) -> Any:
         return dict(self.attributes)[attribute]

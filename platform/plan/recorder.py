@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from platform.plan.ops import KEEP, Operation, Ops, Recompute, Spec, scores_of
+from platform.plan.mistakes import ModelMistake, check_specs
+from platform.plan.ops import KEEP, POINTWISE, Operation, Ops, Parameter, Recompute, Spec, scores_of
 from platform.plan.scheme import Scheme
 
 
@@ -27,6 +28,9 @@ class Recorder(Ops):
     recompute: Recompute = KEEP
     operations: list[Operation] = field(default_factory=list)
     kept: list[Spec] = field(default_factory=list)  # the first argument of every stretch that is recomputed
+    sizes: Mapping[str, int] = field(default_factory=dict)  # of the model's dims; {}: any dim is right
+    declared: Mapping[str, Parameter] = field(default_factory=dict)  # by name; {}: any parameter is
+    _names: set[tuple[str, str]] = field(default_factory=set)
     _again: bool = False
 
     def recomputed(self, kind, function, spec, x, *more):
@@ -48,13 +52,30 @@ class Recorder(Ops):
         reads: str | None = None,
         **attributes: Any,
     ) -> Any:
+        self._judge(kind, name, inputs, outputs)
         rest = tuple(sorted(attributes.items()))
         self.operations.append(Operation(kind, name, tuple(inputs), tuple(outputs), rest, reads, self._again))
         symbols = tuple(Symbol(s) for s in outputs)
         return symbols[0] if len(symbols) == 1 else symbols
 
+    def _judge(self, kind: str, name: str, inputs: Sequence, outputs: Sequence[Spec]) -> None:
+        """Raises ModelMistake for what no scheme could lay out."""
+        if self.sizes:
+            check_specs(f"{kind} {name}", [*inputs, *outputs], self.sizes)
+        for p in (t for t in inputs if isinstance(t, Parameter)):
+            if self.declared and self.declared.get(p.name) != p:
+                known = "is declared otherwise" if p.name in self.declared else "is not declared"
+                legal = self.declared if p.name not in self.declared else ()
+                raise ModelMistake(p.name, f"a parameter that {known}, in {kind} {name}", legal)
+        if (kind, name) in self._names:
+            raise ModelMistake(name, f"several operations {kind} have this name")
+        self._names.add((kind, name))
+
     def _check(self, x: Symbol, spec: Spec) -> None:
-        assert x.spec == spec, f"the model passes {x.spec} where it declares {spec}"
+        if not isinstance(x, Symbol):
+            raise ModelMistake(type(x).__name__, f"what flows is what an operation returned, as {spec}")
+        if x.spec != spec:
+            raise ModelMistake(str(x.spec), f"the model passes it where it declares {spec}", [str(spec)])
 
     def lookup(self, name, table, tokens, out):
         return self._record("lookup", name, [table], [out], tokens)
@@ -134,13 +155,22 @@ class Recorder(Ops):
         return x if spec == out else self._record("relayout", name, [spec], [out])
 
     def pointwise(self, function, *x):
+        self._check_word(function, len(x))
         for other in x[1:]:
             self._check(other, x[0].spec)
         return x[0]
 
     def pointwise_each(self, functions, x, spec, dim):
+        for function in functions:
+            self._check_word(function, 1)
         self._check(x, spec)
         return x
+
+    def _check_word(self, function: str, arguments: int) -> None:
+        if function not in POINTWISE:
+            raise ModelMistake(function, "no such pointwise function", POINTWISE)
+        if POINTWISE[function] != arguments:
+            raise ModelMistake(function, f"takes {POINTWISE[function]} activations, not {arguments}")
 
     def dropout(self, name, x, spec):
         self._check(x, spec)

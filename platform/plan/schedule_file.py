@@ -15,8 +15,10 @@ from pathlib import Path
 
 from platform.plan.lowering import validate
 from platform.plan.schedule import Action, Kind, Schedule, ScheduleError
+from platform.plan.schedules import PASSES
 
-CELL = re.compile(r"(\d+)([FBIW])(\d+)")
+CELL = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})", re.ASCII)
+LARGEST = 16 << 20  # bytes of a file
 
 
 def to_csv(schedule: Schedule, path: str | Path) -> None:
@@ -31,10 +33,17 @@ def from_csv(path: str | Path) -> Schedule:
     Raises ScheduleError with every violation, also for a file that cannot be read or whose table trains nothing.
     """
     try:
+        if Path(path).exists() and not Path(path).is_file():  # a pipe would never end
+            raise ScheduleError("cannot be read (it is no file)")
+        if Path(path).exists() and (size := Path(path).stat().st_size) > LARGEST:
+            raise ScheduleError(f"has {size} bytes; a table has at most {LARGEST}")
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ScheduleError(f"cannot be read ({error})") from None
-    cells = [line for line in csv.reader(text.splitlines(), skipinitialspace=True) if line]
+    try:
+        cells = [line for line in csv.reader(text.splitlines(), skipinitialspace=True) if line]
+    except csv.Error as error:
+        raise ScheduleError(f"cannot be read ({error})") from None
     if lines := list(_unreadable(cells)):
         raise ScheduleError(lines)
     rows = tuple(tuple(_action(cell) for cell in line if cell.strip()) for line in cells)
@@ -45,6 +54,10 @@ def from_csv(path: str | Path) -> Schedule:
     if chunks % stages:
         raise ScheduleError(f"{chunks} chunks are not a multiple of {stages} stages, one per line")
     microbatches = 1 + max(action.microbatch for action in actions)
+    if chunks * microbatches > min(PASSES, 1000 + 10 * len(actions)):
+        raise ScheduleError(
+            f"{chunks} chunks x {microbatches} microbatches are far more than its {len(actions)} actions"
+        )
     schedule = Schedule(Path(path).stem, stages, chunks // stages, microbatches, rows)
     validate(schedule)
     return schedule

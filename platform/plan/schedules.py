@@ -12,6 +12,8 @@ from itertools import islice
 from platform.plan.lowering import validate
 from platform.plan.schedule import Action, Kind, Rows, Schedule, ScheduleError
 
+PASSES = 200_000  # forward passes that a table may have: making and checking more takes seconds
+
 Generator = Callable[[int, int, int], Rows]  # (stages, chunks per stage, microbatches) -> compute rows
 
 
@@ -58,6 +60,10 @@ def _one_chunk(name: str, chunks: int) -> None:
         raise ScheduleError(f"{name} has one chunk per stage, not {chunks}; interleaved and zb_h1 have several")
 
 
+def _group(stages: int, microbatches: int) -> int:
+    return next((n for n in range(stages, microbatches) if microbatches % n == 0), microbatches)
+
+
 def _groups(name: str, stages: int, chunks: int, microbatches: int) -> tuple[list[tuple[int, int]], int]:
     """Each forward pass as (microbatch, chunk on the stage), in order, and the number of microbatches in a group.
 
@@ -71,7 +77,7 @@ def _groups(name: str, stages: int, chunks: int, microbatches: int) -> tuple[lis
     """
     if chunks > 1 and microbatches < stages:
         raise ScheduleError(f"{name} with several chunks needs at least as many microbatches as stages={stages}")
-    group = next((n for n in range(stages, microbatches) if microbatches % n == 0), microbatches)
+    group = _group(stages, microbatches)
     return [
         (m, chunk) for low in range(0, microbatches, group) for chunk in range(chunks) for m in range(low, low + group)
     ], group
@@ -101,6 +107,7 @@ def _row(
 ONE_CHUNK = ("gpipe", "1f1b")  # the schedules that take no other number of chunks per stage
 SCHEDULES: dict[str, Generator] = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved, "zb_h1": zb_h1}
 SHIPPED = tuple(SCHEDULES)
+SETTLED = 16  # microbatches after which as many sends are under way as ever
 
 
 def generate(kind: str, stages: int, chunks: int, microbatches: int) -> Schedule:
@@ -120,6 +127,18 @@ def least_microbatches(kind: str, stages: int, chunks: int, microbatches: int) -
     return next((m for m in legal if m > microbatches), microbatches)
 
 
+def representative(kind: str, stages: int, chunks: int, microbatches: int) -> int:
+    """A smaller number of microbatches whose rows hold as much at once: the shipped schedules repeat once every
+    chunk has had its first backward pass with as many forward passes in flight. Itself, where none is known."""
+    if kind not in SHIPPED or kind == "gpipe":
+        return microbatches
+    if chunks == 1:
+        return min(microbatches, 3 * stages + SETTLED)
+    group = _group(stages, microbatches)
+    numbers = range(4 * group, microbatches, group)
+    return next((m for m in numbers if m >= SETTLED and _group(stages, m) == group), microbatches)
+
+
 def legal_microbatches(kind: str, stages: int, chunks: int, microbatches: int) -> list[int] | None:
     """None if the schedule takes this number of microbatches, else the nearest ones that it does take (at most 3)."""
 
@@ -132,6 +151,7 @@ def legal_microbatches(kind: str, stages: int, chunks: int, microbatches: int) -
 
     if legal(microbatches):
         return None
+    tried = max(1, PASSES // (stages * chunks * microbatches))  # tables, in the time that one long one takes
     near = (microbatches + sign * distance for distance in range(1, 4 * stages * chunks) for sign in (-1, 1))
-    found = (m for m in near if m > 0 and legal(m))
+    found = (m for m in islice((m for m in near if m > 0), tried) if legal(m))
     return sorted(m for m, _ in zip(found, range(3), strict=False))

@@ -6,10 +6,15 @@ import ctypes
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from platform.checks import FAULT
+
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # as wide as elements of so many bytes
 
 
 class Injected(RuntimeError):
@@ -21,7 +26,7 @@ class Fault:
     """What `rank` does in `step` (from 1), where it enters `section` of the step for the first time; "" = at once."""
 
     step: int
-    kind: str  # kill | stop | raise | lock | gil | nan
+    kind: str  # kill | stop | raise | lock | gil | nan | flip
     rank: int
     section: str = ""
 
@@ -81,3 +86,11 @@ def armed(fault: Fault) -> Callable[[str], None]:
             strike(fault.kind)
 
     return entered
+
+
+@torch.no_grad()
+def flip(weights: Mapping[str, Tensor]) -> None:
+    """Flip one bit, of the first weight that this rank has: silent corruption of memory."""
+    w = next(w for w in weights.values() if w.numel()).detach()
+    words = w.view(-1).view(WORDS[w.element_size()])
+    words[len(words) // 2] ^= 1 << {2: 6, 4: 22, 8: 51}[w.element_size()]  # the highest bit of the mantissa

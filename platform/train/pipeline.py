@@ -8,7 +8,16 @@ from platform.checks import allow
 from platform.config import Config, ConfigError, violation
 from platform.plan.schedule import Schedule, ScheduleError, table
 from platform.plan.schedule_file import from_csv
-from platform.plan.schedules import SCHEDULES, Generator, generate, least_microbatches, legal_microbatches
+from platform.plan.schedules import (
+    PASSES,
+    SCHEDULES,
+    Generator,
+    generate,
+    least_microbatches,
+    legal_microbatches,
+)
+
+MISTAKES_SHOWN = 20  # of a table in a file
 
 
 def register_pipeline(name: str, generator: Generator) -> None:
@@ -23,9 +32,24 @@ def register_pipeline(name: str, generator: Generator) -> None:
 
 def count_microbatches(config: Config, data: int) -> int:
     """How many make a global batch over `data` replicas: the fewest that the schedule takes. Sequences that they lack
-    are padding, which weighs nothing. (A table in a file has its own number: another one is refused.)"""
-    pipeline, needed = config.pipeline, -(-config.train.global_batch // (config.train.microbatch * data))
-    if pipeline.kind in ("none", "file"):
+    are padding, which weighs nothing. (A table in a file has its own number: another one is refused.)
+
+    Raises ConfigError where their table would be too long to be made.
+    """
+    pipeline, unit = config.pipeline, config.train.microbatch * data
+    needed = -(-config.train.global_batch // unit)
+    if pipeline.kind == "file":
+        return needed
+    if (passes := pipeline.stages * pipeline.chunks * needed) > PASSES:
+        constraint = (
+            f"is {needed} microbatches on pipeline.stages={pipeline.stages} x pipeline.chunks={pipeline.chunks}:"
+            f" {passes} passes, of which a schedule may have {PASSES}; more sequences per microbatch make fewer"
+        )
+        most = PASSES // (pipeline.stages * pipeline.chunks) * unit
+        raise ConfigError(
+            violation("train.global_batch", config.train.global_batch, constraint, [most] if most else [])
+        )
+    if pipeline.kind == "none":
         return needed
     return least_microbatches(pipeline.kind, pipeline.stages, pipeline.chunks, needed)
 
@@ -57,7 +81,9 @@ def _from_file(config: Config, microbatches: int, unit: int) -> Schedule:
     try:
         schedule = from_csv(path)
     except ScheduleError as error:
-        lines = [violation("pipeline.file", path, line) for line in error.violations]
+        more = len(error.violations) - MISTAKES_SHOWN
+        shown = [*error.violations[:MISTAKES_SHOWN], *([f"and {more} more mistakes"] if more > 0 else [])]
+        lines = [violation("pipeline.file", path, line) for line in shown]
         raise ConfigError([*lines, *([table(error.rows)] if error.rows else [])]) from None
     if lines := list(_mismatches(config, schedule, microbatches, unit)):
         raise ConfigError(lines)

@@ -15,7 +15,7 @@ def home(config: Config) -> str:
 
 def saves(config: Config) -> bool:
     """Whether checkpoints are written at all."""
-    return bool(config.checkpoint.every or config.train.stop_at)
+    return bool(config.checkpoint.every or config.train.stop_at or config.checkpoint.on_stop)
 
 
 def source(config: Config) -> tuple[str, str | None]:

@@ -8,16 +8,22 @@ from itertools import islice
 from math import prod
 
 from platform.checks import axes_of
-from platform.config import Config, ConfigError
+from platform.config import Config, ConfigError, closest, violation
 from platform.model import build as build_model
 from platform.plan.build import build
 from platform.plan.legality import IllegalPlan
+from platform.plan.mistakes import ModelMistake
+from platform.plan.numbers import factorizations
 from platform.plan.ops import Recompute
 from platform.plan.plan import Plan
 from platform.plan.scheme import compose
 from platform.train.pipeline import count_microbatches, schedule_of
+from platform.train.whole import splits
 
 MESHES_SHOWN = 4
+MESHES_TRIED = 60  # the nearest ones: each takes milliseconds
+FACTORIZATIONS = 10_000
+DEEP = 32  # layers, from which on two of them are planned first: a refusal is quick however many there are
 
 
 def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int] | None = None) -> Plan:
@@ -38,10 +44,14 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
             raise ConfigError(
                 f"parallel.data=-1: {workers} workers are not a multiple of {inner}, the other axes' product"
             )
+    scheme = compose(tensor, branch, data)
     try:
-        return build(
+        if config.model.layers > DEEP:  # all layers are alike
+            shallow = build_model(replace(config.model, layers=2))
+            build(shallow, scheme, data=data, microbatch=train.microbatch, microbatches=1)
+        plan = build(
             build_model(config.model),
-            compose(tensor, branch, data),
+            scheme,
             data=data,
             microbatch=train.microbatch,
             microbatches=count_microbatches(config, data),
@@ -53,19 +63,29 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
             zero=config.parallel.zero,
             dropout=config.model.dropout,
         )
+    except ModelMistake as error:
+        line = violation(
+            "model.kind", config.model.kind, f"{error.name}: {error.reason}", closest(error.name, error.legal)
+        )
+        raise ConfigError(line) from None
     except IllegalPlan as error:
         *lines, last = error.violations
         meshes = [str(m).replace("'", "") for m in islice(_legal_meshes(config, data), MESHES_SHOWN)]
         also = f"; tensor.axes of as many workers that do: {' or '.join(meshes)}" if meshes else ""
         raise ConfigError([*lines, last + also]) from None
+    if refused := list(splits(config, plan)):
+        raise ConfigError(refused)
+    return plan
 
 
 def _legal_meshes(config: Config, data: int) -> Iterator[dict[str, int]]:
     """Sizes of the scheme's axes with the same product that this model can be planned on, the nearest first."""
     given = {axis: config.tensor.axes.get(axis, 1) for axis in axes_of(config.tensor)}
     workers = prod(given.values())
-    found = (dict(zip(given, sizes, strict=True)) for sizes in _factorizations(workers, len(given)))
-    for axes in sorted(found, key=lambda axes: sum(abs(axes[a] - n) for a, n in given.items())):
+    found = (
+        dict(zip(given, sizes, strict=True)) for sizes in islice(factorizations(workers, len(given)), FACTORIZATIONS)
+    )
+    for axes in sorted(found, key=lambda axes: sum(abs(axes[a] - n) for a, n in given.items()))[:MESHES_TRIED]:
         tensor = {**asdict(config.tensor), "axes": axes}
         scheme = compose(tensor, asdict(config.branch), data)
         model = build_model(replace(config.model, layers=1))  # all layers are alike
@@ -74,13 +94,3 @@ def _legal_meshes(config: Config, data: int) -> Iterator[dict[str, int]]:
         except IllegalPlan:
             continue
         yield axes
-
-
-def _factorizations(n: int, factors: int) -> Iterator[tuple[int, ...]]:
-    """Every way to write n as a product of so many numbers, in order."""
-    if factors < 2:
-        yield from [(n,)] if factors else []
-        return
-    for first in range(1, n + 1):
-        if n % first == 0:
-            yield from ((first, *rest) for rest in _factorizations(n // first, factors - 1))

@@ -6,9 +6,12 @@ from math import inf, prod
 
 from platform.config import Config
 from platform.model import build as build_model
-from platform.plan.memory import saved_for_backward, weight_bytes
+from platform.plan.footprint import Footprint, footprint
+from platform.plan.lowering import lower
+from platform.plan.memory import weight_bytes
 from platform.plan.plan import Plan
-from platform.plan.simulate import simulate
+from platform.plan.schedule import Schedule
+from platform.plan.schedules import generate, representative
 from platform.train.optimizers import OPTIMIZERS
 from platform.train.pipeline import schedule_of
 from platform.train.plan import make_plan
@@ -43,17 +46,26 @@ class Room:
         return max(_weights(config, plan)) <= self.memory and needed_bytes(config, plan) <= self.memory
 
 
-def needed_bytes(config: Config, plan: Plan) -> float:
-    """The most that a worker of the plan needs at once for parameters, gradients, the optimizer's state and what the
-    schedule's live forward passes keep; buffers of collectives and of operations come on top."""
-    model = build_model(config.model)
-    live = simulate(schedule_of(config, config.parallel.data)).peak_live
-    most = 0.0
-    for stage, weights in enumerate(_weights(config, plan)):
-        at = {**plan.mesh.coordinates(0), "stage": stage}
-        saved = saved_for_backward(plan, model, config.model.dropout, at).total * plan.itemsize["compute"]
-        most = max(most, weights + saved * live[stage] / len(plan.at(stage).chunks))
-    return most
+def needed_bytes(config: Config, plan: Plan) -> int:
+    """The most that a worker of the plan needs at once."""
+    return max(footprints(config, plan), key=lambda f: f.total).total
+
+
+def footprints(config: Config, plan: Plan) -> list[Footprint]:
+    """By stage."""
+    model, moments = build_model(config.model), OPTIMIZERS[config.optimizer.kind].moments
+    lowered = lower(_schedule(config, plan))
+    return [footprint(plan, model, row, stage, moments, config.model.dropout) for stage, row in enumerate(lowered)]
+
+
+def _schedule(config: Config, plan: Plan) -> Schedule:
+    """That of the run, or a shorter one that holds as much."""
+    pipeline = config.pipeline
+    if pipeline.kind == "file":
+        return schedule_of(config, config.parallel.data)
+    kind = "1f1b" if pipeline.kind == "none" else pipeline.kind
+    few = representative(kind, pipeline.stages, pipeline.chunks, plan.microbatches)
+    return generate(kind, pipeline.stages, pipeline.chunks, few)
 
 
 def _weights(config: Config, plan: Plan) -> list[int]:

@@ -28,7 +28,7 @@ from platform.parallel.pipeline import Forward, Pipeline, sum_tied
 from platform.plan.chunks import Chunk
 from platform.plan.plan import Plan
 from platform.plan.rows import Rows
-from platform.train.faults import Fault, armed
+from platform.train.faults import Fault, armed, flip
 from platform.train.inputs import Blocks, place
 from platform.train.optimizers import OPTIMIZERS
 from platform.train.schedule import learning_rate
@@ -75,11 +75,18 @@ class Trainer:
         groups = [{"params": decayed, "weight_decay": o.weight_decay}, {"params": others, "weight_decay": 0.0}]
         return OPTIMIZERS[o.kind].make([g for g in groups if g["params"]], o)
 
-    def step(self, step: int, limit: float = inf, fault: Fault | None = None) -> dict[str, Any]:
-        """Update number `step` (from 1): the rank's report, plain data, for the driver to aggregate.
+    def step(
+        self,
+        step: int,
+        limit: float = inf,
+        fault: Fault | None = None,
+        verify: Callable[[], dict[str, Any]] | None = None,
+    ) -> dict[str, Any]:
+        """Do update number `step` (from 1) and return the rank's report, plain data, for the driver to aggregate.
 
         A loss or gradient that is not finite, or a loss above `limit`, updates nothing: the report's `skipped` says so,
-        alike on all ranks, because both numbers are global. `fault` strikes this rank.
+        alike on all ranks, because both numbers are global. `fault` strikes this rank. `verify` runs before the update,
+        on all ranks alike: what it finds is added to the report, and nothing is updated.
         """
         plan, communicator, clock = self.plan, self.communicator, self.clock
         batch = self.config.train.global_batch
@@ -88,10 +95,14 @@ class Trainer:
             communicator.barrier()  # all ranks' clocks start together
         clock.read()
         self._poison = nan if fault and fault.kind == "nan" else 0.0
-        clock.entered = armed(fault) if fault and not self._poison else None
+        if fault and fault.kind == "flip":
+            flip(self.weights.compute)
+        clock.entered = armed(fault) if fault and fault.kind not in ("nan", "flip") else None
         with clock.section("step"):
             loss, norm = self.compute_gradients(step)
-            skipped = not (isfinite(loss) and isfinite(norm) and loss <= limit)
+            with clock.section("reduce"):
+                differ = verify() if verify else {}
+            skipped = bool(differ) or not (isfinite(loss) and isfinite(norm) and loss <= limit)
             with clock.section("optimizer"):
                 lr = learning_rate(self.config.optimizer, step, self.config.train.steps)
                 self.weights.drop_gradients() if skipped else self._update(norm, lr)
@@ -109,7 +120,7 @@ class Trainer:
             "comm_bytes": dict(communicator.moved),
             "peak_memory_bytes": peak_memory(communicator.device),
         }
-        return report | {"timeline": spans} if self.config.monitor.timeline else report
+        return report | differ | ({"timeline": spans} if self.config.monitor.timeline else {})
 
     def compute_gradients(self, step: int) -> tuple[float, float]:
         """Leaves the gradient of the global mean loss in `weights.gradients`, reduced and not yet clipped.

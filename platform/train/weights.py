@@ -10,6 +10,7 @@ from torch import Tensor
 from platform.parallel import gradients, shards
 from platform.parallel.convert import absent
 from platform.parallel.groups import Communicator
+from platform.parallel.leaves import leaf
 from platform.parallel.ops import initialise
 from platform.plan.plan import Plan
 
@@ -41,7 +42,8 @@ class Weights:
             master = shards.own(plan, communicator, block) if plan.sharded else block
             stored = master if plan.storage else block
             self.master[p.name] = master.requires_grad_()
-            self.compute[p.name] = stored if stored is master and low == self._high else _copy(stored, low)
+            same = stored is master and low == self._high
+            self.compute[p.name] = leaf(stored if same else stored.detach().to(low))
 
     @property
     def owned(self) -> dict[str, Tensor]:
@@ -63,11 +65,14 @@ class Weights:
         return {n: g for n, g in found.items() if not absent(self.master[n])}
 
     def receive(self, reduced: Mapping[str, Tensor]) -> None:
-        """Takes the reduced gradients for the optimizer, shaped as in `master`, in place of the sums."""
+        """Take the reduced gradients for the optimizer, contiguous as in `master`, in place of the sums."""
         self._sums.clear()
         for name, w in self.compute.items():
             w.grad = None
-            self.master[name].grad = reduced.get(name)
+            master, g = self.master[name], reduced.get(name)
+            if g is not None:  # fused optimizers read both in the order of memory, whatever their strides
+                assert g.shape == master.shape and g.is_contiguous() and master.is_contiguous(), name
+            master.grad = g
 
     @property
     def gradients(self) -> dict[str, Tensor]:
@@ -88,7 +93,3 @@ class Weights:
         for name, w in self.compute.items():
             if w is not self.master[name]:
                 w.copy_(self.master[name])
-
-
-def _copy(w: Tensor, dtype: torch.dtype) -> Tensor:
-    return w.detach().to(dtype).requires_grad_()

@@ -8,8 +8,9 @@ import os
 import socket
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent import futures
 from datetime import timedelta
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from platform import data
 from platform.checkpoint import Corrupt, Memory, Refused, connect, load
 from platform.config import Config, ConfigError
 from platform.extensions import load_extensions
+from platform.monitor.terminal import say, tolerated
 from platform.parallel.groups import Alone, Communicator, Launch
 from platform.parallel.processes import CONNECT, ProcessGroups
 from platform.parallel.progress import PROGRESS
@@ -36,6 +38,7 @@ from platform.train.report import Report
 from platform.train.state import State
 from platform.train.survivors import gathering, who_has
 from platform.train.trainer import Trainer
+from platform.train.verify import differing
 
 JOIN_SECONDS = 600.0  # for all ranks to be there; the driver ends it earlier, by taking the store away
 
@@ -150,14 +153,23 @@ class Worker:
         assert self.communicator
         self._forget_generations()
         mine = [fault for fault in map(Fault.parse, faults) if fault.rank == self.rank]
-        report = self.trainer.step(step, limit, next(iter(mine), None))
-        done = not report["skipped"] or self.config.train.on_spike == "skip"
+        verified = self.config.train.verify_every
+        verify = partial(self._verify, step) if verified and step % verified == 0 else None
+        report = self.trainer.step(step, limit, next(iter(mine), None), verify)
+        differ = "damaged" in report or "undecided" in report
+        done = not report["skipped"] or (self.config.train.on_spike == "skip" and not differ)
         if (every := self.config.elastic.snapshot_every) and step % every == 0 and done:
             report["seconds"]["checkpoint"] += (seconds := self._hold(step))
             report["step_seconds"] += seconds
         if self.communicator.log is not None:
             self._write_launches(self.communicator.log)
         return self.report.together(report)
+
+    def _verify(self, step: int) -> dict[str, Any]:
+        """Compare this rank's state with its replicas', see `differing`."""
+        memory = self.memories.get(self.generation)
+        before = memory.at(step - 1) if memory and step - 1 in memory.steps else None
+        return differing(self.trainer, self.state, before)
 
     def _forget_generations(self) -> None:
         """Once this one takes a step, all of its ranks have the state that it starts from."""
@@ -197,9 +209,10 @@ class Worker:
 
     def _write_launches(self, log: list[Launch]) -> None:
         path = self.run_dir / "logs" / f"launches-{self.rank}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a") as file:
-            file.writelines(json.dumps(vars(launch)) + "\n" for launch in log)
+        with tolerated(say, str(path)):
+            path.parent.mkdir(0o700, parents=True, exist_ok=True)
+            with open(path, "a") as file:
+                file.writelines(json.dumps(vars(launch)) + "\n" for launch in log)
         log.clear()
 
     def snapshot(self) -> dict[str, Any]:
@@ -212,14 +225,14 @@ class Worker:
     def write(self, directory: str) -> None:
         """Begins to write what the last `snapshot` copied into a checkpoint. `written` tells how it ends."""
         storage = connect(places.home(self.config))
-        writer = ThreadPoolExecutor(1, "checkpoint")
+        writer = futures.ThreadPoolExecutor(1, "checkpoint")
         self._written = writer.submit(self.state.image.write, storage, directory)
         writer.shutdown(wait=False)  # ends when it is done
 
-    def written(self, wait: bool) -> dict[str, Any] | None:
-        """The report of `Image.write`, or {"error": why} where the storage fails, which is no failure of this worker;
-        None while it goes on, unless told to `wait`."""
-        if not (wait or self._written.done()):
+    def written(self, seconds: float) -> dict[str, Any] | None:
+        """Return the report of `Image.write`, or {"error": why} where the storage fails, which is no failure of this
+        worker; None where it goes on for longer than `seconds`."""
+        if futures.wait([self._written], seconds).not_done:
             return None
         try:
             return self._written.result()

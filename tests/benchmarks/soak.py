@@ -1,12 +1,15 @@
-"""One run of 8 workers that is struck every few seconds, for as long as is asked for: does anything grow, or remain?
+"""Strike one run of 8 workers every few seconds, for as long as is asked for: does anything grow, or remain?
 
-    OMP_NUM_THREADS=1 python tests/benchmarks/soak.py --minutes 20 --every 15
+    OMP_NUM_THREADS=1 python tests/benchmarks/soak.py --minutes 20 --every 15 --seed 0
+
+What strikes, in turn: signals to random workers (SIGKILL, SIGSTOP), every kind of fault of `elastic.faults`, a flood of
+strangers at the driver's port, and a full disk under the run directory (a small tmpfs: needs root, else left out).
 
 Prints a line every so often: resident memory, open files and threads of the driver and (largest) of the workers that
 have lived for longer than a minute; processes; steps, failures and goodput. Exit status 1 where memory, files or
 threads of the driver or of a long-living worker grew by more than `--growth` from the first to the last third of the
-time, a step was lost though memory was whole, the samples were not those of an undisturbed run, or a process is left at
-the end.
+time, a step was lost though memory was whole, the samples were not those of an undisturbed run, a process is left at
+the end, or a kind of strike never happened.
 """
 
 from __future__ import annotations
@@ -15,10 +18,14 @@ import argparse
 import os
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,11 +37,18 @@ os.environ["PYTHONPATH"] = os.pathsep.join(PATHS)
 import chaos  # noqa: E402
 from process_tree import descendants, gone  # noqa: E402
 
+from platform.checks import FAULT_KINDS  # noqa: E402
 from platform.monitor import goodput  # noqa: E402
 
-SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP)
+STRIKES = ("SIGKILL", "strangers", "SIGKILL", "full disk", "SIGSTOP")  # in turn
 FEWEST = 6  # workers: with fewer none is struck
 OLD = 60.0  # seconds: a worker that has lived for longer has all that it needs
+FLOOD_SECONDS = 5.0
+CALM_SECONDS = 15.0  # after a flood, until nobody who said nothing is still connected
+FULL_SECONDS = 4.0  # that the disk stays full
+DISK_MB = 64
+FAULT_EVERY = 150  # steps between two of elastic.faults
+LISTENING = "0A"  # the state in /proc/net/tcp
 
 
 class Use(NamedTuple):
@@ -56,19 +70,48 @@ class Use(NamedTuple):
         return cls(*(max(values) for values in zip(*found, strict=True)))
 
 
-class Soak(threading.Thread):
-    """Strikes and watches, beside the driver in this process. `seen`: (seconds, driver, old workers, processes)."""
+def ports() -> list[int]:
+    """Return the TCP ports at which this process listens."""
+    inodes = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            inodes.add(os.readlink(f"/proc/self/fd/{fd}").removeprefix("socket:[").removesuffix("]"))
+    rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
+    return [int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == LISTENING and row[9] in inodes]
 
-    def __init__(self, config: chaos.Config, options: argparse.Namespace):
+
+@contextmanager
+def small_disk(folder: str) -> Iterator[Path | None]:
+    """Mount a tmpfs of DISK_MB in `folder`; yields None where this process may not."""
+    place = Path(folder, "disk")
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "tmpfs", str(place)]
+    if os.geteuid() or subprocess.run(command, capture_output=True).returncode:
+        yield None
+        return
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+class Soak(threading.Thread):
+    """Strikes and watches, beside the driver in this process. `seen`: (seconds, driver, old workers, processes);
+    `struck`: how often by what."""
+
+    def __init__(self, config: chaos.Config, options: argparse.Namespace, disk: Path | None):
         super().__init__(daemon=True)
-        self.config, self.options, self.over = config, options, threading.Event()
+        self.config, self.options, self.disk, self.over = config, options, disk, threading.Event()
         self.chance = random.Random(options.seed)
         self.seen: list[tuple[float, Use, Use | None, int]] = []
-        self.struck = 0
+        self.strikes = [kind for kind in STRIKES if disk or kind != "full disk"]
+        self.struck: Counter[str] = Counter(dict.fromkeys(self.strikes, 0))
+        self.calm_from = 0.0  # strangers that are still connected count among the driver's files
 
     def run(self) -> None:
         while not any(event["event"] == "first_step" for event in chaos.journal(self.config)):
-            time.sleep(0.2)
+            if self.over.wait(0.2):  # the run has ended without a step
+                return
         self.began = time.monotonic()
         born: dict[int, float] = {}
         next_strike = next_look = self.began + self.options.every
@@ -77,12 +120,43 @@ class Soak(threading.Thread):
             born = {pid: born.get(pid, now) for pid in alive}
             if now >= next_strike and len(alive) >= FEWEST and self.goes_on():
                 next_strike = now + self.options.every * self.chance.uniform(0.5, 1.5)
-                os.kill(self.chance.choice(sorted(alive)), self.chance.choice(SIGNALS))
-                self.struck += 1
-            if now >= next_look:
+                self.strike(alive)
+            if now >= max(next_look, self.calm_from):
                 next_look = now + self.options.look
                 self.look(now, [pid for pid, since in born.items() if now - since >= OLD])
         os.kill(os.getpid(), signal.SIGTERM)
+
+    def strike(self, alive: set[int]) -> None:
+        kind = self.strikes[self.struck.total() % len(self.strikes)]
+        self.struck[kind] += 1
+        match kind:
+            case "strangers":
+                self.flood()
+            case "full disk":
+                self.fill()
+            case _:
+                os.kill(self.chance.choice(sorted(alive)), signal.Signals[kind])
+
+    def flood(self) -> None:
+        """Start a process for each port of the driver that floods it."""
+        self.calm_from = time.monotonic() + FLOOD_SECONDS + CALM_SECONDS
+        script, seconds = str(Path(__file__).with_name("strangers.py")), str(FLOOD_SECONDS)
+        for port in ports():
+            seed = str(self.chance.randrange(10**6))
+            process = subprocess.Popen([sys.executable, script, str(port), "--seconds", seconds, "--seed", seed])
+            threading.Thread(target=process.wait, daemon=True).start()  # so that it does not stay a zombie
+
+    def fill(self) -> None:
+        """Leave no byte free under the run directory for FULL_SECONDS."""
+        assert self.disk is not None
+        filler = self.disk / "filler"
+        with suppress(OSError), filler.open("wb", buffering=0) as file:
+            for size in (1 << 20, 1):
+                with suppress(OSError):
+                    while file.write(b"x" * size):
+                        pass
+        self.over.wait(FULL_SECONDS)
+        filler.unlink()
 
     def goes_on(self) -> bool:
         """Whether a step was done since the last strike: on a busy machine new workers take their time."""
@@ -103,7 +177,7 @@ class Soak(threading.Thread):
         w = f"{workers.mb:7.0f} {workers.files:5} {workers.threads:7}" if workers else " " * 21
         print(
             f"{(now - self.began) / 60:7.1f} {driver.mb:7.0f} {driver.files:5} {driver.threads:7} | {w} | "
-            f"{len(descendants()):9} {steps:6} {self.struck:6} {cost.failures:8} {cost.steps_lost:4} "
+            f"{len(descendants()):9} {steps:6} {self.struck.total():6} {cost.failures:8} {cost.steps_lost:4} "
             f"{os.getloadavg()[0]:5.1f}",
             file=sys.stderr,
             flush=True,
@@ -123,6 +197,19 @@ def growth(soak: Soak) -> list[str]:
     return lines
 
 
+def configured(folder: Path, seed: int) -> chaos.Config:
+    """Return the run that is struck: with ZeRO-3, a spare, checkpoints, and every kind of fault in turn."""
+    config = chaos.configured(folder, 10**6, tensor="1d", axes={"t": 2}, data=4, zero=3, vocab=512)
+    config.elastic.spares, config.checkpoint.every = 1, 5
+    config.elastic.hang_seconds = 5.0
+    config.optimizer.schedule = "constant"
+    ranks, steps = random.Random(seed), range(50, 10**5, FAULT_EVERY)
+    config.elastic.faults = [
+        f"{s}:{FAULT_KINDS[i % len(FAULT_KINDS)]}:{ranks.randrange(8)}" for i, s in enumerate(steps)
+    ]
+    return config
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=20)
@@ -131,16 +218,11 @@ def main() -> int:
     parser.add_argument("--growth", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        config = chaos.configured(Path(folder, "run"), 10**6, tensor="1d", axes={"t": 2}, data=4, zero=3, vocab=512)
-        config.elastic.spares, config.checkpoint.every = 1, 5
-        config.elastic.hang_seconds = 5.0
-        config.optimizer.schedule = "constant"
-        raises = random.Random(options.seed)
-        config.elastic.faults = [f"{s}:raise:{raises.randrange(8)}" for s in range(50, 10**5, 400)]
+    with tempfile.TemporaryDirectory() as folder, small_disk(folder) as disk:
+        config = configured(Path(disk or folder, "run"), options.seed)
         print("minutes  driver files threads | workers files threads | processes  steps struck failures lost  load",
               file=sys.stderr)  # fmt: skip
-        soak = Soak(config, options)
+        soak = Soak(config, options, disk)
         soak.start()
         status = chaos.drive(config)
         soak.over.set()
@@ -153,9 +235,13 @@ def main() -> int:
             wrong.append("the samples are not those of an undisturbed run")
         cost = goodput(events)
         lost = [event for event in events if event["event"] == "not_whole"]
-        wrong += ["steps were lost though memory was whole"] if cost.steps_lost and not lost else []
+        wrong += [f"{cost.steps_lost} steps were lost"] if cost.steps_lost else []
+        injected = Counter(f.split(":")[1] for event in events if event["event"] == "injected" for f in event["faults"])
+        struck = soak.struck | Counter({kind: injected[kind] for kind in FAULT_KINDS})
+        wrong += [f"{kind} never struck" for kind in (*soak.struck, *FAULT_KINDS) if not struck[kind]]
         print(f"{len(found)} steps; {cost}; {len(lost)} times memory was not whole", file=sys.stderr)
-        print("\n".join(wrong) or "nothing grew, nothing is left", file=sys.stderr)
+        print("strikes:", ", ".join(f"{kind} {count}" for kind, count in struck.items()), file=sys.stderr)
+        print("\n".join(wrong) or "nothing was lost, nothing grew, nothing is left", file=sys.stderr)
     return 1 if wrong else 0
 
 

@@ -30,11 +30,16 @@ def test_the_newest_driver_holds_it(storage):
         second.check()
 
 
-def test_a_lease_that_somebody_removed_is_lost(storage):
+def test_a_lease_that_somebody_removed_is_taken_again_unless_another_was_faster(storage):
     lease = Lease.take(storage, "process 1")
     for name in storage.list(""):
         storage.delete(name)
-    with pytest.raises(Superseded, match="nobody"):
+    lease.check()
+    assert len(storage.list("")) == 1
+    for name in storage.list(""):
+        storage.delete(name)
+    Lease.take(storage, "process 2")
+    with pytest.raises(Superseded, match="held by process 2"):
         lease.check()
 
 

@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from platform.checkpoint import catalogue, connect, find, load
-from platform.checkpoint.storage import without_secrets
 from platform.config import ConfigError
+from platform.redaction import bare
 from tests.checkpoint.job import Counting, Job, values
 
 
@@ -92,7 +92,7 @@ def test_a_storage_that_cannot_be_had_is_refused_by_name(monkeypatch):
     )
     with pytest.raises(ConfigError, match=missing):
         connect("s3://bucket/run")
-    assert without_secrets("ftp://user:secret@host/path@x") == "ftp://host/path@x"
+    assert bare("ftp://user:secret@host/path") == "ftp://host/path"
     assert connect("memory://user:secret@b/c").url == "memory://b/c"
 
 

@@ -62,8 +62,11 @@ class FakeWorker:
         self.forget()
         loss = self.crew.losses[step].pop(0) if self.rank == 0 and self.crew.losses[step] else 1.0
         skipped, c = not loss <= limit or math.isnan(loss), self.config
+        verdict = self.crew.verdicts[step].pop(0) if self.rank == 0 and self.crew.verdicts[step] else {}
         for worker in self.crew.seated if self.rank == 0 else []:  # all learn it
-            worker.skipped = skipped
+            worker.skipped = skipped or bool(verdict)
+            if worker.rank in dict(verdict.get("damaged", [])):
+                worker.memories = {}  # nobody may ask for what it has
         if not self.skipped or c.train.on_spike == "skip":
             self.state = step
             if c.elastic.snapshot_every and step % c.elastic.snapshot_every == 0:
@@ -74,6 +77,7 @@ class FakeWorker:
             "samples": [(step - 1) * batch, step * batch], "step_seconds": 0.001, "seconds": {"checkpoint": 0.0},
             "comm_bytes": {}, "peak_memory_bytes": 1, "world_size": self.size,
             "slow": [[rank, 2.0] for rank, w in enumerate(self.crew.seated) if w.number in self.crew.slow],
+            **verdict,
         }  # fmt: skip
 
     def forget(self):
@@ -85,9 +89,9 @@ class FakeWorker:
     def write(self, directory):
         self.crew.writes.append(directory)
 
-    def written(self, wait):
+    def written(self, seconds):
         blocks = {"file": "blocks-00000.bin", "bytes": 0, "blocks": []}
-        return blocks if wait or self.crew.writing is False else None
+        return None if self.crew.stuck or (self.crew.writing and not seconds) else blocks
 
     def evaluate(self):
         return {"val_loss": 2.0}
@@ -107,8 +111,8 @@ class FakeCrew(Crew):
         self._script = {call: list(happens) for call, happens in script.items()}
         self.workers, self.seated, self._going, self.unstarted = {}, [], set(), []
         self.strangers, self.slow, self.corrupt, self.writes, self.calls = set(), set(), set(), [], []
-        self.losses = defaultdict(list)
-        self.memory, self.writing = None, False
+        self.losses, self.verdicts = defaultdict(list), defaultdict(list)  # by step, one for each attempt
+        self.memory, self.writing, self.stuck = None, False, False
         self.can_hire, self.ready, self._hired, self._starting, self.released = True, True, 0, [], 0
         self.hire(job.world_size + spares)
 

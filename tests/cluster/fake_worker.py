@@ -5,6 +5,7 @@ import math
 import os
 import signal
 import socket
+import sys
 import time
 from pathlib import Path
 
@@ -58,6 +59,20 @@ class FakeWorker:
 
     def evaluate(self):
         return {"val_loss": 2.0}
+
+    def snapshot(self):
+        return {"tensors": {}, "values": {}}
+
+    def write(self, directory):
+        folder = Path(self.config["run"]["dir"], "checkpoints", directory)
+        folder.mkdir(exist_ok=True, parents=True)
+        (folder / f"blocks-{self.rank:05}.bin").touch()
+
+    def written(self, seconds):
+        return {"file": f"blocks-{self.rank:05}.bin", "bytes": 0, "blocks": []}
+
+    def restore(self, directory, own):
+        return {}
 
     def sample(self, tokens):
         return "word " * tokens
@@ -123,6 +138,19 @@ class FakeWorker:
         ]
         with PROGRESS.waiting("meeting"):
             self.store.wait(everybody)
+
+
+class Prints(FakeWorker):
+    """At any time, and much, through Python and below it."""
+
+    def form(self, rank, *args):
+        return {"rank": rank, "pid": os.getpid(), "node": "here"}
+
+    def speak(self):
+        for stream in (sys.stdout, sys.stderr):
+            print("x" * 10000, file=stream, flush=True)
+        os.system("echo from below Python")
+        return "spoken"
 
 
 class Slow(FakeWorker):

@@ -21,6 +21,7 @@ class GlooWorker:
         self.rank, self.generation = rank, generation
         prefix = dist.PrefixStore(f"generation/{generation}", dist.TCPStore(*store, is_master=False))
         dist.init_process_group("gloo", store=prefix, rank=rank, world_size=world_size)
+        return {"rank": rank, "pid": os.getpid(), "node": "here"}
 
     def turn(self, kill=None, stays=False):
         """`stays`: who notices that a rank is gone keeps its connections (the mistake that leaves others waiting)."""

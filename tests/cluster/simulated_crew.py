@@ -72,7 +72,7 @@ class SimulatedCrew(RemoteCrew):
             places = [assign(self.job, n, local_rank=0, local_world_size=1, group_rank=0) for n in of_node]
             # what is a process's own, its members have not
             places = [replace(place, log="", environment={}, node=name) for place in places]
-            told = (places, self._board.address, self._board.token)
+            told = (places, self._board.address, [self._board.token(number) for number in of_node])
             process = self._context.Process(target=node, args=told, name=name, daemon=True)
             process.start()
             self._nodes |= dict.fromkeys(of_node, process)

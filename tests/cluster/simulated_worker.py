@@ -19,9 +19,11 @@ MOVED = ("all_gather/data", "all_reduce/data", "all_reduce/t", "reduce_scatter/d
 SECTIONS = ("data", "forward", "backward", "gradients", "optimizer", "checkpoint", "waiting")
 
 
-def node(places, address, token):
+def node(places, address, tokens):
     """The process of a node: the platform's own host for each of its members, in a thread."""
-    threads = [threading.Thread(target=serve, args=(p, address, token), kwargs={"own_process": False}) for p in places]
+    alone = {"own_process": False}
+    told = [(place, address, token) for place, token in zip(places, tokens, strict=True)]
+    threads = [threading.Thread(target=serve, args=args, kwargs=alone) for args in told]
     for thread in threads:
         thread.start()
     for thread in threads:

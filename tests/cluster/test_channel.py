@@ -1,4 +1,3 @@
-import json
 import math
 import os
 import socket
@@ -9,14 +8,11 @@ import threading
 import time
 
 import pytest
+from dialled import dialled, frame, greeting
 
-from platform.cluster.channel import Decoder, Garbled, dial, encode
+from platform.cluster.channel import Decoder, Garbled, encode
 from platform.cluster.switchboard import Switchboard
 from platform.cluster.watch import Watch
-
-
-def frame(payload):
-    return struct.pack("!I", len(payload)) + payload
 
 
 @pytest.fixture
@@ -56,7 +52,7 @@ def test_what_is_no_message_is_garbled(payload):
 
 def test_large_messages_both_ways_at_once(board):
     """8 MiB each: more than any socket buffer, so that both sides write in parts."""
-    line, large = dial(board.address, board.token, 0, "here"), "x" * (8 << 20)
+    (line, heard), large = dialled(board, 0, "here"), "x" * (8 << 20)
     received = []
 
     def member():
@@ -65,7 +61,7 @@ def test_large_messages_both_ways_at_once(board):
             line.send(encode({"answer": 1, "value": large}))
 
     threading.Thread(target=member, daemon=True).start()
-    assert until(board, 1) == [(0, {"hello": {"number": 0, "node": "here", "pid": os.getpid()}})]
+    assert heard == [(0, {"hello": {"number": 0, "node": "here", "pid": os.getpid()}})]
     call = encode({"call": large})
     for _ in range(3):
         board.send(0, call)
@@ -74,21 +70,21 @@ def test_large_messages_both_ways_at_once(board):
 
 
 def hello(board, **changes):
-    greeting = {"token": board.token, "number": 1, "node": "", "pid": 1} | changes
-    return frame(json.dumps({"hello": greeting}).encode())
+    return greeting(board.token(1), 1, **changes)
 
 
 def test_strangers_are_cut_off_and_harm_nobody(board, monkeypatch):
-    good = dial(board.address, board.token, 0)
-    [(number, _)] = until(board, 1)
+    good, [(number, _)] = dialled(board, 0)
     assert number == 0
     hostile = {
-        "wrong token": hello(board, token="0" * 32),
-        "no token": hello(board, token=None),
-        "a token that is no text": hello(board, token=[1]),
-        "a number that nobody expects": hello(board, number=7),
-        "the number of another": hello(board, number=0),
-        "a number that is none": hello(board, number="1"),
+        "wrong proof": hello(board, proof="0" * 64),
+        "no proof": hello(board, proof=None),
+        "a proof that is no text": hello(board, proof=[1]),
+        "the proof for another nonce": hello(board, nonce="0" * 64),
+        "a number that nobody expects": greeting(board.token(7), 7),
+        "the number of another": greeting(board.token(1), 0),
+        "the number of who is there": greeting(board.token(0), 0),
+        "a number that is none": greeting(board.token(1), "1"),
         "oversized": struct.pack("!I", 0xFFFFFFFF) + b"x",
         "garbage": os.urandom(3000),
         "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
@@ -109,22 +105,21 @@ def test_strangers_are_cut_off_and_harm_nobody(board, monkeypatch):
     silent.settimeout(20)
     assert board.poll(0.1) == board.poll(0.5) == board.poll(0.1) == []
     assert silent.recv(1) == b""
-    good.send(encode({"answer": 5}))
-    assert until(board, 1) == [(0, {"answer": 5})]
-    late = dial(board.address, board.token, 1)  # the number that they tried is still free
-    assert [number for number, _ in until(board, 1)] == [1]
+    good.send(encode({"answer": 5, "value": None}))
+    assert until(board, 1) == [(0, {"answer": 5, "value": None})]
+    late, [(number, _)] = dialled(board, 1)  # the number that they tried is still free
+    assert number == 1
     late.close()
     assert until(board, 1) == [(1, None)]
 
 
 def test_a_member_that_speaks_nonsense_is_lost_alone(board):
-    line, other = dial(board.address, board.token, 0), dial(board.address, board.token, 1)
-    until(board, 2)
+    (line, _), (other, _) = dialled(board, 0), dialled(board, 1)
     line.send(b"\xff" * 100)
     assert until(board, 1) == [(0, None)]
     board.send(0, encode({}))  # to somebody who is gone
-    other.send(encode({"answer": 5}))
-    assert until(board, 1) == [(1, {"answer": 5})]
+    other.send(encode({"answer": 5, "value": None}))
+    assert until(board, 1) == [(1, {"answer": 5, "value": None})]
 
 
 def test_many_connections_from_one_process(board):
@@ -136,21 +131,22 @@ import sys
 from platform.cluster.channel import dial, encode
 from platform.cluster.files import allow_many_files
 allow_many_files()
-port, token, count = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-lines = [dial(("127.0.0.1", port), token, number) for number in range(count)]
+port, tokens = int(sys.argv[1]), sys.stdin.read().split()
+lines = [dial(("127.0.0.1", port), token, number) for number, token in enumerate(tokens)]
 for line in lines:
-    line.send(encode({"answer": next(line.messages())["call"]}))
+    line.send(encode({"answer": next(line.messages())["call"], "value": None}))
 lines[0]._connection.recv(1)
 """
-    command = [sys.executable, "-c", script, str(board.address[1]), board.token, str(count)]
-    process = subprocess.Popen(command)
+    process = subprocess.Popen([sys.executable, "-c", script, str(board.address[1])], stdin=subprocess.PIPE)
     try:
+        with process.stdin:
+            process.stdin.write("\n".join(map(board.token, range(count))).encode())
         assert {number for number, message in until(board, count)} == set(range(count))
         call = encode({"call": 1})
         for number in range(count):
             board.send(number, call)
         answers = until(board, count)
-        assert {number for number, message in answers if message == {"answer": 1}} == set(range(count))
+        assert {number for number, message in answers if message == {"answer": 1, "value": None}} == set(range(count))
         process.kill()
         assert {number for number, message in until(board, count) if message is None} == set(range(count))
     finally:

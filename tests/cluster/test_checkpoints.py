@@ -7,6 +7,7 @@ from fake_plan import FakePlan
 
 from platform.checkpoint import Meta, connect
 from platform.checkpoint.catalogue import begin, commit
+from platform.cluster.cadence import Cadence
 from platform.cluster.checkpoints import Checkpoints
 from platform.cluster.failures import Failure, Member, WorkerFailed
 from platform.cluster.origin import origin
@@ -90,14 +91,18 @@ def test_a_worker_that_dies_while_it_writes_has_failed(checkpoints):
 @pytest.mark.parametrize(
     ("every", "stop_at", "step", "last", "stopping", "due"),
     [
-        (0, 0, 4, True, True, False), (2, 0, 4, False, False, True), (2, 0, 5, False, False, False),
+        (0, 0, 4, True, False, False), (0, 0, 4, False, True, True), (2, 0, 4, False, False, True),
+        (2, 0, 5, False, False, False),
         (2, 0, 5, True, False, True), (2, 0, 5, False, True, True), (0, 5, 5, True, False, True),
-        (0, 5, 4, False, True, False),
+        (0, 5, 4, False, True, True), (0, 5, 4, False, False, False),
     ],
 )  # fmt: skip
 def test_when_one_is_due(checkpoints, config, every, stop_at, step, last, stopping, due):
     config.checkpoint.every, config.train.stop_at = every, stop_at
+    checkpoints._cadence = Cadence(every)
     assert checkpoints.due(step, last, stopping) is due
+    config.checkpoint.on_stop = False
+    assert checkpoints.due(step, last, stopping) is (due and (last or bool(every) and step % every == 0))
 
 
 def stored(config, **changes):
@@ -158,3 +163,17 @@ def test_what_the_workers_cannot_restore_is_refused(config, said, tmp_path, answ
 def test_whether_the_end_is_saved(checkpoints, config, every, stop_at, saved, last, lacks):
     config.checkpoint.every, config.train.stop_at, checkpoints.step = every, stop_at, saved
     assert checkpoints.lacks(last) is lacks
+
+
+def test_only_the_holder_of_the_lease_marks_a_corrupt_checkpoint(checkpoints, config, said, tmp_path):
+    """A command that is refused later, or waits for another driver to end, must not write to that driver's storage."""
+    save(checkpoints, 3, "good")
+    storage = checkpoints._storage
+    [directory] = [name for name in storage.list("") if name.startswith("step-")]
+    storage.write(f"{directory}/manifest.json", [memoryview(b"torn")])
+    looked = origin(config)
+    assert looked is not None and looked.directory is None and looked.refused[0][0] == directory
+    assert "BAD.txt" not in storage.list(directory)
+    config.checkpoint.every = 1  # only who saves takes the lease
+    Checkpoints(config, FakePlan(2), looked, Journal(tmp_path / "second.jsonl"), said.append)
+    assert "BAD.txt" in storage.list(directory)

@@ -121,6 +121,7 @@ def test_probes_are_gone_whether_it_agrees_or_fails(config, job, tmp_path, monke
 
 
 def test_a_local_run_that_saves_nothing_proves_no_storage(config, job, tmp_path):
+    config.checkpoint.on_stop = False
     with open_crew("inline", job(1)) as crew:
         assert preflight.refused(crew, config, tmp_path) == {}
         assert proof(config, tmp_path, "x")["sees"].keys() == {"run.dir"}

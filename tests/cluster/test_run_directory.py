@@ -5,6 +5,7 @@ import sys
 import pytest
 import yaml
 
+from platform.checkpoint import connect
 from platform.cluster.run_directory import RunDirectory
 from platform.config import Config, ConfigError
 from platform.monitor import Journal
@@ -123,6 +124,7 @@ def test_one_driver_at_a_time(directory, config):
 def test_the_lock_of_a_dead_driver_is_taken_over(directory, config):
     script = """
 import os, signal, sys
+from platform.checkpoint import connect
 from platform.cluster.run_directory import RunDirectory
 from platform.config import Config
 with RunDirectory(sys.argv[1]).claim(Config(), {}):
@@ -144,3 +146,24 @@ def test_a_run_is_finished_when_its_journal_says_so(directory):
     assert not directory.finished(5)
     journal.event("done", step=5)
     assert directory.finished(5) and directory.finished(4) and not directory.finished(6)
+
+
+def modes(directory):
+    return {name: (directory.path / name).stat().st_mode & 0o777 for name in ("", "logs")}
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o027])
+def test_a_run_is_its_users_alone_unless_the_directory_was_there(directory, config, umask):
+    before = os.umask(umask)
+    try:
+        with directory.claim(config, {}):
+            assert modes(directory) == {"": 0o700, "logs": 0o700}
+        directory.path.chmod(0o750)
+        with directory.claim(config, {}):
+            assert modes(directory) == {"": 0o750, "logs": 0o700}
+        storage = connect(str(directory.path / "checkpoints"))
+        storage.write("step-1/manifest.json", [memoryview(b"{}")])
+        made = [directory.path / "checkpoints", directory.path / "checkpoints/step-1"]
+        assert {path.stat().st_mode & 0o777 for path in made} == {0o700}
+    finally:
+        os.umask(before)

@@ -31,6 +31,7 @@ KINDS = {
     "a directory": lambda path: path.mkdir(),
     "a pipe": os.mkfifo,
     "a loop of links": lambda path: path.symlink_to(path),
+    "a dangling link": lambda path: path.symlink_to("/nowhere/at/all"),
 }
 JOURNALS = {
     "bytes": b"\xff\xfe\x00\n",

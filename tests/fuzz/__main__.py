@@ -21,8 +21,6 @@ def main() -> int:
     options = parser.parse_args()
     fuzzer = importlib.import_module(f"tests.fuzz.{options.fuzzer}")
     outcome = run(fuzzer, options.seed, options.count, keep_going=True, step=options.step)
-    for _, message in outcome.failures:
-        print(message)
     print(f"{sum(outcome.counts.values()):,} cases passed, {len(outcome.failures)} failed; by class:")
     print(outcome.table())
     few = [name for name, count in outcome.counts.items() if count < options.least]

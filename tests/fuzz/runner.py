@@ -47,5 +47,6 @@ def run(
                 message = f"python -m tests.fuzz {name} --seed {each} --count 1: {type(error).__name__}: {error}"
                 if not keep_going:
                     raise AssertionError(message) from error
+                print(message, flush=True)  # now: a run that is stopped must not take it along
                 outcome.failures.append((each, message))
     return outcome

@@ -55,6 +55,10 @@ def test_the_entrypoint_composes_and_fills_the_pods() -> None:
     assert math.prod(config.tensor.axes.values()) == gpus  # tensor parallelism stays inside a pod
 
 
+def test_ray_asks_for_a_token() -> None:
+    assert CLUSTER["authOptions"] == {"mode": "token"}
+
+
 def test_a_retry_finds_the_run() -> None:
     """The run directory is named (not hashed or drawn) and lies on the claim, which every pod mounts."""
     [run_dir] = [word.split("=")[1] for word in shlex.split(JOB["spec"]["entrypoint"]) if word.startswith("run.dir=")]

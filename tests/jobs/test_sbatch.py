@@ -16,12 +16,14 @@ SCRIPT = ROOT / "jobs" / "slurm" / "train.sbatch"
 OPTIONS = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(.+))?$", SCRIPT.read_text(), re.M))
 
 RECORD = '#!/bin/bash\nprintf "%s\\n" "$(printf "%q " "${0##*/}" "$@")" >>"$CALLS"\n'
+AGAIN = r"until\ \"\$@\"\;\ do\ sleep\ 10\;\ done"  # as %q has it
+AUTH = 'echo "auth=$RAY_AUTH_MODE/$RAY_AUTH_TOKEN" >>"$CALLS"\n'
 STANDINS = {
     "srun": RECORD + 'while [[ $1 == --* ]]; do shift; done\n"$@"\n',
-    "ray": RECORD + 'echo "drain=$RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S" >>"$CALLS"\n',
+    "ray": RECORD + AUTH + 'echo "drain=$RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S" >>"$CALLS"\n',
     "scontrol": RECORD,
     "hostname": "#!/bin/bash\necho 10.0.0.1 172.17.0.1\n",
-    "python": RECORD + 'echo "RAY_ADDRESS=$RAY_ADDRESS" >>"$CALLS"\neval "$LAUNCHER"\n',
+    "python": RECORD + AUTH + 'echo "RAY_ADDRESS=$RAY_ADDRESS" >>"$CALLS"\neval "$LAUNCHER"\n',
 }
 
 
@@ -78,7 +80,7 @@ def test_ray_starts_on_every_node_and_the_launcher_once(job: dict[str, str]) -> 
     )
     assert workers == (
         "srun --nodes=3 --ntasks=3 --exclude=node07 --kill-on-bad-exit=0 --no-kill --wait=0 "
-        f"ray start --address=10.0.0.1:6379 {resources}"
+        f"bash -c {AGAIN} - ray start --address=10.0.0.1:6379 {resources}"
     )
     [launch] = [call for call in called if call.startswith("python")]
     assert shlex.split(launch) == [
@@ -89,6 +91,14 @@ def test_ray_starts_on_every_node_and_the_launcher_once(job: dict[str, str]) -> 
     assert "RAY_ADDRESS=10.0.0.1:6379" in called
     assert {call for call in called if call.startswith("drain=")} == {"drain=60"}
     assert not any(call.startswith("scontrol") for call in called)
+
+
+def test_ray_and_the_launcher_share_a_token_that_no_other_job_has(job: dict[str, str]) -> None:
+    def tokens() -> set[str]:
+        return {call for call in run(job)[1] if call.startswith("auth=")}
+
+    [first], both = tokens(), tokens()
+    assert re.fullmatch("auth=token/[0-9a-f]{64}", first) and len(both) == 2  # the calls of two jobs, in one file
 
 
 def test_one_node_starts_one_ray(job: dict[str, str]) -> None:

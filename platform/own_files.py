@@ -1,0 +1,72 @@
+"""The user's own configuration files, read with bounds: YAML can hold itself, or grow a billion-fold in few lines."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+SCHEME = "own"
+LARGEST = 1 << 20  # bytes of a file
+MOST_VALUES = 20_000  # in a file, with every alias written out
+DEEPEST = 30  # mappings and lists inside one another
+
+
+def register() -> str:
+    """Make Hydra read paths of our scheme through `OwnFiles`; return the scheme."""
+    from hydra._internal.core_plugins.file_config_source import FileConfigSource
+    from hydra._internal.sources_registry import SourcesRegistry
+    from hydra.plugins.config_source import ConfigLoadError, ConfigResult
+
+    class OwnFiles(FileConfigSource):
+        @staticmethod
+        def scheme() -> str:
+            return SCHEME
+
+        def load_config(self, config_path: str) -> ConfigResult:
+            path = os.path.realpath(os.path.join(self.path, self._normalize_file_name(config_path)))
+            if reason := unreadable(path):
+                raise ConfigLoadError(reason)
+            return super().load_config(config_path)
+
+    SourcesRegistry.instance().register(OwnFiles)
+    return SCHEME
+
+
+def unreadable(path: str) -> str:
+    """Return why a file is none that Hydra should be given; "" where it is. Raises yaml.YAMLError."""
+    import yaml
+    from omegaconf._utils import get_yaml_loader
+
+    try:
+        if not os.path.isfile(path):
+            return "it is no file"
+        if (size := os.path.getsize(path)) > LARGEST:
+            return f"it has {size} bytes, of which there may be {LARGEST}"
+        with open(path, encoding="utf-8") as file:
+            values = yaml.load(file, Loader=get_yaml_loader())
+    except UnicodeDecodeError as error:
+        return f"it is not UTF-8 (byte {error.start})"
+    except RecursionError:
+        return f"it is nested deeper than {DEEPEST}"
+    except OSError as error:
+        return f"it cannot be read ({error.strerror})"
+    if values is not None and not isinstance(values, dict):
+        return f"it holds a {type(values).__name__}, not keys with values"
+    return _too_much(values)
+
+
+def _too_much(values: Any) -> str:
+    """Return what is wrong with the size or the depth of plain data, in which one object may stand at many places."""
+    left, count = [(values, 0)], 0
+    while left:
+        value, depth = left.pop()
+        count += 1
+        if depth > DEEPEST:
+            return f"it is nested deeper than {DEEPEST}, or holds itself"
+        if count > MOST_VALUES:
+            return f"it holds more than {MOST_VALUES} values"
+        if isinstance(value, dict):
+            left += [(part, depth + 1) for part in value.values()]
+        elif isinstance(value, list | tuple | set):
+            left += [(part, depth + 1) for part in value]
+    return ""

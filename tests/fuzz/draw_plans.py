@@ -1,0 +1,288 @@
+"""Draw plans: layouts first, then sizes that they divide, so that most of what is drawn is legal however odd it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from math import lcm, prod
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from platform.checks import slices
+from platform.config import Branch, Config, Model, Parallel, Pipeline, Tensor
+from platform.plan.schedule_file import to_csv
+from platform.plan.scheme import ROLES, compose
+from platform.train.pipeline import count_microbatches
+from tests.fuzz.tables import draw_table, spoil
+from tests.oracle import read
+
+RANKS = 8
+TOGETHER = (1, 2, 2, 3)  # microbatches of a step
+
+SHIPPED = ("1d", "1d_sp", "2d", "2d_gather", "2p5d", "3d", "3d_literal")
+MESH_TF = ("mesh_tf_data", "mesh_tf_model", "mesh_tf_2d", "mesh_tf_3d", "mesh_tf_empty")
+BRANCHES = ("dsp", "dsp_slice", "dsp_csub")
+
+# What one axis may split in one region or role: sets of dims that no tensor there has together
+SPLITS: dict[str, tuple[str, ...]] = {
+    "stream": ("", "", "batch", "length", "d_model", "io"),
+    "attention": ("", "batch", "length", "heads", "heads", "d_kv", "d_model"),
+    "core": ("batch", "length", "heads", "heads", "d_kv", "memory_length"),
+    "mlp": ("", "batch", "length", "d_ff hidden", "d_ff hidden", "d_model"),
+    "logits": ("", "batch", "length", "vocab", "vocab", "d_model"),
+    "in": ("", "d_model io", "heads", "d_ff hidden", "vocab", "heads d_ff hidden vocab", "d_kv", "heads d_ff hidden",
+           "d_kv d_ff vocab", "length d_ff hidden", "d_ff hidden"),
+    "out": ("", "d_model io", "heads", "d_ff hidden", "heads d_ff hidden", "d_kv", "d_kv d_ff hidden"),
+    "vector": ("", "", "d_model", "length"),
+}  # fmt: skip
+EVERYWHERE = ("", "batch", "length", "heads", "d_kv", "d_ff hidden", "vocab", "d_model", "heads d_ff hidden", "io",
+              "heads d_ff vocab hidden", "d_kv d_ff", "memory_length", "memory_length d_ff", "d_ff vocab")  # fmt: skip
+SIZES: dict[int, Sequence[tuple[int, ...]]] = {  # ranks of the scheme -> sizes of its axes
+    1: ((1,),),
+    2: ((2,), (2,), (1, 2)),
+    3: ((3,),),
+    4: ((4,), (2, 2), (2, 2)),
+    6: ((2, 3), (3, 2), (6,)),
+    8: ((2, 2, 2), (2, 4), (4, 2)),
+}
+FACTORS: dict[int, Sequence[int]] = {1: (), 2: (2,), 3: (3,), 4: (2, 2), 6: (2, 3), 8: (2, 2, 2)}
+
+
+def axes_of(r: Random, ranks: int) -> dict[str, int]:
+    """Draw axes named a, b, c with this product."""
+    sizes = r.choice(SIZES[ranks])
+    return dict(zip("abc", sizes, strict=False))
+
+
+def draw_map(r: Random, axes: Mapping[str, int], splits: Sequence[str]) -> dict[str, list[str]]:
+    """Draw what each axis splits; where several split one dim, in any order."""
+    found: dict[str, list[str]] = {}
+    for axis in r.sample(list(axes), len(axes)):
+        for dim in r.choice(splits).split():
+            found.setdefault(dim, []).append(axis)
+    return found
+
+
+def draw_scheme(r: Random, family: str, ranks: int) -> tuple[Tensor, Branch]:
+    """Draw a tensor scheme and a branch splitting over so many ranks together."""
+    tensor, branch = FAMILIES[family](r, ranks)
+    tensor.gathered = r.choice(("keep", "keep", "again", "panels"))
+    return tensor, branch
+
+
+def _shipped(r: Random, ranks: int, names: Sequence[str] = (*SHIPPED, *SHIPPED, *MESH_TF)) -> tuple[Tensor, Branch]:
+    """Read a shipped scheme and spread the ranks over its axes."""
+    tensor = Tensor(**read("tensor", r.choice(names)))
+    tensor.axes = dict.fromkeys(tensor.order, 1)
+    for factor in FACTORS[ranks] if tensor.order else ():
+        tensor.axes[r.choice(tensor.order)] *= factor
+    return tensor, Branch()
+
+
+def _branched(r: Random, ranks: int) -> tuple[Tensor, Branch]:
+    """Draw a branch splitting with one axis or two, and a shipped scheme over the other ranks."""
+    kind, factors = r.choice(BRANCHES), list(r.choice(SIZES[ranks]))
+    own = [factors.pop(0) for _ in range(r.choice((1, 1, 2)) if len(factors) > 1 else 1)]
+    axes = dict(zip("gh", own, strict=False))
+    branch = Branch(**read("branch", kind), axes=axes, order=r.choice(("inner", "outer")))
+    if slices(branch):
+        branch.slice_via = r.choice(("all_to_all", "all_gather"))
+    tensor, _ = _shipped(r, prod(factors), ("serial", *SHIPPED) if prod(factors) > 1 else ("serial",))
+    return tensor, branch
+
+
+def _one_map(r: Random, ranks: int) -> tuple[Tensor, Branch]:
+    """Draw one map for all regions and parameters."""
+    axes = axes_of(r, ranks)
+    rules = draw_map(r, axes, EVERYWHERE)
+    regions = {region: rules for region in ("stream", "attention", "mlp", "logits")}
+    return Tensor("layout", axes=axes, regions=regions, parameters={"all": rules}), Branch()
+
+
+def _map_per_region(r: Random, ranks: int) -> tuple[Tensor, Branch]:
+    """Draw a map for the stream and for most regions and roles."""
+    axes = axes_of(r, ranks)
+    rules = {place: draw_map(r, axes, s) for place, s in SPLITS.items() if place == "stream" or r.random() < 0.8}
+    tensor = Tensor("layout", axes=axes)
+    tensor.regions = {place: found for place, found in rules.items() if place not in ROLES}
+    tensor.parameters = {place: found for place, found in rules.items() if place in ROLES}
+    return tensor, Branch()
+
+
+FAMILIES = {"shipped": _shipped, "branch": _branched, "layout": _one_map, "regions": _map_per_region}
+SCHEMES = tuple(FAMILIES)
+SCHEDULES = ("none", "whole", "zb_h1", "table")
+
+
+def draw_pipeline(r: Random, family: str, room: int) -> Pipeline:
+    """Draw a schedule and at most `room` stages; a table is made when the number of microbatches is known."""
+    if family == "none":
+        return Pipeline("none")
+    stages = min(room, r.choice((2, 2, 2, 2, 3, 4)))
+    if family == "whole":
+        kind = r.choice(("gpipe", "1f1b", "interleaved"))
+        chunks = (r.choice((2, 3)) if stages == 2 else 2) if kind == "interleaved" else 1
+    else:
+        kind = "zb_h1" if family == "zb_h1" else "file"
+        stages, chunks = r.choice((1, stages, stages)), r.choice((1, 1, 1, 2))
+    return Pipeline(kind, stages, chunks, scatter_gather=r.random() < 0.7)
+
+
+def draw_plan(r: Random, scheme: str, schedule: str, least_data: int = 1) -> Config:
+    """Draw all of a plan but the model and the batch."""
+    c = Config(precision="fp64")
+    c.pipeline = draw_pipeline(r, schedule, RANKS // least_data)
+    room = RANKS // c.pipeline.stages // least_data
+    ranks = r.choice([n for n in (2, 2, 2, 2, 2, 3, 4, 4, 6, 8) if n <= room] or [1])
+    c.tensor, c.branch = draw_scheme(r, scheme, ranks)
+    most = RANKS // (c.pipeline.stages * ranks)
+    c.parallel = Parallel(max(least_data, r.randint(1, most) if r.random() < 0.3 else 1))
+    if c.parallel.data > 1 and not c.branch.only:
+        c.parallel.zero = r.choice((0, 1, 3))
+    c.recompute = r.choice(("none", "none", "selective", "full"))
+    c.recompute_every = r.choice((1, 1, 2))
+    return c
+
+
+def needed(configs: Sequence[Config]) -> dict[str, int]:
+    """Find for every dim what its size must be a multiple of under all these plans."""
+    out: dict[str, int] = {}
+    for c in configs:
+        scheme = compose(asdict(c.tensor), asdict(c.branch), 1)
+        sizes = dict(scheme.axes)
+        for layout in (*scheme.regions.values(), *scheme.parameters.values()):
+            for dim, axes in layout.items():
+                out[dim] = lcm(out.get(dim, 1), prod(sizes[a] for a in axes))
+    return out
+
+
+def draw_model(r: Random, need: Mapping[str, int], chunks: int, one_token: bool) -> Model:
+    """Draw a model whose sizes are small odd multiples of what the layouts need. `chunks`: of the whole pipeline."""
+
+    def size(dim: str, *factors: int) -> int:
+        return need.get(dim, 1) * r.choice(factors)
+
+    kinds = ("decoder", "decoder", "decoder", "encoder", "encoder_decoder") + ("two_layer",) * (chunks == 1)
+    m = Model(r.choice(kinds), layers=max(1, chunks - 2 + r.choice((0, 0, 1))))
+    if m.kind == "encoder_decoder":
+        m.layers = max(1, -(-(chunks - 3) // 2))
+    length = lcm(need.get("length", 1), need.get("memory_length", 1))
+    m.length = length * (1 if one_token else r.choice((1, 1, 2, 3, 5)))
+    if m.kind == "encoder_decoder" and r.random() < 0.5:
+        m.source_length = length * r.choice((1, 2, 3))
+    m.heads = size("heads", 1, 2, 3)
+    m.kv_heads = r.choice((0, 0, *(k for k in range(1, m.heads + 1) if m.heads % k == 0)))
+    m.positions = r.choice(("learned", "learned", "rope", "sinusoidal", "relative"))
+    m.d_kv = size("d_kv", 2, 4) if m.positions == "rope" else size("d_kv", 1, 2, 3)
+    m.d_kv *= 2 if m.positions == "rope" and m.d_kv % 2 else 1
+    m.d_model, m.d_ff = size("d_model", 2, 3, 5, 6), size("d_ff", 1, 2, 3, 5)
+    m.io, m.hidden, m.vocab = size("io", 1, 3), size("hidden", 1, 2, 3), r.randint(5, 23)
+    m.buckets, m.distance = r.choice(((4, 3), (8, 12)))
+    m.norm, m.post_norm = r.choice(("layernorm", "rmsnorm")), r.random() < 0.25
+    m.activation = r.choice(("gelu", "relu", "swiglu", "geglu"))
+    m.bias, m.tied = r.random() < 0.75, r.random() < 0.6
+    m.label_smoothing, m.dropout = r.choice((0.0, 0.0, 0.1)), r.choice((0.0, 0.0, 0.0, 0.2))
+    return m
+
+
+def draw_batch(r: Random, configs: Sequence[Config], focus: str) -> None:
+    """Draw the microbatch of every plan and one global batch for all."""
+    for c in configs:
+        least = needed([c]).get("batch", 1)
+        c.train.microbatch = least * (1 if focus == "one token" else r.choice((1, 1, 2, 3)))
+    c = configs[0]
+    whole = c.train.microbatch * c.parallel.data
+    batch = whole * r.choice(TOGETHER)
+    odd = focus in ("partial batch", "uneven replicas") or r.random() < 0.3
+    if odd and whole > 1:
+        batch = max(1, batch - r.randint(1, whole - 1))
+    for c in configs:
+        c.train.global_batch = batch
+
+
+def draw_table_of(r: Random, c: Config, folder: Path, name: str, broken: bool = False) -> None:
+    """Draw the table of a plan with pipeline=file and write it."""
+    p = c.pipeline
+    table = draw_table(r, p.stages, p.chunks, count_microbatches(c, c.parallel.data))
+    p.file = str(folder / f"{name}.csv")
+    to_csv(spoil(r, table) if broken else table, p.file)
+
+
+def draw_case(r: Random, scheme: str, schedule: str, focus: str, folder: Path) -> list[Config]:
+    """Draw the plans that one run goes through, one after the other: two where it resumes, else one."""
+    least = r.choice((2, 3, 3, 5, 7)) if focus == "uneven replicas" else 1
+    configs = [draw_plan(r, scheme, schedule, least)]
+    if focus == "resume":
+        configs.append(draw_plan(r, r.choice(SCHEMES), r.choice(SCHEDULES)))
+    chunks = max(c.pipeline.stages * c.pipeline.chunks for c in configs)
+    model = draw_model(r, needed(configs), chunks, focus == "one token")
+    draw_batch(r, configs, focus)
+    seed, clip, decay = r.randint(0, 3), r.choice((0.0, 0.5, 1e-3)), r.choice((0.0, 0.1))
+    for i, c in enumerate(configs):
+        c.model, c.seed, c.train.steps = replace(model), seed, 3
+        c.optimizer.lr, c.optimizer.clip, c.optimizer.weight_decay = 1e-2, clip, decay
+        c.optimizer.eps = 1e-6  # the gradient of a key bias is zero but for rounding, which must not become an update
+        if c.pipeline.kind == "file":
+            draw_table_of(r, c, folder, str(i))
+    return configs
+
+
+def changed(r: Random, configs: list[Config], folder: Path) -> list[Config]:
+    """Change one or two values of a legal plan to what may well be illegal, each of a legal type."""
+    c = configs[-1]
+    for change in r.sample(CHANGES, r.choice((1, 1, 2))):
+        change(r, c, folder)
+    return [c]
+
+
+def _model_size(r: Random, c: Config, folder: Path) -> None:
+    name = r.choice(
+        ("d_model", "heads", "kv_heads", "d_kv", "d_ff", "length", "vocab", "layers", "buckets", "distance")
+    )
+    setattr(c.model, name, r.randint(0, 9))
+
+
+def _microbatch(r: Random, c: Config, folder: Path) -> None:
+    c.train.microbatch = r.randint(1, 5)
+
+
+def _same_axis_twice(r: Random, c: Config, folder: Path) -> None:
+    rules = r.choice([*c.tensor.regions.values(), *c.tensor.parameters.values(), {}])
+    rules[r.choice(("batch", "length", "d_model", "heads", "d_ff", "vocab"))] = list(c.tensor.axes)
+
+
+def _stages(r: Random, c: Config, folder: Path) -> None:
+    c.pipeline.stages, c.pipeline.chunks = r.randint(1, 4), r.randint(1, 3)
+
+
+def _schedule(r: Random, c: Config, folder: Path) -> None:
+    c.pipeline.kind = r.choice(("none", "gpipe", "1f1b", "interleaved", "zb_h1", "file"))
+
+
+def _table(r: Random, c: Config, folder: Path) -> None:
+    if c.pipeline.kind == "file":
+        draw_table_of(r, c, folder, "broken", broken=True)
+
+
+def _zero(r: Random, c: Config, folder: Path) -> None:
+    c.parallel.zero = r.choice((1, 2, 3))
+
+
+def _data(r: Random, c: Config, folder: Path) -> None:
+    c.parallel.data = r.randint(0, 4)
+
+
+def _axis_size(r: Random, c: Config, folder: Path) -> None:
+    if c.tensor.axes:
+        c.tensor.axes[r.choice(list(c.tensor.axes))] = r.randint(0, 4)
+
+
+def _branch(r: Random, c: Config, folder: Path) -> None:
+    c.branch = Branch(**read("branch", r.choice(BRANCHES)), axes={r.choice("gat"): r.randint(1, 3)})
+
+
+CHANGES: tuple[Any, ...] = (
+    _model_size, _model_size, _microbatch, _same_axis_twice, _stages, _schedule, _table, _zero, _data, _axis_size,
+    _branch,
+)  # fmt: skip

@@ -1,0 +1,361 @@
+"""Fuzz the driver's listener: an attempt is what one stranger, or one member out of its mind, sends. A true member is
+served during each, nobody hears of the stranger, and of its connection nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import string
+import struct
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from time import monotonic
+from typing import Any
+
+from platform.cluster import secret, switchboard
+from platform.cluster.channel import encode
+from platform.cluster.switchboard import Switchboard
+
+MEMBER = 0  # who is served all the while
+EXPECTED = range(1, 9)  # for whom the driver waits, and who never comes
+LIMIT = 4096  # bytes of a stranger's message
+STRANGERS = 64  # at a time; fewer than by default, so that floods pass it
+SILENT = 30  # strangers that are left connected and say nothing
+GROWN = 24 << 20  # bytes that the process may grow by, whatever the count: caches of the interpreter and allocator
+SETTLED = 2000  # attempts after which its size is taken
+PATIENCE = 30.0  # seconds for what takes microseconds; only a failure waits so long
+
+CUT, HELD = "cut", "held"  # what the driver is to do: hang up; wait for the rest
+
+
+def framed(payload: bytes) -> bytes:
+    return struct.pack("!I", len(payload)) + payload
+
+
+def verdict(data: bytes) -> str:
+    """What the protocol says of a stranger that has sent this and is no member."""
+    if len(data) < 4:
+        return HELD
+    (length,) = struct.unpack_from("!I", data)
+    return HELD if length <= LIMIT and len(data) - 4 < length else CUT
+
+
+# What strangers send. Each takes the draw and the switchboard.
+
+
+def of_bytes(draw: random.Random, board: Switchboard) -> bytes:
+    return draw.randbytes(draw.choice((1, 3, 4, 5, 64, 3000)))
+
+
+def of_protocols(draw: random.Random, board: Switchboard) -> bytes:
+    lines = [
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"SSH-2.0-x\r\n",
+        b"\x16\x03\x01\x02\x00\x01",
+        b"PING\r\n",
+        b"\0" * 90,
+    ]
+    return draw.choice(lines) * draw.randint(1, 9)
+
+
+def text(draw: random.Random) -> str:
+    kinds = (string.printable, "\ud800\udfff\ud8ff", "é世\U0001f600", "\0\n\r\x1b")
+    return "".join(draw.choices(draw.choice(kinds), k=draw.randint(0, 12)))
+
+
+def number(draw: random.Random) -> Any:
+    huge = 10 ** draw.randint(1, 900)
+    return draw.choice((True, False, None, -1, 0.0, 1.0, 1e308, float("nan"), float("inf"), huge, -huge, 2**63, "1"))
+
+
+def value(draw: random.Random, depth: int = 3) -> Any:
+    kind = draw.randrange(6 if depth else 4)
+    if kind < 2:
+        return number(draw)
+    if kind < 4:
+        return text(draw)
+    if kind == 4:
+        return [value(draw, depth - 1) for _ in range(draw.randint(0, 4))]
+    keys = ("hello", "number", "token", "answer", "beat", "call", "welcome", text(draw))
+    return {draw.choice(keys): value(draw, depth - 1) for _ in range(draw.randint(0, 4))}
+
+
+def of_json(draw: random.Random, board: Switchboard) -> bytes:
+    return framed(json.dumps(value(draw)).encode()[:LIMIT])
+
+
+def greeting(board: Switchboard, claimed: int, token: str, **changes: Any) -> bytes:
+    nonce = secret.new()
+    fields = {"number": claimed, "node": "here", "pid": os.getpid(), "nonce": nonce}
+    fields["proof"] = secret.proof(token, secret.MEMBER, nonce)
+    return framed(json.dumps({"hello": fields | changes}).encode())
+
+
+def of_fields(draw: random.Random, board: Switchboard) -> bytes:
+    """A true greeting but for one field, which no member has so."""
+    claimed = draw.choice(EXPECTED)
+    field = draw.choice(("nonce", "proof", "pid", "node", "number", "more"))
+    wrong = {"node": [value(draw)], "pid": -draw.randint(0, 9)}.get(field, value(draw))
+    return greeting(board, claimed, board.token(claimed), **{field: wrong})
+
+
+def of_surrogates(draw: random.Random, board: Switchboard) -> bytes:
+    claimed, lone = draw.choice(EXPECTED), draw.choice(("\ud800", "\udc00\ud800", "a\udfff"))
+    if draw.random() < 0.3:  # as bytes that are no UTF-8
+        return framed(json.dumps({"hello": {"token": lone}}, ensure_ascii=False).encode("utf-8", "surrogatepass"))
+    if draw.random() < 0.3:
+        return framed(json.dumps({"hello": {"token": lone, "number": claimed}}).encode())
+    field = draw.choice(("nonce", "proof", "node", "number", lone))
+    return greeting(board, claimed, board.token(claimed), **{field: lone})
+
+
+def of_numbers(draw: random.Random, board: Switchboard) -> bytes:
+    return greeting(board, 0, board.token(1), number=number(draw))
+
+
+def of_depth(draw: random.Random, board: Switchboard) -> bytes:
+    deep = draw.randint(50, 800)
+    payload = draw.choice((b"[" * 4000, b'{"hello":' * 400, b'{"hello":' + b"[" * deep + b"]" * deep + b"}"))
+    return framed(payload)
+
+
+def of_size(draw: random.Random, board: Switchboard) -> bytes:
+    length = draw.choice((LIMIT + 1, 1 << 16, 1 << 28, (1 << 28) + 1, 0xFFFFFFFF, draw.randint(LIMIT + 1, 2**32 - 1)))
+    return struct.pack("!I", length) + draw.randbytes(draw.choice((0, 1, 1000)))
+
+
+def of_emptiness(draw: random.Random, board: Switchboard) -> bytes:
+    return framed(draw.choice((b"", b" ", b"\0", b"{}", b"[]", b"null"))) * draw.randint(1, 3)
+
+
+def of_parts(draw: random.Random, board: Switchboard) -> bytes:
+    """The beginning of a true greeting: the rest never comes."""
+    claimed = draw.choice(EXPECTED)
+    whole = greeting(board, claimed, board.token(claimed))
+    return whole[: draw.randint(1, len(whole) - 1)]
+
+
+def of_claims(draw: random.Random, board: Switchboard) -> bytes:
+    """One member's token for another's number."""
+    own, other = draw.sample(EXPECTED, 2)
+    return greeting(board, other, board.token(own))
+
+
+def of_nobody(draw: random.Random, board: Switchboard) -> bytes:
+    """The true token of who is not expected: not yet, or not any more."""
+    claimed = draw.choice((MEMBER, draw.randint(100, 10**6)))
+    return greeting(board, claimed, board.token(claimed))
+
+
+def of_guesses(draw: random.Random, board: Switchboard) -> bytes:
+    other = secret.token(board.session, board.session, 1)
+    return greeting(board, draw.choice(EXPECTED), draw.choice((secret.new(), "", other)))
+
+
+CLAIMS: dict[str, Callable[[random.Random, Switchboard], bytes]] = {
+    "bytes": of_bytes,
+    "other protocols": of_protocols,
+    "any JSON": of_json,
+    "a wrong field": of_fields,
+    "surrogates": of_surrogates,
+    "numbers that are none": of_numbers,
+    "deep": of_depth,
+    "oversized": of_size,
+    "empty": of_emptiness,
+    "the rest never comes": of_parts,
+    "another's number": of_claims,
+    "nobody's number": of_nobody,
+    "guessed tokens": of_guesses,
+}
+
+NONSENSE = (  # what no member says
+    {"answer": True, "value": 1},
+    {"answer": 1},
+    {"answer": 1, "error": ["x"]},
+    {"beat": 1, "progress": {"call": "", "section": "", "seconds": "1", "waiting": False}},
+    {"beat": 1, "progress": {"call": "", "section": "", "seconds": -1e999, "waiting": False}},
+    {"hello": {"node": 1}},
+    {},
+)
+
+
+class Listener:
+    """A switchboard with its one true member, and strangers that come and go."""
+
+    def __init__(self, board: Switchboard):
+        self.board, self.count, self.size, self.late = board, 0, 0, 1000
+        self.silent: deque[socket.socket] = deque()
+        board.expect([MEMBER])
+        self.member = self.connect()
+        self.member.sendall(greeting(board, MEMBER, board.token(MEMBER)))
+        assert self.events(1)[0][0] == MEMBER
+        board.expect(EXPECTED)
+        self.files = len(os.listdir("/proc/self/fd"))
+
+    def connect(self) -> socket.socket:
+        source = f"127.0.0.{1 + self.count % 250}", 0  # ports are few: those of the last minute are not given again
+        connection = socket.create_connection(self.board.address, source_address=source)
+        connection.settimeout(PATIENCE)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # pieces leave at once
+        return connection
+
+    def events(self, count: int) -> list[Any]:
+        found, deadline = [], monotonic() + PATIENCE
+        while len(found) < count and monotonic() < deadline:
+            found += self.board.poll(0.05)
+        assert len(found) == count, f"the driver has heard {found}"
+        return found
+
+    def attempt(self, seed: int) -> str:
+        draw = random.Random(seed)
+        name = draw.choices(CLASSES, WEIGHTS)[0]
+        if name in CLAIMS:
+            self.stranger(CLAIMS[name](draw, self.board), pieces=draw.choice((1, 1, 1, 2, 3)), draw=draw)
+        else:
+            OTHERS[name](self, draw)
+        self.count += 1
+        self.serve()
+        self.nothing_left(len(self.silent))
+        return name
+
+    def serve(self) -> None:
+        """The member's message arrives, and no other."""
+        said = {"answer": self.count, "value": None}
+        self.member.sendall(encode(said))
+        assert self.events(1) == [(MEMBER, said)]
+
+    def stranger(self, data: bytes, pieces: int, draw: random.Random) -> None:
+        with self.connect() as connection:
+            cuts = sorted(draw.randint(0, len(data)) for _ in range(pieces - 1))
+            with suppress(ConnectionError):  # the driver has heard enough
+                for start, end in zip([0, *cuts], [*cuts, len(data)], strict=True):
+                    connection.sendall(data[start:end])
+                    assert self.board.poll(0) == []
+            if verdict(data) == CUT:
+                self.is_cut_off(connection)
+            else:
+                assert self.board.poll(0) == [] and not ended(connection), "hung up on before the message was whole"
+
+    def is_cut_off(self, connection: socket.socket) -> None:
+        deadline = monotonic() + PATIENCE
+        while not ended(connection):
+            assert self.board.poll(0) == [], "somebody has heard of it"
+            assert monotonic() < deadline, "it is not cut off"
+
+    def nothing_left(self, silent: int) -> None:
+        deadline = monotonic() + PATIENCE
+        while len(self.board._strangers) > silent:
+            assert self.board.poll(0) == [] and monotonic() < deadline, "strangers that are gone are kept"
+        if self.count % 500 == 0:
+            open_now = len(os.listdir("/proc/self/fd")) - 2 * silent
+            assert open_now <= self.files, f"{open_now - self.files} descriptors are left"
+            size = resident()
+            if self.count <= SETTLED:
+                self.size = size
+            assert size - self.size < GROWN, f"grown by {size - self.size:,} bytes after {self.count} attempts"
+
+    # classes in which more happens than that one stranger sends something
+
+    def drip(self, draw: random.Random) -> None:
+        data = of_fields(draw, self.board)[:60]
+        self.stranger(data, pieces=len(data), draw=draw)
+
+    def silence(self, draw: random.Random) -> None:
+        """Connects, and says nothing for as long as others are quicker."""
+        self.silent.append(self.connect())
+        self.board.poll(0)
+        if len(self.silent) > SILENT:
+            self.silent.popleft().close()
+
+    def reset(self, draw: random.Random) -> None:
+        connection = self.connect()
+        connection.sendall(of_bytes(draw, self.board)[:3])
+        if draw.random() < 0.5:
+            self.board.poll(0)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.close()
+
+    def flood(self, draw: random.Random) -> None:
+        """More at once than there may be; the member is served in their midst."""
+        crowd = [self.connect() for _ in range(STRANGERS + draw.randint(1, 40))]
+        for connection in draw.sample(crowd, 20):
+            connection.sendall(draw.choice(list(CLAIMS.values()))(draw, self.board)[:LIMIT])
+        self.serve()
+        assert len(self.board._strangers) <= STRANGERS
+        for connection in [*crowd, *self.silent]:
+            connection.close()
+        self.silent.clear()
+
+    def true_in_pieces(self, draw: random.Random) -> None:
+        """A member that comes late and by bytes, and has said something before it is welcome."""
+        connection, own = self.admitted(draw, draw.randint(1, 40), encode({"answer": 0, "value": "é"}))
+        connection.close()
+        assert self.events(1) == [(own, None)]
+
+    def nonsense(self, draw: random.Random) -> None:
+        """A member that says what no member says: it is lost, and nobody else."""
+        garbage = [encode(draw.choice(NONSENSE)), framed(draw.randbytes(30)), struct.pack("!I", 0xFFFFFFFF)]
+        connection, own = self.admitted(draw, 1, b"")
+        with connection:
+            connection.sendall(draw.choice(garbage))
+            assert self.events(1) == [(own, None)]
+
+    def admitted(self, draw: random.Random, pieces: int, more: bytes) -> tuple[socket.socket, int]:
+        self.late += 1
+        own, board = self.late, self.board
+        board.expect([own])
+        connection, data = self.connect(), greeting(board, own, board.token(own)) + more
+        cuts, heard = sorted(draw.randint(0, len(data)) for _ in range(pieces - 1)), []
+        for start, end in zip([0, *cuts], [*cuts, len(data)], strict=True):
+            connection.sendall(data[start:end])
+            heard += board.poll(0)
+        heard += self.events(1 + bool(more) - len(heard))
+        assert [number for number, _ in heard] == [own] * len(heard) and "hello" in heard[0][1]
+        connection.recv(LIMIT)  # its welcome
+        return connection, own
+
+
+OTHERS = {
+    "drip": Listener.drip,
+    "silence": Listener.silence,
+    "reset": Listener.reset,
+    "flood": Listener.flood,
+    "a true member in pieces": Listener.true_in_pieces,
+    "a member's nonsense": Listener.nonsense,
+}
+CLASSES = [*CLAIMS, *OTHERS]
+WEIGHTS = [5 if name == "flood" else 100 for name in CLASSES]  # a flood is a hundred strangers
+
+
+def ended(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        return connection.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+    finally:
+        connection.settimeout(PATIENCE)
+
+
+def resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextmanager
+def opened() -> Iterator[Callable[[int], str]]:
+    before, switchboard._STRANGERS = switchboard._STRANGERS, STRANGERS
+    try:
+        with closing(Switchboard("127.0.0.1")) as board:
+            listener = Listener(board)
+            yield listener.attempt
+            listener.member.close()
+            for connection in listener.silent:
+                connection.close()
+    finally:
+        switchboard._STRANGERS = before

@@ -1,0 +1,196 @@
+"""Random plans against one process in fp64: losses, gradients, their norm, and the weights after updates.
+
+A case is a run under one plan, or under two: after the first a checkpoint is written, which the second restores. Ranks
+are threads. What is illegal must be refused by ConfigError.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from platform.checkpoint import Meta, Storage, connect, load
+from platform.checkpoint.catalogue import begin, commit
+from platform.checks import violations
+from platform.config import Config, ConfigError
+from platform.parallel.groups import Alone, Communicator
+from platform.parallel.threads import run_threads
+from platform.plan.plan import Plan
+from platform.plan.replay import replay
+from platform.train.plan import make_plan
+from platform.train.state import State
+from platform.train.trainer import Trainer
+from tests.fuzz.draw_plans import RANKS, SCHEDULES, SCHEMES, changed, draw_case
+from tests.oracle import Result, Tokens, assemble, compare, configure, counted, trainer_of
+
+FOCUSED = ("one token", "uneven replicas", "partial batch", "resume")
+CLASSES = (*(f"{scheme}, {schedule}" for scheme in SCHEMES for schedule in SCHEDULES), *FOCUSED, "changed", "refused")
+OFTEN = ("resume", "one token", "regions, zb_h1", "regions, table", "changed", "changed")  # many, or often refused
+TRIES = 20  # draws until one is legal
+ENDS = {1: ((1,), (2,)), 2: ((1, 2), (1, 3), (2, 3))}  # plans of a run -> the last steps of each
+
+Phases = Sequence[range]  # the steps under each of a run's plans
+
+
+@contextmanager
+def opened() -> Iterator[Callable[[int], str]]:
+    """Yield `attempt`, which keeps its tables in a folder of its own."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with TemporaryDirectory() as folder:
+        yield lambda seed: attempt(seed, Path(folder))
+    torch.set_num_threads(threads)
+
+
+def attempt(seed: int, folder: Path) -> str:
+    """Check the case of a seed. Raises AssertionError with the plans where it fails."""
+    r = Random(seed)
+    wanted = r.choice((*CLASSES[:-1], *OFTEN))
+    configs = []
+    try:
+        for _ in range(TRIES):
+            configs = draw(r, wanted, folder)
+            plans = planned(configs)
+            if plans and suits(configs, plans):
+                check(r, configs, plans)
+                return wanted
+            if not plans and wanted == "changed":
+                break
+        return "refused"
+    except Exception as error:
+        raise AssertionError(f"{wanted}: {error!r}; {' then '.join(map(describe, configs))}") from error
+
+
+def draw(r: Random, wanted: str, folder: Path) -> list[Config]:
+    """Draw the plans of a case of this class."""
+    scheme, _, schedule = wanted.partition(", ")
+    if schedule:
+        return draw_case(r, scheme, schedule, "", folder)
+    configs = draw_case(r, r.choice(SCHEMES), r.choice(SCHEDULES), wanted, folder)
+    return changed(r, configs, folder) if wanted == "changed" else configs
+
+
+def planned(configs: Sequence[Config]) -> list[Plan]:
+    """Plan every configuration; [] where one is refused. Any other exception than ConfigError passes."""
+    try:
+        for c in configs:
+            if lines := violations(c):
+                raise ConfigError(lines)
+        return [make_plan(c) for c in configs]
+    except ConfigError as error:
+        assert error.violations and all(error.violations), "a refusal says why"
+        return []
+
+
+def suits(configs: Sequence[Config], plans: Sequence[Plan]) -> bool:
+    """Say whether a case is small enough to be tried, and has a label to predict in every step."""
+    c, batch = configs[0], configs[0].train.global_batch
+    predicts = all(Tokens(c).predicted("train", k * batch, (k + 1) * batch) for k in range(c.train.steps))
+    return predicts and all(plan.mesh.size <= RANKS for plan in plans)
+
+
+def check(r: Random, configs: Sequence[Config], plans: Sequence[Plan]) -> None:
+    """Run the plans one after the other and compare each with the same steps of one process.
+
+    Raises AssertionError naming what differs.
+    """
+    ends = r.choice(ENDS[len(plans)])
+    phases = [range(first + 1, end + 1) for first, end in pairwise((0, *ends))]
+    expected = alone(configs[0], phases)
+    storage, directory = connect("memory://plans"), ""
+    before = expected[0].initial
+    try:
+        for c, plan, steps, wanted in zip(configs, plans, phases, expected, strict=True):
+            last = steps is phases[-1]
+            results, directory = run_phase(c, plan, steps, storage, directory, save=not last)
+            compare(c, plan, results, replace(wanted, initial=before))
+            assert counted(results) == plan.communication(), "bytes moved"
+            assert replay([found.log for found in results]) is None, "order of launches"
+            before = assemble(plan, results, lambda found: found.final)
+    finally:
+        for name in storage.list(""):
+            storage.delete(name)
+
+
+def alone(c: Config, phases: Phases) -> list[Result]:
+    """Compute the same steps in one process without any parallelism."""
+    batch = c.train.global_batch
+    one = configure(global_batch=batch, microbatch=batch)
+    one.model, one.optimizer, one.seed, one.train.steps = c.model, c.optimizer, c.seed, c.train.steps
+    plan = make_plan(one)
+    trainer = trainer_of(one, plan, Alone(plan.mesh))
+    return [steps_of(trainer, trainer.communicator, steps) for steps in phases]
+
+
+def run_phase(
+    c: Config, plan: Plan, steps: range, storage: Storage, start: str, save: bool
+) -> tuple[list[Result], str]:
+    """Compute steps on all ranks of a plan, from a checkpoint if `start` names one; return the results and the name of
+    the checkpoint written at the end, "" where none is wanted."""
+    end = begin(storage, steps[-1]) if save else ""
+
+    def work(communicator: Communicator) -> tuple[Result, Any]:
+        trainer = trainer_of(c, plan, communicator)
+        if start:
+            State(trainer).restore(storage, start, load(storage, start))
+        found = steps_of(trainer, communicator, steps)
+        if not end:
+            return found, None
+        state = State(trainer)
+        state.image.fill(state.blocks())
+        report = state.image.write(storage, end)
+        return found, (report, {held.name: held.shape for held in state.held}, state.values())
+
+    ranks = [work(Alone(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, work)
+    if end:
+        reports = [written[0] for _, written in ranks]
+        values = next((written[2] for _, written in ranks if written[2]), {})
+        meta = Meta(steps[-1], steps[-1] * c.train.global_batch, c.seed, "", {}, "", {}, {"optimizer": values})
+        commit(storage, end, ranks[0][1][1], reports, meta)
+    return [found for found, _ in ranks], end
+
+
+def steps_of(trainer: Trainer, communicator: Communicator, steps: range) -> Result:
+    """Compute steps: the gradients of the first, loss and gradient norm of each, and the weights at both ends."""
+    initial = {n: w.detach().clone() for n, w in trainer.weights.master.items()}
+    gradients: dict[str, Tensor] = {}
+    update = trainer._update
+
+    def recorded(norm: float, lr: float) -> None:
+        gradients.update((n, g.clone()) for n, g in trainer.weights.gradients.items() if n not in gradients)
+        update(norm, lr)  # which clips them in place
+
+    trainer._update = recorded  # type: ignore[method-assign]
+    communicator.log = []
+    reports = [trainer.step(steps[0])]
+    log, communicator.log = communicator.log, None
+    reports += [trainer.step(k) for k in steps[1:]]
+    trainer._update = update  # type: ignore[method-assign]
+    assert not any(report["skipped"] for report in reports), "a step was skipped"
+    final = {n: w.detach().clone() for n, w in trainer.weights.master.items()}
+    (loss, norm), *numbers = [(report["loss"], report["grad_norm"]) for report in reports]
+    moved = Counter(reports[0]["comm_bytes"])
+    return Result(communicator.rank, loss, norm, gradients, initial, final, sum(numbers, ()), moved, log)
+
+
+def describe(c: Config) -> str:
+    """Say what of a configuration is not the default, on one line."""
+    plain, parts = asdict(Config()), []
+    for group, values in asdict(c).items():
+        if not isinstance(values, dict):
+            parts += [f"{group}={values}"] if values != plain[group] else []
+            continue
+        parts += [f"{group}.{k}={v}" for k, v in values.items() if v != plain[group][k]]
+    if c.pipeline.file and Path(c.pipeline.file).exists():
+        parts.append(f"table={Path(c.pipeline.file).read_text().splitlines()}")
+    return " ".join(parts)

@@ -1,0 +1,38 @@
+"""The listener under what strangers send; see tests/fuzz/listener.py."""
+
+import pytest
+
+from platform.cluster import secret
+from platform.cluster.switchboard import Switchboard
+from tests.fuzz import listener
+from tests.fuzz.runner import run
+
+
+def test_strangers_harm_nobody():
+    """A fixed seed, for some seconds."""
+    outcome = run(listener, 0, 12_000, seconds=15)
+    assert sum(outcome.counts.values()) >= 500, outcome.table()
+    print(outcome.table())
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3000)
+def test_a_hundred_thousand_strangers_harm_nobody():
+    outcome = run(listener, 1_000_000, 100_000)
+    assert min(outcome.counts.values()) >= 100, outcome.table()
+
+
+CARELESS = {
+    "every member has the same token": ("token", lambda self, number: secret.token(self._key, self.session, 0)),
+    "a flood is let in": ("_make_room", lambda self: False),
+    "members may say anything": ("_hear", lambda self, *said: self._events.append((said[0].number or 0, said[1]))),
+    "who is gone is kept": ("_lose", lambda self, connection: None),
+}
+
+
+@pytest.mark.parametrize("how", CARELESS)
+def test_a_listener_that_is_not_careful_is_found(monkeypatch, how):
+    monkeypatch.setattr(Switchboard, *CARELESS[how])
+    monkeypatch.setattr(listener, "PATIENCE", 0.5)
+    with pytest.raises(AssertionError):
+        run(listener, 0, 3000)

@@ -1,0 +1,46 @@
+"""Random plans compute what one process computes: a fixed seed, and thousands in the long test."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from platform.parallel import einsum
+from platform.train import weights
+from tests.fuzz import plans
+from tests.fuzz.runner import run
+
+SEED, COUNT, HALF = 0, 130, 65
+SLICES, VIEWS = 26, 40  # seeds whose cases see kept slices and kept views, to save the controls the cases before
+PARTS, EACH = 20, 250  # one part stays within the time limit of a test
+
+
+@pytest.mark.parametrize("seed", range(SEED, SEED + COUNT, HALF))
+def test_plans_of_a_fixed_seed(seed, record_count):
+    outcome = run(plans, seed, HALF)
+    name = f"random plans of seeds {seed} to {seed + HALF - 1} (threads)"
+    record_count(name, sum(outcome.counts.values()), HALF, f"`make test-all` runs {PARTS * EACH:,} more")
+
+
+def test_negative_control_kept_slices(monkeypatch):
+    """Where deferred gradients are kept as they come, fused AdamW reads strided ones in the wrong order."""
+
+    def keep(w: torch.Tensor, gradient: torch.Tensor) -> None:
+        w.grad = gradient if w.grad is None else w.grad.add_(gradient)
+
+    monkeypatch.setattr(einsum, "accumulate", keep)
+    with pytest.raises(AssertionError, match="--seed"):
+        run(plans, SLICES, COUNT)
+
+
+def test_negative_control_kept_views(monkeypatch):
+    """Where autograd keeps the first gradient of a bias, it is a view of one that is read later."""
+    monkeypatch.setattr(weights, "leaf", torch.Tensor.requires_grad_)
+    with pytest.raises(AssertionError, match="gradient of"):
+        run(plans, VIEWS, COUNT)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("part", range(PARTS))
+def test_thousands_of_plans(part):
+    run(plans, SEED + COUNT + part * EACH, EACH)

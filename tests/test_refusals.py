@@ -1,0 +1,35 @@
+"""What hard use found in the refusals of a command: tracebacks, acceptances of what can never be, counting to n."""
+
+from argparse import Namespace
+
+import pytest
+
+from platform import launch
+from platform.config import ConfigError
+
+FOUND = [
+    ("elastic.faults=[[5:kill:1]]", "elastic.faults=[[5:kill:1]]: "),
+    ("+experiment={a:1}", "experiment={a:1}: "),
+    ("model.layers=???", "model.layers=???: must be given"),
+    ("monitor.project='a/b c#'", "monitor.project=a/b c#: "),
+    ("seed=18446744073709551616", "seed=18446744073709551616: must be <= "),
+    ("train.microbatch=1000000000", "train.microbatch=1000000000: must be <= "),
+    ("optimizer.lr=1e308", "optimizer.lr=1e+308: must be <= "),
+    ("cluster.threads=100000000000", "cluster.threads=100000000000: must be <= "),
+    ("run.dir=/", "run.dir=/: "),
+    ("run.dir=~nosuchuser/x", "run.dir=~nosuchuser/x: there is no user"),
+    ("elastic.faults=[5:kill:99]", "elastic.faults=5:kill:99: its rank"),
+    ("elastic.faults=[999:kill:1]", "elastic.faults=999:kill:1: its step"),
+    ("elastic.faults=[5:kill:1:nowhere]", "elastic.faults=5:kill:1:nowhere: a step has no section"),
+    ("checkpoint.url=ftp://127.0.0.1/x", "checkpoint.url=ftp://127.0.0.1/x: "),
+    ("checkpoint.url=zip://x", "checkpoint.url=zip://x: "),
+    ("checkpoint.url=reference://x", "checkpoint.url=reference://x: "),
+    ("train.global_batch=2000000", "train.global_batch=2000000: is 250000 microbatches"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("argument", "start"), FOUND, ids=[argument for argument, _ in FOUND])
+def test_found(argument, start):
+    with pytest.raises(ConfigError) as error:
+        launch._planned(Namespace(config_dir=None, overrides=["+experiment=gpt_quick", argument], multirun=False))
+    assert any(line.startswith(start) for line in error.value.violations)
