@@ -55,16 +55,17 @@ def line(raw: bytes | bytearray, most: int = 300) -> str:
     return "".join(c if c.isprintable() else "?" for c in text)[:most]
 
 
-def from_json(raw: bytes | bytearray, most: int = SMALL, values: int = VALUES) -> Any:
-    """Return what a JSON text of at most `most` bytes says: no NaN, no infinity, no key twice, no more than `values`
-    values. Raises Malformed."""
+def from_json(raw: bytes | bytearray, most: int = SMALL, values: int = VALUES, strict: bool = True) -> Any:
+    """Return what a JSON text of at most `most` bytes says, in no more than `values` values; no NaN, no infinity and
+    no key twice in it, if `strict`. Raises Malformed."""
     if len(raw) > most:
         raise Malformed(f"more than {most} bytes")
     if _many(raw, values):
         raise Malformed(f"more than {values} values")
     try:
         text = bytes(raw).decode()
-        return json.loads(text, object_pairs_hook=_once, parse_float=_finite, parse_constant=_no_constant)
+        hooks = {"object_pairs_hook": _once, "parse_float": _finite, "parse_constant": _no_constant}
+        return json.loads(text, **(hooks if strict else {}))  # type: ignore[arg-type]
     except Malformed:
         raise
     except RecursionError:

@@ -2,17 +2,24 @@
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from errno import EEXIST, ENOTEMPTY
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Annotated, Any
 
+from platform import documents, schema
 from platform.config import ConfigError
+from platform.schema import Known, Malformed, Span, Text
 
 _META = "meta.json"
+_Name = Annotated[str, Text(r"[a-z]{1,40}\.(bin|json)", "the name of a file of a cache entry")]
+
+logger = logging.getLogger(__name__)
 
 
 def root(cache: str) -> Path:
@@ -22,14 +29,19 @@ def root(cache: str) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "elastic-platform"
 
 
-def fetch(entry: Path, build: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    """The description of the folder `entry`, which is built first where it is missing, torn or corrupt.
+def fetch(
+    entry: Path,
+    build: Callable[[Path], dict[str, Any]],
+    check: Callable[[Path, dict[str, Any]], None] = lambda folder, description: None,
+) -> dict[str, Any]:
+    """Return the description of the folder `entry`, which is built first where it is missing, torn or corrupt.
 
     `build(folder)` fills an empty private folder and returns the description (plain JSON), to which
-    `files: {name: {bytes, sha256}}` is added. Of several processes that build at once, the first to finish wins.
-    Raises ConfigError where the cache cannot be written.
+    `files: {name: {bytes, sha256}}` is added. `check(folder, description)` raises Malformed for what it cannot have
+    made. Of several processes that build at once, the first to finish wins. Raises ConfigError where the cache cannot
+    be written.
     """
-    if description := _verified(entry):
+    if (description := _verified(entry)) and _fits(check, entry, description):
         return description
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
@@ -56,7 +68,7 @@ def fetch(entry: Path, build: Callable[[Path], dict[str, Any]]) -> dict[str, Any
 
 
 def sha256(file: Path) -> str:
-    with file.open("rb") as stream:
+    with documents.opened(file) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
@@ -66,17 +78,49 @@ def _seal(folder: Path, description: dict[str, Any]) -> None:
     (folder / _META).write_text(json.dumps({"content": content, "sha256": _hash(content)}, indent=2))
 
 
+@dataclass(frozen=True)
+class _File:
+    """What a file of an entry was when it was made."""
+
+    bytes: Annotated[int, Span(0, 1 << 50)]
+    sha256: Annotated[str, Text("[0-9a-f]{64}", "a SHA-256")]
+
+
+@dataclass(frozen=True)
+class _Meta:
+    """What the description of an entry holds: `content.files` above all."""
+
+    content: Annotated[dict[str, Any], Known((("files", dict[_Name, _File]),), ("files",))]
+    sha256: str
+
+
 def _verified(folder: Path) -> dict[str, Any] | None:
     try:
-        match json.loads((folder / _META).read_text()):
-            case {"content": dict(content), "sha256": digest} if digest == _hash(content):
-                for name, file in content["files"].items():
-                    if (folder / name).stat().st_size != file["bytes"] or sha256(folder / name) != file["sha256"]:
-                        return None
-                return content
-    except (OSError, ValueError):
-        pass
-    return None
+        meta: _Meta = schema.read(_Meta, documents.json_file(folder / _META))
+        if meta.sha256 != _hash(meta.content):
+            raise Malformed("is not what was written", _META)
+        for name, file in meta.content["files"].items():
+            if (folder / name).stat().st_size != file["bytes"] or sha256(folder / name) != file["sha256"]:
+                raise Malformed("is not what was written", name)
+        return meta.content
+    except FileNotFoundError:
+        return None
+    except (OSError, Malformed) as error:
+        _tell(folder, error)
+        return None
+
+
+def _fits(check: Callable[[Path, dict[str, Any]], None], folder: Path, description: dict[str, Any]) -> bool:
+    try:
+        check(folder, description)
+    except (OSError, Malformed) as error:
+        _tell(folder, error)
+        return False
+    return True
+
+
+def _tell(folder: Path, error: Exception) -> None:
+    logger.info("%s is built again: %s", folder, documents.line(str(error).encode(errors="replace")))
 
 
 def _hash(content: dict[str, Any]) -> str:

@@ -8,17 +8,23 @@ from dataclasses import dataclass
 from functools import partial
 from math import ceil
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from platform import schema
 from platform.config import Config, ConfigError, Data, digest, objective_of
 from platform.data import cache, pairs, sources, synthetic, tokenizer
 from platform.data.objectives import OBJECTIVES, Objective
 from platform.data.permutation import mix, order
+from platform.schema import Known, Malformed, OneOf, Span
 
 _FORMAT = 1  # of a cache entry: raise it when the same documents would give other tokens or other files
+_CHUNK = 1 << 22  # tokens that are looked at together
+_DTYPE = Annotated[str, OneOf(("<u2", "<u4"), "type")]
+_SPLIT = Annotated[str, OneOf(("train", "validation"), "split")]
+_PLACE = Annotated[int, Span(0, 1 << 50)]
 _TRAINING = 16_000_000  # characters that the tokenizer is trained on: evenly spaced pieces of a longer corpus
 
 logger = logging.getLogger(__name__)
@@ -149,7 +155,7 @@ def _text(data: Data, objective: Objective, vocab: int, seed: int) -> Corpus:
     what = json.dumps([_FORMAT, contents, data.field, data.validation, vocab])
     key = hashlib.sha256(what.encode()).hexdigest()
     entry = cache.root(data.cache) / key
-    meta = cache.fetch(entry, lambda folder: _build(folder, files, data, vocab))
+    meta = cache.fetch(entry, lambda folder: _build(folder, files, data, vocab), partial(_check, vocab=vocab))
     tokens = np.memmap(entry / "tokens.bin", meta["dtype"], mode="r").view(np.ndarray)
     bpe = tokenizer.load(entry / "tokenizer.json")
     return Corpus(
@@ -167,7 +173,7 @@ def _pairs(data: Data, objective: Objective, vocab: int, seed: int) -> Corpus:
     contents = [pairs.contents(data), *(cache.sha256(file) for file in pairs.files(data))]
     key = hashlib.sha256(json.dumps([_FORMAT, contents, data.validation, vocab]).encode()).hexdigest()
     entry = cache.root(data.cache) / key
-    meta = cache.fetch(entry, lambda folder: _build_pairs(folder, data, vocab))
+    meta = cache.fetch(entry, lambda folder: _build_pairs(folder, data, vocab), partial(_check, vocab=vocab))
     tokens = np.memmap(entry / "tokens.bin", meta["dtype"], mode="r").view(np.ndarray)
     ends = np.fromfile(entry / "ends.bin", "<i8").reshape(-1, 2)
     bpe = tokenizer.load(entry / "tokenizer.json")
@@ -184,6 +190,36 @@ def _pairs(data: Data, objective: Objective, vocab: int, seed: int) -> Corpus:
         encode=lambda text: bpe.encode(text).ids,
         decode=lambda ids: bpe.decode(ids, skip_special_tokens=False),
     )
+
+
+def _check(folder: Path, meta: dict[str, Any], vocab: int) -> None:
+    """Raise Malformed for an entry that `_build` and `_build_pairs` cannot have made, whatever its hashes say."""
+    known = Known((("dtype", _DTYPE), ("splits", dict[_SPLIT, tuple[_PLACE, _PLACE]])), ("dtype", "splits"))
+    schema.read(Annotated[dict[str, Any], known], meta)
+    schema.read(Annotated[dict[str, Any], Known((), ("tokens.bin", "tokenizer.json"))], meta["files"])
+    dtype = np.dtype(meta["dtype"])
+    try:
+        entries: int = tokenizer.load(folder / "tokenizer.json").get_vocab_size()
+        tokens = np.memmap(folder / "tokens.bin", dtype, mode="r")
+    except Exception as error:  # the library's own, for a file that it does not understand
+        raise Malformed(str(error)) from None
+    train, held = (meta["splits"].get(split, (-1, -1)) for split in ("train", "validation"))
+    if (folder / "ends.bin").exists():
+        fits = _pairs_fit(np.fromfile(folder / "ends.bin", "<i8"), train, held, len(tokens))
+    else:
+        fits = 0 == train[0] <= train[1] == held[0] <= held[1] == len(tokens)
+    if not fits:
+        raise Malformed("its splits are not its tokens")
+    if entries > vocab or any(int(tokens[i : i + _CHUNK].max()) >= entries for i in range(0, len(tokens), _CHUNK)):
+        raise Malformed("a token is not in the vocabulary")
+
+
+def _pairs_fit(ends: NDArray[np.int64], train: Sequence[int], held: Sequence[int], tokens: int) -> bool:
+    """Return whether the ends of the pairs of both splits, each (tokens, pairs), rise to the split's tokens."""
+    if min(*train, *held) < 0 or train[0] + held[0] != tokens or 2 * (train[1] + held[1]) != len(ends):
+        return False
+    parts = (ends[: 2 * train[1]], train[0]), (ends[2 * train[1] :], held[0])
+    return all((np.diff(part, prepend=0) >= 0).all() and int(part.max(initial=0)) == size for part, size in parts)
 
 
 def _build_pairs(folder: Path, data: Data, vocab: int) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 signatures and docstrings."""
 
 import ast
-import gzip
 import inspect
 import json
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from platform import documents
 from platform.config import ConfigError, Data
 from platform.data import sources
 from platform.data.objectives import PADDING, Ints
@@ -75,7 +75,7 @@ def read(data: Data) -> Iterator[tuple[str, str]]:
 
 
 def _lines(source: Path, other: Path) -> Iterator[tuple[str, str]]:
-    sides = [file.read_text(encoding="utf-8").splitlines() for file in (source, other)]
+    sides = [list(_text_lines(file)) for file in (source, other)]
     if len(sides[0]) != len(sides[1]):
         raise ConfigError(
             f"data.target_path={other}: {len(sides[1])} lines beside the {len(sides[0])} of data.path={source}"
@@ -83,17 +83,28 @@ def _lines(source: Path, other: Path) -> Iterator[tuple[str, str]]:
     yield from ((a, b) for a, b in zip(*sides, strict=True) if a.strip() and b.strip())
 
 
+def _text_lines(file: Path) -> Iterator[str]:
+    with sources.told(file), sources.unpacked(file) as stream:
+        for line in stream:
+            yield from line.decode().splitlines()
+
+
 def _objects(file: Path, data: Data) -> Iterator[tuple[str, str]]:
-    with (gzip.open if file.name.endswith(".gz") else open)(file, "rt", encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
+    with sources.told(file), sources.unpacked(file) as stream:
+        for number, line in enumerate(stream, 1):
             try:
-                values = json.loads(line or "{}")
-                source, other = values[data.field], values[data.target_field]
+                values = documents.from_json(line, sources.LINE + 1, strict=False)
+                source, other = _text(values[data.field]), _text(values[data.target_field])
                 if source.strip() and other.strip():
                     yield source, other
             except (ValueError, LookupError, TypeError, AttributeError):
                 wanted = f"data.field={data.field} and data.target_field={data.target_field}"
-                raise ConfigError(f"data.path={file}: line {number} has no texts {wanted}") from None
+                raise ConfigError(f"line {number} has no texts {wanted}") from None
+
+
+def _text(value: str) -> str:
+    """JSON may escape half a surrogate pair; UTF-8 cannot."""
+    return value.encode(errors="replace").decode()
 
 
 def _stdlib(modules: Sequence[Path]) -> Iterator[tuple[str, str]]:

@@ -7,12 +7,12 @@ may be compressed with gzip. Text is UTF-8 without NUL bytes.
 import codecs
 import glob
 import gzip
-import json
+import io
 import os
 import sysconfig
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
@@ -20,10 +20,14 @@ from typing import BinaryIO, cast
 
 from platform.checks import allow
 from platform.config import ConfigError, Data
+from platform.documents import from_json, line, opened
+from platform.schema import Malformed
 
 # The endings that a folder is searched for; a file or a glob that is named by the user may have any.
 ENDINGS = ".txt .md .rst .tex .html .py .c .h .cc .cpp .rs .go .java .js .ts .sh .jsonl".split()
 _PIECE = 64 * 1024  # bytes of a long document that are read at once
+LINE = 64 << 20  # bytes of the longest line
+_UNPACKED, _RATIO = 64 << 20, 300  # gzip makes text 3 to 20 times smaller, and nothing more than 1032 times
 _SNIFFED = 32  # files whose beginning the cheap check reads
 # Parts of the standard library that are tests, tables or a second copy of something, and other people's packages.
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data", "encodings"}
@@ -112,16 +116,58 @@ def documents(files: list[Path], data: Data) -> Generator[tuple[int, str], None,
     number = -1
     for file in files:
         reader = _lines if is_jsonl(file) else _blocks
-        try:
-            with file.open("rb") as magic:
-                opened = gzip.open if magic.read(2) == b"\x1f\x8b" else open
-            with opened(file, "rb") as stream:
-                for begins, piece in reader(cast(BinaryIO, stream), data):
-                    number += begins
-                    yield number, piece
-        except (ConfigError, OSError, EOFError, zlib.error) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise ConfigError(f"data.path={file}: {reason}") from None
+        with told(file), unpacked(file) as stream:
+            for begins, piece in reader(stream, data):
+                number += begins
+                yield number, piece
+
+
+class Bounded:
+    """A stream of bytes, which no packing makes much longer than its file, and no line longer than LINE."""
+
+    def __init__(self, stream: BinaryIO, packed: int):
+        self._stream, self._most = stream, max(_UNPACKED, _RATIO * packed)
+
+    def read(self, size: int) -> bytes:
+        return self._checked(self._stream.read(size))
+
+    def readline(self, size: int = LINE + 1) -> bytes:
+        text = self._checked(self._stream.readline(size))
+        if len(text) > LINE:
+            raise ConfigError(f"a line of more than {LINE >> 20} MiB; cut it")
+        return text
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self.readline, b"")
+
+    def tell(self) -> int:
+        return self._stream.tell()
+
+    def _checked(self, data: bytes) -> bytes:
+        if self._stream.tell() > self._most:
+            raise ConfigError(
+                f"it unpacks to more than {_RATIO} times its size, which no text does; unpack it yourself"
+            )
+        return data
+
+
+@contextmanager
+def unpacked(file: Path) -> Iterator[Bounded]:
+    """Open a file, unpacked where gzip has packed it."""
+    with opened(file) as raw, io.BufferedReader(raw) as plain:
+        packed = plain.peek(2)[:2] == b"\x1f\x8b"
+        stream = gzip.GzipFile(fileobj=plain) if packed else plain
+        yield Bounded(cast(BinaryIO, stream), os.fstat(raw.fileno()).st_size)
+
+
+@contextmanager
+def told(file: Path) -> Iterator[None]:
+    """Raise ConfigError, naming the file, for whatever its content makes reading raise."""
+    try:
+        yield
+    except (ConfigError, OSError, EOFError, zlib.error, UnicodeDecodeError, Malformed) as error:
+        reason = getattr(error, "strerror", None) or line(str(error).encode(errors="replace"))
+        raise ConfigError(f"data.path={file}: {reason}") from None
 
 
 def is_jsonl(file: Path) -> bool:
@@ -129,7 +175,7 @@ def is_jsonl(file: Path) -> bool:
     return file.name.removesuffix(".gz").endswith(".jsonl")
 
 
-def _blocks(stream: BinaryIO, data: Data) -> Iterator[tuple[bool, str]]:
+def _blocks(stream: Bounded, data: Data) -> Iterator[tuple[bool, str]]:
     """A whole file as one document, in pieces of some `_PIECE` bytes that end with a line where lines are short."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     begins = True
@@ -150,15 +196,15 @@ def _blocks(stream: BinaryIO, data: Data) -> Iterator[tuple[bool, str]]:
             return
 
 
-def _lines(stream: BinaryIO, data: Data) -> Iterator[tuple[bool, str]]:
+def _lines(stream: Bounded, data: Data) -> Iterator[tuple[bool, str]]:
     """The string in field `data.field` of the JSON object in each line; blank lines and empty strings are skipped."""
-    for number, line in enumerate(stream, 1):
-        if not line.strip():
+    for number, text in enumerate(stream, 1):
+        if not text.strip():
             continue
         try:
-            values = json.loads(line.decode())
-        except ValueError as error:
-            raise ConfigError(f"line {number} is not JSON: {error}") from None
+            values = from_json(text, LINE + 1, strict=False)
+        except Malformed as error:
+            raise ConfigError(f"line {number} is {error}") from None
         if not isinstance(values, dict):
             raise ConfigError(f"line {number} is a JSON {type(values).__name__}, not an object with fields")
         value = values.get(data.field)

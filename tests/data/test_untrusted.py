@@ -1,0 +1,210 @@
+"""Text and token caches of strangers: refused or built again, in one line and in bounded memory."""
+
+import gzip
+import hashlib
+import json
+import os
+import shutil
+import tracemalloc
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from platform.config import ConfigError, Data
+from platform.data import cache, corpus, pairs, prepare, sources
+
+SIZES = {"length": 32, "vocab": 400, "seed": 0}
+PAIRS = {**SIZES, "length": 4, "objective": "pairs"}
+FILES = {
+    "bomb.txt": gzip.compress(b"a b\n" * 200_000, 9),
+    "bomb.jsonl.gz": gzip.compress(b'{"text": "a", "target": "b"}\n' * 30_000, 9),
+    "blank.jsonl.gz": gzip.compress(b"\n" * 800_000, 9),
+    "line.jsonl.gz": gzip.compress(b'{"text": "' + b"x" * 200_000, 9),
+    "deep.jsonl": b'{"text": ' + b"[" * 100_000 + b"\n",
+    "many.jsonl": b'{"text": [' + b"0," * 1_100_000 + b"0]}\n",
+    "digits.jsonl": b'{"text": ' + b"1" * 10_000 + b"}\n",
+    "bytes.jsonl": b'{"text": "\xff", "target": "x"}\n',
+    "types.jsonl": b'{"text": 5, "target": ["x"]}\n',
+    "torn.jsonl.gz": gzip.compress(b'{"text": "a", "target": "b"}\n' * 1000)[:-20],
+    "garbage.jsonl.gz": b"\x1f\x8b" + b"\xff" * 100,
+}
+
+
+def consume(reader, most: int) -> None:
+    """Reads all, in bounded memory."""
+    tracemalloc.start()
+    try:
+        for _ in reader:
+            pass
+    finally:
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < most, peak
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Bounds that take seconds, not minutes, to reach."""
+    monkeypatch.setattr(sources, "LINE", 1 << 17)
+    monkeypatch.setattr(sources, "_UNPACKED", 1 << 19)
+
+
+@pytest.mark.parametrize("read", ["documents", "pairs"])
+@pytest.mark.parametrize("name", FILES)
+def test_text_that_is_none_is_refused(tmp_path, small, name, read):
+    if read == "pairs" and "jsonl" not in name:
+        pytest.skip("pairs are .jsonl")
+    file = tmp_path / name
+    file.write_bytes(FILES[name])
+    data = Data(kind="pairs" if read == "pairs" else "text", path=str(file))
+    reader = pairs.read(data) if read == "pairs" else sources.documents([file], data)
+    with pytest.raises(ConfigError) as caught:
+        consume(reader, 1 << 24)
+    [line] = caught.value.violations
+    assert line.startswith(f"data.path={file}: ") and line.isprintable() and len(line) < 500
+
+
+@pytest.mark.parametrize("content", [b"a\n\xff\n", gzip.compress(b"a\n" * 400_000, 9), gzip.compress(b"a\n")[:-9]])
+def test_two_files_of_pairs(tmp_path, small, content):
+    (tmp_path / "a").write_bytes(content)
+    (tmp_path / "b").write_bytes(b"a\nb\n")
+    data = Data(kind="pairs", path=str(tmp_path / "a"), target_path=str(tmp_path / "b"))
+    with pytest.raises(ConfigError, match=f"data.path={tmp_path}/a: "):
+        consume(pairs.read(data), 1 << 28)
+
+
+def test_lines_are_the_same_as_ever(tmp_path):
+    """However a line ends, and whatever other tools say in a field that is not read."""
+    text = "a\nb\r\nc\rd\x0be\u2028f\n\ng"
+    (tmp_path / "a").write_bytes(text.encode())
+    (tmp_path / "b").write_bytes(text.encode())
+    data = Data(kind="pairs", path=str(tmp_path / "a"), target_path=str(tmp_path / "b"))
+    assert [a for a, _ in pairs.read(data)] == [line for line in text.splitlines() if line]
+    file = tmp_path / "x.jsonl"
+    file.write_text('{"text": "a,[{", "score": NaN}\n{"text": "b", "n": 1e999, "n": 2}\n')
+    assert [piece for _, piece in sources.documents([file], Data(kind="text", path=str(file)))] == ["a,[{", "b"]
+
+
+def entry(data) -> Path:
+    (found,) = Path(data.cache).iterdir()
+    return found
+
+
+def put(*keys, value):
+    def change(folder: Path, content: dict) -> None:
+        part = content
+        for key in keys[:-1]:
+            part = part[key]
+        part[keys[-1]] = value
+
+    return change
+
+
+def rewrite(name: str, raw: bytes):
+    def change(folder: Path, content: dict) -> None:
+        (folder / name).write_bytes(raw)
+        content["files"][name] = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+
+    return change
+
+
+def beyond(folder: Path, content: dict) -> None:
+    """Ids that no embedding has."""
+    tokens = np.fromfile(folder / "tokens.bin", content["dtype"])
+    tokens[7] = 401
+    rewrite("tokens.bin", tokens.tobytes())(folder, content)
+
+
+SEALED = {
+    "no files": put("files", value={}),
+    "files that are a list": put("files", value=[]),
+    "a file elsewhere": put("files", "../../x.json", value={"bytes": 0, "sha256": "0" * 64}),
+    "a size of text": put("files", "tokens.bin", value={"bytes": "1", "sha256": "0" * 64}),
+    "an object type": put("dtype", value="O"),
+    "a type of others": put("dtype", value="<f8"),
+    "a type that is a number": put("dtype", value=2),
+    "no splits": put("splits", value={}),
+    "splits of text": put("splits", "train", value=["0", "9"]),
+    "splits that are negative": put("splits", "train", value=[-9, 9]),
+    "splits that are too long": put("splits", "validation", 1, value=10**9),
+    "splits that overlap": put("splits", "validation", 0, value=0),
+    "a tokenizer of bytes": rewrite("tokenizer.json", b"\xff"),
+    "a tokenizer of depth": rewrite("tokenizer.json", b'{"a":' * 100_000),
+    "a tokenizer of nothing": rewrite("tokenizer.json", b"{}"),
+    "tokens that are none": rewrite("tokens.bin", b""),
+    "half a token": rewrite("tokens.bin", b"\0" * 4001),
+    "tokens beyond the vocabulary": beyond,
+}
+
+
+class Built(Exception):
+    """An entry is built again."""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """One corpus of text and one of pairs, in caches."""
+    root = tmp_path_factory.mktemp("made")
+    (root / "a.txt").write_text("".join(f"line {i} of text: {i * i} sheep\n" for i in range(300)))
+    rows = (json.dumps({"text": f"a {i}", "target": f"b {i}"}) + "\n" for i in range(60))
+    (root / "p.jsonl").write_text("".join(rows))
+    text = Data(kind="text", path=str(root / "a.txt"), validation=0.2, cache=str(root / "text"))
+    both = Data(kind="pairs", path=str(root / "p.jsonl"), validation=0.1, cache=str(root / "pairs"))
+    prepare(text, **SIZES), prepare(both, **PAIRS)
+    return text, both
+
+
+@pytest.fixture
+def copies(made, tmp_path, monkeypatch):
+    """Those corpora, in caches of this test's own. Building one again raises Built."""
+
+    def refuse(*_):
+        raise Built
+
+    monkeypatch.setattr(corpus, "_build", refuse)
+    monkeypatch.setattr(corpus, "_build_pairs", refuse)
+    copied = [replace(data, cache=shutil.copytree(data.cache, tmp_path / data.kind)) for data in made]
+    prepare(copied[0], **SIZES), prepare(copied[1], **PAIRS)  # as they are they will do
+    return copied
+
+
+def seal(data, change) -> None:
+    folder = entry(data)
+    content = json.loads((folder / "meta.json").read_bytes())["content"]
+    change(folder, content)
+    (folder / "meta.json").write_text(json.dumps({"content": content, "sha256": cache._hash(content)}))
+
+
+@pytest.mark.parametrize("what", SEALED)
+def test_a_sealed_entry_of_nonsense_is_built_again(copies, what):
+    seal(copies[0], SEALED[what])
+    with pytest.raises(Built):
+        prepare(copies[0], **SIZES)
+
+
+METAS = {
+    "deep": b"[" * 100_000, "a list": b"[]", "bytes": b"\xff", "nothing": b"", "a number": b"5",
+    "NaN": b'{"content": NaN, "sha256": "x"}', "digits": b"1" * 10_000,
+    "a hash of lists": b'{"content": {}, "sha256": []}',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", [*METAS, "a directory", "a pipe", "a loop of links"])
+def test_a_description_of_nonsense_is_built_again(copies, what):
+    meta = entry(copies[0]) / "meta.json"
+    meta.unlink()
+    if what in METAS:
+        meta.write_bytes(METAS[what])
+    else:
+        {"a directory": os.mkdir, "a pipe": os.mkfifo, "a loop of links": lambda p: os.symlink(p, p)}[what](meta)
+    with pytest.raises(Built):
+        prepare(copies[0], **SIZES)
+
+
+@pytest.mark.parametrize("ends", [b"", b"\0" * 960, b"\xff" * 960])
+def test_ends_of_pairs_of_nonsense_are_built_again(copies, ends):
+    seal(copies[1], rewrite("ends.bin", ends))
+    with pytest.raises(Built):
+        prepare(copies[1], **PAIRS)
