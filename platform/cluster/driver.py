@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from platform import data
@@ -66,8 +67,12 @@ def _run(config: Config, plan: Plan, experiment: str, worker: str) -> int:
             with directory.claim(config, plan.to_dict()) as there:
                 if places.saves(config):
                     check_writable(config)
+                with _messages("platform.data", partial(print, flush=True)):
+                    # Before W&B, a lease or a worker is there: what is wrong deep in a file leaves nothing behind. The
+                    # workers then find the tokens in the cache.
+                    corpus = data.of(config).digest
                 changed = changes(there, meta, config, plan.mesh.axes)
-                status = _drive(config, plan, directory, device, steps, worker, signals, found, changed)
+                status = _drive(config, plan, directory, device, steps, worker, signals, found, changed, corpus)
     except Stopped as stopped:  # outside of training, or for the second time
         print(f"stopped by {stopped}: nothing was done; the same command does it")
         return FAILED
@@ -89,6 +94,7 @@ def _drive(
     signals: StopSignals,
     found: Origin | None,
     changed: Mapping[str, tuple[Any, Any]],
+    corpus: str,
 ) -> int:
     from platform.cluster.changes import report
     from platform.cluster.checkpoints import Checkpoints
@@ -106,23 +112,23 @@ def _drive(
         try:
             report(changed, journal, monitor.say)
             checkpoints = Checkpoints(config, plan, found, journal, monitor.say)
-            status = _control(Run(config, plan, job, steps, journal, monitor, signals, checkpoints, directory))
+            run = Run(config, plan, job, steps, journal, monitor, signals, checkpoints, directory)
+            status = _control(run, corpus)
             _account(journal, monitor)
         finally:
             monitor.close(status)
     return status
 
 
-def _control(run: Run) -> int:
-    """From the data to the last step, through as many generations as it takes; the exit status."""
+def _control(run: Run, corpus: str) -> int:
+    """From the first step to the last, through as many generations as it takes; the exit status."""
     from platform.cluster.controller import Controller
     from platform.cluster.forming import Former
 
     config, journal, monitor, checkpoints = run.config, run.journal, run.monitor, run.checkpoints
     controller = Controller(run, Former(run))
     try:
-        with _messages("platform.data", monitor.say):  # here and first: the workers find the tokens in the cache
-            checkpoints.check(data.of(config).digest)
+        checkpoints.check(corpus)
         monitor.say(run.plan.describe())
         kind = resources.crew_kind(config.cluster)
         spares = f" and {config.elastic.spares} spares" if config.elastic.spares else ""

@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from platform.config import ConfigError
+from platform.undo import missing, remove_empty
 
 _META = "meta.json"
 
@@ -31,6 +32,7 @@ def fetch(entry: Path, build: Callable[[Path], dict[str, Any]]) -> dict[str, Any
     """
     if description := _verified(entry):
         return description
+    made = missing(entry.parent)
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
         workshop = TemporaryDirectory(dir=entry.parent, prefix=".building-")
@@ -43,7 +45,12 @@ def fetch(entry: Path, build: Callable[[Path], dict[str, Any]]) -> dict[str, Any
             entry.rename(Path(workshop.name, "corrupt"))
         private = Path(workshop.name, "new")
         private.mkdir()
-        _seal(private, build(private))
+        try:
+            _seal(private, build(private))
+        except BaseException:
+            workshop.cleanup()
+            remove_empty(made)
+            raise
         try:
             private.rename(entry)
         except OSError as error:

@@ -12,7 +12,6 @@ from platform import launch
 from platform.cluster import origin
 from platform.config import Config, ConfigError
 
-pytestmark = pytest.mark.xfail(strict=True, reason="files stay behind; a dead endpoint is known after two minutes")
 SMALL = ["+experiment=gpt_quick", "model.layers=1", "model.length=8", "model.vocab=300", "parallel.data=1",
          "tensor=serial", "cluster=processes", "eval.every=0", "monitor.sample=0"]  # fmt: skip
 

@@ -183,7 +183,6 @@ def test_synthetic_tokens_need_no_text():
     assert corpus.decode([1, 22]) == "<1> <22>" and all(0 <= i < 50 for i in corpus.encode("start"))
 
 
-@pytest.mark.xfail(strict=True, reason="quadratic")
 def test_text_without_spaces_is_tokenised_in_linear_time():
     """Training is quadratic in the longest word: one of 256,000 letters would take 20 s."""
     draw = random.Random(0)
@@ -196,7 +195,6 @@ def test_text_without_spaces_is_tokenised_in_linear_time():
     assert len(ids) < 0.7 * len(text)
 
 
-@pytest.mark.xfail(strict=True, reason="quadratic")
 def test_ordinary_text_is_trained_on_as_it_is():
     assert tokenizer._bounded("the quick brown fox " * 10_000) == ["the quick brown fox " * 10_000]
     text = "x" * 10_000 + " " * 5_000 + "é1_" * 3
