@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from platform.config import ConfigError, Data
-from platform.data import END_OF_TEXT, prepare, tokenizer
+from platform.data import END_OF_TEXT, check, prepare, tokenizer
 from platform.data.corpus import held_out
 
 LENGTH, VOCAB = 32, 400
@@ -199,3 +199,11 @@ def test_ordinary_text_is_trained_on_as_it_is():
     assert tokenizer._bounded("the quick brown fox " * 10_000) == ["the quick brown fox " * 10_000]
     text = "x" * 10_000 + " " * 5_000 + "é1_" * 3
     assert "".join(tokenizer._bounded(text)) == text and len(tokenizer._bounded(text)) > 3
+
+
+def test_nothing_is_held_out_where_nobody_asks_for_it(data):
+    """One check judges data.validation=0: it is legal, and eval.every alone cannot go with it."""
+    corpus = prepare(replace(data, validation=0.0), length=LENGTH, vocab=VOCAB, seed=0)
+    assert corpus.samples["validation"] == 0 and len(corpus.streams["validation"]) == 0 and corpus.samples["train"] > 50
+    assert check(replace(data, validation=0.0), vocab=VOCAB) == []
+    assert check(replace(data, validation=-0.1), vocab=VOCAB) and check(replace(data, validation=1.0), vocab=VOCAB)
