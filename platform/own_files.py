@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Any
 
 SCHEME = "own"
-LARGEST = 1 << 20  # bytes of a file
+LARGEST = 64 << 10  # bytes of a file: a second of parsing
 MOST_VALUES = 20_000  # in a file, with every alias written out
 DEEPEST = 30  # mappings and lists inside one another
+TOO_DEEP = f"it is nested deeper than {DEEPEST}, or holds itself"
 
 
 def register() -> str:
@@ -43,16 +45,30 @@ def unreadable(path: str) -> str:
         if (size := os.path.getsize(path)) > LARGEST:
             return f"it has {size} bytes, of which there may be {LARGEST}"
         with open(path, encoding="utf-8") as file:
-            values = yaml.load(file, Loader=get_yaml_loader())
+            text = file.read()
+        if _depth(yaml.parse(text, Loader=get_yaml_loader())) > DEEPEST:
+            return TOO_DEEP
+        values = yaml.load(text, Loader=get_yaml_loader())
     except UnicodeDecodeError as error:
         return f"it is not UTF-8 (byte {error.start})"
-    except RecursionError:
-        return f"it is nested deeper than {DEEPEST}"
     except OSError as error:
         return f"it cannot be read ({error.strerror})"
     if values is not None and not isinstance(values, dict):
         return f"it holds a {type(values).__name__}, not keys with values"
     return _too_much(values)
+
+
+def _depth(events: Iterable[Any]) -> int:
+    """Return how deep the collections of a YAML stream are nested; no further than one deeper than may be."""
+    from yaml.events import CollectionEndEvent, CollectionStartEvent
+
+    depth = deepest = 0
+    for event in events:
+        depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
+        deepest = max(deepest, depth)
+        if deepest > DEEPEST:
+            break
+    return deepest
 
 
 def _too_much(values: Any) -> str:
@@ -62,7 +78,7 @@ def _too_much(values: Any) -> str:
         value, depth = left.pop()
         count += 1
         if depth > DEEPEST:
-            return f"it is nested deeper than {DEEPEST}, or holds itself"
+            return TOO_DEEP
         if count > MOST_VALUES:
             return f"it holds more than {MOST_VALUES} values"
         if isinstance(value, dict):

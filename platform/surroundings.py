@@ -95,9 +95,9 @@ def _unusable(path: str) -> str:
     except (OSError, ValueError) as error:
         return f"cannot be used ({getattr(error, 'strerror', None) or error})"
     if not os.path.isdir(path):
-        return f"{path} is no directory"
+        return f"cannot be used ({path} is no directory)"
     if not os.access(path, os.W_OK | os.X_OK):
-        return f"{path} cannot be written to"
+        return f"cannot be used (Permission denied, or read-only: {path})"
     return ""
 
 

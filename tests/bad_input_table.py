@@ -216,10 +216,10 @@ monitor.project='' | monitor.project=: W&B takes
 run.dir=/ | run.dir=/: is the root of the file system | a directory
 run.dir=//// | run.dir=/: is the root
 run.dir=~nosuchuser/x | run.dir=~nosuchuser/x: there is no user nosuchuser | ./~nosuchuser/x
-run.dir=/dev/null | run.dir=/dev/null: /dev/null is no directory | a directory
+run.dir=/dev/null | run.dir=/dev/null: cannot be used (/dev/null is no directory) | a directory
 run.dir=/dev/null/x | run.dir=/dev/null/x: cannot be used | a directory
 run.dir=s3://a/b | run.dir=s3://a/b: must be a path | a path
-data.cache=/dev/null | data.cache=/dev/null: /dev/null is no directory | a directory
+data.cache=/dev/null | data.cache=/dev/null: cannot be used (/dev/null is no directory) | a directory
 data.cache=/ | data.cache=/: is the root | a directory
 data.cache=~nosuchuser | data.cache=~nosuchuser: there is no user | ./~nosuchuser
 data=text data.path=~nosuchuser/x | data.path=~nosuchuser/x: there is no user | ./~nosuchuser/x
@@ -227,9 +227,9 @@ data=text data.path=https://a/b | data.path=https://a/b: must be a path | a path
 checkpoint.url=/ | checkpoint.url=/: is the root | a directory
 checkpoint.url=/dev/null/x | checkpoint.url=/dev/null/x: cannot be used | a directory
 checkpoint.url=ftp://host/x | checkpoint.url=ftp://host/x: cannot be used: nothing can be saved through ftp | s3://
-checkpoint.url=github://a:b@/x | checkpoint.url=github:///x: cannot be used: nothing can be saved through github | s3:
+checkpoint.url=github://x | checkpoint.url=github://x: cannot be used: nothing can be saved through github | s3:
 checkpoint.url=zip://x | checkpoint.url=zip://x: cannot be used: nothing can be saved through zip | a path
-checkpoint.url=reference://x | checkpoint.url=reference://x: cannot be used: nothing can be saved through reference | s3
+checkpoint.url=reference://x | checkpoint.url=reference://x: cannot be used: nothing can be saved | a path
 checkpoint.url=http://x/y | checkpoint.url=http://x/y: cannot be used: nothing can be saved through http | a path
 checkpoint.url=https://u:secret@x/y | checkpoint.url=https://x/y: cannot be used: nothing can be saved | a path
 checkpoint.url=tar://x | checkpoint.url=tar://x: cannot be used: nothing can be saved | a path

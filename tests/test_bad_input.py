@@ -10,10 +10,10 @@ from unittest import mock
 
 import pytest
 
-from platform import launch
+from platform import launch, surroundings
 from platform.bounds import BOUNDS, CHOICES, LONGEST, leaves
 from platform.composing import opened
-from platform.config import Config, ConfigError
+from platform.config import Config, ConfigError, printable
 from tests.bad_input_table import NUMBERS, REALS, TABLE
 from tests.fuzz.values import _again
 
@@ -129,3 +129,67 @@ def test_all_mistakes_at_once(refusal):
         "precision=fp8",
     ):
         assert sum(line.startswith(start) for line in lines) == 1, lines
+
+
+# The environment.
+
+VARIABLES = [
+    (["cluster=ray"], "RAY_ADDRESS", "garbage", "auto"),
+    (["cluster=ray"], "RAY_ADDRESS", "ray://", "auto"),
+    (["cluster=ray"], "RAY_ADDRESS", "host:port", "127.0.0.1:6379"),
+    (["cluster=ray"], "RAY_ADDRESS", "a b:1", "127.0.0.1:6379"),
+    (["cluster=ray"], "RAY_ADDRESS", "", "auto"),
+    (["monitor=wandb"], "WANDB_MODE", "nosuch", "online, offline, disabled"),
+    (["monitor=wandb"], "WANDB_MODE", "Offline\n", "offline"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "name", "value", "legal"), VARIABLES)
+def test_a_variable(refusal, monkeypatch, arguments, name, value, legal):
+    monkeypatch.setenv(name, value)
+    [line] = refusal(*arguments)
+    assert line.startswith(f"{name}={printable(value)}: (environment) ") and legal in line
+
+
+@pytest.mark.parametrize("name", surroundings.TORCHRUN)
+def test_a_variable_of_torchrun(refusal, monkeypatch, name):
+    for each in surroundings.TORCHRUN:
+        monkeypatch.setenv(each, "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv(name, "²")
+    [line] = refusal("cluster=processes")
+    assert line.startswith(f"{name}=²: (environment) must be ")
+
+
+def test_variables_that_nothing_reads_may_be_anything(monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "nosuch")
+    monkeypatch.setenv("RAY_ADDRESS", "garbage")
+    assert surroundings.wrong_surroundings(Config()) == []
+
+
+# Tables of schedules.
+
+TABLES_OF_SCHEDULES = {
+    "pipe": (None, "is no file"),
+    "folder": (None, "is no file"),
+    "absent": (None, "cannot be read"),
+    "empty": ("", "no backward pass"),
+    "words": ("hello,world\n", "is no action"),
+    "far": ("0F999999999,0B999999999\n", "microbatches"),
+    "digits": ("0F" + "9" * 5000 + "\n", "is no action"),
+    "half": ("0F0,0F1,0B0\n", "0B1 is missing"),
+    "binary": (b"\xff\xfe", "cannot be read"),
+    "odd": ("0F٣,0B٣\n", "is no action"),
+}
+
+
+@pytest.mark.parametrize("name", TABLES_OF_SCHEDULES)
+def test_a_table_of_a_schedule(refusal, tmp_path, name):
+    content, said = TABLES_OF_SCHEDULES[name]
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    elif name != "absent":
+        (os.mkfifo if name == "pipe" else os.mkdir)(path)
+    lines = refusal("pipeline=file", f"pipeline.file={path}")
+    assert lines[0].startswith(f"pipeline.file={path}: ") and said in lines[0]

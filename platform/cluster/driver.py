@@ -87,9 +87,13 @@ def _run(config: Config, plan: Plan, worker: str, signals: StopSignals, known: K
     there = opened.enter_context(directory.claim(config, plan.to_dict()))
     if places.saves(config):
         check_writable(config)
+    with _messages("platform.data", known.say):
+        # Before W&B, a lease or a worker is there: what is wrong deep in a file leaves nothing behind. The workers then
+        # find the tokens in the cache.
+        corpus = data.of(config).digest
     changed = changes(there, meta, config, plan.mesh.axes)
     _open(config, known, opened)
-    status = _drive(config, plan, secured, worker, signals, found, changed, known)
+    status = _drive(config, plan, secured, worker, signals, found, changed, corpus, known)
     if status == DONE:
         known.say(f"run directory: {directory.path}")
         if steps < config.train.steps:
@@ -118,6 +122,7 @@ def _drive(
     signals: StopSignals,
     found: Origin | None,
     changed: Mapping[str, tuple[Any, Any]],
+    corpus: str,
     known: Known,
 ) -> int:
     """Trains from the data to the last step, through as many generations as it takes; the exit status."""
@@ -141,8 +146,7 @@ def _drive(
     records = journal, monitor, signals, checkpoints, known.directory
     run = Run(config, plan, job, known.steps, *records, secured)
     known.controller = controller = Controller(run, Former(run))
-    with _messages("platform.data", monitor.say):  # here and first: the workers find the tokens in the cache
-        checkpoints.check(data.of(config).digest)
+    checkpoints.check(corpus)
     monitor.say(plan.describe())
     kind = resources.crew_kind(config.cluster)
     beside = secured.members - job.world_size  # spares; fewer than 0 where the run starts smaller

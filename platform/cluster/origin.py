@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import os
 import secrets
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
 from platform.checkpoint import Manifest, Refused, Storage, connect, find, load
+from platform.checkpoint.storage import Local
 from platform.cluster import traces
 from platform.config import RESUME, Config, ConfigError, violation
 from platform.identity import refusal
+from platform.redaction import bare
 from platform.schema import Malformed
 from platform.train import places
+from platform.undo import missing, remove_empty
+
+ANSWER_SECONDS = 10.0  # of a storage that is asked for the first time
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,7 @@ def origin(config: Config, *, held: bool = False, over: bool = False) -> Origin 
         return None
     url, name = places.source(config)
     key = "checkpoint.url" if c.resume in RESUME else "checkpoint.resume"
-    storage = connect(url, key)
+    storage = answering(url, key)
     where = os.path.join(storage.url, name) if name else storage.url
     try:
         if name:
@@ -71,11 +77,39 @@ def traced(config: Config) -> int:
 
 
 def check_writable(config: Config) -> None:
-    """Raises ConfigError where checkpoints could not be written."""
-    storage = connect(places.home(config))
+    """Leaves nothing behind. Raises ConfigError where checkpoints could not be written."""
+    storage = answering(places.home(config), "checkpoint.url")
+    made = missing(storage.root) if isinstance(storage, Local) else []
     name = f".probe-{secrets.token_hex(4)}"
     try:
         storage.write(name, [memoryview(b"x")])
         storage.delete(name)
     except OSError as error:
         raise ConfigError(violation("checkpoint.url", storage.url, f"cannot be written to: {error}")) from None
+    finally:
+        remove_empty(made)
+
+
+def answering(url: str, key: str) -> Storage:
+    """Connect to a storage and ask it once what it holds. Raises ConfigError, naming `key`, where it cannot be asked or
+    has not answered after ANSWER_SECONDS: client libraries go on trying for minutes."""
+    found: list[Storage | BaseException] = []
+
+    def ask() -> None:
+        try:
+            storage = connect(url, key)
+            storage.list("")
+            found.append(storage)
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=ask, name="storage", daemon=True)
+    thread.start()
+    thread.join(ANSWER_SECONDS)
+    outcome = found[0] if found else OSError(f"no answer for {ANSWER_SECONDS:g} s")
+    if isinstance(outcome, ConfigError):
+        raise outcome
+    if isinstance(outcome, BaseException):
+        reason = f"cannot be reached: {outcome}"
+        raise ConfigError(violation(key, bare(url), reason, ["a path"])) from None
+    return outcome

@@ -19,6 +19,9 @@ from platform.config import Config, ConfigError, violation
 from platform.identity import identity, refusal
 from platform.redaction import redact
 from platform.schema import Malformed
+from platform.undo import missing, remove_empty, remove_files
+
+OURS = ("journal.jsonl", "metrics.jsonl", "driver.lock", "wandb")  # made before a run's first step; see `claim`
 
 
 class RunDirectory:
@@ -64,20 +67,23 @@ class RunDirectory:
     @contextmanager
     def claim(self, config: Config, plan: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
         """Makes the directory and is its only driver; writes `config.yaml` and `plan.json`. Yields the configuration
-        that was there. Where a ConfigError ends the run, both files become again what they were.
+        that was there. Where a ConfigError ends the run, both files become again what they were; of a run that is
+        refused before its first step nothing stays.
 
         Raises ConfigError where it cannot be written, another driver is alive, or the identity is another.
         """
+        made, own_logs = missing(self.path), (self.path / "logs").exists()
         try:
             self.path.mkdir(0o700, parents=True, exist_ok=True)  # what is there keeps its mode
             (self.path / "logs").mkdir(0o700, exist_ok=True)
             lock = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)  # it is emptied
         except OSError as error:
+            remove_empty([self.path / "logs", *made])
             raise self.unusable(error) from None
         try:
             self._lock_or_refuse(lock)
             there = self.check(config)  # again: between the first look and the lock another driver may have been here
-            with _as_they_were(self._config, self._plan):
+            with self._left_as_found(made, own_logs), _as_they_were(self._config, self._plan):
                 try:
                     _replace(self._config, yaml.safe_dump(redact(config.to_dict()), sort_keys=False))
                     self.write_plan(plan)
@@ -86,6 +92,20 @@ class RunDirectory:
                 yield there
         finally:
             os.close(lock)
+
+    @contextmanager
+    def _left_as_found(self, made: list[Path], own_logs: bool) -> Iterator[None]:
+        """Take everything back where a ConfigError ends a run that had not begun before and takes no step."""
+        begun = self._config.exists() or self.journal.exists()
+        try:
+            yield
+        except ConfigError:
+            metrics = self.path / "metrics.jsonl"
+            if not begun and not (metrics.exists() and metrics.stat().st_size):
+                remove_files(self.path, OURS if own_logs else (*OURS, "logs"))
+                remove_empty([self.path / "checkpoints"])
+                remove_empty(made)
+            raise
 
     def write_plan(self, plan: dict[str, Any]) -> None:
         """`plan.json`: that of the newest generation. Which one had which, the journal tells (`forming`)."""

@@ -55,7 +55,7 @@ class Corpus:
     @property
     def samples(self) -> dict[str, int]:
         """Samples per epoch of each split."""
-        return {split: self.objective.samples(stream) for split, stream in self.streams.items()}
+        return {split: max(0, self.objective.samples(stream)) for split, stream in self.streams.items()}
 
     def batch(self, split: str, start: int, end: int) -> dict[str, NDArray[np.int64]]:
         """Samples start..end of the split's endless global order: data tensor -> int64 [end - start, length].

@@ -1,6 +1,8 @@
 """A byte-level BPE tokenizer, trained on the corpus: every text round-trips, no text is unknown."""
 
+import re
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +14,8 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = 0  # the id of the token in front of every document; no text encodes to it, not even its own spelling
 SMALLEST = 257  # entries: one per byte, and END_OF_TEXT
+_LONGEST = 4096  # characters of one word that a tokenizer is trained on
+_RUN = re.compile("|".join(f"{kind}{{{_LONGEST}}}" for kind in (r"[^\W\d_]", r"\d", r"\s", r"(?:[^\w\s]|_)")))
 _BATCH = 2_000_000  # characters encoded at once; the library needs some 100 bytes per token meanwhile
 
 
@@ -28,9 +32,18 @@ def train(texts: Iterable[str], vocab: int) -> "Tokenizer":
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator((part for text in texts for part in _bounded(text)), trainer)
     tokenizer.encode_special_tokens = True
     return tokenizer
+
+
+def _bounded(text: str) -> list[str]:
+    """Return the text, cut where letters, digits, spaces or signs follow each other for more than _LONGEST characters:
+    training takes time quadratic in what the tokenizer sees as one word. Other texts stay whole."""
+    if len(text) <= _LONGEST or not (found := list(_RUN.finditer(text))):
+        return [text]
+    cuts = [0, *(run.end() for run in found), len(text)]
+    return [text[start:end] for start, end in pairwise(cuts) if start < end]
 
 
 def load(file: Path) -> "Tokenizer":

@@ -130,6 +130,7 @@ class _Walk:
         self.held: dict[tuple[str, int, int], int] = {}  # what waits, by what and for which chunk and microbatch
         self.sending: deque[int] = deque()
         self._measured: dict[tuple, Passes] = {}
+        self._blocks: dict[tuple, list[tuple[int, int]]] = {}
 
     def run(self, row: Sequence[Action]) -> tuple[int, int, int, int]:
         left = Counter(a.chunk for a in row if a.kind in (Kind.BACKWARD, Kind.WEIGHT))
@@ -216,51 +217,51 @@ class _Walk:
 
     # what is sent and received
 
-    def _bytes(self, flow: Specs) -> int:
-        return sum(prod(self.plan.local_shape(spec)) for _, spec in self._present(flow)) * self.compute
+    def blocks(self, flow: Specs) -> list[tuple[int, int]]:
+        """Bytes of every tensor of a flow: of its block, and of the part that is sent of it, 0 where all of it is."""
+        key = tuple(flow)
+        if key not in self._blocks:
+            found = []
+            for spec in (spec for _, spec in flow if self.plan.present(spec, self.at)):
+                part = self.plan.sent_elements(spec) if self.plan.shared_axes(spec) else 0
+                found.append((prod(self.plan.local_shape(spec)) * self.compute, part * self.compute))
+            self._blocks[key] = found
+        return self._blocks[key]
 
-    def _present(self, flow: Specs) -> Specs:
-        return [(name, spec) for name, spec in flow if self.plan.present(spec, self.at)]
+    def _bytes(self, flow: Specs) -> int:
+        return sum(whole for whole, _ in self.blocks(flow))
 
     def receive(self, a: Action) -> None:
         forward = a.kind is Kind.RECV_F
         flow = self.chunks[a.chunk].receives if forward else self.chunks[a.chunk].sends
-        size = sum(self.plan.sent_elements(spec) for _, spec in self._present(flow)) * self.compute
+        size = sum(part or whole for whole, part in self.blocks(flow))
         self.held["arriving F" if forward else "arriving B", a.chunk, a.microbatch] = size
         self.now += size
         self.reach()
 
     def _arrive(self, what: str, a: Action, flow: Specs, local: int | None) -> None:
         """What a pass starts from: there already on this stage, or gathered from the parts that were received."""
-        part = self.held.pop(("arriving F" if what == "inputs" else "arriving B", a.chunk, a.microbatch), 0)
+        arrived = self.held.pop(("arriving F" if what == "inputs" else "arriving B", a.chunk, a.microbatch), 0)
         if local is None:
-            gathered = [spec for _, spec in self._present(flow) if self.plan.shared_axes(spec)]
             local = self._bytes(flow)
-            if gathered:
-                self.now += local
-                self.reach()
-                self.now -= part
-            elif not part:
-                self.now += local
+            parts = sum(part for _, part in self.blocks(flow))
+            self.now += local - (arrived - parts)
+            self.reach()
+            self.now -= parts
         self.held[what, a.chunk, a.microbatch] = local
 
     def send(self, a: Action) -> None:
         forward = a.kind is Kind.SEND_F
         key = ("flow", a.chunk + 1, a.microbatch) if forward else ("gradients", a.chunk - 1, a.microbatch)
-        flow = self.chunks[a.chunk].sends if forward else self.chunks[a.chunk].receives
         before = self.held.pop(key)
-        sent = 0
-        for _, spec in self._present(flow):
-            part = self.plan.sent_elements(spec) * self.compute
-            whole = prod(self.plan.local_shape(spec)) * self.compute
-            if self.plan.shared_axes(spec):
+        for whole, part in self.blocks(self.chunks[a.chunk].sends if forward else self.chunks[a.chunk].receives):
+            if part:
                 self.reach(whole + part)  # padded, and the part that is sent
                 self.now += part
             else:
                 part = min(whole, before)
                 before -= part
             self.sending.append(part)
-            sent += part
         self.now -= before
         while len(self.sending) > SENDS_IN_FLIGHT:
             self.now -= self.sending.popleft()

@@ -55,8 +55,7 @@ class Meter(Ops):
         sizes = [x.elements for x in ins]
 
         def backward(_: Gradients, __: Saved) -> Gradients:
-            if work:
-                self.new(work, itemsize)
+            held = self.new(work, itemsize) if work else None  # noqa: F841  (until they are all there)
             return [self.new(n) for n in sizes]
 
         self.note([out], ins, saved, backward)

@@ -346,9 +346,9 @@ class Metered(Meter):
             return self.plain(loss, [logits], (p,), n if self.wide != self.plan.itemsize["compute"] else 0, self.wide)
         real = prod(rows) * self.plan.sizes["vocab"]
         logs, divisor = self.new(real, self.wide), self.new(1)
-        narrow = 0 if self.wide == self.plan.itemsize["compute"] else real
         del wide
-        return self.plain(loss, [logits], (logs, divisor), real + narrow, self.wide)
+        size = (2 * self.wide - self.plan.itemsize["compute"]) * real  # two gradients of the logs; the last is cast
+        return self.plain(loss, [logits], (logs, divisor), size, 1)
 
     def squared_error(self, name, y, target, spec, ids):
         error = self.widened(self.new(y.elements), y.elements)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from platform.plan.layout import Layout, local_shape, padded
@@ -28,10 +28,16 @@ class Planner:
     sizes: Mapping[str, int]
     reduced_at_use: Mapping[tuple[str, str, str], tuple[str, ...]]
     storage: tuple[str, ...] = ()
+    _layouts: dict[Spec | Parameter, Layout] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def layout(self, tensor: Spec | Parameter) -> Layout:
         """The layout of an activation or parameter. kv_heads takes the longest prefix of heads' axes that divides it,
         where the scheme does not name it."""
+        if tensor not in self._layouts:
+            self._layouts[tensor] = self._layout(tensor)
+        return self._layouts[tensor]
+
+    def _layout(self, tensor: Spec | Parameter) -> Layout:
         dims = tensor.dims
         wanted = (*dims, "heads") if "kv_heads" in dims else dims
         if isinstance(tensor, Parameter):

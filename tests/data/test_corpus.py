@@ -1,6 +1,8 @@
 import json
+import random
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from platform.config import ConfigError, Data
-from platform.data import END_OF_TEXT, prepare
+from platform.data import END_OF_TEXT, check, prepare, tokenizer
 from platform.data.corpus import held_out
 
 LENGTH, VOCAB = 32, 400
@@ -179,3 +181,29 @@ def test_synthetic_tokens_need_no_text():
     assert not np.array_equal(batch, rows(other, "train", 10**6, 10**6 + 500)) and corpus.digest != other.digest
     assert not np.array_equal(rows(corpus, "train", 0, 4), rows(corpus, "validation", 0, 4))
     assert corpus.decode([1, 22]) == "<1> <22>" and all(0 <= i < 50 for i in corpus.encode("start"))
+
+
+def test_text_without_spaces_is_tokenised_in_linear_time():
+    """Training is quadratic in the longest word: one of 256,000 letters would take 20 s."""
+    draw = random.Random(0)
+    text = "".join(draw.choice("acgt") for _ in range(256_000))
+    began = time.process_time()
+    bpe = tokenizer.train([text, text], 300)
+    [ids] = tokenizer.encode(bpe, [(0, text)])
+    assert time.process_time() - began < 5.0
+    assert bpe.decode(ids[1:].tolist()) == text
+    assert len(ids) < 0.7 * len(text)
+
+
+def test_ordinary_text_is_trained_on_as_it_is():
+    assert tokenizer._bounded("the quick brown fox " * 10_000) == ["the quick brown fox " * 10_000]
+    text = "x" * 10_000 + " " * 5_000 + "é1_" * 3
+    assert "".join(tokenizer._bounded(text)) == text and len(tokenizer._bounded(text)) > 3
+
+
+def test_nothing_is_held_out_where_nobody_asks_for_it(data):
+    """One check judges data.validation=0: it is legal, and eval.every alone cannot go with it."""
+    corpus = prepare(replace(data, validation=0.0), length=LENGTH, vocab=VOCAB, seed=0)
+    assert corpus.samples["validation"] == 0 and len(corpus.streams["validation"]) == 0 and corpus.samples["train"] > 50
+    assert check(replace(data, validation=0.0), vocab=VOCAB) == []
+    assert check(replace(data, validation=-0.1), vocab=VOCAB) and check(replace(data, validation=1.0), vocab=VOCAB)

@@ -24,6 +24,7 @@ from platform.config import Config, ConfigError
 
 SECONDS = 3.0  # of this thread's CPU, beside those of a plan
 SECONDS_PER_LAYER = 0.03  # of a plan that is made
+SECONDS_PER_MICROBATCH = 1e-4
 EXPERIMENTS = ("gpt_quick",) * 6 + ("two_layer", "elastic_demo", "one_gpu", "transformer_base")
 SCHEMES = ("serial", "1d", "1d_sp", "2d", "2d_gather", "2p5d", "3d", "3d_literal", "layout", "mesh_tf_2d")
 GROUPS = {
@@ -63,6 +64,9 @@ def _nested(r: random.Random, depth: int = 0) -> str:
     return "{" + ",".join(f"{r.choice(names)}: {part}" for part in parts) + "}"
 
 
+EASY = ("data.field", "data.target_field", "run.dir", "monitor.project", "data.cache", "checkpoint.url")
+WELL_FORMED = ("extend=[]", "elastic.faults=[5:kill:1,7:stop:0]", "optimizer.betas=[0.5,0.9]", "tensor.axes={t: 2}",
+               "resume.allow=[]", "branch.only=[]", "model={layers: 1}", "train={steps: 20, spike: 3}")  # fmt: skip
 KINDS: dict[str, Callable[[random.Random], str]] = {
     "huge": _huge,
     "tiny": lambda r: r.choice(["1e-300", "5e-324", "1e-9", "0.0001", "0", "0.0"]),
@@ -121,12 +125,13 @@ def opened() -> Iterator[Callable[[int], str]]:
 
 
 def _again(composer):
-    """`composing.opened` with Hydra open already, which is most of what a command takes; own files open it anew."""
+    """`composing.opened` with Hydra open already, which is most of what a command takes."""
 
     @contextmanager
     def again(config_dir):
-        if config_dir is not None and not os.path.isdir(config_dir):
-            raise ConfigError(f"--config-dir={config_dir}: no such directory")
+        if config_dir is not None:  # of the fuzzer's there is none
+            with hydra_opened(config_dir):
+                raise AssertionError(config_dir)
         yield composer
 
     return again
@@ -142,13 +147,27 @@ def _attempt(seed: int, private: str) -> str:
         kind, accepted, deep = COMMAND, _command(arguments), 0
     else:
         kind = r.choice(list(KINDS))
+        if r.random() < 0.3:
+            return _easy(r, kind, began, private)
         drawn = [_argument(r, kind), *(_argument(r, r.choice(list(KINDS))) for _ in range(r.choice([0, 0, 1, 2])))]
         chosen = [f"{group}={r.choice(options)}" for group, options in GROUPS.items() if r.random() < 0.08]
         arguments = [f"+experiment={r.choice(EXPERIMENTS)}", *chosen, *(argument for _, argument in drawn)]
         accepted, deep = _planned(arguments, [*chosen, *(key for key, _ in drawn)])
+    return _judged(kind, accepted, deep, began, private, arguments)
+
+
+def _easy(r: random.Random, kind: str, began: float, private: str) -> str:
+    """Attempt one value for a key that takes nearly anything."""
+    key = r.choice(EASY)
+    argument = r.choice(WELL_FORMED) if kind == "nested" else f"{key}={_value(r, kind, key)}"
+    arguments = ["+experiment=gpt_quick", argument]
+    accepted, deep = _planned(arguments, [argument.split("=")[0]])
+    return _judged(kind, accepted, deep, began, private, arguments)
+
+
+def _judged(kind: str, accepted: bool, allowed: float, began: float, private: str, arguments: list[str]) -> str:
     seconds = time.thread_time() - began
-    limit = SECONDS + SECONDS_PER_LAYER * deep
-    assert seconds < limit, f"{seconds:.1f} s of CPU for {arguments!a}"
+    assert seconds < SECONDS + allowed, f"{seconds:.1f} s of CPU for {arguments!a}"
     assert os.listdir(private) == [], f"{os.listdir(private)} left by {arguments!a}"
     return f"{kind}: {'accepted' if accepted else 'refused'}"
 
@@ -159,8 +178,8 @@ def _argument(r: random.Random, kind: str) -> tuple[str, str]:
     return key, f"{key}={_value(r, kind, key)}"
 
 
-def _planned(arguments: list[str], keys: list[str]) -> tuple[bool, int]:
-    """Whether the arguments make a plan, and of how many layers."""
+def _planned(arguments: list[str], keys: list[str]) -> tuple[bool, float]:
+    """Whether the arguments make a plan, and the seconds that so large a one may take."""
     try:
         jobs = launch._planned(Namespace(config_dir=None, overrides=arguments, multirun=False))
     except ConfigError as error:
@@ -169,10 +188,11 @@ def _planned(arguments: list[str], keys: list[str]) -> tuple[bool, int]:
             assert line.isprintable() and re.match(r"\S.*: \S", line), f"{line!a} for {arguments!a}"
         parts = {part for key in keys for part in (key.split("=")[0], key.split(".")[0], key.split(".")[-1])}
         assert any(part in line for part in parts for line in error.violations), f"{error.violations} for {arguments!a}"
-        return False, 0
+        return False, 0.0
     except Exception as error:
         raise AssertionError(f"{type(error).__name__}: {error} for {arguments!a}") from error
-    return True, max(config.model.layers for _, config, _ in jobs)
+    [(_, config, plan)] = jobs
+    return True, SECONDS_PER_LAYER * config.model.layers + SECONDS_PER_MICROBATCH * plan.microbatches
 
 
 def _command(arguments: list[str]) -> bool:

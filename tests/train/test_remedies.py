@@ -11,7 +11,7 @@ from platform.config import ConfigError
 from platform.launch import CONF, compose, main
 from platform.plan.hardware import memory_of
 from platform.train.plan import make_plan
-from platform.train.remedies import Device, fits, lack_of_memory
+from platform.train.remedies import SHOWN, Device, fits, lack_of_memory
 from platform.train.room import needed_bytes
 from tests.oracle import configure
 
@@ -51,7 +51,7 @@ def test_what_is_suggested_fits(share):
     assert line.startswith("cluster.memory=refuse: a worker needs ") and "a GPU has" in line
     changes = list(fits(c, memory))
     assert changes and all(needed <= memory for _, needed in changes)
-    assert all(change in line for change, _ in changes[:3]) or share == 0.3
+    assert all(change in line for change, _ in changes[:SHOWN]) or share == 0.3
     assert lack_of_memory(c, plan, Device(needed_bytes(c, plan), "a GPU")) == ""
 
 

@@ -38,10 +38,10 @@ def configured(**more: Any):
 
 @pytest.mark.parametrize("name", PLANS)
 def test_what_is_needed_is_what_is_held(name):
-    """Within 10 % of the largest worker's peak; and when a step is done, nothing of it lives on."""
+    """Within 5 % of the largest worker's peak; and when a step is done, nothing of it lives on."""
     c = configured(**PLANS[name])
     plan = make_plan(c)
     found = count(c, plan)
     peak = max(rank.peak for rank in found)
-    assert abs(needed_bytes(c, plan) - peak) <= 0.1 * peak
+    assert abs(needed_bytes(c, plan) - peak) <= 0.05 * peak
     assert all(len(set(rank.after)) == 1 for rank in found)
