@@ -17,7 +17,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from platform.cluster.host import serve
 from platform.cluster.job import Assignment, assign, one_gpu
 from platform.cluster.remote import RemoteCrew
 from platform.cluster.signals import STOPPING
@@ -39,6 +38,8 @@ def is_follower() -> bool:
 
 def serve_rank() -> None:
     """Serves the worker of this process until the driver hangs up."""
+    from platform.cluster.host import serve  # torch takes seconds: a refusal does not wait for it
+
     store, rank = _connect(), os.environ["RANK"]
     store.wait([f"place/{rank}"], _FOREVER)
     if (told := json.loads(store.get(f"place/{rank}"))) is None:
