@@ -202,6 +202,7 @@ def _run(args: Namespace) -> int:
 
 def _planned(args: Namespace) -> list[tuple[list[str], Config, Plan]]:
     """The jobs of a command, composed and planned. Raises ConfigError with all that is wrong with any of them."""
+    from platform import data
     from platform.train.plan import make_plan
 
     jobs: list[tuple[list[str], Config, Plan]] = []
@@ -212,7 +213,7 @@ def _planned(args: Namespace) -> list[tuple[list[str], Config, Plan]]:
             if experiment_of(arguments) is None:
                 names = composer.options("experiment")
                 wrong.insert(0, f"experiment: none is chosen; write +experiment=NAME, NAME one of {', '.join(names)}")
-            lines += wrong or wrong_surroundings(config)
+            lines += wrong or [*wrong_surroundings(config), *data.check(config.data, vocab=config.model.vocab)]
             if not plannable:
                 continue
             try:

@@ -520,11 +520,14 @@ def test_the_command_itself(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("arguments", ["['--cfg', 'job']", "['--help']", f"['{QUICK}', 'train.steps=0']"])
-def test_short_answers_import_nothing_heavy(arguments):
+@pytest.mark.parametrize("arguments", ["['--cfg', 'job']", "['--help']", f"['{QUICK}', 'train.steps=0']",
+                                       f"['{QUICK}', 'data=text', 'data.path=/nowhere']",
+                                       f"['{QUICK}', 'parallel.data=-1', 'tensor.axes.t=3']",
+                                       f"['{QUICK}', 'elastic.max_workers=1']"])  # fmt: skip
+def test_short_answers_import_nothing_heavy(tmp_path, arguments):
     heavy = "bool({'torch', 'ray', 'wandb'} & set(sys.modules))"
     script = f"import sys, platform.launch; platform.launch.main({arguments}); sys.exit({heavy})"
-    assert subprocess.run([sys.executable, "-c", script], capture_output=True).returncode == 0
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, cwd=tmp_path).returncode == 0
 
 
 # What makes a run this run.

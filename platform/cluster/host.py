@@ -18,11 +18,10 @@ from typing import Any
 
 from platform.cluster.channel import Garbled, Line, dial, encode
 from platform.cluster.crew import shown
-from platform.cluster.job import Assignment
+from platform.cluster.job import START, Assignment
 from platform.parallel.progress import PROGRESS
 from platform.redaction import Shield, learn
 
-START = 0  # the number of the answer that tells how the making of the worker went
 GRACE = 2.0  # seconds for a worker whose driver is gone to end by itself
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 WORKER = "platform.train.worker:Worker"
+START = 0  # the number of the answer that tells how the making of the worker went
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from platform.cluster.failures import Failure, Member, WorkerFailed
-from platform.cluster.host import START
-from platform.cluster.job import Job
+from platform.cluster.job import START, Job
 from platform.cluster.switchboard import Switchboard
 
 CUT_OFF = "its connection is closed"

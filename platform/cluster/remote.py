@@ -12,8 +12,7 @@ from platform.cluster.answers import is_answer
 from platform.cluster.channel import encode, framed, text
 from platform.cluster.crew import ByRank, Crew, arguments, shown
 from platform.cluster.failures import Failure, Member, WorkerFailed
-from platform.cluster.host import START
-from platform.cluster.job import Job
+from platform.cluster.job import START, Job
 from platform.cluster.members import CUT_OFF, Members
 from platform.cluster.rendezvous import Rendezvous
 from platform.cluster.watch import BEAT_SECONDS, Watch
