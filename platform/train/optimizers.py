@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from platform.checks import allow
 from platform.config import Optimizer
 from platform.train.whole import ELEMENT, FEWEST_DIMS, NEEDS
+
+if TYPE_CHECKING:
+    import torch  # else where it is used: what a plan needs is asked of this table before anything else is imported
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class OptimizerKind:
 
 
 def _adamw(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
+    import torch
+
     return torch.optim.AdamW(groups, o.lr, (o.betas[0], o.betas[1]), o.eps, fused=True)
 
 
@@ -32,6 +35,8 @@ OPTIMIZERS = {"adamw": OptimizerKind(_adamw, moments=2)}
 def state_of(o: Optimizer, dtype: torch.dtype, device: torch.device) -> tuple[list[str], dict[str, Any]]:
     """What an optimizer keeps per parameter of `dtype`: the names of its moments, which are shaped as the parameter,
     and its numbers by name, as they are after one step. Found by taking it."""
+    import torch
+
     w = torch.zeros(2, dtype=dtype, device=device, requires_grad=True)
     w.grad = torch.zeros_like(w)
     optimizer = OPTIMIZERS[o.kind].make([{"params": [w], "weight_decay": 0.0}], o)
@@ -44,6 +49,8 @@ def state_of(o: Optimizer, dtype: torch.dtype, device: torch.device) -> tuple[li
 def find_need(o: Optimizer) -> str:
     """Return `element` where an optimizer updates the parts of a matrix as it does the whole, else `tensor`: it takes
     three steps with each."""
+    import torch
+
     draw = torch.Generator().manual_seed(0)
     values = [torch.randn(6, 4, generator=draw, dtype=torch.float64) for _ in range(4)]
 
@@ -69,6 +76,8 @@ def find_need(o: Optimizer) -> str:
 def warm(o: Optimizer) -> None:
     """Has torch import what it does for the first step of any optimizer, most of a second of work, while nobody waits
     for it: before a spare is ready, and before the driver looks for a state to recover."""
+    import torch
+
     state_of(o, torch.float32, torch.device("cpu"))
 
 
