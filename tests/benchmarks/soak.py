@@ -15,6 +15,7 @@ the end, or a kind of strike never happened.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import random
 import signal
@@ -38,6 +39,7 @@ import chaos  # noqa: E402
 from process_tree import descendants, gone  # noqa: E402
 
 from platform.checks import FAULT_KINDS  # noqa: E402
+from platform.cluster.switchboard import Switchboard  # noqa: E402
 from platform.monitor import goodput  # noqa: E402
 
 STRIKES = ("SIGKILL", "strangers", "SIGKILL", "full disk", "SIGSTOP")  # in turn
@@ -47,8 +49,7 @@ FLOOD_SECONDS = 5.0
 CALM_SECONDS = 15.0  # after a flood, until nobody who said nothing is still connected
 FULL_SECONDS = 4.0  # that the disk stays full
 DISK_MB = 64
-FAULT_EVERY = 150  # steps between two of elastic.faults
-LISTENING = "0A"  # the state in /proc/net/tcp
+FAULT_STEPS = (*range(20, 400, 20), *range(800, 10**5, 400))  # of elastic.faults: every kind soon, however slow a step
 
 
 class Use(NamedTuple):
@@ -70,14 +71,10 @@ class Use(NamedTuple):
         return cls(*(max(values) for values in zip(*found, strict=True)))
 
 
-def ports() -> list[int]:
-    """Return the TCP ports at which this process listens."""
-    inodes = set()
-    for fd in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            inodes.add(os.readlink(f"/proc/self/fd/{fd}").removeprefix("socket:[").removesuffix("]"))
-    rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
-    return [int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == LISTENING and row[9] in inodes]
+def driver_port() -> int | None:
+    """Return the port at which the driver in this process waits for its workers, None where it does not."""
+    boards = (o for o in gc.get_objects() if isinstance(o, Switchboard))
+    return next((board.address[1] for board in boards), None)
 
 
 @contextmanager
@@ -138,13 +135,18 @@ class Soak(threading.Thread):
                 os.kill(self.chance.choice(sorted(alive)), signal.Signals[kind])
 
     def flood(self) -> None:
-        """Start a process for each port of the driver that floods it."""
+        """Start a process that floods the driver's port.
+
+        Not that of torch's TCPStore, through which a generation forms: where strangers are connected to it when it is
+        closed, libuv keeps their buffers for good (16 KB each, torch 2.13).
+        """
+        if not (port := driver_port()):
+            return
         self.calm_from = time.monotonic() + FLOOD_SECONDS + CALM_SECONDS
         script, seconds = str(Path(__file__).with_name("strangers.py")), str(FLOOD_SECONDS)
-        for port in ports():
-            seed = str(self.chance.randrange(10**6))
-            process = subprocess.Popen([sys.executable, script, str(port), "--seconds", seconds, "--seed", seed])
-            threading.Thread(target=process.wait, daemon=True).start()  # so that it does not stay a zombie
+        seed = str(self.chance.randrange(10**6))
+        process = subprocess.Popen([sys.executable, script, str(port), "--seconds", seconds, "--seed", seed])
+        threading.Thread(target=process.wait, daemon=True).start()  # so that it does not stay a zombie
 
     def fill(self) -> None:
         """Leave no byte free under the run directory for FULL_SECONDS."""
@@ -198,14 +200,14 @@ def growth(soak: Soak) -> list[str]:
 
 
 def configured(folder: Path, seed: int) -> chaos.Config:
-    """Return the run that is struck: with ZeRO-3, a spare, checkpoints, and every kind of fault in turn."""
-    config = chaos.configured(folder, 10**6, tensor="1d", axes={"t": 2}, data=4, zero=3, vocab=512)
-    config.elastic.spares, config.checkpoint.every = 1, 5
+    """Return the run that is struck: with ZeRO, a spare, checkpoints, and every kind of fault in turn."""
+    config = chaos.configured(folder, 10**6, tensor="1d", axes={"t": 2}, data=4, zero=1, vocab=512)
+    config.elastic.spares, config.checkpoint.every, config.train.verify_every = 1, 5, 1
     config.elastic.hang_seconds = 5.0
     config.optimizer.schedule = "constant"
-    ranks, steps = random.Random(seed), range(50, 10**5, FAULT_EVERY)
+    ranks = random.Random(seed)
     config.elastic.faults = [
-        f"{s}:{FAULT_KINDS[i % len(FAULT_KINDS)]}:{ranks.randrange(8)}" for i, s in enumerate(steps)
+        f"{s}:{FAULT_KINDS[i % len(FAULT_KINDS)]}:{ranks.randrange(8)}" for i, s in enumerate(FAULT_STEPS)
     ]
     return config
 
