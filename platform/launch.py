@@ -151,7 +151,7 @@ def _settle(config: Config, arguments: Sequence[str]) -> list[str]:
     if config.resume.allow and not config.run.dir and not config.checkpoint.url and config.checkpoint.resume in RESUME:
         constraint = "needs the run to go on from; its default directory has other values in its name"
         lines.append(violation("resume.allow", ",".join(config.resume.allow), constraint, ["run.dir=DIRECTORY"]))
-    config.run.dir = os.path.abspath(config.run.dir or default_directory(config, name))
+    config.run.dir = config.run.dir or os.path.abspath(default_directory(config, name))
     return lines
 
 

@@ -31,7 +31,7 @@ checkpoint.keep 1 1000000000000
 checkpoint.keep_every 0 1000000000000
 eval.every 0 1000000000000
 eval.batches 1 1000000
-elastic.min_workers 1 1000000
+elastic.min_workers 0 1000000
 elastic.max_workers 0 1000000
 elastic.spares 0 1000000
 elastic.attempts 1 1000000
@@ -183,7 +183,7 @@ tensor=layout tensor.axes.a=2 tensor.layout={batch: 3} | tensor.layout=batch:3: 
 tensor=layout tensor.axes.a=2 tensor.layout={batch:[[a]]} | tensor.layout=batch:
 tensor=layout tensor.axes.a=2 tensor.layout=5 | tensor.layout=5: must be dim:axis
 tensor=layout tensor.axes.a=2 tensor.layout={batch:[a | tensor.layout={batch:[a: not YAML
-tensor.order=[a] | tensor.order=['a']: the table names an axis t
+tensor.order=[a] | tensor.regions.attention.heads=t: no such axis in tensor.order
 tensor.axes.t=3 | model.heads=4 is not divisible by tensor.axes.t=3 | tensor.axes.t=2 or 4
 tensor.axes.t=999983 parallel.data=1 | model.heads=4 is not divisible | tensor.axes.t=4
 tensor.axes.t=720720 parallel.data=1 | model.heads=4 is not divisible | tensor.axes.t=4

@@ -37,7 +37,7 @@ def _rows():
         yield [f"{key}=inf"], f"{key}=inf: must be ", ""
         yield [f"{key}=fast"], f"{key}=fast: must be a number", "nearest legal: "
     for key, value in leaves(Config()).items():
-        if type(value) is int:
+        if type(value) is int and key != "checkpoint.every":  # which takes durations too
             yield [f"{key}=many"], f"{key}=many: must be an integer", f"nearest legal: {value}"
         if type(value) is str and key not in TABLES:
             odd = "a\x1bb"  # as an escape sequence of a terminal begins
@@ -98,7 +98,7 @@ def test_a_row(refusal, arguments, start, further):
 def test_every_number_has_both_ends():
     """A new key has a lower end in BOUNDS; its upper end is that of all numbers unless MOST has one."""
     numbers = {key for key, value in leaves(Config()).items() if type(value) in (int, float)}
-    assert numbers - set(BOUNDS) - set(CHOICES) == {"parallel.data"}  # -1 is legal there, 0 is not
+    assert numbers - set(BOUNDS) - set(CHOICES) == {"parallel.data", "checkpoint.every"}  # -1 is legal there, 0 is not
     assert {line.split()[0] for line in (NUMBERS + REALS).splitlines() if line} - numbers <= {
         "tensor.axes.t",
         "branch.axes.g",

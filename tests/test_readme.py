@@ -41,7 +41,7 @@ COMMANDS = [
 def here(tmp_path, monkeypatch) -> Path:
     """A directory with the files that README.md shows, on a machine without GPUs where nothing is started."""
 
-    def run(config, plan, *, experiment):
+    def run(config, plan, *, command):
         if config.cluster.kind != "ray":
             resources.secure(config.cluster, plan.mesh.size, print)
         return launch.DONE
@@ -49,6 +49,8 @@ def here(tmp_path, monkeypatch) -> Path:
     for block, path in re.findall(r"```yaml\n(# @package _global_\n# ([\w/.]+)\n.*?)```", README, re.S):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(block)
+    for folder in ("docs", "platform"):  # which commands name as text
+        (tmp_path / folder).symlink_to(ROOT / folder)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(resources, "gpu_count", lambda: 0)
     monkeypatch.setattr(driver, "run", run)

@@ -103,7 +103,9 @@ class RunDirectory:
             metrics = self.path / "metrics.jsonl"
             if not begun and not (metrics.exists() and metrics.stat().st_size):
                 remove_files(self.path, OURS if own_logs else (*OURS, "logs"))
-                remove_empty([self.path / "checkpoints"])
+                checkpoints = self.path / "checkpoints"
+                remove_files(checkpoints, [lease.name for lease in checkpoints.glob("lease-*")])
+                remove_empty([checkpoints])
                 remove_empty(made)
             raise
 

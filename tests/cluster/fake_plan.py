@@ -1,6 +1,7 @@
 """A plan as the driver sees it."""
 
 from dataclasses import dataclass
+from unittest.mock import patch
 
 from platform.plan.mesh import Mesh
 
@@ -21,3 +22,11 @@ class FakePlan:
 
     def to_dict(self):
         return {"mesh": self.mesh.axes}
+
+
+def run_fake(config, size, worker):
+    """Drive a run of `size` fake workers, whose plan needs no memory."""
+    from platform.cluster.driver import run
+
+    with patch("platform.cluster.devices.device_of", lambda *_: None):
+        return run(config, FakePlan(size), experiment="quick", worker=f"fake_worker:{worker}")

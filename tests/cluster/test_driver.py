@@ -7,10 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
-from fake_plan import FakePlan
+from fake_plan import run_fake
 from process_tree import descendants, gone
 
-from platform.cluster.driver import run
 from platform.cluster.signals import Stopped, StopSignals
 from platform.config import ConfigError
 from platform.monitor import METRICS, Journal, MetricsLog
@@ -32,7 +31,7 @@ def rows(config):
 
 
 def drive(config, size=2, worker="FakeWorker"):
-    return run(config, FakePlan(size), experiment="quick", worker=f"fake_worker:{worker}")
+    return run_fake(config, size, worker)
 
 
 @pytest.mark.parametrize("kind", ["processes", pytest.param("local", marks=pytest.mark.ray)])
@@ -72,7 +71,7 @@ def test_a_finished_run_says_so_and_starts_nothing(config, capsys):
     assert before == {file: file.read_bytes() for file in Path(config.run.dir).rglob("*") if file.is_file()}
 
 
-def test_a_failure_names_the_culprit_and_the_same_command_starts_over(config, capsys):
+def test_a_failure_names_the_culprit_and_the_run_starts_over_where_it_is_told_to(config, capsys):
     before = descendants()
     assert drive(config, worker="FailsInStep3") == 1
     assert gone(descendants() - before)
@@ -87,6 +86,9 @@ def test_a_failure_names_the_culprit_and_the_same_command_starts_over(config, ca
     assert f"its log: {config.run.dir}/logs/worker-1.log" in out
     assert "(failure 3 before step 3 was done)" in out
     assert "stopped after step 2: nothing was saved" in out
+    with pytest.raises(ConfigError, match="holds no checkpoint to resume from, though step 2 was done"):
+        drive(config)
+    config.checkpoint.resume = "never"
     assert drive(config) == 0
     assert [(row["step"], row["generation"]) for row in rows(config)] == [(step, 4) for step in range(1, 6)]
     assert len(Path(config.run.dir, "metrics.jsonl").read_text().splitlines()) == 3 * 2 + 5
@@ -124,13 +126,12 @@ def test_mistakes_come_before_anything_is_written_or_started(config):
 
 SCRIPT = """
 import json, sys
-from fake_plan import FakePlan
-from platform.cluster.driver import run
+from fake_plan import run_fake
 from platform.cluster.signals import Stopped, StopSignals
 from platform.config import Config
 if __name__ == "__main__":
     config = Config.from_dict(json.loads(sys.argv[1]))
-    sys.exit(run(config, FakePlan(int(sys.argv[3])), experiment="quick", worker=f"fake_worker:{sys.argv[2]}"))
+    sys.exit(run_fake(config, int(sys.argv[3]), sys.argv[2]))
 """
 
 

@@ -296,7 +296,7 @@ def test_new_workers_that_run_something_else_get_no_seat_and_the_run_goes_on(con
 def test_the_first_workers_that_run_something_else_are_refused(config, drive):
     with pytest.raises(ConfigError, match="code of platform: of yesterday on node afar"):
         drive(prepare=lambda crew: crew.strangers.add(1))
-    assert names(config)[-1] == "refused" and not Path(config.run.dir, "plan.json").exists()
+    assert not Path(config.run.dir).exists()  # refused late, it leaves nothing either
 
 
 # memory and storage
