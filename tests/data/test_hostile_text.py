@@ -18,16 +18,16 @@ from platform.data import cache, corpus, pairs, prepare, sources
 SIZES = {"length": 32, "vocab": 400, "seed": 0}
 PAIRS = {**SIZES, "length": 4, "objective": "pairs"}
 FILES = {
-    "bomb.txt": gzip.compress(b"a b\n" * 200_000, 9),
-    "bomb.jsonl.gz": gzip.compress(b'{"text": "a", "target": "b"}\n' * 30_000, 9),
-    "blank.jsonl.gz": gzip.compress(b"\n" * 800_000, 9),
-    "line.jsonl.gz": gzip.compress(b'{"text": "' + b"x" * 200_000, 9),
+    "bomb.txt": gzip.compress(b"a b\n" * 200_000, 9, mtime=0),
+    "bomb.jsonl.gz": gzip.compress(b'{"text": "a", "target": "b"}\n' * 30_000, 9, mtime=0),
+    "blank.jsonl.gz": gzip.compress(b"\n" * 800_000, 9, mtime=0),
+    "line.jsonl.gz": gzip.compress(b'{"text": "' + b"x" * 200_000, 9, mtime=0),
     "deep.jsonl": b'{"text": ' + b"[" * 100_000 + b"\n",
     "many.jsonl": b'{"text": [' + b"0," * 1_100_000 + b"0]}\n",
     "digits.jsonl": b'{"text": ' + b"1" * 10_000 + b"}\n",
     "bytes.jsonl": b'{"text": "\xff", "target": "x"}\n',
     "types.jsonl": b'{"text": 5, "target": ["x"]}\n',
-    "torn.jsonl.gz": gzip.compress(b'{"text": "a", "target": "b"}\n' * 1000)[:-20],
+    "torn.jsonl.gz": gzip.compress(b'{"text": "a", "target": "b"}\n' * 1000, mtime=0)[:-20],
     "garbage.jsonl.gz": b"\x1f\x8b" + b"\xff" * 100,
 }
 
@@ -66,7 +66,9 @@ def test_text_that_is_none_is_refused(tmp_path, small, name, read):
     assert line.startswith(f"data.path={file}: ") and line.isprintable() and len(line) < 500
 
 
-@pytest.mark.parametrize("content", [b"a\n\xff\n", gzip.compress(b"a\n" * 400_000, 9), gzip.compress(b"a\n")[:-9]])
+@pytest.mark.parametrize(
+    "content", [b"a\n\xff\n", gzip.compress(b"a\n" * 400_000, 9, mtime=0), gzip.compress(b"a\n", mtime=0)[:-9]]
+)
 def test_two_files_of_pairs(tmp_path, small, content):
     (tmp_path / "a").write_bytes(content)
     (tmp_path / "b").write_bytes(b"a\nb\n")
