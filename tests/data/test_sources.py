@@ -103,7 +103,7 @@ def test_faults_deep_inside_are_found_while_preparing(tmp_path):
         assert check(data) == []
         with pytest.raises(ConfigError, match=reason):
             prepare(data, length=8, vocab=300, seed=0)
-    assert not list((tmp_path / "cache").iterdir())  # nothing half-built is left
+    assert not (tmp_path / "cache").exists()  # nothing is left
 
 
 def test_paths_are_refused_with_what_is_near(tmp_path):
@@ -120,7 +120,8 @@ def test_paths_are_refused_with_what_is_near(tmp_path):
 
 def test_every_mistake_is_named_at_once(data):
     assert check(data) == []
-    assert "stdlib, text, pairs, synthetic" in check(replace(data, kind="txet"))[0]
+    (unknown,) = check(replace(data, kind="txet"))  # another test may have registered more
+    assert all(kind in unknown for kind in ("stdlib", "text", "pairs", "synthetic"))
     assert "needs a file" in check(replace(data, path=""))[0]
     several = check(Data(kind="stdlib", path="x", validation=1.5), vocab=256)
     assert [line.split("=")[0] for line in several] == ["data.validation", "data.path", "model.vocab"]
