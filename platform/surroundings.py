@@ -79,7 +79,7 @@ def wrong_protocol(url: str, writing: bool = True) -> str:
 
     if protocol in known_implementations:
         return f"cannot be used: nothing can be saved through {protocol}" if writing else ""
-    if protocol not in fsspec.available_protocols():  # one that a module in `extend` has registered
+    if protocol not in fsspec.registry:  # of classes: one that a module in `extend` has registered
         return f"cannot be used: no storage is known by {protocol}"
     return ""
 

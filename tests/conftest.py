@@ -55,6 +55,14 @@ def root() -> Path:
     return ROOT
 
 
+@pytest.fixture(autouse=True)
+def as_a_new_process():
+    """Forgets the secrets of the commands that earlier tests gave in this process."""
+    from platform.redaction import forget
+
+    forget()
+
+
 _counts: dict[str, tuple[int, int, str]] = {}
 
 

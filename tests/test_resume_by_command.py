@@ -239,10 +239,10 @@ def whole(checkpoint: Path) -> None:
          "it has no manifest.json; nearest legal: auto, never, must"),
         (cut, "checkpoint.resume={url}/{last}", "checkpoint.resume={url}/{last}: cannot be resumed from: "
          "blocks-00000.bin has 10 bytes instead of "),
-        (whole, "checkpoint.resume=nosuch://x/y", "checkpoint.resume=nosuch://x/y: cannot be used: Protocol not known: "
-         "nosuch; nearest legal: a path"),
-        (whole, "checkpoint.resume=http://127.0.0.1:9/{last}", "checkpoint.resume=http://127.0.0.1:9/{last}: cannot "
-         "be resumed from: "),
+        (whole, "checkpoint.resume=nosuch://x/y", "checkpoint.resume=nosuch://x/y: cannot be used: no storage is "
+         "known by nosuch; nearest legal: a path"),
+        (whole, "checkpoint.resume=http://127.0.0.1:9/{last}", "checkpoint.resume=http://127.0.0.1:9: cannot be "
+         "reached: "),
         (whole, "checkpoint.url={url} resume.allow=[seed]", "resume.allow=seed: samples or their order would be "),
         (whole, "resume.allow=[optimizer.lr]", "resume.allow=optimizer.lr: needs the run to go on from; its default "
          "directory has other values in its name; nearest legal: run.dir=DIRECTORY"),
@@ -323,8 +323,9 @@ def test_an_end_that_cannot_be_saved_is_no_success(tmp_path, monkeypatch, throug
     storage = ["extend=[full]", f"checkpoint.url=full://{tmp_path}/checkpoints", "checkpoint.every=3"]
     arguments = [*SERIAL, STEPS, "train.stop_at=4", "run.dir=run", *storage]
     done = train(tmp_path, *arguments, status=1)
-    last = done.stdout.splitlines()[-1]
-    assert last == "step 4 could not be saved: the same command continues after step 3"
+    *_, last, command = done.stdout.splitlines()
+    assert last == "step 4 could not be saved: the same command continues after step 3:"
+    assert command.startswith("  python -m platform.launch +experiment=gpt_quick ")
     assert "No space left on device; it is tried again" in done.stdout and "run directory" not in done.stdout
     journal = Journal.read(tmp_path / "run" / "journal.jsonl")
     assert [e["event"] for e in journal if "checkpoint" in e["event"]] == ["checkpoint"] + ["checkpoint_failed"] * 3

@@ -21,9 +21,11 @@ from platform.cluster.run_directory import RunDirectory
 from platform.cluster.signals import Stopped, StopSignals
 from platform.cluster.time_limit import seconds_left
 from platform.config import Config, ConfigError, violation
+from platform.data import cache
 from platform.monitor import Journal, open_monitor
 from platform.plan.plan import Plan
 from platform.redaction import learned
+from platform.undo import missing, remove_empty
 
 if TYPE_CHECKING:
     from platform.cluster.origin import Origin
@@ -87,10 +89,7 @@ def _run(config: Config, plan: Plan, worker: str, signals: StopSignals, known: K
     there = opened.enter_context(directory.claim(config, plan.to_dict()))
     if places.saves(config):
         check_writable(config)
-    with _messages("platform.data", known.say):
-        # Before W&B, a lease or a worker is there: what is wrong deep in a file leaves nothing behind. The workers then
-        # find the tokens in the cache.
-        corpus = data.of(config).digest
+    corpus = _corpus(config, known.say)
     changed = changes(there, meta, config, plan.mesh.axes)
     _open(config, known, opened)
     status = _drive(config, plan, secured, worker, signals, found, changed, corpus, known)
@@ -101,6 +100,18 @@ def _run(config: Config, plan: Plan, worker: str, signals: StopSignals, known: K
         if line := known.command.other_layout(config, plan.mesh.size):
             known.say(f"next: {line}")
     return status
+
+
+def _corpus(config: Config, say: Callable[[str], None]) -> str:
+    """Open the corpus, before W&B, a lease or a worker is there; the workers then find its tokens in the cache. Returns
+    its digest. Raises ConfigError, and leaves nothing, for a fault deep in a file."""
+    made = missing(cache.root(config.data.cache))
+    with _messages("platform.data", say):
+        try:
+            return data.of(config).digest
+        except ConfigError:
+            remove_empty(made)
+            raise
 
 
 def _open(config: Config, known: Known, opened: ExitStack) -> None:

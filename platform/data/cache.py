@@ -15,7 +15,6 @@ from typing import Annotated, Any
 from platform import documents, schema
 from platform.config import ConfigError
 from platform.schema import Known, Malformed, Span, Text
-from platform.undo import missing, remove_empty
 
 _META = "meta.json"
 _Name = Annotated[str, Text(r"[a-z]{1,40}\.(bin|json)", "the name of a file of a cache entry")]
@@ -44,7 +43,6 @@ def fetch(
     """
     if (description := _verified(entry)) and _fits(check, entry, description):
         return description
-    made = missing(entry.parent)
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
         workshop = TemporaryDirectory(dir=entry.parent, prefix=".building-")
@@ -57,12 +55,7 @@ def fetch(
             entry.rename(Path(workshop.name, "corrupt"))
         private = Path(workshop.name, "new")
         private.mkdir()
-        try:
-            _seal(private, build(private))
-        except BaseException:
-            workshop.cleanup()
-            remove_empty(made)
-            raise
+        _seal(private, build(private))
         try:
             private.rename(entry)
         except OSError as error:

@@ -3,7 +3,7 @@
 import os
 import signal
 
-from platform.parallel.pipeline import Pipeline
+from platform.parallel import pipeline
 from platform.train.worker import Worker
 
 STEP = 2
@@ -21,15 +21,12 @@ FAILURES = {"exception": injected, "kill": kill}
 
 
 def fail_at(action, failure):
-    """What `Pipeline.__post_init__` becomes so that the rank that has the action fails where it would run it."""
-    made = Pipeline.__post_init__
+    """Return what `pipeline._ACTIONS` becomes so that the rank that has the action fails where it would run it."""
 
-    def post_init(self):
-        made(self)
-        self._actions = {kind: lambda a, run=run: failure() if str(a) == action else run(a)
-                         for kind, run in self._actions.items()}  # fmt: skip
+    def failing(run):
+        return lambda rows, a: failure() if str(a) == action else run(rows, a)
 
-    return post_init
+    return {kind: failing(run) for kind, run in pipeline._ACTIONS.items()}
 
 
 class FailingWorker(Worker):
@@ -38,7 +35,7 @@ class FailingWorker(Worker):
     def step(self, step, *more):
         if step == STEP:
             how, action = os.environ["FAIL"].split()
-            Pipeline.__post_init__ = fail_at(action, FAILURES[how])
+            pipeline._ACTIONS = fail_at(action, FAILURES[how])
         return super().step(step, *more)
 
 

@@ -8,7 +8,8 @@ from process_tree import descendants, gone
 
 from platform.cluster.driver import run
 from platform.monitor import Journal, MetricsLog
-from platform.parallel.pipeline import Pipeline, StageFailed
+from platform.parallel import pipeline
+from platform.parallel.pipeline import StageFailed
 from platform.parallel.threads import run_threads
 from platform.train.plan import make_plan
 from tests.oracle import configure, trainer_of
@@ -37,7 +38,7 @@ def of_three_stages(kind):
 def test_an_exception_releases_all_threads_and_names_the_culprit(kind, monkeypatch):
     c = of_three_stages(kind)
     plan, found = make_plan(c), {}
-    monkeypatch.setattr(Pipeline, "__post_init__", fail_at(ACTIONS[kind], injected))
+    monkeypatch.setattr(pipeline, "_ACTIONS", fail_at(ACTIONS[kind], injected))
 
     def work(communicator):
         try:

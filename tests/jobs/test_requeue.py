@@ -4,6 +4,7 @@
 import json
 import shlex
 import signal
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from test_rayjob import JOB
 from test_sbatch import job, run  # noqa: F401
 
 from platform.cluster import driver
+from platform.cluster.resources import Places
 from platform.cluster.signals import StopSignals
 from platform.launch import compose
 from platform.train.plan import make_plan
@@ -39,7 +41,7 @@ def test_stop_requeue_resume(job, monkeypatch, tmp_path, command, number):
     enter = StopSignals.__enter__
     monkeypatch.setattr(StopSignals, "__enter__", lambda self: found.append(self) or enter(self))
     monkeypatch.setattr("platform.checkpoint.catalogue._check", lambda storage, directory, manifest: None)
-    monkeypatch.setattr(driver.resources, "secure", lambda *arguments: "cpu")
+    monkeypatch.setattr(driver.resources, "secure", lambda *arguments: Places("cpu", 2, inf))
     composed = [word for word in command(job) if not word.startswith(("pipeline.", "elastic.spares", "monitor="))]
     config = compose([*composed, *SHRUNK.split(), f"run.dir={tmp_path}/run"])
     assert config.checkpoint.every == "30m" and config.checkpoint.on_stop and config.checkpoint.resume == "auto"

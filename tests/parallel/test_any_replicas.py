@@ -124,7 +124,7 @@ def test_fewer_workers_keep_samples_and_losses(before, workers, mesh, tmp_path):
     to."""
     model = {"global_batch": BATCH, "dropout": 0.1, "layers": 1, "length": 8, "d_model": 16, "vocab": 61}
     c, storage = configure(**before, **model), connect(str(tmp_path))
-    middle = begin(storage, 1)
+    middle = begin(storage, 3)
     after = replan(c, workers)
     assert {a: n for a, n in after.plan.mesh.axes.items() if n > 1} == mesh
     losses = trained(c, [1, 2, 3], end=middle, storage=storage)

@@ -151,7 +151,7 @@ import os, sys
 if sys.argv[1] == "before":
     os.environ["MKL_VML_DEBUG_CPU_TYPE"] = "9"
 import torch
-from platform.parallel import random
+from platform.parallel import groups, random
 os.environ["MKL_VML_DEBUG_CPU_TYPE"] = "9"
 from tests.parallel.test_random import KEY, digest, of_the_old_way
 elements = torch.arange(2048)
@@ -166,7 +166,7 @@ print(digest(random.normal(KEY, elements)), digest(of_the_old_way(KEY, elements)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_neither_mkls_choice_of_kernels_nor_a_thread_that_sees_it_unfinished_changes_a_number(when):
     """9 is what a thread reads, on processors with AVX-512, while another one's first call of MKL's vector math is not
-    done; set in the environment, everybody does. `platform.parallel` makes that first call at import: set `after`, it
+    done; set in the environment, everybody does. `platform.parallel.groups` makes that first call at import: set `after`, it
     changes nothing. Set `before`, it takes the old way's digits (the control), and not those of `random.normal`."""
     environment = {k: v for k, v in os.environ.items() if k != "MKL_VML_DEBUG_CPU_TYPE"}
     command = [sys.executable, "-c", OTHER_KERNELS, when]
