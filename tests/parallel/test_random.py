@@ -166,8 +166,8 @@ print(digest(random.normal(KEY, elements)), digest(of_the_old_way(KEY, elements)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_neither_mkls_choice_of_kernels_nor_a_thread_that_sees_it_unfinished_changes_a_number(when):
     """9 is what a thread reads, on processors with AVX-512, while another one's first call of MKL's vector math is not
-    done; set in the environment, everybody does. `platform.parallel.groups` makes that first call at import: set `after`, it
-    changes nothing. Set `before`, it takes the old way's digits (the control), and not those of `random.normal`."""
+    done; set in the environment, everybody does. `platform.parallel.groups` makes that first call at import: set
+    `after`, it changes nothing. Set `before`, it takes the old way's digits (the control), not `random.normal`'s."""
     environment = {k: v for k, v in os.environ.items() if k != "MKL_VML_DEBUG_CPU_TYPE"}
     command = [sys.executable, "-c", OTHER_KERNELS, when]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
