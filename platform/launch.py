@@ -12,8 +12,12 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from platform.arguments import experiment_of, explain, jobs_of, rewrite, typed_values
-from platform.checks import (
+from platform.boundary.redaction import forget, learn_urls, redact, shielded
+from platform.boundary.terminal import say, settle
+from platform.cluster.crew.base.signals import Stopped, StopSignals
+from platform.composition.arguments import experiment_of, explain, jobs_of, rewrite, typed_values
+from platform.composition.composer import CONF, Composer, opened
+from platform.config.checks import (
     absent_ranks,
     axes_of,
     impossible_values,
@@ -23,21 +27,17 @@ from platform.checks import (
     violations,
     wrong_values,
 )
-from platform.cluster.signals import Stopped, StopSignals
-from platform.composing import CONF, Composer, opened
-from platform.config import RESUME, Config, ConfigError, closest, violation
-from platform.extensions import load_extensions
-from platform.monitor.terminal import say, settle
-from platform.plan.schedules import ONE_CHUNK
-from platform.redaction import forget, learn_urls, redact, shielded
-from platform.run_name import default_directory
-from platform.surroundings import expanded, wrong_surroundings
+from platform.config.extensions import load_extensions
+from platform.config.fields import RESUME, Config, ConfigError, closest, violation
+from platform.config.run_name import default_directory
+from platform.config.surroundings import expanded, wrong_surroundings
+from platform.plan.schedule.generators import ONE_CHUNK
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
-    from platform.cluster.commands import Command
-    from platform.train.plan import Plan
+    from platform.cluster.run.commands import Command
+    from platform.planning.make_plan import Plan
 
 DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 75  # exit status; STOPPED is resumable
 SEVERITY = (DONE, STOPPED, REFUSED, FAILED)  # a sweep ends with the worst of its jobs
@@ -203,7 +203,7 @@ def _run(args: Namespace) -> int:
 def _planned(args: Namespace) -> list[tuple[list[str], Config, Plan]]:
     """The jobs of a command, composed and planned. Raises ConfigError with all that is wrong with any of them."""
     from platform import data
-    from platform.train.plan import make_plan
+    from platform.planning.make_plan import make_plan
 
     jobs: list[tuple[list[str], Config, Plan]] = []
     lines: list[str] = []
@@ -237,7 +237,7 @@ def _workers(config: Config) -> int | None:
     """How many workers there are, where the configuration asks for as many as there are."""
     if config.parallel.data != -1:
         return None
-    from platform.cluster.resources import available_workers
+    from platform.cluster.run.resources import available_workers
 
     return available_workers(config.cluster)
 
@@ -256,8 +256,8 @@ def _train(config: Config, plan: Plan, command: Command) -> int:
 
 def command_of(arguments: Sequence[str], config_dir: str | None = None) -> Command:
     """What was typed for one run, and which others would run."""
-    from platform.cluster.commands import Command
-    from platform.train.plan import make_plan
+    from platform.cluster.run.commands import Command
+    from platform.planning.make_plan import make_plan
 
     def workers(others: Sequence[str]) -> int:
         try:

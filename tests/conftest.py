@@ -58,7 +58,7 @@ def root() -> Path:
 @pytest.fixture(autouse=True)
 def as_a_new_process():
     """Forgets the secrets of the commands that earlier tests gave in this process."""
-    from platform.redaction import forget
+    from platform.boundary.redaction import forget
 
     forget()
 

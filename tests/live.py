@@ -1,6 +1,6 @@
-"""Bytes of the storages that live on one rank: what `platform.train.room.needed_bytes` predicts, counted.
+"""Bytes of the storages that live on one rank: what `platform.planning.memory_budget.needed_bytes` predicts, counted.
 
-A rank is a thread (`platform.parallel.threads`), and so is the mode that sees its operations.
+A rank is a thread (`tests.threads`), and so is the mode that sees its operations.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from platform.config import Config
-from platform.parallel.groups import Alone, Communicator
-from platform.parallel.threads import run_threads
-from platform.plan.plan import Plan
+from platform.config.fields import Config
+from platform.parallel.communicator.base import Alone, Communicator
+from platform.plan.core.plan import Plan
 from tests.oracle import trainer_of
+from tests.threads import run_threads
 
 
 class Live(TorchDispatchMode):

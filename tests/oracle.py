@@ -13,17 +13,18 @@ import torch
 import yaml
 from torch import Tensor
 
-from platform.config import Branch, Config, Pipeline
-from platform.config import Model as ModelConfig
-from platform.config import Tensor as TensorConfig
-from platform.parallel.groups import Alone, Communicator, Launch
-from platform.parallel.threads import run_threads
-from platform.plan.plan import Plan
-from platform.plan.replay import replay
-from platform.plan.rows import rows
-from platform.train.pipeline import schedule_of
-from platform.train.plan import make_plan
-from platform.train.trainer import Trainer
+from platform.config.fields import Branch, Config, Pipeline
+from platform.config.fields import Model as ModelConfig
+from platform.config.fields import Tensor as TensorConfig
+from platform.parallel.communicator.base import Alone, Communicator, Launch
+from platform.plan.core.plan import Plan
+from platform.plan.core.step_collectives import communication
+from platform.plan.schedule.rows import rows
+from platform.planning.choose_schedule import schedule_of
+from platform.planning.make_plan import make_plan
+from platform.train.step.trainer import Trainer
+from tests.replay import replay
+from tests.threads import run_threads
 
 CONF = Path(__file__).parent.parent / "conf"
 STEPS = 5
@@ -243,6 +244,6 @@ def prove(c: Config) -> tuple[Plan, list[Result]]:
     """Runs all ranks as threads: equal to one process, the bytes those of the plan, the launches in one order."""
     plan, results = run(c)
     compare(c, plan, results, serial(c))
-    assert counted(results) == plan.communication()
+    assert counted(results) == communication(plan)
     assert replay([r.log for r in results]) is None
     return plan, results

@@ -18,7 +18,8 @@ def _serve(rank: int, pipe: Connection, port: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from platform.parallel.processes import ProcessGroups
+    from platform.parallel.communicator.torch_distributed import ProcessGroups
+    from platform.plan.core.step_collectives import groups
 
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -29,7 +30,7 @@ def _serve(rank: int, pipe: Connection, port: int) -> None:
             dist.init_process_group(
                 "gloo", store=rendezvous, rank=rank, world_size=plan.mesh.size, timeout=timedelta(seconds=60)
             )
-            communicator = ProcessGroups(plan.mesh, rank, plan.groups)
+            communicator = ProcessGroups(plan.mesh, rank, groups(plan))
             result = work(config, plan, communicator)
             communicator.barrier()
             communicator.close()

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from platform.config import Model
+from platform.config.fields import Model
 
 
 class Block(nn.Module):

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from platform.config import Model
+from platform.config.fields import Model
 
 Weights = Mapping[str, Tensor]
 HIDDEN = -1e30

@@ -10,10 +10,10 @@ from unittest import mock
 
 import pytest
 
-from platform import launch, surroundings
-from platform.bounds import BOUNDS, CHOICES, LONGEST, leaves
-from platform.composing import opened
-from platform.config import Config, ConfigError, printable
+from platform import launch
+from platform.composition.composer import opened
+from platform.config.bounds import BOUNDS, CHOICES, LONGEST, leaves
+from platform.config.fields import Config, ConfigError, printable, surroundings
 from tests.bad_input_table import NUMBERS, REALS, TABLE
 from tests.fuzz.values import _again
 

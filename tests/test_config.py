@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from platform import launch
-from platform.arguments import experiment_of, rewrite, typed_values
-from platform.checks import BOUNDS, CHOICES, NOT_BUILT, leaves, parse_layout, violations
-from platform.config import Branch, Config, ConfigError, Tensor
-from platform.identity import identity
+from platform.composition.arguments import experiment_of, rewrite, typed_values
+from platform.config.checks import BOUNDS, CHOICES, NOT_BUILT, leaves, parse_layout, violations
+from platform.config.fields import Branch, Config, ConfigError, Tensor
+from platform.config.identity import identity
 from platform.launch import compose, main
 
 QUICK = "+experiment=gpt_quick"

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from platform.launch import main
-from platform.monitor.metrics import METRICS
+from platform.monitor.records.metrics import METRICS
 
 QUICK = "+experiment=gpt_quick"
 SMALL = "model.layers=1 model.d_model=32 model.length=16 model.vocab=300 eval.every=0 monitor.sample=0".split()

@@ -6,7 +6,7 @@ import shlex
 import pytest
 
 from platform.launch import CONF, compose
-from platform.train.plan import make_plan
+from platform.planning.make_plan import make_plan
 from tests.pairwise import cover, product
 
 EXPERIMENTS, MODELS, TENSORS, BRANCHES = (

@@ -14,8 +14,8 @@ from pathlib import Path
 from platform.data.sources import register_source
 from platform.model import register_model
 from platform.model.decoder import Decoder
-from platform.train.optimizers import register_optimizer
-from platform.train.schedule import register_schedule
+from platform.optimizer.optimizers import register_optimizer
+from platform.optimizer.learning_rate import register_schedule
 import torch
 
 class Loud(Decoder):

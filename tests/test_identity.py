@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from platform.checks import leaves, violations
-from platform.config import Config
-from platform.identity import FREE, MAY_CHANGE, differences, identity, refusal
+from platform.config.checks import leaves, violations
+from platform.config.fields import Config
+from platform.config.identity import FREE, MAY_CHANGE, differences, identity, refusal
 
 
 def refused(allow, **changes):

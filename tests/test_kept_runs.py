@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from platform.checkpoint import Storage, connect, read_tensor, verify
-from platform.checkpoint.catalogue import attempts
+from platform.checkpoint.storage.catalogue import attempts
 from platform.monitor import Journal, MetricsLog
 from tests.test_end_to_end import command, in_this_process
 

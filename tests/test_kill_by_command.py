@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from platform.checkpoint import connect, find, read_tensor, verify
-from platform.checkpoint.catalogue import attempts
+from platform.checkpoint.storage.catalogue import attempts
 from platform.monitor import Journal, MetricsLog
 from tests.checkpoint import killer
 from tests.test_end_to_end import QUICK, SMALL, TIMEOUT

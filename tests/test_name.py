@@ -24,7 +24,7 @@ file = os.path.join(os.path.dirname(os.__file__), "platform.py")
 spec = importlib.util.spec_from_file_location("pristine", file)
 pristine = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(pristine)
-import platform.config, platform.launch
+import platform.config.fields, platform.launch
 ours = {m.name for m in pkgutil.iter_modules(platform.__path__)}
 assert set(vars(platform)) - set(vars(pristine)) <= {"__path__"} | ours, set(vars(platform)) - set(vars(pristine))
 assert set(vars(pristine)) <= set(vars(platform))
@@ -130,7 +130,7 @@ def test_a_pth_that_imports_the_standard_module_before_ours(bare, root, elsewher
 
 def test_pytest_in_an_uninstalled_checkout(bare, root, elsewhere):
     test = elsewhere / "test_it.py"
-    test.write_text("import platform.config\n\ndef test_it():\n    assert platform.system()\n")
+    test.write_text("import platform.config.fields\n\ndef test_it():\n    assert platform.system()\n")
     conftest = (root / "tests" / "conftest.py").read_text()
     (elsewhere / "conftest.py").write_text(
         conftest.replace("Path(__file__).resolve().parent.parent", f"Path({str(root)!r})")
@@ -159,7 +159,7 @@ def test_in_a_ray_worker(root):
             @ray.remote
             def compose() -> tuple[str, int]:
                 import platform
-                from platform.config import Config
+                from platform.config.fields import Config
 
                 return platform.system(), Config().train.steps
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from platform.plan.ops import POINTWISE
+from platform.plan.language.ops import POINTWISE
 from tests.test_end_to_end import QUICK, in_this_process
 
 MODEL = """
 from platform.model import register_model
-from platform.plan.ops import Parameter, Spec
+from platform.plan.language.ops import Parameter, Spec
 
 STREAM, WIDE, LOGITS = (Spec.of(r, d) for r, d in [
     ("stream", "length batch d_model"), ("mlp", "length batch d_ff"), ("logits", "length batch vocab")])
@@ -86,7 +86,7 @@ def test_a_mistake_in_an_own_model_is_named_with_its_place(tmp_path, monkeypatch
 
 
 def test_every_pointwise_word_can_be_computed():
-    from platform.parallel import ops
+    from platform.parallel import parallel_ops as ops
 
     assert ops.POINTWISE.keys() == POINTWISE.keys()
 
@@ -115,8 +115,8 @@ def test_a_source_of_ones_own(tmp_path, monkeypatch, which):
 
 
 VEE = """
-from platform.plan.schedules import SCHEDULES
-from platform.train.pipeline import register_pipeline
+from platform.plan.schedule.generators import SCHEDULES
+from platform.planning.choose_schedule import register_pipeline
 register_pipeline("own_1f1b", SCHEDULES["1f1b"])
 """
 
@@ -130,7 +130,7 @@ def test_a_registered_schedule_goes_by_its_name(tmp_path, monkeypatch):
 
 def test_a_world_of_one_shows_the_traceback(tmp_path, monkeypatch):
     text = (
-        "from platform.train.schedule import register_schedule\n"
+        "from platform.optimizer.learning_rate import register_schedule\n"
         "def rate(o, step, steps):\n    raise LookupError('in my own code')\n"
         "register_schedule('bad', rate)\n"
     )

@@ -5,7 +5,7 @@ from argparse import Namespace
 import pytest
 
 from platform import launch
-from platform.config import ConfigError
+from platform.config.fields import ConfigError
 
 FOUND = [
     ("elastic.faults=[[5:kill:1]]", "elastic.faults=[[5:kill:1]]: "),

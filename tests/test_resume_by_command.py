@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from platform.checkpoint import Storage, connect, read_tensor, verify
-from platform.checkpoint.catalogue import attempts
+from platform.checkpoint.storage.catalogue import attempts
 from platform.launch import compose, main
 from platform.monitor import Journal, MetricsLog
-from platform.train.schedule import learning_rate
+from platform.optimizer.learning_rate import learning_rate
 from tests.test_end_to_end import QUICK, SMALL, TIMEOUT, command, in_this_process, refused
 
 FIXED = "optimizer.warmup_steps=2 parallel.data=1 data=synthetic precision=fp64 model.dropout=0.1".split()

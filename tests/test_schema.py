@@ -9,8 +9,8 @@ from typing import Annotated, Any, NamedTuple
 
 import pytest
 
-from platform.documents import content, from_json, from_yaml, line
-from platform.schema import Known, Malformed, Many, OneOf, Span, Text, read
+from platform.boundary.documents import content, from_json, from_yaml, line
+from platform.boundary.schema import Known, Malformed, Many, OneOf, Span, Text, read
 
 
 class Pair(NamedTuple):

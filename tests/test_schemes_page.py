@@ -7,11 +7,11 @@ import shlex
 
 import pytest
 
-from platform.config import ConfigError
+from platform.config.fields import ConfigError
 from platform.launch import compose
 from platform.model import build
-from platform.plan.explain import explain
-from platform.train.plan import make_plan
+from platform.plan.reports.explain import explain
+from platform.planning.make_plan import make_plan
 from tests.conftest import ROOT
 
 PAGE = (ROOT / "docs" / "schemes.md").read_text()

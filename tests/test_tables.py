@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from platform.config import ConfigError
+from platform.config.fields import ConfigError
 from platform.launch import CONF, compose
 
 TENSOR = {  # file -> what its refusal says: key, value, constraint and nearest legal
@@ -39,7 +39,7 @@ TYPED = {
 
 
 def refusal(tmp_path, group: str, text: str, *typed: str) -> str:
-    from platform.train.plan import make_plan
+    from platform.planning.make_plan import make_plan
 
     (tmp_path / group).mkdir()
     (tmp_path / group / "own.yaml").write_text(text + "\n")

@@ -9,17 +9,17 @@ A `Memory` holds the last steps in host memory, with `copies` at peers; `recover
 with what survivors have.
 """
 
-from platform.checkpoint.box import Box
-from platform.checkpoint.catalogue import Found, find, load, quarantine, split, verify
-from platform.checkpoint.image import Image
-from platform.checkpoint.manifest import Corrupt, Manifest, Meta, Refused
-from platform.checkpoint.memory import Memory, Snapshot
-from platform.checkpoint.peers import Copy, copies, kept_bytes
-from platform.checkpoint.reshard import read_tensor, restore
-from platform.checkpoint.saver import Saver
-from platform.checkpoint.state import Block, Held, Share, blocks, planned, shares
-from platform.checkpoint.storage import Storage, connect
-from platform.checkpoint.survivors import handed_over, keepers, recover, suffice, surviving, whole
+from platform.checkpoint.blocks.box import Box
+from platform.checkpoint.blocks.placement import Block, Held, Share, blocks, planned, shares
+from platform.checkpoint.in_memory.copies import Copy, copies, kept_bytes
+from platform.checkpoint.in_memory.recover import handed_over, keepers, recover, suffice, surviving, whole
+from platform.checkpoint.in_memory.snapshots import Memory, Snapshot
+from platform.checkpoint.moves.reshard import read_tensor, restore
+from platform.checkpoint.storage.catalogue import Found, find, load, quarantine, split, verify
+from platform.checkpoint.storage.image import Image
+from platform.checkpoint.storage.manifest import Corrupt, Manifest, Meta, Refused
+from platform.checkpoint.storage.saver import Saver
+from platform.checkpoint.storage.storage import Storage, connect
 
 __all__ = [
     "Block", "Box", "Copy", "Corrupt", "Found", "Held", "Image", "Manifest", "Memory", "Meta", "Refused", "Saver",

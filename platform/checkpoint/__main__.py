@@ -13,13 +13,12 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from platform import documents
-from platform.checkpoint import catalogue
+from platform.boundary import documents
+from platform.boundary.redaction import shielded
 from platform.checkpoint.interchange import EXPORT, IMPORT, store
-from platform.checkpoint.manifest import Manifest, Meta, Refused
-from platform.checkpoint.storage import Storage, connect
-from platform.config import ConfigError, closest, violation
-from platform.redaction import shielded
+from platform.checkpoint.storage.manifest import Manifest, Meta, Refused
+from platform.checkpoint.storage.storage import Storage, catalogue, connect
+from platform.config.fields import ConfigError, closest, violation
 
 
 def main(arguments: list[str] | None = None) -> int:

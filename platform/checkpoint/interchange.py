@@ -14,15 +14,15 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from platform import documents, schema
-from platform.checkpoint.box import Box
-from platform.checkpoint.catalogue import begin, commit
-from platform.checkpoint.image import Image
-from platform.checkpoint.manifest import LARGEST, VALUES, Bytes, Manifest, Meta, Name, Refused
-from platform.checkpoint.reshard import read_tensor
-from platform.checkpoint.state import DTYPES, Block, Held, shares
-from platform.checkpoint.storage import Local, Storage, connect
-from platform.schema import Malformed, Many, Span
+from platform.boundary import documents, schema
+from platform.boundary.schema import Malformed, Many, Span
+from platform.checkpoint.blocks.box import Box
+from platform.checkpoint.blocks.placement import DTYPES, Block, Held, shares
+from platform.checkpoint.moves.reshard import read_tensor
+from platform.checkpoint.storage.catalogue import begin, commit
+from platform.checkpoint.storage.image import Image
+from platform.checkpoint.storage.manifest import LARGEST, VALUES, Bytes, Manifest, Meta, Name, Refused
+from platform.checkpoint.storage.storage import Local, Storage, connect
 
 META = "elastic_platform_meta"  # where the other formats keep ours
 SAFETENSORS = {

@@ -1,1 +1,3 @@
-"""Who executes a plan: the driver, its crew of workers (Ray, processes, torchrun, inline), and the run directory."""
+"""Who executes a plan: the driver, from start to the one place where every run ends.
+Nothing here computes a tensor.
+"""

@@ -10,25 +10,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from platform import data
-from platform.cluster import resources, torchrun
-from platform.cluster.commands import Command
-from platform.cluster.context import Run
-from platform.cluster.crew import open_crew
-from platform.cluster.demonstration import demonstration
+from platform.boundary.redaction import learned
+from platform.boundary.undo import missing, remove_empty
+from platform.cluster.control.forming.context import Run
+from platform.cluster.crew.base.crew.launchers import torchrun
+from platform.cluster.crew.base.job import WORKER, Job
+from platform.cluster.crew.base.signals import Stopped, StopSignals
+from platform.cluster.crew.open import open_crew
 from platform.cluster.endings import DONE, FAILED, Known, Unsaved, end
-from platform.cluster.job import WORKER, Job
-from platform.cluster.run_directory import RunDirectory
-from platform.cluster.signals import Stopped, StopSignals
-from platform.cluster.time_limit import seconds_left
-from platform.config import Config, ConfigError, violation
+from platform.cluster.run import resources
+from platform.cluster.run.commands import Command
+from platform.cluster.run.demonstration import demonstration
+from platform.cluster.run.directory import RunDirectory
+from platform.cluster.run.time_limit import seconds_left
+from platform.config.fields import Config, ConfigError, violation
 from platform.data import cache
 from platform.monitor import Journal, open_monitor
-from platform.plan.plan import Plan
-from platform.redaction import learned
-from platform.undo import missing, remove_empty
+from platform.plan.core.plan import Plan
+from platform.plan.core.plan_data import to_dict
+from platform.plan.reports.describe import describe
 
 if TYPE_CHECKING:
-    from platform.cluster.origin import Origin
+    from platform.cluster.run.origin import Origin
 
 
 def run(
@@ -77,16 +80,16 @@ def _run(config: Config, plan: Plan, worker: str, signals: StopSignals, known: K
     _check_memory(config, plan, config.cluster.device, known.say, stated=True)
     if config.data.kind == "stdlib" and (line := demonstration(config, plan, data.stdlib_bytes(config.data))):
         known.say(f"warning: {line}")
-    from platform.cluster.changes import changes  # torch takes seconds: cheap refusals come first
-    from platform.cluster.origin import check_writable, origin
-    from platform.train import places
+    from platform.cluster.run.changes import changes  # torch takes seconds: cheap refusals come first
+    from platform.cluster.run.origin import check_writable, origin
+    from platform.train.recovery import places
 
     found = origin(config)
     meta = found.manifest.meta if found and found.manifest else None
     elastic = config.elastic
     secured = resources.secure(config.cluster, plan.mesh.size, known.say, elastic.spares, elastic.min_workers)
     _check_memory(config, plan, secured.device, known.say)
-    there = opened.enter_context(directory.claim(config, plan.to_dict()))
+    there = opened.enter_context(directory.claim(config, to_dict(plan)))
     if places.saves(config):
         check_writable(config)
     corpus = _corpus(config, known.say)
@@ -137,10 +140,10 @@ def _drive(
     known: Known,
 ) -> int:
     """Trains from the data to the last step, through as many generations as it takes; the exit status."""
-    from platform.cluster.changes import report
-    from platform.cluster.checkpoints import Checkpoints
-    from platform.cluster.controller import Controller
-    from platform.cluster.forming import Former
+    from platform.cluster.control.controller import Controller
+    from platform.cluster.control.forming.former import Former
+    from platform.cluster.control.saving.checkpoints import Checkpoints
+    from platform.cluster.run.changes import report
 
     journal, monitor = known.journal, known.monitor
     assert journal and monitor
@@ -158,7 +161,7 @@ def _drive(
     run = Run(config, plan, job, known.steps, *records, secured)
     known.controller = controller = Controller(run, Former(run))
     checkpoints.check(corpus)
-    monitor.say(plan.describe())
+    monitor.say(describe(plan))
     kind = resources.crew_kind(config.cluster)
     beside = secured.members - job.world_size  # spares; fewer than 0 where the run starts smaller
     spares = f" and {beside} spares" if beside > 0 else ""
@@ -205,8 +208,8 @@ def _impossible(config: Config, plan: Plan) -> Iterator[str]:
 def _check_memory(config: Config, plan: Plan, kind: str, say: Callable[[str], None], *, stated: bool = False) -> None:
     """Refuses a plan that needs more than its devices of a kind have, or warns of it. `stated`: before any device is
     looked for, by what the configuration says of it where that decides."""
-    from platform.cluster.devices import device_of
-    from platform.train.remedies import lack_of_memory
+    from platform.cluster.run.devices import device_of
+    from platform.planning.remedies import lack_of_memory
 
     c = config.cluster
     decides = bool(c.device_memory) or (

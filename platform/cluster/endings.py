@@ -12,18 +12,18 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from platform.cluster.failures import GaveUp, NoPlaces, WorkerFailed
-from platform.cluster.signals import Stopped
-from platform.config import Config
+from platform.boundary.redaction import redact
+from platform.boundary.terminal import say
+from platform.cluster.crew.base.failures import GaveUp, NoPlaces, WorkerFailed
+from platform.cluster.crew.base.signals import Stopped
+from platform.config.fields import Config
 from platform.monitor import Journal, Monitor, goodput, story
-from platform.monitor.terminal import say
-from platform.redaction import redact
 
 if TYPE_CHECKING:
-    from platform.cluster.checkpoints import Checkpoints
-    from platform.cluster.commands import Command
-    from platform.cluster.controller import Controller
-    from platform.cluster.run_directory import RunDirectory
+    from platform.cluster.control.controller import Controller
+    from platform.cluster.control.saving.checkpoints import Checkpoints
+    from platform.cluster.run.commands import Command
+    from platform.cluster.run.directory import RunDirectory
 
 DONE, FAILED, STOPPED = 0, 1, 75
 

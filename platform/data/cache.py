@@ -12,9 +12,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
-from platform import documents, schema
-from platform.config import ConfigError
-from platform.schema import Known, Malformed, Span, Text
+from platform.boundary import documents, schema
+from platform.boundary.schema import Known, Malformed, Span, Text
+from platform.config.fields import ConfigError
 
 _META = "meta.json"
 _Name = Annotated[str, Text(r"[a-z]{1,40}\.(bin|json)", "the name of a file of a cache entry")]

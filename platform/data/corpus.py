@@ -13,12 +13,12 @@ from typing import Annotated, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from platform import schema
-from platform.config import Config, ConfigError, Data, digest, objective_of
+from platform.boundary import schema
+from platform.boundary.schema import Known, Malformed, OneOf, Span
+from platform.config.fields import Config, ConfigError, Data, digest, objective_of
 from platform.data import cache, pairs, sources, synthetic, tokenizer
 from platform.data.objectives import OBJECTIVES, Objective
 from platform.data.permutation import mix, order
-from platform.schema import Known, Malformed, OneOf, Span
 
 _FORMAT = 1  # of a cache entry: raise it when the same documents would give other tokens or other files
 _CHUNK = 1 << 22  # tokens that are looked at together

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from platform.config import ConfigError
+from platform.config.fields import ConfigError
 from platform.data.permutation import mix
 from platform.data.tokenizer import END_OF_TEXT
 

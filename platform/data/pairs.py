@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from platform import documents
-from platform.config import ConfigError, Data
+from platform.boundary import documents
+from platform.config.fields import ConfigError, Data
 from platform.data import sources
 from platform.data.objectives import PADDING, Ints
 from platform.data.tokenizer import END_OF_TEXT

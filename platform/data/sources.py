@@ -18,10 +18,10 @@ from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from platform.checks import allow
-from platform.config import ConfigError, Data
-from platform.documents import from_json, line, opened
-from platform.schema import Malformed
+from platform.boundary.documents import from_json, line, opened
+from platform.boundary.schema import Malformed
+from platform.config.checks import allow
+from platform.config.fields import ConfigError, Data
 
 # The endings that a folder is searched for; a file or a glob that is named by the user may have any.
 ENDINGS = ".txt .md .rst .tex .html .py .c .h .cc .cpp .rs .go .java .js .ts .sh .jsonl".split()

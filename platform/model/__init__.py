@@ -3,14 +3,14 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from platform.checks import allow, allow_dims
-from platform.config import OBJECTIVES
-from platform.config import Model as ModelConfig
+from platform.config.checks import allow, allow_dims
+from platform.config.fields import OBJECTIVES
+from platform.config.fields import Model as ModelConfig
 from platform.model.decoder import Decoder
 from platform.model.encoder import Encoder
 from platform.model.encoder_decoder import EncoderDecoder
 from platform.model.two_layer import TwoLayer
-from platform.plan.mistakes import of_the_user
+from platform.plan.language.mistakes import of_the_user
 
 MODELS: dict[str, Any] = {
     "decoder": Decoder,
@@ -26,8 +26,9 @@ def register_model(
     objectives: Sequence[str] = ("causal",),
     dims: Iterable[str] = (),
 ) -> None:
-    """Makes `model.kind=NAME` known: `model(config.model)` is what `platform.plan.chunks.Model` asks for. `objectives`:
-    the values that data.objective may have with it, the default first. `dims`: its own, for tensor.layout to split."""
+    """Makes `model.kind=NAME` known: `model(config.model)` is what `platform.plan.core.chunks.Model` asks for.
+    `objectives`: the values that data.objective may have with it, the default first. `dims`: its own, for tensor.layout
+    to split."""
     MODELS[name] = model
     OBJECTIVES[name] = objectives
     allow("model.kind", name)

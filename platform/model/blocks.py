@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from math import sqrt
 from typing import Any
 
-from platform.config import Model as ModelConfig
-from platform.plan.ops import Ops, Parameter, Spec, scores_of
+from platform.config.fields import Model as ModelConfig
+from platform.plan.language.ops import Ops, Parameter, Spec, scores_of
 
 LOGITS = Spec.of("logits", "length batch vocab")
 

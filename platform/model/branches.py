@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from platform.plan.ops import Ops, Parameter, Spec
+from platform.plan.language.ops import Ops, Parameter, Spec
 
 Inside = Callable[..., Any]  # (ops, what each projection gives) -> what the branches hold before they are joined
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from platform.config import Model as ModelConfig
+from platform.config.fields import Model as ModelConfig
 from platform.model.blocks import Embedding, Flow, Head, Shapes, Stack, embedding_table, sizes
-from platform.plan.ops import Ops, Parameter
+from platform.plan.language.ops import Ops, Parameter
 
 
 class Decoder:

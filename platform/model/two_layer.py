@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from math import sqrt
 from typing import Any
 
-from platform.config import Model as ModelConfig
-from platform.plan.ops import Ops, Parameter, Spec
+from platform.config.fields import Model as ModelConfig
+from platform.plan.language.ops import Ops, Parameter, Spec
 
 IO = Spec.of("stream", "length batch io")
 HIDDEN = Spec.of("mlp", "length batch hidden")

@@ -1,9 +1,9 @@
-"""What a run writes down and shows: metrics, journal, timeline, console, Weights & Biases. Used by the driver only."""
+"""What a run shows: console, goodput, story, timeline, Weights & Biases. Used by the driver only."""
 
 from platform.monitor.goodput import Goodput, goodput
-from platform.monitor.journal import Journal
-from platform.monitor.metrics import METRICS, MetricsLog
 from platform.monitor.monitor import Monitor, open_monitor
+from platform.monitor.records.journal import Journal
+from platform.monitor.records.metrics import METRICS, MetricsLog
 from platform.monitor.story import story
 from platform.monitor.timeline import Timeline
 

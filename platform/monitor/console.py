@@ -10,8 +10,8 @@ from collections.abc import Callable
 from statistics import fmean
 from typing import Any, TextIO
 
-from platform.monitor import terminal
-from platform.redaction import redact
+from platform.boundary import terminal
+from platform.boundary.redaction import redact
 
 _HEADER_EVERY = 25  # lines: about once a screen
 _ERASE = "\r\x1b[2K"

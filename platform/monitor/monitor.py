@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
-from platform.config import Config
+from platform.config.fields import Config
 from platform.monitor.console import Console
-from platform.monitor.metrics import METRICS, MetricsLog
+from platform.monitor.records.metrics import METRICS, MetricsLog
 from platform.monitor.wandb_log import WandbLog
 
 

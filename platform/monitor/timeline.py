@@ -14,9 +14,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from platform.plan.gantt import gantt_svg
-from platform.plan.schedule import COMPUTE, SENDS, Action, Kind, Rows, Schedule
-from platform.plan.simulate import Event, Simulation, simulate
+from platform.plan.schedule.gantt import gantt_svg
+from platform.plan.schedule.simulate import Event, Simulation, simulate
+from platform.plan.schedule.table import COMPUTE, SENDS, Action, Kind, Rows, Schedule
 
 STEPS = 20  # in the trace: the last ones
 WAIT = "bubble"  # the section of the workers' clocks in which they wait for another stage

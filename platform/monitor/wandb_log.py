@@ -7,9 +7,9 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from platform.config import Config
-from platform.monitor.metrics import flatten
-from platform.redaction import redact
+from platform.boundary.redaction import redact
+from platform.config.fields import Config
+from platform.monitor.records.metrics import flatten
 
 RESUMABLE = 75  # the launcher's exit status of a run that will be continued
 

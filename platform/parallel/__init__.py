@@ -1,1 +1,3 @@
-"""A plan at run time: communicators, conversions, and every operation on one rank's blocks."""
+"""A plan at run time: operations and schedules executed on one rank's blocks.
+The only room that launches collectives; it decides none of them.
+"""

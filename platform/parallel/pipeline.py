@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from platform.parallel.convert import absent
-from platform.parallel.einsum import Deferred
-from platform.parallel.groups import Communicator, Handle
-from platform.parallel.share import gather, scatter
-from platform.plan.chunks import Chunk, Flow
-from platform.plan.plan import Plan
-from platform.plan.schedule import Action, Kind
+from platform.parallel.communicator.base import Communicator, Handle
+from platform.parallel.kernels.einsum import Deferred
+from platform.parallel.sharding.convert import absent
+from platform.parallel.sharding.share import gather, scatter
+from platform.plan.core.chunks import Chunk, Flow
+from platform.plan.core.plan import Plan
+from platform.plan.schedule.table import Action, Kind
 
 Key = tuple[int, int]  # chunk, microbatch
 Forward = Callable[[Chunk, int, dict[str, Tensor], Deferred | None], dict[str, Tensor]]

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from platform.parallel.groups import Communicator
-from platform.parallel.share import gather, scatter
+from platform.parallel.communicator.base import Communicator
+from platform.parallel.sharding.share import gather, scatter
 
 
 class _Recomputed(torch.autograd.Function):

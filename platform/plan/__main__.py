@@ -11,16 +11,17 @@ import sys
 from collections.abc import Iterator
 from math import inf
 
-from platform.config import Config, ConfigError
+from platform.boundary.redaction import learn_urls, shielded
+from platform.config.fields import Config, ConfigError
 from platform.launch import REFUSED, compose
 from platform.model import build
-from platform.plan.describe import human
-from platform.plan.explain import explain, render
-from platform.redaction import learn_urls, shielded
-from platform.train.optimizers import OPTIMIZERS
-from platform.train.plan import make_plan
-from platform.train.replan import shrinking
-from platform.train.room import footprints
+from platform.optimizer.optimizers import OPTIMIZERS
+from platform.plan.core.step_collectives import communication
+from platform.plan.reports.describe import human
+from platform.plan.reports.explain import explain, render
+from platform.planning.make_plan import make_plan
+from platform.planning.memory_budget import footprints
+from platform.planning.replan import shrinking
 
 
 def main() -> int:
@@ -72,7 +73,7 @@ def _shrink(config: Config, memory: float, as_json: bool) -> Iterator[str]:
     for workers, found in shrinking(config, memory=memory):
         mesh = found.plan.mesh if found else None
         idle = workers - mesh.size if mesh else workers
-        moved = sum(found.plan.communication().values()) if found else None
+        moved = sum(communication(found.plan).values()) if found else None
         if as_json:
             yield json.dumps({"workers": workers, "idle": idle, "bytes": moved, "mesh": mesh and dict(mesh.axes)})
         elif mesh:

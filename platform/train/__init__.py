@@ -1,0 +1,3 @@
+"""What one worker does: `worker.py` answers the driver's calls.
+Nothing here starts processes or decides who takes part.
+"""

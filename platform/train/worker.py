@@ -19,26 +19,27 @@ import torch
 import torch.distributed as dist
 
 from platform import data
+from platform.boundary.terminal import say, tolerated
 from platform.checkpoint import Corrupt, Memory, Refused, connect, load
-from platform.config import Config, ConfigError
-from platform.extensions import load_extensions
-from platform.monitor.terminal import say, tolerated
-from platform.parallel.groups import Alone, Communicator, Launch
-from platform.parallel.processes import CONNECT, ProcessGroups
-from platform.parallel.progress import PROGRESS
-from platform.parallel.sockets import open_sockets
-from platform.plan.mesh import Mesh
-from platform.plan.rows import Rows
-from platform.train import places
-from platform.train.faults import Fault
-from platform.train.optimizers import warm
-from platform.train.plan import make_plan
-from platform.train.proof import proof
-from platform.train.report import Report
-from platform.train.state import State
-from platform.train.survivors import gathering, who_has
-from platform.train.trainer import Trainer
-from platform.train.verify import differing
+from platform.config.extensions import load_extensions
+from platform.config.fields import Config, ConfigError
+from platform.optimizer.optimizers import warm
+from platform.parallel.communicator.base import Alone, Communicator, Launch
+from platform.parallel.communicator.progress import PROGRESS
+from platform.parallel.communicator.sockets import open_sockets
+from platform.parallel.communicator.torch_distributed import CONNECT, ProcessGroups
+from platform.plan.core.step_collectives import groups as needed_groups
+from platform.plan.language.mesh import Mesh
+from platform.plan.schedule.rows import Rows
+from platform.planning.make_plan import make_plan
+from platform.train.recovery import places
+from platform.train.recovery.proof import proof
+from platform.train.recovery.source import gathering, who_has
+from platform.train.recovery.verify import differing
+from platform.train.step.faults import Fault
+from platform.train.step.step_report import Report
+from platform.train.step.trainer import Trainer
+from platform.train.step.training_state import State
 
 JOIN_SECONDS = 600.0  # for all ranks to be there; the driver ends it earlier, by taking the store away
 
@@ -69,7 +70,7 @@ class Worker:
             raise ConfigError(mistakes)
 
     def prove(self, probe: str) -> dict[str, Any]:
-        """Where this worker is, what it sees of the run's places and what it runs; see `platform.train.proof`."""
+        """Where this worker is, what it sees of the run's places and what it runs; see `train.recovery.proof`."""
         return proof(self.config, self.run_dir, probe)
 
     def form(
@@ -101,7 +102,7 @@ class Worker:
             with PROGRESS.waiting("form"):
                 before = open_sockets()
                 self._join(rank, world_size, store, generation)
-                groups = ProcessGroups(mesh, rank, self.plan.groups, device)
+                groups = ProcessGroups(mesh, rank, needed_groups(self.plan), device)
                 groups.meet(self.plan.neighbours)
                 if self.device == "cpu":
                     groups.connections = dict(open_sockets().items() - before.items())
@@ -130,8 +131,8 @@ class Worker:
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=CONNECT)
 
     def build(self, rows: list[Any], domains: Sequence[str] = ()) -> dict[str, Any]:
-        """Parameters, optimizer and data. `rows`: what this stage runs, see `platform.plan.rows.Rows.plain`; `domains`:
-        the node of every rank, () where all run on one."""
+        """Parameters, optimizer and data. `rows`: what this stage runs, see `platform.plan.schedule.rows.Rows.plain`;
+        `domains`: the node of every rank, () where all run on one."""
         assert self.communicator
         c = self.config
         self.trainer = Trainer(c, self.plan, self.communicator, data.of(c), Rows.from_plain(rows))
@@ -199,7 +200,7 @@ class Worker:
         """Takes over the state that survivors of a generation hold in memory, and holds it under this one's plan, so
         that nothing is lost if this one fails at once. All ranks call it, those that hold nothing too.
 
-        `source`: see `platform.train.survivors.who_has`.
+        `source`: see `platform.train.recovery.source.who_has`.
         """
         memory = self.memories[source["generation"]] if self.rank in dict(source["ranks"]).values() else None
         if memory:

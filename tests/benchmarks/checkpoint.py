@@ -26,11 +26,11 @@ import torch  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
 
 from platform.checkpoint import Block, Box, Held, Image, Meta, connect, load, restore, shares  # noqa: E402
-from platform.checkpoint.catalogue import begin, commit  # noqa: E402
-from platform.config import Config, Model  # noqa: E402
-from platform.parallel.groups import Alone  # noqa: E402
-from platform.train.plan import make_plan  # noqa: E402
-from platform.train.trainer import Trainer  # noqa: E402
+from platform.checkpoint.storage.catalogue import begin, commit  # noqa: E402
+from platform.config.fields import Config, Model  # noqa: E402
+from platform.parallel.communicator.base import Alone  # noqa: E402
+from platform.planning.make_plan import make_plan  # noqa: E402
+from platform.train.step.trainer import Trainer  # noqa: E402
 from tests.oracle import Tokens, read  # noqa: E402
 
 META = Meta(step=1, samples=1, seed=0, corpus="", identity={}, configuration="", plan={})

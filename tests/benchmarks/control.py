@@ -28,10 +28,10 @@ import simulated_worker  # noqa: E402
 from simulated_crew import Call, SimulatedCrew  # noqa: E402
 
 from platform.cluster import driver  # noqa: E402
-from platform.config import Config  # noqa: E402
+from platform.config.fields import Config  # noqa: E402
 from platform.launch import compose  # noqa: E402
 from platform.monitor import Journal  # noqa: E402
-from platform.train.plan import make_plan  # noqa: E402
+from platform.planning.make_plan import make_plan  # noqa: E402
 
 STEPS, KILLED = 30, 16
 REPLICA = 128  # workers of gpt175b

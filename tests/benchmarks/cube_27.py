@@ -14,6 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from platform.plan.core.step_collectives import communication  # noqa: E402
 from tests.oracle import assemble, compare, configure, counted, run, serial  # noqa: E402
 
 MODEL = {"layers": 2, "d_model": 36, "heads": 9, "d_ff": 144, "length": 9, "vocab": 61}
@@ -35,7 +36,7 @@ def main() -> None:
             found = assemble(plan, results, lambda r: r.gradients)
             scale = max(g.abs().max() for g in expected.gradients.values())  # a key bias has a gradient of zero
             worst = max((g - expected.gradients[n]).abs().max() / scale for n, g in found.items())
-            moved, planned = counted(results), plan.communication()
+            moved, planned = counted(results), communication(plan)
             assert moved == planned
             print(f"{scheme:<12} {gathered:<8} {worst:>14.1e} {results[0].loss - expected.loss:>14.1e} "
                   f"{sum(moved.values()):>14,} {sum(planned.values()):>14,} {seconds:>8.1f}")  # fmt: skip

@@ -24,10 +24,11 @@ PATHS = [str(ROOT), str(ROOT / "tests" / "cluster")]
 sys.path[:0] = PATHS
 os.environ["PYTHONPATH"] = os.pathsep.join(PATHS)
 
-from platform.cluster.crew import ByRank, Crew, open_crew  # noqa: E402
-from platform.cluster.failures import WorkerFailed  # noqa: E402
-from platform.cluster.job import Job  # noqa: E402
-from platform.config import Config  # noqa: E402
+from platform.cluster.crew.base.crew import ByRank, Crew  # noqa: E402
+from platform.cluster.crew.base.failures import WorkerFailed  # noqa: E402
+from platform.cluster.crew.base.job import Job  # noqa: E402
+from platform.cluster.crew.open import open_crew  # noqa: E402
+from platform.config.fields import Config  # noqa: E402
 
 
 def trial(crew: Crew, job: Job, numbers: list[int], generation: int, victim: int) -> dict[str, float]:

@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch  # noqa: E402
 
 from platform.checkpoint import Memory, copies, kept_bytes  # noqa: E402
-from platform.config import Config  # noqa: E402
-from platform.train.plan import make_plan  # noqa: E402
-from platform.train.state import State, held_of  # noqa: E402
+from platform.config.fields import Config  # noqa: E402
+from platform.planning.make_plan import make_plan  # noqa: E402
+from platform.train.step.training_state import State, held_of  # noqa: E402
 from tests.benchmarks.step_time import SIZES  # noqa: E402
 from tests.oracle import configure, trainer_of  # noqa: E402
 from tests.pool import Pool  # noqa: E402

@@ -16,12 +16,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch  # noqa: E402
 
-from platform.config import Config  # noqa: E402
+from platform.config.fields import Config  # noqa: E402
 from platform.launch import compose  # noqa: E402
-from platform.parallel.groups import Alone  # noqa: E402
-from platform.plan.plan import Plan  # noqa: E402
-from platform.train.plan import make_plan  # noqa: E402
-from platform.train.room import needed_bytes  # noqa: E402
+from platform.parallel.communicator.base import Alone  # noqa: E402
+from platform.plan.core.plan import Plan  # noqa: E402
+from platform.planning.make_plan import make_plan  # noqa: E402
+from platform.planning.memory_budget import needed_bytes  # noqa: E402
 from tests.live import count  # noqa: E402
 from tests.oracle import trainer_of  # noqa: E402
 

@@ -25,12 +25,12 @@ import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.distributed import pipelining  # noqa: E402
 
-from platform.parallel.groups import Communicator  # noqa: E402
+from platform.parallel.communicator.base import Communicator  # noqa: E402
 from platform.parallel.pipeline import Pipeline  # noqa: E402
-from platform.plan.rows import rows  # noqa: E402
-from platform.plan.simulate import simulate  # noqa: E402
-from platform.train.pipeline import schedule_of  # noqa: E402
-from platform.train.plan import make_plan  # noqa: E402
+from platform.plan.schedule.rows import rows  # noqa: E402
+from platform.plan.schedule.simulate import simulate  # noqa: E402
+from platform.planning.choose_schedule import schedule_of  # noqa: E402
+from platform.planning.make_plan import make_plan  # noqa: E402
 from tests.oracle import configure  # noqa: E402
 from tests.pool import Pool  # noqa: E402
 

@@ -38,8 +38,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(PATHS)
 import chaos  # noqa: E402
 from process_tree import descendants, gone  # noqa: E402
 
-from platform.checks import FAULT_KINDS  # noqa: E402
-from platform.cluster.switchboard import Switchboard  # noqa: E402
+from platform.cluster.wire.switchboard import Switchboard  # noqa: E402
+from platform.config.checks import FAULT_KINDS  # noqa: E402
 from platform.monitor import goodput  # noqa: E402
 
 STRIKES = ("SIGKILL", "strangers", "SIGKILL", "full disk", "SIGSTOP")  # in turn

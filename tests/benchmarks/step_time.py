@@ -18,11 +18,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch  # noqa: E402
 
-from platform.config import Config, Model  # noqa: E402
+from platform.config.fields import Config, Model  # noqa: E402
 from platform.model.blocks import FeedForward, Shapes  # noqa: E402
-from platform.parallel.groups import Alone  # noqa: E402
-from platform.train.plan import make_plan  # noqa: E402
-from platform.train.trainer import Trainer  # noqa: E402
+from platform.parallel.communicator.base import Alone  # noqa: E402
+from platform.planning.make_plan import make_plan  # noqa: E402
+from platform.train.step.trainer import Trainer  # noqa: E402
 from tests.oracle import Tokens, trainer_of  # noqa: E402
 from tests.reference_model import ReferenceModel, parameter_groups  # noqa: E402
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from platform.checkpoint import Block, Box, Held, Image, Meta, Storage, restore, shares
-from platform.checkpoint.catalogue import begin, commit
+from platform.checkpoint.storage.catalogue import begin, commit
 
 META = Meta(
     step=0, samples=0, seed=3, corpus="c0", identity={"seed": 3}, configuration="cf",

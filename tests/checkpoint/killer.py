@@ -18,9 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from platform.checkpoint import storage
-from platform.checkpoint.image import Image
-from platform.checkpoint.storage import Local
+from platform.checkpoint.storage.image import Image
+from platform.checkpoint.storage.storage import Local, storage
 
 FOLDER, DONE = "KILLER", ".done"
 OPERATIONS = ("open", "write", "fsync", "close", "replace", "unlink", "rmdir", "mkdir")
@@ -55,7 +54,7 @@ def moment(name: str, last_words: Callable[[], Any] = lambda: None) -> None:
 
 
 class _Os:
-    """Stands for the module `os` in `platform.checkpoint.storage`: every operation is a moment."""
+    """Stands for the module `os` in `platform.checkpoint.storage.storage`: every operation is a moment."""
 
     def __getattr__(self, name: str) -> Any:
         real = getattr(os, name)

@@ -14,9 +14,10 @@ from shutil import copytree
 
 import pytest
 
-from platform.checkpoint import Corrupt, Manifest, Refused, Saver, Storage, catalogue, connect, find, load, verify
-from platform.checkpoint import manifest as manifests
-from platform.checkpoint import storage as storage_module
+from platform.checkpoint import Corrupt, Manifest, Refused, Saver, Storage, connect, find, load, verify
+from platform.checkpoint.storage.storage import catalogue
+from platform.checkpoint.storage.storage import manifest as manifests
+from platform.checkpoint.storage.storage import storage as storage_module
 from tests.checkpoint import faults
 from tests.checkpoint.faults import FaultyOs, Killed
 from tests.checkpoint.job import Job, meta, values
@@ -28,7 +29,7 @@ SHAPES = {"a": (6, 4), "b": (5,), "c": ()}
 def small_and_fast(monkeypatch):
     """No real fsync; and small tensors are cut as large ones are."""
     monkeypatch.setattr(storage_module, "os", FaultyOs())
-    monkeypatch.setattr("platform.checkpoint.state.GRANULE", 16)
+    monkeypatch.setattr("platform.checkpoint.blocks.placement.GRANULE", 16)
 
 
 @cache

@@ -4,10 +4,10 @@ import threading
 
 import pytest
 
-from platform.checkpoint.catalogue import attempts, find
-from platform.checkpoint.lease import Lease, Superseded
-from platform.checkpoint.saver import Saver
-from platform.checkpoint.storage import Local, connect
+from platform.checkpoint.storage.catalogue import attempts, find
+from platform.checkpoint.storage.lease import Lease, Superseded
+from platform.checkpoint.storage.saver import Saver
+from platform.checkpoint.storage.storage import Local, connect
 from tests.checkpoint.job import Job, meta, values
 
 

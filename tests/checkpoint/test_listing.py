@@ -5,9 +5,9 @@ import threading
 
 import pytest
 
-from platform.checkpoint import Refused, Saver, catalogue, connect, find, load, manifest, verify
-from platform.checkpoint.lease import Lease
-from platform.checkpoint.storage import Remote
+from platform.checkpoint import Refused, Saver, connect, find, load, verify
+from platform.checkpoint.storage.lease import Lease
+from platform.checkpoint.storage.storage import Remote, catalogue, manifest
 from tests.checkpoint.job import Job, meta, values
 
 SHAPES = {"a": (6, 4), "b": (5,)}
@@ -143,7 +143,7 @@ def test_an_entry_that_vanishes_between_the_listing_and_the_look(storage, monkey
                 yield entry
 
     (storage.root / "gone").touch()
-    monkeypatch.setattr("platform.checkpoint.storage.os.scandir", Vanishing)
+    monkeypatch.setattr("platform.checkpoint.storage.storage.os.scandir", Vanishing)
     assert len(storage.list("")) == 2
 
 

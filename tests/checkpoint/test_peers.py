@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from platform.checkpoint import Box, Held, copies, keepers, kept_bytes, suffice, whole
-from platform.checkpoint.peers import Copy
-from platform.checkpoint.state import GRANULE, alike, planned
-from platform.train.plan import make_plan
+from platform.checkpoint.blocks.placement import GRANULE, alike, planned
+from platform.checkpoint.in_memory.copies import Copy
+from platform.planning.make_plan import make_plan
 from tests.checkpoint.job import Job, values
 from tests.checkpoint.test_plans import KINDS, PLANS
 from tests.oracle import configure
@@ -24,8 +24,8 @@ ROW = 16
 @pytest.fixture
 def small_rows(monkeypatch):
     """Small tensors are cut as large ones are."""
-    monkeypatch.setattr("platform.checkpoint.state.PIECE", 64)
-    monkeypatch.setattr("platform.checkpoint.state.GRANULE", ROW)
+    monkeypatch.setattr("platform.checkpoint.blocks.placement.PIECE", 64)
+    monkeypatch.setattr("platform.checkpoint.blocks.placement.GRANULE", ROW)
 
 
 def homes(domains: list[int]) -> list[int]:

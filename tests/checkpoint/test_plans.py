@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from platform.checkpoint import Manifest, Storage, connect, load, shares
-from platform.checkpoint.state import blocks, planned
-from platform.config import Config
-from platform.plan.plan import Plan
-from platform.train.plan import make_plan
+from platform.checkpoint.blocks.placement import blocks, planned
+from platform.config.fields import Config
+from platform.plan.core.plan import Plan
+from platform.planning.make_plan import make_plan
 from tests.checkpoint.job import Counting, Job
 from tests.oracle import configure
 
@@ -117,7 +117,7 @@ def test_a_plan_restores_what_another_saved(saved, record_count, model):
 @pytest.mark.parametrize("name", PLANS)
 def test_a_worker_writes_its_part_of_what_it_shares(monkeypatch, model, name):
     """1/n of the bytes that it and n - 1 others have alike, but for a row; so 1/n of all where all are replicas."""
-    monkeypatch.setattr("platform.checkpoint.state.GRANULE", 64)
+    monkeypatch.setattr("platform.checkpoint.blocks.placement.GRANULE", 64)
     state, size = job(model, name).state, plan(model, name).mesh.size
     common: Counter[tuple[int, ...]] = Counter()
     for held in state:

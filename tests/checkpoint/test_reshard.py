@@ -20,10 +20,10 @@ from platform.checkpoint import (
     restore,
     shares,
 )
-from platform.checkpoint.box import gaps, stretch
-from platform.checkpoint.manifest import check_against
-from platform.plan.layout import Layout, block
-from platform.plan.mesh import Mesh
+from platform.checkpoint.blocks.box import gaps, stretch
+from platform.checkpoint.storage.manifest import check_against
+from platform.plan.language.layout import Layout, block
+from platform.plan.language.mesh import Mesh
 from tests.checkpoint.job import Counting, Job, values
 
 SHAPES = {"a": (13, 6), "b": (5, 4, 7), "c": (31,), "d": (), "e": (3, 17), "f": (9, 2), "g": (1, 1, 23)}
@@ -34,7 +34,7 @@ def small_pieces(monkeypatch):
     """Small tensors are cut as large ones are."""
     for name in ("state", "read", "reshard"):
         monkeypatch.setattr(f"platform.checkpoint.{name}.PIECE", 64)
-    monkeypatch.setattr("platform.checkpoint.state.GRANULE", 16)
+    monkeypatch.setattr("platform.checkpoint.blocks.placement.GRANULE", 16)
 
 
 @settings(max_examples=40, deadline=None)

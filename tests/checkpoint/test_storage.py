@@ -5,9 +5,10 @@ import sys
 
 import pytest
 
-from platform.checkpoint import catalogue, connect, find, load
-from platform.config import ConfigError
-from platform.redaction import bare
+from platform.boundary.redaction import bare
+from platform.checkpoint import connect, find, load
+from platform.checkpoint.storage.storage import catalogue
+from platform.config.fields import ConfigError
 from tests.checkpoint.job import Counting, Job, values
 
 

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from platform.checkpoint import Block, Memory, Snapshot, copies, recover, surviving, whole
-from platform.parallel.groups import Alone
-from platform.parallel.threads import run_threads
-from platform.plan.mesh import Mesh
+from platform.parallel.communicator.base import Alone
+from platform.plan.language.mesh import Mesh
 from tests.checkpoint.job import Job, values
 from tests.checkpoint.test_peers import SHAPES
+from tests.threads import run_threads
 
 DOMAINS = st.lists(st.integers(0, 3), min_size=1, max_size=6)
 
@@ -23,7 +23,7 @@ def small_pieces(monkeypatch):
     """Small tensors are cut as large ones are."""
     for name in ("state", "survivors"):
         monkeypatch.setattr(f"platform.checkpoint.{name}.PIECE", 64)
-    monkeypatch.setattr("platform.checkpoint.state.GRANULE", 16)
+    monkeypatch.setattr("platform.checkpoint.blocks.placement.GRANULE", 16)
 
 
 def on_all(world_size: int, work) -> list:

@@ -19,13 +19,13 @@ from typing import Any
 
 from process_tree import descendants, gone
 
+from platform.cluster.crew.base.job import WORKER
 from platform.cluster.driver import run
-from platform.cluster.job import WORKER
-from platform.config import Branch, Config, Parallel, Pipeline
-from platform.config import Tensor as TensorConfig
+from platform.config.fields import Branch, Config, Parallel, Pipeline
+from platform.config.fields import Tensor as TensorConfig
 from platform.monitor import Journal, MetricsLog
-from platform.train.pipeline import schedule_of
-from platform.train.plan import make_plan
+from platform.planning.choose_schedule import schedule_of
+from platform.planning.make_plan import make_plan
 from tests.oracle import configure
 
 TOLERANCE = 1e-9  # relative, of loss and gradient norm

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from platform.cluster.job import Job
-from platform.config import Config
+from platform.cluster.crew.base.job import Job
+from platform.config.fields import Config
 
 HERE = str(Path(__file__).parent)
 

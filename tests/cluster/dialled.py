@@ -4,8 +4,8 @@ import json
 import struct
 from concurrent.futures import ThreadPoolExecutor
 
-from platform.cluster import secret
-from platform.cluster.channel import dial
+from platform.cluster.wire import secret
+from platform.cluster.wire.channel import dial
 
 
 def frame(payload):

@@ -4,10 +4,10 @@ state is the number of updates that it has had, and a snapshot that is not where
 import math
 from collections import defaultdict
 
-from platform.cluster.crew import ByRank, Crew, arguments, shown
-from platform.cluster.failures import Failure, Member, WorkerFailed
-from platform.config import Config
-from platform.train.proof import proof
+from platform.cluster.crew.base.crew import ByRank, Crew, arguments, shown
+from platform.cluster.crew.base.failures import Failure, Member, WorkerFailed
+from platform.config.fields import Config
+from platform.train.recovery.proof import proof
 
 
 class Dead(Exception):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from unittest.mock import patch
 
-from platform.plan.mesh import Mesh
+from platform.plan.language.mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -28,5 +28,5 @@ def run_fake(config, size, worker):
     """Drive a run of `size` fake workers, whose plan needs no memory."""
     from platform.cluster.driver import run
 
-    with patch("platform.cluster.devices.device_of", lambda *_: None):
+    with patch("platform.cluster.run.devices.device_of", lambda *_: None):
         return run(config, FakePlan(size), experiment="quick", worker=f"fake_worker:{worker}")

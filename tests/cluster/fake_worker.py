@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from platform.parallel.progress import PROGRESS
+from platform.parallel.communicator.progress import PROGRESS
 
 
 class FakeWorker:
@@ -20,8 +20,8 @@ class FakeWorker:
         self.device, self.threads, self.config = device, threads, config
 
     def prove(self, probe):
-        from platform.config import Config
-        from platform.train.proof import proof
+        from platform.config.fields import Config
+        from platform.train.recovery.proof import proof
 
         return proof(Config.from_dict(self.config), self.run_dir, probe)
 

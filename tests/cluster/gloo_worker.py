@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from platform.parallel.progress import PROGRESS
+from platform.parallel.communicator.progress import PROGRESS
 
 
 class GlooWorker:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from simulated_worker import node
 
-from platform.cluster.job import assign
-from platform.cluster.remote import RemoteCrew
+from platform.cluster.crew.base.job import assign
+from platform.cluster.crew.base.remote import RemoteCrew
 
 EXIT_SECONDS = 3.0
 

@@ -7,12 +7,12 @@ import threading
 import time
 from functools import cache
 
-from platform.cluster.host import serve
-from platform.config import Config
-from platform.parallel.progress import PROGRESS
-from platform.plan.mesh import Mesh
-from platform.train.faults import Fault, strike
-from platform.train.proof import proof
+from platform.cluster.crew.launchers.host import serve
+from platform.config.fields import Config
+from platform.parallel.communicator.progress import PROGRESS
+from platform.plan.language.mesh import Mesh
+from platform.train.recovery.proof import proof
+from platform.train.step.faults import Fault, strike
 
 LATE_STEP = 1  # in which everybody takes long, and so is asked for beats; a first step may last
 MOVED = ("all_gather/data", "all_reduce/data", "all_reduce/t", "reduce_scatter/data", "send/stage")

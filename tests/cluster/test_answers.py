@@ -4,11 +4,11 @@ import threading
 
 import pytest
 
-from platform.cluster.answers import is_answer
-from platform.cluster.failures import WorkerFailed
-from platform.cluster.host import serve
-from platform.cluster.job import assign
-from platform.cluster.remote import RemoteCrew
+from platform.cluster.crew.base.failures import WorkerFailed
+from platform.cluster.crew.base.job import assign
+from platform.cluster.crew.base.remote import RemoteCrew
+from platform.cluster.crew.launchers.host import serve
+from platform.cluster.wire.answers import is_answer
 from tests.cluster.simulated_worker import SimulatedWorker, report
 
 WRONG = [5, None, "x", [], {}, {"step": "1"}, {"step": True}, report(1, 2) | {"samples": [0]}]

@@ -3,8 +3,8 @@
 import copy
 
 from platform.checkpoint import Meta
-from platform.cluster.changes import changes, report
-from platform.identity import identity
+from platform.cluster.run.changes import changes, report
+from platform.config.identity import identity
 from platform.launch import compose
 from platform.monitor import Journal
 

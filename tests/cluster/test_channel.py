@@ -10,9 +10,9 @@ import time
 import pytest
 from dialled import dialled, frame, greeting
 
-from platform.cluster.channel import Decoder, Garbled, encode
-from platform.cluster.switchboard import Switchboard
-from platform.cluster.watch import Watch
+from platform.cluster.crew.base.watch import Watch
+from platform.cluster.wire.channel import Decoder, Garbled, encode
+from platform.cluster.wire.switchboard import Switchboard
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_strangers_are_cut_off_and_harm_nobody(board, monkeypatch):
             assert stranger.recv(1) == b"", what
         except ConnectionResetError:
             pass
-    monkeypatch.setattr("platform.cluster.switchboard._GREETING_SECONDS", 0.3)
+    monkeypatch.setattr("platform.cluster.wire.switchboard._GREETING_SECONDS", 0.3)
     silent = socket.create_connection(board.address)
     silent.settimeout(20)
     assert board.poll(0.1) == board.poll(0.5) == board.poll(0.1) == []
@@ -128,8 +128,8 @@ def test_many_connections_from_one_process(board):
     board.expect(range(count))
     script = """
 import sys
-from platform.cluster.channel import dial, encode
-from platform.cluster.files import allow_many_files
+from platform.cluster.wire.channel import dial, encode
+from platform.cluster.wire.files import allow_many_files
 allow_many_files()
 port, tokens = int(sys.argv[1]), sys.stdin.read().split()
 lines = [dial(("127.0.0.1", port), token, number) for number, token in enumerate(tokens)]

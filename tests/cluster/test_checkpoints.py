@@ -6,13 +6,13 @@ import pytest
 from fake_plan import FakePlan
 
 from platform.checkpoint import Meta, connect
-from platform.checkpoint.catalogue import begin, commit
-from platform.cluster.cadence import Cadence
-from platform.cluster.checkpoints import Checkpoints
-from platform.cluster.failures import Failure, Member, WorkerFailed
-from platform.cluster.origin import origin
-from platform.config import ConfigError
-from platform.identity import identity
+from platform.checkpoint.storage.catalogue import begin, commit
+from platform.cluster.control.saving.cadence import Cadence
+from platform.cluster.control.saving.checkpoints import Checkpoints
+from platform.cluster.crew.base.failures import Failure, Member, WorkerFailed
+from platform.cluster.run.origin import origin
+from platform.config.fields import ConfigError
+from platform.config.identity import identity
 from platform.monitor import Journal
 
 
@@ -42,8 +42,8 @@ def said():
 
 @pytest.fixture
 def checkpoints(config, said, monkeypatch, tmp_path):
-    monkeypatch.setattr("platform.checkpoint.saver.time.sleep", lambda seconds: None)
-    monkeypatch.setattr("platform.checkpoint.catalogue._check", lambda storage, directory, manifest: None)
+    monkeypatch.setattr("platform.checkpoint.storage.saver.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("platform.checkpoint.storage.catalogue._check", lambda storage, directory, manifest: None)
     return Checkpoints(config, FakePlan(2), origin(config), Journal(tmp_path / "journal.jsonl"), said.append)
 
 

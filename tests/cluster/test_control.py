@@ -6,10 +6,10 @@ from simulated_crew import SimulatedCrew
 from simulated_worker import LATE_STEP, report
 
 from platform.cluster import driver
-from platform.cluster.channel import encode
+from platform.cluster.wire.channel import encode
 from platform.launch import compose
 from platform.monitor import Journal, MetricsLog
-from platform.train.plan import make_plan
+from platform.planning.make_plan import make_plan
 
 WORKERS, PER_NODE, STEPS, KILLED, HANG = 64, 32, 6, 4, 3.0
 

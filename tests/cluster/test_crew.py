@@ -6,8 +6,9 @@ import sys
 import pytest
 from process_tree import descendants, gone
 
-from platform.cluster.crew import ByRank, open_crew, seating
-from platform.cluster.failures import WorkerFailed
+from platform.cluster.crew.base.crew import ByRank, seating
+from platform.cluster.crew.base.failures import WorkerFailed
+from platform.cluster.crew.open import open_crew
 
 KINDS = ["processes", pytest.param("local", marks=pytest.mark.ray)]
 
@@ -85,7 +86,7 @@ def test_a_worker_that_cannot_start(job):
 
 
 def test_a_stopped_worker_does_not_keep_the_crew_from_closing(job, monkeypatch):
-    monkeypatch.setattr("platform.cluster.remote.CLOSE_SECONDS", 0.5)
+    monkeypatch.setattr("platform.cluster.crew.base.remote.CLOSE_SECONDS", 0.5)
     with open_crew("processes", job(2)) as crew:
         pids = [member.pid for member in crew.members.values()]
         os.kill(pids[1], signal.SIGSTOP)
@@ -97,9 +98,10 @@ def test_workers_end_when_their_driver_is_killed(kind, job, tmp_path):
     script = """
 import os, signal
 from pathlib import Path
-from platform.cluster.crew import ByRank, open_crew
-from platform.cluster.job import Job
-from platform.config import Config
+from platform.cluster.crew.base.crew import ByRank
+from platform.cluster.crew.open import open_crew
+from platform.cluster.crew.base.job import Job
+from platform.config.fields import Config
 if __name__ == "__main__":
     job = Job(Config().to_dict(), [{"data": 0}, {"data": 1}], "cpu", Path("."), "fake_worker:FakeWorker")
     with open_crew(KIND, job) as crew:

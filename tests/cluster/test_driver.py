@@ -10,8 +10,8 @@ import pytest
 from fake_plan import run_fake
 from process_tree import descendants, gone
 
-from platform.cluster.signals import Stopped, StopSignals
-from platform.config import ConfigError
+from platform.cluster.crew.base.signals import Stopped, StopSignals
+from platform.config.fields import ConfigError
 from platform.monitor import METRICS, Journal, MetricsLog
 
 
@@ -127,8 +127,8 @@ def test_mistakes_come_before_anything_is_written_or_started(config):
 SCRIPT = """
 import json, sys
 from fake_plan import run_fake
-from platform.cluster.signals import Stopped, StopSignals
-from platform.config import Config
+from platform.cluster.crew.base.signals import Stopped, StopSignals
+from platform.config.fields import Config
 if __name__ == "__main__":
     config = Config.from_dict(json.loads(sys.argv[1]))
     sys.exit(run_fake(config, int(sys.argv[3]), sys.argv[2]))

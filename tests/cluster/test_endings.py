@@ -13,8 +13,8 @@ from fake_crew import Dead
 from test_states import at_once, config, drive, events, names, once_each, signals, stop  # noqa: F401
 
 from platform.checkpoint import Saver
-from platform.cluster.crew import open_crew
-from platform.config import ConfigError
+from platform.cluster.crew.open import open_crew
+from platform.config.fields import ConfigError
 from platform.monitor import MetricsLog
 from tests.disks import small_disk
 
@@ -135,12 +135,12 @@ def test_a_file_of_the_run_that_is_something_else_is_refused(config, drive, file
 BEFORE_THE_JOURNAL = ("platform.data.of", "platform.cluster.driver.open_monitor")
 PLACES = {  # where it happens -> (the last step done, the newest saved)
     "platform.data.of": (0, 0),
-    "platform.cluster.checkpoints.Checkpoints.__init__": (0, 0),
+    "platform.cluster.control.saving.checkpoints.Checkpoints.__init__": (0, 0),
     "platform.cluster.driver.open_monitor": (0, 0),
-    "platform.cluster.forming.Former.form": (0, 0),
-    "platform.cluster.controller.metrics_row": (3, 2),
-    "platform.cluster.checkpoints.Checkpoints.advance": (3, 2),
-    "platform.cluster.outlook.Outlook.needed": (4, 4),
+    "platform.cluster.control.forming.former.Former.form": (0, 0),
+    "platform.cluster.control.controller.metrics_row": (3, 2),
+    "platform.cluster.control.saving.checkpoints.Checkpoints.advance": (3, 2),
+    "platform.cluster.control.forming.outlook.Outlook.needed": (4, 4),
     "platform.monitor.console.Console.step": (4, 2),
 }
 
@@ -209,7 +209,7 @@ def test_a_timeline_that_cannot_be_written(config, drive, monkeypatch):
         def write(self, directory):
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("platform.cluster.forming.Timeline", lambda *args: Timeline())
+    monkeypatch.setattr("platform.cluster.control.forming.former.Timeline", lambda *args: Timeline())
     config.monitor.timeline = True
 
     def told(crew):
@@ -237,7 +237,7 @@ def test_workers_on_a_full_disk(job, tmp_path):
 
 
 def test_lines_are_kept_within_a_bound(tmp_path, monkeypatch, capsys):
-    from platform.monitor import json_lines
+    from platform.monitor.records.records import json_lines
 
     monkeypatch.setattr(json_lines, "KEPT_BYTES", 100, raising=False)
     with small_disk(tmp_path / "small") as disk:
@@ -256,7 +256,7 @@ def test_lines_are_kept_within_a_bound(tmp_path, monkeypatch, capsys):
 
 
 def test_a_torn_line_is_cut_once_that_is_possible(tmp_path, monkeypatch):
-    from platform.monitor.json_lines import JsonLines
+    from platform.monitor.records.json_lines import JsonLines
 
     lines = JsonLines(tmp_path / "x.jsonl")
     lines.append({"n": 0})

@@ -7,8 +7,9 @@ import time
 import pytest
 from process_tree import descendants, gone
 
-from platform.cluster.crew import ByRank, open_crew, seating
-from platform.cluster.failures import WorkerFailed
+from platform.cluster.crew.base.crew import ByRank, seating
+from platform.cluster.crew.base.failures import WorkerFailed
+from platform.cluster.crew.open import open_crew
 
 KINDS = ["processes", pytest.param("local", marks=pytest.mark.ray)]
 

@@ -3,9 +3,9 @@
 import gc
 import weakref
 
-from platform.cluster.channel import Decoder
-from platform.cluster.host import _Host
-from platform.cluster.job import Assignment
+from platform.cluster.crew.base.job import Assignment
+from platform.cluster.crew.launchers.host import _Host
+from platform.cluster.wire.channel import Decoder
 
 
 class Hand:

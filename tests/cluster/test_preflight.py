@@ -8,10 +8,10 @@ from fake_plan import run_fake
 from process_tree import descendants, gone
 
 from platform.checkpoint import connect
-from platform.cluster import preflight
-from platform.cluster.crew import open_crew
-from platform.config import Config, ConfigError
-from platform.train.proof import proof, source_digest, versions
+from platform.cluster.control.forming import preflight
+from platform.cluster.crew.open import open_crew
+from platform.config.fields import Config, ConfigError
+from platform.train.recovery.proof import proof, source_digest, versions
 
 OWN = {
     "node": "head",

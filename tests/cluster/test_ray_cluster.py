@@ -6,9 +6,10 @@ import pytest
 from process_tree import descendants, gone
 from ray_machines import drain, private_cluster
 
-from platform.cluster import resources
-from platform.cluster.crew import ByRank, open_crew, seating
-from platform.config import Cluster, ConfigError
+from platform.cluster.crew.base.crew import ByRank, seating
+from platform.cluster.crew.open import open_crew
+from platform.cluster.run import resources
+from platform.config.fields import Cluster, ConfigError
 
 pytestmark = pytest.mark.ray
 HERE = os.path.dirname(__file__)

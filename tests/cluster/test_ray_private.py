@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from process_tree import descendants
 
-from platform.cluster import leftovers, ray_session
-from platform.cluster.crew import open_crew
+from platform.cluster.crew.base.crew.launchers import leftovers, ray_session
+from platform.cluster.crew.open import open_crew
 
 pytestmark = pytest.mark.ray
 
@@ -35,7 +35,7 @@ def listening(processes):
 def test_an_embedded_ray_listens_on_loopback_asks_for_a_token_and_hides_its_files(job, monkeypatch):
     made, make = [], ray_session._short_temporary_directory
     monkeypatch.setattr(
-        "platform.cluster.ray_session._short_temporary_directory",
+        "platform.cluster.crew.launchers.ray_session._short_temporary_directory",
         lambda: made.append(Path(make())) or str(made[0]),
     )
     with open_crew("local", job(1)):

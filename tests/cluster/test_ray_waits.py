@@ -4,9 +4,9 @@ import logging
 
 import pytest
 
-from platform.cluster import ray_crew
-from platform.cluster.failures import NoPlaces
-from platform.cluster.ray_crew import RayCrew
+from platform.cluster.crew.base.crew.launchers import ray_crew
+from platform.cluster.crew.base.failures import NoPlaces
+from platform.cluster.crew.launchers.ray_crew import RayCrew
 
 
 @pytest.fixture

@@ -5,12 +5,13 @@ import time
 import pytest
 from test_generations import fails, form
 
-from platform.cluster.crew import ByRank, open_crew
-from platform.cluster.failures import WorkerFailed
-from platform.cluster.job import Job
-from platform.plan.rows import rows
-from platform.train.pipeline import schedule_of
-from platform.train.plan import make_plan
+from platform.cluster.crew.base.crew import ByRank
+from platform.cluster.crew.base.failures import WorkerFailed
+from platform.cluster.crew.base.job import Job
+from platform.cluster.crew.open import open_crew
+from platform.plan.schedule.rows import rows
+from platform.planning.choose_schedule import schedule_of
+from platform.planning.make_plan import make_plan
 from tests.oracle import configure
 
 

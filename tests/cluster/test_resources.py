@@ -2,10 +2,10 @@ import math
 
 import pytest
 
-from platform.cluster import resources
-from platform.cluster.failures import NoPlaces
-from platform.cluster.resources import Supply, available_workers, secure
-from platform.config import Cluster, ConfigError
+from platform.cluster.crew.base.failures import NoPlaces
+from platform.cluster.run import resources
+from platform.cluster.run.resources import Supply, available_workers, secure
+from platform.config.fields import Cluster, ConfigError
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 from platform.checkpoint import connect
-from platform.cluster.run_directory import RunDirectory
-from platform.config import Config, ConfigError
+from platform.cluster.run.directory import RunDirectory
+from platform.config.fields import Config, ConfigError
 from platform.monitor import Journal
 
 
@@ -125,8 +125,8 @@ def test_the_lock_of_a_dead_driver_is_taken_over(directory, config):
     script = """
 import os, signal, sys
 from platform.checkpoint import connect
-from platform.cluster.run_directory import RunDirectory
-from platform.config import Config
+from platform.cluster.run.directory import RunDirectory
+from platform.config.fields import Config
 with RunDirectory(sys.argv[1]).claim(Config(), {}):
     os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -2,7 +2,7 @@
 
 from math import inf, nan
 
-from platform.cluster.spikes import WINDOW, Spikes
+from platform.cluster.control.spikes import WINDOW, Spikes
 
 
 def test_the_limit_follows_the_median():

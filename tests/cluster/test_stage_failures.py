@@ -10,9 +10,9 @@ from platform.cluster.driver import run
 from platform.monitor import Journal, MetricsLog
 from platform.parallel import pipeline
 from platform.parallel.pipeline import StageFailed
-from platform.parallel.threads import run_threads
-from platform.train.plan import make_plan
+from platform.planning.make_plan import make_plan
 from tests.oracle import configure, trainer_of
+from tests.threads import run_threads
 
 # Of the stage in the middle, which has neighbours on both sides, between the first and the last microbatch.
 ACTIONS = {

@@ -7,14 +7,15 @@ from pathlib import Path
 import pytest
 from fake_crew import Dead, FakeCrew, Hung
 
-from platform.cluster import driver, muster
-from platform.cluster.checkpoints import Checkpoints
-from platform.cluster.commands import Command
-from platform.cluster.failures import NoPlaces
-from platform.cluster.signals import StopSignals
-from platform.config import ConfigError
+from platform.cluster import driver
+from platform.cluster.control.forming import muster
+from platform.cluster.control.saving.checkpoints import Checkpoints
+from platform.cluster.crew.base.failures import NoPlaces
+from platform.cluster.crew.base.signals import StopSignals
+from platform.cluster.run.commands import Command
+from platform.config.fields import ConfigError
 from platform.monitor import Journal, MetricsLog
-from platform.train.plan import make_plan
+from platform.planning.make_plan import make_plan
 from tests.oracle import configure
 
 BOOM = ValueError("boom")
@@ -35,8 +36,8 @@ def config(tmp_path):
 def drive(config, monkeypatch, capsys):
     """Runs it with this script; afterwards `drive.out` is what was said, `drive.crew` who did it."""
     monkeypatch.setattr(muster, "LOOK_SECONDS", 0.001)
-    monkeypatch.setattr("platform.cluster.checkpoints.POLL_SECONDS", 0.001)
-    monkeypatch.setattr("platform.checkpoint.catalogue._check", lambda storage, directory, manifest: None)
+    monkeypatch.setattr("platform.cluster.control.saving.checkpoints.POLL_SECONDS", 0.001)
+    monkeypatch.setattr("platform.checkpoint.storage.catalogue._check", lambda storage, directory, manifest: None)
 
     def drive(script=None, prepare=lambda crew: None, nodes=1):
         def open_crew(kind, job, spares):
@@ -393,7 +394,7 @@ def test_storage_that_fails_in_the_last_resort_ends_the_run_with_its_name(config
         def no(*args, **keywords):
             raise OSError("the disk is gone")
 
-        monkeypatch.setattr("platform.cluster.origin.find", no)
+        monkeypatch.setattr("platform.cluster.run.origin.find", no)
         return {0: Dead}
 
     assert drive({"step(4)": [fail]}) == 1
@@ -655,7 +656,7 @@ def test_checkpoints_tell_the_plan_that_made_them(config, drive, at_once):
 
 
 def test_a_small_device_gets_no_plan_that_it_has_no_room_for(config, drive):
-    from platform.train.room import needed_bytes
+    from platform.planning.memory_budget import needed_bytes
 
     config.tensor, config.parallel.data = configure(tensor="1d", axes={"t": 4}).tensor, 1
     config.elastic.replace = False

@@ -11,7 +11,7 @@ from fake_crew import Dead
 from test_states import at_once, config, drive, events, names, once_each, signals, steps, stop  # noqa: F401
 
 from platform.checkpoint import Saver
-from platform.cluster.signals import Stopped, StopSignals
+from platform.cluster.crew.base.signals import Stopped, StopSignals
 
 STOPPING = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
 
@@ -176,7 +176,7 @@ def test_a_stop_in_the_last_step_is_the_end_of_the_run(config, drive, stop):
 
 
 def test_a_stop_that_cannot_be_saved(config, drive, stop, monkeypatch):
-    from platform.checkpoint.storage import Local
+    from platform.checkpoint.storage.storage import Local
 
     def full(self, path, chunks):
         raise OSError(28, "No space left on device")
@@ -198,7 +198,7 @@ def test_a_stop_that_cannot_be_saved(config, drive, stop, monkeypatch):
 def test_a_duration_between_checkpoints(config, drive, monkeypatch, at_once):
     """By the clock since the one before, whatever the steps take."""
     now = [1000.0]
-    monkeypatch.setattr("platform.cluster.cadence.monotonic", lambda: now[0])
+    monkeypatch.setattr("platform.cluster.control.saving.cadence.monotonic", lambda: now[0])
     config.checkpoint.every, config.train.steps = "1h30m", 8
 
     def later(minutes):
@@ -215,7 +215,7 @@ def test_a_duration_between_checkpoints(config, drive, monkeypatch, at_once):
     + [("90", None), ("0", None)],
 )
 def test_what_a_duration_is(text, seconds):
-    from platform.cluster.cadence import Cadence
+    from platform.cluster.control.saving.cadence import Cadence
 
     cadence = Cadence(text)
     assert cadence.seconds == seconds

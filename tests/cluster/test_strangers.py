@@ -10,11 +10,11 @@ from contextlib import ExitStack, closing, suppress
 import pytest
 from dialled import dialled, frame, greeting
 
-from platform.cluster import switchboard
-from platform.cluster.channel import dial, encode
-from platform.cluster.files import OWN, PER_MEMBER
-from platform.cluster.rendezvous import Rendezvous
-from platform.cluster.switchboard import Switchboard
+from platform.cluster.crew.base.rendezvous import Rendezvous
+from platform.cluster.wire import switchboard
+from platform.cluster.wire.channel import dial, encode
+from platform.cluster.wire.files import OWN, PER_MEMBER
+from platform.cluster.wire.switchboard import Switchboard
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@
 
 import pytest
 
-from platform.cluster.time_limit import seconds_left
-from platform.config import Run
+from platform.cluster.run.time_limit import seconds_left
+from platform.config.fields import Run
 
 SLURM = {"SLURM_JOB_END_TIME": "5000"}
 

@@ -11,11 +11,12 @@ import pytest
 from dialled import dialled
 from torch.distributed import TCPStore
 
-from platform.cluster import torchrun
-from platform.cluster.channel import Line, encode
-from platform.cluster.crew import ByRank, open_crew
-from platform.cluster.switchboard import Switchboard
-from platform.config import ConfigError
+from platform.cluster.crew.base.crew import ByRank
+from platform.cluster.crew.base.crew.launchers import torchrun
+from platform.cluster.crew.open import open_crew
+from platform.cluster.wire.channel import Line, encode
+from platform.cluster.wire.switchboard import Switchboard
+from platform.config.fields import ConfigError
 
 
 @pytest.fixture

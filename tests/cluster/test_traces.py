@@ -9,12 +9,12 @@ import yaml
 from fake_plan import FakePlan
 
 from platform.checkpoint import Meta, connect
-from platform.checkpoint.catalogue import begin, commit
-from platform.cluster.checkpoints import Checkpoints
-from platform.cluster.origin import origin
-from platform.cluster.run_directory import RunDirectory
-from platform.config import ConfigError
-from platform.identity import identity
+from platform.checkpoint.storage.catalogue import begin, commit
+from platform.cluster.control.saving.checkpoints import Checkpoints
+from platform.cluster.run.directory import RunDirectory
+from platform.cluster.run.origin import origin
+from platform.config.fields import ConfigError
+from platform.config.identity import identity
 from platform.monitor import Journal, MetricsLog
 
 

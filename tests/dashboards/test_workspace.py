@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:wandb_worksp
 WRITE_A_RUN = """
 import sys
 from pathlib import Path
-from platform.config import Config
+from platform.config.fields import Config
 from platform.monitor import METRICS, open_monitor
 config = Config()
 config.monitor.kind = "wandb"

@@ -1,6 +1,6 @@
 import pytest
 
-from platform.config import Data
+from platform.config.fields import Data
 
 
 @pytest.fixture

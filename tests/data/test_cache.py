@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from platform.config import ConfigError
+from platform.config.fields import ConfigError
 from platform.data import cache, corpus, prepare
 
 SIZES = {"length": 32, "vocab": 400, "seed": 0}

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from platform.config import ConfigError, Data
+from platform.config.fields import ConfigError, Data
 from platform.data import END_OF_TEXT, check, prepare, tokenizer
 from platform.data.corpus import held_out
 
@@ -127,7 +127,7 @@ def test_a_large_vocabulary_is_stored_and_read_alike(data):
 
 def test_another_process_and_cache_give_the_same_samples(data, corpus, tmp_path):
     code = f"""
-from platform.config import Data
+from platform.config.fields import Data
 from platform.data import prepare
 corpus = prepare(Data(**{vars(replace(data, cache=str(tmp_path / "other")))!r}), length={LENGTH}, vocab={VOCAB}, seed=0)
 print(corpus.digest, corpus.batch("train", 5, 9)["labels"].tolist())

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from platform.config import ConfigError, Data
+from platform.config.fields import ConfigError, Data
 from platform.data import cache, corpus, pairs, prepare, sources
 
 SIZES = {"length": 32, "vocab": 400, "seed": 0}

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from platform.config import Config, ConfigError, Data, Model
+from platform.config.fields import Config, ConfigError, Data, Model
 from platform.data import END_OF_TEXT, of, prepare
 from platform.data.objectives import SpanDenoising
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from platform.config import ConfigError, Data
+from platform.config.fields import ConfigError, Data
 from platform.data import check, prepare
 from platform.data.sources import documents, stdlib, text
 

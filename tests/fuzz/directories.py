@@ -12,13 +12,14 @@ from tempfile import TemporaryDirectory
 
 import yaml
 
-from platform.checkpoint import catalogue, connect, find, verify
-from platform.checkpoint.lease import Lease
-from platform.cluster import traces
-from platform.cluster.run_directory import RunDirectory
-from platform.config import Config, ConfigError
+from platform.boundary.schema import Malformed
+from platform.checkpoint import connect, find, verify
+from platform.checkpoint.storage.lease import Lease
+from platform.checkpoint.storage.storage import catalogue
+from platform.cluster.run import traces
+from platform.cluster.run.directory import RunDirectory
+from platform.config.fields import Config, ConfigError
 from platform.monitor import Journal, MetricsLog, goodput
-from platform.schema import Malformed
 from tests.fuzz import mutations
 from tests.fuzz.world import World, broken, changed, told
 

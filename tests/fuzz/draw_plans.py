@@ -9,11 +9,11 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from platform.checks import slices
-from platform.config import Branch, Config, Model, Parallel, Pipeline, Tensor
-from platform.plan.schedule_file import to_csv
-from platform.plan.scheme import ROLES, compose
-from platform.train.pipeline import count_microbatches
+from platform.config.checks import slices
+from platform.config.fields import Branch, Config, Model, Parallel, Pipeline, Tensor
+from platform.plan.language.scheme import ROLES, compose
+from platform.plan.schedule.csv_file import to_csv
+from platform.planning.choose_schedule import count_microbatches
 from tests.fuzz.tables import draw_table, spoil
 from tests.oracle import read
 

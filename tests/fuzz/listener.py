@@ -15,9 +15,9 @@ from contextlib import closing, contextmanager, suppress
 from time import monotonic
 from typing import Any
 
-from platform.cluster import secret, switchboard
-from platform.cluster.channel import encode
-from platform.cluster.switchboard import Switchboard
+from platform.cluster.wire import secret, switchboard
+from platform.cluster.wire.channel import encode
+from platform.cluster.wire.switchboard import Switchboard
 
 MEMBER = 0  # who is served all the while
 EXPECTED = range(1, 9)  # for whom the driver waits, and who never comes

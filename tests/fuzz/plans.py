@@ -20,18 +20,19 @@ import torch
 from torch import Tensor
 
 from platform.checkpoint import Meta, Storage, connect, load
-from platform.checkpoint.catalogue import begin, commit
-from platform.checks import violations
-from platform.config import Config, ConfigError
-from platform.parallel.groups import Alone, Communicator
-from platform.parallel.threads import run_threads
-from platform.plan.plan import Plan
-from platform.plan.replay import replay
-from platform.train.plan import make_plan
-from platform.train.state import State
-from platform.train.trainer import Trainer
+from platform.checkpoint.storage.catalogue import begin, commit
+from platform.config.checks import violations
+from platform.config.fields import Config, ConfigError
+from platform.parallel.communicator.base import Alone, Communicator
+from platform.plan.core.plan import Plan
+from platform.plan.core.step_collectives import communication
+from platform.planning.make_plan import make_plan
+from platform.train.step.trainer import Trainer
+from platform.train.step.training_state import State
 from tests.fuzz.draw_plans import RANKS, SCHEDULES, SCHEMES, changed, draw_case
 from tests.oracle import Result, Tokens, assemble, compare, configure, counted, trainer_of
+from tests.replay import replay
+from tests.threads import run_threads
 
 FOCUSED = ("one token", "uneven replicas", "partial batch", "resume")
 CLASSES = (*(f"{scheme}, {schedule}" for scheme in SCHEMES for schedule in SCHEDULES), *FOCUSED, "changed", "refused")
@@ -114,7 +115,7 @@ def check(r: Random, configs: Sequence[Config], plans: Sequence[Plan]) -> None:
             last = steps is phases[-1]
             results, directory = run_phase(c, plan, steps, storage, directory, save=not last)
             compare(c, plan, results, replace(wanted, initial=before))
-            assert counted(results) == plan.communication(), "bytes moved"
+            assert counted(results) == communication(plan), "bytes moved"
             assert replay([found.log for found in results]) is None, "order of launches"
             before = assemble(plan, results, lambda found: found.final)
     finally:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from platform.cluster import secret
-from platform.cluster.switchboard import Switchboard
+from platform.cluster.wire import secret
+from platform.cluster.wire.switchboard import Switchboard
 from tests.fuzz import listener
 from tests.fuzz.runner import run
 

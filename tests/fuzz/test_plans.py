@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from platform.parallel import einsum
-from platform.train import weights
+from platform.parallel.kernels import einsum
+from platform.train.step import weights
 from tests.fuzz import plans
 from tests.fuzz.runner import run
 

@@ -15,11 +15,11 @@ from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from platform.boundary.schema import Malformed
 from platform.checkpoint import Refused
 from platform.checkpoint.interchange import import_safetensors
-from platform.config import ConfigError, Data
+from platform.config.fields import ConfigError, Data
 from platform.data import cache, corpus, pairs, sources
-from platform.schema import Malformed
 from tests.fuzz import mutations
 from tests.fuzz.world import SIZES, World, told
 

@@ -18,9 +18,9 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from unittest import mock
 
 from platform import launch
-from platform.bounds import BOUNDS, CHOICES, MOST, leaves
-from platform.composing import opened as hydra_opened
-from platform.config import Config, ConfigError
+from platform.composition.composer import opened as hydra_opened
+from platform.config.bounds import BOUNDS, CHOICES, MOST, leaves
+from platform.config.fields import Config, ConfigError
 
 SECONDS = 3.0  # of this thread's CPU, beside those of a plan
 SECONDS_PER_LAYER = 0.03  # of a plan that is made

@@ -10,10 +10,10 @@ from pathlib import Path
 from random import Random
 
 from platform.checkpoint import connect, read_tensor, verify
-from platform.checkpoint import manifest as manifests
 from platform.checkpoint.interchange import export_safetensors
-from platform.cluster.run_directory import RunDirectory
-from platform.config import Config, ConfigError, Data
+from platform.checkpoint.storage.storage import manifest as manifests
+from platform.cluster.run.directory import RunDirectory
+from platform.config.fields import Config, ConfigError, Data
 from platform.data import prepare
 from platform.monitor import Journal, MetricsLog
 from tests.checkpoint.job import Job, values

@@ -12,10 +12,10 @@ from test_rayjob import JOB
 from test_sbatch import job, run  # noqa: F401
 
 from platform.cluster import driver
-from platform.cluster.resources import Places
-from platform.cluster.signals import StopSignals
+from platform.cluster.crew.base.signals import StopSignals
+from platform.cluster.run.resources import Places
 from platform.launch import compose
-from platform.train.plan import make_plan
+from platform.planning.make_plan import make_plan
 from tests.cluster.fake_crew import FakeCrew
 
 SHRUNK = (
@@ -40,7 +40,7 @@ def test_stop_requeue_resume(job, monkeypatch, tmp_path, command, number):
     found: list[StopSignals] = []
     enter = StopSignals.__enter__
     monkeypatch.setattr(StopSignals, "__enter__", lambda self: found.append(self) or enter(self))
-    monkeypatch.setattr("platform.checkpoint.catalogue._check", lambda storage, directory, manifest: None)
+    monkeypatch.setattr("platform.checkpoint.storage.catalogue._check", lambda storage, directory, manifest: None)
     monkeypatch.setattr(driver.resources, "secure", lambda *arguments: Places("cpu", 2, inf))
     composed = [word for word in command(job) if not word.startswith(("pipeline.", "elastic.spares", "monitor="))]
     config = compose([*composed, *SHRUNK.split(), f"run.dir={tmp_path}/run"])

@@ -8,12 +8,13 @@ from math import prod
 import pytest
 import yaml
 
-from platform.config import Model
+from platform.config.fields import Model
 from platform.model import build
 from platform.model.blocks import STD, embedding_table
-from platform.plan.layout import DIMS
-from platform.plan.recorder import Recorder
-from platform.train.plan import make_plan
+from platform.plan.core.step_collectives import communication
+from platform.plan.language.layout import DIMS
+from platform.plan.language.recorder import Recorder
+from platform.planning.make_plan import make_plan
 from tests.conftest import ROOT
 from tests.oracle import MODELS, configure
 
@@ -28,7 +29,7 @@ def test_a_models_comment_prints_its_size(path):
     c = configure()
     c.model = Model(**yaml.safe_load(text))
     plan = make_plan(c)
-    assert plan.communication() == {} and plan.warnings == ()
+    assert communication(plan) == {} and plan.warnings == ()
     count = plan.parameter_count - (c.model.vocab * c.model.d_model if without else 0)
     digits = len(printed.partition(".")[2])
     assert abs(count / {"M": 1e6, "B": 1e9}[unit] - float(printed)) <= 0.501 * 10**-digits

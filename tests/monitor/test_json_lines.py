@@ -8,7 +8,7 @@ import pytest
 from rows import row
 
 from platform.monitor import Journal, MetricsLog
-from platform.monitor.json_lines import JsonLines, _end_of_last_line
+from platform.monitor.records.json_lines import JsonLines, _end_of_last_line
 
 
 def refuse_constant(name: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rows import row
 
-from platform.config import Config
+from platform.config.fields import Config
 from platform.monitor import MetricsLog, open_monitor
 
 
@@ -28,7 +28,7 @@ def run_driver(run_dir: Path, *, steps: range, before_close: str = "", **env: st
 import os, sys
 from pathlib import Path
 from rows import row
-from platform.config import Config
+from platform.config.fields import Config
 from platform.monitor import open_monitor
 config = Config()
 config.monitor.kind = "wandb"

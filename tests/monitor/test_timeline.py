@@ -9,15 +9,15 @@ import pytest
 from platform.cluster.driver import run
 from platform.monitor import MetricsLog, Timeline
 from platform.monitor.timeline import STEPS, bubble, executed
-from platform.parallel.clock import Clock
-from platform.parallel.threads import run_threads
-from platform.plan.lowering import lower
-from platform.plan.schedule import COMPUTE
-from platform.plan.schedules import generate
-from platform.plan.simulate import simulate
-from platform.train.pipeline import schedule_of
-from platform.train.plan import make_plan
+from platform.parallel.communicator.clock import Clock
+from platform.plan.schedule.generators import generate
+from platform.plan.schedule.lowering import lower
+from platform.plan.schedule.simulate import simulate
+from platform.plan.schedule.table import COMPUTE
+from platform.planning.choose_schedule import schedule_of
+from platform.planning.make_plan import make_plan
 from tests.oracle import configure, trainer_of
+from tests.threads import run_threads
 
 SCHEDULE = generate("interleaved", 2, 2, 4)
 ROWS = lower(SCHEDULE)

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from platform.config import Model as ModelConfig
+from platform.config.fields import Model as ModelConfig
 from platform.model import register_model
 from platform.model.blocks import STD, Attention, Embedding, Head, Shapes, embedding_table, sizes
 from platform.model.branches import Branches, different
-from platform.plan.ops import Spec
+from platform.plan.language.ops import Spec
 
 FUNCTIONS = ("gelu", "relu", "silu", "tanh")
 INNER = Spec.of("mlp", "length batch branch d_branch")

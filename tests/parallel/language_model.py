@@ -7,10 +7,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from platform.config import Model as ModelConfig
+from platform.config.fields import Model as ModelConfig
 from platform.model import register_model
 from platform.model.blocks import LOGITS, sizes
-from platform.plan.ops import Parameter, Spec
+from platform.plan.language.ops import Parameter, Spec
 
 OWN = {"topic": 4, "width": 4}  # dims that no other model has; topic x width = d_model
 FUNCTIONS = ("gelu", "relu", "tanh", "identity")

@@ -8,19 +8,20 @@ import pytest
 import torch
 
 from platform.checkpoint import Meta, connect, load
-from platform.checkpoint.catalogue import begin, commit
-from platform.parallel.groups import Alone
-from platform.parallel.ops import ParallelOps
-from platform.parallel.threads import run_threads
-from platform.plan.schedule import ScheduleError
-from platform.plan.schedules import SCHEDULES
-from platform.train.pipeline import count_microbatches, schedule_of
-from platform.train.plan import make_plan
-from platform.train.replan import replan
-from platform.train.state import State
-from platform.train.trainer import Trainer
+from platform.checkpoint.storage.catalogue import begin, commit
+from platform.parallel.communicator.base import Alone
+from platform.parallel.parallel_ops import ParallelOps
+from platform.plan.reports.describe import describe
+from platform.plan.schedule.generators import SCHEDULES
+from platform.plan.schedule.table import ScheduleError
+from platform.planning.choose_schedule import count_microbatches, schedule_of
+from platform.planning.make_plan import make_plan
+from platform.planning.replan import replan
+from platform.train.step.trainer import Trainer
+from platform.train.step.training_state import State
 from tests.oracle import MODELS, compare, configure, prove, run, serial, trainer_of
 from tests.pairwise import cover, product
+from tests.threads import run_threads
 
 BATCH = 16
 SCHEMES = {
@@ -203,8 +204,8 @@ def test_a_schedule_gets_the_microbatches_that_it_needs(monkeypatch):
 
 
 def test_the_plan_says_what_padding_costs():
-    lines = make_plan(configure(data=3, microbatch=4, global_batch=BATCH)).describe()
+    lines = describe(make_plan(configure(data=3, microbatch=4, global_batch=BATCH)))
     assert "tokens in 2 microbatches x 3 replicas, 8 of 24 sequences are padding; " in lines
-    lines = make_plan(configure(data=1, microbatch=5, global_batch=BATCH)).describe()
+    lines = describe(make_plan(configure(data=1, microbatch=5, global_batch=BATCH)))
     assert "tokens in 4 microbatches, 4 of 20 sequences are padding; " in lines
-    assert "padding" not in make_plan(configure(data=2, global_batch=BATCH)).describe()
+    assert "padding" not in describe(make_plan(configure(data=2, global_batch=BATCH)))

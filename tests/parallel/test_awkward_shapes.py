@@ -8,8 +8,9 @@ from math import prod
 import pytest
 import yaml
 
-from platform.config import ConfigError
-from platform.train.plan import make_plan
+from platform.config.fields import ConfigError
+from platform.plan.core.step_collectives import communication
+from platform.planning.make_plan import make_plan
 from tests.oracle import compare, configure, counted, run, serial
 
 SEQUENCE = {"microbatch": 1, "global_batch": 1}
@@ -48,7 +49,7 @@ def test_works(case):
     c = shaped(WORKS[case])
     plan, results = run(c)
     compare(c, plan, results, serial(c))
-    assert counted(results) == plan.communication()
+    assert counted(results) == communication(plan)
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from platform.config import ConfigError
+from platform.config.fields import ConfigError
 from platform.model import build
-from platform.plan.memory import saved_for_backward
-from platform.train.plan import make_plan
+from platform.plan.memory.worker_bytes import saved_for_backward
+from platform.planning.make_plan import make_plan
 from tests.oracle import STEPS, Tokens, configure, prove, run
 from tests.parallel import branch_models
 from tests.parallel.test_memory import measured

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from platform.train.plan import make_plan
+from platform.planning.make_plan import make_plan
 from tests.oracle import MODELS, configure, trainer_of
 
 
@@ -32,7 +32,7 @@ def eager_and_compiled(c, plan, communicator):
 
 @pytest.mark.parametrize("model", ["gpt", "llama", "bert", "original", "t5"])
 def test_one_process(model):
-    from platform.parallel.groups import Alone
+    from platform.parallel.communicator.base import Alone
 
     c = configure(**MODELS[model])
     plan = make_plan(c)

@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
-from platform.config import Config, ConfigError
-from platform.plan.replay import replay
-from platform.train.plan import make_plan
+from platform.config.fields import Config, ConfigError
+from platform.plan.core.step_collectives import communication
+from platform.planning.make_plan import make_plan
 from tests.oracle import compare, configure, counted, run, serial
+from tests.replay import replay
 
 DIMS = ("batch", "length", "memory_length", "heads", "d_kv", "d_ff", "vocab", "d_model")
 REGIONS = ("stream", "attention", "core", "mlp", "logits")
@@ -84,7 +85,7 @@ def check(c: Config, layout: Any) -> None:
     try:
         plan, results = run(c)
         compare(c, plan, results, serial(c))
-        assert counted(results) == plan.communication()
+        assert counted(results) == communication(plan)
         assert replay([r.log for r in results]) is None
     except Exception as error:
         raise AssertionError(f"layout {layout}: {error}") from error

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from platform.plan.replay import replay
-from platform.train.plan import make_plan
+from platform.plan.core.step_collectives import communication
+from platform.planning.make_plan import make_plan
 from tests.oracle import MODELS, compare, compute, configure, counted, run, serial
 from tests.pairwise import cover, product
+from tests.replay import replay
 
 FACTORS = {
     "scheme": [
@@ -51,7 +52,7 @@ def check(case, pool) -> None:
     plan = make_plan(c)
     results = pool.run(compute, c, plan)
     compare(c, plan, results, serial(c))
-    assert counted(results) == plan.communication()
+    assert counted(results) == communication(plan)
     assert replay([r.log for r in results]) is None
 
 

@@ -7,11 +7,11 @@ from math import sqrt
 import pytest
 import torch
 
-from platform.parallel import gradients
-from platform.parallel.groups import Alone
-from platform.parallel.threads import run_threads
-from platform.train.plan import make_plan
+from platform.parallel.communicator.base import Alone
+from platform.parallel.sharding import gradients
+from platform.planning.make_plan import make_plan
 from tests.oracle import configure, trainer_of
+from tests.threads import run_threads
 
 LAYOUTS = {
     "serial": ("serial", {}, {}),

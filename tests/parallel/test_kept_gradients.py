@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from platform.config import Config
-from platform.parallel.groups import Alone
-from platform.parallel.threads import run_threads
-from platform.train.plan import make_plan
+from platform.config.fields import Config
+from platform.parallel.communicator.base import Alone
+from platform.planning.make_plan import make_plan
 from tests.oracle import MODELS, assemble, configure, prove, serial, trainer_of
+from tests.threads import run_threads
 
 
 def strided(pipeline: str, precision: str = "fp64", **more) -> Config:

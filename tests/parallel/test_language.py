@@ -11,13 +11,13 @@ from itertools import combinations, product
 import pytest
 import torch
 
-from platform.checks import parse_layout
-from platform.config import Config, ConfigError
+from platform.config.checks import parse_layout
+from platform.config.fields import Config, ConfigError
 from platform.model import build
-from platform.plan.memory import saved_for_backward
-from platform.plan.recorder import Recorder
-from platform.plan.rule import Conversion
-from platform.train.plan import make_plan
+from platform.plan.communication.rule import Conversion
+from platform.plan.language.recorder import Recorder
+from platform.plan.memory.worker_bytes import saved_for_backward
+from platform.planning.make_plan import make_plan
 from tests.oracle import Tokens, compare, configure, prove, run, serial, with_operations
 from tests.parallel.language_model import OWN, Language, reference
 from tests.parallel.test_memory import measured
@@ -176,9 +176,9 @@ def test_the_model_uses_every_word():
 
 def test_a_maximum_that_several_ranks_hold_shares_its_gradient():
     """As in torch.amax: equal rows of the embedding would show a gradient that is counted twice."""
-    from platform.parallel import statistics
-    from platform.parallel.threads import run_threads
-    from platform.plan.mesh import Mesh
+    from platform.parallel.kernels import statistics
+    from platform.plan.language.mesh import Mesh
+    from tests.threads import run_threads
 
     x = torch.tensor([[3.0, 1.0, 3.0, 3.0], [0.0, 2.0, 1.0, 2.0]], dtype=torch.float64)
     whole = x.clone().requires_grad_()

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from platform.model import build
-from platform.parallel.groups import Alone
-from platform.parallel.ops import Position
-from platform.parallel.threads import run_threads
-from platform.plan.memory import saved_for_backward, weight_bytes
-from platform.train.plan import make_plan
-from platform.train.trainer import Trainer
+from platform.parallel.communicator.base import Alone
+from platform.parallel.parallel_ops import Position
+from platform.plan.memory.worker_bytes import saved_for_backward, weight_bytes
+from platform.planning.make_plan import make_plan
+from platform.train.step.trainer import Trainer
 from tests.oracle import MODELS, configure, trainer_of
+from tests.threads import run_threads
 
 SCHEMES: list[tuple[str, dict[str, int]]] = [
     ("serial", {}),

@@ -8,13 +8,13 @@ from math import prod
 
 import pytest
 
-from platform.config import ConfigError
-from platform.parallel.groups import Launch
-from platform.plan.replay import replay
-from platform.plan.rule import Conversion
-from platform.train.plan import make_plan
+from platform.config.fields import ConfigError
+from platform.parallel.communicator.base import Launch
+from platform.plan.communication.rule import Conversion
+from platform.planning.make_plan import make_plan
 from tests.oracle import MODELS, compare, configure, prove, run, serial, with_operations
 from tests.pairwise import cover, product
+from tests.replay import replay
 
 ROWS_COLS = {"batch": ["rows"], "heads": ["cols"], "d_ff": ["cols"], "vocab": ["cols"]}
 THREE = {"batch": ["r"], "heads": ["c"], "d_ff": ["c"], "vocab": ["c"], "d_model": ["p"]}

@@ -10,15 +10,16 @@ from math import prod
 import pytest
 from torch.autograd.graph import get_gradient_edge
 
-from platform.parallel.groups import Alone
+from platform.parallel.communicator.base import Alone
 from platform.parallel.pipeline import Pipeline
-from platform.parallel.threads import ThreadGroups, run_threads
-from platform.plan.simulate import simulate
-from platform.train.pipeline import schedule_of
-from platform.train.plan import make_plan
-from platform.train.trainer import Trainer
+from platform.plan.core.step_collectives import communication
+from platform.plan.schedule.simulate import simulate
+from platform.planning.choose_schedule import schedule_of
+from platform.planning.make_plan import make_plan
+from platform.train.step.trainer import Trainer
 from tests.oracle import MODELS, compare, configure, counted, prove, run, serial, trainer_of
 from tests.pairwise import cover, product
+from tests.threads import ThreadGroups, run_threads
 
 LAYOUT = {"batch": ["rows"], "heads": ["cols"], "d_ff": ["cols"], "vocab": ["cols"]}
 SCHEMES = {
@@ -130,7 +131,7 @@ def test_the_product(case):
 def test_negative_control_forgotten_tied_gradient(monkeypatch):
     """Where the head's gradient of a tied embedding does not reach the first stage, the oracle must fail."""
     c = configure(pipeline="1f1b", stages=2, microbatch=2)
-    monkeypatch.setattr("platform.train.trainer.sum_tied", lambda *_: None)
+    monkeypatch.setattr("platform.train.step.trainer.sum_tied", lambda *_: None)
     plan, results = run(c)
     assert plan.tied == {"embedding": (0, 1)}
     with pytest.raises(AssertionError, match="embedding"):
@@ -146,7 +147,7 @@ def test_scatter_gather_divides_what_is_sent_by_t(scheme):
         c = configure(scheme, axes, pipeline="1f1b", stages=2, microbatch=2, scatter_gather=on, tied=False)
         plan, results = run(c)
         sent[on] = counted(results)["send/stage"]
-        assert plan.communication()["send/stage"] == sent[on]
+        assert communication(plan)["send/stage"] == sent[on]
     assert sent[False] == (2 if scheme == "1d" else 1) * sent[True]
 
 
@@ -230,7 +231,7 @@ def test_a_partial_microbatch_weighs_what_it_has(more):
     plan, results = run(c)
     assert plan.microbatches * plan.sizes["batch"] > plan.sequences == 11
     compare(c, plan, results, serial(c))
-    assert counted(results) == plan.communication()
+    assert counted(results) == communication(plan)
 
 
 def test_negative_control_partial_microbatch(monkeypatch):

@@ -11,12 +11,12 @@ from math import prod
 import pytest
 import torch
 
-from platform.parallel.einsum import einsums
-from platform.parallel.threads import run_threads
-from platform.plan.layout import Layout, block
-from platform.plan.mesh import Mesh
-from platform.plan.planned import Group, Member
-from platform.plan.rule import contract
+from platform.parallel.kernels.einsum import einsums
+from platform.plan.communication.planned import Group, Member
+from platform.plan.communication.rule import contract
+from platform.plan.language.layout import Layout, block
+from platform.plan.language.mesh import Mesh
+from tests.threads import run_threads
 
 SIZES = {"m": 18 * 4, "n": 18 * 2, "k": 36}  # every block of a (2,2,2) or (3,3,3) cube is a whole one
 A_IJL, A_ILJ = {"m": "xy", "n": "z"}, {"m": "xz", "n": "y"}

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from platform.parallel import random
+from platform.parallel.kernels import random
 from tests.conftest import ROOT
 
 N = 1 << 18
@@ -166,8 +166,8 @@ print(digest(random.normal(KEY, elements)), digest(of_the_old_way(KEY, elements)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_neither_mkls_choice_of_kernels_nor_a_thread_that_sees_it_unfinished_changes_a_number(when):
     """9 is what a thread reads, on processors with AVX-512, while another one's first call of MKL's vector math is not
-    done; set in the environment, everybody does. `platform.parallel.groups` makes that first call at import: set
-    `after`, it changes nothing. Set `before`, it takes the old way's digits (the control), not `random.normal`'s."""
+    done; set in the environment, everybody does. `platform.parallel.communicator.base` makes that first call at import:
+    set `after`, it changes nothing. Set `before`, it takes the old way's digits (the control), not `normal`'s."""
     environment = {k: v for k, v in os.environ.items() if k != "MKL_VML_DEBUG_CPU_TYPE"}
     command = [sys.executable, "-c", OTHER_KERNELS, when]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
@@ -191,9 +191,9 @@ def test_the_share_that_dropout_keeps(rate):
 
 
 MEMORY = """
-from platform.parallel.threads import ThreadGroups, ThreadWorld
-from platform.train.plan import make_plan
-from platform.train.weights import Weights
+from tests.threads import ThreadGroups, ThreadWorld
+from platform.planning.make_plan import make_plan
+from platform.train.step.weights import Weights
 from tests.oracle import configure
 
 def memory(field):  # ru_maxrss would start at the size of the process that started this one

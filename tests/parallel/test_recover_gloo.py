@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from platform.checkpoint import Memory
-from platform.config import Config
-from platform.train.plan import make_plan
-from platform.train.state import State
-from platform.train.survivors import find_source, take_seats, who_has
+from platform.config.fields import Config
+from platform.planning.make_plan import make_plan
+from platform.train.recovery.source import find_source, take_seats, who_has
+from platform.train.step.training_state import State
 from tests.oracle import trainer_of
 from tests.train.test_resume import config
 

@@ -7,12 +7,12 @@ from statistics import fmean
 
 import pytest
 
-from platform.parallel.groups import Alone
-from platform.parallel.threads import run_threads
-from platform.train.plan import make_plan
-from platform.train.report import OWN_WORK, Report
-from platform.train.trainer import SECTIONS
+from platform.parallel.communicator.base import Alone
+from platform.planning.make_plan import make_plan
+from platform.train.step.step_report import OWN_WORK, Report
+from platform.train.step.trainer import SECTIONS
 from tests.oracle import configure, trainer_of
+from tests.threads import run_threads
 
 CASES = {
     "zero 3": configure("1d_sp", {"t": 2}, data=2, zero=3, global_batch=8),

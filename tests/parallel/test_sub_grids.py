@@ -7,13 +7,14 @@ from math import prod
 
 import pytest
 
-from platform.parallel.groups import Alone
-from platform.parallel.threads import run_threads
-from platform.plan.replay import replay
-from platform.plan.rule import Conversion
-from platform.train.plan import make_plan
+from platform.parallel.communicator.base import Alone
+from platform.plan.communication.rule import Conversion
+from platform.plan.core.step_collectives import communication
+from platform.planning.make_plan import make_plan
 from tests.oracle import MODELS, compare, compute, configure, counted, run, serial, trainer_of, with_operations
 from tests.pairwise import cover, product
+from tests.replay import replay
+from tests.threads import run_threads
 
 SCHEMES = {
     "serial": ("serial", {}),
@@ -61,7 +62,7 @@ def build(case):
 
 def check(c, plan, results) -> None:
     compare(c, plan, results, serial(c))
-    assert counted(results) == plan.communication()
+    assert counted(results) == communication(plan)
     assert replay([r.log for r in results]) is None
 
 
@@ -166,7 +167,7 @@ def test_only_owners_reduce_gradients_over_data():
     plan = make_plan(pure(data=2))
     item = plan.itemsize["master"]
     # every parameter is reduced once between two replicas, and so are loss and norm, in one launch of all workers
-    assert plan.communication()["all_reduce/data"] == 2 * plan.parameter_count * item
+    assert communication(plan)["all_reduce/data"] == 2 * plan.parameter_count * item
 
 
 def test_it_evaluates_and_writes_text():
@@ -212,5 +213,5 @@ def test_slices_by_all_gather(scheme, more):
     c = sliced("all_gather", *scheme, **more)
     plan, results = run(c)
     check(c, plan, results)
-    assert not any(key.startswith("all_to_all") for key in plan.communication())
-    assert any(key.startswith("all_to_all") for key in make_plan(sliced("all_to_all", *scheme, **more)).communication())
+    assert not any(key.startswith("all_to_all") for key in communication(plan))
+    assert any(key.startswith("all_to_all") for key in communication(make_plan(sliced("all_to_all", *scheme, **more))))

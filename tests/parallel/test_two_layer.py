@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from platform.launch import compose, main
-from platform.plan.step import METRICS
-from platform.train.plan import make_plan
+from platform.plan.core.step_collectives import METRICS, communication
+from platform.planning.make_plan import make_plan
 from tests.oracle import compare, configure, counted, prove, run, serial
 
 B, IO, H = 16, 8, 24
@@ -52,7 +52,7 @@ def test_with_accumulation_and_data_parallel(scheme):
     c = two_layer(scheme, axes, microbatch=4, data=1 if len(axes) == 3 else 2)
     plan, results = run(c)
     compare(c, plan, results, serial(c))
-    assert counted(results) == plan.communication()
+    assert counted(results) == communication(plan)
 
 
 def planned(scheme: str, *arguments: str):

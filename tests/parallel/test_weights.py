@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from platform.train.plan import make_plan
+from platform.planning.make_plan import make_plan
 from tests.oracle import MODELS, Result, assemble, configure, run, serial
 
 LAYOUTS = {
@@ -18,8 +18,8 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_initial_weights_are_those_of_one_process(layout, precision):
     """Bit for bit, in the precision of the master copies; tests/oracle.py compares those of fp64 everywhere."""
-    from platform.parallel.threads import run_threads
-    from platform.train.weights import DTYPES, Weights
+    from platform.train.step.weights import DTYPES, Weights
+    from tests.threads import run_threads
 
     c = configure(*LAYOUTS[layout], precision=precision, **MODELS["llama"])
     plan = make_plan(c)

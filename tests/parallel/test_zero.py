@@ -10,16 +10,17 @@ from math import prod
 import pytest
 import torch
 
-from platform.config import ConfigError
-from platform.parallel import shards
-from platform.parallel.gradients import Reduction
-from platform.parallel.groups import Alone
-from platform.parallel.threads import run_threads
-from platform.plan.memory import weight_bytes
-from platform.plan.replay import replay
-from platform.train.plan import make_plan
+from platform.config.fields import ConfigError
+from platform.parallel.communicator.base import Alone
+from platform.parallel.sharding import shards
+from platform.parallel.sharding.gradients import Reduction
+from platform.plan.core.step_collectives import communication
+from platform.plan.memory.worker_bytes import weight_bytes
+from platform.planning.make_plan import make_plan
 from tests.oracle import MODELS, assemble, compare, compute, configure, counted, prove, run, serial, trainer_of
 from tests.pairwise import cover, product
+from tests.replay import replay
+from tests.threads import run_threads
 
 ROWS_COLS = {"batch": ["rows"], "heads": ["cols"], "d_ff": ["cols"], "vocab": ["cols"]}
 SCHEMES = {
@@ -107,7 +108,7 @@ def test_uses_that_disagree(zero):
     plan, results = run(c)
     assert "rows" in plan.planner.reduced_at_use["embedding", "lookup", "embedding"]
     compare(c, plan, results, serial(c))
-    assert counted(results) == plan.communication()
+    assert counted(results) == communication(plan)
     assert replay([r.log for r in results]) is None
 
 
@@ -185,7 +186,7 @@ def test_bytes_of_a_step():
     for precision in ("fp64", "bf16"):
         for zero in (0, 1, 3):
             plan = make_plan(configure(data=2, zero=zero, microbatch=2, global_batch=8, precision=precision, **dims))
-            moved[precision, zero] = plan.communication()
+            moved[precision, zero] = communication(plan)
     metrics = {"all_reduce/data": 2 * 2 * 8}
     n = plan.parameter_count
     assert moved["fp64", 0] == {"all_reduce/data": 2 * 8 * n + 32}
@@ -213,10 +214,10 @@ def test_buckets(zero, monkeypatch):
     plan, (one, *_) = run(c)
     _, (found, *_) = on_all_ranks(c, halves)
     assert set(found) == set(one.gradients) and all(torch.equal(g, one.gradients[n]) for n, g in found.items())
-    monkeypatch.setattr("platform.parallel.gradients.BUCKET_BYTES", 4096)
+    monkeypatch.setattr("platform.parallel.sharding.gradients.BUCKET_BYTES", 4096)
     _, many = run(c)
     compare(c, plan, many, serial(c))
-    assert counted(many) == plan.communication()
+    assert counted(many) == communication(plan)
     assert len(many[0].log) > len(one.log) + 4
 
 
@@ -238,7 +239,7 @@ def test_sharding_the_optimizer_changes_no_bit_of_a_gradient(precision):
 def test_sharded_parameters_train_alike_in_a_lower_precision(precision, tolerance):
     plan, results = run(configure("1d_sp", {"t": 2}, data=2, zero=3, precision=precision))
     assert results[0].losses == pytest.approx(serial(configure()).losses, rel=tolerance)
-    assert counted(results) == plan.communication()
+    assert counted(results) == communication(plan)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +253,7 @@ def test_on_gloo(case, pool):
     plan = make_plan(c)
     results = pool.run(compute, c, plan)
     compare(c, plan, results, serial(c))
-    assert counted(results) == plan.communication()
+    assert counted(results) == communication(plan)
     assert replay([r.log for r in results]) is None
 
 

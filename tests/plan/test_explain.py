@@ -10,10 +10,11 @@ from collections import Counter
 import pytest
 
 from platform.model import build
-from platform.plan.explain import bytes_per_layer, explain, render
-from platform.plan.layout import at_zero
-from platform.plan.step import step_collectives
-from platform.train.plan import make_plan
+from platform.plan.core.step_collectives import communication, step_collectives
+from platform.plan.language.layout import at_zero
+from platform.plan.reports.describe import describe
+from platform.plan.reports.explain import bytes_per_layer, explain, render
+from platform.planning.make_plan import make_plan
 from tests.oracle import compare, configure, counted, run, serial
 
 CASES = [
@@ -88,7 +89,7 @@ def test_layers_are_folded():
 def test_a_layers_bytes_are_what_one_layer_more_moves(case):
     """Its activations, its gathered weights and its part of the gradients' reduction."""
     plans = [make_plan(configured(*case, data=2, layers=layers)) for layers in (2, 3)]
-    two, three = (sum(plan.communication().values()) for plan in plans)
+    two, three = (sum(communication(plan).values()) for plan in plans)
     assert [bytes_per_layer(plan) for plan in plans] == [three - two] * 2 and three > two
 
 
@@ -103,8 +104,8 @@ def test_text():
     c = configured(*CASES[0], data=2)
     plan = make_plan(c)
     text = render(plan, explained(c, plan))
-    assert text.startswith(plan.describe())
-    for key, n in plan.communication().items():
+    assert text.startswith(describe(plan))
+    for key, n in communication(plan).items():
         assert f"  {key}" in text and f"{n:,}" in text
     assert "layers.*.attention.query" in text and "layers.1." not in text
 
@@ -116,7 +117,7 @@ def test_the_order_of_the_branch_axes_decides_the_messages_and_nothing_else():
     assert list(make_plan(inner).mesh.axes) == ["stage", "data", "t", "g"]
     assert list(plan.mesh.axes) == ["stage", "g", "data", "t"]
     compare(outer, plan, results, serial(outer))
-    assert sum(counted(results).values()) == sum(make_plan(inner).communication().values())
+    assert sum(counted(results).values()) == sum(communication(make_plan(inner)).values())
     found = [explained(c, make_plan(c))["branch_messages"] for c in (inner, outer)]
     assert [m.pop("order") for m in found] == ["inner", "outer"]
     assert found[0] == found[1] == {

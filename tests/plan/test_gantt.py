@@ -4,10 +4,10 @@ import xml.etree.ElementTree as xml
 
 import pytest
 
-from platform.plan.gantt import COLOURS, LEFT, RIGHT, WIDTH, gantt_svg
-from platform.plan.schedule import Action, Kind
-from platform.plan.schedules import generate
-from platform.plan.simulate import Event, simulate
+from platform.plan.schedule.gantt import COLOURS, LEFT, RIGHT, WIDTH, gantt_svg
+from platform.plan.schedule.generators import generate
+from platform.plan.schedule.simulate import Event, simulate
+from platform.plan.schedule.table import Action, Kind
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -1,6 +1,6 @@
 import pytest
 
-from platform.plan.hardware import DENSE_BF16_PEAKS, dense_bf16_peak
+from platform.plan.memory.hardware import DENSE_BF16_PEAKS, dense_bf16_peak
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ from blocks import layouts
 from hypothesis import given
 from hypothesis import strategies as st
 
-from platform.plan.layout import Layout, block, local_shape, padded, prefix
-from platform.plan.mesh import Mesh
+from platform.plan.language.layout import Layout, block, local_shape, padded, prefix
+from platform.plan.language.mesh import Mesh
 
 MESHES = [Mesh.of({"a": 2, "b": 3}), Mesh.of({"a": 2, "b": 2, "c": 2}), Mesh.of({"a": 1, "b": 4})]
 DIMS = ("length", "heads", "vocab")

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from platform.plan.mesh import Mesh
+from platform.plan.language.mesh import Mesh
 
 MESHES = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(
     lambda sizes: Mesh(tuple((f"a{i}", n) for i, n in enumerate(sizes)))

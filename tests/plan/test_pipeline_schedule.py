@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from platform.plan.schedule import Action, Kind, ScheduleError, table
-from platform.plan.schedules import SCHEDULES, generate, legal_microbatches
+from platform.plan.schedule.generators import SCHEDULES, generate, legal_microbatches
+from platform.plan.schedule.table import Action, Kind, ScheduleError, table
 
 GOLDEN = """\
 stage 0 | 0F0 0F1 0F2 0F3 4F0 4F1 4F2 4F3 0F4 0F5 0F6 4B0 0F7 4B1 4F4 4B2 4F5 4B3 4F6 0B0 4F7 0B1 0B2 0B3 4B4 4B5 4B6 \

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from platform.plan.mesh import Mesh
-from platform.plan.placement import aware_messages, messages, naive_messages, with_axes
+from platform.plan.language.mesh import Mesh
+from platform.plan.reports.node_messages import aware_messages, messages, naive_messages, with_axes
 
 POWERS = [1, 2, 4, 8, 16, 32]
 CASES = [(n, g, node) for n in POWERS for g in POWERS for node in POWERS if g <= n and node <= n]

@@ -9,9 +9,11 @@ import sys
 
 import pytest
 
-from platform.config import Config, ConfigError
-from platform.plan.plan import Plan
-from platform.train.plan import make_plan
+from platform.config.fields import Config, ConfigError
+from platform.plan.core.plan import Plan
+from platform.plan.core.step_collectives import communication
+from platform.plan.reports.describe import describe
+from platform.planning.make_plan import make_plan
 from tests.oracle import configure
 
 B, S, H, T = 4, 16, 32, 4  # sequences per microbatch, tokens, d_model, tensor ranks
@@ -26,7 +28,7 @@ def plan(*scheme, **more) -> Plan:
 
 def one_layer(*scheme, **more) -> dict[str, int]:
     """What one layer moves in a microbatch: the bytes of three layers without those of two."""
-    three, two = (plan(*scheme, layers=n, **more).communication() for n in (3, 2))
+    three, two = (communication(plan(*scheme, layers=n, **more)) for n in (3, 2))
     return {k: (n - two[k]) // MICROBATCHES for k, n in three.items() if n != two[k]}
 
 
@@ -62,13 +64,13 @@ def test_fsdp_gathers_weights_and_never_an_activation():
 
 def test_data_parallelism_reduces_every_gradient_once_a_step():
     found = plan(data=2)
-    assert found.communication() == {"all_reduce/data": 2 * (found.parameter_count * FP32 + 2 * 8)}
+    assert communication(found) == {"all_reduce/data": 2 * (found.parameter_count * FP32 + 2 * 8)}
 
 
 def test_the_whole_table_of_one_layer_with_1d():
     """Everything: embedding and head add one all-reduce each to the layer's four, the loss adds its statistics, and
     the world sums loss and norm."""
-    found = plan("1d", {"t": T}, layers=1, vocab=64).communication()
+    found = communication(plan("1d", {"t": T}, layers=1, vocab=64))
     tokens = B * S
     per_microbatch = (4 + 2) * BSH + (1 + 2) * tokens  # the largest logit; the sum and the label's logit
     assert found == {"all_reduce/t": 2 * (T - 1) * (per_microbatch * MICROBATCHES * FP32 + 2 * 8)}
@@ -169,7 +171,7 @@ def test_repeated_work_is_warned_of():
     assert plan("3d", {"x": 2, "y": 2, "z": 2}, branch="dsp", branch_axes={"g": 2}, microbatch=8).warnings == ()
     (mlp,) = plan("layout", {"cols": 2}, rules={"heads": ["cols"], "vocab": ["cols"]}).warnings
     assert "axes cols split no dim of mlp.up, mlp.down: computed 2 times over" in mlp
-    assert "warning" in plan("layout", {"cols": 2}, rules={}).describe()
+    assert "warning" in describe(plan("layout", {"cols": 2}, rules={}))
 
 
 # The same everywhere, at once, without anything heavy.
@@ -177,8 +179,8 @@ def test_repeated_work_is_warned_of():
 SCRIPT = """
 import json, sys
 from platform.launch import compose
-from platform.train.plan import make_plan
-print(json.dumps(make_plan(compose(sys.argv[1:])).to_dict()))
+from platform.planning.make_plan import make_plan
+print(json.dumps(to_dict(make_plan(compose(sys.argv[1:])))))
 assert not {"torch", "ray", "wandb"} & set(sys.modules)
 """
 

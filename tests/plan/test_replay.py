@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from platform.parallel.groups import Launch
-from platform.plan.replay import replay
+from platform.parallel.communicator.base import Launch
+from tests.replay import replay
 
 
 def launch(*group: int, op: str = "all_reduce", elements: int = 8) -> Launch:

@@ -8,9 +8,9 @@ from blocks import equal, execute, layouts, split, whole
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from platform.plan.layout import Layout
-from platform.plan.mesh import Mesh
-from platform.plan.rule import Conversion, Step, contract, enter, partial_axes, relayout_steps
+from platform.plan.communication.rule import Conversion, Step, contract, enter, partial_axes, relayout_steps
+from platform.plan.language.layout import Layout
+from platform.plan.language.mesh import Mesh
 
 MESHES = [Mesh.of({"a": 2, "b": 2}), Mesh.of({"a": 2, "b": 3}), Mesh.of({"a": 2, "b": 2, "c": 2})]
 X, W, H = ("length", "batch", "d_model"), ("d_model", "d_ff"), ("length", "batch", "d_ff")

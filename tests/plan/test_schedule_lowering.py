@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from platform.plan.lowering import lower, replay_blocking, validate
-from platform.plan.schedule import COMPUTE, RECEIVES, SENDS, Action, Kind, Schedule, ScheduleError
-from platform.plan.schedules import generate
+from platform.plan.schedule.generators import generate
+from platform.plan.schedule.lowering import lower, replay_blocking, validate
+from platform.plan.schedule.table import COMPUTE, RECEIVES, SENDS, Action, Kind, Schedule, ScheduleError
 
 
 def rows(*lines: str) -> tuple[tuple[Action, ...], ...]:

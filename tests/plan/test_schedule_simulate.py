@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 
-from platform.plan.lowering import lower, replay_blocking
-from platform.plan.schedule import Kind, Schedule, ScheduleError
-from platform.plan.schedules import generate
-from platform.plan.simulate import NOMINAL, simulate
+from platform.plan.schedule.generators import generate
+from platform.plan.schedule.lowering import lower, replay_blocking
+from platform.plan.schedule.simulate import NOMINAL, simulate
+from platform.plan.schedule.table import Kind, Schedule, ScheduleError
 
 UNIT = dict.fromkeys(NOMINAL, 1.0)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from platform.config import Branch, Config, Tensor
-from platform.plan.layout import DIMS, Layout
-from platform.plan.scheme import REGIONS, ROLES, Scheme, compose
+from platform.config.fields import Branch, Config, Tensor
+from platform.plan.language.layout import DIMS, Layout
+from platform.plan.language.scheme import REGIONS, ROLES, Scheme, compose
 from tests.conftest import ROOT
 
 

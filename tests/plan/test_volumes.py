@@ -10,8 +10,8 @@ from fractions import Fraction
 
 import pytest
 
-from platform.plan.cost import TRAFFIC, moved_bytes
-from platform.train.plan import make_plan
+from platform.plan.communication.traffic import TRAFFIC, moved_bytes
+from platform.planning.make_plan import make_plan
 from tests.oracle import configure
 
 B, S, H = 16, 32, 64

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from platform.parallel.groups import Alone
-from platform.train.plan import make_plan
-from platform.train.schedule import learning_rate
+from platform.optimizer.learning_rate import learning_rate
+from platform.parallel.communicator.base import Alone
+from platform.planning.make_plan import make_plan
 from tests.oracle import MODELS, STEPS, Tokens, configure, run, trainer_of
 from tests.reference_transformer import loss as reference_loss
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from platform.config import Config, ConfigError, Pipeline, Train
-from platform.plan.schedule import ScheduleError, table
-from platform.plan.schedule_file import to_csv
-from platform.plan.schedules import SCHEDULES, generate
-from platform.train.pipeline import register_pipeline, schedule_of
+from platform.config.fields import Config, ConfigError, Pipeline, Train
+from platform.plan.schedule.csv_file import to_csv
+from platform.plan.schedule.generators import SCHEDULES, generate
+from platform.plan.schedule.table import ScheduleError, table
+from platform.planning.choose_schedule import register_pipeline, schedule_of
 
 
 def config(batch: int = 16, microbatch: int = 2, **pipeline) -> Config:
@@ -56,8 +56,8 @@ def test_a_schedule_in_a_file(tmp_path):
 
 
 def test_a_registered_schedule(monkeypatch):
-    monkeypatch.setattr("platform.train.pipeline.SCHEDULES", SCHEDULES)
-    monkeypatch.setattr("platform.train.pipeline.allow", lambda *_: None)
+    monkeypatch.setattr("platform.planning.choose_schedule.SCHEDULES", SCHEDULES)
+    monkeypatch.setattr("platform.planning.choose_schedule.allow", lambda *_: None)
 
     def pairs(stages, chunks, microbatches):
         if microbatches % 2:

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from platform.checkpoint import Block, Memory
-from platform.parallel.groups import Alone, Communicator
-from platform.parallel.threads import run_threads
-from platform.plan.mesh import Mesh
-from platform.train.plan import make_plan
-from platform.train.state import State
-from platform.train.survivors import find_source, gathering, take_seats, who_has
+from platform.parallel.communicator.base import Alone, Communicator
+from platform.plan.language.mesh import Mesh
+from platform.planning.make_plan import make_plan
+from platform.train.recovery.source import find_source, gathering, take_seats, who_has
+from platform.train.step.training_state import State
 from tests.oracle import trainer_of
 from tests.pairwise import cover, product
+from tests.threads import run_threads
 from tests.train.test_resume import NAMES, config
 from tests.train.test_resume import copies as live_copies
 from tests.train.test_resume import whole as assemble

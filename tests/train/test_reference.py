@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from platform.train.schedule import learning_rate
+from platform.optimizer.learning_rate import learning_rate
 from tests.oracle import MODELS, STEPS, Tokens, configure, run
 from tests.reference_model import ReferenceModel, parameter_groups
 

@@ -6,13 +6,13 @@ import re
 
 import pytest
 
-from platform.cluster.demonstration import demonstration
-from platform.config import ConfigError
+from platform.cluster.run.demonstration import demonstration
+from platform.config.fields import ConfigError
 from platform.launch import CONF, compose, main
-from platform.plan.hardware import memory_of
-from platform.train.plan import make_plan
-from platform.train.remedies import SHOWN, Device, fits, lack_of_memory
-from platform.train.room import needed_bytes
+from platform.plan.memory.hardware import memory_of
+from platform.planning.make_plan import make_plan
+from platform.planning.memory_budget import needed_bytes
+from platform.planning.remedies import SHOWN, Device, fits, lack_of_memory
 from tests.oracle import configure
 
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))

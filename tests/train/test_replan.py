@@ -12,15 +12,16 @@ from math import inf, prod
 
 import pytest
 
-from platform.checks import violations
-from platform.config import ConfigError
-from platform.identity import identity
+from platform.config.checks import violations
+from platform.config.fields import ConfigError
+from platform.config.identity import identity
 from platform.launch import compose
-from platform.plan.schedule_file import to_csv
-from platform.plan.schedules import generate
-from platform.train.plan import make_plan
-from platform.train.replan import replan, shrinking
-from platform.train.room import needed_bytes
+from platform.plan.core.step_collectives import communication
+from platform.plan.schedule.csv_file import to_csv
+from platform.plan.schedule.generators import generate
+from platform.planning.make_plan import make_plan
+from platform.planning.memory_budget import needed_bytes
+from platform.planning.replan import replan, shrinking
 from tests.oracle import configure
 
 SMALL = {"layers": 5, "d_model": 24, "heads": 6, "d_ff": 48, "length": 12, "microbatch": 4, "global_batch": 16}
@@ -55,7 +56,7 @@ def test_a_cube_of_tensor_stage_and_data_loses_its_workers(workers, mesh, reason
 @pytest.fixture(autouse=True)
 def _terse(monkeypatch):
     """A refusal looks for meshes to name: thousands of them take long."""
-    monkeypatch.setattr("platform.train.plan._legal_meshes", lambda *_: iter(()))
+    monkeypatch.setattr("platform.planning.make_plan._legal_meshes", lambda *_: iter(()))
 
 
 def every_plan(c, workers: int, need=lambda *_: 0.0) -> list[tuple[int, int, float]]:
@@ -77,7 +78,7 @@ def every_plan(c, workers: int, need=lambda *_: 0.0) -> list[tuple[int, int, flo
             plan = make_plan(other)
         except ConfigError:
             continue
-        out.append((ranks, sum(plan.communication().values()), need(other, plan)))
+        out.append((ranks, sum(communication(plan).values()), need(other, plan)))
     return out
 
 
@@ -111,7 +112,7 @@ def test_nothing_legal_is_better(name):
     plans = every_plan(c, inner - 1)
     for workers in {inner - 1, inner // 2 + 1, 1}:
         plan = replan(c, workers).plan
-        assert (plan.mesh.size, -sum(plan.communication().values())) == best(plans, workers), workers
+        assert (plan.mesh.size, -sum(communication(plan).values())) == best(plans, workers), workers
 
 
 def test_what_has_no_room_is_not_taken():
@@ -124,7 +125,7 @@ def test_what_has_no_room_is_not_taken():
     for memory in (own * 1.3, own * 2, own * 3):
         config, plan, _ = replan(c, 7, memory=memory)
         assert needed_bytes(config, plan) <= memory
-        assert (plan.mesh.size, -sum(plan.communication().values())) == best(plans, 7, memory)
+        assert (plan.mesh.size, -sum(communication(plan).values())) == best(plans, 7, memory)
     assert replan(c, 8, memory=1).config == c  # the count is a model: what runs has room
     assert replan(c, 7, memory=1) is None
 
@@ -183,11 +184,11 @@ def test_a_table_of_the_user_s_own_is_for_its_own_numbers(tmp_path):
 
 SCRIPT = """
 import json
-from platform.identity import identity
+from platform.config.identity import identity
 from platform.launch import compose
-from platform.train.replan import shrinking
+from platform.planning.replan import shrinking
 c = compose(["+experiment=gpt_quick", "model.layers=1", "branch=dsp", "branch.axes.g=2"])
-print(json.dumps([[n, found.reason, found.config.to_dict(), found.plan.communication()] for n, found in shrinking(c)]))
+print(json.dumps([[n, found.reason, found.config.to_dict(), communication(found.plan)] for n, found in shrinking(c)]))
 """
 
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from platform.checkpoint import Block, Box, Meta, connect, load
-from platform.checkpoint.catalogue import begin, commit
-from platform.config import Config
-from platform.parallel.groups import Alone, Communicator
-from platform.parallel.threads import run_threads
-from platform.train.plan import make_plan
-from platform.train.state import State
+from platform.checkpoint.storage.catalogue import begin, commit
+from platform.config.fields import Config
+from platform.parallel.communicator.base import Alone, Communicator
+from platform.planning.make_plan import make_plan
+from platform.train.step.training_state import State
 from tests.oracle import configure, trainer_of
+from tests.threads import run_threads
 
 COMMON = {"kv_heads": 4, "vocab": 61, "global_batch": 4, "microbatch": 2, "dropout": 0.1, "layers": 4}
 PLANS: dict[str, dict[str, Any]] = {

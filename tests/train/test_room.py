@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from platform.train.plan import make_plan
-from platform.train.room import needed_bytes
+from platform.planning.make_plan import make_plan
+from platform.planning.memory_budget import needed_bytes
 from tests.live import count
 from tests.oracle import MODELS, configure
 

@@ -2,8 +2,8 @@ import math
 
 import pytest
 
-from platform.config import Optimizer
-from platform.train.schedule import SCHEDULES, learning_rate
+from platform.config.fields import Optimizer
+from platform.optimizer.learning_rate import SCHEDULES, learning_rate
 
 
 def rates(steps: int, **keys) -> list[float]:

@@ -9,13 +9,13 @@ from math import isfinite
 import pytest
 import torch
 
-from platform.config import Config
-from platform.parallel.groups import Alone
-from platform.parallel.threads import run_threads
-from platform.train.faults import Fault
-from platform.train.plan import make_plan
-from platform.train.trainer import SECTIONS
+from platform.config.fields import Config
+from platform.parallel.communicator.base import Alone
+from platform.planning.make_plan import make_plan
+from platform.train.step.faults import Fault
+from platform.train.step.trainer import SECTIONS
 from tests.oracle import MODELS, Tokens, configure, trainer_of
+from tests.threads import run_threads
 
 B, STEPS = 16, 3
 

@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from platform.checkpoint import Memory
-from platform.config import Config
-from platform.parallel.threads import run_threads
-from platform.train.faults import Fault
-from platform.train.plan import make_plan
-from platform.train.state import State
-from platform.train.verify import checksum, differing
+from platform.config.fields import Config
+from platform.planning.make_plan import make_plan
+from platform.train.recovery.verify import checksum, differing
+from platform.train.step.faults import Fault
+from platform.train.step.training_state import State
 from tests.oracle import MODELS, configure, trainer_of
+from tests.threads import run_threads
 
 FLIPPED = 3  # the step at whose beginning the bit flips
 

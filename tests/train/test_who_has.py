@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from platform.checkpoint.survivors import lost
-from platform.train.survivors import find_source, gathering, take_seats, who_has
+from platform.checkpoint.in_memory.recover import lost
+from platform.train.recovery.source import find_source, gathering, take_seats, who_has
 from tests.oracle import configure
 
 EIGHT = configure(data=8, zero=1, microbatch=1)  # each rank alone has an eighth of the moments

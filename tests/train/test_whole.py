@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from platform.checks import CHOICES
-from platform.config import Config, ConfigError
-from platform.train import optimizers, whole
-from platform.train.optimizers import register_optimizer
-from platform.train.plan import make_plan
+from platform.config.checks import CHOICES
+from platform.config.fields import Config, ConfigError
+from platform.optimizer import optimizers, whole
+from platform.optimizer.optimizers import register_optimizer
+from platform.planning.make_plan import make_plan
 from tests.oracle import compare, configure, run
 
 
@@ -40,7 +40,7 @@ def make(groups, o):
 def registry(monkeypatch):
     """Optimizers that are known for a test alone."""
     monkeypatch.setattr(optimizers, "OPTIMIZERS", optimizers.OPTIMIZERS.copy())
-    monkeypatch.setattr("platform.train.trainer.OPTIMIZERS", optimizers.OPTIMIZERS)
+    monkeypatch.setattr("platform.train.step.trainer.OPTIMIZERS", optimizers.OPTIMIZERS)
     for name, value in whole.NEEDS.copy().items():
         monkeypatch.setitem(whole.NEEDS, name, value)
     yield

@@ -5,11 +5,11 @@ import weakref
 
 import pytest
 
-from platform.parallel.clock import Clock
-from platform.parallel.groups import Handle
-from platform.parallel.progress import PROGRESS
-from platform.plan.rows import rows
-from platform.train.pipeline import schedule_of
+from platform.parallel.communicator.base import Handle
+from platform.parallel.communicator.clock import Clock
+from platform.parallel.communicator.progress import PROGRESS
+from platform.plan.schedule.rows import rows
+from platform.planning.choose_schedule import schedule_of
 from platform.train.worker import Worker
 from tests.oracle import configure
 

@@ -7,10 +7,10 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from platform.config import Config
-from platform.plan.rows import rows
-from platform.train.pipeline import schedule_of
-from platform.train.survivors import find_source, take_seats
+from platform.config.fields import Config
+from platform.plan.schedule.rows import rows
+from platform.planning.choose_schedule import schedule_of
+from platform.train.recovery.source import find_source, take_seats
 from platform.train.worker import Worker
 from tests.oracle import configure
 

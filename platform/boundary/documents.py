@@ -1,0 +1,147 @@
+"""Files and texts that somebody else may have written, as plain data: bounded in bytes, values and time to open.
+
+What they must hold is `platform.boundary.schema`'s. All raise Malformed with the reason; OSError where a file cannot
+be read.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import re
+import stat
+from collections.abc import Iterable
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from platform.boundary.schema import DEEPEST, Malformed, shown
+
+SMALL = 256 << 10  # bytes of a document that people may have written, or of a note
+VALUES = 1 << 20  # in a document, unless told otherwise: with their lists and maps at most some 100 bytes each
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+
+
+def opened(path: str | os.PathLike[str]) -> io.FileIO:
+    """Return the regular file at `path`, unbuffered. Nothing else is waited for: a pipe or device is an OSError."""
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(file).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(file)
+        number = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+        reason = os.strerror(number) if stat.S_ISDIR(mode) else "Not a regular file"
+        raise OSError(number, reason, os.fspath(path))
+    return io.FileIO(file, "rb")
+
+
+def content(path: str | os.PathLike[str], most: int = SMALL) -> bytes:
+    """Return what a file holds. Raises Malformed where that is more than `most` bytes."""
+    with opened(path) as file:
+        if os.fstat(file.fileno()).st_size > most:
+            raise Malformed(f"more than {most} bytes")
+        parts, room = [], most + 1
+        while room and (part := file.read(room)):
+            parts.append(part)
+            room -= len(part)
+    if not room:
+        raise Malformed(f"more than {most} bytes")
+    return b"".join(parts)
+
+
+def line(raw: bytes | bytearray, most: int = 300) -> str:
+    """Return a note for people as one printable line."""
+    text = " ".join(bytes(raw[: 4 * most]).decode(errors="replace").split())
+    return "".join(c if c.isprintable() else "?" for c in text)[:most]
+
+
+def from_json(raw: bytes | bytearray, most: int = SMALL, values: int = VALUES, strict: bool = True) -> Any:
+    """Return what a JSON text of at most `most` bytes says, in no more than `values` values; no NaN, no infinity and
+    no key twice in it, if `strict`. Raises Malformed."""
+    if len(raw) > most:
+        raise Malformed(f"more than {most} bytes")
+    if _many(raw, values):
+        raise Malformed(f"more than {values} values")
+    try:
+        text = bytes(raw).decode()
+        hooks = {"object_pairs_hook": _once, "parse_float": _finite, "parse_constant": _no_constant}
+        return json.loads(text, **(hooks if strict else {}))  # type: ignore[arg-type]
+    except Malformed:
+        raise
+    except RecursionError:
+        raise Malformed("too many maps and lists in each other") from None
+    except ValueError as error:  # text that is not UTF-8 or not JSON, integers of thousands of digits
+        raise Malformed(f"not JSON: {_first_line(error)}") from None
+
+
+def _many(raw: bytes | bytearray, values: int) -> bool:
+    """Whether a JSON text has more values, counted by what separates and opens them, outside of its strings."""
+    if len(raw) <= values:
+        return False
+    marks = b",[{"
+    if sum(raw.count(mark) for mark in marks) <= values:
+        return False
+    return sum(_STRING.sub(b"", raw).count(mark) for mark in marks) > values
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise Malformed(f"the key {_repeated(name for name, _ in pairs)} twice")
+    return found
+
+
+def _repeated(names: Iterable[str]) -> str:
+    seen: set[str] = set()
+    return shown(next(name for name in names if name in seen or seen.add(name)))  # type: ignore[func-returns-value]
+
+
+def _finite(text: str) -> float:
+    if not isfinite(number := float(text)):
+        raise Malformed(f"{shown(text)} is too large a number")
+    return number
+
+
+def _no_constant(name: str) -> Any:
+    raise Malformed(f"{name} is no number of JSON")
+
+
+def from_yaml(raw: bytes, most: int = SMALL) -> Any:
+    """Return what a YAML text of at most `most` bytes says: no aliases, no key twice. Raises Malformed."""
+    import yaml
+
+    if len(raw) > most:
+        raise Malformed(f"more than {most} bytes")
+
+    class Loader(yaml.SafeLoader):
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                raise Malformed("an alias; every value is written where it belongs")
+            if len(self.states) > 3 * DEEPEST:  # of the parser: one or two per map or list that is open
+                raise Malformed("too many maps and lists in each other")
+            return super().compose_node(parent, index)
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            keys = [key.value for key, _ in node.value if isinstance(key.value, str)]
+            if len(set(keys)) < len(keys):
+                raise Malformed(f"the key {_repeated(keys)} twice")
+            return super().construct_mapping(node, deep)
+
+    try:
+        return yaml.load(raw, Loader)
+    except Malformed:
+        raise
+    except RecursionError:
+        raise Malformed("too many maps and lists in each other") from None
+    except (yaml.YAMLError, ValueError, TypeError, OverflowError, KeyError, AttributeError) as error:
+        raise Malformed(f"not YAML: {_first_line(error)}") from None
+
+
+def _first_line(error: Exception) -> str:
+    return line((str(error).splitlines() or [type(error).__name__])[0].encode(errors="replace"))
+
+
+def json_file(path: Path, most: int = SMALL, values: int = VALUES) -> Any:
+    """Return what the JSON file at `path` says. Raises Malformed, OSError."""
+    return from_json(content(path, most), most, values)

@@ -1,0 +1,140 @@
+"""Boxes: blocks of a global tensor, and whether some of them tile it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+FAULTS = 100  # that are told of one tensor
+COORDINATES = 1 << 24  # of the corners that are compared: those of 700,000 blocks of a tensor cut along three dims
+
+
+class Box(NamedTuple):
+    """The elements of a global tensor from `offset` (inclusive) on, `extent` of them along every dim."""
+
+    offset: tuple[int, ...]
+    extent: tuple[int, ...]
+
+    @classmethod
+    def of(cls, spans: Sequence[Sequence[int]]) -> Box:
+        """From (offset, extent) of every dim, as `platform.plan.language.layout.block` gives them."""
+        return cls(tuple(o for o, _ in spans), tuple(n for _, n in spans))
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return prod(self.extent)
+
+    def overlap(self, other: Box) -> Box | None:
+        """What both have; None where that is nothing."""
+        offset, extent = [], []
+        for a, m, b, n in zip(self.offset, self.extent, other.offset, other.extent, strict=True):
+            first, last = max(a, b), min(a + m, b + n)
+            if first >= last:
+                return None
+            offset.append(first)
+            extent.append(last - first)
+        return Box(tuple(offset), tuple(extent))
+
+    def within(self, outer: Box) -> tuple[slice, ...]:
+        """The index of this box in an array that holds `outer`."""
+        spans = zip(self.offset, outer.offset, self.extent, strict=True)
+        return tuple(slice(a - b, a - b + n) for a, b, n in spans)
+
+    def __str__(self) -> str:
+        return "[" + ", ".join(f"{o}:{o + n}" for o, n in zip(self.offset, self.extent, strict=True)) + "]"
+
+
+def stretch(box: Box, first: int, last: int) -> list[Box]:
+    """Boxes that hold the elements [first, last) of a row-major `box`, in order: whole rows, and their torn ends.
+
+    >>> [str(b) for b in stretch(Box.whole((3, 4)), 2, 12)]
+    ['[0:1, 2:4]', '[1:3, 0:4]']
+    """
+    if first >= last:
+        return []
+    if not box.extent:
+        return [box]
+    (origin, *offset), (_, *extent) = box
+    row, inner = prod(extent), Box(tuple(offset), tuple(extent))
+
+    def rows(i: int, j: int) -> list[Box]:
+        return [Box((origin + i, *offset), (j - i, *extent))] if i < j else []
+
+    def part(i: int, a: int, b: int) -> list[Box]:
+        return [Box((origin + i, *o), (1, *n)) for o, n in stretch(inner, a, b)]
+
+    i, a = divmod(first, row)
+    j, b = divmod(last, row)
+    if i == j:
+        return part(i, a, b)
+    head = part(i, a, row) if a else []
+    return head + rows(i + bool(a), j) + part(j, 0, b)
+
+
+def gaps(shape: Sequence[int], boxes: Sequence[Box]) -> list[str]:
+    """Find what keeps `boxes` from tiling a tensor of `shape` exactly once, one line each; [] if they do.
+
+    How often an element is covered is the sum of signs of the boxes' corners at or before it, along every dim. So the
+    boxes tile the tensor where their corners add up to those of the whole, and the first that does not is where the
+    first hole or overlap begins. Memory grows with the corners, never with the grid that their edges draw.
+    """
+    whole = Box.whole(shape)
+    outside = (
+        b for b in boxes if not len(b.offset) == len(b.extent) == len(shape) or not b.size or b.overlap(whole) != b
+    )
+    if found := [f"{_shown(b)} lies outside of {whole}" for b in islice(outside, FAULTS)]:
+        return found
+    cut = [d for d, size in enumerate(shape) if any(b.extent[d] != size for b in boxes)]
+    if (len(boxes) + 1) * len(cut) << len(cut) > COORDINATES:
+        return [f"is cut along {len(cut)} dims into {len(boxes)} blocks, more than are ever written"]
+    wrong = _first_wrong(
+        np.array([[(b.offset[d], b.offset[d] + b.extent[d]) for d in cut] for b in (*boxes, whole)]), cut
+    )
+    if wrong is None:
+        return []
+    spans, covered = wrong
+    cell = Box.of([spans.get(d, (0, size)) for d, size in enumerate(shape)])
+    return [f"{cell} is in {'several blocks' if covered > 0 else 'no block'}"]
+
+
+def _first_wrong(ends: NDArray[np.int64], cut: Sequence[int]) -> tuple[dict[int, tuple[int, int]], int] | None:
+    """Find the first cell, in row-major order, that the boxes do not cover as often as the last of them, which is the
+    whole: (dim -> (offset, extent), how much more often); None if there is none. `ends`: [boxes, dims, 2]."""
+    signs = np.ones(len(ends), np.int64)
+    signs[-1] = -1
+    corners = np.empty((len(ends), 0), np.int64)
+    for dim in range(len(cut)):
+        corners = np.concatenate([np.column_stack([corners, _of(ends, corners, dim, side)]) for side in (0, 1)])
+        signs = np.concatenate([signs, -signs])
+    order = np.lexsort(corners.T[::-1]) if cut else np.arange(len(signs))
+    corners, signs = corners[order], signs[order]
+    begins = np.flatnonzero(np.r_[True, (corners[1:] != corners[:-1]).any(1)])
+    totals = np.add.reduceat(signs, begins)
+    wrong = np.flatnonzero(totals)
+    if not len(wrong):
+        return None
+    place = corners[begins[wrong[0]]]
+    following = [int(ends[:, d][ends[:, d] > place[d]].min()) for d in range(len(cut))]
+    spans = {dim: (int(a), b - int(a)) for dim, a, b in zip(cut, place, following, strict=True)}
+    return spans, int(totals[wrong[0]])
+
+
+def _of(ends: NDArray[np.int64], corners: NDArray[np.int64], dim: int, side: int) -> NDArray[np.int64]:
+    """One coordinate of the corners made so far, which are those of all boxes over and over."""
+    return np.tile(ends[:, dim, side], len(corners) // len(ends))
+
+
+def _shown(box: Box) -> str:
+    return (
+        str(box) if len(box.offset) == len(box.extent) else f"a block of {len(box.offset)} and {len(box.extent)} dims"
+    )

@@ -1,0 +1,54 @@
+"""Parts of global tensors in one buffer of host memory."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from platform.checkpoint.blocks.box import Box
+from platform.checkpoint.blocks.placement import DTYPES, Block, Share
+
+
+class Buffer:
+    """`parts` one after the other without a gap: `places` says where each begins and ends in `data` (uint8). Pinned
+    where the tensors are on a GPU."""
+
+    def __init__(self, parts: Iterable[Share], pinned: bool = False):
+        self.places: list[tuple[Share, int, int]] = []
+        self._at: dict[str, list[tuple[Box, int, int]]] = defaultdict(list)
+        at = 0
+        for part in parts:
+            end = at + part.nbytes
+            self.places.append((part, at, end))
+            self._at[part.tensor.name].append((part.box, at, end))
+            at = end
+        self._pinned = pinned
+        self.data = torch.zeros(at, dtype=torch.uint8, pin_memory=pinned)
+
+    @classmethod
+    def aligned(cls, parts: Sequence[Share], pinned: bool = False) -> Buffer:
+        """Larger element types first, so that each part is at an address that fits its type, as `fill` needs."""
+        return cls(sorted(parts, key=lambda part: -part.tensor.itemsize), pinned)
+
+    @torch.no_grad()
+    def fill(self, blocks: Sequence[Block]) -> None:
+        """Copies every part out of `blocks`, which may change when it returns. Each part lies in one of them."""
+        found: dict[str, list[tuple[Box, Tensor]]] = defaultdict(list)
+        for name, box, tensor in blocks:
+            found[name].append((box, tensor))
+        for (held, box), at, end in self.places:
+            outer, tensor = next((b, t) for b, t in found[held.name] if b.overlap(box) == box)
+            copy = self.data[at:end].view(DTYPES[held.dtype]).view(box.extent)
+            copy.copy_(tensor[box.within(outer)], non_blocking=self._pinned)
+        if self._pinned:
+            torch.cuda.synchronize()
+
+    def read(self, part: Share) -> Tensor | None:
+        """uint8 [*extent, bytes of an element], a view; None where no part of the buffer has all of it."""
+        for outer, at, end in self._at.get(part.tensor.name, ()):
+            if part.box.overlap(outer) == part.box:
+                return self.data[at:end].view(*outer.extent, part.tensor.itemsize)[part.box.within(outer)]
+        return None

@@ -1,0 +1,158 @@
+"""The state of a job as named global tensors, who holds which block of them, and who writes which part."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from platform.checkpoint.blocks.box import Box, stretch
+from platform.plan.core.plan import Plan
+from platform.plan.language.ops import Parameter
+
+DTYPES = {str(d).removeprefix("torch."): d for d in (
+    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool,
+)}  # fmt: skip
+PIECE = 16 << 20  # bytes: the largest stored block. One is hashed by one thread and read by one worker
+GRANULE = 64 << 10  # bytes: blocks below this are not cut
+
+
+class Block(NamedTuple):
+    """A block of a global tensor in this process, to save from or to restore into. It may reach beyond the global
+    tensor (a padded vocab): that part is never stored, and restored as zeros."""
+
+    name: str
+    box: Box
+    tensor: Tensor
+
+
+@dataclass(frozen=True)
+class Held:
+    """A global tensor: its element type and shape without padding, and `holders`: block -> the ranks that have it.
+
+    Equal on all ranks. Several ranks of one block are replicas; the blocks of different ranks tile the tensor.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    holders: dict[Box, tuple[int, ...]]
+
+    @classmethod
+    def of(cls, name: str, dtype: torch.dtype, shape: Sequence[int], blocks: Iterable[tuple[int, Box]]) -> Held:
+        """From every rank's blocks, (rank, block) each in rank order; padding is cut off."""
+        whole, holders = Box.whole(shape), defaultdict(list)
+        for rank, box in blocks:
+            if real := box.overlap(whole):
+                holders[real].append(rank)
+        ranks = {box: tuple(found) for box, found in holders.items()}
+        return cls(name, str(dtype).removeprefix("torch."), tuple(shape), ranks)
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPES[self.dtype].itemsize
+
+
+def planned(plan: Plan, kind: str, dtype: torch.dtype) -> list[Held]:
+    """What the plan's ranks keep of the state that lies as the master copies do: them (`kind` = model), or a moment of
+    the optimizer. The tensors are named KIND.PARAMETER."""
+    ranks = [(rank, plan.mesh.coordinates(rank)) for rank in range(plan.mesh.size)]
+    out, known = [], {}
+    for p in plan.parameters:
+        place = p.dims, p.role, p.sizes, plan.homes[p.name]  # layers lie alike, but for their stage
+        if place not in known:
+            found = [(rank, box) for rank, at in ranks for box in _kept(plan, p, at)]
+            known[place] = Held.of("", dtype, plan.global_shape(p), found)
+        out.append(replace(known[place], name=f"{kind}.{p.name}"))
+    return out
+
+
+def blocks(plan: Plan, kind: str, tensors: Mapping[str, Tensor], coordinates: Mapping[str, int]) -> list[Block]:
+    """The local tensors of the rank at `coordinates`, by parameter and of `plan.master_shape`, as blocks of
+    `planned`: views of them."""
+    out = []
+    for p in plan.parameters:
+        at = 0
+        for box in _kept(plan, p, coordinates):
+            flat = tensors[p.name].detach().view(-1)
+            out.append(Block(f"{kind}.{p.name}", box, flat[at : at + box.size].view(box.extent)))
+            at += box.size
+    return out
+
+
+def _kept(plan: Plan, p: Parameter, coordinates: Mapping[str, int]) -> list[Box]:
+    """The block of the rank at `coordinates`; where it keeps a shard of that, the boxes that make up the shard, in
+    order."""
+    if not plan.present(p, coordinates):
+        return []
+    box = Box.of(plan.block(p, coordinates))
+    return stretch(box, *plan.shard(p, coordinates)) if plan.sharded else [box]
+
+
+class Share(NamedTuple):
+    """A block, or the part of one that a rank stores."""
+
+    tensor: Held
+    box: Box
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.size * self.tensor.itemsize
+
+
+def shares(state: Sequence[Held], rank: int) -> list[Share]:
+    """What `rank` stores: about 1/n of the bytes of all blocks that it and n - 1 others have alike.
+
+    Ranks that replicate each other share what they hold: laid end to end, cut into n equal stretches, each cut moved
+    to a row of at most GRANULE bytes. No share is larger than PIECE and a row.
+    """
+    groups = alike(state, rank).items()
+    return [part for ranks, blocks in groups for part in nth(blocks, ranks.index(rank), len(ranks))]
+
+
+def alike(state: Sequence[Held], rank: int | None = None) -> dict[tuple[int, ...], list[Share]]:
+    """The blocks by the ranks that have them; only those of `rank`, where it is given."""
+    found: dict[tuple[int, ...], list[Share]] = defaultdict(list)
+    for tensor in state:
+        for box, ranks in tensor.holders.items():
+            if rank is None or rank in ranks:
+                found[ranks].append(Share(tensor, box))
+    return found
+
+
+def nth(blocks: Sequence[Share], member: int, members: int) -> list[Share]:
+    """The part of one of `members` that share out these blocks."""
+    sizes = [block.nbytes for block in blocks]
+    first, last = sum(sizes) * member // members, sum(sizes) * (member + 1) // members
+    out, start = [], 0
+    for block, size in zip(blocks, sizes, strict=True):
+        a, b = max(first - start, 0), min(last - start, size)
+        if a == 0 < b == size <= PIECE:
+            out.append(block)
+        elif a < b:
+            inner = range(-(-a // PIECE) * PIECE, b, PIECE)
+            out += [part for parts in cut(block, (a, *inner, b)) for part in parts]
+        start += size
+    return out
+
+
+def cut(block: Share, positions: Sequence[int]) -> list[list[Share]]:
+    """What lies between each two neighbours of `positions` [bytes], which are moved to whole rows."""
+    if tuple(positions) == (0, block.nbytes):
+        return [[block]]
+    tensor, box = block
+    row = _row(box.extent, tensor.itemsize) * tensor.itemsize
+    cuts = [min(round(position / row) * row, block.nbytes) // tensor.itemsize for position in positions]
+    return [[Share(tensor, part) for part in stretch(box, a, b)] for a, b in pairwise(cuts)]
+
+
+def _row(extent: tuple[int, ...], itemsize: int) -> int:
+    """Elements of the largest trailing part of a block that is not cut."""
+    parts = (prod(extent[d:]) for d in range(len(extent) + 1))
+    return next(n for n in parts if n * itemsize <= GRANULE or n == 1)

@@ -1,0 +1,147 @@
+"""What the survivors of a failure have in host memory, and restoring blocks under any plan from it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from math import prod
+from typing import NamedTuple
+
+from torch import Tensor
+
+from platform.checkpoint.blocks.box import Box
+from platform.checkpoint.blocks.placement import PIECE, Block, Held, Share, alike, nth
+from platform.checkpoint.in_memory.copies import Copy, copies
+from platform.checkpoint.moves.passing import BUDGET, Exchange, alone, clear_padding, pass_on
+
+
+def surviving(state: Sequence[Held], kept: Sequence[Copy], ranks: Mapping[int, int]) -> list[Held]:
+    """Who has what after a failure: of a block that no holder is left of, the copies. `ranks`: old rank -> new rank, of
+    the survivors."""
+    by: dict[tuple[str, int], list[Copy]] = defaultdict(list)
+    for copy in kept:
+        by[copy.part.tensor.name, copy.sender].append(copy)
+    out = []
+    left: dict[tuple[int, ...], tuple[int, ...]] = {}  # holders before -> and now: many blocks have the same
+    for tensor in state:
+        holders: dict[Box, tuple[int, ...]] = {}
+        for box, old in tensor.holders.items():
+            if old not in left:
+                left[old] = tuple(sorted(ranks[rank] for rank in old if rank in ranks))
+            if left[old]:
+                holders[box] = left[old]
+                continue
+            for (_, part), _, receiver in (copy for rank in old for copy in by[tensor.name, rank]):
+                if receiver in ranks and part.overlap(box) == part:
+                    holders[part] = (ranks[receiver],)
+        out.append(Held(tensor.name, tensor.dtype, tensor.shape, holders))
+    return out
+
+
+def lost(state: Sequence[Held]) -> list[str]:
+    """The tensors that are not whole in `surviving`."""
+    return [t.name for t in state if sum(box.size for box in t.holders) < prod(t.shape)]
+
+
+def whole(state: Sequence[Held], kept: Sequence[Copy], alive: Collection[int]) -> list[str]:
+    """The tensors of which the old ranks `alive` do not have everything; [] where nothing is lost."""
+    return lost(surviving(state, kept, {rank: rank for rank in alive}))
+
+
+def keepers(state: Sequence[Held], kept: Sequence[Copy]) -> dict[tuple[int, ...], set[int]]:
+    """Holders of blocks -> the ranks that have the copies of these. `whole`, as `suffice` asks it of any ranks."""
+    found: dict[tuple[int, ...], set[int]] = {}
+    by: dict[tuple[str, int], dict[tuple[int, ...], list[Box]]] = defaultdict(lambda: defaultdict(list))
+    for tensor in state:
+        for box, ranks in tensor.holders.items():
+            found.setdefault(ranks, set())
+            for rank in ranks:
+                by[tensor.name, rank][ranks].append(box)
+    for (tensor, part), sender, receiver in kept:
+        blocks = by[tensor.name, sender]
+        if len(blocks) == 1:
+            (ranks,) = blocks
+        else:
+            ranks = next(ranks for ranks, boxes in blocks.items() if any(part.overlap(box) == part for box in boxes))
+        found[ranks].add(receiver)
+    return found
+
+
+def suffice(found: Mapping[tuple[int, ...], Set[int]], alive: Set[int]) -> bool:
+    """Whether `alive` have everything, by the `keepers`: of all blocks a holder, or all that have its copies."""
+    return all(not alive.isdisjoint(ranks) or (having and having <= alive) for ranks, having in found.items())
+
+
+def handed_over(survived: Sequence[Held], stays: Sequence[bool]) -> list[Copy]:
+    """What those that do not stay pass to those that do, evenly: all that they alone have. `stays`: of every rank."""
+    leaving = [
+        Held(t.name, t.dtype, t.shape, {b: ranks for b, ranks in t.holders.items() if not any(stays[r] for r in ranks)})
+        for t in survived
+    ]
+    return copies(leaving, stays)
+
+
+class Part(NamedTuple):
+    """What one of the ranks that have it passes to the others."""
+
+    share: Share
+    had: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return self.share.tensor.name
+
+    @property
+    def dtype(self) -> str:
+        return self.share.tensor.dtype
+
+    @property
+    def box(self) -> Box:
+        return self.share.box
+
+
+def recover(
+    survived: Sequence[Held],
+    read: Callable[[Share], Tensor],
+    state: Sequence[Held],
+    blocks: Sequence[Block],
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    exchange: Exchange = alone,
+    budget: int = BUDGET,
+) -> None:
+    """Fills this rank's `blocks`; all ranks call it together. What a block has beyond the global tensor becomes zero.
+
+    `survived`: which ranks have which blocks in memory (`surviving`, nothing lost), and
+    `state`: who holds which blocks now; equal on all ranks. `read`: the bytes of a part that this rank has, uint8
+    [*extent, bytes of an element]. What a rank has it takes from itself; of what others want, the ranks that have it
+    send equal parts.
+    """
+    clear_padding(state, blocks)
+    parts: list[list[Part]] = [[] for _ in range(world_size)]
+    own: list[Part] = []
+    for ranks, found in alike(survived).items():
+        for member, sender in enumerate(ranks):
+            parts[sender] += [Part(share, ranks) for share in nth(found, member, len(ranks))]
+        if rank in ranks:
+            own += [Part(share, ()) for share in found]
+
+    def fetch(wanted: Sequence[Part]) -> list[Tensor]:
+        return [read(part.share) for part in wanted]
+
+    here = [Held(t.name, t.dtype, t.shape, {box: (0,) for box, r in t.holders.items() if rank in r}) for t in state]
+    pass_on(([[part]] for part in own), fetch, here, blocks, 0, alone)
+    placed = sum(box.size * t.itemsize * len(ranks) for t in state for box, ranks in t.holders.items())
+    count = -(-placed // max(PIECE, budget * world_size))
+    pass_on(zip(*(_turns(count, p) for p in parts), strict=True), fetch, state, blocks, rank, exchange)
+
+
+def _turns(count: int, parts: Sequence[Part]) -> list[list[Part]]:
+    """In `count` equal stretches of bytes."""
+    total, at = sum(part.share.nbytes for part in parts), 0
+    out: list[list[Part]] = [[] for _ in range(count)]
+    for part in parts:
+        out[at * count // total].append(part)
+        at += part.share.nbytes
+    return out

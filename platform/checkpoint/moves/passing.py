@@ -1,0 +1,125 @@
+"""Passing parts of global tensors to the ranks whose blocks they lie in, wherever they come from: storage or memory."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from platform.checkpoint.blocks.box import Box
+from platform.checkpoint.blocks.placement import DTYPES, Block, Held
+from platform.checkpoint.storage.manifest import Corrupt
+
+BUDGET = 256 << 20  # bytes that a worker gets at a time, on average
+OK, CORRUPT, FAILED = 0, 1, 2  # the first byte of every message
+HEADER = 8  # bytes before the rest of it, which is thereby aligned
+
+
+class Piece(Protocol):
+    """What one rank passes on as a whole. `had`: the ranks that need not get it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def box(self) -> Box: ...
+    @property
+    def had(self) -> Sequence[int]: ...
+
+
+P = TypeVar("P", bound=Piece)
+Fetch = Callable[[Sequence[P]], Sequence[Tensor]]
+"""The bytes of every piece, uint8 [*extent, bytes of an element]. Raises Corrupt or OSError."""
+Exchange = Callable[[list[Tensor]], list[Tensor]]
+"""An all-to-all among the job's ranks: takes one uint8 tensor per receiver, returns one per sender;
+sizes differ."""
+Holders = dict[str, list[tuple[Box, tuple[int, ...]]]]  # tensor -> its blocks in order, and who holds each
+
+
+def alone(messages: list[Tensor]) -> list[Tensor]:
+    """The exchange of a job of one process."""
+    return messages
+
+
+def clear_padding(state: Sequence[Held], blocks: Sequence[Block]) -> None:
+    """Zeros into the blocks that reach beyond their global tensor."""
+    shapes = {t.name: t.shape for t in state}
+    for name, box, tensor in blocks:
+        if box.overlap(Box.whole(shapes[name])) != box:
+            tensor.detach().zero_()
+
+
+def pass_on(
+    turns: Iterable[Sequence[Sequence[P]]],
+    fetch: Fetch[P],
+    state: Sequence[Held],
+    blocks: Sequence[Block],
+    rank: int,
+    exchange: Exchange,
+) -> None:
+    """Fills this rank's `blocks` by what others pass it; all ranks call it together.
+
+    `turns`: what each rank passes on, turn by turn, and `state` who holds which blocks now: equal on all ranks. Raises,
+    on every rank alike, Corrupt or OSError where `fetch` does on some rank: the blocks are then undefined.
+    """
+    holders = {t.name: sorted(t.holders.items()) for t in state}
+    mine: dict[str, list[Block]] = defaultdict(list)
+    for block in sorted(blocks, key=lambda b: b.box):
+        mine[block.name].append(block)
+    for senders in turns:
+        received = exchange(_messages(senders[rank], fetch, holders, len(senders)))
+        _raise_failures(received)
+        for message, pieces in zip(received, senders, strict=True):
+            _unpack(message, [piece for piece in pieces if rank not in piece.had], mine)
+
+
+def _messages(pieces: Sequence[P], fetch: Fetch[P], holders: Holders, world_size: int) -> list[Tensor]:
+    """To every rank: OK and what it holds of the pieces, one part after the other; or why there is nothing."""
+    try:
+        found = fetch(pieces)
+    except (Corrupt, OSError) as error:
+        flag = CORRUPT if isinstance(error, Corrupt) else FAILED
+        return [_message(flag, [torch.frombuffer(bytearray(str(error).encode()), dtype=torch.uint8)])] * world_size
+    parts: list[list[Tensor]] = [[] for _ in range(world_size)]
+    for piece, data in zip(pieces, found, strict=True):
+        for held, ranks in holders.get(piece.name, ()):
+            if part := piece.box.overlap(held):
+                flat = data[part.within(piece.box)].reshape(-1)
+                for rank in ranks:
+                    if rank not in piece.had:
+                        parts[rank].append(flat)
+    messages = {tuple(map(id, p)): p for p in parts}  # replicas get one and the same
+    built = {key: _message(OK, p) for key, p in messages.items()}
+    return [built[tuple(map(id, p))] for p in parts]
+
+
+def _message(flag: int, parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat([torch.tensor([flag] + [0] * (HEADER - 1), dtype=torch.uint8), *parts])
+
+
+def _raise_failures(received: Sequence[Tensor]) -> None:
+    for message in received:
+        if message[0] != OK:
+            reason = bytes(message[HEADER:].tolist()).decode()
+            raise Corrupt(reason) if message[0] == CORRUPT else OSError(reason)
+
+
+def _unpack(message: Tensor, pieces: Sequence[Piece], mine: dict[str, list[Block]]) -> None:
+    """The parts follow each other as the sender packed them: by piece, then by block of this rank, in order."""
+    at = HEADER
+    for piece in pieces:
+        dtype = DTYPES[piece.dtype]
+        for _, outer, tensor in mine.get(piece.name, ()):
+            if part := piece.box.overlap(outer):
+                end = at + part.size * dtype.itemsize
+                raw = message[at:end]
+                if raw.storage_offset() % dtype.itemsize:
+                    raw = raw.clone()  # at an address that fits the type
+                values = raw.view(dtype).view(part.extent)
+                tensor.detach()[part.within(outer)].copy_(values)
+                at = end
+    assert at == len(message), "sender and receiver agree on who holds what"

@@ -1,0 +1,87 @@
+"""Restoring blocks under any plan: every stored byte is read once per job, by one worker, and passed to whoever holds
+a part of it.
+
+Who reads what is computed alike on all ranks: the stored blocks, in the order of the files, are cut into n equal
+stretches. So reads are long, contiguous and whole blocks, which is what their SHA-256 covers; how the tensors were
+split when they were saved, and how they are now, changes only what is passed along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from platform.checkpoint.blocks.box import Box
+from platform.checkpoint.blocks.placement import DTYPES, PIECE, Block, Held
+from platform.checkpoint.moves.passing import BUDGET, Exchange, Fetch, alone, clear_padding, pass_on
+from platform.checkpoint.storage.manifest import Manifest, check_against
+from platform.checkpoint.storage.read import Unit, read, units
+from platform.checkpoint.storage.storage import Storage
+
+
+def restore(
+    storage: Storage,
+    directory: str,
+    manifest: Manifest,
+    state: Sequence[Held],
+    blocks: Sequence[Block],
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    exchange: Exchange = alone,
+    budget: int = BUDGET,
+) -> None:
+    """Fills this rank's `blocks`; all ranks call it together. What a block has beyond the global tensor becomes zero.
+
+    `state`: every tensor that is wanted and who holds its blocks now, equal on all ranks; its types need not be those
+    of the checkpoint, values are converted. Raises, on every rank alike, Refused where the checkpoint has no such
+    tensors, Corrupt or OSError where some rank cannot read what was written: the blocks are then undefined.
+    """
+    check_against(manifest, {t.name: t.shape for t in state})
+    wanted = units(manifest, [t.name for t in state])
+    placed = sum(
+        box.size * len(ranks) * manifest.tensors[t.name].itemsize for t in state for box, ranks in t.holders.items()
+    )
+    window = max(PIECE, budget * world_size * size(wanted) // max(placed, 1))
+    clear_padding(state, blocks)
+    pass_on(rounds(wanted, world_size, window), _fetch(storage, directory), state, blocks, rank, exchange)
+
+
+def read_tensor(storage: Storage, directory: str, manifest: Manifest, name: str, box: Box | None = None) -> Tensor:
+    """One tensor, or a block of it, in this process and in the stored type. Raises as `restore`."""
+    tensor = manifest.tensors[name]
+    box = box or Box.whole(tensor.shape)
+    out = torch.empty(box.extent, dtype=DTYPES[tensor.dtype])
+    wanted = [u for u in units(manifest, [name]) if u.box.overlap(box)]
+    here = Held(name, tensor.dtype, tensor.shape, {box: (0,)})
+    blocks = [Block(name, box, out)]
+    pass_on(rounds(wanted, 1, BUDGET), _fetch(storage, directory), [here], blocks, 0, alone)
+    return out
+
+
+def _fetch(storage: Storage, directory: str) -> Fetch[Unit]:
+    def fetch(wanted: Sequence[Unit]) -> list[Tensor]:
+        found = zip(wanted, read(storage, directory, wanted), strict=True)
+        return [torch.frombuffer(data, dtype=torch.uint8).view(*u.box.extent, u.tensor.itemsize) for u, data in found]
+
+    return fetch
+
+
+def size(wanted: Sequence[Unit]) -> int:
+    """Bytes."""
+    return sum(u.end - u.at for u in wanted)
+
+
+def rounds(wanted: Sequence[Unit], world_size: int, window: int) -> list[list[list[Unit]]]:
+    """Per round, what every rank reads: together about `window` bytes, each an equal stretch of them."""
+    total = size(wanted)
+    count = -(-total // window)
+    out: list[list[list[Unit]]] = [[[] for _ in range(world_size)] for _ in range(count)]
+    position = 0
+    for unit in wanted:
+        whole, part = divmod(position * count, total)
+        out[whole][part * world_size // total].append(unit)
+        position += unit.end - unit.at
+    return out

@@ -1,0 +1,226 @@
+"""The checkpoints of a storage: new ones, the newest that can be trusted, and which of the old ones go."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from platform.boundary import documents
+from platform.boundary.redaction import redact
+from platform.checkpoint.storage.manifest import Corrupt, Manifest, Meta, Newer, Refused
+from platform.checkpoint.storage.read import units, verify_units
+from platform.checkpoint.storage.storage import UNKNOWN, Storage
+from platform.checkpoint.storage.storage import manifest as manifests
+
+_DIRECTORY = r"step-([0-9]{8,15})-([0-9]{6,15})-([0-9a-f]{6})"
+_NOTE = 4096  # bytes of BAD.txt that are read
+_LOOKS = 5  # at a storage that changes while it is read
+BAD = "BAD.txt"  # in a quarantined checkpoint: the reason. Removing it by hand lifts the quarantine
+
+
+class Attempt(NamedTuple):
+    """A directory `step-STEP-NUMBER-TOKEN`. Numbers only grow, so that they order attempts whatever clocks say and
+    wherever a run was taken back to; of two writers at once, the token tells whose it is."""
+
+    number: int
+    step: int
+    token: str
+
+    @property
+    def directory(self) -> str:
+        return f"step-{self.step:08d}-{self.number:06d}-{self.token}"
+
+
+def attempts(storage: Storage) -> list[Attempt]:
+    """All that were ever begun and not deleted, newest first. Other names in the storage are left alone."""
+    found = (re.fullmatch(_DIRECTORY, name) for name in storage.list(""))
+    named = ((m[0], Attempt(int(m[2]), int(m[1]), m[3])) for m in found if m)
+    return sorted((attempt for name, attempt in named if attempt.directory == name), reverse=True)
+
+
+def split(url: str) -> tuple[str, str | None]:
+    """The URL of a storage and None, or, where `url` names one checkpoint in a storage, both."""
+    folder, _, name = url.rstrip("/").rpartition("/")
+    return (folder or ".", name) if re.fullmatch(_DIRECTORY, name) else (url, None)
+
+
+def begin(storage: Storage, step: int) -> str:
+    """Name a fresh directory, newer than all that are there. Writes nothing. Raises OSError where none can be."""
+    newest = next(iter(attempts(storage)), Attempt(0, 0, ""))
+    name = Attempt(newest.number + 1, step, secrets.token_hex(3)).directory
+    if not re.fullmatch(_DIRECTORY, name):
+        raise OSError(f"{storage.url}: no number is above that of {newest.directory}, which no driver wrote")
+    return name
+
+
+def commit(
+    storage: Storage,
+    directory: str,
+    tensors: Mapping[str, Sequence[int]],
+    reports: Sequence[Mapping[str, Any]],
+    meta: Meta,
+    guard: Callable[[], None] = lambda: None,
+) -> Manifest:
+    """Makes a checkpoint of what the workers wrote, if it is complete: the manifest is written last.
+
+    `tensors`: name -> global shape of everything that belongs in it; `reports`: those of `Image.write`. `guard` is
+    called just before the manifest is written, and raises where it must not be.
+    Raises Refused with the reason (a hole, an overlap, a file that is not there as reported), OSError.
+    """
+    manifest = Manifest.of(meta, reports)
+    manifests.check_against(manifest, tensors)
+    if extra := sorted(manifest.tensors.keys() - tensors.keys()):
+        raise Refused(f"the workers wrote {extra[0]}, which is no part of the state")
+    manifest = replace(manifest, tensors={name: manifest.tensors[name] for name in tensors})  # in the model's order
+    encoded = manifest.encode()
+    Manifest.decode(encoded)  # what would not be read again is refused now, while there is still an older one
+    _check(storage, directory, manifest)
+    guard()
+    storage.write(f"{directory}/{manifests.NAME}", [memoryview(encoded)])
+    return manifest
+
+
+def load(storage: Storage, directory: str) -> Manifest:
+    """Read the manifest, once everything about the checkpoint is right that is seen without reading its blocks.
+
+    Raises Refused, Corrupt among it only where nothing of it is being deleted meanwhile; OSError where the storage
+    fails or does not tell.
+    """
+    names = storage.list(directory)
+    if BAD in names:
+        raise Refused(f"quarantined: {documents.line(storage.read(f'{directory}/{BAD}', 0, _NOTE))}")
+    if manifests.NAME not in names:
+        raise Refused(f"incomplete, or not a checkpoint: it has no {manifests.NAME}")
+    if names[manifests.NAME] > manifests.LARGEST:
+        raise Corrupt(f"{manifests.NAME} has {names[manifests.NAME]} bytes, more than any that is written")
+    manifest = Manifest.decode(bytes(storage.read(f"{directory}/{manifests.NAME}", 0, manifests.LARGEST + 1)))
+    try:
+        _check(storage, directory, manifest)
+        _check_step(directory, manifest.meta.step)
+    except Refused as error:
+        if manifests.NAME not in storage.list(directory):  # it goes first
+            raise Refused("it was deleted while it was read") from None
+        raise Corrupt(str(error)) from None
+    return manifest
+
+
+def verify(storage: Storage, directory: str) -> Manifest:
+    """As `load`, and reads every byte."""
+    manifest = load(storage, directory)
+    verify_units(storage, directory, units(manifest))
+    return manifest
+
+
+def _check_step(directory: str, step: int) -> None:
+    if (named := re.fullmatch(_DIRECTORY, directory)) and int(named[1]) != step:
+        raise Refused(f"{manifests.NAME} is of step {step}, its directory of another")
+
+
+def _check(storage: Storage, directory: str, manifest: Manifest) -> None:
+    if faults := manifest.faults():
+        raise Refused(faults[0] + (f", and {len(faults) - 1} more" if faults[1:] else ""))
+    there = storage.list(directory)
+    for name, size in manifest.files.items():
+        if there.get(name) != size:
+            if there.get(name) == UNKNOWN:
+                raise OSError(f"{directory}/{name} cannot be looked at")
+            raise Refused(
+                f"{name} has {there[name]} bytes instead of {size}" if name in there else f"{name} is missing"
+            )
+
+
+def quarantine(storage: Storage, directory: str, reason: str) -> None:
+    """Marks a checkpoint as unusable and deletes nothing: somebody may want to look at it."""
+    storage.write(f"{directory}/{BAD}", [memoryview(f"{redact(reason)}\n".encode())])
+
+
+@dataclass(frozen=True)
+class Found:
+    """The newest checkpoint that can be trusted, or none; and the newer ones that cannot: (directory, reason).
+
+    `sound`: those among the latter with which nothing need be wrong: of a newer format, or the storage failed.
+    """
+
+    directory: str | None
+    manifest: Manifest | None
+    refused: tuple[tuple[str, str], ...] = ()
+    sound: tuple[str, ...] = ()
+
+
+def find(storage: Storage, *, deep: bool = True, mark: bool = True) -> Found:
+    """Find the newest checkpoint that holds what was written into it; corrupt ones that are newer are quarantined.
+
+    `deep`: every byte is read and verified now; else that is left to `restore`, which verifies what it reads. `mark`:
+    whether they are, which is up to the driver that holds the storage. One that is incomplete, of a newer format or
+    cannot be read today is passed over and not marked. Raises OSError where the storage cannot be listed.
+    """
+    for _ in range(_LOOKS):
+        there = attempts(storage)
+        found = _first_good(storage, there, deep, mark)
+        if found.manifest or attempts(storage) == there:
+            break  # else what was listed has been superseded and deleted while it was read
+    return found
+
+
+def _first_good(storage: Storage, there: Sequence[Attempt], deep: bool, mark: bool) -> Found:
+    refused: list[tuple[str, str]] = []
+    sound: list[str] = []
+    for attempt in there:
+        directory = attempt.directory
+        try:
+            manifest = (verify if deep else load)(storage, directory)
+            return Found(directory, manifest, tuple(refused), tuple(sound))
+        except Corrupt as error:
+            refused.append((directory, str(error)))
+            if mark:
+                with suppress(OSError):  # a storage that one can only read
+                    quarantine(storage, directory, str(error))
+        except (Refused, OSError) as error:
+            refused.append((directory, str(error)))
+            sound += [directory] if isinstance(error, Newer | OSError) else []
+    return Found(None, None, tuple(refused), tuple(sound))
+
+
+def superseded(complete: Sequence[Attempt], last: int, every: int) -> list[Attempt]:
+    """Which of the complete checkpoints, newest first, nobody needs: all but the `last` newest (at least one) and the
+    newest of every step that `every` divides (0: none)."""
+    keep = set(complete[: max(1, last)])
+    if every:
+        keep |= set({a.step: a for a in reversed(complete) if a.step % every == 0}.values())
+    return [a for a in complete if a not in keep]
+
+
+def prune(storage: Storage, last: int, every: int = 0) -> list[str]:
+    """Delete superseded checkpoints and what is left of attempts that never became one; return their names.
+
+    A checkpoint counts as complete if `load` takes it, so damage found without reading all never costs a good one.
+    Quarantined ones, and attempts newer than the newest complete one, which may be under way, stay. Raises OSError
+    where one of them cannot be looked at: then nothing is deleted, for that one may be what the others are kept for.
+    """
+    complete, torn = [], []
+    for attempt in attempts(storage):
+        names = storage.list(attempt.directory)
+        if BAD in names:
+            continue
+        if manifests.NAME not in names:
+            torn.append(attempt)
+            continue
+        try:
+            load(storage, attempt.directory)
+            complete.append(attempt)
+        except Refused:
+            continue
+    old = [a for a in torn if complete and a < complete[0]] + superseded(complete, last, every)
+    for attempt in old:
+        discard(storage, attempt.directory)
+    return [a.directory for a in old]
+
+
+def discard(storage: Storage, directory: str) -> None:
+    """Deletes a checkpoint, manifest first: a crash in between leaves an incomplete one."""
+    storage.delete(f"{directory}/{manifests.NAME}")
+    storage.delete(directory)

@@ -1,0 +1,55 @@
+"""A worker's file of a checkpoint: made in host memory, then hashed and written at once."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from platform.checkpoint.blocks.buffer import Buffer
+from platform.checkpoint.blocks.placement import PIECE, Block, Share
+from platform.checkpoint.storage.storage import Storage
+
+THREADS = min(4, os.cpu_count() or 1)  # hashing, and reading ahead
+
+
+class Image:
+    """The bytes of one worker's block file, copied from the live tensors by `fill`: all that a step waits for.
+
+    The buffer is kept between saves. Every stored block follows the one before it without a gap.
+    """
+
+    def __init__(self, rank: int, parts: Sequence[Share], pinned: bool = False):
+        assert sys.byteorder == "little", "blocks are stored little-endian"
+        self.file = f"blocks-{rank:05d}.bin"
+        self._buffer = Buffer.aligned(parts, pinned)
+
+    def fill(self, blocks: Sequence[Block]) -> None:
+        """Copies this rank's blocks; they may change when it returns. `blocks` holds every share."""
+        self._buffer.fill(blocks)
+
+    def write(self, storage: Storage, directory: str) -> dict[str, Any]:
+        """Writes the file and hashes it meanwhile; returns the report for the driver, plain data.
+
+        {file, bytes, blocks: [[name, dtype, shape, offset, extent, at, sha256], ...]}. Raises OSError.
+        """
+        view = memoryview(self._buffer.data.numpy().data)
+        with ThreadPoolExecutor(THREADS, "checkpoint-hash") as pool:
+            hashes = [pool.submit(_sha256, view[at:end]) for _, at, end in self._buffer.places]
+            try:
+                storage.write(f"{directory}/{self.file}", (view[i : i + PIECE] for i in range(0, len(view), PIECE)))
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+            blocks = [
+                [held.name, held.dtype, list(held.shape), list(box.offset), list(box.extent), at, digest.result()]
+                for ((held, box), at, _), digest in zip(self._buffer.places, hashes, strict=True)
+            ]
+        return {"file": self.file, "bytes": len(view), "blocks": blocks}
+
+
+def _sha256(data: memoryview) -> str:
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,197 @@
+"""The manifest: what a checkpoint holds, as one JSON document whose last line is the SHA-256 of the lines before it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from typing import Annotated, Any, NamedTuple
+
+from platform.boundary import documents, schema
+from platform.boundary.schema import Known, Malformed, Many, OneOf, Span, Text
+from platform.checkpoint.blocks.box import Box, gaps
+from platform.checkpoint.blocks.placement import DTYPES, PIECE
+
+KIND = "elastic-platform checkpoint"
+FORMAT = 1  # tests/checkpoint/format_1 holds a checkpoint of it: every later version reads every earlier one
+NAME = "manifest.json"
+LARGEST = 256 << 20  # bytes of a manifest: about two million blocks, 30 TB
+VALUES = 1 << 25  # in it
+
+Count = Annotated[int, Span(0, 10**18)]
+Bytes = Annotated[int, Span(0, 1 << 60)]
+File = Annotated[str, Text(r"[A-Za-z0-9_-]{1,200}\.bin", "the name of a block file")]  # no other leads out of there
+Name = Annotated[str, Text(r"[^\x00-\x1f\x7f-\x9f]{1,1000}", "a name")]
+Shape = Annotated[tuple[Annotated[int, Span(1, 1 << 48)], ...], Many(0, 16)]
+PLAN = Known((("mesh", dict[Name, Annotated[int, Span(1, 1 << 31)]]), ("scheme", str)))  # what is read of it
+
+
+class Refused(Exception):
+    """A checkpoint that cannot be used, with the reason in one line."""
+
+
+class Corrupt(Refused):
+    """It never can: what it holds is not what was written."""
+
+
+class Newer(Refused):
+    """A later version of the platform can."""
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What a checkpoint knows beside its tensors: plain JSON data, without NaN or infinities."""
+
+    step: Annotated[int, Span(0, 10**15)]  # updates done
+    samples: Count  # of the global order, consumed: the data position
+    seed: Annotated[int, Span(0, schema.LARGEST)]
+    corpus: str  # hash of the tokenised corpus
+    identity: dict[str, Any]  # of the run: platform.config.fields.identity
+    configuration: str  # hash of the whole configuration
+    plan: Annotated[dict[str, Any], PLAN]  # Plan.to_dict
+    values: dict[str, Any] = field(default_factory=dict)  # state that is not a tensor: loss scale, counters
+    versions: dict[str, str] = field(default_factory=dict)  # library -> version
+
+
+class Stored(NamedTuple):
+    """A block in a file: its bytes are [at, at + size) of the file, row-major and little-endian."""
+
+    box: Box
+    file: File
+    at: Bytes
+    sha256: Annotated[str, Text(r"[0-9a-f]{64}", "a SHA-256")]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    dtype: str
+    shape: tuple[int, ...]
+    blocks: tuple[Stored, ...]
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPES[self.dtype].itemsize
+
+    def nbytes(self, block: Stored) -> int:
+        return block.box.size * self.itemsize
+
+
+@dataclass(frozen=True)
+class Manifest:
+    meta: Meta
+    files: dict[str, int]  # name -> bytes
+    tensors: dict[str, StoredTensor]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.files.values())
+
+    @classmethod
+    def of(cls, meta: Meta, reports: Iterable[Mapping[str, Any]]) -> Manifest:
+        """Puts together what the workers report; see `Image.write`."""
+        files: dict[str, int] = {}
+        kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
+        blocks: dict[str, list[Stored]] = {}
+        for report in reports:
+            files[report["file"]] = report["bytes"]
+            for name, dtype, shape, offset, extent, at, sha256 in report["blocks"]:
+                if kinds.setdefault(name, (dtype, tuple(shape))) != (dtype, tuple(shape)):
+                    raise Refused(f"{name} has several shapes or types in the workers' reports")
+                stored = Stored(Box(tuple(offset), tuple(extent)), report["file"], at, sha256)
+                blocks.setdefault(name, []).append(stored)
+        tensors = {n: StoredTensor(*kinds[n], tuple(sorted(found))) for n, found in blocks.items()}
+        return cls(meta, files, tensors)
+
+    def faults(self) -> list[str]:
+        """Find what is impossible in it, one line each: holes, overlaps, bytes of a file in no block or in two, and
+        blocks that are larger than any that is written, which reading would want to hold as a whole."""
+        lines = [
+            f"{name}: {line}" for name, t in self.tensors.items() for line in gaps(t.shape, [b.box for b in t.blocks])
+        ]
+        largest = {name: max(map(t.nbytes, t.blocks), default=0) for name, t in self.tensors.items()}
+        lines += [f"{name}: a block of {size} bytes is too large" for name, size in largest.items() if size > 2 * PIECE]
+        spans: dict[str, list[tuple[int, int]]] = {name: [] for name in self.files}
+        for t in self.tensors.values():
+            for b in t.blocks:
+                spans.setdefault(b.file, []).append((b.at, b.at + t.nbytes(b)))
+        for name, found in spans.items():
+            size = self.files.get(name, -1)
+            ends = [(0, 0), *sorted(found), (size, size)]
+            if any(end != start for (_, end), (start, _) in pairwise(ends)):
+                lines.append(f"{name}: its blocks are not its bytes, one after the other")
+        return lines
+
+    def encode(self) -> bytes:
+        """Raises ValueError for metadata that JSON cannot hold, NaN among it."""
+        tensors = ",\n".join(
+            _json({"name": n, "dtype": t.dtype, "shape": t.shape, "blocks": t.blocks}) for n, t in self.tensors.items()
+        )
+        body = (
+            f'{{\n"kind": {_json(KIND)},\n"format": {FORMAT},\n"meta": {_json(asdict(self.meta))},\n'
+            f'"files": {_json(self.files)},\n"tensors": [\n{tensors}\n],\n'
+        ).encode()
+        return body + _seal(body)
+
+    @classmethod
+    def decode(cls, raw: bytes) -> Manifest:
+        """Raises Refused with the reason, Corrupt where the bytes are not those that were written."""
+        body = raw[: raw.rfind(b'"sha256": ')]
+        if raw != body + _seal(body):
+            raise Corrupt(f"{NAME} is torn or damaged: its SHA-256 does not hold")
+        try:
+            found = documents.from_json(raw, LARGEST, VALUES)
+            if type(found) is not dict or found.get("kind") != KIND:
+                raise Refused(f"{NAME} is not of this platform")
+            if type(there := found.get("format")) is int and there > FORMAT:
+                raise Newer(f"format {schema.shown(there)} is newer than {FORMAT}, the newest that this version reads")
+            document: _Document = schema.read(_Document, found)
+            tensors = {t.name: StoredTensor(t.dtype, t.shape, t.blocks) for t in document.tensors}
+            if len(tensors) < len(document.tensors):
+                raise Malformed("two tensors of one name")
+            return cls(document.meta, document.files, tensors)
+        except Malformed as error:
+            raise Corrupt(f"{NAME} is malformed: {error}") from None
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, allow_nan=False)
+
+
+def _seal(body: bytes) -> bytes:
+    """The last line. Every later format ends with it too."""
+    return f'"sha256": "{hashlib.sha256(body).hexdigest()}"}}\n'.encode()
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor as the document has it."""
+
+    name: Name
+    dtype: Annotated[str, OneOf(tuple(DTYPES), "type")]
+    shape: Shape
+    blocks: tuple[Stored, ...]
+
+
+@dataclass(frozen=True)
+class _Document:
+    """The whole of it."""
+
+    kind: str
+    format: Annotated[int, OneOf((FORMAT,), "format")]
+    meta: Meta
+    files: dict[File, Bytes]
+    tensors: list[_Tensor]
+    sha256: str
+
+
+def check_against(manifest: Manifest, tensors: Mapping[str, Sequence[int]]) -> None:
+    """Raises Refused where `tensors`, name -> global shape, are not what the manifest holds."""
+    wrong = [f"has no {n}" for n in tensors if n not in manifest.tensors] + [
+        f"{n} is {list(manifest.tensors[n].shape)} there, {list(shape)} here"
+        for n, shape in tensors.items()
+        if n in manifest.tensors and manifest.tensors[n].shape != tuple(shape)
+    ]
+    if wrong:
+        raise Refused(wrong[0] + (f", and {len(wrong) - 1} more" if wrong[1:] else ""))

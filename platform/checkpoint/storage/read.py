@@ -1,0 +1,89 @@
+"""Reading stored blocks, each verified by its SHA-256, in large contiguous ranges."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+from platform.checkpoint.blocks.box import Box
+from platform.checkpoint.blocks.placement import PIECE
+from platform.checkpoint.storage.image import THREADS
+from platform.checkpoint.storage.manifest import NAME, Corrupt, Manifest, Refused, Stored, StoredTensor
+from platform.checkpoint.storage.storage import Storage
+
+
+class Unit(NamedTuple):
+    """What is read as a whole: a stored block and its bytes' place [at, end) in the block's file."""
+
+    name: str
+    tensor: StoredTensor
+    block: Stored
+    at: int
+    end: int
+
+    @property
+    def dtype(self) -> str:
+        return self.tensor.dtype
+
+    @property
+    def box(self) -> Box:
+        return self.block.box
+
+    @property
+    def had(self) -> tuple[int, ...]:
+        return ()  # no rank has it before it is read
+
+
+def units(manifest: Manifest, names: Iterable[str] | None = None) -> list[Unit]:
+    """The stored blocks of these tensors (default: of all), in the order of files and of bytes in them."""
+    chosen = manifest.tensors if names is None else names
+    found = [Unit(n, t, b, b.at, b.at + t.nbytes(b)) for n in chosen for t in [manifest.tensors[n]] for b in t.blocks]
+    return sorted(found, key=lambda u: (u.block.file, u.at, u.end))
+
+
+def read(storage: Storage, directory: str, wanted: Sequence[Unit]) -> list[memoryview]:
+    """The bytes of every unit. Raises Corrupt where they are not those that were written, OSError otherwise."""
+    with ThreadPoolExecutor(THREADS, "checkpoint-read") as pool:
+        parts = pool.map(lambda run: _read(storage, directory, run), _runs(wanted))
+        return [data for part in parts for data in part]
+
+
+def verify_units(storage: Storage, directory: str, wanted: Sequence[Unit]) -> None:
+    """As `read`, but keeps nothing: at most THREADS x PIECE bytes are in memory at once."""
+    with ThreadPoolExecutor(THREADS, "checkpoint-verify") as pool:
+        for _ in pool.map(lambda run: bool(_read(storage, directory, run)), _runs(wanted)):
+            pass
+
+
+def _runs(wanted: Sequence[Unit]) -> list[list[Unit]]:
+    """Neighbours in a file together, up to PIECE bytes: one request each."""
+    out: list[list[Unit]] = []
+    for unit in wanted:
+        last = out[-1] if out else None
+        if (
+            last
+            and last[-1].block.file == unit.block.file
+            and last[-1].end == unit.at
+            and unit.end - last[0].at <= PIECE
+        ):
+            last.append(unit)
+        else:
+            out.append([unit])
+    return out
+
+
+def _read(storage: Storage, directory: str, run: Sequence[Unit]) -> list[memoryview]:
+    file, start = run[0].block.file, run[0].at
+    try:
+        data = memoryview(storage.read(f"{directory}/{file}", start, run[-1].end))
+    except FileNotFoundError:
+        if NAME not in storage.list(directory):
+            raise Refused("it was deleted while it was read") from None
+        raise Corrupt(f"{file} is missing") from None
+    out = [data[u.at - start : u.end - start] for u in run]
+    for unit, part in zip(run, out, strict=True):
+        if hashlib.sha256(part).hexdigest() != unit.block.sha256:
+            raise Corrupt(f"{file}: bytes {unit.at} to {unit.end} ({unit.name} {unit.box}) are not what was written")
+    return out

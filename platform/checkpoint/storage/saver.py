@@ -1,0 +1,120 @@
+"""Saving without stopping: one save at a time, in the background of the driver, retried, and never at the cost of an
+older checkpoint."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from platform.checkpoint.storage.catalogue import begin, commit, discard, prune
+from platform.checkpoint.storage.lease import Lease, Superseded
+from platform.checkpoint.storage.manifest import Meta
+from platform.checkpoint.storage.storage import Storage
+
+Write = Callable[[str], Sequence[Mapping[str, Any]]]
+"""Has every worker write its image into the directory of this name, and returns their reports; raises what they raise.
+Called from the saver's thread, again for every attempt: the images must stay as they are until the save is over."""
+
+
+class Saver:
+    """The driver's side of saving. `poll` tells what happened; nothing is ever raised into training.
+
+    Events, plain data: {event: checkpoint, step, directory, bytes, seconds},
+    {event: checkpoint_failed, step, directory, attempt, reason, again: whether it is tried once more},
+    {event: checkpoint_prune_failed, step, reason}, {event: superseded, step, reason}.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        *,
+        last: int = 2,
+        every: int = 0,
+        tries: int = 3,
+        pause: float = 1.0,
+        lease: Lease | None = None,
+    ):
+        """`last`, `every`: see `superseded`. `pause`: seconds before the second try, doubled before every further.
+        `lease`: without it nothing is committed or deleted any more."""
+        self._storage, self._last, self._every, self._tries, self._pause = storage, last, every, tries, pause
+        self._check = lease.check if lease else lambda: None
+        self._cancelled = threading.Event()
+        self._events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def save(self, tensors: Mapping[str, Sequence[int]], meta: Meta, write: Write) -> None:
+        """Begins a save of what the workers' images hold. `tensors`: see `commit`. Not to be called while `busy`: the
+        images are in use until then."""
+        assert not self.busy, "one save at a time"
+        self._cancelled.clear()
+        self._thread = threading.Thread(target=self._save, args=(tensors, meta, write), name="saver", daemon=True)
+        self._thread.start()
+
+    def cancel(self) -> None:
+        """The attempt under way is the last: what it would write again is gone."""
+        self._cancelled.set()
+
+    def poll(self) -> list[dict[str, Any]]:
+        """The events since the last call, in order."""
+        out = []
+        with suppress(queue.Empty):
+            while True:
+                out.append(self._events.get_nowait())
+        return out
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Until the save under way is over, at most `timeout` seconds; returns whether it is."""
+        if self._thread is not None:
+            self._thread.join(timeout)
+        return not self.busy
+
+    def _save(self, tensors: Mapping[str, Sequence[int]], meta: Meta, write: Write) -> None:
+        for attempt in range(1, self._tries + 1):
+            try:
+                if self._try(tensors, meta, write, attempt):
+                    return self._prune(meta.step)
+            except Superseded as error:
+                return self._events.put({"event": "superseded", "step": meta.step, "reason": str(error)})
+            if self._cancelled.wait(self._pause * 2 ** (attempt - 1) if attempt < self._tries else 0.0):
+                return
+
+    def _try(self, tensors: Mapping[str, Sequence[int]], meta: Meta, write: Write, attempt: int) -> bool:
+        directory, start = "", time.monotonic()
+        try:
+            self._check()
+            directory = begin(self._storage, meta.step)  # a fresh one: what a failed attempt left is in no one's way
+            manifest = commit(self._storage, directory, tensors, write(directory), meta, self._check)
+        except Superseded:
+            if directory:
+                with suppress(OSError):
+                    discard(self._storage, directory)
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            again = attempt < self._tries and not self._cancelled.is_set()
+            failed = {"directory": directory, "attempt": attempt, "reason": reason, "again": again}
+            self._events.put({"event": "checkpoint_failed", "step": meta.step, **failed})
+            if directory:
+                with suppress(OSError):  # gives its space back; where that fails too, `prune` will
+                    discard(self._storage, directory)
+            return False
+        seconds = time.monotonic() - start
+        saved = {"directory": directory, "bytes": manifest.nbytes, "seconds": seconds}
+        self._events.put({"event": "checkpoint", "step": meta.step, **saved})
+        return True
+
+    def _prune(self, step: int) -> None:
+        self._check()  # a newer driver may be about to read what would be deleted
+        try:
+            prune(self._storage, self._last, self._every)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            self._events.put({"event": "checkpoint_prune_failed", "step": step, "reason": reason})

@@ -1,0 +1,288 @@
+"""The states of a run: FORMING -> RUNNING -> (failure, notice, new capacity) -> RELEASING -> FORMING ... -> DONE."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from math import inf
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from platform.boundary.terminal import tolerated
+from platform.cluster.control.forming.context import Run
+from platform.cluster.control.forming.former import Former, Generation
+from platform.cluster.control.forming.outlook import Outlook
+from platform.cluster.control.metrics_row import metrics_row
+from platform.cluster.control.pace import Pace
+from platform.cluster.control.spikes import Spikes
+from platform.cluster.crew.base.crew import Crew
+from platform.cluster.crew.base.failures import Failure, GaveUp, Member, Reform, WorkerFailed
+from platform.train.step.faults import Faults
+
+FIRST_STEP_SECONDS = 120.0  # for a run's first step: buffers are made and connections opened
+COLD = 4  # times as long may a generation's first step take: its mesh may have shrunk, and buffers are made
+STEPS = 5  # that a step may last before a worker in it hangs
+
+
+class Controller:
+    """One run. `done`: updates so far."""
+
+    def __init__(self, run: Run, former: Former):
+        self._config, self._steps, self._former = run.config, run.steps, former
+        self._journal, self._monitor, self._signals = run.journal, run.monitor, run.signals
+        self._checkpoints = run.checkpoints
+        self._faults, self._spikes = Faults(run.config.elastic.faults), Spikes(run.config.train.spike)
+        self._pace = Pace()
+        self._useful = 0.0  # seconds of steps committed since the last event that told them
+        self._failures: Counter[int] = Counter()  # by the step that could not be done
+        self._stall = 0.0  # seconds that saving took since the last row
+        self._outlook = Outlook(run, former.muster)
+        self._failed: float | None = None  # when the first failure was seen that no step followed yet
+        self.worked = False  # a step has been done
+        self.done = 0
+
+    def run(self, crew: Crew) -> None:
+        """Until the last step. Raises GaveUp, Stopped; before the first generation also ConfigError."""
+        while True:
+            if not self._unsaved:
+                self._signals.check()
+            try:
+                generation = self._former.form(crew)
+                self._resumed(generation)
+                self._signals.defer()
+                try:
+                    self._train(crew, generation)
+                finally:
+                    if generation.timeline:
+                        with tolerated(self._monitor.say, "the timeline"):
+                            generation.timeline.write(Path(self._config.run.dir))
+                if tokens := self._config.monitor.sample:
+                    self._monitor.say(f"a sample of {tokens} tokens:\n{crew.call('sample', tokens)[0]}")
+                return
+            except WorkerFailed as failure:
+                self._survive(crew, failure)
+            except Reform as reason:
+                self._journal.event("reforming", reason=str(reason), step=self.done, **self.told())
+                self._monitor.say(str(reason))
+                self._release(crew)
+
+    def lost(self) -> dict[str, Any]:
+        """For the journal's last event: when the driver ends, memory is gone, and what was not saved with it."""
+        steps = max(0, self.done - self._checkpoints.step)
+        return {"steps_lost": steps, "lost_seconds": self._pace.take_back(self.done - steps), **self.told()}
+
+    def _resumed(self, generation: Generation) -> None:
+        """Takes the count back to the state that could be had."""
+        if (lost := self.done - generation.step) > 0:
+            seconds = self._pace.take_back(generation.step)
+            self._journal.event("rolled_back", step=generation.step, steps_lost=lost, lost_seconds=seconds)
+            self._monitor.say(f"goes on after step {generation.step}: {lost} steps are done again")
+        self.done = generation.step
+
+    # RUNNING
+
+    def _train(self, crew: Crew, generation: Generation) -> None:
+        every, first = self._config.eval.every, self.done + 1
+        self._save(crew, self.done)  # what a failure or a signal has left to do
+        for step in range(first, self._steps + 1):
+            start = perf_counter()
+            reports, seconds = self._step(crew, generation, step)
+            report = reports[0]
+            row = metrics_row(
+                report,
+                seconds,
+                length=self._config.model.length,
+                flops_per_token=generation.plan.flops_per_token,
+                peak_flops=generation.peak_flops,
+                generation=generation.number,
+            )
+            if self._stall:  # after the step before this one, whose row was written before
+                row["seconds"]["checkpoint"], self._stall = row["seconds"]["checkpoint"] + self._stall, 0.0
+            if generation.timeline:
+                row |= generation.timeline.step(step, start, [report["timeline"] for report in reports])
+            if every and step % every == 0:
+                within = self._deadline(generation)  # in one section; it may have many
+                row["val_loss"] = crew.call("evaluate", within=within)[0]["val_loss"]
+            if self._failed is not None:
+                row["recovery_seconds"], self._failed = perf_counter() - self._failed, None
+            self._commit(generation, step, seconds, row)
+            if step == first:
+                self._journal.event("first_step", step=step)
+            self._save(crew, step)
+            if step < self._steps:
+                self._watch(crew, generation, report)
+        self._checkpoints.finish(crew)
+
+    def _step(self, crew: Crew, generation: Generation, step: int) -> tuple[list[dict[str, Any]], float]:
+        """The reports of a step and its seconds. What it should not be is done again, skipped or the end, as
+        train.on_spike says; `Trainer.step` has updated nothing then."""
+        policy = self._config.train.on_spike
+        for attempt in range(1, self._config.elastic.attempts + 1):
+            faults = [str(fault) for fault in self._faults.take(step, generation.size)]
+            if faults:
+                self._journal.event("injected", step=step, faults=faults)
+            self._former.held.only(generation.number)  # what the workers forget when they take a step
+            limit, start = self._spikes.limit, perf_counter()
+            reports = crew.call("step", step, limit, faults, within=self._deadline(generation))
+            seconds, report = perf_counter() - start, reports[0]
+            self._agree(crew, generation, step, report)
+            if not report["skipped"]:
+                return reports, seconds
+            loss, norm = report["loss"], report["grad_norm"]
+            why = f"step {step} has a loss of {loss:g} and a gradient norm of {norm:g}"
+            why += f", above the limit of {limit:g}" if limit < inf else ""
+            self._journal.event(
+                "spike", step=step, loss=loss, grad_norm=norm, limit=limit, policy=policy, attempt=attempt
+            )
+            if policy == "skip":
+                self._monitor.say(f"{why}: it is skipped")
+                return reports, seconds
+            if policy == "stop":
+                raise GaveUp(f"{why}, and train.on_spike=stop")
+            self._monitor.say(f"{why}: it is done again")
+        raise GaveUp(f"{why}, {self._config.elastic.attempts} times in a row")
+
+    def _agree(self, crew: Crew, generation: Generation, step: int, report: dict[str, Any]) -> None:
+        """Raise WorkerFailed naming the ranks whose state is not that of their replicas, from which it is restored: of
+        theirs nothing is used. Raises GaveUp where nobody can tell who is right. `Trainer.step` has updated nothing."""
+        if unknown := report.get("undecided"):
+            ranks, tensor = unknown[0]
+            names = " and ".join(generation.job.name(rank) for rank in ranks)
+            more = f" and {len(unknown) - 1} more" if unknown[1:] else ""
+            self._journal.event("undecided", step=step, tensors=[[ranks, tensor] for ranks, tensor in unknown])
+            why = "differ, and nothing tells who is right: their memory is damaged"
+            raise GaveUp(f"before step {step} was done, {tensor}{more} of {names} {why}")
+        damaged: dict[int, list[str]] = {}
+        for rank, tensor in report.get("damaged", ()):
+            damaged.setdefault(rank, []).append(tensor)
+        if not damaged:
+            return
+        self._former.held.distrust(generation.number, [generation.seats[rank] for rank in damaged])
+        self._journal.event("damaged", step=step, ranks=[[rank, tensors] for rank, tensors in damaged.items()])
+        raise WorkerFailed([self._damage(crew, generation, step, *item) for item in damaged.items()])
+
+    @staticmethod
+    def _damage(crew: Crew, generation: Generation, step: int, rank: int, tensors: Sequence[str]) -> Failure:
+        number, job = generation.seats[rank], generation.job
+        more = f" and {len(tensors) - 1} more" if tensors[1:] else ""
+        cause = f"its {tensors[0]}{more} is not what its replicas hold"
+        member = crew.members.get(number, Member(number, "", 0))
+        return Failure(member, "damaged", f"step({step})", cause, rank, job.name(rank), job.coordinates[rank])
+
+    def _deadline(self, generation: Generation) -> float:
+        """Seconds for a step, then somebody in it hangs. Another generation's steps took another time."""
+        usual, ever = self._pace.usual(generation.step), self._pace.usual(0)
+        if usual is None:
+            usual = FIRST_STEP_SECONDS / STEPS if ever is None else COLD * ever
+        return max(self._config.elastic.hang_seconds, STEPS * usual)
+
+    def _commit(self, generation: Generation, step: int, seconds: float, row: dict[str, Any]) -> None:
+        """Every rank has acknowledged the step: it counts, and is written down."""
+        self.done, self.worked = step, True
+        self._failures = Counter({failed: n for failed, n in self._failures.items() if failed > step})
+        if self._held:
+            g = generation
+            self._former.held.add(g.number, step, g.config, g.stage_of, g.domains, g.seats)
+        self._pace.add(step, seconds)
+        self._useful += seconds
+        self._spikes.add(row["loss"])
+        self._monitor.step(row)
+
+    @property
+    def _held(self) -> bool:
+        """Whether the workers' memory has the state after the last step; see `Worker.step`."""
+        every = self._config.elastic.snapshot_every
+        return bool(every) and self.done % every == 0
+
+    def _save(self, crew: Crew, step: int) -> None:
+        """A checkpoint, where one is due; and the end, where one was asked for."""
+        start = perf_counter()
+        self._checkpoints.advance(crew)
+        self._checkpoints.check_hope()
+        if step and self._checkpoints.due(step, last=step == self._steps, stopping=False):
+            self._checkpoints.save(crew, step, self.told())
+            self._stall = perf_counter() - start
+        if step < self._steps:  # else it is done
+            self._drain(crew)
+
+    def _drain(self, crew: Crew) -> None:
+        """Where the run was asked to end: saves what is not saved, then raises Stopped."""
+        if self._signals.requested:
+            self._checkpoints.confirm()
+            self._keep(crew)
+            self._signals.check()
+
+    @property
+    def _unsaved(self) -> bool:
+        """Whether there is something to save, and a place for it."""
+        return bool(self.done) and self._checkpoints.due(self.done, last=False, stopping=True)
+
+    def _keep(self, crew: Crew) -> bool:
+        """Whether storage has the state after the last step: saves it, where the run keeps checkpoints."""
+        self._checkpoints.finish(crew)
+        if self._unsaved:
+            self._checkpoints.save(crew, self.done, self.told())
+            self._checkpoints.finish(crew)
+        return self._checkpoints.step == self.done
+
+    def _watch(self, crew: Crew, generation: Generation, report: dict[str, Any]) -> None:
+        """Between two steps: raises Reform where another generation is needed, or would be better."""
+        if wish := self._outlook.needed(crew, generation):
+            if not self._former.muster.count(crew):
+                self._signals.request("a notice that all workers are about to be taken away")
+                self._drain(crew)
+            self._keep(crew)  # memory may not have everything without those that go
+            raise Reform(wish.reason)
+        if (wish := self._outlook.better(crew, generation, report)) and self._loses_nothing(crew):
+            self._checkpoints.finish(crew)
+            self._former.muster.barred |= wish.barred
+            raise Reform(wish.reason)
+
+    def _loses_nothing(self, crew: Crew) -> bool:
+        """Whether a generation that forms now goes on from here; what is only better waits until one does."""
+        if self._config.elastic.snapshot_every:
+            return self._held
+        return bool(self._config.checkpoint.every) and self._keep(crew)
+
+    # RELEASING
+
+    def _survive(self, crew: Crew, failure: WorkerFailed) -> None:
+        """After a failure: everybody else is out of it, and the next generation can form. Raises GaveUp."""
+        self._failed = self._failed or perf_counter()
+        culprit, step = failure.culprit, self.done + 1
+        self._journal.event(
+            "failure",
+            number=culprit.member.number,
+            rank=culprit.rank,
+            coordinates=dict(culprit.coordinates),
+            node=culprit.member.node,
+            method=culprit.method,
+            kind=culprit.kind,
+            cause=culprit.cause,
+            log=str(culprit.log) if culprit.log else None,
+            step=step,
+            **self.told(),
+        )
+        self._monitor.say(str(failure))
+        self._failures[step] += 1
+        count = self._failures[step]
+        # It has never worked, and will not; but the checkpoint that was to be read may just have been deleted.
+        wrong = culprit.kind == "failed" and not self.worked and not culprit.method.startswith("restore(")
+        if wrong or count >= self._config.elastic.attempts or not crew.elastic:
+            where = f"; its log: {culprit.log}" if culprit.log else ""
+            often = f" (failure {count} before step {step} was done)" if count > 1 else ""
+            raise GaveUp(f"{failure}{often}{where}")
+        self._release(crew)
+
+    def _release(self, crew: Crew) -> None:
+        start = perf_counter()
+        self._checkpoints.abandon()
+        lost = crew.release()
+        seconds, alive = perf_counter() - start, len(crew.members)
+        self._journal.event("released", lost=[f.member.number for f in lost], alive=alive, seconds=seconds)
+
+    def told(self) -> dict[str, float]:
+        """What an event says of the steps committed since the last one that did."""
+        useful, self._useful = self._useful, 0.0
+        return {"useful_seconds": useful}

@@ -1,0 +1,33 @@
+"""What everything that drives one run works with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from platform.cluster.crew.base.job import Job
+from platform.cluster.crew.base.signals import StopSignals
+from platform.config.fields import Config
+from platform.monitor import Journal, Monitor
+from platform.plan.core.plan import Plan
+
+if TYPE_CHECKING:
+    from platform.cluster.control.saving.checkpoints import Checkpoints
+    from platform.cluster.run.directory import RunDirectory
+    from platform.cluster.run.resources import Places
+
+
+@dataclass(frozen=True)
+class Run:
+    """`config`, `plan` and `job` are those of the start: a generation may have others. `steps`: the last one."""
+
+    config: Config
+    plan: Plan
+    job: Job
+    steps: int
+    journal: Journal
+    monitor: Monitor
+    signals: StopSignals
+    checkpoints: Checkpoints
+    directory: RunDirectory
+    places: Places

@@ -1,0 +1,179 @@
+"""FORMING: from the workers that are alive to a mesh that goes on where the run was."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from time import perf_counter
+from typing import Any
+
+from platform.boundary.terminal import tolerated
+from platform.cluster.control.forming import preflight
+from platform.cluster.control.forming.context import Run
+from platform.cluster.control.forming.memory_ledger import Held
+from platform.cluster.control.forming.muster import Muster
+from platform.cluster.crew.base.crew import ByRank, Crew
+from platform.cluster.crew.base.failures import GaveUp, Reform
+from platform.cluster.crew.base.job import Job
+from platform.config.fields import ConfigError
+from platform.monitor import Timeline
+from platform.optimizer.optimizers import warm
+from platform.plan.core.plan import Plan
+from platform.plan.core.plan_data import to_dict
+from platform.plan.memory.hardware import dense_bf16_peak
+from platform.plan.schedule.rows import rows
+from platform.plan.schedule.simulate import simulate
+from platform.plan.schedule.table import Schedule, table
+from platform.planning.choose_schedule import schedule_of
+from platform.train.recovery.source import find_source, take_seats
+
+_WIDTH = 300  # of a table that is shown
+
+
+@dataclass
+class Generation:
+    """A formed mesh. `step`: updates that its state holds; `peak_flops` of a worker, None where unknown."""
+
+    number: int
+    plan: Plan
+    stage_of: list[int]
+    seats: list[int]
+    domains: list[str]
+    config: dict[str, Any]
+    step: int
+    peak_flops: float | None
+    timeline: Timeline | None
+    job: Job
+
+    def __post_init__(self) -> None:
+        self.size = len(self.seats)
+
+
+class Former:
+    """Makes generations of one run. `muster`: who may get a seat; `held`: what is in the workers' memory."""
+
+    def __init__(self, run: Run):
+        self._run, self._config, self._job = run, run.config, run.job
+        self._journal, self._monitor, self._checkpoints = run.journal, run.monitor, run.checkpoints
+        self.muster, self.held = Muster(run), Held()
+        self._proven: set[int] = set()
+        self._formed = self._tried = False  # a mesh; to restore from storage
+        self._shown = run.plan  # the plan that the user has seen
+        if run.config.elastic.snapshot_every:
+            warm(run.config.optimizer)
+
+    def form(self, crew: Crew) -> Generation:
+        """The next generation. Raises WorkerFailed, Reform, GaveUp, Stopped; the first time ConfigError."""
+        members, found = self.muster.wait(crew)
+        plan, size = found.plan, found.plan.mesh.size
+        schedule = schedule_of(found.config, plan.mesh.axes["data"])
+        number = self._journal.next_generation()
+        mesh = dict(plan.mesh.axes)
+        self._journal.event("forming", world_size=size, mesh=mesh, reason=found.reason, alive=len(members))
+        self._show(plan, schedule, found.reason)
+        seats, source = self._seats(members, size)
+        if source and source["gathered"]:
+            self._gather(crew, source, number)
+        job = replace(self._job, coordinates=[plan.mesh.coordinates(rank) for rank in range(size)])
+        crew.seat(job, seats)
+        self._prove(crew, seats)
+        config, stage_of = found.config.to_dict(), list(schedule.placement)
+        workers = crew.call("form", ByRank(range(size)), size, config, crew.store, number, stage_of)
+        self._journal.event("formed", workers=[w | {"number": n} for w, n in zip(workers, seats, strict=True)])
+        there = crew.members
+        domains = [there[n].node if n in there else "" for n in seats]  # who is gone by now is missed by the next call
+        of_stage = rows(schedule)
+        plain = [stage.plain() for stage in of_stage]
+        build = "build", ByRank(plain[c["stage"]] for c in job.coordinates), domains
+        built = crew.call(*build)
+        self.muster.memory = min(self.muster.memory, *(b["memory"] or inf for b in built))
+        step = self._recover(crew, source) if source else self._restore(crew, build)
+        self._formed = True
+        if source or (step and self._config.elastic.snapshot_every):
+            self.held.add(number, step, config, stage_of, domains, seats)
+        self._journal.event("running", step=step + 1, parameters_per_worker=built[0]["parameters"])
+        timeline = None
+        if self._config.monitor.timeline:
+            names, stages = [job.name(rank) for rank in range(size)], [c["stage"] for c in job.coordinates]
+            timeline = Timeline(schedule, [stage.step for stage in of_stage], names, stages)
+        peak = dense_bf16_peak(built[0]["device"])
+        return Generation(number, plan, stage_of, seats, domains, config, step, peak, timeline, job)
+
+    def _seats(self, members: list[int], size: int) -> tuple[list[int], dict[str, Any] | None]:
+        """The member at every rank, and the state in memory that they recover from: None where there is none that is
+        whole, or a checkpoint is newer."""
+        source, reasons = find_source(self.held.by(members), self.held.formed, size)
+        for reason in reasons:
+            self._journal.event("not_whole", reason=reason)
+        if source is None or source["step"] < self._checkpoints.step:
+            return members[:size], None
+        having = {member for _, member in source["members"]}
+        return take_seats(source, [m for m in members if m not in having], size)
+
+    def _show(self, plan: Plan, schedule: Schedule, reason: str) -> None:
+        if plan is not self._shown:
+            self._monitor.say(reason or f"{plan.mesh.size} workers: as configured")
+            with tolerated(self._monitor.say, "plan.json"):
+                self._run.directory.write_plan(to_dict(plan))
+        self._shown = self._checkpoints.plan = plan
+        if schedule.stages > 1:
+            self._monitor.say(_described(schedule))
+
+    def _gather(self, crew: Crew, source: dict[str, Any], number: int) -> None:
+        """Some that hold state get no seat: they hand it over first, in a group of their own."""
+        order = [member for _, member in source["gathered"]]
+        crew.seat(replace(self._job, coordinates=[{"data": i} for i in range(len(order))]), order)
+        crew.call("gather", source, ByRank(range(len(order))), crew.store, f"{number}/gather")
+        crew.release()
+
+    def _prove(self, crew: Crew, seats: Sequence[int]) -> None:
+        """That new members see and run what the driver does. Those of a later generation that do not are barred."""
+        new = set(seats) - self._proven
+        if not new:
+            return
+        try:
+            refused = preflight.refused(crew, self._config, self._job.run_dir)
+        except ConfigError as error:  # what the driver cannot write says nothing of the workers
+            if not self._proven:
+                raise
+            self._journal.event("not_proven", numbers=sorted(new), reasons=error.violations)
+            return
+        reasons = list(dict.fromkeys(line for lines in refused.values() for line in lines))
+        if refused and not self._proven:
+            raise ConfigError(reasons)
+        barred = {seats[rank] for rank in refused}
+        self._proven |= new - barred
+        if barred:
+            self.muster.barred |= barred
+            self._journal.event("barred", numbers=sorted(barred), reasons=reasons)
+            raise Reform(f"a new worker gets no seat: {reasons[0]}")
+
+    def _recover(self, crew: Crew, source: dict[str, Any]) -> int:
+        start = perf_counter()
+        crew.call("recover", source)
+        step: int = source["step"]
+        self._journal.event("restored", step=step, source="memory", seconds=perf_counter() - start)
+        return step
+
+    def _restore(self, crew: Crew, build: tuple[Any, ...]) -> int:
+        """From storage, the last resort, or from nothing."""
+        try:
+            if self._tried:
+                self._checkpoints.look_again()
+            self._tried = True
+            while not self._checkpoints.restore(crew):
+                crew.call(*build)
+        except (ConfigError, OSError) as error:
+            if not self._formed:
+                raise
+            raise GaveUp(f"no state is whole in memory, and none can be read from storage: {error}") from None
+        return self._checkpoints.step
+
+
+def _described(schedule: Schedule) -> str:
+    """What a pipeline should cost, and its table, where a terminal can show it."""
+    bubble = simulate(schedule).bubble
+    title = f"schedule  {schedule.name}: {schedule.stages} stages x {schedule.chunks} chunks, {schedule.microbatches}"
+    lines = [f"{title} microbatches; bubble {bubble:.1%} of the work", *table(schedule.rows).splitlines()]
+    return "\n".join(lines[: None if max(map(len, lines)) <= _WIDTH else 1])

@@ -1,0 +1,97 @@
+"""Who is there for the next generation, what plan they make, and who else is called for."""
+
+from __future__ import annotations
+
+from math import inf
+from time import monotonic, sleep
+
+from platform.cluster.control.forming.context import Run
+from platform.cluster.crew.base.crew import Crew, seating
+from platform.cluster.crew.base.failures import GaveUp
+from platform.planning.replan import Replanned, most_workers, replan
+
+LOOK_SECONDS = 0.05  # between two looks at who is there
+HIRE_AGAIN_SECONDS = 10.0  # after a new worker that did not start
+
+
+class Muster:
+    """Of one run. `barred`: members that get no seat any more; `memory`: bytes of the smallest worker's device, inf
+    where that is not known."""
+
+    def __init__(self, run: Run):
+        self._config, self._plan = run.config, run.plan
+        self._journal, self._say, self._signals = run.journal, run.monitor.say, run.signals
+        self._most = max(run.plan.mesh.size, most_workers(run.config))
+        self._limit = run.places.limit
+        self._least = run.config.elastic.min_workers or run.plan.mesh.size  # of the first generation
+        self._plans: dict[tuple[int, float], Replanned | None] = {}
+        self._hire_from = -inf  # when to hire again
+        self.barred: set[int] = set()
+        self.memory = inf
+
+    def usable(self, crew: Crew) -> list[int]:
+        """The members that may get a seat, in the order in which ranks are best dealt."""
+        out = self.barred | crew.leaving
+        return [number for number in seating(crew.members) if number not in out]
+
+    def count(self, crew: Crew) -> int:
+        """Of the usable ones."""
+        return len(crew.members.keys() - self.barred - crew.leaving)
+
+    def best(self, members: int) -> Replanned | None:
+        """What the run becomes with so many; None where there is no plan."""
+        size = self._plan.mesh.size
+        if members == size or members > size == self._most:
+            return Replanned(self._config, self._plan, "")
+        key = members, self.memory
+        if key not in self._plans:
+            self._plans[key] = replan(self._config, members, memory=self.memory) if members else None
+        return self._plans[key]
+
+    def wait(self, crew: Crew) -> tuple[list[int], Replanned]:
+        """Return the members to seat and the plan for them, once there are enough, for whom it waits elastic.wait
+        seconds: elastic.min_workers; where that is not set, all of the plan's at the start, and after that anybody. A
+        run that shall end needs none but those that its last checkpoint takes.
+
+        Raises GaveUp, Stopped.
+        """
+        e, begin, said = self._config.elastic, monotonic(), False
+        while True:
+            members = self.usable(crew)
+            found = self.best(len(members))
+            least = 1 if self._signals.requested else self._least
+            if found and found.plan.mesh.size >= least:
+                self._least = max(1, e.min_workers)
+                return members, found
+            self._signals.check()
+            self.refill(crew)
+            unset = f"{len(members)} workers are there of {least}, and elastic.min_workers is not set"
+            lack = f"{len(members)} workers are there, and elastic.min_workers={least}" if e.min_workers else unset
+            if found is None and len(members) >= least:
+                lack = f"there is no legal plan for {len(members)} workers"
+            hope = bool(crew.starting or (e.replace and crew.can_hire))
+            if hope and not said:
+                self._journal.event("waiting", alive=len(members), reason=lack)
+                self._say(f"{lack}: waiting up to {e.wait:g} s for more")
+                said = True
+            waited = monotonic() - begin
+            if waited >= e.wait or not hope:
+                raise GaveUp(f"{lack}; waited {waited:.0f} s for more")
+            sleep(LOOK_SECONDS)
+
+    def refill(self, crew: Crew) -> None:
+        """Starts a worker for every one that is missing to the largest mesh and its spares. Barred members keep their
+        places: whoever came instead might be no better, and the run would be re-formed for ever."""
+        for failure in crew.unstarted:
+            self._journal.event("not_started", number=failure.member.number, cause=failure.cause)
+            self._say(f"a new worker did not start: {failure}")
+            self._hire_from = monotonic() + HIRE_AGAIN_SECONDS
+        crew.unstarted = []
+        e = self._config.elastic
+        if not (e.replace and crew.can_hire) or monotonic() < self._hire_from:
+            return
+        coming = len(crew.starting)  # looked at first: who gets ready in between counts twice, not never
+        missing = int(min(self._most + e.spares, self._limit)) - coming - len(crew.members.keys() - crew.leaving)
+        if missing > 0:
+            self._journal.event("hiring", count=missing)
+            crew.hire(missing)

@@ -1,0 +1,3 @@
+"""When the run is saved, and what its newest checkpoint is, as the driver sees it.
+Blocks and files are `platform.checkpoint`'s.
+"""

@@ -1,0 +1,66 @@
+"""A crew of one in the launching process."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Mapping, Sequence, Set
+from math import inf
+from pkgutil import resolve_name
+from typing import Any
+
+from platform.cluster.crew.base.crew import Crew, arguments, shown
+from platform.cluster.crew.base.failures import Failure, Member, WorkerFailed
+from platform.cluster.crew.base.job import Job, threads
+from platform.cluster.crew.base.rendezvous import Rendezvous
+
+
+class InlineCrew(Crew):
+    """A world of one in this process: a debugger stops in the worker, a profiler sees it."""
+
+    def __init__(self, job: Job):
+        assert job.world_size == 1
+        self.job = job
+        self.unstarted = []
+        self._closed = False
+        self._member = Member(0, socket.gethostname(), os.getpid())
+        keywords = {"device": job.device, "run_dir": str(job.run_dir), "threads": threads(job.config, 1)}
+        self._worker = resolve_name(job.worker)(job.config, 0, **keywords)
+
+    @property
+    def members(self) -> Mapping[int, Member]:
+        return {0: self._member}
+
+    @property
+    def starting(self) -> Set[int]:
+        return frozenset()
+
+    def seat(self, job: Job, numbers: Sequence[int]) -> None:
+        assert job.world_size == 1 and list(numbers) == [0]
+        self.job = job
+        self._rendezvous = Rendezvous("127.0.0.1")
+        self._rendezvous.start()
+        self.store = self._rendezvous.address
+
+    def call(self, method: str, *args: Any, within: float = inf) -> list[Any]:
+        try:
+            return [getattr(self._worker, method)(*arguments(args, 0))]
+        except Exception as error:
+            cause = traceback.format_exc()  # as other workers tell it: the place is in the user's own code
+            print(cause, file=sys.stderr, end="")
+            call, name, coordinates = shown(method, args), self.job.name(0), self.job.coordinates[0]
+            raise WorkerFailed([Failure(self._member, "failed", call, cause, 0, name, coordinates)]) from error
+
+    def release(self) -> list[Failure]:
+        self._worker.leave()
+        return []
+
+    def hire(self, count: int) -> None:
+        raise AssertionError("a world of one in this process hires nobody")
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._worker.close()

@@ -1,0 +1,30 @@
+"""The one door to a crew: which launcher a kind of cluster takes."""
+
+from __future__ import annotations
+
+from platform.cluster.crew.base.crew import Crew
+from platform.cluster.crew.base.job import Job
+
+
+def open_crew(kind: str, job: Job, spares: int = 0) -> Crew:
+    """Open a crew of this kind, inline | processes | local | ray | torchrun, with a member per rank of `job` and
+    `spares` more; of fewer where that is negative. Ready, numbered from 0, nobody seated. Raises WorkerFailed where a
+    member cannot start, NoPlaces where none is found for it in time."""
+    match kind:
+        case "inline":
+            from platform.cluster.crew.launchers.inline import InlineCrew
+
+            return InlineCrew(job)
+        case "processes":
+            from platform.cluster.crew.launchers.processes import ProcessCrew
+
+            return ProcessCrew(job, spares)
+        case "local" | "ray":
+            from platform.cluster.crew.launchers.ray_crew import RayCrew
+
+            return RayCrew(job, spares, embedded=kind == "local")
+        case "torchrun":
+            from platform.cluster.crew.launchers.torchrun import TorchrunCrew
+
+            return TorchrunCrew(job)
+    raise AssertionError(kind)

@@ -1,0 +1,60 @@
+"""How much memory the device of a worker has, as far as the driver can know it before any process starts."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from platform.cluster.run.resources import crew_kind, gpu_count
+from platform.config.fields import Config
+from platform.plan.memory.hardware import memory_of
+from platform.planning.remedies import Device
+
+_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of the container that this is, where there is one
+
+
+def device_of(config: Config, kind: str, workers: int) -> Device | None:
+    """The device of kind cpu or cuda that each of `workers` gets; None where its memory is not known."""
+    c = config.cluster
+    if c.device_memory:
+        return Device(c.device_memory * 1e9, f"cluster.device_memory={c.device_memory:g}: it")
+    if kind == "cuda":
+        return _seen() or _labelled(config) or _named(c.gpu)
+    if crew_kind(c) in ("inline", "local", "processes"):
+        return Device(_host_memory() / workers, f"its share of this machine, 1/{workers},")
+    return None
+
+
+def _seen() -> Device | None:
+    """The smallest GPU of this machine."""
+    if not gpu_count():
+        return None
+    import torch
+
+    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    least = min(found, key=lambda device: device.total_memory)
+    return Device(least.total_memory, least.name)
+
+
+def _labelled(config: Config) -> Device | None:
+    """The smallest accelerator type of the Ray cluster's nodes."""
+    if crew_kind(config.cluster) != "ray":
+        return None
+    from platform.cluster.crew.base.crew.launchers import ray_session
+
+    ray_session.connect()
+    found = [device for name in ray_session.accelerators() if (device := _named(name))]
+    return min(found, key=lambda device: device.memory, default=None)
+
+
+def _named(gpu: str) -> Device | None:
+    memory = memory_of(gpu)
+    return Device(memory, f"{gpu}") if memory else None
+
+
+def _host_memory() -> int:
+    limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError):
+        limit = min(limit, int(_LIMIT.read_text()))
+    return limit

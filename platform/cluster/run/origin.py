@@ -1,0 +1,115 @@
+"""What a run resumes from, and whether it can save: found before any process is started."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from platform.boundary.redaction import bare
+from platform.boundary.schema import Malformed
+from platform.boundary.undo import missing, remove_empty
+from platform.checkpoint import Manifest, Refused, Storage, connect, find, load
+from platform.checkpoint.storage.storage import Local
+from platform.cluster.run import traces
+from platform.config.fields import RESUME, Config, ConfigError, violation
+from platform.config.identity import refusal
+from platform.train.recovery import places
+
+ANSWER_SECONDS = 10.0  # of a storage that is asked for the first time
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The checkpoint that a run goes on from, or none; and the newer ones that were passed over, with the reasons."""
+
+    storage: Storage
+    directory: str | None
+    manifest: Manifest | None
+    refused: tuple[tuple[str, str], ...] = ()
+    sound: tuple[str, ...] = ()  # see `platform.checkpoint.Found`
+
+
+def origin(config: Config, *, held: bool = False, over: bool = False) -> Origin | None:
+    """Find what checkpoint.resume means today; None where it is `never`. Reads manifests, not yet what they describe.
+    `held`: this driver has the storage's lease, and marks what is corrupt; without it nothing is written.
+    `over`: the run may start at step 1 although its directory shows steps.
+
+    Raises ConfigError where nothing can be resumed from and something must, and for a run of another identity.
+    """
+    c = config.checkpoint
+    if c.resume == "never":
+        return None
+    url, name = places.source(config)
+    key = "checkpoint.url" if c.resume in RESUME else "checkpoint.resume"
+    storage = answering(url, key)
+    where = os.path.join(storage.url, name) if name else storage.url
+    try:
+        if name:
+            found = Origin(storage, name, load(storage, name))
+        else:
+            found = Origin(storage, **vars(find(storage, deep=False, mark=held)))
+    except (Refused, OSError) as error:
+        raise ConfigError(violation(key, where, f"cannot be resumed from: {error}")) from None
+    done = 0 if found.manifest or c.resume != "auto" or over else traced(config)
+    if found.manifest is None and (c.resume != "auto" or found.sound or done):  # starting again would lose that
+        reasons = "".join(f"; {directory}: {reason}" for directory, reason in found.refused)
+        legal = ["checkpoint.resume=never"] if c.resume in RESUME else RESUME
+        if done:
+            reasons = f", though step {done} was done in run.dir={config.run.dir}{reasons}"
+            legal = [*legal, "run.dir=DIRECTORY", "checkpoint.resume=CHECKPOINT"]
+        raise ConfigError(violation(key, where, f"holds no checkpoint to resume from{reasons}", legal))
+    if found.manifest:
+        what = f"{found.directory} is of another run; name another"
+        if lines := refusal(found.manifest.meta.identity, config, key, where, what):
+            raise ConfigError(lines)
+    return found
+
+
+def traced(config: Config) -> int:
+    """Return the highest step that the run directory shows as done, 0 where it shows none. Raises ConfigError."""
+    try:
+        return traces.steps(Path(config.run.dir))
+    except (OSError, Malformed) as error:
+        raise ConfigError(violation("run.dir", config.run.dir, f"cannot be read: {error}")) from None
+
+
+def check_writable(config: Config) -> None:
+    """Leaves nothing behind. Raises ConfigError where checkpoints could not be written."""
+    storage = answering(places.home(config), "checkpoint.url")
+    made = missing(storage.root) if isinstance(storage, Local) else []
+    name = f".probe-{secrets.token_hex(4)}"
+    try:
+        storage.write(name, [memoryview(b"x")])
+        storage.delete(name)
+    except OSError as error:
+        raise ConfigError(violation("checkpoint.url", storage.url, f"cannot be written to: {error}")) from None
+    finally:
+        remove_empty(made)
+
+
+def answering(url: str, key: str) -> Storage:
+    """Connect to a storage and ask it once what it holds. Raises ConfigError, naming `key`, where it cannot be asked or
+    has not answered after ANSWER_SECONDS: client libraries go on trying for minutes."""
+    found: list[Storage | BaseException] = []
+
+    def ask() -> None:
+        try:
+            storage = connect(url, key)
+            storage.list("")
+            found.append(storage)
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=ask, name="storage", daemon=True)
+    thread.start()
+    thread.join(ANSWER_SECONDS)
+    outcome = found[0] if found else OSError(f"no answer for {ANSWER_SECONDS:g} s")
+    if isinstance(outcome, ConfigError):
+        raise outcome
+    if isinstance(outcome, BaseException):
+        reason = f"cannot be reached: {outcome}"
+        raise ConfigError(violation(key, bare(url), reason, ["a path"])) from None
+    return outcome

@@ -1,0 +1,165 @@
+"""Whether there is a place for every worker, and on which device they run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+from time import monotonic, sleep
+from typing import NamedTuple
+
+from platform.cluster.crew.base.crew.launchers import torchrun
+from platform.cluster.crew.base.failures import NoPlaces
+from platform.cluster.crew.base.job import usable_cores
+from platform.cluster.wire.files import lack_of_files
+from platform.config.fields import Cluster, ConfigError, violation
+
+_CROWDED = 4  # workers per core
+
+
+@dataclass(frozen=True)
+class Supply:
+    """What is free for workers. `cpus` limits them only where `shared`: elsewhere they share the machine's cores."""
+
+    gpus: int
+    cpus: int
+    where: str
+    shared: bool = False
+
+
+class Places(NamedTuple):
+    """Where the workers of a run find a place.
+
+    Attributes:
+        members: how many to start now, ranks and spares.
+        limit: how many there can ever be, inf where more places may come.
+    """
+
+    device: str  # cpu | cuda
+    members: int
+    limit: float
+
+
+def crew_kind(cluster: Cluster) -> str:
+    """inline | processes | local | ray | torchrun, which decides wherever it has started this process."""
+    return "torchrun" if torchrun.present() else cluster.kind
+
+
+def available_workers(cluster: Cluster) -> int:
+    """The workers that fit: one per GPU where GPUs may be used, else one per core; for `parallel.data=-1`."""
+    kind = crew_kind(cluster)
+    if kind == "inline":
+        return 1
+    if kind == "torchrun":
+        return int(os.environ["WORLD_SIZE"])
+    supply = _supply(kind)
+    use_gpus = cluster.device == "cuda" or (cluster.device == "auto" and supply.gpus > 0)
+    return supply.gpus if use_gpus else supply.cpus
+
+
+def secure(cluster: Cluster, world_size: int, say: Callable[[str], None], spares: int = 0, least: int = 0) -> Places:
+    """Find a place for `world_size` workers, or for `least` of them where that is not 0, and say what was chosen.
+
+    Spares are started where there is a place now, and never waited for. Raises ConfigError where there is too little,
+    and NoPlaces where there still is after waiting `cluster.wait` seconds for more.
+    """
+    kind = crew_kind(cluster)
+    _refuse_impossible(kind, world_size, spares)
+    needed = int(os.environ["LOCAL_WORLD_SIZE"]) if kind == "torchrun" else world_size  # workers that the supply is for
+    least = needed if kind == "torchrun" else min(least or needed, needed)
+    supply, device, lack = _wait(kind, cluster, needed, least, say)
+    reason = f" ({_count(supply.gpus, 'GPU')} {supply.where})" if cluster.device == "auto" else ""
+    room = supply.gpus if device == "cuda" else supply.cpus if supply.shared else inf
+    members = world_size + spares if kind == "torchrun" else int(min(needed + spares, room))
+    if lack:
+        say(f"{lack}: starts with {members}, as elastic.min_workers={least} allows, and grows")
+    elif members < world_size + spares:
+        found = f"{members - world_size} of {_count(spares, 'spare')}"
+        say(f"{found} find a place now ({supply.where}){'; the others are called for' if supply.shared else ''}")
+    say(f"device: {device}{reason}")
+    if device == "cpu" and not supply.shared and members > _CROWDED * supply.cpus:
+        say(f"warning: {members} workers share {_count(supply.cpus, 'core')}: this will be slow")
+    return Places(device, members, inf if supply.shared else room)
+
+
+def _refuse_impossible(kind: str, world_size: int, spares: int) -> None:
+    """Raises ConfigError for what waiting does not mend."""
+    if kind == "inline" and world_size != 1:
+        constraint = f"trains a world of one, and this plan has {world_size} workers"
+        raise ConfigError(violation("cluster", kind, constraint, ["cluster=processes", "cluster=local"]))
+    if kind == "torchrun" and world_size != (started := int(os.environ["WORLD_SIZE"])):
+        raise ConfigError(f"torchrun: this plan has {world_size} workers, and torchrun has started {started} processes")
+    if kind == "torchrun":
+        torchrun.given_key()
+    if reason := lack_of_files(world_size + spares):
+        raise ConfigError(violation("cluster", kind, reason))
+    if kind == "torchrun" and spares:
+        raise ConfigError(
+            violation("elastic.spares", spares, "torchrun starts a process per worker and no others", [0])
+        )
+
+
+def _wait(kind: str, cluster: Cluster, needed: int, least: int, say: Callable[[str], None]) -> tuple[Supply, str, str]:
+    """The supply once it is enough, the device, and what is missing to all that are `needed` where that is allowed."""
+    deadline, said = monotonic() + cluster.wait, ""
+    while True:
+        supply = _supply(kind)
+        device = _choose(cluster.device, needed, least, supply)
+        lack = _lack(device, needed, supply)
+        if not lack:
+            return supply, device, ""
+        what, there = ("GPU", supply.gpus) if device == "cuda" else ("CPU", supply.cpus)
+        waiting = f"{_count(needed, what)}, {there} of {needed} there ({supply.where})"
+        if monotonic() >= deadline:
+            if not _lack(device, least, supply):
+                return supply, device, lack
+            if cluster.wait:
+                raise NoPlaces(f"waited {cluster.wait:g} s for {waiting}")
+            raise ConfigError(lack)
+        if waiting != said:
+            say(f"waiting for {waiting}, up to {cluster.wait:g} s")
+            said = waiting
+        sleep(min(1.0, max(0.0, deadline - monotonic())))
+
+
+def gpu_count() -> int:
+    """GPUs that this process may use. Where there is no driver, answers without importing torch."""
+    if not any(Path(sign).exists() for sign in ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg")):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _supply(kind: str) -> Supply:
+    if kind != "ray":
+        return Supply(gpu_count(), usable_cores(), "on this machine")
+    from platform.cluster.crew.base.crew.launchers import ray_session
+
+    ray_session.connect()
+    free = ray_session.free_resources()
+    return Supply(int(free.get("GPU", 0)), int(free.get("CPU", 0)), "free in the Ray cluster", shared=True)
+
+
+def _choose(device: str, needed: int, least: int, supply: Supply) -> str:
+    """With "auto" GPUs, where there is one for each: of all, or else of as many as the run may start with."""
+    if device == "auto":
+        return "cuda" if supply.gpus >= min(needed, least) else "cpu"
+    return device
+
+
+def _lack(device: str, world_size: int, supply: Supply) -> str:
+    """What is missing for `world_size` workers, "" if nothing."""
+    if device == "cuda" and supply.gpus < world_size:
+        constraint = f"needs {_count(world_size, 'GPU')}, {supply.gpus} there ({supply.where})"
+        return violation("cluster.device", device, constraint, ["cpu"])
+    if supply.shared and supply.cpus < world_size:
+        constraint = f"needs {_count(world_size, 'CPU')}, {supply.cpus} there ({supply.where})"
+        return violation("cluster", "ray", constraint)
+    return ""
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")

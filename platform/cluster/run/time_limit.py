@@ -1,0 +1,24 @@
+"""When a run has to end by itself: `run.time_limit`, or the end of the Slurm allocation."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+
+from platform.config.checks import seconds_of
+from platform.config.fields import Run
+
+
+def seconds_left(run: Run, environment: Mapping[str, str] = os.environ, now: float | None = None) -> float | None:
+    """Seconds until the run should begin to stop, with `run.time_margin` left for the last checkpoint; None = for ever.
+
+    Slurm tells the end of the allocation in SLURM_JOB_END_TIME (seconds since the epoch).
+    """
+    if run.time_limit:
+        limit = seconds_of(run.time_limit)
+        return max(0.0, limit - min(run.time_margin, limit / 2)) if limit else None
+    end = environment.get("SLURM_JOB_END_TIME", "")
+    if not (end.isascii() and end.isdigit() and len(end) <= 12):  # a timer of more than three years is none
+        return None
+    return max(0.0, int(end) - run.time_margin - (time.time() if now is None else now))

@@ -1,0 +1,196 @@
+"""The command line's language: what users type, as Hydra wants it, and Hydra's complaints in one line each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from difflib import get_close_matches
+from functools import lru_cache
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from platform.config.checks import CHOICES, RHYTHM, leaves, nearest_rhythms, not_built
+from platform.config.fields import SHOWN, Config, closest, violation
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
+
+
+def rewrite(argument: str) -> str:
+    """One argument as users type it, as Hydra's grammar wants it.
+
+    The user's own axes are new keys (`++`), an experiment is not in the defaults (`+`), the name of a table stands for
+    the table, a layout is text, and so is every value that is no grammar of Hydra's: `~/corpus`, `/data/lr=1`.
+    """
+    key, equals, value = argument.partition("=")
+    name = key.lstrip("+")
+    if not equals or key.startswith("~"):
+        return argument
+    if name == "experiment":
+        return f"+experiment={value}"
+    if name in ("tensor.scheme", "branch.kind"):
+        return f"{name.split('.')[0]}={value}"
+    if _is_registered(name, value):
+        return f"{name}.kind={value}"
+    if re.fullmatch(r"(tensor|branch)\.axes(\.[^.]+)?", name):
+        return f"++{name}={value}"
+    if name == "tensor.layout":
+        return f"{name}={quote(value)}"
+    return argument if _parse(argument) else f"{key}={quote(value)}"
+
+
+def _is_registered(group: str, name: str) -> bool:
+    """Whether a module of the user's registered the name, which is in no file: pipeline=NAME means pipeline.kind."""
+    from hydra.core.global_hydra import GlobalHydra
+
+    hydra = GlobalHydra.instance()
+    if name not in CHOICES.get(f"{group}.kind", ()) or not hydra.is_initialized():
+        return False
+    return name not in hydra.config_loader().get_group_options(group)
+
+
+def quote(value: str) -> str:
+    """The value as a string of Hydra's grammar; one that is quoted already stays."""
+    if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
+        return value
+    escaped = re.sub(r"(\\*)('|\Z)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), value)
+    return f"'{escaped}'"
+
+
+NOT_OURS = "Hydra's own keys do nothing here; own files go by --config-dir DIRECTORY"
+LONGEST = 20_000  # characters of an argument that Hydra's grammar is asked about
+DEEPEST = 20  # brackets inside one another
+
+
+def parse(argument: str) -> Override:
+    """Return Hydra's view of an argument as users type it. Raises HydraException where its grammar refuses."""
+    from hydra.core.global_hydra import GlobalHydra
+
+    hydra = GlobalHydra.instance()
+    loader = hydra.config_loader() if hydra.is_initialized() else None  # knows the options of a glob over a group
+    return _grammar(rewrite(argument), loader)
+
+
+@lru_cache(maxsize=4096)
+def _grammar(argument: str, loader: Any) -> Override:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    if len(argument) > LONGEST or _depth(argument) > DEEPEST:
+        raise HydraException("too long, or brackets too deep")
+    try:
+        return OverridesParser.create(loader).parse_overrides([argument])[0]
+    except (ValueError, RecursionError) as error:  # an integer of 5,000 digits
+        raise HydraException(str(error)) from None
+
+
+def _depth(argument: str) -> int:
+    """Return an upper bound of how deep brackets are nested: quotes are not looked at."""
+    depth = deepest = 0
+    for character in argument:
+        depth += (character in "([{") - (character in ")]}")
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def _parse(argument: str) -> Override | None:
+    """Hydra's view of an argument that is written as Hydra wants it, or None where its grammar refuses."""
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+
+    hydra = GlobalHydra.instance()
+    try:
+        return _grammar(argument, hydra.config_loader() if hydra.is_initialized() else None)
+    except HydraException:
+        return None
+
+
+def jobs_of(overrides: Sequence[str], multirun: bool) -> list[list[str]]:
+    """The arguments of each job: without `-m` one job, else Hydra's product of choices, ranges and globs."""
+    choices = []
+    for override in overrides:
+        if multirun and (parsed := _parse(rewrite(override))) and parsed.is_discrete_sweep():
+            choices.append([f"{parsed.get_key_element()}={value}" for value in parsed.sweep_string_iterator()])
+        else:
+            choices.append([override])
+    return [list(job) for job in product(*choices)]
+
+
+def typed_values(arguments: Sequence[str]) -> dict[str, Any]:
+    """Key -> value of what the user typed; the members of `tensor.axes={...}` count as typed."""
+    typed: dict[str, Any] = {}
+    for argument in arguments:
+        if (parsed := _parse(rewrite(argument))) and not parsed.is_delete():
+            key, value = parsed.key_or_group, parsed.value()
+            typed[key] = value
+            if key in ("tensor.axes", "branch.axes") and isinstance(value, dict):
+                typed = {k: v for k, v in typed.items() if not k.startswith(f"{key}.")}
+                typed |= {f"{key}.{name}": size for name, size in value.items()}
+    return typed
+
+
+def experiment_of(arguments: Sequence[str]) -> str | None:
+    """The name of the run's experiment: "a", or "a+b" for `+experiment=[a,b]`."""
+    value = typed_values(arguments).get("experiment")
+    names = [str(name) for name in (value if isinstance(value, list) else [value]) if name]
+    return "+".join(names).replace("/", "_") or None
+
+
+_KINDS = {"Integer": "an integer", "Float": "a number"}
+
+
+def explain(argument: str, error: Exception) -> str:
+    """One line for what Hydra or OmegaConf says about one argument."""
+    from hydra.core.global_hydra import GlobalHydra
+
+    key, _, value = argument.lstrip("+").partition("=")
+    text = str(error) + (f"\n{error.__cause__}" if error.__cause__ else "")
+    if option := re.search(r"Could not (?:find|load) '(.+)/(.*?)'", text):
+        group, name = option.groups()
+        legal = GlobalHydra.instance().config_loader().get_group_options(group)
+        registered = [f"{group}.kind={name} where a module in extend=[MODULE] registers it"]
+        legal = [*closest(name, legal), *(registered if f"{group}.kind" in CHOICES else [])]
+        return violation(group, name, not_built(group, name) or "unknown", legal)
+    if re.search("Error parsing override|Lexer|mismatched input|extraneous input|no viable", text) or key.startswith(
+        "~"
+    ):
+        return f"{argument[:SHOWN]}: must be KEY=VALUE; nearest legal: +experiment=NAME, train.steps=100"
+    if "Ambiguous value" in text or "requires --multirun" in text:
+        return violation(key, value, "several values: a sweep needs -m, a list is written [a,b]")
+
+    place = re.search(r"full_key: (\S+)|Could not override '(\S+)'|^(\S+): unknown key", text)
+    where = next(filter(None, place.groups()), key) if place else key
+    within = "" if where.split("[")[0] == key.split("@")[0] else f"{where}: "  # a key in the file that was chosen
+    if re.search(r"' not in '|is not in struct|unknown key|Could not override", text):
+        return violation(key, value, f"{within}unknown key", _similar_keys(where))
+    if "incompatible with type hint 'Union[int, str]'" in text:
+        return violation(key, value, f"{within}must be {RHYTHM}", nearest_rhythms(value))
+    if "is not a valid bool" in text:
+        return violation(key, value, f"{within}must be true or false", ["true", "false"])
+    if wrong := re.search(r"Value '(.*)' of type '(\w+)' could not be converted to (\w+)", text, re.S):
+        given, kind, wanted = wrong.groups()
+        whole = (kind, wanted) == ("float", "Integer") and float(given).is_integer()
+        legal = [str(int(float(given)))] if whole else _default(where)
+        return violation(key, value, f"{within}must be {_KINDS.get(wanted, wanted)}", legal)
+    if re.search("is not Optional|Missing mandatory value|Incompatible value 'None'", text):
+        return violation(key, value, f"{within}must be given", _default(where))
+    if isinstance(error, RecursionError):
+        return violation(key, value, "includes itself, or holds itself")
+    if "group override must be a string" in text or "can only concatenate" in text or "sequence item" in text:
+        return violation(key, value, "must be a name, or a list of names")
+    first = text.split("\n    full_key")[0].removeprefix(f"Error merging override {rewrite(argument)}")
+    return violation(key, value, within + " ".join(first.split()))
+
+
+def _default(key: str) -> list[Any]:
+    """The value that a key has where nobody gives one; nothing for what is no key, or is empty."""
+    value = leaves(Config()).get(key)
+    return [str(value).lower() if isinstance(value, bool) else value] if value or value == 0 else []
+
+
+def _similar_keys(key: str) -> list[str]:
+    """Keys and groups that the user may have meant by `key`: alike as a whole, or in their last part."""
+    known = [*vars(Config()), *leaves(Config())]
+    whole = get_close_matches(key, known, n=3, cutoff=0.7)
+    ends = get_close_matches(key.split(".")[-1], {name.split(".")[-1] for name in known}, n=3, cutoff=0.7)
+    return list(dict.fromkeys([*whole, *(name for name in known if name.split(".")[-1] in ends)]))[:3]

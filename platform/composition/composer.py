@@ -1,0 +1,161 @@
+"""What Hydra composes: the chosen files, then one value at a time, so that each mistake is known by its argument."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from platform.boundary.redaction import learn_urls
+from platform.composition.arguments import NOT_OURS, parse, quote, rewrite
+from platform.composition.references import resolve, watch_environment
+from platform.config.fields import Config, ConfigError, violation
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+HERE = Path(__file__).resolve().parent
+CONF = next(p for p in (HERE / "conf", HERE.parent / "conf") if p.is_dir())  # in a wheel; in a checkout
+
+Refused = list[tuple[str, Exception]]  # argument, and what Hydra, OmegaConf or YAML say about it
+
+
+@contextmanager
+def opened(config_dir: str | None) -> Iterator[Composer]:
+    """Open Hydra on our files, and on the user's own in `config_dir`. Raises ConfigError where there is no such one."""
+    from hydra import initialize_config_dir
+    from hydra.core.config_store import ConfigStore
+
+    from platform.composition.own_files import register
+
+    if config_dir is not None and not os.path.isdir(config_dir):
+        raise ConfigError(violation("--config-dir", config_dir, "no such directory", ["an existing directory"]))
+    store = ConfigStore.instance()
+    if "schema.yaml" not in store.repo:
+        store.store(name="schema", node=Config)
+    watch_environment()
+    scheme = register()
+    own = [f"hydra.searchpath=[{quote(f'{scheme}://{os.path.abspath(config_dir)}')}]"] if config_dir else []
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        yield Composer(own)
+
+
+def mistakes() -> tuple[type[Exception], ...]:
+    """Return what Hydra, OmegaConf and YAML raise for what a user wrote."""
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    # a file that includes itself, or a value that holds itself; bytes that are no text
+    return HydraException, OmegaConfBaseException, YAMLError, ValueError, RecursionError, OSError, TypeError, KeyError
+
+
+class Composer:
+    """Composes configurations while Hydra is open; `own`: the argument that adds the user's files."""
+
+    def __init__(self, own: Sequence[str]):
+        self.own = list(own)
+        self._options: dict[str, list[str]] = {}  # of what may be a group
+        self._chosen: dict[tuple[str, ...], DictConfig] = {}  # by what chose it: a sweep asks for the same again
+
+    def load(self, arguments: Sequence[str]) -> tuple[Config, list[str], Refused]:
+        """Return the configuration of the arguments that can be, these arguments, and the others with their errors."""
+        choices, values, refused = self._sorted(arguments)
+        try:
+            base, accepted = self._choose(choices), list(choices)
+        except mistakes():
+            base, accepted = self._choose([]), []
+            for argument in choices:
+                try:
+                    base = self._choose([*accepted, argument])
+                    accepted.append(argument)
+                except mistakes() as error:
+                    refused.append((argument, error))
+        config, wrong = _with_values(base, values)
+        wrong_values = [argument for argument, _ in wrong]
+        accepted += [argument for argument in values if argument not in wrong_values]
+        order = {argument: number for number, argument in enumerate(arguments)}
+        return config, sorted(accepted, key=order.__getitem__), sorted([*refused, *wrong], key=lambda e: order[e[0]])
+
+    def options(self, group: str) -> list[str]:
+        """Return the names that a group of files offers, none where there is no such group."""
+        from hydra.core.global_hydra import GlobalHydra
+
+        if group not in self._options:
+            self._options[group] = GlobalHydra.instance().config_loader().get_group_options(group)
+        return self._options[group]
+
+    def _sorted(self, arguments: Sequence[str]) -> tuple[list[str], list[str], Refused]:
+        """Return the arguments that choose files, those that give values, and those that are neither."""
+        from hydra.errors import HydraException
+
+        choices: list[str] = []
+        values: list[str] = []
+        refused: Refused = []
+        for argument in arguments:
+            try:
+                parsed = parse(argument)
+                if parsed.is_hydra_override():  # nothing here reads the rest of Hydra's own configuration
+                    raise HydraException(NOT_OURS)
+                if not parsed.key_or_group:
+                    raise HydraException("Error parsing override")
+                group = bool(self.options(parsed.key_or_group)) and not isinstance(parsed.value(), dict)
+                if parsed.is_sweep_override() or parsed.package is not None:
+                    group = True  # Hydra has its own words for these
+            except mistakes() as error:
+                refused.append((argument, error))
+                continue
+            (choices if group else values).append(argument)
+        return choices, values, refused
+
+    def _choose(self, choices: Sequence[str]) -> DictConfig:
+        """Return what the chosen files hold. Raises any of `mistakes`."""
+        import hydra
+        from omegaconf import OmegaConf
+
+        key = tuple(choices)
+        if key not in self._chosen:
+            found = hydra.compose("config", [rewrite(a) for a in (*self.own, *choices)])
+            _plain(found)
+            OmegaConf.set_struct(found, True)
+            self._chosen[key] = found
+        return self._chosen[key]
+
+
+def _with_values(base: DictConfig, values: Sequence[str]) -> tuple[Config, Refused]:
+    """Return `base` with the values that it takes, and the others."""
+    from copy import deepcopy
+
+    try:
+        config = deepcopy(base)
+        for argument in values:
+            _apply(config, argument)
+        return _plain(config), []
+    except mistakes():
+        refused: Refused = []
+        good = deepcopy(base)
+        for argument in values:
+            config = deepcopy(good)
+            try:
+                _apply(config, argument)
+                _plain(config)
+                good = config
+            except mistakes() as error:
+                refused.append((argument, error))
+        return _plain(good), refused
+
+
+def _apply(config: DictConfig, argument: str) -> None:
+    """Put one value in its place, as Hydra does. Raises any of `mistakes`."""
+    from hydra._internal.config_loader_impl import ConfigLoaderImpl
+
+    ConfigLoaderImpl._apply_overrides_to_config([parse(argument)], config)
+
+
+def _plain(config: DictConfig) -> Config:
+    """Return our own dataclasses. Raises any of `mistakes`: an unknown key, an interpolation of nothing, a ???."""
+    values = resolve(config)
+    learn_urls(values)
+    return Config.from_dict(values)

@@ -1,0 +1,84 @@
+"""Values that a configuration takes from elsewhere: what `${oc.env:NAME}` and other resolvers read is secret."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from platform.boundary.redaction import learn
+from platform.config.checks import CHOICES
+
+# Resolvers of OmegaConf and Hydra that read nothing but the configuration, the clock and the interpreter.
+_HARMLESS = {
+    *("oc.create", "oc.decode", "oc.deprecated", "oc.dict.keys", "oc.dict.values", "oc.select", "now", "hydra"),
+    "python_version",
+}
+_RESOLVER = re.compile(r"\$\{\s*([\w.]+)\s*:")
+
+_read: dict[str, str] = {}  # value -> the reference that read it
+
+
+def watch_environment() -> None:
+    """Has `${oc.env:NAME}` remember what it reads."""
+    from omegaconf import OmegaConf
+    from omegaconf.resolvers import oc
+
+    def env(name: str, *default: Any) -> Any:
+        if name in os.environ:
+            _read[os.environ[name]] = f"${{oc.env:{name}}}"
+        return oc.env(name, *default)
+
+    OmegaConf.register_new_resolver("oc.env", env, replace=True)
+
+
+def resolve(composed: Any) -> dict[str, Any]:
+    """The values of what Hydra composed, as plain data. What resolvers read for its texts is secret from here on;
+    words of ours (`precision=${oc.env:P}`) and numbers are not. Raises what OmegaConf raises."""
+    from omegaconf import OmegaConf
+
+    _read.clear()
+    try:
+        values: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    except Exception:
+        learn({value: shown for value, shown in _read.items() if not _is_word(value)})
+        raise
+    for key, raw, value in _pairs(OmegaConf.to_container(composed, resolve=False), values, ""):
+        for text in _texts(value):
+            if text in CHOICES.get(key, ()):
+                continue
+            found = {secret: shown for secret, shown in _read.items() if secret and secret in text}
+            learn(found or ({text: raw} if _reads(raw) else {}))  # whole where it was decoded, say
+    return {str(key): value for key, value in values.items()}
+
+
+def _reads(raw: str) -> bool:
+    """Whether a reference reads something outside of the configuration, a default not counted."""
+    names = {*_RESOLVER.findall(raw)} - _HARMLESS
+    variables = re.findall(r"\$\{\s*oc\.env\s*:\s*(\w+)", raw)
+    return bool(names - {"oc.env"}) or any(name in os.environ for name in variables)
+
+
+def _is_word(text: str) -> bool:
+    return bool(re.fullmatch(r"[-+.\deE_]+", text)) or any(text in choices for choices in CHOICES.values())
+
+
+def _pairs(raw: Any, value: Any, key: str) -> Iterator[tuple[str, str, Any]]:
+    """(key, as written, resolved) of every value that refers to something."""
+    if isinstance(raw, dict) and isinstance(value, dict):
+        for name, part in raw.items():
+            yield from _pairs(part, value.get(name), f"{key}.{name}" if key else str(name))
+    elif isinstance(raw, list) and isinstance(value, list):
+        for part, item in zip(raw, value, strict=True):
+            yield from _pairs(part, item, key)
+    elif isinstance(raw, str) and "${" in raw:
+        yield key, raw, value
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _texts(item)
+    elif isinstance(value, str):
+        yield value

@@ -1,0 +1,121 @@
+"""What a configuration needs of this machine: directories, storages, environment variables. Nothing is written."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+
+from platform.boundary.redaction import bare
+from platform.config.fields import RESUME, Config, violation
+
+# The protocols of fsspec under which a file appears when it is committed, not before: what a checkpoint needs.
+WRITABLE = tuple("file local memory s3 s3a gs gcs abfs abfss az adl sftp ssh oci oss obs cos tos hf dbfs".split())
+ENVIRONMENT: Mapping[str, tuple[str, str, tuple[str, ...]]] = {  # variable -> what it matches, in words, examples
+    "RAY_ADDRESS": (
+        r"auto|local|(ray://)?([\w.-]+|\[[0-9a-fA-F:.]+\]):\d{1,5}",
+        "must be HOST:PORT, or auto",
+        ("auto", "127.0.0.1:6379"),
+    ),
+    "WANDB_MODE": (
+        r"online|offline|disabled|shared|run|dryrun|",
+        "no mode of W&B",
+        ("online", "offline", "disabled"),
+    ),
+    "RANK": (r"\d{1,9}", "must be an integer", ("0",)),
+    "LOCAL_RANK": (r"\d{1,9}", "must be an integer", ("0",)),
+    "WORLD_SIZE": (r"[1-9]\d{0,8}", "must be an integer of at least 1", ("1",)),
+    "LOCAL_WORLD_SIZE": (r"[1-9]\d{0,8}", "must be an integer of at least 1", ("1",)),
+    "MASTER_PORT": (r"\d{1,5}", "must be a port", ("29500",)),
+    "TORCHELASTIC_RESTART_COUNT": (r"\d{1,9}", "must be an integer", ("0",)),
+}
+TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+
+
+def wrong_surroundings(config: Config, environment: Mapping[str, str] | None = None) -> list[str]:
+    """Return one line per path, URL or environment variable that this run cannot use here."""
+    lines = list(_variables(config, os.environ if environment is None else environment))
+    checkpoint, folders = config.checkpoint, {"run.dir": config.run.dir, "data.cache": config.data.cache}
+    for key, path in {**folders, "checkpoint.url": checkpoint.url}.items():
+        if path and "://" not in path and (reason := _unusable(path)):
+            lines.append(violation(key, path, reason, ["a directory that you can write to"]))
+    for key, url in (("checkpoint.url", checkpoint.url), ("checkpoint.resume", checkpoint.resume)):
+        if url not in ("", *RESUME) and (reason := wrong_protocol(url, key == "checkpoint.url")):
+            lines.append(violation(key, bare(url), reason, ["a path", "s3://BUCKET/PATH", "gs://BUCKET/PATH"]))
+    for key, path in {**folders, "data.path": config.data.path}.items():
+        if "://" in path:
+            lines.append(violation(key, path, "must be a path; only checkpoints go to a URL", ["a path"]))
+    return lines
+
+
+def _variables(config: Config, environment: Mapping[str, str]) -> Iterator[str]:
+    torchrun = "TORCHELASTIC_RUN_ID" in environment and "RANK" in environment
+    read = [
+        *(["RAY_ADDRESS"] if config.cluster.kind == "ray" and not torchrun else []),
+        *(["WANDB_MODE"] if config.monitor.kind == "wandb" else []),
+        *(TORCHRUN if torchrun else []),
+    ]
+    for name in read:
+        pattern, words, legal = ENVIRONMENT[name]
+        missing = torchrun and name in TORCHRUN and name not in environment
+        if missing or (name in environment and not re.fullmatch(pattern, environment[name], re.ASCII)):
+            yield violation(name, environment.get(name, ""), f"(environment) {words}", legal)
+
+
+def wrong_protocol(url: str, writing: bool = True) -> str:
+    """Return why checkpoints cannot lie at a path or URL, by its protocol alone; "" where they may. Of one that is only
+    resumed from (not `writing`), why it cannot be read."""
+    protocol, separator, rest = url.partition("://")
+    if not separator:
+        return ""
+    if not rest.strip("/"):
+        return "cannot be used: names no place in the storage"
+    if "::" in url:
+        return "cannot be used: nothing can be saved through a chain of storages" if writing else ""
+    if protocol in WRITABLE:
+        return ""
+    import fsspec
+    from fsspec.registry import known_implementations
+
+    if protocol in known_implementations:
+        return f"cannot be used: nothing can be saved through {protocol}" if writing else ""
+    if protocol not in fsspec.registry:  # of classes: one that a module in `extend` has registered
+        return f"cannot be used: no storage is known by {protocol}"
+    return ""
+
+
+def _unusable(path: str) -> str:
+    """Return why a directory cannot be, or cannot be made, at a path; "" where it can."""
+    path = os.path.abspath(path)
+    if path.strip("/") == "":
+        return "is the root of the file system"
+    try:
+        while not _is_there(path):
+            path = os.path.dirname(path)
+    except (OSError, ValueError) as error:
+        return f"cannot be used ({getattr(error, 'strerror', None) or error})"
+    if not os.path.isdir(path):
+        return f"cannot be used ({path} is no directory)"
+    if not os.access(path, os.W_OK | os.X_OK):
+        return f"cannot be used (Permission denied, or read-only: {path})"
+    return ""
+
+
+def _is_there(path: str) -> bool:
+    """Whether anything is at a path. Raises OSError for a path that cannot be, such as a name of 300 characters."""
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def expanded(key: str, path: str) -> tuple[str, list[str]]:
+    """Return the absolute path (a URL and "" stay as they are), and a line where ~USER is nobody."""
+    if not path or "://" in path:
+        return path, []
+    there = os.path.expanduser(path)
+    user = path.partition("/")[0]
+    if there != path or not user.startswith("~") or os.path.lexists(user):
+        return os.path.abspath(there), []
+    return os.path.abspath(there), [violation(key, path, f"there is no user {user[1:]}", [f"./{path}"])]

@@ -1,0 +1,131 @@
+"""Append-only files of one JSON object per line, whole after any crash."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from platform.boundary.terminal import say
+from platform.monitor.records.records import records
+
+KEPT_BYTES = 16 << 20  # of lines that could not be written yet
+
+
+class JsonLines:
+    """A file that objects are appended to, each as one whole line in one write.
+
+    Opening cuts a torn last line; it raises OSError where there can be no such file. What cannot be written later is
+    kept, said once through `tell`, and written before the next line that can be; beyond KEPT_BYTES the oldest is lost.
+    Numbers are not rounded; NaN and infinities are written as strings.
+    """
+
+    def __init__(self, path: Path | str, tell: Callable[[str], None] = say):
+        self.path, self._tell = Path(path), tell
+        self._kept: deque[bytes] = deque()  # lines that are to be written, the oldest first
+        self._troubled, self._torn, self._lost = False, False, 0
+        self._file = self._open()
+
+    def append(self, value: dict[str, Any]) -> None:
+        """Adds one line, now or as soon as it can be written."""
+        self._kept.append((json.dumps(_strict(value), allow_nan=False) + "\n").encode())
+        self._write_kept()
+        while sum(map(len, self._kept)) > KEPT_BYTES:
+            self._kept.popleft()
+            self._lost += 1
+
+    def close(self) -> None:
+        """Tries a last time to write what is kept; says what is lost."""
+        self._write_kept()
+        if missing := self._lost + len(self._kept):
+            self._tell(f"WARNING: {self.path} lacks {missing} line{'' if missing == 1 else 's'}")
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    @property
+    def unwritten(self) -> list[dict[str, Any]]:
+        """What is kept, in order."""
+        return [records.with_numbers(json.loads(line)) for line in self._kept]
+
+    def _open(self) -> int:
+        file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._cut(file)
+        return file
+
+    def _cut(self, file: int) -> None:
+        """Removes a torn last line."""
+        self._torn = True
+        os.ftruncate(file, _end_of_last_line(file))
+        self._torn = False
+
+    def _write_kept(self) -> None:
+        count = len(self._kept)
+        try:
+            while self._kept:
+                self._write(self._kept[0])
+                self._kept.popleft()
+        except OSError as error:
+            if not self._troubled:
+                self._tell(
+                    f"WARNING: {self.path} cannot be written ({error.strerror}): its lines are kept, and tried again"
+                )
+            self._troubled = True
+        else:
+            if self._troubled:
+                self._tell(f"{self.path} is written again: {count} lines were kept")
+            self._troubled = False
+
+    def _write(self, line: bytes) -> None:
+        """Raises OSError; the file then still ends with a whole line, or is cut before the next one."""
+        self._find()
+        if self._torn:
+            self._cut(self._file)
+        written = os.write(self._file, line)
+        if written < len(line):
+            self._cut(self._file)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+
+    def _find(self) -> None:
+        """Makes sure that the open file is the one at `path`: a directory may be removed, or mounted anew."""
+        try:
+            if self._file >= 0 and os.path.samestat(os.stat(self.path), os.fstat(self._file)):
+                return
+        except FileNotFoundError:
+            pass
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._open()
+
+    @staticmethod
+    def read(path: Path | str) -> list[dict[str, Any]]:
+        """Every whole line, in order; the file may be in use. Raises ValueError for a line that is no JSON object."""
+        return list(records.lines(path))
+
+
+def _end_of_last_line(file: int, block: int = 1 << 16) -> int:
+    end = os.fstat(file).st_size
+    while end:
+        start = max(0, end - block)
+        newline = os.pread(file, end - start, start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+        end = start
+    return 0
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _strict(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return json.dumps(value)
+    return value

@@ -1,0 +1,43 @@
+"""Learning-rate schedules as functions of the update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from platform.config.checks import allow
+from platform.config.fields import Optimizer
+
+
+def _constant(o: Optimizer, step: int, steps: int) -> float:
+    return 1.0
+
+
+def _cosine(o: Optimizer, step: int, steps: int) -> float:
+    progress = min((step - o.warmup_steps) / max(1, steps - o.warmup_steps), 1.0)
+    return o.min_lr + (1 - o.min_lr) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def _inverse_sqrt(o: Optimizer, step: int, steps: int) -> float:
+    return math.sqrt(max(1, o.warmup_steps) / step)
+
+
+Schedule = Callable[[Optimizer, int, int], float]  # (config.optimizer, update, updates) -> fraction of lr after warm-up
+
+# inverse_sqrt: "Attention Is All You Need", 5.3, whose rate d_model^-0.5 x min(step^-0.5, step x warmup^-1.5) is
+# lr = (d_model x warmup)^-0.5 here.
+SCHEDULES: dict[str, Schedule] = {"constant": _constant, "cosine": _cosine, "inverse_sqrt": _inverse_sqrt}
+
+
+def register_schedule(name: str, schedule: Schedule) -> None:
+    """Makes `optimizer.schedule=NAME` known."""
+    SCHEDULES[name] = schedule
+    allow("optimizer.schedule", name)
+
+
+def learning_rate(o: Optimizer, step: int, steps: int) -> float:
+    """The rate of update `step` (from 1) of `steps`: linear warm-up to lr, then the schedule; the cosine ends at
+    min_lr x lr."""
+    if step <= o.warmup_steps:
+        return o.lr * step / o.warmup_steps
+    return o.lr * SCHEDULES[o.schedule](o, step, steps)

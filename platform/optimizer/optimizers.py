@@ -1,0 +1,97 @@
+"""Optimizers by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from platform.config.checks import allow
+from platform.config.fields import Optimizer
+from platform.optimizer.whole import ELEMENT, FEWEST_DIMS, NEEDS
+
+if TYPE_CHECKING:
+    import torch  # else where it is used: what a plan needs is asked of this table before anything else is imported
+
+
+@dataclass(frozen=True)
+class OptimizerKind:
+    """`make(groups, config.optimizer)`: a torch optimizer of parameter groups [{"params", "weight_decay"}], which are
+    local blocks: whole where `platform.optimizer.whole.NEEDS` says so. `moments`: numbers of state per parameter."""
+
+    make: Callable[[list[dict[str, Any]], Optimizer], torch.optim.Optimizer]
+    moments: int
+
+
+def _adamw(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
+    import torch
+
+    return torch.optim.AdamW(groups, o.lr, (o.betas[0], o.betas[1]), o.eps, fused=True)
+
+
+OPTIMIZERS = {"adamw": OptimizerKind(_adamw, moments=2)}
+
+
+def state_of(o: Optimizer, dtype: torch.dtype, device: torch.device) -> tuple[list[str], dict[str, Any]]:
+    """What an optimizer keeps per parameter of `dtype`: the names of its moments, which are shaped as the parameter,
+    and its numbers by name, as they are after one step. Found by taking it."""
+    import torch
+
+    w = torch.zeros(2, dtype=dtype, device=device, requires_grad=True)
+    w.grad = torch.zeros_like(w)
+    optimizer = OPTIMIZERS[o.kind].make([{"params": [w], "weight_decay": 0.0}], o)
+    optimizer.step()
+    found = {name: value for name, value in optimizer.state[w].items() if value is not None}
+    moments = [name for name, value in found.items() if isinstance(value, torch.Tensor) and value.shape == w.shape]
+    return moments, {name: value for name, value in found.items() if name not in moments}
+
+
+def find_need(o: Optimizer) -> str:
+    """Return `element` where an optimizer updates the parts of a matrix as it does the whole, else `tensor`: it takes
+    three steps with each."""
+    import torch
+
+    draw = torch.Generator().manual_seed(0)
+    values = [torch.randn(6, 4, generator=draw, dtype=torch.float64) for _ in range(4)]
+
+    def updated(cut: Callable[[torch.Tensor], list[torch.Tensor]]) -> list[torch.Tensor]:
+        start, *gradients = (cut(value.clone()) for value in values)
+        parts = [part.requires_grad_() for part in start]
+        optimizer = OPTIMIZERS[o.kind].make([{"params": parts, "weight_decay": 0.1}], o)
+        for gradient in gradients:
+            for part, of_part in zip(parts, gradient, strict=True):
+                part.grad = of_part
+            optimizer.step()
+        return [part.detach() for part in parts]
+
+    try:
+        whole = updated(lambda x: [x])[0]
+        rows = torch.cat(updated(lambda x: [part.contiguous() for part in x.split(2)]))
+        flat = torch.cat(updated(lambda x: [part.clone() for part in x.flatten().split(8)])).view_as(whole)
+    except Exception:  # it takes no such parts
+        return "tensor"
+    return ELEMENT if torch.allclose(whole, rows) and torch.allclose(whole, flat) else "tensor"
+
+
+def warm(o: Optimizer) -> None:
+    """Has torch import what it does for the first step of any optimizer, most of a second of work, while nobody waits
+    for it: before a spare is ready, and before the driver looks for a state to recover."""
+    import torch
+
+    state_of(o, torch.float32, torch.device("cpu"))
+
+
+def register_optimizer(
+    name: str,
+    make: Callable[[list[dict[str, Any]], Optimizer], torch.optim.Optimizer],
+    moments: int,
+    needs: str | None = None,
+) -> None:
+    """Make `optimizer.kind=NAME` known; see `OptimizerKind`. `needs`: `element` where it updates every element by
+    itself, `tensor` or `matrix` where it must see whole tensors, or those of two dims and more; found by trying, if
+    not given. A plan that would split what it needs whole is refused. Raises ValueError for another word."""
+    if needs not in (None, ELEMENT, *FEWEST_DIMS):
+        raise ValueError(f"needs={needs!r}: must be {ELEMENT}, {' or '.join(FEWEST_DIMS)}")
+    OPTIMIZERS[name] = OptimizerKind(make, moments)
+    NEEDS[name] = needs or find_need
+    allow("optimizer.kind", name)

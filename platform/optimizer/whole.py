@@ -1,0 +1,49 @@
+"""What an optimizer must be given whole, and the plans that would split it: pure Python, so that refusals are quick."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from platform.config.fields import Config, Optimizer, violation
+from platform.plan.core.plan import Plan
+from platform.plan.language.ops import Parameter
+
+ELEMENT = "element"
+FEWEST_DIMS = {"tensor": 1, "matrix": 2}  # need -> dims from which on a parameter must be whole
+Need = str | Callable[[Optimizer], str]
+
+# kind -> element (every element is updated by itself), tensor (every tensor as a whole), matrix (tensors of two dims
+# and more as a whole); or what finds it out
+NEEDS: dict[str, Need] = {"adamw": ELEMENT}
+
+
+def need_of(o: Optimizer) -> str:
+    """Return what the configured optimizer needs: element, tensor or matrix."""
+    need = NEEDS[o.kind]
+    return need if isinstance(need, str) else need(o)
+
+
+def splits(config: Config, plan: Plan) -> Iterator[str]:
+    """Yield the violation of an optimizer that would get parts of what it needs whole, naming the axes that split it:
+    its numbers would be others, silently."""
+    need, kind = need_of(config.optimizer), config.optimizer.kind
+    if need == ELEMENT:
+        return
+    split = {p.name: _axes(plan, p) for p in plan.parameters if len(p.dims) >= FEWEST_DIMS[need] and _split(plan, p)}
+    if not split:
+        return
+    (name, _), *more = split.items()
+    axes = "+".join(plan.mesh.ordered({a for found in split.values() for a in found})) or "padding"
+    also = f" and {len(more)} more" if more else ""
+    constraint = f"updates each {need} as a whole, and {name}{also} is split over {axes}"
+    legal = [k for k, need in NEEDS.items() if need == ELEMENT]
+    zero = config.parallel.zero and {a for found in split.values() for a in found} == {*plan.sharded}
+    yield violation("optimizer.kind", kind, constraint, [*legal, *(["parallel.zero=0"] if zero else [])])
+
+
+def _split(plan: Plan, p: Parameter) -> bool:
+    return plan.master_shape(p) != plan.global_shape(p)
+
+
+def _axes(plan: Plan, p: Parameter) -> list[str]:
+    return [a for a in plan.split_over(p) if plan.mesh.extent((a,)) > 1]

@@ -1,0 +1,238 @@
+"""Communicators: one rank's view of the groups along mesh axes. Transport: torch_distributed.py.
+
+Only `platform.parallel.sharding.convert` and the statistics of `platform.parallel.parallel_ops` launch through them.
+Every launch is counted by the contract's rule and, on request, logged.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from platform.parallel.communicator.clock import Clock
+from platform.parallel.communicator.traced import COMMUNICATORS, Arrived, collective
+from platform.plan.communication.traffic import TRAFFIC, label
+from platform.plan.language.mesh import Mesh
+
+# MKL finds out the processor at the first call of its vector math, and publishes an intermediate answer: a thread that
+# reads it then, on processors with AVX-512, takes the kernel of the lowest accuracy (an error of 5e-13 in a logarithm,
+# 7e-9 in a cosine). One call before there are threads settles it.
+torch.ones(1, dtype=torch.float64).log()
+
+_NUMBERS = itertools.count()
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One collective as a rank issued it: what the replay of all ranks' logs checks."""
+
+    op: str
+    axes: tuple[str, ...]
+    group: tuple[int, ...]
+    elements: int
+
+
+class Handle:
+    """A collective or transfer under way. `wait` gives its result and may be called once; the time that it takes is
+    booked under `section`."""
+
+    def __init__(
+        self, clock: Clock, wait: Callable[[], Any], finish: Callable[[], Tensor], section: str = "exposed_comm"
+    ):
+        self._clock, self._wait, self._finish, self._section = clock, wait, finish, section
+
+    def wait(self) -> Tensor:
+        with self._clock.section(self._section, waiting=True):
+            self._wait()
+        return self._finish()
+
+
+class Communicator(ABC):
+    """`moved`: `OP/AXES` -> bytes moved by the groups in which this rank is the first member, so that the sum over all
+    ranks is the total. `clock` books what is waited for collectives. `log`: every launch, where it is a list."""
+
+    def __init__(self, mesh: Mesh, rank: int, device: torch.device | str = "cpu"):
+        self.mesh, self.rank, self.device = mesh, rank, torch.device(device)
+        self.coordinates = mesh.coordinates(rank)
+        self.moved: Counter[str] = Counter()
+        self.clock = Clock()
+        self.log: list[Launch] | None = None
+        self._number = next(_NUMBERS)
+        COMMUNICATORS[self._number] = self
+
+    def index(self, axes: Sequence[str]) -> int:
+        return self.mesh.index(self.coordinates, axes)
+
+    def launch(
+        self,
+        op: str,
+        x: Tensor,
+        axes: Sequence[str],
+        dim: int = 0,
+        joined: int = 0,
+        *,
+        reduce: str = "sum",
+        owned: bool = False,
+        root: int = 0,
+    ) -> Handle | Arrived:
+        """Issues one collective of `platform.plan.communication.rule.Step` over `axes` without waiting.
+
+        `x` must not be modified until the result is there. `reduce`: sum, or max for all_reduce. `owned`: reductions
+        may work in `x`. `root`: index in the group of the member whose `x` a broadcast gives to all, or a scatter
+        shares out (the others' `x` is overwritten, for a scatter by the part that they get), and which alone gets the
+        result of a reduce or gather (the others': empty). Several axes act together in mesh order: all_reduce,
+        broadcast, reduce, and all_gather of unordered statistics.
+        """
+        if torch.compiler.is_compiling():
+            members = self.mesh.extent(axes)
+            return Arrived(collective(x, self._number, op, "+".join(axes), members, dim, joined, reduce))
+        axes = self.mesh.ordered(axes)
+        group = self.mesh.group(self.rank, axes)
+        n = len(group)
+        is_root = group[root] == self.rank
+        elements = x.numel() // n if op == "scatter" and is_root else x.numel()
+        if self.rank == group[0]:
+            moved = TRAFFIC[op](n, elements) * x.element_size()
+            self.moved[label(op, axes)] += moved
+        if self.log is not None:
+            self.log.append(Launch(op, axes, group, elements))
+        if op == "all_gather":
+            given = x.contiguous()
+            out = given.new_empty((n, *given.shape))
+            finish = lambda: out.movedim(0, dim).flatten(dim, dim + 1)  # noqa: E731
+        elif op == "reduce_scatter":
+            given = x.unflatten(dim, (n, -1)).movedim(dim, 0).contiguous()
+            out = given.new_empty(given.shape[1:])
+            finish = lambda: out  # noqa: E731
+        elif op == "all_to_all":
+            given = x.unflatten(dim, (n, -1)).movedim(dim, 0).contiguous()
+            out = torch.empty_like(given)
+            finish = lambda: out.movedim(0, joined).flatten(joined, joined + 1)  # noqa: E731
+        elif op == "scatter" and is_root:
+            given = x.unflatten(dim, (n, -1)).movedim(dim, 0).contiguous()
+            out = given.new_empty(given.shape[1:])
+            finish = lambda: out  # noqa: E731
+        elif op == "gather":
+            given = x.contiguous()
+            out = given.new_empty((n, *given.shape) if is_root else 0)
+            finish = lambda: out.movedim(0, dim).flatten(dim, dim + 1) if is_root else out  # noqa: E731
+        elif op in ("broadcast", "scatter"):
+            given = out = x.contiguous()
+            finish = lambda: out  # noqa: E731
+        else:
+            assert op in ("all_reduce", "reduce"), op
+            given = x.contiguous() if owned else x.detach().clone(memory_format=torch.contiguous_format)
+            out = given
+            finish = lambda: out if op == "all_reduce" or is_root else out.new_empty(0)  # noqa: E731
+        return Handle(self.clock, self._start(op, given, out, axes, group, reduce, root), finish)
+
+    @abstractmethod
+    def _start(
+        self,
+        op: str,
+        given: Tensor,
+        out: Tensor,
+        axes: tuple[str, ...],
+        group: tuple[int, ...],
+        reduce: str,
+        root: int,
+    ) -> Callable[[], Any]:
+        """Begins the collective into `out`; the result blocks until it is there.
+
+        all_gather: [...] -> [n, ...]; reduce_scatter: [n, ...] -> [...]; all_to_all: [n, ...] -> [n, ...];
+        scatter: the root's [n, ...] -> [...]; gather: [...] -> the root's [n, ...]; all_reduce, broadcast, reduce: in
+        place.
+        """
+
+    def send(self, x: Tensor, stage: int) -> Handle:
+        """Begins to send `x` to this rank's place in another stage. It must not be modified until `wait` returns."""
+        x, peer = x.contiguous(), self._peer(stage)
+        self.moved[label("send", ("stage",))] += x.nbytes
+        self._log_transfer((self.rank, peer), x.numel())
+        return Handle(self.clock, self._send(x, peer), lambda: x, "bubble")
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, stage: int) -> Handle:
+        """Begins to receive what this rank's place in another stage sends next."""
+        out, peer = torch.empty(tuple(shape), dtype=dtype, device=self.device), self._peer(stage)
+        self._log_transfer((peer, self.rank), out.numel())
+        return Handle(self.clock, self._receive(out, peer), lambda: out, "bubble")
+
+    def _peer(self, stage: int) -> int:
+        return self.mesh.rank({**self.coordinates, "stage": stage})
+
+    def _log_transfer(self, pair: tuple[int, int], elements: int) -> None:
+        if self.log is not None:
+            self.log.append(Launch("send", ("stage",), pair, elements))
+
+    def _send(self, x: Tensor, peer: int) -> Callable[[], Any]:
+        raise AssertionError("one stage sends nothing")
+
+    def _receive(self, out: Tensor, peer: int) -> Callable[[], Any]:
+        raise AssertionError("one stage receives nothing")
+
+    def barrier(self) -> None:
+        """Waits for every rank of the mesh."""
+        if axes := self.mesh.ordered(self.mesh.axes):
+            moved, log = self.moved.copy(), self.log
+            self.log = None
+            self.launch("all_reduce", torch.zeros(1, device=self.device), axes).wait()
+            self.moved, self.log = moved, log
+
+    def meet(self, neighbours: Iterable[tuple[int, int]]) -> None:
+        """Opens the connections between pairs of stages, lower first, in one order, before a first send needs one."""
+        moved, log, here = self.moved.copy(), self.log, self.coordinates["stage"]
+        self.log = None
+        for pair in neighbours:
+            if here in pair:
+                (there,) = set(pair) - {here}
+                sending = self.send(torch.zeros(1, device=self.device), there)
+                self.receive((1,), torch.float32, there).wait()
+                sending.wait()
+        self.moved, self.log = moved, log
+
+    @abstractmethod
+    def exchange(self, messages: Sequence[Tensor]) -> list[Tensor]:
+        """An all-to-all of bytes among all ranks of the mesh: takes one uint8 tensor [bytes] on the CPU per receiver,
+        returns one per sender, in rank order. Sizes differ, and nothing is counted: no step does it."""
+
+    @abstractmethod
+    def collect(self, numbers: Tensor) -> Tensor | None:
+        """Every rank's fp64 numbers [n] on the CPU as one [ranks, n] on rank 0, None elsewhere. Counted nowhere: what
+        is told about a step is no part of it."""
+
+    def abort(self) -> None:  # noqa: B027  (most cannot)
+        """Makes collectives under way fail, here and at the peers; from any thread."""
+
+    @abstractmethod
+    def transfer(self, sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]]) -> None:
+        """Bytes between ranks that know what they get: (peer, uint8 tensor [bytes] on the CPU) each, at most one of a
+        pair and direction, none to itself. Returns when `received` are filled; nothing is counted."""
+
+    def close(self) -> None:  # noqa: B027  (most have nothing to leave)
+        """Leaves the groups."""
+
+
+class Alone(Communicator):
+    """A world of one: there is nobody to talk to."""
+
+    def __init__(self, mesh: Mesh, device: torch.device | str = "cpu"):
+        super().__init__(mesh, 0, device)
+
+    def _start(self, op, given, out, axes, group, reduce, root):
+        raise AssertionError("a world of one launches no collective")
+
+    def exchange(self, messages):
+        return list(messages)
+
+    def collect(self, numbers):
+        return numbers[None]
+
+    def transfer(self, sent, received):
+        assert not sent and not received, "there is nobody to talk to"

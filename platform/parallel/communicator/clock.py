@@ -1,0 +1,74 @@
+"""Where a step's time goes: sections that partition the time of one rank."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from platform.parallel.communicator.progress import PROGRESS
+
+Span = tuple[str, float, float]  # section, when it began and ended: seconds since the clock was read last
+
+
+class Clock:
+    """Books every moment to the innermost open section. On CUDA it marks events in the stream, so that reading the
+    clock is the only synchronisation. `entered` is called with the name of every section that is entered."""
+
+    entered: Callable[[str], None] | None = None
+
+    def __init__(self, device: torch.device | str = "cpu"):
+        self._cuda = torch.device(device).type == "cuda"
+        self._open: list[str] = []
+        self._marks: list[tuple[str, Any]] = []  # (section that ends here, when)
+        self._sections: list[tuple[str, int, int]] = []  # name, the marks between which it was open
+
+    def _mark(self) -> int:
+        if self._cuda:
+            when: Any = torch.cuda.Event(enable_timing=True)
+            when.record()
+        else:
+            when = time.perf_counter()
+        self._marks.append((self._open[-1] if self._open else "", when))
+        return len(self._marks) - 1
+
+    @contextmanager
+    def section(self, name: str, waiting: bool = False) -> Iterator[None]:
+        """`waiting`: for other ranks."""
+        before = PROGRESS.enter(name, waiting)
+        begin = self._mark()
+        self._open.append(name)
+        try:
+            if self.entered:
+                self.entered(name)
+            yield
+        finally:
+            self._sections.append((name, begin, self._mark()))
+            self._open.pop()
+            PROGRESS.enter(*before)
+
+    def read(self) -> dict[str, float]:
+        """Seconds per section since the last reading; time outside of any section under ''."""
+        return self.read_spans()[0]
+
+    def read_spans(self) -> tuple[dict[str, float], list[Span]]:
+        """As `read`; and every section that was open since the last reading, ordered by its end, so that a section
+        comes after those inside it."""
+        assert not self._open, "a clock is read between sections"
+        seconds: dict[str, float] = defaultdict(float)
+        marks, self._marks = self._marks, []
+        sections, self._sections = self._sections, []
+        if self._cuda and marks:
+            with PROGRESS.waiting("synchronize"):  # with the device, and so with all collectives in its stream
+                marks[-1][1].synchronize()
+        times = [self._between(marks[0][1], when) for _, when in marks]
+        for begin, (name, _), end in zip(times, marks[1:], times[1:], strict=False):
+            seconds[name] += end - begin
+        return dict(seconds), [(name, times[begin], times[end]) for name, begin, end in sections]
+
+    def _between(self, begin: Any, end: Any) -> float:
+        return begin.elapsed_time(end) / 1000 if self._cuda else end - begin

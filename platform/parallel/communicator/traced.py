@@ -1,0 +1,52 @@
+"""Collectives as one opaque operator, so that `torch.compile(fullgraph=True)` traces through a block.
+
+While tracing, `Communicator.launch` emits this operator; the compiled graph then launches and waits through the same
+communicator, counters and log included.
+"""
+
+from __future__ import annotations
+
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from platform.plan.communication.rule import APPEAR, VANISH
+
+COMMUNICATORS: WeakValueDictionary[int, object] = WeakValueDictionary()  # graphs name a communicator by its number
+
+
+@torch.library.custom_op("platform::collective", mutates_args=())
+def collective(
+    x: Tensor, communicator: int, op: str, axes: str, members: int, dim: int, joined: int, reduce: str
+) -> Tensor:
+    """`Communicator.launch(...).wait()`; `members`: the size of the group, for the shape of the result."""
+    launch = COMMUNICATORS[communicator].launch  # type: ignore[attr-defined]
+    if op in APPEAR:  # which write to their input and return it
+        x = x.clone()
+    return launch(op, x, axes.split("+"), dim, joined, reduce=reduce).wait()
+
+
+@collective.register_fake
+def _(x, communicator, op, axes, members, dim, joined, reduce):
+    shape = list(x.shape)
+    is_root = COMMUNICATORS[int(communicator)].index(axes.split("+")) == 0  # type: ignore[attr-defined]
+    if op in VANISH and not is_root:
+        return x.new_empty(0)
+    if op in ("reduce_scatter", "all_to_all") or (op == "scatter" and is_root):
+        shape[dim] //= members
+    if op in ("all_gather", "gather"):
+        shape[dim] *= members
+    if op == "all_to_all":
+        shape[joined] *= members
+    return x.new_empty(shape)
+
+
+class Arrived:
+    """The handle of a collective that the compiled graph has waited for."""
+
+    def __init__(self, result: Tensor):
+        self._result = result
+
+    def wait(self) -> Tensor:
+        return self._result

@@ -1,0 +1,60 @@
+"""Products of local tensors with named dims."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from math import prod
+
+import torch
+from torch import Tensor
+
+from platform.parallel.sharding.convert import absent
+
+Dims = tuple[str, ...]
+
+
+@cache
+def local_einsum(a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:
+    """A function (x, y, bias=None) of two local tensors with dims `a` and `b` that gives dims `out`; the bias has the
+    dims of y that are in `out`.
+
+    One matrix product of views where the dims fall into contiguous runs (rows, contracted, columns), else torch.einsum.
+    The product of absent blocks is absent, and belongs to the graphs of both.
+    """
+    product = _product(a, b, out)
+    return lambda x, y, bias=None: x + y if absent(x) else product(x, y, bias)
+
+
+def _product(a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:
+    contracted = tuple(d for d in a if d in b)
+    rows, columns = tuple(d for d in a if d not in b), tuple(d for d in b if d not in a)
+    a_first, b_first = a == rows + contracted, b == contracted + columns
+    simple = (
+        (a_first or a == contracted + rows)
+        and (b_first or b == columns + contracted)
+        and out in (rows + columns, columns + rows)
+        and contracted
+    )
+    if not simple:
+        names = {d: chr(ord("a") + i) for i, d in enumerate(dict.fromkeys(a + b))}
+        equation = "{},{}->{}".format(*("".join(names[d] for d in dims) for dims in (a, b, out)))
+        return lambda x, y, bias=None: torch.einsum(equation, x, y) + (0 if bias is None else bias)
+    na, nb, nc = len(rows), len(columns), len(contracted)
+
+    def product(x: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
+        if a_first:
+            row_shape, x = x.shape[:na], x.reshape(prod(x.shape[:na]), -1)
+        else:
+            row_shape, x = x.shape[nc:], x.reshape(prod(x.shape[:nc]), -1).t()
+        if b_first:
+            column_shape, y = y.shape[nc:], y.reshape(prod(y.shape[:nc]), -1)
+        else:
+            column_shape, y = y.shape[:nb], y.reshape(prod(y.shape[:nb]), -1).t()
+        if out == rows + columns:
+            z = x @ y if bias is None else torch.addmm(bias.reshape(-1), x, y)
+            return z.view(*row_shape, *column_shape)
+        assert bias is None
+        return (y.t() @ x.t()).view(*column_shape, *row_shape)
+
+    return product

@@ -1,0 +1,191 @@
+"""Norms, softmax, maxima and cross-entropy over a dim that is split over ranks: only statistics travel, never the
+tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from platform.parallel.communicator.base import Communicator
+
+EPS = 1e-5
+
+
+def accumulate(x: Tensor) -> Tensor:
+    """In the type in which statistics are taken: fp32 for 16-bit tensors."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def _summed(communicator: Communicator, x: Tensor, over: Sequence[str]) -> Tensor:
+    return communicator.launch("all_reduce", x, over).wait()
+
+
+class _SplitNorm(torch.autograd.Function):
+    """LayerNorm or RMSNorm over the last dim [..., d], split over the axes `over`.
+
+    LayerNorm's statistics merge as (count, mean, M2) (Chan, Golub, LeVeque 1979): one all-gather, no cancellation.
+    """
+
+    @staticmethod
+    def forward(ctx, x, gain, bias, kind, communicator, over):
+        wide = accumulate(x)
+        n = communicator.mesh.extent(over)
+        d = x.shape[-1]
+        if kind == "layernorm":
+            mean = wide.mean(-1, keepdim=True)
+            m2 = (wide - mean).square().sum(-1, keepdim=True)
+            parts = communicator.launch("all_gather", torch.stack((mean, m2)), over).wait().unflatten(0, (n, 2))
+            means, m2s = parts.unbind(1)
+            mean = means.mean(0)
+            variance = (m2s.sum(0) + d * (means - mean).square().sum(0)) / (n * d)
+            centred = wide - mean
+        else:
+            variance = _summed(communicator, wide.square().sum(-1, keepdim=True), over) / (n * d)
+            centred = wide
+        rstd = torch.rsqrt(variance + EPS)
+        normal = centred * rstd
+        ctx.save_for_backward(normal, rstd, gain)
+        ctx.options = kind, communicator, over, n * d, x.dtype, bias is not None
+        out = normal * gain
+        return (out if bias is None else out + bias).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, dy):
+        normal, rstd, gain = ctx.saved_tensors
+        kind, communicator, over, size, dtype, has_bias = ctx.options
+        dy = accumulate(dy)
+        scaled = dy * gain
+        sums = [(scaled * normal).sum(-1, keepdim=True)]
+        if kind == "layernorm":
+            sums.append(scaled.sum(-1, keepdim=True))
+        coming = communicator.launch("all_reduce", torch.stack(sums), over)
+        dgain = (dy * normal).flatten(0, -2).sum(0)
+        dbias = dy.flatten(0, -2).sum(0) if has_bias else None
+        sums = coming.wait() / size
+        dx = scaled - normal * sums[0]
+        if kind == "layernorm":
+            dx -= sums[1]
+        return (dx * rstd).to(dtype), dgain.to(gain.dtype), dbias, None, None, None
+
+
+def norm(
+    x: Tensor, gain: Tensor, bias: Tensor | None, kind: str, communicator: Communicator, over: Sequence[str]
+) -> Tensor:
+    """x [..., d_model], gain and bias [d_model], all as local blocks."""
+    if over:
+        return _SplitNorm.apply(x, gain, bias, kind, communicator, over)
+    if kind == "layernorm":
+        return F.layer_norm(x, x.shape[-1:], gain, bias, EPS)
+    return F.rms_norm(x, x.shape[-1:], gain, EPS)
+
+
+class _SplitSoftmax(torch.autograd.Function):
+    """Softmax over the dim at `position`, split over the axes `over`."""
+
+    @staticmethod
+    def forward(ctx, x, position, communicator, over):
+        top = communicator.launch("all_reduce", accumulate(x.amax(position, keepdim=True)), over, reduce="max").wait()
+        e = torch.exp(accumulate(x) - top)
+        p = (e / _summed(communicator, e.sum(position, keepdim=True), over)).to(x.dtype)
+        ctx.save_for_backward(p)
+        ctx.options = position, communicator, over
+        return p
+
+    @staticmethod
+    def backward(ctx, dp):
+        (p,) = ctx.saved_tensors
+        position, communicator, over = ctx.options
+        inner = _summed(communicator, accumulate(dp * p).sum(position, keepdim=True), over)
+        return p * (dp - inner.to(dp.dtype)), None, None, None
+
+
+def softmax(x: Tensor, position: int, communicator: Communicator, over: Sequence[str]) -> Tensor:
+    """Over the dim at `position`, which the axes `over` split."""
+    return _SplitSoftmax.apply(x, position, communicator, over) if over else torch.softmax(x, position)
+
+
+class _SplitMaximum(torch.autograd.Function):
+    """The maximum over dims that are split over the axes `over`; equal maxima share the gradient, as in torch.amax."""
+
+    @staticmethod
+    def forward(ctx, x, positions, communicator, over):
+        wide = accumulate(x)
+        top = communicator.launch("all_reduce", wide.amax(positions, keepdim=True), over, reduce="max").wait()
+        share = (wide == top).to(wide.dtype)
+        share /= _summed(communicator, share.sum(positions, keepdim=True), over)
+        ctx.save_for_backward(share)
+        ctx.positions = positions
+        return top.squeeze(positions).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (share,) = ctx.saved_tensors
+        for position in sorted(ctx.positions):
+            gradient = gradient.unsqueeze(position)
+        return (share * gradient).to(gradient.dtype), None, None, None
+
+
+def maximum(x: Tensor, positions: Sequence[int], communicator: Communicator, over: Sequence[str]) -> Tensor:
+    """The maximum over the dims at `positions`, which the axes `over` split; the result is the same on all of them."""
+    positions = tuple(positions)
+    return _SplitMaximum.apply(x, positions, communicator, over) if over else x.amax(positions)
+
+
+class _SplitCrossEntropy(torch.autograd.Function):
+    """As `cross_entropy`; logits [tokens, vocab block] starting at column `first`."""
+
+    @staticmethod
+    def forward(ctx, logits, labels, communicator, over, first, vocab, smoothing):
+        wide = accumulate(logits)
+        real = min(max(vocab - first, 0), logits.shape[-1])  # columns that are not padding
+        if real < logits.shape[-1]:
+            wide = wide.clone()
+            wide[..., real:] = -torch.inf
+        top = communicator.launch("all_reduce", wide.amax(-1), over, reduce="max").wait()
+        e = torch.exp(wide - top.unsqueeze(-1))
+        column = labels - first
+        mine = (column >= 0) & (column < logits.shape[-1])
+        column = column.clamp(0, logits.shape[-1] - 1).unsqueeze(-1)
+        target = torch.where(mine, wide.gather(-1, column).squeeze(-1), 0.0)
+        sums = [e.sum(-1), target, *([wide[..., :real].sum(-1)] if smoothing else [])]
+        total, target, *rest = _summed(communicator, torch.stack(sums), over)
+        p = e.div_(total.unsqueeze(-1))
+        p.scatter_add_(-1, column, (smoothing - 1) * mine.unsqueeze(-1).to(p.dtype))
+        loss = top + total.log() - (1 - smoothing) * target
+        if smoothing:
+            p[..., :real] -= smoothing / vocab
+            loss -= smoothing / vocab * rest[0]
+        counts = labels >= 0
+        ctx.save_for_backward(p.mul_(counts.unsqueeze(-1)))
+        ctx.dtype = logits.dtype
+        return torch.where(counts, loss, 0.0).double().sum()
+
+    @staticmethod
+    def backward(ctx, dloss):
+        (p,) = ctx.saved_tensors
+        return (p * dloss).to(ctx.dtype), None, None, None, None, None, None
+
+
+def cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    communicator: Communicator,
+    over: Sequence[str],
+    first: int,
+    vocab: int,
+    smoothing: float = 0.0,
+) -> Tensor:
+    """Sum -log softmax(logits)[label] over local tokens, in fp64; logits [..., vocab block], labels [...]; labels of -1
+    do not count. `first`: the block's first column; `vocab`: columns that are not padding; `smoothing`: the share of
+    the target that is spread evenly over vocab."""
+    logits, labels = logits.flatten(0, -2), labels.flatten()
+    if over:
+        return _SplitCrossEntropy.apply(logits, labels, communicator, over, first, vocab, smoothing)
+    if logits.shape[-1] > vocab:  # padded for other regions' axes, and whole here
+        logits = logits.narrow(-1, 0, vocab)
+    wide = accumulate(logits)
+    losses = F.cross_entropy(wide, labels, ignore_index=-1, reduction="none", label_smoothing=smoothing)
+    return losses.double().sum()

@@ -1,0 +1,130 @@
+"""SUMMA (van de Geijn and Watts 1997; the 2-D baseline of paper 000): products of split matrices panel by panel.
+
+With x [rows, k] and w [k, columns], k split over one axis in x and over another in w, and both operands never whole:
+
+    AB    y    = sum over panels t of  broadcast(x_t) broadcast(w_t)
+    AB^T  dx_t = reduce to its owner of  dy broadcast(w_t)^T
+    A^TB  dw_t = reduce to its owner of  broadcast(x_t)^T dy
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from platform.parallel.communicator.base import Communicator
+from platform.parallel.kernels.products import local_einsum
+from platform.parallel.sharding.convert import absent, convert
+from platform.plan.communication.planned import Group, Member, Panels
+
+
+class _Split:
+    """One operand [dims] in panels along the contracted dim, which is split over `axes`."""
+
+    def __init__(self, communicator: Communicator, panels: Panels, axes: Sequence[str], local: Tensor, dim: int):
+        self.communicator, self.axes, self.local, self.dim = communicator, axes, local, dim
+        self.per_owner = panels.count // communicator.mesh.extent(axes)
+        self.extent = local.shape[dim] // self.per_owner
+        self.index = communicator.index(axes)
+
+    def mine(self, t: int, of: Tensor) -> Tensor | None:
+        """The view of panel t in this rank's block `of`, None where another rank owns it."""
+        owner, place = divmod(t, self.per_owner)
+        return of.narrow(self.dim, place * self.extent, self.extent) if owner == self.index else None
+
+    def broadcast(self, t: int) -> Callable[[], Tensor]:
+        """Panel t on every rank: starts at once, the result waits."""
+        mine = self.mine(t, self.local)
+        if not self.axes:
+            assert mine is not None
+            return lambda: mine
+        shape = list(self.local.shape)
+        shape[self.dim] = self.extent
+        panel = self.local.new_empty(shape) if mine is None else mine
+        return self.communicator.launch("broadcast", panel, self.axes, root=t // self.per_owner).wait
+
+    def reduce(self, t: int, part: Tensor, into: Tensor) -> Callable[[], None]:
+        """Sums the ranks' parts of panel t into its owner's block `into`: starts at once, the result waits."""
+        handle = None
+        if self.axes:
+            handle = self.communicator.launch("reduce", part, self.axes, root=t // self.per_owner, owned=True)
+        mine = self.mine(t, into)
+
+        def finish() -> None:
+            total = handle.wait() if handle else part
+            if mine is not None:
+                mine.copy_(total)
+
+        return finish
+
+
+def _splits(communicator: Communicator, group: Group, x: Tensor, operands: Sequence[Tensor]) -> list[_Split]:
+    panels = group.panels
+    assert panels is not None
+    split = [_Split(communicator, panels, panels.x_axes, x, group.x_dims.index(panels.dim))]
+    for m, w in zip(group.members, operands, strict=True):
+        split.append(_Split(communicator, panels, panels.operand_axes, w, m.dims.index(panels.dim)))
+    return split
+
+
+def _panels_in_turn(splits: Sequence[_Split], count: int):
+    """Yields (t, panels of all operands); the broadcasts of panel t + 1 run while panel t is used."""
+    coming = [s.broadcast(0) for s in splits]
+    for t in range(count):
+        here = [wait() for wait in coming]
+        coming = [s.broadcast(t + 1) for s in splits] if t + 1 < count else []
+        yield t, here
+
+
+class _Summa(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, communicator, group: Group, x: Tensor, *operands: Tensor):
+        ctx.communicator, ctx.group = communicator, group
+        local = _enter(communicator, group.members, operands)
+        kept = (w if m.again else here for w, here, m in zip(operands, local, group.members, strict=True))
+        ctx.save_for_backward(x, *kept)
+        assert group.panels is not None
+        out: list[Tensor] = []
+        for _, (xt, *ws) in _panels_in_turn(_splits(communicator, group, x, local), group.panels.count):
+            products = [_product(m)(xt, w) for m, w in zip(group.members, ws, strict=True)]
+            out = [y.add_(p) for y, p in zip(out, products, strict=True)] if out else products
+        return tuple(out)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        x, *operands = ctx.saved_tensors
+        group = ctx.group
+        if any(m.again for m in group.members):  # then all: they are parameters
+            operands = _enter(ctx.communicator, group.members, operands)
+        splits = _splits(ctx.communicator, group, x, operands)
+        dx, *dws = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, *operands))
+        finish = []
+        for t, (xt, *ws) in _panels_in_turn(splits, group.panels.count):
+            triples = list(zip(group.members, gradients, ws, strict=True))
+            parts = [local_einsum(m.out_dims, m.dims, m.x_dims)(g, w) for m, g, w in triples]
+            finish.append(splits[0].reduce(t, torch.stack(parts).sum(0) if len(parts) > 1 else parts[0], dx))
+            for split, (m, g, _), dw in zip(splits[1:], triples, dws, strict=True):
+                finish.append(split.reduce(t, local_einsum(m.x_dims, m.out_dims, m.dims)(xt, g), dw))
+        for done in finish:
+            done()
+        leaving = [convert(ctx.communicator, w, m.operand.backward) for w, m in zip(dws, group.members, strict=True)]
+        return None, None, dx, *(c.wait() for c in leaving)
+
+
+def _enter(communicator: Communicator, members: Sequence[Member], operands: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The operands in the operation's layout, but for the dim whose panels are broadcast."""
+    coming = [convert(communicator, w, m.operand.forward) for w, m in zip(operands, members, strict=True)]
+    return [c.wait() for c in coming]
+
+
+def _product(m: Member) -> Callable[..., Tensor]:
+    return local_einsum(m.x_dims, m.dims, m.out_dims)
+
+
+def summa(communicator: Communicator, group: Group, x: Tensor, operands: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The results of a group with panels, from local blocks of x, and the operands as they are stored."""
+    if absent(x):
+        return [x + w for w in operands]
+    return _Summa.apply(communicator, group, x, *operands)

@@ -1,0 +1,367 @@
+"""The operations at run time: a model's forward on one rank's blocks, executing the plan's lists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from math import prod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from platform.parallel.communicator.base import Communicator
+from platform.parallel.kernels import positions, random, statistics
+from platform.parallel.kernels.einsum import Deferred, einsums
+from platform.parallel.recompute import recomputed
+from platform.parallel.sharding.convert import absent, apply, convert
+from platform.plan.communication.planned import PlannedOperation
+from platform.plan.communication.rule import relayout_steps
+from platform.plan.core.plan import Plan
+from platform.plan.language.layout import Layout
+from platform.plan.language.ops import Ops, Parameter, Spec
+
+POINTWISE: dict[str, Callable[..., Tensor]] = {
+    "gelu": lambda x: F.gelu(x),
+    "relu": lambda x: F.relu(x),
+    "silu": lambda x: F.silu(x),
+    "tanh": lambda x: x.tanh(),
+    "identity": lambda x: x,
+    "absolute": lambda x: x.abs(),
+    "add": lambda x, y: x + y,
+    "multiply": lambda x, y: x * y,
+}
+
+
+def where_present(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """An operation that hands on absent blocks: the graphs of all of its tensors go on, and nothing is computed."""
+
+    @wraps(operation)
+    def run(self, *arguments, **options):
+        x, *others = (a for a in (*arguments, *options.values()) if isinstance(a, Tensor))
+        return sum(others, x) if absent(x) else operation(self, *arguments, **options)
+
+    return run
+
+
+@dataclass
+class Position:
+    """Where in the run a forward pass is: what dropout masks depend on beside the element."""
+
+    seed: int = 0
+    step: int = 0
+    first_sequence: int = 0  # of this microbatch (all replicas together) in the global batch
+    training: bool = True
+
+
+class ParallelOps(Ops):
+    """Executes a plan's operations on the rank of `communicator`. `tensors`: parameter name -> local block.
+
+    A data tensor is a mapping from the operations that read it, as (kind, name), to this rank's block of integers
+    [length, batch], laid out as `plan.readers` says. Blocks of tensors that this rank does not have are empty.
+    """
+
+    def __init__(self, plan: Plan, communicator: Communicator, tensors: Mapping[str, Tensor], dropout: float = 0.0):
+        self.plan, self.communicator, self.tensors = plan, communicator, tensors
+        self.dropout_rate = dropout
+        self.position = Position()
+        self.deferred: Deferred | None = None  # takes the gradients of weights, where a schedule computes them later
+        self.recompute = plan.recompute
+        tensors_of = (t for o in plan.operations.values() for t in (*o.operation.inputs, *o.operation.outputs))
+        self._blocks = {t: plan.block(t, communicator.coordinates) for t in tensors_of if isinstance(t, Spec)}
+
+    def recomputed(self, kind, function, spec, x, *more):
+        if kind != self.recompute.kind or not torch.is_grad_enabled():
+            return function(x, *more)
+        here = self.position, self.deferred
+
+        @contextmanager
+        def restore():
+            now = self.position, self.deferred
+            self.position, self.deferred = here
+            yield
+            self.position, self.deferred = now
+
+        axes = self.plan.kept_axes(spec)
+        elements = self.plan.shared_elements(spec, axes)
+        return recomputed(self.communicator, function, restore, axes, elements, x, *more)
+
+    def _planned(self, kind: str, name: str) -> PlannedOperation:
+        return self.plan.operations[kind, name]
+
+    def _block(self, spec: Spec) -> list[tuple[int, int]]:
+        """(offset, extent) of this rank's block of an activation."""
+        return self._blocks[spec]
+
+    def _range(self, spec: Spec, dim: str, device: torch.device) -> Tensor:
+        """The global positions along `dim` of this rank's block of an activation."""
+        first, n = self._block(spec)[spec.dims.index(dim)]
+        return torch.arange(first, first + n, device=device)
+
+    def lookup(self, name, table, tokens, out):
+        planned = self._planned("lookup", name)
+        tokens = tokens["lookup", name]
+        into, leave = planned.conversions
+        weight = apply(self.communicator, self.tensors[table.name], into)
+        if absent(weight):
+            return apply(self.communicator, weight, leave)
+        rows = weight.reshape(weight.shape[0], -1)
+        if planned.over:  # rows of other ranks are zero here: the sum over `over` completes the lookup
+            row = tokens - self.communicator.index(planned.over) * weight.shape[0]
+            mine = (row >= 0) & (row < weight.shape[0])
+            x = F.embedding(row.clamp(0, weight.shape[0] - 1), rows) * mine.unsqueeze(-1).to(weight.dtype)
+        else:
+            x = F.embedding(tokens.clamp_min(0), rows)
+        return apply(self.communicator, x.view(*tokens.shape, *weight.shape[1:]), leave)
+
+    def features(self, name, ids, out):
+        ids = ids["features", name]
+        dtype = next(iter(self.tensors.values())).dtype
+        if absent(ids):
+            return ids.to(dtype).requires_grad_()
+        *_, (first, n) = self._block(out)
+        columns = torch.arange(first, first + n, device=ids.device)
+        elements = ids.unsqueeze(-1) * self.plan.sizes[out.dims[-1]] + columns
+        return random.normal(random.key("features", name), elements).to(dtype).requires_grad_()
+
+    def one_hot(self, name, ids, out):
+        ids = ids["one_hot", name]
+        dtype = next(iter(self.tensors.values())).dtype
+        if absent(ids):
+            return ids.to(dtype).requires_grad_()
+        return (ids.unsqueeze(-1) == self._range(out, out.dims[-1], ids.device)).to(dtype).requires_grad_()
+
+    def project(self, x, spec, weights, outs, biases=()):
+        tensors = [self.tensors[w.name] for w in weights]
+        planned = self._planned("project", weights[0].name)
+        if not biases:
+            return self._einsums(planned, x, tensors, deferred=self.deferred)
+        if (
+            self.deferred is None
+            and not planned.collectives
+            and not any(self._planned("shift", b.name).conversions[0].forward for b in biases)
+        ):
+            added = [self.tensors[b.name] for b in biases]  # nothing moves: the product adds the bias on its way
+            return self._einsums(planned, x, tensors, added)
+        found = self._einsums(planned, x, tensors, deferred=self.deferred)
+        return tuple(self.shift(y, out, b) for y, out, b in zip(found, outs, biases, strict=True))
+
+    def einsum(self, name, x, x_spec, y, y_spec, out):
+        return self._einsums(self._planned("einsum", name), x, [y])[0]
+
+    def _einsums(
+        self,
+        planned: PlannedOperation,
+        x: Tensor,
+        operands: Sequence[Tensor],
+        biases: Sequence[Tensor] = (),
+        deferred: Deferred | None = None,
+    ) -> tuple[Tensor, ...]:
+        results: dict[int, Tensor] = {}
+        for group in planned.groups:
+            members = [m.index for m in group.members]
+            added = [biases[i] for i in members] if biases else ()
+            mine = [operands[i] for i in members]
+            found = einsums(self.communicator, group, x, mine, added, deferred=deferred)
+            results.update((m.index, y) for m, y in zip(group.members, found, strict=True))
+        return tuple(results[i] for i in range(len(operands)))
+
+    def reduce(self, name, function, x, spec, out):
+        planned = self._planned("reduce", name)
+        into, leave = planned.conversions
+        gone = [d for d in spec.dims if d not in out.dims]
+        x = apply(self.communicator, x, into)
+        if absent(x):
+            return apply(self.communicator, x, leave)
+        x = self._without_padding(x, spec, gone, -torch.inf if function == "max" else 0)
+        places, kept = [spec.dims.index(d) for d in gone], [d for d in spec.dims if d in out.dims]
+        if function == "max":
+            y = statistics.maximum(x, places, self.communicator, planned.over)
+        else:
+            y = x.sum(places) if gone else x
+        if function == "mean":
+            y = y / prod(n for d, n in zip(spec.dims, self.plan.global_shape(spec), strict=True) if d in gone)
+        return apply(self.communicator, y.permute([kept.index(d) for d in out.dims]), leave)
+
+    def _without_padding(self, x: Tensor, spec: Spec, dims: Sequence[str], value: float) -> Tensor:
+        """x with `value` where this rank's block reaches beyond the size of a dim; only vocab is ever padded."""
+        for i, dim in enumerate(spec.dims):
+            if dim in dims:
+                first, n = self._block(spec)[i]
+                real = self.plan.global_shape(spec)[i] - first
+                if real < n:
+                    padding = torch.arange(n, device=x.device) >= real
+                    x = x.masked_fill(padding.view([-1 if d == dim else 1 for d in spec.dims]), value)
+        return x
+
+    def concatenate(self, name, x, specs, out, dim):
+        *into, leave = self._planned("concatenate", name).conversions
+        parts = [apply(self.communicator, part, conversion) for part, conversion in zip(x, into, strict=True)]
+        whole = torch.cat(parts, 0 if absent(parts[0]) else out.dims.index(dim))
+        return apply(self.communicator, whole, leave)
+
+    def reshape(self, name, x, spec, out):
+        into, leave = self._planned("reshape", name).conversions
+        x = apply(self.communicator, x, into)
+        if absent(x):
+            return apply(self.communicator, x, leave)
+        i = next(i for i, (a, b) in enumerate(zip(spec.dims, out.dims, strict=False)) if a != b)
+        x = x.flatten(i, i + 1) if len(spec.dims) > len(out.dims) else x.unflatten(i, (self._block(out)[i][1], -1))
+        return apply(self.communicator, x, leave)
+
+    @where_present
+    def shift(self, x, spec, parameter):
+        (conversion,) = self._planned("shift", parameter.name).conversions
+        p = apply(self.communicator, self.tensors[parameter.name], conversion)
+        assert tuple(d for d in spec.dims if d in parameter.dims) == parameter.dims
+        for i, d in enumerate(spec.dims):
+            if d not in parameter.dims:
+                p = p.unsqueeze(i)
+        return x + p
+
+    @where_present
+    def norm(self, x, spec, kind, gain, bias):
+        planned = self._planned("norm", gain.name)
+        vectors = [
+            apply(self.communicator, self.tensors[p.name], c)
+            for p, c in zip(planned.operation.parameters, planned.conversions, strict=True)
+        ]
+        return statistics.norm(x, vectors[0], vectors[1] if bias else None, kind, self.communicator, planned.over)
+
+    @where_present
+    def rotate(self, name, x, spec, theta):
+        into, leave = self._planned("rotate", name).conversions
+        x, length = apply(self.communicator, x, into), self._range(spec, "length", x.device)
+        shape = [len(length) if d == "length" else x.shape[-1] // 2 if d == "d_kv" else 1 for d in spec.dims]
+        return apply(self.communicator, positions.rotate(x, length, shape, theta), leave)
+
+    @where_present
+    def sinusoid(self, name, x, spec, scale):
+        assert spec.dims == ("length", "batch", "d_model")
+        length, d_model = (self._range(spec, d, x.device) for d in ("length", "d_model"))
+        table = positions.sinusoid(length, d_model, self.plan.sizes["d_model"])
+        return x * scale + table.unsqueeze(1).to(x.dtype)
+
+    def relative_bias(self, table, scores, *, bidirectional, distance):
+        (conversion,) = self._planned("relative_bias", table.name).conversions
+        weight = apply(self.communicator, self.tensors[table.name], conversion)
+        if absent(weight):
+            return weight
+        length, memory = (self._range(scores, d, weight.device) for d in ("length", "memory_length"))
+        offsets = memory - length.unsqueeze(1)
+        bucket = positions.relative_bucket(offsets, self.plan.sizes["buckets"], distance, bidirectional)
+        return F.embedding(bucket, weight).permute(2, 0, 1)  # [heads, length, memory_length]
+
+    @where_present
+    def expand_kv(self, name, x, spec, out):
+        planned = self._planned("expand_kv", name)
+        (conversion,) = planned.conversions
+        x = apply(self.communicator, x, conversion)
+        dim = out.dims.index("heads")
+        first_head, heads = self._block(out)[dim]
+        per_group = self.plan.sizes["heads"] // self.plan.sizes["kv_heads"]
+        if first_head % per_group == 0 and heads == x.shape[dim] * per_group:  # whole groups: a plain repeat
+            return x.repeat_interleave(per_group, dim)
+        have, _ = self._block(spec)[dim]
+        index = torch.arange(first_head, first_head + heads, device=x.device) // per_group - have
+        return x.index_select(dim, index)
+
+    @where_present
+    def softmax(self, name, x, spec, *, dim="memory_length", scale=1.0, causal=False, mask=None, bias=None):
+        planned = self._planned("softmax", name)
+        x = x * scale
+        if bias is not None:
+            x = x + bias
+        if causal:
+            length, memory = (self._range(spec, d, x.device) for d in ("length", "memory_length"))
+            x = x.masked_fill(memory > length.unsqueeze(1), -torch.inf)
+        if mask is not None:
+            x = x.masked_fill(positions.hidden(mask["softmax", name]), torch.finfo(x.dtype).min)
+        x = self._without_padding(x, spec, [dim], -torch.inf)
+        return statistics.softmax(x, spec.dims.index(dim), self.communicator, planned.over)
+
+    @where_present
+    def fused_attention(self, name, q, k, v, spec, kv, *, scale, causal, mask=None, bias=None):
+        order = [spec.dims.index(d) for d in ("batch", "heads", "length", "d_kv")]
+        back = [("batch", "heads", "length", "d_kv").index(d) for d in spec.dims]
+        q, k, v = (t.permute(order) for t in (q, k, v))
+        hidden = None if mask is None else positions.hidden(mask["fused_attention", name])
+        if bias is None and hidden is None:
+            seen = None
+        else:
+            seen, causal = positions.attention_mask(q, k, causal, hidden, bias), False
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=causal, scale=scale).permute(back)
+
+    def can_fuse_attention(self, spec):
+        return self.plan.scheme.fuses_attention(spec.region)
+
+    def relayout(self, name, x, spec, out):
+        if spec == out:
+            return x
+        (conversion,) = self._planned("relayout", name).conversions
+        return apply(self.communicator, x, conversion)
+
+    def pointwise(self, function, *x):
+        return POINTWISE[function](*x)
+
+    @where_present
+    def pointwise_each(self, functions, x, spec, dim):
+        i = spec.dims.index(dim)
+        first, n = self._block(spec)[i]
+        mine = functions[first : first + n]
+        return torch.stack([POINTWISE[f](part) for f, part in zip(mine, x.unbind(i), strict=True)], i)
+
+    @where_present
+    def dropout(self, name, x, spec):
+        if not self.dropout_rate or not self.position.training:
+            return x
+        p = self.position
+        where = dict(zip(spec.dims, self._block(spec), strict=True))
+        first, n = where["batch"]
+        where["batch"] = (first + p.first_sequence, n)
+        order = sorted(range(len(spec.dims)), key=lambda i: spec.dims[i] != "batch")  # batch major: its size is open
+        dims = [spec.dims[i] for i in order]
+        sizes = dict(zip(spec.dims, self.plan.global_shape(spec), strict=True))
+        strides = [prod(sizes[d] for d in dims[i + 1 :]) for i in range(len(dims))]
+        ids = random.elements([where[d] for d in dims], strides, x.device)
+        keep = random.keep_mask(random.key(p.seed, "dropout", p.step, name), ids, self.dropout_rate)
+        back = [dims.index(d) for d in spec.dims]
+        return x * (keep.permute(back).to(x.dtype) / (1 - self.dropout_rate))
+
+    def cross_entropy(self, name, logits, spec, labels, smoothing=0.0):
+        planned = self._planned("cross_entropy", name)
+        first, _ = self._block(spec)[spec.dims.index("vocab")]
+        vocab, labels = self.plan.sizes["vocab"], labels["cross_entropy", name]
+        if absent(logits):
+            return logits.sum()
+        smoothing = smoothing if self.position.training else 0.0
+        return statistics.cross_entropy(logits, labels, self.communicator, planned.over, first, vocab, smoothing)
+
+    def squared_error(self, name, y, target, spec, ids):
+        padding = ids["squared_error", name] < 0
+        error = statistics.accumulate(y) - statistics.accumulate(target.detach())
+        if not absent(y):
+            kept = [d for d in spec.dims if d in ("length", "batch")]
+            rows = padding if kept == ["length", "batch"] else padding.t()
+            shape = dict(zip(spec.dims, y.shape, strict=True))
+            error = error.masked_fill(rows.reshape([shape[d] if d in kept else 1 for d in spec.dims]), 0)
+        return error.square().double().sum() / 2
+
+    def gathered(self, x: Tensor, spec: Spec) -> Tensor:
+        """An activation, whole on every rank, without gradient; vocab without padding. For sampling text."""
+        whole = convert(self.communicator, x, relayout_steps(spec.dims, self.plan.layout(spec), Layout())).wait()
+        for i, size in enumerate(self.plan.global_shape(spec)):
+            whole = whole.narrow(i, 0, size)
+        return whole
+
+
+def initialise(plan: Plan, communicator: Communicator, p: Parameter, seed: int, out: Tensor) -> None:
+    """Fills this rank's block of a parameter from (seed, global name, global element)."""
+    with torch.no_grad():
+        if p.init == "normal":
+            where = plan.block(p, communicator.coordinates)
+            random.fill_normal_(out, random.key(seed, "init", p.name), p.std, where, plan.global_shape(p))
+        else:
+            out.fill_({"zeros": 0.0, "ones": 1.0}[p.init])

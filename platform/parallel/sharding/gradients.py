@@ -1,0 +1,110 @@
+"""What moves once a step, in buckets: the deferred reductions of gradients, and updated chunks. And the global norm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from platform.parallel.communicator.base import Communicator
+from platform.parallel.sharding import shards
+from platform.parallel.sharding.convert import Pending, convert
+from platform.plan.core.plan import Plan
+from platform.plan.language.layout import at_zero
+from platform.plan.language.ops import Parameter
+
+BUCKET_BYTES = 32 << 20
+PIECE = {"cpu": 1 << 16, "cuda": 1 << 24}  # elements whose squares are summed at a time: what fits a cache, or pays
+
+
+def _buckets(parameters: Sequence[Parameter], tensors: Mapping[str, Tensor]) -> Iterator[list[Parameter]]:
+    """The parameters in runs whose `tensors` are launched together."""
+    bucket: list[Parameter] = []
+    size = 0
+    for p in parameters:
+        nbytes = tensors[p.name].nbytes
+        if bucket and size + nbytes > BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(p)
+        size += nbytes
+    if bucket:
+        yield bucket
+
+
+class Reduction:
+    """The deferred reductions of partial gradients under way: every bucket's first collective is issued at once.
+
+    `gradients`: name -> sum over the microbatches, shaped as the compute copy, of all parameters or some. They must not
+    be used any more.
+    """
+
+    @torch.no_grad()
+    def __init__(self, plan: Plan, communicator: Communicator, gradients: Mapping[str, Tensor]):
+        self._plan = plan
+        self._done: dict[str, Tensor] = {}
+        self._under_way: list[tuple[list[Parameter], Pending]] = []
+        reduced = {p.name for b in plan.buckets for p in b.parameters}
+        self._done.update((name, g) for name, g in gradients.items() if name not in reduced)
+        for b in plan.buckets:
+            if not at_zero(b.only, communicator.coordinates):
+                continue
+            steps, parts = plan.reduction(b), plan.mesh.extent(plan.scattered(b.axes))
+            for bucket in _buckets([p for p in b.parameters if p.name in gradients], gradients):
+                rows = [shards.flatten(gradients[p.name], parts).view(parts, -1) for p in bucket]  # a row per rank
+                self._under_way.append((bucket, convert(communicator, torch.cat(rows, 1), steps, owned=True)))
+
+    @torch.no_grad()
+    def wait(self) -> dict[str, Tensor]:
+        """Name -> the whole sum of this rank's block or chunk, shaped as the master copy."""
+        for _, pending in self._under_way:
+            pending.proceed()
+        for bucket, pending in self._under_way:
+            shapes = [self._plan.master_shape(p) for p in bucket]
+            parts = pending.wait().flatten().split([torch.Size(shape).numel() for shape in shapes])
+            triples = zip(bucket, parts, shapes, strict=True)
+            self._done.update((p.name, part.view(shape)) for p, part, shape in triples)
+        return self._done
+
+
+def owns(communicator: Communicator, axes: Iterable[str]) -> bool:
+    """Whether this rank is the one of its stage that counts what is split over `axes`, replicated over all others."""
+    split = {"stage", *axes}
+    return all(i == 0 for axis, i in communicator.coordinates.items() if axis not in split)
+
+
+@torch.no_grad()
+def squared_norm(plan: Plan, communicator: Communicator, gradients: Mapping[str, Tensor]) -> Tensor:
+    """Return this rank's part of the squared 2-norm of the gradient, summed in fp64: what is replicated is counted
+    once, and tied parameters on the stage that owns them. `plan`: of its stage.
+
+    Padded rows of vocab and the padding of chunks have zero gradient and do not count.
+    """
+    here = [p for p in plan.parameters if plan.homes[p.name][0] == communicator.coordinates["stage"]]
+    mine = [gradients[p.name] for p in here if owns(communicator, plan.split_over(p))]
+    if not mine:
+        return torch.zeros((), dtype=torch.float64, device=communicator.device)
+    return torch.stack([_squares(g) for g in mine]).sum()
+
+
+def _squares(g: Tensor) -> Tensor:
+    """Sum the squares of a tensor in fp64, of which no more than a piece is there at a time."""
+    wide = (piece.double() for piece in g.flatten().split(PIECE[g.device.type]))
+    return torch.stack([piece.dot(piece) for piece in wide]).sum()
+
+
+@torch.no_grad()
+def gather(plan: Plan, communicator: Communicator, masters: Mapping[str, Tensor], blocks: Mapping[str, Tensor]) -> None:
+    """Copies the chunks of all ranks' master copies, in the type of `blocks`, into the whole local blocks; all buckets
+    are under way at once."""
+    under_way = []
+    for bucket in _buckets(plan.parameters, masters):
+        flat = torch.cat([masters[p.name].to(blocks[p.name].dtype) for p in bucket])
+        under_way.append((bucket, convert(communicator, flat, plan.gathering)))
+    for bucket, pending in under_way:
+        ranks = pending.wait().view(plan.mesh.extent(plan.sharded), -1)
+        parts = ranks.split([masters[p.name].numel() for p in bucket], 1)
+        for p, part in zip(bucket, parts, strict=True):
+            block = blocks[p.name]
+            block.copy_(shards.unflatten(part, block.shape))

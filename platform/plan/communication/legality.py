@@ -1,0 +1,88 @@
+"""Which plans cannot be, and the nearest ones that can."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from platform.plan.communication.operations import plan_operation
+from platform.plan.communication.planner import Planner
+from platform.plan.language.numbers import divisors
+from platform.plan.language.ops import Operation, Spec
+
+_ELSEWHERE = "on another axis, or on none"
+KEYS = {"batch": "train.microbatch", "length": "model.length", "memory_length": "model.length"}
+
+
+class IllegalPlan(ValueError):
+    """A plan that cannot be. `violations` has one line each."""
+
+    def __init__(self, violations: Sequence[str]):
+        self.violations = list(violations)
+        super().__init__("\n".join(self.violations))
+
+
+def violations(planner: Planner, operations: Sequence[Operation], microbatch: int) -> list[str]:
+    """One line per clash of two dims on one axis and per dim that its axes do not divide, naming where it occurs."""
+    clashes: dict[tuple[str, str, str], dict[str, None]] = defaultdict(dict)  # (axis, dim, dim) -> operations
+    splits: dict[tuple[str, int, tuple[str, ...]], dict[str, None]] = defaultdict(dict)  # (dim, size, axes) -> regions
+    for o in operations:
+        for t in (*o.inputs, *o.outputs):
+            layout = planner.layout(t)
+            if clash := layout.conflict():
+                clashes[clash][f"{o.kind} {o.name}: {t if isinstance(t, Spec) else ' '.join(t.dims)}"] = None
+            sizes = {**planner.sizes_of(t), "batch": microbatch}
+            for d, axes in layout.items():
+                splits[d, sizes[d], axes][t.region if isinstance(t, Spec) else "parameters"] = None
+    lines = [_clash(*clash, list(found)) for clash, found in clashes.items()]
+    for (d, size, axes), regions in splits.items():
+        if line := _indivisible(planner, d, size, axes, list(regions)):
+            lines.append(line)
+    if not lines:  # what no tensor shows by itself: the operations' iteration spaces
+        fine = set()  # layers are alike but for names
+        for o in operations:
+            if (alike := o.anonymous) in fine:
+                continue
+            try:
+                planner.partial(o)
+                plan_operation(planner, o)
+                fine.add(alike)
+            except ValueError as error:
+                lines.append(f"tensor: illegal layout: in {o.kind} {o.name}, {error}; legal: one of them {_ELSEWHERE}")
+    return lines
+
+
+def _clash(axis: str, first: str, second: str, found: Sequence[str]) -> str:
+    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    return (
+        f"tensor: illegal layout: axis {axis} would split both {first} and {second} in {found[0]}{more};"
+        f" legal: {first} or {second} {_ELSEWHERE}"
+    )
+
+
+def _indivisible(planner: Planner, d: str, size: int, axes: Sequence[str], found: Sequence[str]) -> str | None:
+    """A dim whose size its axes do not divide. `data` always divides batch; vocab is padded."""
+    axes = [a for a in axes if (d, a) != ("batch", "data")]
+    n = planner.mesh.extent(axes)
+    if d == "vocab" or size % n == 0:
+        return None
+    own = d in ("length", "memory_length") and size != planner.sizes[d]
+    key = "model.source_length" if own else KEYS.get(d, f"model.{d}")
+    whole = divisors(size)
+    parts = [max(k for k in whole if k < n), *(k for k in whole if k > n)][:2]
+    product = " x ".join(planner.scheme.key(a) for a in axes)
+    given = " x ".join(f"{planner.scheme.key(a)}={planner.mesh.axes[a]}" for a in axes)
+    sizes = " or ".join(str(k) for k in _legal_sizes(planner, d, size, n) if k)
+    either = f"{key}={sizes}, or " if sizes else ""
+    return (
+        f"{key}={size} is not divisible by {given} ({', '.join(found)});"
+        f" nearest legal: {either}{product}={' or '.join(map(str, parts))}"
+    )
+
+
+def _legal_sizes(planner: Planner, d: str, size: int, n: int) -> list[int]:
+    """The multiples of n next to `size`; of heads only those that divide d_model, where they share it."""
+    if d == "heads":
+        legal = [k for k in divisors(planner.sizes["d_model"]) if k % n == 0 and k <= 2 * max(size, n)]
+        return [max((k for k in legal if k < size), default=0), min((k for k in legal if k > size), default=0)]
+    return [size // n * n, size // n * n + n]  # `size` itself is none

@@ -1,0 +1,248 @@
+"""The one rule of communication (DESIGN section 3): layouts in, collectives and their adjoints out.
+
+An activation that is replicated over an axis has the same, whole gradient on every rank of that axis; a split one has
+its block of the gradient. A parameter's gradient may stay partial over axes until the end of the step. A tensor that
+exists at index 0 of an axis alone (`Layout.only`) has its gradient there alone; elsewhere both are empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from platform.plan.language.layout import Layout, prefix
+
+
+@dataclass(frozen=True)
+class Step:
+    """One move of one tensor. `dim` is the position of the dim that is split or joined.
+
+    all_gather      joins `dim` over `axes`
+    reduce_scatter  sums over `axes` and splits `dim`
+    all_reduce      sums over `axes`, which may be several at once
+    all_to_all      splits `dim` and joins `joined` over `axes`
+    slice           splits `dim`, free
+    pad             puts the block back into zeros along `dim`, free: the adjoint of a parameter's slice
+    flatten         one dim, padded with zeros to a multiple of the ranks along `axes`, free
+    unflatten       the block of `shape` back out of it, free
+    broadcast       gives the tensor of index 0 along `axes` to all
+    reduce          sums over `axes` to index 0, which alone keeps the result
+    scatter         splits `dim` of the tensor of index 0
+    gather          joins `dim` at index 0, which alone keeps the result
+    drop            only index 0 keeps the tensor, free
+
+    The ranks at index 0 of the axes `only` take the step; the others have nothing. `shape`: of what a broadcast or a
+    scatter gives to ranks that had nothing, and of the block that comes out of `unflatten`.
+    """
+
+    op: str
+    axes: tuple[str, ...]
+    dim: int = 0
+    joined: int = 0
+    only: tuple[str, ...] = ()
+    shape: tuple[int, ...] = ()
+
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce", "scatter", "gather")
+APPEAR = ("broadcast", "scatter")  # ranks that had nothing have a block
+VANISH = ("reduce", "gather", "drop")  # ranks other than index 0 have nothing any more
+WIDEN = ("all_gather", "gather", "broadcast")
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What happens to one operand (forward) and to its gradient (backward)."""
+
+    forward: tuple[Step, ...] = ()
+    backward: tuple[Step, ...] = ()
+
+    def reversed(self) -> Conversion:
+        return Conversion(self.backward, self.forward)
+
+
+def relayout_steps(dims: Sequence[str], source: Layout, target: Layout) -> tuple[Step, ...]:
+    """The fewest moves from one layout to another: slices first (they shrink what moves), an axis that moves between
+    dims as one all-to-all, gathers minor first."""
+    now = {d: list(source[d]) for d in dims}
+    only = list(source.only)
+    wanted = {a for d in dims for a in target[d]}
+    steps: list[Step] = []
+
+    def next_axis(d: str) -> str | None:
+        goal = target[d]
+        return goal[len(now[d])] if len(now[d]) < len(goal) and list(goal[: len(now[d])]) == now[d] else None
+
+    def surplus(d: str) -> bool:
+        return list(prefix(now[d], target[d])) != now[d]
+
+    def move() -> Step | None:
+        used = {a for axes in now.values() for a in axes}
+        if dropped := tuple(a for a in target.only if a not in only and a not in used):
+            only.extend(dropped)
+            return Step("drop", dropped)
+        wanting = [(i, d, a) for i, d in enumerate(dims) if (a := next_axis(d))]
+        for i, d, a in wanting:
+            if a in only:
+                only.remove(a)
+                now[d].append(a)
+                return Step("scatter", (a,), i)
+            if a not in used:
+                now[d].append(a)
+                return Step("slice", (a,), i)
+        if shared := tuple(a for a in only if a not in target.only and a not in wanted):
+            only[:] = [a for a in only if a not in shared]
+            return Step("broadcast", shared)
+        for i, d, a in wanting:
+            for j, e in enumerate(dims):
+                if e != d and surplus(e) and now[e][-1] == a:
+                    now[e].pop()
+                    now[d].append(a)
+                    return Step("all_to_all", (a,), i, j)
+        surplus_dims = sorted((now[d][-1] in wanted, j) for j, d in enumerate(dims) if surplus(d))
+        if not surplus_dims:
+            return None
+        j = surplus_dims[0][1]
+        axis = now[dims[j]].pop()
+        if axis not in target.only:
+            return Step("all_gather", (axis,), j)
+        only.append(axis)
+        return Step("gather", (axis,), j)
+
+    while step := move():
+        steps.append(step)
+    assert all(tuple(now[d]) == target[d] for d in dims), (dims, source, target)
+    assert set(only) == set(target.only), (dims, source, target)
+    return _located(steps, source.only)
+
+
+def _adjoint(step: Step, partial: Sequence[str], parameter: bool) -> list[Step]:
+    match step.op:
+        case "all_gather":
+            return [replace(step, op="reduce_scatter" if step.axes[0] in partial else "slice")]
+        case "slice":
+            return [replace(step, op="pad" if parameter else "all_gather")]
+        case "all_to_all":
+            return [replace(step, dim=step.joined, joined=step.dim)]
+        case "broadcast":
+            summed = tuple(a for a in step.axes if a in partial)
+            same = tuple(a for a in step.axes if a not in partial)
+            return [Step(op, axes) for op, axes in (("drop", same), ("reduce", summed)) if axes]
+    if parameter and step.op in ("drop", "gather"):
+        raise ValueError("a parameter of every rank would be used at index 0 alone")
+    return [replace(step, op={"scatter": "gather", "gather": "scatter", "drop": "broadcast"}[step.op])]
+
+
+def _located(steps: Sequence[Step], only: Sequence[str]) -> tuple[Step, ...]:
+    """The steps with the axes at whose index 0 alone they are taken, starting from a tensor that exists at `only`."""
+    here = list(only)
+    out = []
+    for step in steps:
+        if step.op in APPEAR:
+            here = [a for a in here if a not in step.axes]
+        out.append(replace(step, only=tuple(here)))
+        if step.op in VANISH:
+            here += step.axes
+    return tuple(out)
+
+
+def enter(
+    dims: Sequence[str],
+    source: Layout,
+    target: Layout,
+    compute_axes: Sequence[str],
+    *,
+    parameter: bool = False,
+) -> Conversion:
+    """Brings an operand into an operation that computes on `compute_axes` (rule, steps 2 and 3).
+
+    The gradient of an activation is all-reduced over the compute axes that it lacks; a parameter's stays partial over
+    `partial_axes`.
+    """
+    forward = relayout_steps(dims, source, target)
+    # The gradient is partial over the axes that take part in the computation, but not over one that this operand is
+    # split over: undoing a slice gives every rank the whole gradient (for a parameter, zeros around its block).
+    partial = [a for a in compute_axes if parameter or a not in target.axes]
+    backward = [adjoint for s in reversed(forward) for adjoint in _adjoint(s, partial, parameter)]
+    lacking = tuple(a for a in partial_axes(source, compute_axes) if a not in target.axes)
+    if lacking and not parameter:
+        # before what widens, after what narrows or leaves fewer ranks
+        at = next((i for i, s in enumerate(backward) if s.op in WIDEN), len(backward))
+        backward.insert(at, Step("all_reduce", lacking))
+    return Conversion(forward, _located(backward, target.only))
+
+
+def partial_axes(source: Layout, compute_axes: Sequence[str]) -> tuple[str, ...]:
+    """The axes over which a parameter's gradient is partial after its use."""
+    return tuple(a for a in compute_axes if a not in source.axes and a not in source.only)
+
+
+def leave(dims: Sequence[str], source: Layout, target: Layout, partial: Sequence[str]) -> Conversion:
+    """From the local result to the wanted layout (rule, step 5): `source` is a prefix of `target` in every dim."""
+    forward: list[Step] = []
+    left = list(partial)
+    for i, d in enumerate(dims):
+        for axis in target[d][len(source[d]) :]:
+            if axis in left:
+                left.remove(axis)
+                forward.append(Step("reduce_scatter", (axis,), i))
+            else:
+                forward.append(Step("slice", (axis,), i))
+    backward = [replace(s, op="all_gather") for s in reversed(forward)]
+    to_zero = tuple(a for a in target.only if a in left)
+    dropped = tuple(a for a in target.only if a not in (*left, *source.only))
+    forward += [Step(op, axes) for op, axes in (("drop", dropped), ("reduce", to_zero)) if axes]
+    if dropped or to_zero:
+        backward.insert(0, Step("broadcast", (*dropped, *to_zero)))
+    if rest := tuple(a for a in left if a not in to_zero):
+        forward.append(Step("all_reduce", rest))
+    return Conversion(_located(forward, source.only), _located(backward, target.only))
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """The rule applied to one einsum."""
+
+    compute: Layout  # over every dim of the iteration space; `only`: where alone it is computed
+    axes: tuple[str, ...]  # C: all axes in the compute layout
+    inputs: tuple[Conversion, ...]
+    output: Conversion
+
+
+def contract(
+    inputs: Sequence[tuple[Sequence[str], Layout, bool]],
+    output: tuple[Sequence[str], Layout],
+) -> Contraction:
+    """Plans an einsum of (dims, layout, is_parameter) operands into (dims, layout).
+
+    Raises ValueError where one axis would serve two dims of the iteration space; the message names axis and dims.
+    """
+    out_dims, out = output
+    space = list(dict.fromkeys(d for dims, _, _ in inputs for d in dims))
+    compute: dict[str, tuple[str, ...]] = {}
+    for d in space:
+        lists = [layout[d] for dims, layout, _ in inputs if d in dims]
+        compute[d] = prefix(*lists, out[d]) if d in out_dims else prefix(*lists)
+
+    def used() -> set[str]:
+        return {a for axes in compute.values() for a in axes}
+
+    for d in out_dims:  # what no operand splits but the output wants split is sliced first
+        for axis in out[d][len(compute[d]) :]:
+            if axis in used():
+                break
+            compute[d] += (axis,)
+
+    layout = Layout.of(compute, out.only)  # where the output exists, unless the axis shares the work
+    if clash := layout.conflict():
+        raise ValueError(f"axis {clash[0]} would split both {clash[1]} and {clash[2]}")
+    axes = tuple(dict.fromkeys(a for d in space for a in compute[d]))
+    partial = [a for d in space if d not in out_dims for a in compute[d]]
+    return Contraction(
+        compute=layout,
+        axes=axes,
+        inputs=tuple(
+            enter(dims, have, layout.restrict(dims), axes, parameter=is_parameter)
+            for dims, have, is_parameter in inputs
+        ),
+        output=leave(out_dims, layout.restrict(out_dims), out, partial),
+    )

@@ -1,0 +1,34 @@
+"""What a plan moves: the bytes of every collective, by the contract's rule (DESIGN section 7)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from platform.plan.communication.planned import Collective
+from platform.plan.language.mesh import Mesh
+
+# Elements moved by one group of n members, where one member's input has e elements (of a scatter: where one member
+# gets e elements, so that it moves what its adjoint, the gather, does): the contract's conventions.
+TRAFFIC = {
+    "all_gather": lambda n, e: n * (n - 1) * e,
+    "reduce_scatter": lambda n, e: (n - 1) * e,
+    "all_to_all": lambda n, e: (n - 1) * e,
+    "all_reduce": lambda n, e: 2 * (n - 1) * e,
+    "broadcast": lambda n, e: (n - 1) * e,
+    "reduce": lambda n, e: (n - 1) * e,
+    "scatter": lambda n, e: (n - 1) * e,
+    "gather": lambda n, e: (n - 1) * e,
+    "send": lambda n, e: n * e,  # every one of n stages sends
+}
+
+
+def label(op: str, axes: Iterable[str]) -> str:
+    """The key of `comm_bytes`, such as `all_reduce/data+t`."""
+    return f"{op}/{'+'.join(axes)}"
+
+
+def moved_bytes(c: Collective, mesh: Mesh, itemsize: dict[str, int]) -> int:
+    """Bytes that all workers together move in one launch of `c`; `itemsize`: bytes per element of each dtype class."""
+    n = mesh.extent(c.axes)
+    groups = mesh.size // n // mesh.extent(c.only)
+    return TRAFFIC[c.op](n, c.elements) * itemsize[c.dtype] * groups

@@ -1,0 +1,239 @@
+"""The plan: everything that the driver decides about a run, as data that workers execute and people read."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+
+from platform.plan.communication.planned import Collective, PlannedOperation
+from platform.plan.communication.planner import Planner
+from platform.plan.communication.rule import Step
+from platform.plan.communication.traffic import moved_bytes
+from platform.plan.core.chunks import Chunk, einsum_flops, replicated_axes
+from platform.plan.language.layout import Layout, block, padded
+from platform.plan.language.mesh import Mesh
+from platform.plan.language.ops import KEEP, LOSSES, Parameter, Recompute, Spec
+from platform.plan.language.scheme import Scheme
+
+# precision -> bytes per element of each dtype class (`master`: parameters and optimizer state)
+ITEMSIZE = {
+    "fp64": {"compute": 8, "accumulate": 8, "master": 8},
+    "fp32": {"compute": 4, "accumulate": 4, "master": 4},
+    "bf16": {"compute": 2, "accumulate": 4, "master": 4},
+}
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters whose gradients are summed over `axes` once a step, by the ranks at index 0 of the axes `only`."""
+
+    axes: tuple[str, ...]
+    only: tuple[str, ...]
+    parameters: tuple[Parameter, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`sizes` are those of one microbatch of all replicas together (batch = microbatch x data), vocab as configured;
+    the planner's have vocab padded. `reductions`: parameter name -> axes over which its gradient is summed once a
+    step. `homes`: parameter name -> the stages that use it, the first of which owns it; the others of a tied parameter
+    hold copies. `scatter_gather`: stages send 1/n of a tensor that n ranks of a stage replicate. `sharded`: axes over
+    which master copies, reduced gradients and optimizer state are kept in shards: equal padded parts of the flattened
+    local block, one per rank.
+    """
+
+    planner: Planner
+    precision: str
+    microbatches: int
+    sequences: int
+    sizes: Mapping[str, int]
+    parameters: tuple[Parameter, ...]
+    reductions: Mapping[str, tuple[str, ...]]
+    homes: Mapping[str, tuple[int, ...]]
+    chunks: tuple[Chunk, ...]
+    sharded: tuple[str, ...] = ()
+    scatter_gather: bool = True
+    recompute: Recompute = KEEP
+    warnings: tuple[str, ...] = ()
+
+    @cached_property
+    def operations(self) -> dict[tuple[str, str], PlannedOperation]:
+        """By (kind, name), in order. Chunks that share an operation, such as relative positions, plan it alike."""
+        return {key: o for chunk in self.chunks for key, o in chunk.operations.items()}
+
+    @property
+    def stages(self) -> int:
+        return self.mesh.axes["stage"]
+
+    def at(self, stage: int) -> Plan:
+        """What one stage sees of the plan: its chunks and their parameters."""
+        chunks = tuple(c for c in self.chunks if c.stage == stage)
+        return replace(self, chunks=chunks, parameters=tuple(p for p in self.parameters if stage in self.homes[p.name]))
+
+    @cached_property
+    def tied(self) -> dict[str, tuple[int, ...]]:
+        """Parameters on several stages: their gradients are summed over these once a step."""
+        return {p.name: self.homes[p.name] for p in self.parameters if len(self.homes[p.name]) > 1}
+
+    @cached_property
+    def neighbours(self) -> list[tuple[int, int]]:
+        """Pairs of stages that send each other something, the lower first."""
+        pairs = [(a.stage, b.stage) for a, b in zip(self.chunks, self.chunks[1:], strict=False)]
+        pairs += [(owner, other) for owner, *others in self.tied.values() for other in others]
+        return sorted({(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]})
+
+    def shared_axes(self, spec: Spec) -> tuple[str, ...]:
+        """The axes over which a tensor is scattered when it is sent to another stage, and gathered there."""
+        return replicated_axes(self.layout(spec), self.mesh) if self.scatter_gather else ()
+
+    def sent_elements(self, spec: Spec) -> int:
+        """What each rank sends of an activation, or of its gradient, to another stage."""
+        return self.shared_elements(spec, self.shared_axes(spec))
+
+    def kept_axes(self, spec: Spec) -> tuple[str, ...]:
+        """The axes over which a tensor that is kept for recomputation is scattered until then."""
+        return replicated_axes(self.layout(spec), self.mesh)
+
+    def shared_elements(self, spec: Spec, axes: tuple[str, ...]) -> int:
+        """The size of an equal part of a local block, padded, for every rank along `axes`."""
+        n = self.mesh.extent(axes)
+        return padded(prod(self.local_shape(spec)), n) // n
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.planner.mesh
+
+    @property
+    def scheme(self) -> Scheme:
+        return self.planner.scheme
+
+    @property
+    def storage(self) -> tuple[str, ...]:
+        """Those of the sharded axes over which not even the compute copies are whole between uses."""
+        return self.planner.storage
+
+    def layout(self, tensor: Spec | Parameter) -> Layout:
+        return self.planner.layout(tensor)
+
+    def local_shape(self, tensor: Spec | Parameter) -> tuple[int, ...]:
+        """The shape of the block of every rank that has one."""
+        return self.planner.shape(tensor)
+
+    def present(self, tensor: Spec | Parameter, coordinates: Mapping[str, int]) -> bool:
+        """Whether the rank at `coordinates` has a block of a tensor: some exist on sub-grid 0 alone, and parameters on
+        the stages that use them."""
+        here = not isinstance(tensor, Parameter) or coordinates["stage"] in self.homes[tensor.name]
+        return here and self.layout(tensor).present(coordinates)
+
+    def block(self, tensor: Spec | Parameter, coordinates: Mapping[str, int]) -> list[tuple[int, int]]:
+        """(offset, extent) per dim of the block at `coordinates`; the last blocks of vocab may reach into padding."""
+        return block(tensor.dims, self.planner.sizes_of(tensor), self.layout(tensor), self.mesh, coordinates)
+
+    def shard(self, p: Parameter, coordinates: Mapping[str, int]) -> tuple[int, int]:
+        """(start, stop) of what the rank at `coordinates` keeps of its flattened local block as master copy and as
+        optimizer state: all of it, or its chunk without the padding, which may be empty."""
+        elements = prod(self.local_shape(p))
+        shard = self.planner.shard(p, self.sharded)
+        start = self.mesh.index(coordinates, self.sharded) * shard
+        return min(start, elements), min(start + shard, elements)
+
+    def master_shape(self, p: Parameter) -> tuple[int, ...]:
+        """The shape of a rank's master copy and reduced gradient: its block, or its chunk with the padding."""
+        return (self.planner.shard(p, self.sharded),) if self.sharded else self.local_shape(p)
+
+    def stored_shape(self, p: Parameter) -> tuple[int, ...]:
+        """The shape of a rank's compute copy between uses, and of its gradient."""
+        return self.planner.stored(p)
+
+    def split_over(self, p: Parameter) -> tuple[str, ...]:
+        """The axes along which ranks have different parts of the master copy."""
+        return (*self.layout(p).axes, *self.sharded)
+
+    def global_shape(self, tensor: Spec | Parameter) -> tuple[int, ...]:
+        """The tensor as the model means it: vocab without padding."""
+        return tuple({**self.sizes, **dict(tensor.sizes)}[d] for d in tensor.dims)
+
+    @cached_property
+    def itemsize(self) -> dict[str, int]:
+        return ITEMSIZE[self.precision]
+
+    @cached_property
+    def buckets(self) -> list[Bucket]:
+        """The deferred gradient reductions, in model order."""
+        found: dict[tuple[tuple[str, ...], tuple[str, ...]], list[Parameter]] = defaultdict(list)
+        for p in self.parameters:
+            found[self.reductions[p.name], self.layout(p).only].append(p)
+        return [Bucket(axes, only, tuple(parameters)) for (axes, only), parameters in found.items() if axes]
+
+    def scattered(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """Those of the axes of a deferred reduction over which it leaves chunks."""
+        return tuple(a for a in axes if a in self.sharded)
+
+    def reduction(self, bucket: Bucket) -> list[Step]:
+        """The moves of a bucket of gradients [ranks along the scattered axes, elements of a shard]. It is scattered
+        first: the fewest bytes."""
+        scattered = self.scattered(bucket.axes)
+        summed = tuple(a for a in bucket.axes if a not in scattered)
+        moves = (("reduce_scatter", scattered), ("all_reduce", summed))
+        return [Step(op, over, only=bucket.only) for op, over in moves if over]
+
+    @property
+    def gathering(self) -> list[Step]:
+        """The moves of a bucket [elements] of updated chunks where the compute copies are whole blocks."""
+        return [Step("all_gather", self.sharded)]
+
+    @cached_property
+    def parameter_count(self) -> int:
+        return sum(prod(self.global_shape(p)) for p in self.parameters)
+
+    @cached_property
+    def local_parameter_count(self) -> int:
+        """What a worker keeps between uses: compute copies, on the stage and at the coordinates where most are."""
+        return max(self.parameters_at({**self.mesh.coordinates(0), "stage": c.stage}) for c in self.chunks)
+
+    def parameters_at(self, coordinates: Mapping[str, int]) -> int:
+        """How many elements of parameters the worker at `coordinates` keeps between uses."""
+        return sum(prod(self.stored_shape(p)) for p in self.parameters if self.present(p, coordinates))
+
+    def masters_at(self, coordinates: Mapping[str, int]) -> int:
+        """What the optimizer of the worker at `coordinates` updates: master copies, each with the optimizer's state."""
+        return sum(prod(self.master_shape(p)) for p in self.parameters if self.present(p, coordinates))
+
+    @cached_property
+    def elsewhere(self) -> dict[str, int] | None:
+        """The coordinates of a worker outside of sub-grid 0, where some tensors exist there alone; else None."""
+        only = self.scheme.sub_grid_zero
+        return {a: int(a in only) for a in self.mesh.axes} if only else None
+
+    @cached_property
+    def tokens_per_step(self) -> int:
+        return self.sequences * self.sizes["length"]
+
+    @cached_property
+    def flops_per_token(self) -> float:
+        """Model FLOPs of forward and backward: every einsum three times, no recomputation, attention not halved for
+        its causal mask (6N + 12 layers d_model length, with N the parameters of the einsums)."""
+        forward = sum(einsum_flops(o.operation, self.sizes) for o in self.operations.values())
+        return 3 * forward / (self.sizes["batch"] * self.sizes["length"])
+
+    @cached_property
+    def readers(self) -> dict[str, dict[tuple[str, str], Layout]]:
+        """Data tensor -> operation that reads it -> the layout over batch and length in which it does."""
+        out: dict[str, dict[tuple[str, str], Layout]] = defaultdict(dict)
+        for key, o in self.operations.items():
+            if o.operation.reads is not None:
+                out[o.operation.reads][key] = o.tokens
+        return dict(out)
+
+    @cached_property
+    def loss_layout(self) -> Layout:
+        """The layout of what a rank's loss is the sum over: all axes over which the loss is a sum of parts."""
+        return next(o.tokens for (kind, _), o in self.operations.items() if kind in LOSSES)
+
+    def moved_bytes(self, c: Collective) -> int:
+        """Bytes that all workers together move in one launch of `c`, which one stage makes unless it spans stages."""
+        everywhere = moved_bytes(c, self.mesh, {**self.itemsize, "metrics": 8})
+        return everywhere if "stage" in c.axes and c.op != "send" else everywhere // self.stages

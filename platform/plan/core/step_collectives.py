@@ -1,0 +1,93 @@
+"""The collectives of one training step: those of operations, between stages, of gradients and of updates."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from math import prod
+
+from platform.plan.communication.planned import Collective
+from platform.plan.communication.traffic import label
+from platform.plan.core.plan import Plan
+from platform.plan.language.ops import Spec
+
+METRICS = 2  # fp64 numbers that are summed over the world once a step: loss and squared gradient norm
+
+
+def step_collectives(plan: Plan) -> list[tuple[str, Collective, int]]:
+    """Every collective of one training step: where it belongs, itself, and its launches per rank.
+
+    Those of an operation, a send, and those of gradients and updates belong to the ranks of one stage only.
+    """
+    found = []
+    for chunk in plan.chunks:
+        for (kind, name), o in chunk.operations.items():
+            for c in o.collectives:
+                twice = o.operation.recomputed and c.phase == "forward"
+                found.append((f"{kind} {name}", c, plan.microbatches * (2 if twice else 1)))
+        for spec in chunk.kept:
+            if axes := plan.kept_axes(spec):
+                n = plan.shared_elements(spec, axes)
+                when = "compute", "backward", "recomputation", "at once"
+                c = Collective("all_gather", axes, n, *when, plan.layout(spec).only)
+                found.append((f"kept {spec}", c, plan.microbatches))
+    for here, there in zip(plan.chunks, plan.chunks[1:], strict=False):
+        if here.stage != there.stage:
+            for name, spec in here.sends:
+                where = f"stage {here.stage} to {there.stage} {name}"
+                found += [(where, c, plan.microbatches) for c in _transfer(plan, spec)]
+    for stage in dict.fromkeys(c.stage for c in plan.chunks):
+        found += update_collectives(plan.at(stage))
+    for p in plan.parameters:
+        if others := len(plan.tied.get(p.name, ())[1:]):
+            elements = prod(plan.master_shape(p))
+            when = "accumulate", "reduce", "gradients", "optimizer"
+            c = Collective("send", ("stage",), elements, *when, plan.layout(p).only)
+            found.append((f"tied {p.name}", c, 2 * others))
+    if world := plan.mesh.ordered(plan.mesh.axes):
+        c = Collective("all_reduce", world, METRICS, "metrics", "reduce", "gradients", "clipping")
+        found.append(("loss and norm", c, 1))
+    return found
+
+
+def update_collectives(plan: Plan) -> list[tuple[str, Collective, int]]:
+    """Of one stage: its gradients are summed, and its updated parameters gathered."""
+    found = []
+    for b in plan.buckets:
+        shape = plan.mesh.extent(plan.scattered(b.axes)), sum(prod(plan.master_shape(p)) for p in b.parameters)
+        when = "reduce", "last backward", "clipping"
+        planned = plan.planner.collectives(plan.reduction(b), shape, *when, "accumulate")
+        found += [("gradients", c, 1) for c in planned]
+    if plan.sharded and not plan.storage:
+        when = "update", "optimizer", "next step"
+        elements = sum(prod(plan.master_shape(p)) for p in plan.parameters)
+        planned = plan.planner.collectives(plan.gathering, (elements,), *when)
+        found += [("parameters", c, 1) for c in planned]
+    return found
+
+
+def _transfer(plan: Plan, spec: Spec) -> list[Collective]:
+    """An activation goes from stage to stage, and its gradient back."""
+    found = []
+    elements, axes, only = plan.sent_elements(spec), plan.shared_axes(spec), plan.layout(spec).only
+    for phase in ("forward", "backward"):
+        found.append(Collective("send", ("stage",), elements, "compute", phase, phase, "next stage", only))
+        if axes:
+            found.append(Collective("all_gather", axes, elements, "compute", phase, "received", "next stage", only))
+    return found
+
+
+def communication(plan: Plan) -> dict[str, int]:
+    """Return `OP/AXES` -> bytes that all workers move in one training step: what the counters will measure."""
+    out: dict[str, int] = defaultdict(int)
+    for _, c, launches in step_collectives(plan):
+        out[label(c.op, plan.mesh.ordered(c.axes))] += launches * plan.moved_bytes(c)
+    return dict(sorted(out.items()))
+
+
+def groups(plan: Plan) -> list[tuple[str, ...]]:
+    """Return the axes of every process group that a run needs, in one order on all ranks: those of a step; and for text
+    those that split the logits, which are gathered one by one, and the stages, which learn the token."""
+    used = {plan.mesh.ordered(c.axes) for _, c, _ in step_collectives(plan) if c.op != "send"}
+    used |= {(axis,) for axis in plan.scheme.regions["logits"].axes}
+    used |= {("stage",)} if plan.stages > 1 else set()
+    return sorted(used, key=lambda axes: (len(axes), axes))

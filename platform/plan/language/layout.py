@@ -1,0 +1,110 @@
+"""Layouts: which block of a tensor lives on which rank, as a map from tensor dims to mesh axes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from platform.plan.language.mesh import Mesh
+
+# The dims of a Transformer, and of the example of two layers (io, hidden), named as in Mesh-TensorFlow; branches.
+DIMS = ("batch", "length", "memory_length", "d_model", "heads", "kv_heads", "d_kv", "d_ff", "vocab", "io", "hidden",
+        "branch", "d_branch")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Layout(Mapping[str, tuple[str, ...]]):
+    """Tensor dim -> mesh axes, major to minor. A dim without axes is whole; the order of the dims does not matter.
+
+    `only`: axes at whose index 0 alone the tensor exists, in mesh order (D&SP's common layers on one sub-grid). None
+    of them splits a dim.
+    """
+
+    items_: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    only: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, rules: Mapping[str, Sequence[str]], only: Sequence[str] = ()) -> Layout:
+        """`only` holds for those of its axes that split no dim."""
+        split = {a for axes in rules.values() for a in axes}
+        items = tuple(sorted((dim, tuple(axes)) for dim, axes in rules.items() if axes))
+        return cls(items, tuple(a for a in only if a not in split))
+
+    def __getitem__(self, dim: str) -> tuple[str, ...]:
+        for d, axes in self.items_:
+            if d == dim:
+                return axes
+        return ()
+
+    def __iter__(self) -> Iterator[str]:
+        return (dim for dim, _ in self.items_)
+
+    def __len__(self) -> int:
+        return len(self.items_)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return tuple(a for _, axes in self.items_ for a in axes)
+
+    def restrict(self, dims: Iterable[str]) -> Layout:
+        kept = set(dims)
+        return Layout(tuple((d, axes) for d, axes in self.items_ if d in kept), self.only)
+
+    def present(self, coordinates: Mapping[str, int]) -> bool:
+        """Whether the tensor has a block at `coordinates`."""
+        return at_zero(self.only, coordinates)
+
+    def conflict(self) -> tuple[str, str, str] | None:
+        """(axis, dim, dim) where one axis serves two dims, which no tensor can have."""
+        seen: dict[str, str] = {}
+        for dim, axes in self.items_:
+            for axis in axes:
+                if axis in seen:
+                    return axis, seen[axis], dim
+                seen[axis] = dim
+        return None
+
+    def __str__(self) -> str:
+        split = ", ".join(f"{d}: {'+'.join(axes)}" for d, axes in self.items_) or "whole"
+        return split + (f"; only at {'+'.join(self.only)}=0" if self.only else "")
+
+
+def at_zero(axes: Sequence[str], coordinates: Mapping[str, int]) -> bool:
+    """Whether `coordinates` have index 0 along all of `axes`."""
+    return not any(coordinates[a] for a in axes)
+
+
+def prefix(*lists: Sequence[str]) -> tuple[str, ...]:
+    """The longest common prefix."""
+    out: list[str] = []
+    for column in zip(*lists, strict=False):
+        if len(set(column)) > 1:
+            break
+        out.append(column[0])
+    return tuple(out)
+
+
+def padded(size: int, parts: int) -> int:
+    """The smallest multiple of `parts` that is at least `size`."""
+    return -(-size // parts) * parts
+
+
+def block(
+    dims: Sequence[str], sizes: Mapping[str, int], layout: Layout, mesh: Mesh, coordinates: Mapping[str, int]
+) -> list[tuple[int, int]]:
+    """(offset, extent) along every dim of the block of a tensor that lies at `coordinates`.
+
+    A dim that its axes do not divide (only vocab may be one) is padded: the last blocks reach beyond `sizes[dim]`.
+    """
+    out = []
+    for dim in dims:
+        axes = layout[dim]
+        parts = mesh.extent(axes)
+        extent = padded(sizes[dim], parts) // parts
+        out.append((mesh.index(coordinates, axes) * extent, extent))
+    return out
+
+
+def local_shape(dims: Sequence[str], sizes: Mapping[str, int], layout: Layout, mesh: Mesh) -> tuple[int, ...]:
+    """The shape of the block of every rank that has one: all blocks are equal."""
+    return tuple(-(-sizes[d] // mesh.extent(layout[d])) for d in dims)

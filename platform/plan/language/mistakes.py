@@ -1,0 +1,115 @@
+"""Mistakes in a model's own words, found while it is recorded: what is wrong, where, and what would be right."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from platform.plan.language.ops import Parameter, Spec
+from platform.plan.language.scheme import REGIONS, ROLES
+
+INITS = ("normal", "zeros", "ones")
+
+
+class ModelMistake(ValueError):
+    """What a model asks for that cannot be: the reason with its place, and the legal names, if there are any."""
+
+    def __init__(self, name: str, reason: str, legal: Iterable[str] = (), place: str = ""):
+        self.name, self.legal = name, list(legal)
+        self.reason = f"{reason} (at {place or _calling()})"
+        super().__init__(f"{name}: {self.reason}")
+
+
+def check_specs(name: str, tensors: Sequence[Spec | Parameter], sizes: Mapping[str, int]) -> None:
+    """Raises ModelMistake for a region or dim that there is not, and for a dim that comes twice."""
+    for t in tensors:
+        if isinstance(t, Spec) and t.region not in REGIONS:
+            raise ModelMistake(t.region, f"no such region, in {name}", REGIONS)
+        for dim in t.dims:
+            if dim not in sizes and dim not in dict(t.sizes):
+                raise ModelMistake(dim, f"no such dim, in {name}: the model's sizes have none", sizes)
+            if t.dims.count(dim) > 1:
+                raise ModelMistake(dim, f"a dim comes once, in {name}: {' '.join(t.dims)}")
+
+
+def check_parameters(declared: Sequence[Parameter], model: Any, sizes: Mapping[str, int]) -> None:
+    """Raises ModelMistake for what a model's list of parameters cannot hold."""
+    place = defined(model)
+    names = [p.name for p in declared]
+    for p in declared:
+        if names.count(p.name) > 1:
+            raise ModelMistake(p.name, "several parameters have this name", place=place)
+        for value, legal, what in ((p.role, ROLES, "role"), (p.init, INITS, "initialiser")):
+            if value not in legal:
+                raise ModelMistake(value, f"no such {what}, of parameter {p.name}", legal, place)
+        for dim in p.dims:
+            if dim not in sizes and dim not in dict(p.sizes):
+                raise ModelMistake(
+                    dim, f"no such dim, of parameter {p.name}: the model's sizes have none", sizes, place
+                )
+
+
+def check_used(declared: Sequence[Parameter], used: Iterable[str], model: Any) -> None:
+    """Raises ModelMistake for a parameter that no operation uses: it would have no gradient."""
+    there = set(used)
+    for p in declared:
+        if p.name not in there:
+            raise ModelMistake(p.name, "a declared parameter that nothing uses", place=defined(model))
+
+
+@contextmanager
+def of_the_user(model: Any) -> Iterator[None]:
+    """Turns whatever a model of the user's own raises into a ModelMistake with its place; ours are let through."""
+    try:
+        yield
+    except (ModelMistake, MemoryError):
+        raise
+    except Exception as error:
+        frames, trace = [], error.__traceback__
+        while trace:
+            frames.append((trace.tb_frame, trace.tb_lineno))
+            trace = trace.tb_next
+        own = [(frame, line) for frame, line in frames if not _is_ours(frame)]
+        if _is_ours_by_name(type(model).__module__ if not isinstance(model, type) else model.__module__) or not own:
+            raise
+        text = " ".join(str(error).split())
+        reason = f"{type(error).__name__}{': ' + text if text else ''}"
+        raise ModelMistake(getattr(model, "__name__", type(model).__name__), reason, place=_place(*own[-1])) from error
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return _is_ours_by_name(frame.f_globals.get("__name__", ""))
+
+
+def _is_ours_by_name(module: str) -> bool:
+    return module.startswith("platform.") or module == "contextlib"
+
+
+def _calling() -> str:
+    """The line of the model's call: the nearest that is no part of this package, else the nearest outside of plan."""
+    frame: FrameType | None = sys._getframe(2)
+    frames = []
+    while frame and frame.f_globals.get("__name__") != "platform.plan.core.chunks":  # which calls the model
+        frames.append(frame)
+        frame = frame.f_back
+    models = [f for f in frames if not f.f_globals.get("__name__", "").startswith("platform.plan")]
+    found = next((f for f in models if not _is_ours(f)), (models or frames)[0])
+    return _place(found, found.f_lineno)
+
+
+def defined(model: Any) -> str:
+    """The place where a model lists its parameters."""
+    code = getattr(getattr(type(model), "parameters", None), "__code__", None)
+    return f"{_short(code.co_filename)}:{code.co_firstlineno}" if code else type(model).__name__
+
+
+def _place(frame: FrameType, line: int) -> str:
+    return f"{_short(frame.f_code.co_filename)}:{line}"
+
+
+def _short(path: str) -> str:
+    return min(path, os.path.relpath(path), key=len)

@@ -1,0 +1,330 @@
+"""The operations that a model is written in.
+
+A model's forward is written once against `Ops`. Run with `platform.plan.language.recorder.Recorder` it yields the
+operations with their dims, which become part of the plan; run with `platform.parallel.parallel_ops.ParallelOps` it
+computes. The type of an activation is its `Spec`: region and dims, from which a scheme gives its layout.
+
+Data tensors (token ids, labels) are named integers [length, batch], whose negative entries are padding. Every rank
+loads the block that an operation needs, so that data never travels between ranks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Spec:
+    """The type of an activation: its region and its dims in memory order.
+
+    `sizes`: those of its dims that are not of the model's size, such as the length of what an encoder reads. A layout
+    goes by the name of a dim alone, as in Mesh-TensorFlow.
+    """
+
+    region: str
+    dims: tuple[str, ...]
+    sizes: tuple[tuple[str, int], ...] = ()
+
+    @classmethod
+    def of(cls, region: str, dims: str, sizes: tuple[tuple[str, int], ...] = ()) -> Spec:
+        return cls(region, tuple(dims.split()), sizes)
+
+    def renamed(self, old: str, new: str) -> Spec:
+        """The same tensor with dim `old` called `new`."""
+        sizes = tuple((new if d == old else d, n) for d, n in self.sizes)
+        return Spec(self.region, tuple(new if d == old else d for d in self.dims), sizes)
+
+    def __str__(self) -> str:
+        return f"{self.region}[{' '.join(self.dims)}]"
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter by its global name and dims.
+
+    `role` picks the scheme's table: `in` contracts d_model, `out` produces it, `vector` is a norm, bias or position
+    of d_model. `init` is zeros, ones or normal (with `std`). `decay`: weight decay applies. `sizes` as in Spec.
+    """
+
+    name: str
+    dims: tuple[str, ...]
+    role: str
+    init: str = "normal"
+    std: float = 0.0
+    decay: bool = False
+    sizes: tuple[tuple[str, int], ...] = ()
+
+
+# Pointwise functions by name, and how many activations each takes; parallel/ops.py computes them.
+POINTWISE = {"gelu": 1, "relu": 1, "silu": 1, "tanh": 1, "identity": 1, "absolute": 1, "add": 2, "multiply": 2}
+LOSSES = ("cross_entropy", "squared_error")  # kinds of operations that end the forward pass
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation of a recorded forward pass. `name` is unique within its kind; `reads` names the data tensor that it
+    takes beside its inputs, if any; `recomputed`: it runs again in the backward pass."""
+
+    kind: str
+    name: str
+    inputs: tuple[Spec | Parameter, ...]
+    outputs: tuple[Spec, ...]
+    attributes: tuple[tuple[str, Any], ...] = ()
+    reads: str | None = None
+    recomputed: bool = False
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        return tuple(t for t in self.inputs if isinstance(t, Parameter))
+
+    @property
+    def anonymous(self) -> tuple:
+        """All that its plan depends on but names."""
+        inputs = ((t.dims, t.role, t.sizes) if isinstance(t, Parameter) else t for t in self.inputs)
+        return self.kind, tuple(inputs), self.outputs, self.attributes
+
+    def __getitem__(self, attribute: str) -> Any:
+        return dict(self.attributes)[attribute]
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """What is not kept for the backward pass but computed again: `none`; `selective`, the inside of attention, whose
+    memory grows with length^2 and whose work does not (Korthikanti et al. 2022); `full`, everything between the inputs
+    of every `every` blocks."""
+
+    kind: str = "none"
+    every: int = 1
+
+
+KEEP = Recompute()
+
+
+class Ops(ABC):
+    """The language of models. Tensors are opaque here: symbols in the recorder, plain local tensors at run time."""
+
+    dropout_rate: float = 0.0
+    recompute: Recompute = KEEP
+
+    def recomputed(self, kind: str, function: Callable[..., Any], spec: Spec, x: Any, *more: Any) -> Any:
+        """function(x, *more), one activation. Where this kind of stretch is recomputed, only its arguments are kept for
+        the backward pass, x [spec] in 1/n where n ranks replicate it, and what lies between is computed again."""
+        return function(x, *more)
+
+    @abstractmethod
+    def lookup(self, name: str, table: Parameter, tokens: Any, out: Spec) -> Any:
+        """Rows of `table` [vocab, ...] at the data tensor `tokens`: an einsum with an unmaterialised one-hot over the
+        table's first dim, whatever it is called. Padding gives some finite row. `out`: [length batch ...]."""
+
+    @abstractmethod
+    def one_hot(self, name: str, ids: Any, out: Spec) -> Any:
+        """1 where the last dim of `out` [length batch dim] is the data tensor `ids`, else 0; padding is 0 everywhere.
+
+        An einsum with it gathers from an activation; `lookup` does so from a parameter without materialising it. As
+        every activation of the plan, it takes a gradient."""
+
+    @abstractmethod
+    def features(self, name: str, ids: Any, out: Spec) -> Any:
+        """Fixed standard normal features [length, batch, one dim] of the data tensor `ids`: random, not learned.
+
+        They take a gradient, as if layers lay below."""
+
+    @abstractmethod
+    def project(
+        self,
+        x: Any,
+        spec: Spec,
+        weights: Sequence[Parameter],
+        outs: Sequence[Spec],
+        biases: Sequence[Parameter] = (),
+    ) -> tuple[Any, ...]:
+        """Einsums of one activation with several weights; those with one compute layout share one gather of x and one
+        reduction of its gradient. `biases`, one per weight or none, are added once, in the output layout."""
+
+    @abstractmethod
+    def einsum(self, name: str, x: Any, x_spec: Spec, y: Any, y_spec: Spec, out: Spec) -> Any:
+        """An einsum of two activations. A dim that `out` lacks is contracted: both have it."""
+
+    @abstractmethod
+    def reduce(self, name: str, function: str, x: Any, spec: Spec, out: Spec) -> Any:
+        """The sum, mean or max of x over the dims that `out` lacks; the others may come in any order and another
+        region. What is partial is reduced as an einsum's result is. Equal maxima share the gradient."""
+
+    @abstractmethod
+    def concatenate(self, name: str, x: Sequence[Any], specs: Sequence[Spec], out: Spec, dim: str) -> Any:
+        """Joins activations of the same dims along `dim`, whose size in `out` is the sum of theirs.
+
+        Where it is split it is gathered first, and the result split again: the parts' blocks are not its blocks."""
+
+    @abstractmethod
+    def reshape(self, name: str, x: Any, spec: Spec, out: Spec) -> Any:
+        """Splits one dim into two neighbours, the major one first, or merges two neighbours into one.
+
+        The axes of the major one go with it, as do the minor's where each rank has a single block of it."""
+
+    @abstractmethod
+    def shift(self, x: Any, spec: Spec, parameter: Parameter) -> Any:
+        """Adds a parameter (a bias, a position table), broadcast over the dims that it lacks."""
+
+    @abstractmethod
+    def norm(self, x: Any, spec: Spec, kind: str, gain: Parameter, bias: Parameter | None) -> Any:
+        """LayerNorm or RMSNorm over the last dim (d_model in Transformers), which is that of `gain` and `bias`."""
+
+    @abstractmethod
+    def rotate(self, name: str, x: Any, spec: Spec, theta: float) -> Any:
+        """Rotary position embedding over d_kv, at global positions along length (RoFormer; half-split pairs)."""
+
+    @abstractmethod
+    def sinusoid(self, name: str, x: Any, spec: Spec, scale: float) -> Any:
+        """scale * x plus the sinusoidal position encoding ("Attention Is All You Need", 3.5) at global positions along
+        length: sines at the even d_model, cosines at the odd."""
+
+    @abstractmethod
+    def relative_bias(self, table: Parameter, scores: Spec, *, bidirectional: bool, distance: int) -> Any:
+        """T5's learned bias of `table` [buckets, heads], for adding to attention scores of any number of layers.
+
+        It has the dims of `scores` without batch, whose axes leave the table's gradient partial: all positions
+        memory_length - length of one bucket share an entry, and the buckets widen up to `distance`.
+        """
+
+    @abstractmethod
+    def expand_kv(self, name: str, x: Any, spec: Spec, out: Spec) -> Any:
+        """Grouped queries: repeats kv_heads so that every rank has the ones that its heads attend to."""
+
+    @abstractmethod
+    def softmax(
+        self,
+        name: str,
+        x: Any,
+        spec: Spec,
+        *,
+        dim: str = "memory_length",
+        scale: float = 1.0,
+        causal: bool = False,
+        mask: Any = None,
+        bias: Any = None,
+    ) -> Any:
+        """Softmax of scale * x + bias over `dim`. For attention scores [... length memory_length] only: causal hides
+        positions memory_length > length; `mask`: a data tensor [memory_length, batch] whose padding is hidden; `bias`:
+        of `relative_bias`."""
+
+    @abstractmethod
+    def fused_attention(
+        self,
+        name: str,
+        q: Any,
+        k: Any,
+        v: Any,
+        spec: Spec,
+        kv: Spec,
+        *,
+        scale: float,
+        causal: bool,
+        mask: Any = None,
+        bias: Any = None,
+    ) -> Any:
+        """scaled_dot_product_attention of local heads: q [length batch heads d_kv], k and v alike with a length of
+        their own; `mask` and `bias` as in softmax."""
+
+    @abstractmethod
+    def can_fuse_attention(self, spec: Spec) -> bool:
+        """Whether length, memory_length and d_kv are whole locally in the region, so that one kernel does it."""
+
+    @abstractmethod
+    def relayout(self, name: str, x: Any, spec: Spec, out: Spec) -> Any:
+        """Moves an activation to another region, or renames dims (length -> memory_length), position by position."""
+
+    @abstractmethod
+    def pointwise(self, function: str, *x: Any) -> Any:
+        """gelu, relu, silu, tanh, identity, absolute, add, multiply of activations that share a layout."""
+
+    @abstractmethod
+    def pointwise_each(self, functions: Sequence[str], x: Any, spec: Spec, dim: str) -> Any:
+        """Function number i of `pointwise` on slice i of `dim`: a rank runs those of its own slices only."""
+
+    @abstractmethod
+    def dropout(self, name: str, x: Any, spec: Spec) -> Any:
+        """Zeroes elements with `dropout_rate`, by a mask of the global element: the same under every plan."""
+
+    @abstractmethod
+    def cross_entropy(self, name: str, logits: Any, spec: Spec, labels: Any, smoothing: float = 0.0) -> Any:
+        """The sum over this rank's tokens of -log softmax(logits)[label] over vocab; never gathers logits.
+
+        Padding among the data tensor `labels` does not count. `smoothing`: that share of the target is spread evenly
+        over vocab, in training (Szegedy et al. 2016).
+        """
+
+    @abstractmethod
+    def squared_error(self, name: str, y: Any, target: Any, spec: Spec, ids: Any) -> Any:
+        """Half the sum of (y - target)^2 over this rank's elements; the target takes no gradient.
+
+        Where the data tensor `ids` is padding does not count.
+        """
+
+    def attention(
+        self,
+        name: str,
+        q: Any,
+        k: Any,
+        v: Any,
+        spec: Spec,
+        kv: Spec,
+        *,
+        scale: float,
+        causal: bool,
+        mask: Any = None,
+        bias: Any = None,
+    ) -> Any:
+        """softmax(scale q k^T + bias) v in the region of `spec` [length batch heads d_kv]; k and v come as `kv`, of a
+        length of their own in cross-attention. `mask` and `bias` as in softmax.
+
+        One fused kernel where length, memory_length and d_kv are whole locally and no dropout mask must be drawn,
+        else two einsums and a softmax over split dims.
+        """
+        heads = replace(kv, dims=spec.dims)
+
+        def core(q: Any, k: Any, v: Any, bias: Any) -> Any:
+            if kv.dims != spec.dims:
+                k = self.expand_kv(f"{name}.key", k, kv, heads)
+                v = self.expand_kv(f"{name}.value", v, kv, heads)
+            hidden: dict[str, Any] = {"causal": causal, "mask": mask, "bias": bias}
+            if not self.dropout_rate and self.can_fuse_attention(spec):
+                return self.fused_attention(name, q, k, v, spec, heads, scale=scale, **hidden)
+            memory, scores = heads.renamed("length", "memory_length"), scores_of(spec, heads)
+            k = self.relayout(f"{name}.key", k, heads, memory)
+            v = self.relayout(f"{name}.value", v, heads, memory)
+            s = self.einsum(f"{name}.scores", q, spec, k, memory, scores)
+            p = self.softmax(name, s, scores, scale=scale, **hidden)
+            p = self.dropout(f"{name}.probabilities", p, scores)
+            return self.einsum(f"{name}.context", p, scores, v, memory, spec)
+
+        return self.recomputed("selective", core, spec, q, k, v, bias)
+
+    def product(self, name: str, x: Any, spec: Spec, others: Sequence[tuple[Any, Spec] | Parameter], out: Spec) -> Any:
+        """An einsum of x with any number of other operands: pairwise from the left, each partial product
+        in the region of `out` with the dims that are still needed. A good order contracts early.
+
+        Every dim that `out` lacks is in two operands or more; `reduce` sums those of a single one.
+        """
+        for i, y in enumerate(others):
+            y_dims, y_sizes = (y.dims, y.sizes) if isinstance(y, Parameter) else (y[1].dims, y[1].sizes)
+            later = [t.dims if isinstance(t, Parameter) else t[1].dims for t in others[i + 1 :]]
+            needed = {*out.dims, *(d for dims in later for d in dims)}
+            dims = tuple(d for d in dict.fromkeys((*spec.dims, *y_dims)) if d in needed)
+            sizes = tuple((d, n) for d, n in dict((*spec.sizes, *y_sizes)).items() if d in dims)
+            made = Spec(out.region, dims, sizes) if later else out
+            if isinstance(y, Parameter):
+                (x,) = self.project(x, spec, (y,), (made,))
+            else:
+                x = self.einsum(f"{name}.{i}", x, spec, *y, made)
+            spec = made
+        return x
+
+
+def scores_of(query: Spec, key: Spec) -> Spec:
+    """The attention scores of queries and keys, which both have length."""
+    sizes = (*query.sizes, *key.renamed("length", "memory_length").sizes)
+    return Spec(query.region, ("batch", "heads", "length", "memory_length"), sizes)

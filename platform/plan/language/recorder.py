@@ -1,0 +1,186 @@
+"""The recorder: turns a model's forward pass into the list of its operations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from platform.plan.language.mistakes import ModelMistake, check_specs
+from platform.plan.language.ops import KEEP, POINTWISE, Operation, Ops, Parameter, Recompute, Spec, scores_of
+from platform.plan.language.scheme import Scheme
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """What flows through a recorded forward pass."""
+
+    spec: Spec
+
+
+@dataclass
+class Recorder(Ops):
+    """Records the operations of a forward pass under a scheme, which decides `can_fuse_attention`. The symbol of a data
+    tensor is its name."""
+
+    scheme: Scheme
+    dropout_rate: float = 0.0
+    recompute: Recompute = KEEP
+    operations: list[Operation] = field(default_factory=list)
+    kept: list[Spec] = field(default_factory=list)  # the first argument of every stretch that is recomputed
+    sizes: Mapping[str, int] = field(default_factory=dict)  # of the model's dims; {}: any dim is right
+    declared: Mapping[str, Parameter] = field(default_factory=dict)  # by name; {}: any parameter is
+    _names: set[tuple[str, str]] = field(default_factory=set)
+    _again: bool = False
+
+    def recomputed(self, kind, function, spec, x, *more):
+        if kind != self.recompute.kind:
+            return function(x, *more)
+        self._check(x, spec)
+        self.kept.append(spec)
+        self._again = True
+        out = function(x, *more)
+        self._again = False
+        return out
+
+    def _record(
+        self,
+        kind: str,
+        name: str,
+        inputs: Sequence,
+        outputs: Sequence[Spec],
+        reads: str | None = None,
+        **attributes: Any,
+    ) -> Any:
+        self._judge(kind, name, inputs, outputs)
+        rest = tuple(sorted(attributes.items()))
+        self.operations.append(Operation(kind, name, tuple(inputs), tuple(outputs), rest, reads, self._again))
+        symbols = tuple(Symbol(s) for s in outputs)
+        return symbols[0] if len(symbols) == 1 else symbols
+
+    def _judge(self, kind: str, name: str, inputs: Sequence, outputs: Sequence[Spec]) -> None:
+        """Raises ModelMistake for what no scheme could lay out."""
+        if self.sizes:
+            check_specs(f"{kind} {name}", [*inputs, *outputs], self.sizes)
+        for p in (t for t in inputs if isinstance(t, Parameter)):
+            if self.declared and self.declared.get(p.name) != p:
+                known = "is declared otherwise" if p.name in self.declared else "is not declared"
+                legal = self.declared if p.name not in self.declared else ()
+                raise ModelMistake(p.name, f"a parameter that {known}, in {kind} {name}", legal)
+        if (kind, name) in self._names:
+            raise ModelMistake(name, f"several operations {kind} have this name")
+        self._names.add((kind, name))
+
+    def _check(self, x: Symbol, spec: Spec) -> None:
+        if not isinstance(x, Symbol):
+            raise ModelMistake(type(x).__name__, f"what flows is what an operation returned, as {spec}")
+        if x.spec != spec:
+            raise ModelMistake(str(x.spec), f"the model passes it where it declares {spec}", [str(spec)])
+
+    def lookup(self, name, table, tokens, out):
+        return self._record("lookup", name, [table], [out], tokens)
+
+    def features(self, name, ids, out):
+        return self._record("features", name, [], [out], ids)
+
+    def one_hot(self, name, ids, out):
+        return self._record("one_hot", name, [], [out], ids)
+
+    def project(self, x, spec, weights, outs, biases=()):
+        self._check(x, spec)
+        self._record("project", weights[0].name, [spec, *weights], outs)
+        for bias, out in zip(biases, outs, strict=bool(biases)):
+            self.shift(Symbol(out), out, bias)
+        return tuple(Symbol(s) for s in outs)
+
+    def einsum(self, name, x, x_spec, y, y_spec, out):
+        self._check(x, x_spec)
+        self._check(y, y_spec)
+        return self._record("einsum", name, [x_spec, y_spec], [out])
+
+    def reduce(self, name, function, x, spec, out):
+        self._check(x, spec)
+        return self._record("reduce", name, [spec], [out], function=function)
+
+    def concatenate(self, name, x, specs, out, dim):
+        for part, declared in zip(x, specs, strict=True):
+            self._check(part, declared)
+        return self._record("concatenate", name, specs, [out], dim=dim)
+
+    def reshape(self, name, x, spec, out):
+        self._check(x, spec)
+        return self._record("reshape", name, [spec], [out])
+
+    def shift(self, x, spec, parameter):
+        self._check(x, spec)
+        return self._record("shift", parameter.name, [spec, parameter], [spec])
+
+    def norm(self, x, spec, kind, gain, bias):
+        self._check(x, spec)
+        parameters = [gain] if bias is None else [gain, bias]
+        return self._record("norm", gain.name, [spec, *parameters], [spec], norm=kind)
+
+    def rotate(self, name, x, spec, theta):
+        self._check(x, spec)
+        return self._record("rotate", name, [spec], [spec], theta=theta)
+
+    def sinusoid(self, name, x, spec, scale):
+        self._check(x, spec)
+        return self._record("sinusoid", name, [spec], [spec], scale=scale)
+
+    def relative_bias(self, table, scores, *, bidirectional, distance):
+        more = {"bidirectional": bidirectional, "distance": distance}
+        return self._record("relative_bias", table.name, [scores, table], [scores], **more)
+
+    def expand_kv(self, name, x, spec, out):
+        self._check(x, spec)
+        return self._record("expand_kv", name, [spec], [out])
+
+    def softmax(self, name, x, spec, *, dim="memory_length", scale=1.0, causal=False, mask=None, bias=None):
+        for scores in (x, bias or x):
+            self._check(scores, spec)
+        return self._record("softmax", name, [spec], [spec], mask, dim=dim, scale=scale, causal=causal)
+
+    def fused_attention(self, name, q, k, v, spec, kv, *, scale, causal, mask=None, bias=None):
+        for x, declared in ((q, spec), (k, kv), (v, kv), (bias, scores_of(spec, kv))):
+            if x:
+                self._check(x, declared)
+        return self._record("fused_attention", name, [spec, kv, kv], [spec], mask, scale=scale, causal=causal)
+
+    def can_fuse_attention(self, spec):
+        return self.scheme.fuses_attention(spec.region)
+
+    def relayout(self, name, x, spec, out):
+        self._check(x, spec)
+        return x if spec == out else self._record("relayout", name, [spec], [out])
+
+    def pointwise(self, function, *x):
+        self._check_word(function, len(x))
+        for other in x[1:]:
+            self._check(other, x[0].spec)
+        return x[0]
+
+    def pointwise_each(self, functions, x, spec, dim):
+        for function in functions:
+            self._check_word(function, 1)
+        self._check(x, spec)
+        return x
+
+    def _check_word(self, function: str, arguments: int) -> None:
+        if function not in POINTWISE:
+            raise ModelMistake(function, "no such pointwise function", POINTWISE)
+        if POINTWISE[function] != arguments:
+            raise ModelMistake(function, f"takes {POINTWISE[function]} activations, not {arguments}")
+
+    def dropout(self, name, x, spec):
+        self._check(x, spec)
+        return self._record("dropout", name, [spec], [spec]) if self.dropout_rate else x
+
+    def cross_entropy(self, name, logits, spec, labels, smoothing=0.0):
+        self._check(logits, spec)
+        return self._record("cross_entropy", name, [spec], [], labels, smoothing=smoothing)
+
+    def squared_error(self, name, y, target, spec, ids):
+        self._check(y, spec)
+        self._check(target, spec)
+        return self._record("squared_error", name, [spec], [], ids)

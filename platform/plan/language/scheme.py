@@ -1,0 +1,116 @@
+"""Schemes: a tensor scheme and a branch splitting, two small tables, composed into one layout per region and role.
+
+The tables are the YAML files of conf/tensor and conf/branch; DESIGN section 3 shows them side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from platform.plan.language.layout import Layout
+
+REGIONS = ("stream", "attention", "core", "mlp", "logits")
+ROLES = ("in", "out", "vector")
+RESERVED = ("stage", "data")
+GATHERED = {
+    "keep": "gathered operands are kept until the backward pass: fewest bytes",
+    "again": "only the local blocks are kept, and gathered again: activation memory O(1/P)",
+    "panels": "operands are never whole: SUMMA broadcasts one panel at a time and accumulates",
+}
+SLICE_VIA = {
+    "all_to_all": "every rank gets what it needs",
+    "all_gather": "every rank gets all and throws the rest away: the volume of paper 002, which had no all-to-all",
+}
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """The layout of every region's activations and of every role's parameters.
+
+    `axes` are the scheme's and the branch's axes with their sizes, outer to inner, without `data`.
+    """
+
+    name: str
+    axes: tuple[tuple[str, int], ...]
+    regions: Mapping[str, Layout]
+    parameters: Mapping[str, Layout]
+    branches: tuple[str, ...] = ()  # those of the axes that are the branch's
+    branches_outer: bool = False  # the branch axes lie outside of all others: D&SP's naive order
+    parameters_only: tuple[str, ...] = ()  # at whose index 0 alone a parameter exists, unless they split it
+    gathered: str = "keep"  # what an einsum does with gathered operands: see GATHERED
+    slice_via: str = "all_to_all"  # how a dim is sliced over the branches: see SLICE_VIA
+
+    def mesh_axes(self, data: int) -> dict[str, int]:
+        """Every axis with its size, outer to inner."""
+        sizes = {"data": data, **dict(self.axes)}
+        first = self.branches if self.branches_outer else ()
+        return {a: sizes[a] for a in dict.fromkeys((*first, *sizes))}
+
+    def key(self, axis: str) -> str:
+        """The configuration key of an axis."""
+        if axis == "data":
+            return "parallel.data"
+        return f"{'branch' if axis in self.branches else 'tensor'}.axes.{axis}"
+
+    def activation(self, region: str, dims: Sequence[str]) -> Layout:
+        return self.regions[region].restrict(dims)
+
+    def fuses_attention(self, region: str) -> bool:
+        """Whether length, memory_length and d_kv are whole locally in the region: one kernel does attention."""
+        return not any(self.regions[region][d] for d in ("length", "memory_length", "d_kv"))
+
+    def parameter(self, role: str, dims: Sequence[str]) -> Layout:
+        return Layout.of(self.parameters[role].restrict(dims), self.parameters_only)
+
+    @property
+    def sub_grid_zero(self) -> tuple[str, ...]:
+        """The branch axes at whose index 0 alone some tensors exist; () if every rank has its block of everything."""
+        found = {a for layout in self.regions.values() for a in layout.only} | set(self.parameters_only)
+        return tuple(a for a in self.branches if a in found)
+
+
+def compose(tensor: Mapping[str, Any], branch: Mapping[str, Any], data: int) -> Scheme:
+    """A Scheme from the two configuration groups (platform.config.fields.Tensor and Branch, as plain data).
+
+    `data` is put first in batch's list in every region; axes of size 1 are dropped; a region that the scheme does not
+    name is as the stream (core: as attention), for a region's map replaces the stream's.
+    """
+    order = tensor["order"] or list(tensor["axes"])
+    sizes = {a: tensor["axes"].get(a, 1) for a in order} | dict(branch["axes"])
+    branches = list(branch["axes"])
+
+    def region(name: str) -> dict[str, list[str]]:
+        fallback = "attention" if name == "core" and "attention" in tensor["regions"] else "stream"
+        return dict(tensor["regions"].get(name, tensor["regions"].get(fallback, {})))
+
+    def split(name: str, rules: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+        key = "attention" if name == "core" and not any("core" in branch[k] for k in ("append", "prepend")) else name
+        out = {dim: list(axes) for dim, axes in rules.items()}
+        for dim in branch["prepend"].get(key, ()):
+            out[dim] = branches + out.get(dim, [])
+        for dim in branch["append"].get(key, ()):
+            out[dim] = out.get(dim, []) + branches
+        return out
+
+    def layout(name: str, rules: Mapping[str, Sequence[str]], first: Mapping[str, list[str]]) -> Layout:
+        merged = {dim: [*first.get(dim, []), *rules.get(dim, [])] for dim in [*first, *rules]}
+        live = {"data": data, **sizes}
+        return Layout.of({dim: [a for a in axes if live[a] > 1] for dim, axes in merged.items()}, only(name))
+
+    def only(name: str) -> tuple[str, ...]:
+        return tuple(a for a in branches if sizes[a] > 1 and name in branch["only"])
+
+    roles = {r: tensor["parameters"].get(r, tensor["parameters"].get("all", {})) for r in ROLES}
+    return Scheme(
+        name=tensor["scheme"] + (f" + {branch['kind']}" if branches else ""),
+        axes=tuple(sizes.items()),
+        regions={r: layout(r, split(r, region(r)), {"batch": ["data"]}) for r in REGIONS},
+        parameters={r: layout("", split("parameters", rules), {}) for r, rules in roles.items()},
+        branches=tuple(branches),
+        branches_outer=branch["order"] == "outer",
+        parameters_only=only("parameters"),
+        gathered=tensor["gathered"],
+        slice_via=branch["slice_via"],
+    )

@@ -1,0 +1,307 @@
+"""What a worker needs at once: its row of the schedule run in numbers, then the reduction and the update.
+
+The passes of a chunk are measured once, by `platform.plan.memory.metered`; the row adds up how many are in flight, what
+is sent and received meanwhile, and gradients as they come: as in `platform.parallel.pipeline`, then `platform.train`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+from platform.plan.core.chunks import Chunk, Model
+from platform.plan.core.plan import Plan
+from platform.plan.language.layout import at_zero, padded
+from platform.plan.language.ops import Spec
+from platform.plan.memory.metered import Metered
+from platform.plan.memory.storages import Key, Storage
+from platform.plan.memory.worker_bytes import forward, weight_bytes
+from platform.plan.schedule.table import Action, Kind
+
+SENDS_IN_FLIGHT = 8  # whose buffers are kept
+Specs = Sequence[tuple[str, Spec]]
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of one worker when it holds most. `activations`: what forward passes in flight keep, so many of them;
+    `working`: all that an operation, its collectives, sends and receives take meanwhile."""
+
+    parameters: int
+    optimizer: int
+    gradients: int
+    activations: int
+    working: int
+    in_flight: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.optimizer + self.gradients + self.activations + self.working
+
+
+@dataclass(frozen=True)
+class Passes:
+    """One chunk's passes over a microbatch, in bytes. `forward`, `backward`, `weights`: the most at once beside what
+    was there before; `kept`: from forward to backward; `given`: what came out and is not among that; `pending`: from
+    the input gradient to the weights' where they are split; `gradients`: of parameters, new ones."""
+
+    forward: int
+    kept: int
+    given: int
+    backward: int
+    pending: int
+    weights: int
+    gradients: Mapping[Key, int]
+
+
+def footprint(plan: Plan, model: Model, row: Iterable[Action], stage: int, moments: int, dropout: float) -> Footprint:
+    """Of the worker of a stage that has a block of every tensor, in every step but the first, in which there is no
+    optimizer's state yet. `row`: the lowered row of the stage; `moments`: numbers of the optimizer per parameter."""
+    at = {**plan.mesh.coordinates(0), "stage": stage}
+    sizes = weight_bytes(plan, moments, at)
+    walk = _Walk(plan.at(stage), model, at, dropout)
+    most = walk.run(list(row))
+    return Footprint(sizes["parameters"], sizes["optimizer"], *most)
+
+
+def measure(
+    plan: Plan,
+    model: Model,
+    chunk: Chunk,
+    at: Mapping[str, int],
+    dropout: float,
+    splits: bool,
+    there: Iterable[Key],
+) -> Passes:
+    """The passes of a chunk on the worker at `at`; `splits`: the weights' gradients are computed later; `there`:
+    parameters that have a gradient already."""
+    meter = Metered(plan, dropout, at)
+    ledger = meter.ledger
+    meter.deferred = [] if splits else None
+    meter.leaves = {name: meter.integers(0) for name in there}
+    flow = {name: meter.block(spec) for name, spec in chunk.receives}
+    before = ledger.peak = ledger.now
+    tokens = meter.integers(_tokens(plan, chunk))
+    out = forward(meter, model, chunk, flow)
+    del tokens
+    most, full, results = ledger.peak - before, ledger.now, [(v.key, v.elements) for v in out.values()]
+    del out
+    kept, given = ledger.now - before, full - ledger.now
+    coming: dict[Key, Storage] = {key: meter.new(n) for key, n in results}
+    held, start = list(coming.values()), ledger.now
+    ledger.peak = start
+    inputs = {v.key for v in flow.values()}
+    meter.tape.unwind(coming, meter.leaves)
+    backward = ledger.peak - start
+    found = {key: g for key, g in coming.items() if key in inputs}
+    coming.clear()
+    gone = {id(g): g.nbytes for g in (*held, *found.values(), *meter.leaves.values())}  # one may be both
+    pending = ledger.now - before - sum(gone.values())
+    start = ledger.peak = ledger.now
+    while meter.deferred:
+        meter.deferred.pop(0)()
+    weights = ledger.peak - start
+    new = {name: g.nbytes for name, g in meter.leaves.items() if g.nbytes}
+    return Passes(most, kept, given, backward, pending, weights, new)
+
+
+def _tokens(plan: Plan, chunk: Chunk) -> int:
+    """Elements of the data tensors that a chunk reads: every layout of each of them."""
+    read = {(o.operation.reads, o.tokens) for o in chunk.operations.values() if o.operation.reads is not None}
+    batch, length = plan.sizes["batch"], plan.sizes["length"]
+    return sum(batch * length // plan.mesh.extent((*tokens["batch"], *tokens["length"])) for _, tokens in read)
+
+
+class _Walk:
+    """Runs a row. `now`: bytes of everything but parameters and the optimizer's state."""
+
+    def __init__(self, plan: Plan, model: Model, at: Mapping[str, int], dropout: float):
+        self.plan, self.model, self.at, self.dropout = plan, model, at, dropout
+        self.now = self.kept = self.gradients = self.live = 0
+        self.most = (0, 0, 0, 0)  # gradients, activations, working, in flight: at the peak
+        self.compute, self.master = plan.itemsize["compute"], plan.itemsize["master"]
+        self.chunks = {chunk.number: chunk for chunk in plan.chunks}
+        self.parameters = {p.name: p for p in plan.parameters if plan.present(p, at)}
+        self.sums: dict[Key, int] = {}  # gradients over the microbatches
+        self.held: dict[tuple[str, int, int], int] = {}  # what waits, by what and for which chunk and microbatch
+        self.sending: deque[int] = deque()
+        self._measured: dict[tuple, Passes] = {}
+        self._blocks: dict[tuple, list[tuple[int, int]]] = {}
+
+    def run(self, row: Sequence[Action]) -> tuple[int, int, int, int]:
+        left = Counter(a.chunk for a in row if a.kind in (Kind.BACKWARD, Kind.WEIGHT))
+        self.splits = any(a.kind is Kind.WEIGHT for a in row)
+        for action in row:
+            _ACTIONS[action.kind](self, action)
+            if action.kind in (Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT):
+                left[action.chunk] -= action.kind is not Kind.INPUT
+                if action.kind is not Kind.INPUT and not left[action.chunk]:
+                    others = {p for c, n in left.items() if n for p in self.chunks[c].parameters}
+                    self._reduce(self.chunks[action.chunk].parameters - others)
+        self.now -= sum(self.sending)
+        self.sending.clear()
+        self._finish()
+        return self.most
+
+    def reach(self, extra: int = 0, kept: int = 0) -> None:
+        """Takes note of `extra` bytes beside those of now; `kept` of them are those of a further forward pass."""
+        if self.now + extra > sum(self.most[:3]):
+            activations, live = self.kept + kept, self.live + bool(kept)
+            self.most = self.gradients, activations, self.now + extra - self.gradients - activations, live
+
+    def passes(self, chunk: int) -> Passes:
+        there = () if self.compute != self.master else tuple(n for n in self.sums if n in self.chunks[chunk].parameters)
+        if (key := (chunk, there)) not in self._measured:
+            found = measure(self.plan, self.model, self.chunks[chunk], self.at, self.dropout, self.splits, there)
+            self._measured[key] = found
+        return self._measured[key]
+
+    # passes
+
+    def forward(self, a: Action) -> None:
+        p, chunk = self.passes(a.chunk), self.chunks[a.chunk]
+        self._arrive("inputs", a, chunk.receives, self.held.pop(("flow", a.chunk, a.microbatch), None))
+        self.reach(p.forward, p.kept)
+        self.live += 1
+        self.kept += p.kept
+        self.now += p.kept
+        if chunk.sends:
+            self.now += p.given
+            self.held["flow", a.chunk + 1, a.microbatch] = p.given
+        self.reach()
+
+    def backward(self, a: Action) -> None:
+        p, chunk = self.passes(a.chunk), self.chunks[a.chunk]
+        self._arrive("outputs", a, chunk.sends, self.held.pop(("gradients", a.chunk, a.microbatch), None))
+        self.reach(p.backward)
+        self.now += p.pending - p.kept - self.held.pop(("outputs", a.chunk, a.microbatch))
+        self.now -= self.held.pop(("inputs", a.chunk, a.microbatch))
+        self.kept += p.pending - p.kept
+        if chunk.receives:
+            size = self._bytes(chunk.receives)
+            self.held["gradients", a.chunk - 1, a.microbatch] = size
+            self.now += size
+        if a.kind is Kind.BACKWARD:
+            self.live -= 1
+            self._accumulate(p)
+
+    def weights(self, a: Action) -> None:
+        p = self.passes(a.chunk)
+        self.reach(p.weights)
+        self.now -= p.pending
+        self.kept -= p.pending
+        self.live -= 1
+        self._accumulate(p)
+
+    def _accumulate(self, p: Passes) -> None:
+        """Adds a microbatch's gradients to their sums; those of another type are converted one by one."""
+        if self.compute == self.master:
+            new = {name: n for name, n in p.gradients.items() if name not in self.sums}
+            self.sums |= new
+            self.now += sum(new.values())
+            self.gradients += sum(new.values())
+            return
+        self.now += sum(p.gradients.values())
+        for name, n in p.gradients.items():
+            wide = n // self.compute * self.master
+            self.reach(wide)
+            if name not in self.sums:
+                self.sums[name] = wide
+                self.now += wide
+                self.gradients += wide
+            self.now -= n
+
+    # what is sent and received
+
+    def blocks(self, flow: Specs) -> list[tuple[int, int]]:
+        """Bytes of every tensor of a flow: of its block, and of the part that is sent of it, 0 where all of it is."""
+        key = tuple(flow)
+        if key not in self._blocks:
+            found = []
+            for spec in (spec for _, spec in flow if self.plan.present(spec, self.at)):
+                part = self.plan.sent_elements(spec) if self.plan.shared_axes(spec) else 0
+                found.append((prod(self.plan.local_shape(spec)) * self.compute, part * self.compute))
+            self._blocks[key] = found
+        return self._blocks[key]
+
+    def _bytes(self, flow: Specs) -> int:
+        return sum(whole for whole, _ in self.blocks(flow))
+
+    def receive(self, a: Action) -> None:
+        forward = a.kind is Kind.RECV_F
+        flow = self.chunks[a.chunk].receives if forward else self.chunks[a.chunk].sends
+        size = sum(part or whole for whole, part in self.blocks(flow))
+        self.held["arriving F" if forward else "arriving B", a.chunk, a.microbatch] = size
+        self.now += size
+        self.reach()
+
+    def _arrive(self, what: str, a: Action, flow: Specs, local: int | None) -> None:
+        """What a pass starts from: there already on this stage, or gathered from the parts that were received."""
+        arrived = self.held.pop(("arriving F" if what == "inputs" else "arriving B", a.chunk, a.microbatch), 0)
+        if local is None:
+            local = self._bytes(flow)
+            parts = sum(part for _, part in self.blocks(flow))
+            self.now += local - (arrived - parts)
+            self.reach()
+            self.now -= parts
+        self.held[what, a.chunk, a.microbatch] = local
+
+    def send(self, a: Action) -> None:
+        forward = a.kind is Kind.SEND_F
+        key = ("flow", a.chunk + 1, a.microbatch) if forward else ("gradients", a.chunk - 1, a.microbatch)
+        before = self.held.pop(key)
+        for whole, part in self.blocks(self.chunks[a.chunk].sends if forward else self.chunks[a.chunk].receives):
+            if part:
+                self.reach(whole + part)  # padded, and the part that is sent
+                self.now += part
+            else:
+                part = min(whole, before)
+                before -= part
+            self.sending.append(part)
+        self.now -= before
+        while len(self.sending) > SENDS_IN_FLIGHT:
+            self.now -= self.sending.popleft()
+
+    # what comes once a step
+
+    @cached_property
+    def _reduced(self) -> dict[str, tuple[str, ...]]:
+        """Parameter -> the axes over which its reduction leaves shards, of those that are reduced here."""
+        buckets = (b for b in self.plan.buckets if at_zero(b.only, self.at))
+        return {p.name: self.plan.scattered(b.axes) for b in buckets for p in b.parameters if p.name in self.parameters}
+
+    def _reduce(self, names: Iterable[str]) -> None:
+        """Copies of complete gradients are on their way, with what a reduce-scatter leaves of them."""
+        for name in names:
+            if name in self._reduced and name in self.sums:
+                n = self.plan.mesh.extent(self._reduced[name])
+                whole = padded(self.sums[name] // self.master, n) * self.master
+                self.now += whole + (whole // n if n > 1 else 0)
+        self.reach()
+
+    def _finish(self) -> None:
+        tied = [prod(self.plan.master_shape(p)) for p in self.parameters.values() if p.name in self.plan.tied]
+        self.reach(max(tied, default=0) * self.master)
+        masters = {name: prod(self.plan.master_shape(p)) for name, p in self.parameters.items()}
+        self.now = self.gradients = sum(masters.values()) * self.master
+        self.reach()
+        self.now = self.gradients = 0
+        if self.plan.sharded and not self.plan.storage:
+            n = self.plan.mesh.extent(self.plan.sharded)
+            self.reach(sum(masters.values()) * self.compute * (n + 1))
+
+
+_ACTIONS: Mapping[Kind, Any] = {
+    Kind.FORWARD: _Walk.forward,
+    Kind.BACKWARD: _Walk.backward,
+    Kind.INPUT: _Walk.backward,
+    Kind.WEIGHT: _Walk.weights,
+    Kind.SEND_F: _Walk.send,
+    Kind.SEND_B: _Walk.send,
+    Kind.RECV_F: _Walk.receive,
+    Kind.RECV_B: _Walk.receive,
+}

@@ -1,0 +1,355 @@
+"""A model's forward pass run on storages: what each operation of `parallel.parallel_ops` takes, keeps and gives back.
+
+It follows torch's CPU kernels, and the statements of `platform.parallel` where a layer's memory shows them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from platform.plan.communication.planned import Group
+from platform.plan.memory.meter import Meter
+from platform.plan.memory.storages import Gradients, Saved, Storage, Value
+
+_DRAWING = 4  # integers per element that drawing random bits takes at once
+_OF_RESULT = {"relu", "tanh"}  # functions that save what they give, not what they were given
+
+
+class Metered(Meter):
+    """Runs the model of `plan` as `platform.parallel.parallel_ops.ParallelOps` does."""
+
+    def lookup(self, name, table, tokens, out):
+        planned = self.planned("lookup", name)
+        into, leave = planned.conversions
+        weight = self.parameter(table, into)
+        elements = self.inner(planned, out, leave)
+        sizes = self.plan.planner.sizes_of(out)
+        rows = prod(sizes[d] // self.plan.mesh.extent(planned.tokens[d]) for d in ("length", "batch"))
+        x = self.plain(Value(self.new(elements), elements), [weight], (self.integers(rows),))
+        if planned.over:  # which rows are this rank's
+            x = self.plain(Value(self.new(elements), elements), [x], (self.new(rows),))
+        return self.apply(x, leave)
+
+    def features(self, name, ids, out):
+        x = self.block(out)
+        self.integers(x.elements * (_DRAWING + 2))
+        return x
+
+    def one_hot(self, name, ids, out):
+        return self.block(out)
+
+    def project(self, x, spec, weights, outs, biases=()):
+        planned = self.planned("project", weights[0].name)
+        shifts = [self.planned("shift", b.name).conversions[0] for b in biases]
+        alone = self.deferred is None and not planned.collectives and not any(c.forward for c in shifts)
+        added = [self.parameter(b) for b in biases] if alone else []
+        found = self._einsums(planned, x, spec, [self.parameter(w) for w in weights], outs, added, self.deferred)
+        return tuple(found if alone else map(self.shift, found, outs, biases) if biases else found)
+
+    def einsum(self, name, x, x_spec, y, y_spec, out):
+        return self._einsums(self.planned("einsum", name), x, x_spec, [y], [out])[0]
+
+    def _einsums(self, planned, x, spec, operands, outs, biases=(), deferred=None):
+        results: dict[int, Value] = {}
+        for group in planned.groups:
+            mine = [operands[m.index] for m in group.members]
+            there = [self.block(outs[m.index]) for m in group.members] if not self._moves(group, deferred) else []
+            if group.panels:
+                found = self._panels(planned, group, self.apply(x, group.x), mine, outs)
+            elif there:
+                added = [[biases[m.index]] if biases else [] for m in group.members]
+                found = [
+                    self.plain(y, [x, w, *b], (x.storage, w.storage))
+                    for y, w, b in zip(there, mine, added, strict=True)
+                ]
+            else:
+                found = self._moving(planned, group, x, mine, outs, deferred)
+            results.update((m.index, y) for m, y in zip(group.members, found, strict=True))
+        return tuple(results[i] for i in range(len(operands)))
+
+    @staticmethod
+    def _moves(group: Group, deferred: Any) -> bool:
+        conversions = [group.x, *(c for m in group.members for c in (m.operand, m.output))]
+        return deferred is not None or bool(group.panels) or any(c.forward or c.backward for c in conversions)
+
+    def _moving(self, planned, group: Group, x: Value, operands: Sequence[Value], outs, deferred) -> list[Value]:
+        """`platform.parallel.kernels.einsum._Einsums`."""
+        members = group.members
+        local, sizes = zip(
+            *(
+                self.convert(w.storage, w.elements, m.operand.forward, isinstance(w.key, str))
+                for w, m in zip(operands, members, strict=True)
+            ),
+            strict=True,
+        )
+        whole, width = self.convert(x.storage, x.elements, group.x.forward)
+        inner = [self.inner(planned, outs[m.index], m.output) for m in members]
+        products = [self.new(n) for n in inner]
+        leaving = [self.convert(p, n, m.output.forward) for p, n, m in zip(products, inner, members, strict=True)]
+        del products
+        stored = (x.storage, *(w.storage for w in operands))
+        again = [group.again, *(m.again for m in members)]
+        saved = tuple(s if a else t for s, t, a in zip(stored, (whole, *local), again, strict=True))
+        widths = [x.elements, *(w.elements for w in operands)]
+        found = [Value(*there) for there in leaving]
+        lengths = [y.elements for y in found]
+
+        def backward(gs: Gradients, saved: Saved) -> Gradients:
+            local = [self.convert(g, n, m.output.backward)[0] for g, n, m in zip(gs, lengths, members, strict=True)]
+            kept = [
+                self.convert(w, n, m.operand.forward if m.again else ())[0]
+                for w, n, m in zip(saved[1:], widths[1:], members, strict=True)
+            ]
+            x = self.convert(saved[0], widths[0], group.x.forward)[0] if group.again else saved[0]
+            dx = self.convert(self._sum(width, len(members)), width, group.x.backward)[0]
+
+            def weights() -> list[Storage | None]:
+                return [
+                    self.convert(self.new(n), n, m.operand.backward)[0] for n, m in zip(sizes, members, strict=True)
+                ]
+
+            if deferred is None:
+                return [dx, *weights()]
+            del kept
+
+            def compute(held: Any = (x, local)) -> None:
+                for key, dw in zip(keys, weights(), strict=True):
+                    assert dw
+                    self.leaves.setdefault(key, dw)
+
+            deferred.append(compute)
+            return [dx, *(None for _ in members)]
+
+        keys = [w.key for w in operands]
+        self.note(found, [x, *operands], saved, backward)
+        return found
+
+    def _sum(self, elements: int, parts: int) -> Storage:
+        total = self.new(elements)
+        for _ in range(parts - 1):
+            part = self.new(elements)
+            total = self.new(elements)
+            del part
+        return total
+
+    def _panels(self, planned, group: Group, x: Value, operands: Sequence[Value], outs) -> list[Value]:
+        """`platform.parallel.kernels.summa`: both operands' panels, of now and of the next turn, and a product."""
+        panels, members = group.panels, group.members
+        assert panels is not None
+        local = [
+            self.convert(w.storage, w.elements, m.operand.forward, isinstance(w.key, str))
+            for w, m in zip(operands, members, strict=True)
+        ]
+        widths = [x.elements, *(n for _, n in local)]
+        axes = [panels.x_axes, *(panels.operand_axes for _ in members)]
+        pairs = zip(widths, axes, strict=True)
+        one = [n * self.plan.mesh.extent(a) // panels.count if a else 0 for n, a in pairs]  # none: a view
+        found = [self.block(outs[m.index]) for m in members]
+        self.new(2 * sum(one) + sum(y.elements for y in found))
+        saved = (
+            x.storage,
+            *(w.storage if m.again else s for w, (s, _), m in zip(operands, local, members, strict=True)),
+        )
+
+        def backward(gs: Gradients, saved: Saved) -> Gradients:
+            dx, *dws = (self.new(n) for n in widths)
+            self.new(sum(one) * (panels.count + 1))  # every panel's part until all are reduced, and the last panel
+            pairs = zip(dws, widths[1:], members, strict=True)
+            return [dx, *(self.convert(w, n, m.operand.backward)[0] for w, n, m in pairs)]
+
+        self.note(found, [x, *operands], saved, backward)
+        return found
+
+    def reduce(self, name, function, x, spec, out):
+        planned = self.planned("reduce", name)
+        into, leave = planned.conversions
+        x = self.apply(x, into)
+        elements = self.inner(planned, out, leave)
+        y = Value(self.new(elements), elements)
+        saved: Saved = ()
+        if function == "max":
+            saved = (self.new(x.elements, self.wide),) if planned.over else (x.storage, y.storage)  # shares; both ends
+        return self.apply(self.plain(y, [x], saved), leave)
+
+    def concatenate(self, name, x, specs, out, dim):
+        planned = self.planned("concatenate", name)
+        *into, leave = planned.conversions
+        parts = [self.apply(part, c) for part, c in zip(x, into, strict=True)]
+        elements = self.inner(planned, out, leave)
+        whole = Value(self.new(elements), elements)
+        count = len(parts)
+        self.note([whole], parts, (), lambda gs, _: [gs[0]] * count)
+        return self.apply(whole, leave)
+
+    def reshape(self, name, x, spec, out):
+        for conversion in self.planned("reshape", name).conversions:
+            x = self.apply(x, conversion)
+        return x
+
+    def shift(self, x, spec, parameter):
+        if not x.elements:
+            return x
+        p = self.parameter(parameter, self.planned("shift", parameter.name).conversions[0])
+        out, size = self.block(spec), p.elements
+        self.note([out], [x, p], (), lambda gs, _: [gs[0], self.new(size)])
+        return out
+
+    def norm(self, x, spec, kind, gain, bias):
+        if not x.elements:
+            return x
+        planned = self.planned("norm", gain.name)
+        vectors = [self.parameter(p, c) for p, c in zip((gain, bias), planned.conversions, strict=False) if p]
+        n = prod(self.plan.local_shape(spec))
+        rows = n // self.plan.local_shape(spec)[-1]
+        g = vectors[0].storage
+        if not planned.over and kind == "layernorm":
+            saved = (x.storage, self.new(rows, self.wide), self.new(rows, self.wide), *(v.storage for v in vectors))
+            return self.plain(self.block(spec), [x, *vectors], saved)
+        wide = self.widened(x.storage, n)
+        if not planned.over:
+            normal, rstd = self.new(n, self.wide), self.new(rows, self.wide)
+            return self.plain(self.block(spec), [x, *vectors], (wide, normal, rstd, g), n, self.wide)
+        centred = self.new(n, self.wide) if kind == "layernorm" else wide
+        normal, rstd = self.new(n, self.wide), self.new(rows, self.wide)
+        result = self.new(n, self.wide)
+        if bias:
+            result = self.new(n, self.wide)
+        out = Value(self.widened(result, n) and (result if wide is x.storage else self.new(n)), n)
+        del centred, result, wide
+        return self.plain(out, [x, *vectors], (normal, rstd, g), 3 * n, self.wide)
+
+    def rotate(self, name, x, spec, theta):
+        if not x.elements:
+            return x
+        into, leave = self.planned("rotate", name).conversions
+        x = self.apply(x, into)
+        length = self.plan.local_shape(spec)[spec.dims.index("length")]
+        angles = self.new(length * self.plan.sizes["d_kv"], self.wide)  # cosines and sines of d_kv / 2 angles each
+        wide, n = self.widened(x.storage, x.elements), x.elements
+        halves = self.new(n, self.wide)
+        whole = self.new(n, self.wide)
+        out = Value(whole if self.wide == self.plan.itemsize["compute"] else self.new(n), n)
+        del wide, halves, whole
+        return self.apply(self.plain(out, [x], (angles,), 2 * n, self.wide), leave)
+
+    def sinusoid(self, name, x, spec, scale):
+        if not x.elements:
+            return x
+        scaled = self.new(x.elements)
+        out = self.plain(self.block(spec), [x])
+        del scaled
+        return out
+
+    def relative_bias(self, table, scores, *, bidirectional, distance):
+        weight = self.parameter(table, self.planned("relative_bias", table.name).conversions[0])
+        if not weight.elements:
+            return weight
+        shape = dict(zip(scores.dims, self.plan.local_shape(scores), strict=True))
+        positions = shape["length"] * shape["memory_length"]
+        elements = positions * shape["heads"]
+        return self.plain(Value(self.new(elements), elements), [weight], (self.integers(positions),), elements)
+
+    def expand_kv(self, name, x, spec, out):
+        if not x.elements:
+            return x
+        return self.plain(self.block(out), [self.apply(x, self.planned("expand_kv", name).conversions[0])])
+
+    def softmax(self, name, x, spec, *, dim="memory_length", scale=1.0, causal=False, mask=None, bias=None):
+        if not x.elements:
+            return x
+        n, shape = x.elements, dict(zip(spec.dims, self.plan.local_shape(spec), strict=True))
+        work = self.new(n)
+        hidden = []
+        if bias is not None:
+            work = self.new(n)
+        if causal:
+            hidden.append(self.integers(shape["length"] * shape["memory_length"], 1))
+            work = self.new(n)
+        if mask is not None:
+            hidden.append(self.integers(shape["batch"] * shape["memory_length"], 1))
+            work = self.new(n)
+        if over := self.planned("softmax", name).over:
+            part = self.new(n, self.wide)
+            part = self.new(n, self.wide)
+            del part
+        out = self.block(spec)
+        del work
+        ins = [x] if bias is None else [x, bias]
+        return self.plain(out, ins, (out.storage, *hidden), 2 * n if over else n)
+
+    def fused_attention(self, name, q, k, v, spec, kv, *, scale, causal, mask=None, bias=None):
+        if not q.elements:
+            return q
+        out = self.block(spec)
+        query, key = (dict(zip(s.dims, self.plan.local_shape(s), strict=True)) for s in (spec, kv))
+        rows = out.elements // query["d_kv"]
+        if bias is not None:  # no kernel gives a gradient to a bias: torch computes the probabilities
+            scaled = self.new(prod(query.values())), self.new(prod(key.values()))
+            scores = rows * key["length"]
+            work = self.new(2 * scores)
+            del work
+            return self.plain(out, [q, k, v, bias], (*scaled, v.storage, self.new(scores)), 2 * scores)
+        saved = [q.storage, k.storage, v.storage, out.storage, self.new(rows, self.wide)]  # the log of each row's sum
+        if mask is not None:  # as numbers that are added to the scores
+            saved.append(self.new(key["batch"] * key["length"] * (query["length"] if causal else 1)))
+        return self.plain(out, [q, k, v], tuple(saved))
+
+    def can_fuse_attention(self, spec):
+        return self.plan.scheme.fuses_attention(spec.region)
+
+    def relayout(self, name, x, spec, out):
+        if spec == out:
+            return x
+        return self.apply(x, self.planned("relayout", name).conversions[0])
+
+    def pointwise(self, function, *x):
+        if function == "identity":
+            return x[0]
+        n = min(v.elements for v in x)
+        out = Value(self.new(n), n)
+        if function == "add":
+            parts = len(x)  # the closure must not hold them
+            self.note([out], x, (), lambda gs, _: [gs[0]] * parts)
+            return out
+        return self.plain(out, x, (out.storage,) if function in _OF_RESULT else tuple(v.storage for v in x))
+
+    def pointwise_each(self, functions, x, spec, dim):
+        """As on the rank whose functions keep most, where they differ."""
+        if not x.elements:
+            return x
+        shape = dict(zip(spec.dims, self.plan.local_shape(spec), strict=True))
+        n, slices = shape[dim], range(0, len(functions), shape[dim])
+        most = max(sum(f in _OF_RESULT for f in functions[i : i + n]) for i in slices)
+        saved = [x.storage] if set(functions) - _OF_RESULT - {"identity"} else []
+        saved += [self.new(x.elements // n) for _ in range(most)]
+        return self.plain(self.block(spec), [x], tuple(saved), x.elements)
+
+    def dropout(self, name, x, spec):
+        if not self.dropout_rate or not x.elements:
+            return x
+        self.integers(x.elements * _DRAWING)
+        mask = self.new(x.elements)  # scaled
+        return self.plain(self.block(spec), [x], (mask,))
+
+    def cross_entropy(self, name, logits, spec, labels, smoothing=0.0):
+        loss = Value(self.new(1), 1)
+        if not logits.elements:
+            return self.plain(loss, [logits])
+        planned, n = self.planned("cross_entropy", name), logits.elements
+        *rows, columns = self.plan.local_shape(spec)
+        wide = self.widened(logits.storage, n)
+        if planned.over:
+            part, p = self.new(n, self.wide), self.new(n, self.wide)
+            del part, wide
+            return self.plain(loss, [logits], (p,), n if self.wide != self.plan.itemsize["compute"] else 0, self.wide)
+        real = prod(rows) * self.plan.sizes["vocab"]
+        logs, divisor = self.new(real, self.wide), self.new(1)
+        del wide
+        size = (2 * self.wide - self.plan.itemsize["compute"]) * real  # two gradients of the logs; the last is cast
+        return self.plain(loss, [logits], (logs, divisor), size, 1)
+
+    def squared_error(self, name, y, target, spec, ids):
+        error = self.widened(self.new(y.elements), y.elements)
+        return self.plain(Value(self.new(1), 1), [y], (error,), y.elements, self.wide)

@@ -1,0 +1,94 @@
+"""Memory without memory: storages that count their bytes while something refers to them, and a tape of operations whose
+backward passes take and give back more.
+
+A model's forward pass, run on them by `platform.plan.memory.meter`, keeps alive what it would keep alive on a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+Key = int | str  # names a gradient: a parameter's by its name
+
+
+@dataclass
+class Ledger:
+    """Bytes that live now, and the most that did since `peak` was last set."""
+
+    now: int = 0
+    peak: int = 0
+
+    def add(self, nbytes: int) -> None:
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)
+
+
+class Storage:
+    """Memory under one or more tensors, until the last reference to it is gone. `counted`: its floating-point elements,
+    0 of integers; `parameter`: a copy of one, gathered."""
+
+    __slots__ = ("_ledger", "counted", "nbytes", "parameter")
+
+    def __init__(self, ledger: Ledger, nbytes: int, counted: int, parameter: bool = False):
+        self._ledger, self.nbytes, self.counted, self.parameter = ledger, nbytes, counted, parameter
+        ledger.add(nbytes)
+
+    def __del__(self) -> None:
+        self._ledger.now -= self.nbytes
+
+
+_KEYS = count()
+
+
+class Value:
+    """A tensor: so many elements of a storage, None for a parameter where it is stored."""
+
+    __slots__ = ("elements", "key", "storage")
+
+    def __init__(self, storage: Storage | None, elements: int, key: Key | None = None):
+        self.storage, self.elements = storage, elements
+        self.key: Key = next(_KEYS) if key is None else key
+
+
+Gradients = Sequence[Storage | None]
+Saved = tuple[Storage | None, ...]
+Backward = Callable[[Gradients, Saved], Gradients]  # gradients of the results, what was saved -> those of the inputs
+
+
+@dataclass
+class _Node:
+    outs: Sequence[Key]
+    ins: Sequence[Key]
+    saved: Saved
+    backward: Backward
+
+
+class Tape:
+    """The operations of forward passes, in order."""
+
+    def __init__(self) -> None:
+        self._nodes: list[_Node] = []
+
+    def note(self, outs: Sequence[Value], ins: Sequence[Value], saved: Saved, backward: Backward) -> None:
+        self._nodes.append(_Node([x.key for x in outs], [x.key for x in ins], saved, backward))
+
+    def saved(self) -> list[Storage]:
+        """The distinct storages that the operations keep."""
+        return list({id(s): s for node in self._nodes for s in node.saved if s}.values())
+
+    def unwind(self, gradients: dict[Key, Storage], leaves: dict[Key, Storage]) -> None:
+        """Runs the backward passes in reverse and gives back what they kept. `gradients`: of what came out, and in the
+        end of what went in; `leaves`: of parameters. A further gradient of a tensor is added to the one that is there.
+        """
+        while self._nodes:
+            node = self._nodes.pop()
+            given = [gradients.pop(key, None) for key in node.outs]
+            if any(given):
+                found = list(node.backward(given, node.saved))
+                del given
+                for key in reversed(node.ins):
+                    if g := found.pop():
+                        (leaves if isinstance(key, str) else gradients).setdefault(key, g)
+                    del g

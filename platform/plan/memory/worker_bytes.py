@@ -1,0 +1,63 @@
+"""What a worker holds: bytes of parameters, gradients and optimizer state, and what autograd saves for the backward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from platform.plan.core.chunks import Chunk, Model
+from platform.plan.core.plan import Plan
+from platform.plan.memory.metered import Metered
+from platform.plan.memory.storages import Value
+
+Coordinates = Mapping[str, int]  # of a worker: mesh axis -> index
+
+
+def weight_bytes(plan: Plan, moments: int, at: Coordinates | None = None) -> dict[str, int]:
+    """Bytes of the worker at `at`, default: of one that has a block of every tensor of the first stage. The optimizer
+    keeps `moments` numbers of the master's type per parameter."""
+    at = at or plan.mesh.coordinates(0)
+    stored, masters = plan.parameters_at(at), plan.masters_at(at)
+    compute, master = plan.itemsize["compute"], plan.itemsize["master"]
+    shared = compute == master and plan.sharded == plan.storage
+    return {
+        "parameters": masters * master + (0 if shared else stored * compute),
+        "gradients": stored * master,
+        "optimizer": masters * master * moments,
+    }
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Elements of distinct tensors, per worker and microbatch: `activations`, and copies of parameters that were
+    gathered for an operation (`gathered`)."""
+
+    activations: int
+    gathered: int
+
+    @property
+    def total(self) -> int:
+        return self.activations + self.gathered
+
+
+def saved_for_backward(plan: Plan, model: Model, dropout: float = 0.0, at: Coordinates | None = None) -> Saved:
+    """What autograd saves in one forward pass of `model` under `plan`, beside the parameters themselves, on the worker
+    at `at`, default: on one that has a block of every tensor of the first stage. Of several chunks it is the sum.
+
+    It is what `platform.parallel.parallel_ops` and torch's CPU kernels keep in fp32 and fp64; index and mask tensors of
+    integers and booleans do not count, nor do copies that torch.einsum makes of permuted operands.
+    """
+    at = at or plan.mesh.coordinates(0)
+    meter = Metered(plan, dropout, at)
+    for chunk in plan.at(at["stage"]).chunks:
+        forward(meter, model, chunk, {name: meter.block(spec) for name, spec in chunk.receives})
+    saved = meter.tape.saved()
+    return Saved(*(sum(s.counted for s in saved if s.parameter == copies) for copies in (False, True)))
+
+
+def forward(meter: Metered, model: Model, chunk: Chunk, flow: Mapping[str, Value]) -> dict[str, Value]:
+    """Runs a chunk of the model; what it gives by name."""
+    inputs = {name: name for name in model.inputs}
+    if chunk.units:
+        return model.part(meter, inputs, flow, chunk.units)  # type: ignore[attr-defined]
+    return {"loss": model.forward(meter, inputs)}

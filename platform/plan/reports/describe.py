@@ -1,0 +1,80 @@
+"""A plan for people, as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from platform.plan.core.step_collectives import communication
+from platform.plan.language.layout import DIMS
+from platform.plan.language.scheme import REGIONS
+
+if TYPE_CHECKING:
+    from platform.plan.core.plan import Plan
+
+
+def describe(plan: Plan) -> str:
+    """The plan as the small table that a run prints first."""
+    split = dict.fromkeys((*DIMS, *(d for r in REGIONS for d in plan.scheme.regions[r])))
+    dims = [d for d in split if d in plan.sizes and any(plan.scheme.regions[r][d] for r in REGIONS)]
+    head, *rest = rows = [["region", *dims]] + [
+        [r, *("+".join(plan.scheme.regions[r][d]) or "-" for d in dims)]
+        for r in REGIONS
+        if r != "core" or plan.scheme.regions["core"] != plan.scheme.regions["attention"]
+    ]
+    if zero := "+".join(plan.scheme.sub_grid_zero):
+        rows = [[*head, "only at"], *([*row, f"{zero}=0" if plan.scheme.regions[row[0]].only else "-"] for row in rest)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    table = ["  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    moved = communication(plan)
+    traffic = ", ".join(f"{k} {human(v)}B" for k, v in sorted(moved.items(), key=lambda kv: -kv[1])[:4]) or "none"
+    more = f", and {len(moved) - 4} more" if len(moved) > 4 else ""
+    elsewhere = f", {plan.parameters_at(plan.elsewhere):,} where {zero}>0" if plan.elsewhere else ""
+    lines = [
+        f"plan  {plan.mesh.size} workers = {plan.mesh}; tensor scheme {plan.scheme.name}; {plan.precision}",
+        *(table if dims or zero else []),
+        f"  parameters      {plan.parameter_count:,} ({plan.local_parameter_count:,} per worker{elsewhere})"
+        + _sharding(plan),
+        *(f"  stage {stage}         {units}" for stage, units in _stages(plan)),
+        f"  step            {plan.tokens_per_step:,} tokens in {plan.microbatches} microbatches{_padding(plan)};"
+        f" {human(plan.flops_per_token * plan.tokens_per_step)}FLOP",
+        f"  communication   {human(sum(moved.values()))}B per step: {traffic}{more}",
+        *(f"  warning         {w}" for w in plan.warnings),
+    ]
+    return "\n".join(lines)
+
+
+def _stages(plan: Plan) -> list[tuple[int, str]]:
+    """Each stage of several with the units of its chunks: `embedding .. layers.3 | layers.8 .. layers.11`."""
+
+    def shown(units: Sequence[str]) -> str:
+        return units[0] if len(units) == 1 else f"{units[0]} .. {units[-1]}"
+
+    stages = range(plan.stages if plan.stages > 1 else 0)
+    return [(stage, " | ".join(shown(c.units) for c in plan.chunks if c.stage == stage)) for stage in stages]
+
+
+def _padding(plan: Plan) -> str:
+    dealt, replicas = plan.microbatches * plan.sizes["batch"], plan.mesh.axes["data"]
+    over = f" x {replicas} replicas" if replicas > 1 else ""
+    return f"{over}, {dealt - plan.sequences} of {dealt} sequences are padding" if dealt > plan.sequences else ""
+
+
+def _sharding(plan: Plan) -> str:
+    if not plan.sharded:
+        return ""
+    over = f"chunks over {'+'.join(plan.sharded)}"
+    return (
+        f", kept in {over}"
+        if plan.storage
+        else f", updated in {over} ({plan.masters_at(plan.mesh.coordinates(0)):,} per worker)"
+    )
+
+
+def human(x: float) -> str:
+    """1234567 -> '1.23 M': three digits and a decimal prefix."""
+    for unit in ("", "k", "M", "G", "T", "P", "E"):
+        if abs(x) < 999.5:
+            return f"{x:.3g} {unit}"
+        x /= 1000
+    return f"{x:.3g} Z"

@@ -1,0 +1,181 @@
+"""A plan for people: the groups, every collective with its bytes, what a worker holds, D&SP's messages.
+
+All numbers come from the plan that the workers execute; nothing is counted a second time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from platform.plan.core.chunks import Model
+from platform.plan.core.plan import Plan
+from platform.plan.core.step_collectives import communication, groups, step_collectives, update_collectives
+from platform.plan.memory.footprint import Footprint
+from platform.plan.memory.worker_bytes import saved_for_backward, weight_bytes
+from platform.plan.reports.describe import describe, human
+from platform.plan.reports.node_messages import messages, with_axes
+
+GROUPS_SHOWN = 8
+_LAYER = re.compile(r".*\blayers\.\d+\.")
+
+
+def explain(
+    plan: Plan,
+    model: Model,
+    *,
+    moments: int,
+    workers_per_node: int,
+    dropout: float = 0.0,
+    footprints: Sequence[Footprint] = (),
+) -> dict[str, Any]:
+    """The explanation as JSON-able data. `moments`: the optimizer's numbers of state per parameter; `footprints`: what
+    a worker needs, by stage."""
+
+    def holds(at: Mapping[str, int]) -> dict[str, Any]:
+        saved = saved_for_backward(plan, model, dropout, at)
+        return {
+            "parameters_per_worker": plan.parameters_at(at),
+            "bytes_per_worker": weight_bytes(plan, moments, at),
+            "saved_elements_per_worker": {"activations": saved.activations, "gathered_parameters": saved.gathered},
+        }
+
+    out: dict[str, Any] = {
+        "mesh": plan.mesh.axes,
+        "groups": {"+".join(axes): plan.mesh.groups(axes) for axes in _groups(plan)},
+        "collectives": collectives(plan),
+        "communication": communication(plan),
+        "bytes_per_layer": bytes_per_layer(plan),
+        **holds(plan.mesh.coordinates(0)),
+        "warnings": list(plan.warnings),
+    }
+    if footprints:
+        stage, most = max(enumerate(footprints), key=lambda pair: pair[1].total)
+        out["memory"] = {"stage": stage, **asdict(most), "total": most.total}
+    if plan.elsewhere:  # what is common is on sub-grid 0 alone
+        out["elsewhere"] = holds(plan.elsewhere)
+    if branches := plan.mesh.ordered(plan.scheme.branches):
+        meshes = {order: with_axes(plan.mesh, branches, outer=order == "outer") for order in ("inner", "outer")}
+        rooted = bool(plan.elsewhere)
+        found = {o: messages(mesh, branches, workers_per_node, from_zero=rooted) for o, mesh in meshes.items()}
+        out["branch_messages"] = {
+            "workers_per_node": workers_per_node,
+            "order": "outer" if plan.scheme.branches_outer else "inner",
+            **{order: {"inside": inside, "between": between} for order, (inside, between) in found.items()},
+        }
+    return out
+
+
+def _groups(plan: Plan) -> list[tuple[str, ...]]:
+    """Every axis by itself, then the joint ones that a step uses."""
+    single = [(a,) for a, n in plan.mesh.shape if n > 1]
+    return [*single, *(axes for axes in groups(plan) if axes not in single)]
+
+
+def collectives(plan: Plan) -> list[dict[str, Any]]:
+    """One row per distinct collective of a step, layers folded: it occurs `times` times in the model, is launched
+    `launches` times per rank and step, and then has moved `bytes` over all workers. The bytes by op and axes add up to
+    `communication(plan)`."""
+    rows: dict[tuple, dict[str, Any]] = {}
+    for where, c, launches in step_collectives(plan):
+        axes = "+".join(plan.mesh.ordered(c.axes))
+        folded = re.sub(r"\.\d+\.", ".*.", re.sub(r"^stage \d+ to \d+ ", "stage * to * ", where))
+        key = (folded, c.op, axes, c.elements, c.dtype, c.phase, c.issue, c.wait)
+        names = ("operation", "op", "axes", "elements", "dtype", "phase", "issue", "wait")
+        row = rows.setdefault(key, {**dict(zip(names, key, strict=True)), "times": 0, "launches": 0, "bytes": 0})
+        row["times"] += 1
+        row["launches"] += launches
+        row["bytes"] += launches * plan.moved_bytes(c)
+    return list(rows.values())
+
+
+def bytes_per_layer(plan: Plan) -> float:
+    """Bytes that all workers move per step for one layer, on average over the layers: its collectives in every
+    microbatch, and its share of the reduction of gradients."""
+    layers = {match[0] for p in plan.parameters if (match := _LAYER.match(p.name))}
+    moved = sum(n * plan.moved_bytes(c) for where, c, n in step_collectives(plan) if _LAYER.match(where.split()[-1]))
+    of_layers = replace(plan, parameters=tuple(p for p in plan.parameters if _LAYER.match(p.name)))
+    for stage in range(plan.stages):
+        moved += sum(n * plan.moved_bytes(c) for _, c, n in update_collectives(of_layers.at(stage)))
+    return moved / len(layers) if layers else 0.0
+
+
+def render(plan: Plan, found: dict[str, Any]) -> str:
+    """The explanation as aligned text."""
+    heading, *described = describe(plan).splitlines()
+    blocks = [
+        [heading, *described],
+        ["groups (ranks)", *_table([[axes, str(len(g[0])), _ranks(g)] for axes, g in found["groups"].items()])],
+        _collectives(found["collectives"]),
+        ["bytes per step, all workers", *_table(_moved(found))],
+        ["per worker" + (" of sub-grid 0" if "elsewhere" in found else ""), *_table(_holdings(found))],
+    ]
+    if memory := found.get("memory"):
+        where = f", of stage {memory['stage']}" if plan.stages > 1 else ""
+        blocks.append([f"memory of the worker that needs most{where}", *_table(_memory(memory))])
+    if elsewhere := found.get("elsewhere"):
+        blocks.append(["per worker of another sub-grid", *_table(_holdings(elsewhere))])
+    if m := found.get("branch_messages"):
+        title = f"messages of a split or join, {m['workers_per_node']} workers per node (branch.order={m['order']})"
+        rows = [[order, str(m[order]["inside"]), str(m[order]["between"])] for order in ("inner", "outer")]
+        blocks.append([title, *_table([["branch axis", "inside a node", "between nodes"], *rows])])
+    return "\n\n".join("\n".join(block) for block in blocks if len(block) > 1)
+
+
+def _ranks(groups: Sequence[Sequence[int]]) -> str:
+    more = f" and {len(groups) - GROUPS_SHOWN} more" if len(groups) > GROUPS_SHOWN else ""
+    return " ".join("[" + " ".join(map(str, g)) + "]" for g in groups[:GROUPS_SHOWN]) + more
+
+
+def _collectives(rows: Sequence[dict[str, Any]]) -> list[str]:
+    head = ["operation", "collective", "elements", "times", "launches", "bytes per step", "phase", "issue", "wait"]
+    cells = [
+        [r["operation"], f"{r['op']}/{r['axes']}", f"{r['elements']:,}", f"x{r['times']}"]
+        + [f"{r['launches']:,}", f"{r['bytes']:,}", r["phase"], r["issue"], r["wait"]]
+        for r in rows
+    ]
+    return ["collectives", *(_table([head, *cells]) if rows else [])]
+
+
+def _moved(found: dict[str, Any]) -> list[list[str]]:
+    rows = [[k, f"{v:,}"] for k, v in found["communication"].items()]
+    return [*rows, ["of which per layer", f"{round(found['bytes_per_layer']):,}"]] if rows else []
+
+
+def _holdings(found: dict[str, Any]) -> list[list[str]]:
+    saved, size = found["saved_elements_per_worker"], found["bytes_per_worker"]
+    return [
+        ["parameters", f"{found['parameters_per_worker']:,}", f"{human(size['parameters'])}B"],
+        ["gradients", "", f"{human(size['gradients'])}B"],
+        ["optimizer state", "", f"{human(size['optimizer'])}B"],
+        ["saved activations", f"{saved['activations']:,}", "elements per microbatch"],
+        ["gathered parameters", f"{saved['gathered_parameters']:,}", "elements, kept until the backward pass"],
+    ]
+
+
+def _memory(found: Mapping[str, int]) -> list[list[str]]:
+    more = {
+        "parameters": "and their master copies",
+        "optimizer": "",
+        "gradients": "summed over the microbatches",
+        "activations": f"of {found['in_flight']} forward passes in flight",
+        "working": "operations, collectives, what is sent and received",
+        "total": "at once",
+    }
+    return [[name, f"{human(found[name])}B", what] for name, what in more.items()]
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns of equal width; numbers to the right."""
+    columns = list(zip(*rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    numeric = [all(re.fullmatch(r"x?[\d,]*", cell) for cell in column[1:]) and any(column[1:]) for column in columns]
+    return [
+        "  "
+        + "  ".join(
+            c.rjust(w) if right else c.ljust(w) for c, w, right in zip(row, widths, numeric, strict=True)
+        ).rstrip()
+        for row in rows
+    ]

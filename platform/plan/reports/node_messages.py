@@ -1,0 +1,50 @@
+"""Which ranks share a machine, and what that makes of a group's messages (paper 002, section IV-D)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from platform.plan.language.mesh import Mesh
+
+
+def messages(mesh: Mesh, axes: Sequence[str], workers_per_node: int, *, from_zero: bool = False) -> tuple[int, int]:
+    """(inside a node, between nodes): one message per ordered pair of members of each group along `axes`, a member and
+    itself included, with consecutive ranks on a node. Counted one by one: right for any sizes.
+
+    `from_zero`: only from each group's first member to all (or, in a join, the other way round), as where the common
+    layers are on sub-grid 0 alone; a g-th of the closed forms below.
+    """
+    inside = between = 0
+    for group in mesh.groups(axes):
+        for sender in group[:1] if from_zero else group:
+            near = sum(sender // workers_per_node == receiver // workers_per_node for receiver in group)
+            inside += near
+            between += len(group) - near
+    return inside, between
+
+
+def naive_messages(n: int, g: int, workers_per_node: int) -> tuple[int, int]:
+    """`messages` in closed form for g sub-grids of n / g consecutive ranks each; all three are powers of two.
+
+    The paper's equations 4 and 5, whose two cases are printed the wrong way round.
+    """
+    if n // g >= workers_per_node:
+        return n, n * (g - 1)
+    return min(n, workers_per_node) * g, max(0, n - workers_per_node) * g
+
+
+def aware_messages(n: int, g: int, workers_per_node: int) -> tuple[int, int]:
+    """`messages` in closed form where the g ranks that exchange with each other are consecutive; powers of two.
+
+    The paper's equations 6 and 7.
+    """
+    if g <= workers_per_node:
+        return n * g, 0
+    return n * workers_per_node, n * (g - workers_per_node)
+
+
+def with_axes(mesh: Mesh, axes: Sequence[str], *, outer: bool) -> Mesh:
+    """The mesh with `axes` moved outside of all others, or inside of them."""
+    moved = tuple(pair for pair in mesh.shape if pair[0] in axes)
+    others = tuple(pair for pair in mesh.shape if pair[0] not in axes)
+    return Mesh(moved + others if outer else others + moved)

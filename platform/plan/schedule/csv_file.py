@@ -1,0 +1,77 @@
+"""A schedule in a file: one line per stage, actions separated by commas, as torch.distributed.pipelining writes them.
+
+    0F0,0F1,,0B0,0B1
+    ,1F0,1B0,1F1,1B1
+
+is 1F1B on two stages: chunk, then F, B, I or W, then microbatch. Empty cells are for the reader's eye.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from platform.plan.schedule.generators import PASSES
+from platform.plan.schedule.lowering import validate
+from platform.plan.schedule.table import Action, Kind, Schedule, ScheduleError
+
+CELL = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})", re.ASCII)
+LARGEST = 16 << 20  # bytes of a file
+
+
+def to_csv(schedule: Schedule, path: str | Path) -> None:
+    """Writes the compute rows."""
+    lines = (",".join(map(str, row)) + "\n" for row in schedule.rows)
+    Path(path).write_text("".join(lines), encoding="utf-8")
+
+
+def from_csv(path: str | Path) -> Schedule:
+    """The table in a file, validated; it says itself how many stages, chunks and microbatches there are.
+
+    Raises ScheduleError with every violation, also for a file that cannot be read or whose table trains nothing.
+    """
+    try:
+        if Path(path).exists() and not Path(path).is_file():  # a pipe would never end
+            raise ScheduleError("cannot be read (it is no file)")
+        if Path(path).exists() and (size := Path(path).stat().st_size) > LARGEST:
+            raise ScheduleError(f"has {size} bytes; a table has at most {LARGEST}")
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ScheduleError(f"cannot be read ({error})") from None
+    try:
+        cells = [line for line in csv.reader(text.splitlines(), skipinitialspace=True) if line]
+    except csv.Error as error:
+        raise ScheduleError(f"cannot be read ({error})") from None
+    if lines := list(_unreadable(cells)):
+        raise ScheduleError(lines)
+    rows = tuple(tuple(_action(cell) for cell in line if cell.strip()) for line in cells)
+    actions = [action for row in rows for action in row]
+    if all(action.kind is Kind.FORWARD for action in actions):
+        raise ScheduleError("the table has no backward pass")
+    stages, chunks = len(rows), 1 + max(action.chunk for action in actions)
+    if chunks % stages:
+        raise ScheduleError(f"{chunks} chunks are not a multiple of {stages} stages, one per line")
+    microbatches = 1 + max(action.microbatch for action in actions)
+    if chunks * microbatches > min(PASSES, 1000 + 10 * len(actions)):
+        raise ScheduleError(
+            f"{chunks} chunks x {microbatches} microbatches are far more than its {len(actions)} actions"
+        )
+    schedule = Schedule(Path(path).stem, stages, chunks // stages, microbatches, rows)
+    validate(schedule)
+    return schedule
+
+
+def _unreadable(cells: list[list[str]]) -> Iterator[str]:
+    for stage, line in enumerate(cells):
+        for cell in line:
+            if cell.strip() and not CELL.fullmatch(cell.strip()):
+                yield f"stage {stage}: {cell.strip()} is no action; 4B0 is the backward pass of chunk 4, microbatch 0"
+
+
+def _action(cell: str) -> Action:
+    match = CELL.fullmatch(cell.strip())
+    assert match
+    chunk, kind, microbatch = match.groups()
+    return Action(Kind(kind), int(microbatch), int(chunk))

@@ -1,0 +1,157 @@
+"""The shipped schedules: pure functions from (stages, chunks per stage, microbatches) to a table of actions.
+
+All of them are one pattern: w forward passes, then a forward and a backward pass in turn, then the other backward
+passes. They differ in w, in the order of chunks and microbatches, and in whether the weight gradient is split off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import islice
+
+from platform.plan.schedule.lowering import validate
+from platform.plan.schedule.table import Action, Kind, Rows, Schedule, ScheduleError
+
+PASSES = 200_000  # forward passes that a table may have: making and checking more takes seconds
+
+Generator = Callable[[int, int, int], Rows]  # (stages, chunks per stage, microbatches) -> compute rows
+
+
+def gpipe(stages: int, chunks: int, microbatches: int) -> Rows:
+    """GPipe (arXiv 1811.06965): all forward passes, then all backward passes."""
+    _one_chunk("gpipe", chunks)
+    order = [(m, 0) for m in range(microbatches)]
+    return [_row(stage, stages, 1, order, warmup=microbatches) for stage in range(stages)]
+
+
+def one_f_one_b(stages: int, chunks: int, microbatches: int) -> Rows:
+    """1F1B (PipeDream-Flush; paper 003, section 2.2.1): GPipe's bubble, at most `stages` live microbatches."""
+    _one_chunk("1f1b", chunks)
+    return interleaved(stages, chunks, microbatches)
+
+
+def interleaved(stages: int, chunks: int, microbatches: int) -> Rows:
+    """Interleaved 1F1B (paper 003, section 2.2.2) in Megatron's order: the bubble of 1F1B divided by `chunks`.
+
+    One chunk per stage is 1F1B itself.
+    """
+    order, group = _groups("interleaved", stages, chunks, microbatches)
+    step = 2 if chunks > 1 else 1
+    return [
+        _row(stage, stages, chunks, order, warmup=step * (stages - stage - 1) + (chunks - 1) * group)
+        for stage in range(stages)
+    ]
+
+
+def zb_h1(stages: int, chunks: int, microbatches: int) -> Rows:
+    """ZB-H1 (arXiv 2401.10241): the weight gradients, split off, fill the bubble; no more memory than 1F1B.
+
+    With several chunks it is interleaved too; stage r does each weight gradient r steps after its input gradient.
+    """
+    order, group = _groups("zb_h1", stages, chunks, microbatches)
+    return [
+        _row(stage, stages, chunks, order, warmup=stages - stage - 1 + (chunks - 1) * group, delay=stage)
+        for stage in range(stages)
+    ]
+
+
+def _one_chunk(name: str, chunks: int) -> None:
+    if chunks != 1:
+        raise ScheduleError(f"{name} has one chunk per stage, not {chunks}; interleaved and zb_h1 have several")
+
+
+def _group(stages: int, microbatches: int) -> int:
+    return next((n for n in range(stages, microbatches) if microbatches % n == 0), microbatches)
+
+
+def _groups(name: str, stages: int, chunks: int, microbatches: int) -> tuple[list[tuple[int, int]], int]:
+    """Each forward pass as (microbatch, chunk on the stage), in order, and the number of microbatches in a group.
+
+    A group goes through all chunks before the next one starts. With 2 chunks and 6 microbatches in groups of 3:
+
+        microbatch | 0 1 2 0 1 2 3 4 5 3 4 5
+        chunk      | 0 0 0 1 1 1 0 0 0 1 1 1
+
+    The group is the smallest number >= stages that divides the microbatches: a larger one holds more activations, in a
+    smaller one the last stage's output comes too late for the first stage's next chunk.
+    """
+    if chunks > 1 and microbatches < stages:
+        raise ScheduleError(f"{name} with several chunks needs at least as many microbatches as stages={stages}")
+    group = _group(stages, microbatches)
+    return [
+        (m, chunk) for low in range(0, microbatches, group) for chunk in range(chunks) for m in range(low, low + group)
+    ], group
+
+
+def _row(
+    stage: int, stages: int, chunks: int, order: list[tuple[int, int]], warmup: int, delay: int | None = None
+) -> list[Action]:
+    """One stage's actions. Backward passes go in the order of the forward passes, through the chunks in reverse.
+
+    `delay`: split the backward passes, each weight gradient so many steps after its input gradient; None: whole.
+    """
+
+    def actions(kind: Kind) -> list[Action]:
+        mirrored = kind is not Kind.FORWARD
+        return [Action(kind, m, (chunks - 1 - c if mirrored else c) * stages + stage) for m, c in order]
+
+    warmup = min(warmup, len(order))
+    row = actions(Kind.FORWARD)[:warmup]
+    forwards = iter(actions(Kind.FORWARD)[warmup:])
+    weights = iter(actions(Kind.WEIGHT) if delay is not None else ())
+    for step, backward in enumerate(actions(Kind.BACKWARD if delay is None else Kind.INPUT)):
+        row += [*islice(forwards, 1), backward, *islice(weights, step >= (delay or 0))]
+    return [*row, *weights]
+
+
+ONE_CHUNK = ("gpipe", "1f1b")  # the schedules that take no other number of chunks per stage
+SCHEDULES: dict[str, Generator] = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved, "zb_h1": zb_h1}
+SHIPPED = tuple(SCHEDULES)
+SETTLED = 16  # microbatches after which as many sends are under way as ever
+
+
+def generate(kind: str, stages: int, chunks: int, microbatches: int) -> Schedule:
+    """The table of a schedule in SCHEDULES, validated. Raises ScheduleError where it cannot take these numbers."""
+    rows = tuple(tuple(row) for row in SCHEDULES[kind](stages, chunks, microbatches))
+    schedule = Schedule(kind, stages, chunks, microbatches, rows)
+    validate(schedule)
+    return schedule
+
+
+def least_microbatches(kind: str, stages: int, chunks: int, microbatches: int) -> int:
+    """The fewest that a schedule takes, of those that are not below `microbatches`; itself where no number near it is
+    legal."""
+    if kind in SHIPPED:  # without making the table
+        return max(microbatches, stages) if chunks > 1 else microbatches
+    legal = legal_microbatches(kind, stages, chunks, microbatches) or ()
+    return next((m for m in legal if m > microbatches), microbatches)
+
+
+def representative(kind: str, stages: int, chunks: int, microbatches: int) -> int:
+    """A smaller number of microbatches whose rows hold as much at once: the shipped schedules repeat once every
+    chunk has had its first backward pass with as many forward passes in flight. Itself, where none is known."""
+    if kind not in SHIPPED or kind == "gpipe":
+        return microbatches
+    if chunks == 1:
+        return min(microbatches, 3 * stages + SETTLED)
+    group = _group(stages, microbatches)
+    numbers = range(4 * group, microbatches, group)
+    return next((m for m in numbers if m >= SETTLED and _group(stages, m) == group), microbatches)
+
+
+def legal_microbatches(kind: str, stages: int, chunks: int, microbatches: int) -> list[int] | None:
+    """None if the schedule takes this number of microbatches, else the nearest ones that it does take (at most 3)."""
+
+    def legal(m: int) -> bool:
+        try:
+            generate(kind, stages, chunks, m)
+        except ScheduleError:
+            return False
+        return True
+
+    if legal(microbatches):
+        return None
+    tried = max(1, PASSES // (stages * chunks * microbatches))  # tables, in the time that one long one takes
+    near = (microbatches + sign * distance for distance in range(1, 4 * stages * chunks) for sign in (-1, 1))
+    found = (m for m in islice((m for m in near if m > 0), tried) if legal(m))
+    return sorted(m for m, _ in zip(found, range(3), strict=False))

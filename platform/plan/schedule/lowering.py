@@ -1,0 +1,136 @@
+"""From a compute table to rows with sends and receives, and the proofs that they run.
+
+Every receive is placed when its send is: all stages' rows are then parts of one common order, in which each send stands
+next to its receive. So no two stages can wait for each other, even where a send blocks until it is received, and two
+stages that are both neighbours (two stages with several chunks) see the same order of messages on both sides.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from platform.plan.schedule.simulate import simulate
+from platform.plan.schedule.table import COMPUTE, SENDS, Action, Kind, Rows, Schedule, ScheduleError, needs, result
+
+Message = tuple[tuple[int, Action], tuple[int, Action]]  # (stage, send), (stage, receive)
+
+
+def validate(schedule: Schedule) -> None:
+    """Raises ScheduleError with every violation: counts, unknown or repeated actions, order; then deadlock.
+
+    A table without any backward pass is legal: evaluation uses one.
+    """
+    if lines := list(_violations(schedule)):
+        raise ScheduleError(lines, schedule.rows)
+    simulate(schedule)  # raises where the stages wait for each other
+
+
+def lower(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
+    """Each stage's row with its sends and receives. Raises ScheduleError as `validate` does.
+
+    The common order is that of the actions' ends in a run with nominal times: a receive stands before the action
+    during which its message is sent, so it can be posted by then.
+    """
+    if lines := list(_violations(schedule)):
+        raise ScheduleError(lines, schedule.rows)
+    rows: list[list[Action]] = [[] for _ in schedule.rows]
+    for event in simulate(schedule).timeline:
+        rows[event.stage].append(event.action)
+        for stage, action in message(schedule, event.action) or ():
+            rows[stage].append(action)
+    return tuple(tuple(row) for row in rows)
+
+
+def message(schedule: Schedule, action: Action) -> Message | None:
+    """The send and the receive that follow a compute action; None if its result stays on the stage."""
+    forward, m, chunk = action.kind is Kind.FORWARD, action.microbatch, action.chunk
+    target = chunk + 1 if forward else chunk - 1
+    if action.kind is Kind.WEIGHT or not 0 <= target < schedule.total_chunks:
+        return None
+    source, sink = schedule.stage_of(chunk), schedule.stage_of(target)
+    send, receive = (Kind.SEND_F, Kind.RECV_F) if forward else (Kind.SEND_B, Kind.RECV_B)
+    pair = (source, Action(send, m, chunk, sink)), (sink, Action(receive, m, target, source))
+    return pair if source != sink else None
+
+
+def replay_blocking(rows: Rows) -> None:
+    """Runs lowered rows under the strictest rule: a send blocks until its receive is reached, and the reverse.
+
+    Raises ScheduleError with what every stuck stage waits for, or with an action that runs before its inputs are there.
+    """
+    total_chunks = 1 + max((a.chunk for row in rows for a in row), default=0)
+    at = [0] * len(rows)
+    here: list[set[tuple[str, int, int]]] = [set() for _ in rows]  # the results that each stage has
+    progress = True
+    while progress:
+        progress = False
+        for stage, row in enumerate(rows):
+            while at[stage] < len(row):
+                action = row[at[stage]]
+                if action.kind in COMPUTE:
+                    missing = [r for r in needs(action, total_chunks) if r not in here[stage]]
+                    if missing:
+                        names = " and ".join(f"{chunk}{kind}{m}" for kind, chunk, m in missing)
+                        raise ScheduleError(f"stage {stage}: {action} runs before {names} is there", rows)
+                    here[stage].add(result(action))
+                elif _meets(rows, at, stage, action):
+                    assert action.peer is not None
+                    here[action.peer].add(result(action))
+                    at[action.peer] += 1
+                else:
+                    break
+                at[stage] += 1
+                progress = True
+    heads = [(stage, row[i]) for stage, (row, i) in enumerate(zip(rows, at, strict=True)) if i < len(row)]
+    if heads:
+        stuck = "; ".join(f"stage {stage} waits at {action} for stage {action.peer}" for stage, action in heads)
+        raise ScheduleError(f"deadlock where sends block: {stuck}", rows)
+
+
+def _meets(rows: Rows, at: list[int], stage: int, send: Action) -> bool:
+    """Whether the peer of a send has reached its receive. (A receive waits for its sender to come.)"""
+    if send.kind not in SENDS or send.peer is None or at[send.peer] == len(rows[send.peer]):
+        return False
+    forward = send.kind is Kind.SEND_F
+    kind, chunk = (Kind.RECV_F, send.chunk + 1) if forward else (Kind.RECV_B, send.chunk - 1)
+    return rows[send.peer][at[send.peer]] == Action(kind, send.microbatch, chunk, stage)
+
+
+def _violations(schedule: Schedule) -> Iterator[str]:
+    if len(schedule.rows) != schedule.stages:
+        yield f"{schedule.name}: {len(schedule.rows)} rows for {schedule.stages} stages"
+    homes: dict[int, int] = {}  # chunk -> stage
+    counts: Counter[tuple[Kind, int, int]] = Counter()
+    place: dict[tuple[Kind, int, int], int] = {}  # action -> position in its row
+    size = f"{schedule.total_chunks} chunks and {schedule.microbatches} microbatches"
+    for stage, row in enumerate(schedule.rows):
+        for position, a in enumerate(row):
+            known = 0 <= a.chunk < schedule.total_chunks and 0 <= a.microbatch < schedule.microbatches
+            if a.kind not in COMPUTE or not known:
+                yield f"stage {stage}: {a} is no computation of {size}"
+            elif homes.setdefault(a.chunk, stage) != stage:
+                yield f"stage {stage}: {a}, but chunk {a.chunk} lives on stage {homes[a.chunk]}"
+            counts[key := (a.kind, a.chunk, a.microbatch)] += 1
+            place[key] = position
+    yield from (f"{c}{kind}{m} occurs {n} times" for (kind, c, m), n in counts.items() if n > 1)
+    trains = any(kind is not Kind.FORWARD for kind, _, _ in counts)
+    for chunk in range(schedule.total_chunks):
+        for m in range(schedule.microbatches):
+            here = {kind: place[kind, chunk, m] for kind in COMPUTE if (kind, chunk, m) in place}
+            yield from _pass_violations(here, chunk, m, trains)
+
+
+BEFORE = ((Kind.FORWARD, Kind.BACKWARD), (Kind.FORWARD, Kind.INPUT), (Kind.INPUT, Kind.WEIGHT))
+
+
+def _pass_violations(here: dict[Kind, int], chunk: int, m: int, trains: bool) -> Iterator[str]:
+    """What is wrong with a chunk's actions on one microbatch; `here`: their positions in the row."""
+    split = {Kind.INPUT, Kind.WEIGHT}
+    backward = split if split & here.keys() else {Kind.BACKWARD}
+    wanted = {Kind.FORWARD, *(backward if trains else ())}
+    yield from (f"{chunk}{kind}{m} is missing" for kind in COMPUTE if kind in wanted and kind not in here)
+    yield from (f"{chunk}{kind}{m} repeats {chunk}I{m} and {chunk}W{m}" for kind in here if kind not in wanted)
+    for first, second in BEFORE:
+        if first in here and second in here and here[second] < here[first]:
+            yield f"{chunk}{second}{m} stands before {chunk}{first}{m}"

@@ -1,0 +1,35 @@
+"""What the driver hands to a stage: its rows of the lowered schedule, as plain data on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from platform.plan.schedule.lowering import lower
+from platform.plan.schedule.table import Action, Kind, Schedule
+
+
+@dataclass(frozen=True)
+class Rows:
+    """`step`: a training step; `forward`: a forward pass of one microbatch, number 0, for evaluation and sampling."""
+
+    step: tuple[Action, ...]
+    forward: tuple[Action, ...]
+
+    def plain(self) -> list[list[list[Any]]]:
+        rows = (self.step, self.forward)
+        return [[[str(a.kind), a.microbatch, a.chunk, a.peer] for a in row] for row in rows]
+
+    @classmethod
+    def from_plain(cls, rows: Sequence[Sequence[Sequence[Any]]]) -> Rows:
+        step, forward = (tuple(Action(Kind(kind), *rest) for kind, *rest in row) for row in rows)
+        return cls(step, forward)
+
+
+def rows(schedule: Schedule) -> list[Rows]:
+    """By stage."""
+    chunks = (schedule.chunks_of(stage) for stage in range(schedule.stages))
+    passes = tuple(tuple(Action(Kind.FORWARD, 0, chunk) for chunk in of_stage) for of_stage in chunks)
+    once = Schedule("forward", schedule.stages, schedule.chunks, 1, passes)
+    return [Rows(step, forward) for step, forward in zip(lower(schedule), lower(once), strict=True)]

@@ -1,0 +1,103 @@
+"""Runs a schedule in numbers: when each action starts and ends, the bubble, and how many activations live."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+
+from platform.plan.schedule.table import Action, Kind, Schedule, ScheduleError, needs, result
+
+# In units of one chunk's forward pass of one microbatch.
+NOMINAL: Mapping[Kind, float] = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.INPUT: 1.0, Kind.WEIGHT: 1.0}
+
+Times = Mapping[Kind, float] | Callable[[int, Action], float]  # seconds of a kind, or of (stage, action)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One action, planned or measured. Times in seconds from the start of the step."""
+
+    stage: int
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """`timeline` is ordered by end, then stage. Live chunk activations are counted per stage, at their peak.
+
+    `peak_live`: forward passes whose backward pass, or weight gradient where it is split off, is not done.
+    `peak_pending`: of those, the ones whose input gradient is done: they hold only what the weight gradient needs.
+    """
+
+    timeline: tuple[Event, ...]
+    makespan: float  # seconds
+    busy: tuple[float, ...]  # seconds that each stage computes
+    peak_live: tuple[int, ...]
+    peak_pending: tuple[int, ...]
+
+    @property
+    def idle(self) -> tuple[float, ...]:
+        """Seconds that each stage waits."""
+        return tuple(self.makespan - busy for busy in self.busy)
+
+    @property
+    def bubble(self) -> float:
+        """makespan / ideal - 1, where ideal is the busiest stage's own work."""
+        return self.makespan / max(self.busy) - 1
+
+
+def simulate(schedule: Schedule, times: Times = NOMINAL, transfer: float = 0.0) -> Simulation:
+    """The run of a table in which every stage starts its next action as soon as its inputs are there.
+
+    `transfer`: seconds between the end of an action and the start of one on another stage that needs its result; it
+    keeps no stage busy. Raises ScheduleError with the stuck actions where the table's stages wait for each other.
+    """
+    seconds = times if callable(times) else (lambda stage, action: times[action.kind])
+    done: dict[tuple[str, int, int], tuple[float, int]] = {}  # result -> when, on which stage
+    at = [0] * len(schedule.rows)
+    clock, busy = [0.0] * len(at), [0.0] * len(at)
+    events = []
+    progress = True
+    while progress:
+        progress = False
+        for stage, row in enumerate(schedule.rows):
+            while at[stage] < len(row):
+                action = row[at[stage]]
+                inputs = [done.get(r) for r in needs(action, schedule.total_chunks)]
+                if None in inputs:
+                    break
+                arrivals = (when + (transfer if origin != stage else 0.0) for when, origin in filter(None, inputs))
+                start = max(clock[stage], *arrivals, 0.0)
+                duration = seconds(stage, action)
+                clock[stage] = end = start + duration
+                busy[stage] += duration
+                events.append(Event(stage, action, start, end))
+                done[result(action)] = end, stage
+                at[stage] += 1
+                progress = True
+    if stuck := [(stage, row[i]) for stage, (row, i) in enumerate(zip(schedule.rows, at, strict=True)) if i < len(row)]:
+        lines = [_explain(stage, action, schedule, done) for stage, action in stuck]
+        raise ScheduleError(f"deadlock: {'; '.join(lines)}", schedule.rows)
+    live, pending = zip(*(_peaks(row) for row in schedule.rows), strict=True)
+    return Simulation(
+        timeline=tuple(sorted(events, key=lambda e: (e.end, e.stage, e.start))),
+        makespan=max(clock),
+        busy=tuple(busy),
+        peak_live=live,
+        peak_pending=pending,
+    )
+
+
+def _explain(stage: int, action: Action, schedule: Schedule, done: Mapping) -> str:
+    missing = [r for r in needs(action, schedule.total_chunks) if r not in done]
+    wanted = ", ".join(f"{chunk}{kind}{microbatch}" for kind, chunk, microbatch in missing)
+    return f"stage {stage} is stuck at {action}, which waits for {wanted}"
+
+
+def _peaks(row: tuple[Action, ...]) -> tuple[int, int]:
+    steps = {Kind.FORWARD: (1, 0), Kind.BACKWARD: (-1, 0), Kind.INPUT: (0, 1), Kind.WEIGHT: (-1, -1)}
+    live, pending = zip(*(steps[a.kind] for a in row), strict=True) if row else ((0,), (0,))
+    return max(accumulate(live)), max(0, *accumulate(pending))

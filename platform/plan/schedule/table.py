@@ -1,0 +1,122 @@
+"""A pipeline schedule as data: for each stage, which chunk of the model computes which microbatch, in order.
+
+A table says nothing about communication: `platform.plan.schedule.lowering` adds it. DESIGN section 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+
+class Kind(StrEnum):
+    """What an action does. Tokens as in torch.distributed.pipelining: chunk, kind, microbatch ("4B0")."""
+
+    FORWARD = "F"
+    BACKWARD = "B"  # the whole backward pass: INPUT and WEIGHT in one
+    INPUT = "I"  # the gradient of the chunk's input, which the chunk before it waits for
+    WEIGHT = "W"  # the gradient of its parameters, which nobody waits for
+    SEND_F = "SEND_F"  # the chunk's output, to the stage of the next chunk
+    RECV_F = "RECV_F"  # the chunk's input
+    SEND_B = "SEND_B"  # the gradient of the chunk's input, to the stage of the chunk before
+    RECV_B = "RECV_B"  # the gradient of the chunk's output
+
+
+COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
+SENDS = (Kind.SEND_F, Kind.SEND_B)
+RECEIVES = (Kind.RECV_F, Kind.RECV_B)
+PASS = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.INPUT: "B", Kind.WEIGHT: "W", Kind.SEND_F: "F", Kind.SEND_B: "B"}
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One entry of a row. `chunk` counts through the whole model: 0 holds the embedding, the last one the loss.
+
+    `peer` is the other stage of a send or receive; None for what computes.
+    """
+
+    kind: Kind
+    microbatch: int
+    chunk: int
+    peer: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.chunk}{self.kind}{self.microbatch}"
+
+
+Rows = Sequence[Sequence[Action]]  # one row per stage
+
+
+class ScheduleError(ValueError):
+    """A table that cannot run. `violations` holds one line each, without a configuration key; the message ends with
+    the table, where there is one."""
+
+    def __init__(self, violations: Sequence[str] | str, rows: Rows = ()):
+        self.violations = [violations] if isinstance(violations, str) else list(violations)
+        self.rows = rows
+        super().__init__("\n".join([*self.violations, *([table(rows)] if rows else [])]))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The compute actions of every stage in order; `chunks` is per stage.
+
+    Where a chunk lives is read from the rows, so a table may place chunks as it likes (in a loop, in a V).
+    """
+
+    name: str
+    stages: int
+    chunks: int
+    microbatches: int
+    rows: tuple[tuple[Action, ...], ...]
+
+    @property
+    def total_chunks(self) -> int:
+        return self.stages * self.chunks
+
+    @cached_property
+    def placement(self) -> tuple[int, ...]:
+        """The stage of every chunk; `platform.plan.schedule.lowering.validate` checks that there is exactly one."""
+        stages = {action.chunk: stage for stage, row in enumerate(self.rows) for action in row}
+        return tuple(stages[chunk] for chunk in range(self.total_chunks))
+
+    def stage_of(self, chunk: int) -> int:
+        return self.placement[chunk]
+
+    def chunks_of(self, stage: int) -> tuple[int, ...]:
+        """The chunks that live on a stage, ascending."""
+        return tuple(chunk for chunk, owner in enumerate(self.placement) if owner == stage)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether any backward pass is split into its input's and its weights' gradient."""
+        return any(action.kind is Kind.INPUT for row in self.rows for action in row)
+
+    def forward_only(self) -> Schedule:
+        """The same table without its backward passes: for evaluation."""
+        rows = tuple(tuple(a for a in row if a.kind is Kind.FORWARD) for row in self.rows)
+        return Schedule(self.name, self.stages, self.chunks, self.microbatches, rows)
+
+
+def needs(action: Action, total_chunks: int) -> list[tuple[str, int, int]]:
+    """The results that a compute action waits for, as (F or B, chunk, microbatch)."""
+    chunk, microbatch = action.chunk, action.microbatch
+    match action.kind:
+        case Kind.FORWARD:
+            return [("F", chunk - 1, microbatch)] if chunk else []
+        case Kind.WEIGHT:
+            return [("B", chunk, microbatch)]
+    own = ("F", chunk, microbatch)
+    return [own] if chunk + 1 == total_chunks else [own, ("B", chunk + 1, microbatch)]
+
+
+def result(action: Action) -> tuple[str, int, int]:
+    """What an action computes or a send carries: F, an output; B, the gradient of an input; W, nothing to wait for."""
+    return PASS[action.kind], action.chunk, action.microbatch
+
+
+def table(rows: Iterable[Iterable[Action]]) -> str:
+    """The rows as text, one line per stage: `stage 0 | 0F0 0F1 0B0 0B1`."""
+    return "\n".join(f"stage {stage} | {' '.join(map(str, row))}" for stage, row in enumerate(rows))

@@ -1,0 +1,102 @@
+"""The schedule of a run, from its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from platform.config.checks import allow
+from platform.config.fields import Config, ConfigError, violation
+from platform.plan.schedule.csv_file import from_csv
+from platform.plan.schedule.generators import (
+    PASSES,
+    SCHEDULES,
+    Generator,
+    generate,
+    least_microbatches,
+    legal_microbatches,
+)
+from platform.plan.schedule.table import Schedule, ScheduleError, table
+
+MISTAKES_SHOWN = 20  # of a table in a file
+
+
+def register_pipeline(name: str, generator: Generator) -> None:
+    """Makes `pipeline.kind=NAME` known: a function from (stages, chunks per stage, microbatches) to compute rows.
+
+    It refuses numbers that it cannot take by raising `platform.plan.schedule.table.ScheduleError`; the nearest
+    microbatch counts that it does take are then found by trying.
+    """
+    SCHEDULES[name] = generator
+    allow("pipeline.kind", name)
+
+
+def count_microbatches(config: Config, data: int) -> int:
+    """How many make a global batch over `data` replicas: the fewest that the schedule takes. Sequences that they lack
+    are padding, which weighs nothing. (A table in a file has its own number: another one is refused.)
+
+    Raises ConfigError where their table would be too long to be made.
+    """
+    pipeline, unit = config.pipeline, config.train.microbatch * data
+    needed = -(-config.train.global_batch // unit)
+    if pipeline.kind == "file":
+        return needed
+    if (passes := pipeline.stages * pipeline.chunks * needed) > PASSES:
+        constraint = (
+            f"is {needed} microbatches on pipeline.stages={pipeline.stages} x pipeline.chunks={pipeline.chunks}:"
+            f" {passes} passes, of which a schedule may have {PASSES}; more sequences per microbatch make fewer"
+        )
+        most = PASSES // (pipeline.stages * pipeline.chunks) * unit
+        raise ConfigError(
+            violation("train.global_batch", config.train.global_batch, constraint, [most] if most else [])
+        )
+    if pipeline.kind == "none":
+        return needed
+    return least_microbatches(pipeline.kind, pipeline.stages, pipeline.chunks, needed)
+
+
+def schedule_of(config: Config, data: int) -> Schedule:
+    """The table that a run over `data` replicas follows: generated, or read from pipeline.file.
+
+    Without a pipeline it is 1F1B on one stage: each microbatch's backward pass after its forward pass.
+    Raises ConfigError with every violation.
+    """
+    pipeline, batch = config.pipeline, config.train.global_batch
+    unit = config.train.microbatch * data  # sequences of one microbatch of all replicas
+    microbatches = count_microbatches(config, data)
+    if pipeline.kind == "file":
+        return _from_file(config, microbatches, unit)
+    kind = "1f1b" if pipeline.kind == "none" else pipeline.kind
+    try:
+        return generate(kind, pipeline.stages, pipeline.chunks, microbatches)
+    except ScheduleError as error:
+        legal = legal_microbatches(kind, pipeline.stages, pipeline.chunks, microbatches)
+        if not legal:  # no number of microbatches helps
+            raise ConfigError([violation("pipeline", kind, line) for line in error.violations]) from None
+        reason = f"is {microbatches} microbatches; {'; '.join(error.violations)}"
+        raise ConfigError(violation("train.global_batch", batch, reason, [m * unit for m in legal])) from None
+
+
+def _from_file(config: Config, microbatches: int, unit: int) -> Schedule:
+    path = config.pipeline.file
+    try:
+        schedule = from_csv(path)
+    except ScheduleError as error:
+        more = len(error.violations) - MISTAKES_SHOWN
+        shown = [*error.violations[:MISTAKES_SHOWN], *([f"and {more} more mistakes"] if more > 0 else [])]
+        lines = [violation("pipeline.file", path, line) for line in shown]
+        raise ConfigError([*lines, *([table(error.rows)] if error.rows else [])]) from None
+    if lines := list(_mismatches(config, schedule, microbatches, unit)):
+        raise ConfigError(lines)
+    return schedule
+
+
+def _mismatches(config: Config, schedule: Schedule, microbatches: int, unit: int) -> Iterator[str]:
+    for key, given, own in [
+        ("pipeline.stages", config.pipeline.stages, schedule.stages),
+        ("pipeline.chunks", config.pipeline.chunks, schedule.chunks),
+    ]:
+        if given != own:
+            yield violation(key, given, f"the table in pipeline.file has {own}", [own])
+    if microbatches != schedule.microbatches:
+        reason = f"is {microbatches} microbatches; the table in pipeline.file has {schedule.microbatches}"
+        yield violation("train.global_batch", config.train.global_batch, reason, [schedule.microbatches * unit])

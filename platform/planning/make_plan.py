@@ -1,0 +1,96 @@
+"""From the configuration to the plan, with every violation at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from itertools import islice
+from math import prod
+
+from platform.config.checks import axes_of
+from platform.config.fields import Config, ConfigError, closest, violation
+from platform.model import build as build_model
+from platform.optimizer.whole import splits
+from platform.plan.communication.legality import IllegalPlan
+from platform.plan.core.build import build
+from platform.plan.core.plan import Plan
+from platform.plan.language.mistakes import ModelMistake
+from platform.plan.language.numbers import factorizations
+from platform.plan.language.ops import Recompute
+from platform.plan.language.scheme import compose
+from platform.planning.choose_schedule import count_microbatches, schedule_of
+
+MESHES_SHOWN = 4
+MESHES_TRIED = 60  # the nearest ones: each takes milliseconds
+FACTORIZATIONS = 10_000
+DEEP = 32  # layers, from which on two of them are planned first: a refusal is quick however many there are
+
+
+def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int] | None = None) -> Plan:
+    """The plan of a run. `workers`: how many there are, where parallel.data is -1. `stage_of`: the stage of every model
+    chunk, from the schedule if None.
+
+    Raises ConfigError with one line per violation.
+    """
+    tensor, branch = asdict(config.tensor), asdict(config.branch)
+    inner = 1
+    for _, n in compose(tensor, branch, 1).axes:
+        inner *= n
+    inner *= config.pipeline.stages
+    data, train = config.parallel.data, config.train
+    if data == -1:
+        data = (workers or inner) // inner
+        if data < 1 or (workers or inner) % inner:
+            raise ConfigError(
+                f"parallel.data=-1: {workers} workers are not a multiple of {inner}, the other axes' product"
+            )
+    scheme = compose(tensor, branch, data)
+    try:
+        if config.model.layers > DEEP:  # all layers are alike
+            shallow = build_model(replace(config.model, layers=2))
+            build(shallow, scheme, data=data, microbatch=train.microbatch, microbatches=1)
+        plan = build(
+            build_model(config.model),
+            scheme,
+            data=data,
+            microbatch=train.microbatch,
+            microbatches=count_microbatches(config, data),
+            sequences=train.global_batch,
+            stage_of=schedule_of(config, data).placement if stage_of is None else stage_of,
+            recompute=Recompute(config.recompute, config.recompute_every),
+            scatter_gather=config.pipeline.scatter_gather,
+            precision=config.precision,
+            zero=config.parallel.zero,
+            dropout=config.model.dropout,
+        )
+    except ModelMistake as error:
+        line = violation(
+            "model.kind", config.model.kind, f"{error.name}: {error.reason}", closest(error.name, error.legal)
+        )
+        raise ConfigError(line) from None
+    except IllegalPlan as error:
+        *lines, last = error.violations
+        meshes = [str(m).replace("'", "") for m in islice(_legal_meshes(config, data), MESHES_SHOWN)]
+        also = f"; tensor.axes of as many workers that do: {' or '.join(meshes)}" if meshes else ""
+        raise ConfigError([*lines, last + also]) from None
+    if refused := list(splits(config, plan)):
+        raise ConfigError(refused)
+    return plan
+
+
+def _legal_meshes(config: Config, data: int) -> Iterator[dict[str, int]]:
+    """Sizes of the scheme's axes with the same product that this model can be planned on, the nearest first."""
+    given = {axis: config.tensor.axes.get(axis, 1) for axis in axes_of(config.tensor)}
+    workers = prod(given.values())
+    found = (
+        dict(zip(given, sizes, strict=True)) for sizes in islice(factorizations(workers, len(given)), FACTORIZATIONS)
+    )
+    for axes in sorted(found, key=lambda axes: sum(abs(axes[a] - n) for a, n in given.items()))[:MESHES_TRIED]:
+        tensor = {**asdict(config.tensor), "axes": axes}
+        scheme = compose(tensor, asdict(config.branch), data)
+        model = build_model(replace(config.model, layers=1))  # all layers are alike
+        try:
+            build(model, scheme, data=data, microbatch=config.train.microbatch, microbatches=1)
+        except IllegalPlan:
+            continue
+        yield axes

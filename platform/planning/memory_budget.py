@@ -1,0 +1,74 @@
+"""What workers of a given memory have room for."""
+
+from __future__ import annotations
+
+from math import inf, prod
+
+from platform.config.fields import Config
+from platform.model import build as build_model
+from platform.optimizer.optimizers import OPTIMIZERS
+from platform.plan.core.plan import Plan
+from platform.plan.memory.footprint import Footprint, footprint
+from platform.plan.memory.worker_bytes import weight_bytes
+from platform.plan.schedule.generators import generate, representative
+from platform.plan.schedule.lowering import lower
+from platform.plan.schedule.table import Schedule
+from platform.planning.choose_schedule import schedule_of
+from platform.planning.make_plan import make_plan
+
+
+class Room:
+    """`memory`: bytes of a worker; inf: not known, not asked. What the plan of `config` needs has room in any case: the
+    run was started with it, and the count is a model."""
+
+    def __init__(self, config: Config, memory: float):
+        self.memory = memory
+        if memory < inf:
+            plan = make_plan(config)
+            self.memory = max(memory, needed_bytes(config, plan))
+            self._moments = OPTIMIZERS[config.optimizer.kind].moments
+            self._count, self._itemsize = plan.parameter_count, plan.itemsize
+
+    def may_hold(self, config: Config) -> bool:
+        """Whether there is room for an even share of parameters, gradients and the optimizer's state: needs no plan."""
+        if self.memory == inf:
+            return True
+        split = prod((*config.tensor.axes.values(), *config.branch.axes.values(), config.pipeline.stages))
+        zero, data = config.parallel.zero, config.parallel.data
+        master, compute = self._itemsize["master"], self._itemsize["compute"]
+        updated = master * (1 + self._moments) / (data if zero else 1)
+        used = (master + (compute if compute != master else 0)) / (data if zero == 3 else 1)
+        return self._count * (updated + used) / split <= self.memory
+
+    def holds(self, config: Config, plan: Plan) -> bool:
+        if self.memory == inf:
+            return True
+        return max(_weights(config, plan)) <= self.memory and needed_bytes(config, plan) <= self.memory
+
+
+def needed_bytes(config: Config, plan: Plan) -> int:
+    """The most that a worker of the plan needs at once."""
+    return max(footprints(config, plan), key=lambda f: f.total).total
+
+
+def footprints(config: Config, plan: Plan) -> list[Footprint]:
+    """By stage."""
+    model, moments = build_model(config.model), OPTIMIZERS[config.optimizer.kind].moments
+    lowered = lower(_schedule(config, plan))
+    return [footprint(plan, model, row, stage, moments, config.model.dropout) for stage, row in enumerate(lowered)]
+
+
+def _schedule(config: Config, plan: Plan) -> Schedule:
+    """That of the run, or a shorter one that holds as much."""
+    pipeline = config.pipeline
+    if pipeline.kind == "file":
+        return schedule_of(config, config.parallel.data)
+    kind = "1f1b" if pipeline.kind == "none" else pipeline.kind
+    few = representative(kind, pipeline.stages, pipeline.chunks, plan.microbatches)
+    return generate(kind, pipeline.stages, pipeline.chunks, few)
+
+
+def _weights(config: Config, plan: Plan) -> list[int]:
+    """By stage, of the worker that has a block of every tensor."""
+    moments, first = OPTIMIZERS[config.optimizer.kind].moments, plan.mesh.coordinates(0)
+    return [sum(weight_bytes(plan, moments, {**first, "stage": stage}).values()) for stage in range(plan.stages)]

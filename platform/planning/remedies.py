@@ -1,0 +1,103 @@
+"""Whether a plan fits the memory of a device, and the smallest changes that make it fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+from platform.config.fields import Config, ConfigError, violation
+from platform.plan.core.plan import Plan
+from platform.plan.schedule.generators import SHIPPED
+from platform.planning.make_plan import make_plan
+from platform.planning.memory_budget import footprints, needed_bytes
+
+SHOWN = 2  # changes that fit
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a worker runs on: `memory` in bytes, and what it is for people."""
+
+    memory: float
+    name: str
+
+
+def lack_of_memory(config: Config, plan: Plan, device: Device) -> str:
+    """One line where a worker needs more than the device has, with the smallest changes that fit, each planned; else
+    "". Pure."""
+    found = footprints(config, plan)
+    stage, most = max(enumerate(found), key=lambda pair: pair[1].total)
+    if most.total <= device.memory:
+        return ""
+    parts = {
+        "parameters": most.parameters,
+        "optimizer": most.optimizer,
+        "gradients": most.gradients,
+        f"activations of {most.in_flight} passes in flight": most.activations,
+        "working": most.working,
+    }
+    shares = ", ".join(f"{name} {n / 1e9:.3g}" for name, n in parts.items())
+    where = f"of stage {stage} " if plan.stages > 1 else ""
+    reason = (
+        f"a worker {where}needs {most.total / 1e9:.4g} GB ({shares}), {device.name} has {device.memory / 1e9:.4g} GB"
+    )
+    weights = most.parameters + most.optimizer + most.gradients
+    fitting = [f"{change} ({n / 1e9:.3g} GB)" for change, n in islice(fits(config, device.memory, weights), SHOWN)]
+    legal = [*fitting, *(["warn"] if not fitting else [])]
+    return violation("cluster.memory", config.cluster.memory, reason, legal)
+
+
+def fits(config: Config, memory: float, weights: int = 0) -> Iterator[tuple[str, int]]:
+    """Changes after which a worker needs no more than `memory`, the smallest first, with what it then needs."""
+    for change, changed, for_weights in _changes(config):
+        if weights > memory and not for_weights:
+            continue  # it is not the activations
+        try:
+            needed = needed_bytes(changed, _plan(changed))
+        except ConfigError:
+            continue
+        if needed <= memory:
+            yield change, needed
+
+
+def _plan(config: Config) -> Plan:
+    pipeline = config.pipeline
+    loop = tuple(range(pipeline.stages)) * pipeline.chunks  # where the shipped schedules place chunks
+    return make_plan(config, stage_of=loop if pipeline.kind in ("none", *SHIPPED) else None)
+
+
+def _changes(c: Config) -> Iterator[tuple[str, Config, bool]]:
+    """(as it is typed, what it makes, whether it lessens weights), from what costs least to what takes more workers."""
+    if (half := c.train.microbatch // 2) and c.pipeline.kind != "file":
+        yield f"train.microbatch={half}", _with(c, "train", microbatch=half), False
+    if c.tensor.scheme == "1d":
+        regions = {**c.tensor.regions, "stream": {"length": ["t"]}}
+        yield "tensor=1d_sp", _with(c, "tensor", scheme="1d_sp", regions=regions), False
+    if c.parallel.data > 1 and not c.parallel.zero and not c.branch.only:
+        yield "parallel.zero=1", _with(c, "parallel", zero=1), True
+    if c.tensor.gathered == "keep":
+        yield "tensor.gathered=again", _with(c, "tensor", gathered="again"), False
+    if c.recompute == "none":
+        yield "recompute=selective", replace(c, recompute="selective"), False
+    if c.recompute != "full":
+        yield "recompute=full", replace(c, recompute="full"), False
+    if half > 1 and c.pipeline.kind != "file":
+        yield "train.microbatch=1", _with(c, "train", microbatch=1), False
+    if c.recompute != "full" and half and c.pipeline.kind != "file":
+        yield "train.microbatch=1 recompute=full", replace(_with(c, "train", microbatch=1), recompute="full"), False
+    if c.parallel.data > 1 and c.parallel.zero != 3 and not c.branch.only:
+        yield "parallel.zero=3", _with(c, "parallel", zero=3), True
+    for axis, n in c.tensor.axes.items():
+        yield f"tensor.axes.{axis}={2 * n}", _with(c, "tensor", axes={**c.tensor.axes, axis: 2 * n}), True
+    for times in (2, 4):
+        stages = times * c.pipeline.stages
+        if c.pipeline.kind not in ("none", "file"):
+            yield f"pipeline.stages={stages}", _with(c, "pipeline", stages=stages), True
+        elif c.pipeline.kind == "none":
+            yield f"pipeline=1f1b pipeline.stages={stages}", _with(c, "pipeline", kind="1f1b", stages=stages), True
+
+
+def _with(config: Config, group: str, **values: Any) -> Config:
+    return replace(config, **{group: replace(getattr(config, group), **values)})

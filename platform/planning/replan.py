@@ -1,0 +1,233 @@
+"""What a run becomes with another number of workers: the best legal configuration derived from its own.
+
+Pure and deterministic. The answer always derives from the configuration that the run was started with, so a run that
+shrank and grows again is what it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, replace
+from functools import cached_property
+from itertools import product
+from math import inf, prod
+from typing import NamedTuple
+
+from platform.config.checks import axes_of
+from platform.config.fields import Config, ConfigError
+from platform.model import build as build_model
+from platform.plan.communication.legality import IllegalPlan
+from platform.plan.core.build import build
+from platform.plan.core.plan import Plan
+from platform.plan.core.step_collectives import communication
+from platform.plan.language.scheme import compose
+from platform.plan.schedule.generators import SHIPPED
+from platform.planning.make_plan import make_plan
+from platform.planning.memory_budget import Room
+
+FEW_LAYERS = 4  # a model of more is counted exactly only where it may be the best
+
+
+class Replanned(NamedTuple):
+    """`reason`: one line for people, such as "3 workers: data 2 -> 1, 1 idle"."""
+
+    config: Config
+    plan: Plan
+    reason: str
+
+
+def replan(config: Config, workers: int, *, memory: float = inf) -> Replanned | None:
+    """The configuration and plan of a run for at most `workers` ranks; None where there is none.
+
+    First as many data replicas as there is room for, all else as configured: not more than at the start, or than
+    elastic.max_workers allows and the global batch has sequences for. Where there is room for none, of all sizes of the
+    scheme's axes, of branch groups and stages (not more than configured), and of replicas: the plan that uses most
+    ranks; of these, the one that moves the fewest bytes per step by the plan's own count; of these, the nearest. Axes
+    may all become 1, so there is a plan for any number of workers that have the memory.
+
+    `config` is what the run was started with, with parallel.data settled, not -1. What makes the run this run
+    (platform.config.identity) stays, and so does train.microbatch. `memory`: bytes of a worker; a plan may not need
+    more, unless the configured one does.
+    """
+    assert config.parallel.data >= 1, "-1 is settled before a run starts"
+    workers = min(workers, most_workers(config))
+    room = Room(config, memory)
+    found = _with_fewer_replicas(config, workers, room) or _Search(config, workers, room).best()
+    return found and Replanned(*found, _reason(config, *found, workers))
+
+
+def shrinking(config: Config, *, memory: float = inf) -> Iterator[tuple[int, Replanned | None]]:
+    """The largest number of workers with each plan, and the plan: from the start's number down to one."""
+    workers = most_workers(config)
+    while workers:
+        found = replan(config, workers, memory=memory)
+        yield workers, found
+        workers = found.plan.mesh.size - 1 if found else 0
+
+
+def most_workers(config: Config) -> int:
+    """How far the run may grow."""
+    return config.elastic.max_workers or _one_replica(config) * config.parallel.data
+
+
+Found = tuple[Config, Plan]
+
+
+def _one_replica(config: Config) -> int:
+    """Its workers."""
+    return prod((*config.tensor.axes.values(), *config.branch.axes.values(), config.pipeline.stages))
+
+
+def _useful(config: Config) -> int:
+    """Replicas that get a sequence: any further one would see padding alone."""
+    return -(-config.train.global_batch // config.train.microbatch)
+
+
+def _with_fewer_replicas(config: Config, workers: int, room: Room) -> Found | None:
+    data = min(workers // _one_replica(config), max(config.parallel.data, _useful(config)))
+    if not data:
+        return None
+    smaller = replace(config, parallel=replace(config.parallel, data=data))
+    plan = _planned(smaller)
+    return (smaller, plan) if plan and room.holds(smaller, plan) else None
+
+
+def _planned(config: Config) -> Plan | None:
+    pipeline = config.pipeline
+    loop = tuple(range(pipeline.stages)) * pipeline.chunks  # where the shipped schedules place chunks
+    try:
+        return make_plan(config, stage_of=loop if pipeline.kind in ("none", *SHIPPED) else None)
+    except ConfigError:
+        return None
+
+
+class _Sizes(NamedTuple):
+    """Of the tensor scheme's axes and the branch's, in their orders, of stages and replicas."""
+
+    tensor: tuple[int, ...]
+    branch: tuple[int, ...]
+    stages: int
+    data: int
+
+    @property
+    def flat(self) -> tuple[int, ...]:
+        return (*self.tensor, *self.branch, self.stages, self.data)
+
+
+class _Search:
+    """Every size of every axis for one number of workers."""
+
+    def __init__(self, config: Config, workers: int, room: Room):
+        self.config, self.workers, self.room = config, workers, room
+        self.axes, self.branches = axes_of(config.tensor), list(config.branch.axes)
+        given = config.tensor.axes
+        sizes = tuple(given.get(a, 1) for a in self.axes), tuple(config.branch.axes.values())
+        self.own = _Sizes(*sizes, config.pipeline.stages, config.parallel.data)
+        self._legal: dict[tuple[tuple[int, ...], tuple[int, ...]], bool] = {}
+        self._bounds: dict[_Sizes, float] = {}
+
+    def best(self) -> Found | None:
+        for ranks in range(self.workers, 0, -1):
+            candidates = [s for s in self._of(ranks) if self.legal(s)]
+            if found := self._fewest_bytes(candidates):
+                return found
+        return None
+
+    def _fewest_bytes(self, candidates: Iterable[_Sizes]) -> Found | None:
+        """Each is counted only where a lower bound leaves it a chance."""
+        best, found = (inf,), None
+        for bound, sizes in sorted((self._bound(s), s) for s in candidates):
+            if bound > best[0]:
+                break
+            config = self.configured(sizes)
+            if (plan := _planned(config)) is None:
+                continue
+            key = (sum(communication(plan).values()), *self._distance(sizes))
+            if key < best and self.room.holds(config, plan):
+                best, found = key, (config, plan)
+        return found
+
+    def _of(self, ranks: int) -> Iterator[_Sizes]:
+        """All sizes whose product it is."""
+        for (tensor, branch), stages in product(self._scheme_sizes, range(1, self.own.stages + 1)):
+            data, rest = divmod(ranks, prod(tensor) * prod(branch) * stages)
+            if not rest and data <= _useful(self.config):
+                yield _Sizes(tensor, branch, stages, data)
+
+    @cached_property
+    def _scheme_sizes(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """An axis has the sizes that it could have alone: what it splits, it splits whatever the others do."""
+        tensor, branch = (1,) * len(self.axes), (1,) * len(self.branches)
+        free = [[n for n in range(1, self.workers + 1) if self._allowed(_put(tensor, i, n), branch)]
+                for i in range(len(tensor))]  # fmt: skip
+        fewer = [[n for n in range(1, size + 1) if self._allowed(tensor, _put(branch, i, n))]
+                 for i, size in enumerate(self.own.branch)]  # fmt: skip
+        pairs = product(product(*free), product(*fewer))
+        return [(t, b) for t, b in pairs if prod(t) * prod(b) <= self.workers]
+
+    def legal(self, sizes: _Sizes) -> bool:
+        return self.room.may_hold(self.configured(sizes)) and self._allowed(sizes.tensor, sizes.branch)
+
+    def _allowed(self, tensor: tuple[int, ...], branch: tuple[int, ...]) -> bool:
+        """Whether the scheme goes with the model at these sizes. All layers are alike; `data` always divides."""
+        if (tensor, branch) not in self._legal:
+            c = self.configured(_Sizes(tensor, branch, 1, 1))
+            scheme = compose(asdict(c.tensor), asdict(c.branch), 1)
+            model = build_model(replace(c.model, layers=1))
+            try:
+                build(model, scheme, data=1, microbatch=c.train.microbatch, microbatches=1)
+                self._legal[tensor, branch] = True
+            except IllegalPlan:
+                self._legal[tensor, branch] = False
+        return self._legal[tensor, branch]
+
+    def _bound(self, sizes: _Sizes) -> float:
+        """Bytes per step without stages, which add theirs: as linear in the layers as two small models say."""
+        layers, one = self.config.model.layers, sizes._replace(stages=1)
+        if layers <= FEW_LAYERS:
+            return 0.0
+        if one not in self._bounds:
+            moved = []
+            for few in (2, 3):
+                c = self.configured(one)
+                plan = _planned(replace(c, model=replace(c.model, layers=few)))
+                moved.append(sum(communication(plan).values()) if plan else 0)
+            self._bounds[one] = moved[0] + (layers - 2) * (moved[1] - moved[0])
+        return self._bounds[one]
+
+    def configured(self, sizes: _Sizes) -> Config:
+        c, kind = self.config, self.config.pipeline.kind
+        if kind == "file":  # its table is for its own numbers
+            kind = "1f1b" if c.pipeline.chunks == 1 else "interleaved"
+        pipeline = replace(c.pipeline, kind=kind, file="", stages=sizes.stages)
+        if sizes.stages == 1:
+            pipeline = replace(pipeline, kind="none", chunks=1)
+        return replace(
+            c,
+            tensor=replace(c.tensor, axes=dict(zip(self.axes, sizes.tensor, strict=True))),
+            branch=replace(c.branch, axes=dict(zip(self.branches, sizes.branch, strict=True))),
+            parallel=replace(c.parallel, data=sizes.data),
+            pipeline=pipeline,
+        )
+
+    def _distance(self, sizes: _Sizes) -> tuple:
+        pairs = list(zip(sizes.flat, self.own.flat, strict=True))
+        return sum(a != b for a, b in pairs), sum(abs(a - b) for a, b in pairs), sizes
+
+
+def _put(sizes: tuple[int, ...], i: int, n: int) -> tuple[int, ...]:
+    return (*sizes[:i], n, *sizes[i + 1 :])
+
+
+def _reason(before: Config, after: Config, plan: Plan, workers: int) -> str:
+    pairs = [
+        ("data", before.parallel.data, after.parallel.data),
+        ("stages", before.pipeline.stages, after.pipeline.stages),
+        *((a, before.tensor.axes.get(a, 1), n) for a, n in after.tensor.axes.items()),
+        *((a, before.branch.axes[a], n) for a, n in after.branch.axes.items()),
+        ("pipeline", before.pipeline.kind, after.pipeline.kind),
+    ]
+    parts = [f"{name} {a} -> {b}" for name, a, b in pairs if a != b] or ["as configured"]
+    if idle := workers - plan.mesh.size:
+        parts.append(f"{idle} idle")
+    return f"{workers} {'worker' if workers == 1 else 'workers'}: {', '.join(parts)}"

@@ -1,0 +1,140 @@
+"""Compare replicas before an update: ranks that should hold the same bytes hash them, and who disagrees is named."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from platform.checkpoint import Block, Box, Held, Share, Snapshot
+from platform.parallel.communicator.base import Communicator
+from platform.parallel.sharding import gradients
+from platform.plan.core.plan import Plan
+from platform.train.step.faults import WORDS
+from platform.train.step.trainer import Trainer
+from platform.train.step.training_state import State
+
+PIECE = {"cpu": 1 << 16, "cuda": 1 << 24}  # elements that are hashed at a time
+ODD = 0x1E3779B97F4A7C15
+COMPUTE = "compute"  # copies in the type of the forward pass, beside `model` and the optimizer's moments
+
+
+@torch.no_grad()
+def checksum(x: Tensor) -> Tensor:
+    """Return an int64 that every change of one element changes: words times odd numbers, summed modulo 2^64."""
+    words = x.detach().contiguous().view(-1).view(WORDS[x.element_size()])
+    total, at = torch.zeros((), dtype=torch.int64, device=x.device), 0
+    for piece in words.split(PIECE[x.device.type]):
+        odd = torch.arange(at, at + len(piece), device=x.device).mul_(2).add_(1).mul_(ODD)
+        total, at = total + odd.mul_(piece).sum(), at + len(piece)
+    return total
+
+
+def differing(trainer: Trainer, state: State, before: Snapshot | None) -> dict[str, list[Any]]:
+    """Compare weights and optimizer state over replicas; all ranks call it together, and get the same.
+
+    Returns {} where all agree, else "damaged": [rank, tensor] of each that the majority of its replicas contradicts, or
+    its own record where there is no majority; and "undecided": [ranks, tensor]. `before`: this rank's snapshot after
+    the last update, if there is one.
+    """
+    plan, communicator = trainer.plan, trainer.communicator
+    mine = _tensors(trainer)
+    sums = torch.stack([checksum(x) for x in mine.values()]).tolist() if mine else []
+    told = _tell_all(communicator, dict(zip(mine, sums, strict=True)))
+    damaged, undecided = judge(plan, told)
+    if undecided:
+        names = {name for _, name in undecided}
+        changed = _tell_all(communicator, [*_restless(trainer, names), *_changed(state, before, names)])
+        more, undecided = _decide(undecided, told, changed)
+        damaged += more
+    found: dict[str, list[Any]] = {"damaged": sorted(damaged), "undecided": undecided}
+    return {key: value for key, value in found.items() if value}
+
+
+def judge(plan: Plan, told: Sequence[Mapping[str, int]]) -> tuple[list[tuple[int, str]], list[tuple[list[int], str]]]:
+    """Name (rank, tensor) that differs from most replicas, and (ranks, tensor) where most agree on nothing. `told`: the
+    checksums of every rank, by tensor."""
+    parameters = {p.name: p for p in plan.parameters}
+    replicas: dict[tuple[str, Any], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, sums in enumerate(told):
+        at = plan.mesh.coordinates(rank)
+        for tensor, value in sums.items():
+            block = plan.block(parameters[tensor.partition(".")[2]], at)
+            replicas[tensor, tuple(map(tuple, block))][value].append(rank)
+    damaged, undecided = [], []
+    for (tensor, _), by_value in replicas.items():
+        *others, most = sorted(by_value.values(), key=len)
+        if others and 2 * len(most) > sum(map(len, by_value.values())):
+            damaged += [(rank, tensor) for ranks in others for rank in ranks]
+        elif others:
+            undecided.append((sorted(rank for ranks in by_value.values() for rank in ranks), tensor))
+    return damaged, undecided
+
+
+def _decide(
+    undecided: list[tuple[list[int], str]], told: Sequence[Mapping[str, int]], changed: Sequence[Collection[str]]
+) -> tuple[list[tuple[int, str]], list[tuple[list[int], str]]]:
+    """Name those whose tensor is not what they have written down of it, where all others agree."""
+    damaged, left = [], []
+    for ranks, tensor in undecided:
+        wrong = [rank for rank in ranks if tensor in changed[rank]]
+        if wrong and len({told[rank][tensor] for rank in ranks if rank not in wrong}) == 1:
+            damaged += [(rank, tensor) for rank in wrong]
+        else:
+            left.append((ranks, tensor))
+    return damaged, left
+
+
+def _tensors(trainer: Trainer) -> dict[str, Tensor]:
+    """What replicas hold alike, by KIND.PARAMETER: not what is sharded."""
+    plan, weights, out = trainer.stage, trainer.weights, {}
+    for name, master in weights.owned.items():
+        if not plan.sharded:
+            out[f"model.{name}"] = master.detach()
+            moments = trainer.optimizer.state[master].items()
+            out |= {f"{k}.{name}": v for k, v in moments if isinstance(v, Tensor) and v.shape == master.shape}
+        if not plan.storage and weights.compute[name] is not master:
+            out[f"{COMPUTE}.{name}"] = weights.compute[name].detach()
+    return out
+
+
+@torch.no_grad()
+def _restless(trainer: Trainer, names: Collection[str]) -> list[str]:
+    """Those compute copies among `names` that are not what the master copies give; all ranks call it together."""
+    weights, wanted = trainer.weights, [n for n in names if n.startswith(f"{COMPUTE}.")]
+    if not wanted:
+        return []
+    fresh = {n: torch.empty_like(w, requires_grad=False) for n, w in weights.compute.items()}
+    if trainer.stage.sharded:
+        gradients.gather(trainer.stage, trainer.communicator, weights.master, fresh)
+    else:
+        for name, w in fresh.items():
+            w.copy_(weights.master[name])
+    here = [(n, n.partition(".")[2]) for n in sorted(wanted)]
+    return [n for n, p in here if p in weights.owned and checksum(fresh[p]) != checksum(weights.compute[p])]
+
+
+def _changed(state: State, before: Snapshot | None, names: Collection[str]) -> list[str]:
+    """Those of this rank's blocks among `names` that are not what its snapshot says."""
+    held = {h.name: h for h in state.held}
+    mine = [block for block in state.blocks() if block.name in names] if before else []
+    return sorted({block.name for block in mine if before and not _same(block, held[block.name], before)})
+
+
+def _same(block: Block, held: Held, before: Snapshot) -> bool:
+    real = block.box.overlap(Box.whole(held.shape))
+    if real is None:
+        return True
+    live = block.tensor[real.within(block.box)].cpu().contiguous().view(-1).view(torch.uint8)
+    return torch.equal(live, before.read(Share(held, real)).reshape(-1))
+
+
+def _tell_all(communicator: Communicator, value: Any) -> list[Any]:
+    """Every rank's plain value, by rank."""
+    mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    received = communicator.exchange([mine] * communicator.mesh.size)
+    return [json.loads(bytes(message.tolist())) for message in received]

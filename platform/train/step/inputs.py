@@ -1,0 +1,50 @@
+"""A rank's blocks of the data: every operation gets the block that it needs, read by the rank itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from platform.parallel.communicator.base import Communicator
+from platform.plan.core.plan import Plan
+from platform.plan.language.layout import Layout, block
+
+Blocks = dict[str, dict[tuple[str, str], Tensor]]  # data tensor -> operation that reads it -> [length, batch]
+
+
+def place(
+    plan: Plan,
+    communicator: Communicator,
+    rows: Callable[[int, int], Mapping[str, Any]],
+    only: Container[str] | None = None,
+) -> Blocks:
+    """This rank's blocks of a microbatch (all replicas together), of all data tensors that the plan reads or `only` of
+    some.
+
+    `rows(start, end)` gives every data tensor of its sequences start..end: int64 [end - start, length]. Equal blocks
+    are read once and shared; where an operation is computed by other ranks alone, its block is empty.
+    """
+    dims = ("batch", "length")
+    read: dict[tuple[int, int], Mapping[str, Any]] = {}
+
+    def load(name: str, layout: Layout) -> Tensor:
+        if not layout.present(communicator.coordinates):
+            return torch.empty(0, dtype=torch.int64, device=communicator.device)
+        ((start, n),) = block(dims[:1], plan.sizes, layout, plan.mesh, communicator.coordinates)
+        if (start, n) not in read:
+            read[start, n] = rows(start, start + n)
+        whole = torch.as_tensor(read[start, n][name])
+        ((offset, extent),) = block(dims[1:], {"length": whole.shape[1]}, layout, plan.mesh, communicator.coordinates)
+        mine = whole[:, offset : offset + extent].t().contiguous()
+        return mine.to(communicator.device, non_blocking=True)
+
+    out: Blocks = {}
+    for name, readers in plan.readers.items():
+        if only is not None and name not in only:
+            continue
+        blocks = {layout: load(name, layout) for layout in dict.fromkeys(readers.values())}
+        out[name] = {operation: blocks[layout] for operation, layout in readers.items()}
+    return out

@@ -1,0 +1,54 @@
+"""The ranks' reports of a step as one, put together by the job itself: the driver hears one worker, however many
+there are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from platform.parallel.communicator.base import Communicator
+from platform.plan.communication.traffic import label
+from platform.plan.core.plan import Plan
+from platform.plan.core.step_collectives import step_collectives
+from platform.train.step.trainer import SECTIONS
+
+OWN_WORK = ("data", "forward", "backward", "optimizer")  # sections in which a rank waits for nobody
+
+
+class Report:
+    """Of the ranks of `communicator`. `slow`: a rank whose own work takes so many times the median's of its stage is
+    named; 0: none is."""
+
+    def __init__(self, plan: Plan, communicator: Communicator, slow: float):
+        self._communicator, self._slow = communicator, slow
+        self._stages = torch.tensor([plan.mesh.coordinates(rank)["stage"] for rank in range(plan.mesh.size)])
+        moved = {label(c.op, plan.mesh.ordered(c.axes)) for _, c, _ in step_collectives(plan)}
+        self._moved = sorted(moved)
+
+    def together(self, mine: dict[str, Any]) -> dict[str, Any]:
+        """All ranks call it with what `Trainer.step` returned. On rank 0: what is alike on all; `seconds` as means,
+        `comm_bytes` as sums, `peak_memory_bytes` as the largest, `world_size`, `slow`: [[rank, ratio], ...]. Elsewhere
+        the step alone, which acknowledges it."""
+        seconds, moved = mine["seconds"], mine["comm_bytes"]
+        assert moved.keys() <= set(self._moved), f"not planned: {moved.keys() - set(self._moved)}"
+        own = sum(seconds[section] for section in OWN_WORK)
+        told = [own, mine["peak_memory_bytes"], *(seconds[s] for s in SECTIONS)]
+        numbers = told + [moved.get(key, 0) for key in self._moved]
+        ranks = self._communicator.collect(torch.tensor(numbers, dtype=torch.float64))
+        if ranks is None:
+            return {key: mine[key] for key in ("step", "timeline") if key in mine}
+        work, memory, sections, sums = ranks.split([1, 1, len(SECTIONS), len(self._moved)], 1)
+        total = dict(zip(self._moved, map(int, sums.sum(0).tolist()), strict=True))
+        return mine | {
+            "seconds": dict(zip(SECTIONS, sections.mean(0).tolist(), strict=True)),
+            "comm_bytes": {key: n for key, n in total.items() if n},
+            "peak_memory_bytes": int(memory.max()),
+            "world_size": len(ranks),
+            "slow": self._slower(work.flatten()),
+        }
+
+    def _slower(self, work: torch.Tensor) -> list[list[float]]:
+        usual = torch.stack([work[self._stages == stage].median() for stage in self._stages])
+        ratios = (work / usual.clamp_min(1e-9)).tolist()
+        return [[rank, ratio] for rank, ratio in enumerate(ratios) if self._slow and ratio > self._slow]

@@ -1,0 +1,284 @@
+"""One rank's training step: forward and backward over microbatches, reduction, clipping, update."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from math import inf, isfinite, nan, sqrt
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from platform.config.fields import Config
+from platform.data import END_OF_TEXT
+from platform.model import build as build_model
+from platform.model.blocks import LOGITS, Flow
+from platform.model.encoder import Encoder
+from platform.optimizer.learning_rate import learning_rate
+from platform.optimizer.optimizers import OPTIMIZERS
+from platform.parallel.communicator.base import Communicator
+from platform.parallel.communicator.clock import Clock
+from platform.parallel.kernels import random
+from platform.parallel.kernels.einsum import Deferred
+from platform.parallel.parallel_ops import ParallelOps, Position
+from platform.parallel.pipeline import Forward, Pipeline, sum_tied
+from platform.parallel.sharding import gradients
+from platform.parallel.sharding.gradients import Reduction
+from platform.plan.core.chunks import Chunk
+from platform.plan.core.plan import Plan
+from platform.plan.schedule.rows import Rows
+from platform.train.step.faults import Fault, armed, flip
+from platform.train.step.inputs import Blocks, place
+from platform.train.step.weights import DTYPES, Weights
+
+SECTIONS = ("data", "forward", "backward", "exposed_comm", "bubble", "reduce", "optimizer", "checkpoint")
+
+
+class Corpus(Protocol):
+    """What the trainer needs of platform.data: one global order of samples."""
+
+    def batch(self, split: str, start: int, end: int) -> Any: ...  # data tensor -> int64 [end - start, length]
+
+    def predicted(self, split: str, start: int, end: int) -> int: ...  # labels that are not padding
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: list[int]) -> str: ...
+
+
+class Trainer:
+    """Executes a plan on the rank of `communicator`, whose stage runs `rows`.
+
+    `peak_live`: forward passes of chunks whose activations were alive at once in the last step.
+    """
+
+    peak_live = 0
+    _poison = 0.0  # added to this rank's part of the gradient's norm: a fault
+
+    def __init__(self, config: Config, plan: Plan, communicator: Communicator, corpus: Corpus, rows: Rows):
+        self.config, self.plan, self.communicator, self.corpus = config, plan, communicator, corpus
+        self.rows, self.stage = rows, plan.at(communicator.coordinates["stage"])
+        self._parts = {chunk.number: replace(self.stage, chunks=(chunk,)) for chunk in self.stage.chunks}
+        self.model = build_model(config.model)
+        self.weights = Weights(self.stage, communicator, config.seed)
+        self.ops = ParallelOps(self.stage, communicator, self.weights.compute, config.model.dropout)
+        self.optimizer = self._make_optimizer()
+        self.clock = communicator.clock = Clock(communicator.device)
+
+    def _make_optimizer(self) -> torch.optim.Optimizer:
+        o, owned = self.config.optimizer, self.weights.owned
+        decayed = [owned[p.name] for p in self.stage.parameters if p.name in owned and p.decay]
+        others = [owned[p.name] for p in self.stage.parameters if p.name in owned and not p.decay]
+        groups = [{"params": decayed, "weight_decay": o.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        return OPTIMIZERS[o.kind].make([g for g in groups if g["params"]], o)
+
+    def step(
+        self,
+        step: int,
+        limit: float = inf,
+        fault: Fault | None = None,
+        verify: Callable[[], dict[str, Any]] | None = None,
+    ) -> dict[str, Any]:
+        """Do update number `step` (from 1) and return the rank's report, plain data, for the driver to aggregate.
+
+        A loss or gradient that is not finite, or a loss above `limit`, updates nothing: the report's `skipped` says so,
+        alike on all ranks, because both numbers are global. `fault` strikes this rank. `verify` runs before the update,
+        on all ranks alike: what it finds is added to the report, and nothing is updated.
+        """
+        plan, communicator, clock = self.plan, self.communicator, self.clock
+        batch = self.config.train.global_batch
+        communicator.moved.clear()
+        if self.config.monitor.timeline:
+            communicator.barrier()  # all ranks' clocks start together
+        clock.read()
+        self._poison = nan if fault and fault.kind == "nan" else 0.0
+        if fault and fault.kind == "flip":
+            flip(self.weights.compute)
+        clock.entered = armed(fault) if fault and fault.kind not in ("nan", "flip") else None
+        with clock.section("step"):
+            loss, norm = self.compute_gradients(step)
+            with clock.section("reduce"):
+                differ = verify() if verify else {}
+            skipped = bool(differ) or not (isfinite(loss) and isfinite(norm) and loss <= limit)
+            with clock.section("optimizer"):
+                lr = learning_rate(self.config.optimizer, step, self.config.train.steps)
+                self.weights.drop_gradients() if skipped else self._update(norm, lr)
+        seconds, spans = clock.read_spans()
+        report = {
+            "step": step,
+            "loss": loss,
+            "grad_norm": norm,
+            "lr": lr,
+            "skipped": skipped,
+            "tokens": step * plan.tokens_per_step,
+            "samples": [(step - 1) * batch, step * batch],
+            "step_seconds": sum(seconds.values()),
+            "seconds": {name: seconds.get(name, 0.0) for name in SECTIONS},
+            "comm_bytes": dict(communicator.moved),
+            "peak_memory_bytes": peak_memory(communicator.device),
+        }
+        return report | differ | ({"timeline": spans} if self.config.monitor.timeline else {})
+
+    def compute_gradients(self, step: int) -> tuple[float, float]:
+        """Leaves the gradient of the global mean loss in `weights.gradients`, reduced and not yet clipped.
+
+        Returns the loss and the gradient's global 2-norm.
+        """
+        loss, predicted, reductions = self._forward_backward(step)
+        with self.clock.section("reduce"):
+            reduced = {name: g for reduction in reductions for name, g in reduction.wait().items()}
+            sum_tied(self.stage, self.communicator, reduced)
+            self.weights.receive(reduced)
+            squares = gradients.squared_norm(self.stage, self.communicator, self.weights.gradients)
+            total, square = self._sum_over_world(loss, squares + self._poison)
+        return total / predicted, sqrt(square)
+
+    def _forward_backward(self, step: int) -> tuple[Tensor, int, list[Reduction]]:
+        """Accumulates this rank's gradient of the global mean loss; returns its summed loss, the number of tokens that
+        the mean is over, and the gradients' reductions, which run while other chunks still have backward passes."""
+        first, end = (k * self.config.train.global_batch for k in (step - 1, step))
+        predicted = self.corpus.predicted("train", first, end)
+        total = torch.zeros((), dtype=torch.float64, device=self.communicator.device)
+
+        def forward(chunk: Chunk, m: int, flow: Flow, deferred: Deferred | None) -> Flow:
+            self.ops.position = Position(self.config.seed, step, m * self.plan.sizes["batch"])
+            self.ops.deferred = deferred
+            out = self._part(chunk, flow, "train", first + m * self.plan.sizes["batch"], end)
+            if "loss" in out:
+                total.add_(out["loss"].detach())
+                out = {"loss": out["loss"] / predicted}
+            return out
+
+        left = {chunk.number: chunk.parameters for chunk in self.stage.chunks}  # those with backward passes to come
+        reductions = []
+
+        def accumulated(done: int | None) -> None:
+            self.weights.accumulate()
+            if done is not None:
+                complete = left.pop(done) - set().union(*left.values())
+                sums = {name: g for name, g in self.weights.sums.items() if name in complete}
+                reductions.append(Reduction(self.stage, self.communicator, sums))
+
+        pipeline = self._pipeline(forward, accumulated)
+        pipeline.run(self.rows.step)
+        self.peak_live = pipeline.peak_live
+        return total, predicted, reductions
+
+    def _pipeline(self, forward: Forward, accumulated: Callable[[int | None], None] = lambda done: None) -> Pipeline:
+        dtype = DTYPES[self.plan.precision][0]
+        return Pipeline(self.stage, self.communicator, dtype, forward, accumulated)
+
+    def _part(self, chunk: Chunk, flow: Flow, split: str, first: int, end: int) -> Flow:
+        """Runs a model chunk on the microbatch whose first sequence (all replicas together) is `first`, of a
+        that ends before `end`."""
+        with self.clock.section("data"):
+            inputs = self.load(split, first, end, chunk)
+        return self._run(chunk, flow, inputs)
+
+    def _run(self, chunk: Chunk, flow: Flow, inputs: Blocks) -> Flow:
+        if chunk.units:
+            return self.model.part(self.ops, inputs, flow, chunk.units)
+        return {"loss": self.model.forward(self.ops, inputs)}
+
+    def load(self, split: str, first: int, end: int | None = None, chunk: Chunk | None = None) -> Blocks:
+        """This rank's blocks of the microbatch whose first sequence (all replicas together) is `first`, for the
+        operations of `chunk`, or of all of this stage's chunks. From `end` on, where a partial batch has none,
+        sequences are padding: no label of theirs counts."""
+
+        def read(i: int, j: int) -> Mapping[str, Any]:
+            stop = first + j if end is None else min(first + j, end)
+            start = min(first + i, stop - 1)
+            missing = first + j - stop if first + i < stop else j - i
+            found = self.corpus.batch(split, start, stop)
+            kept = {name: rows[: j - i - missing] for name, rows in found.items()}
+            return {name: np.pad(rows, ((0, missing), (0, 0)), constant_values=-1) for name, rows in kept.items()}
+
+        return place(self._parts[chunk.number] if chunk else self.stage, self.communicator, read)
+
+    def _sum_over_world(self, loss: Tensor, squares: Tensor) -> tuple[float, float]:
+        """The loss summed over every token of the global batch, and another fp64 scalar summed over all ranks."""
+        mine = loss if gradients.owns(self.communicator, self.plan.loss_layout.axes) else torch.zeros_like(loss)
+        both = torch.stack((mine, squares))
+        if world := self.plan.mesh.ordered(self.plan.mesh.axes):
+            both = self.communicator.launch("all_reduce", both, world).wait()
+        return both[0].item(), both[1].item()
+
+    def _update(self, norm: float, lr: float) -> None:
+        clip = self.config.optimizer.clip
+        if clip and norm > clip:
+            torch._foreach_mul_(list(self.weights.gradients.values()), clip / (norm + 1e-6))
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.weights.refresh()
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Mean loss per token over the first `eval.batches` global batches of the held-out split."""
+        total = torch.zeros((), dtype=torch.float64, device=self.communicator.device)
+        together = self.plan.sizes["batch"]
+        end = self.config.eval.batches * self.config.train.global_batch
+        self.ops.position = Position(training=False)
+        for first in range(0, end, together):
+
+            def forward(chunk: Chunk, _: int, flow: Flow, deferred: Deferred | None, first: int = first) -> Flow:
+                out = self._part(chunk, flow, "validation", first, end)
+                total.add_(out.get("loss", 0.0))
+                return out
+
+            self._pipeline(forward).run(self.rows.forward)
+        loss, _ = self._sum_over_world(total, torch.zeros_like(total))
+        return {"val_loss": loss / self.corpus.predicted("validation", 0, end)}
+
+    @torch.no_grad()
+    def sample(self, count: int, prompt: str = "def ", temperature: float = 0.8) -> str:
+        """`count` tokens of text after `prompt`, or in answer to it where an encoder reads it; alike on every rank."""
+        assert not isinstance(self.model, Encoder), "platform.config.checks refuses monitor.sample"
+        length, given = self.plan.sizes["length"], self.corpus.encode(prompt)
+        answers = "source" in self.model.inputs
+        ids = [END_OF_TEXT] if answers else given[: length - 1]
+        source = self._row(given, self.config.model.source_length or length)
+        self.ops.position = Position(training=False)
+        for i in range(count):
+            window = ids[-length:]
+            logits = self._logits({"source": source, "tokens": self._row(window, length)}, len(window) - 1)
+            p = torch.softmax(logits.double() / temperature, -1)
+            draw = (random.bits(random.key(self.config.seed, "sample"), torch.tensor(i)) & 0xFFFFFFFF) * 2.0**-32
+            ids.append(min(int(torch.searchsorted(p.cumsum(0).cpu(), draw.double())), len(p) - 1))
+        return self.corpus.decode(ids[1:] if answers else ids)
+
+    def _logits(self, data: Mapping[str, Tensor], position: int) -> Tensor:
+        """[vocab] at a position of sequences [1, length] that are all alike, on every rank."""
+        found = torch.zeros(
+            self.plan.sizes["vocab"], dtype=DTYPES[self.plan.precision][0], device=self.communicator.device
+        )
+
+        def forward(chunk: Chunk, _: int, flow: Flow, deferred: Deferred | None) -> Flow:
+            same = lambda i, j: {k: v.expand(j - i, -1) for k, v in data.items()}  # noqa: E731
+            inputs = place(self._parts[chunk.number], self.communicator, same, only=data)
+            out = self._run(chunk, flow, inputs)
+            if "logits" in out:
+                found.copy_(self.ops.gathered(out["logits"], LOGITS)[position, 0])
+            return out
+
+        self._pipeline(forward).run(self.rows.forward)
+        if self.plan.stages > 1:
+            last = self.plan.chunks[-1].stage
+            return self.communicator.launch("broadcast", found, ("stage",), root=last).wait()
+        return found
+
+    @staticmethod
+    def _row(ids: list[int], length: int) -> Tensor:
+        """[1, length]: the ids, then padding."""
+        return F.pad(torch.tensor([ids[:length]], dtype=torch.int64), (0, max(0, length - len(ids))), value=-1)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: the largest allocation on CUDA, the largest resident set on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,131 @@
+"""What a run must not lose of a rank's trainer: master copies, moments of the optimizer and its few numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from platform.boundary import schema
+from platform.boundary.schema import Known, Malformed
+from platform.checkpoint import (
+    Block,
+    Held,
+    Image,
+    Manifest,
+    Refused,
+    Share,
+    Snapshot,
+    Storage,
+    blocks,
+    planned,
+    recover,
+    restore,
+    shares,
+)
+from platform.config.fields import Config
+from platform.optimizer.optimizers import state_of
+from platform.plan.core.plan import Plan
+from platform.train.step.trainer import Trainer
+from platform.train.step.weights import DTYPES
+
+
+def held_of(config: Config, plan: Plan, device: torch.device | str = "cpu") -> list[Held]:
+    """All tensors of a run's state, and which rank keeps which blocks of them."""
+    dtype = DTYPES[plan.precision][1]
+    moments, _ = state_of(config.optimizer, dtype, torch.device(device))
+    masters = planned(plan, "model", dtype)  # moments lie as they do
+    return masters + [replace(h, name=kind + h.name.removeprefix("model")) for kind in moments for h in masters]
+
+
+class State:
+    """`held`: all tensors and which rank keeps which blocks of them, equal on all ranks: model.PARAMETER, and
+    MOMENT.PARAMETER for every moment of the optimizer."""
+
+    def __init__(self, trainer: Trainer):
+        self._trainer, self._plan, self._communicator = trainer, trainer.plan, trainer.communicator
+        dtype = DTYPES[self._plan.precision][1]
+        self._moments, self._numbers = state_of(trainer.config.optimizer, dtype, self._communicator.device)
+        self.held = held_of(trainer.config, self._plan, self._communicator.device)
+        self._image: Image | None = None
+
+    @property
+    def image(self) -> Image:
+        """The host memory of this rank's file; made when it is first needed, and kept."""
+        if self._image is None:
+            parts = shares(self.held, self._communicator.rank)
+            self._image = Image(self._communicator.rank, parts, pinned=self._communicator.device.type == "cuda")
+        return self._image
+
+    def blocks(self) -> list[Block]:
+        """This rank's part of it, after an update or `restore`: views of the live tensors."""
+        kinds: dict[str, Mapping[str, Tensor]] = {"model": self._trainer.weights.master}
+        for moment in self._moments:
+            kinds[moment] = {n: self._of(w)[moment] for n, w in self._trainer.weights.owned.items()}
+        here = self._communicator.coordinates
+        return [block for kind, tensors in kinds.items() for block in blocks(self._plan, kind, tensors, here)]
+
+    def values(self) -> dict[str, Any]:
+        """The optimizer's numbers, plain data: alike for all parameters. {} on a rank that has no parameter."""
+        return {name: float(self._of(w)[name]) for w in list(self._trainer.weights.owned.values())[:1]
+                for name in self._numbers}  # fmt: skip
+
+    def restore(self, storage: Storage, directory: str, manifest: Manifest) -> None:
+        """Goes on from a checkpoint of any plan; all ranks call it together. Raises as `platform.checkpoint.restore`,
+        and the state is then undefined."""
+        self._prepare(_numbers(manifest, self._numbers))
+        restore(storage, directory, manifest, self.held, self.blocks(), **self._world)
+        self._trainer.weights.refresh()
+
+    def recover(self, survived: Sequence[Held], snapshot: Snapshot | None) -> None:
+        """Goes on from what survivors of any plan have in memory; all ranks call it together. `snapshot`: this rank's
+        own, None if it was not there; see `platform.checkpoint.recover`."""
+        values = self._agreed(snapshot.values if snapshot else {})
+        self._prepare(values)
+        recover(survived, snapshot.read if snapshot else _nothing, self.held, self.blocks(), **self._world)
+        self._trainer.weights.refresh()
+
+    @property
+    def _world(self) -> dict[str, Any]:
+        communicator = self._communicator
+        return {"rank": communicator.rank, "world_size": self._plan.mesh.size, "exchange": communicator.exchange}
+
+    def _agreed(self, values: dict[str, Any]) -> dict[str, Any]:
+        """The numbers that some ranks know, on all."""
+        mine = torch.frombuffer(bytearray(json.dumps(values).encode()), dtype=torch.uint8)
+        received = self._communicator.exchange([mine] * self._plan.mesh.size)
+        known = [found for message in received if (found := json.loads(bytes(message.tolist())))]
+        assert all(found == known[0] for found in known), "the optimizer's numbers are alike on all ranks"
+        return known[0] if known else {}
+
+    def _prepare(self, values: Mapping[str, Any]) -> None:
+        """Moments to fill, and the optimizer's numbers."""
+        for w in self._trainer.weights.owned.values():
+            state = self._of(w)
+            state.clear()
+            state.update({moment: torch.zeros_like(w, requires_grad=False) for moment in self._moments})
+            for name, number in self._numbers.items():
+                value = values[name]
+                state[name] = torch.full_like(number, value) if isinstance(number, Tensor) else type(number)(value)
+
+    def _of(self, w: Tensor) -> dict[str, Any]:
+        return self._trainer.optimizer.state[w]
+
+
+def _nothing(part: Share) -> Tensor:
+    raise AssertionError(f"{part.tensor.name} {part.box} is asked of a rank that was not there")
+
+
+def _numbers(manifest: Manifest, names: Iterable[str]) -> Mapping[str, float]:
+    """Return the optimizer's numbers in a checkpoint, whose values may be anything. Raises Refused where one of
+    `names` is missing."""
+    try:
+        kind = Annotated[dict[str, float], Known((), tuple(names))]
+        found: dict[str, float] = schema.read(kind, manifest.meta.values.get("optimizer"))
+        return found
+    except Malformed as error:
+        raise Refused(f"the values of its optimizer: {error}") from None

@@ -1,0 +1,210 @@
+"""Communicators of ranks that are threads of one process: every scheme, counted and compared, without a cluster."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from platform.parallel.communicator.base import Communicator
+from platform.plan.language.mesh import Mesh
+
+
+class _Meeting:
+    """One collective of one group of threads."""
+
+    def __init__(self, kind: tuple):
+        self.kind = kind
+        self.given: dict[int, Tensor] = {}
+        self.complete = threading.Event()
+        self.left = 0
+
+
+class _Letter:
+    """What one thread sends another."""
+
+    def __init__(self) -> None:
+        self.content: Tensor | None = None
+        self.complete = threading.Event()
+
+
+class ThreadWorld:
+    """Where the ranks of one process meet. `fail` releases everybody who waits."""
+
+    def __init__(self, timeout: timedelta = timedelta(seconds=60)):
+        self.lock = threading.Lock()
+        self.letters: dict[tuple[int, int, int], _Letter] = defaultdict(_Letter)  # sender, receiver, number
+        self.meetings: dict[tuple[tuple[int, ...], int], _Meeting] = {}
+        self.failure: BaseException | None = None
+        self.timeout = timeout.total_seconds()
+        self.turn = threading.Lock()
+
+    def wait(self, event: threading.Event) -> bool:
+        """For another rank, which gets the turn meanwhile; whether it came in time."""
+        if event.is_set():
+            return True
+        self.turn.release()
+        try:
+            return event.wait(self.timeout)
+        finally:
+            self.turn.acquire()
+
+    def fail(self, cause: BaseException) -> None:
+        with self.lock:
+            self.failure = self.failure or cause
+            for meeting in self.meetings.values():
+                meeting.complete.set()
+            for letter in self.letters.values():
+                letter.complete.set()
+
+
+class ThreadGroups(Communicator):
+    """Ranks as threads of one process: the same collectives and counters, summed in rank order."""
+
+    def __init__(self, mesh: Mesh, rank: int, world: ThreadWorld):
+        super().__init__(mesh, rank)
+        self._world = world
+        self._calls: Counter[tuple[int, ...]] = Counter()
+
+    def _start(self, op, given, out, axes, group, reduce, root):
+        key = (group, self._calls[group])
+        self._calls[group] += 1
+        kind = (op, reduce, root, tuple((out if op == "scatter" else given).shape), given.dtype)
+        world = self._world
+        with world.lock:
+            meeting = world.meetings.setdefault(key, _Meeting(kind))
+            if meeting.kind != kind:
+                raise RuntimeError(f"rank {self.rank} calls {kind} where its group {group} calls {meeting.kind}")
+            # A copy: once this rank has waited, it may change what it gave, read or not by the others. Gradients do:
+            # where the local batch is one sequence, a position table's gradient is a view of its activation's.
+            meeting.given[self.rank] = given.clone()
+            if world.failure or len(meeting.given) == len(group):
+                meeting.complete.set()
+
+        def wait() -> None:
+            if not world.wait(meeting.complete):
+                raise TimeoutError(f"rank {self.rank} waits for {set(group) - set(meeting.given)} in {kind}")
+            if world.failure:
+                raise RuntimeError("another rank failed") from world.failure
+            with world.lock:
+                parts = [meeting.given[r] for r in group]
+                meeting.left += 1
+                if meeting.left == len(group):
+                    del world.meetings[key]
+            me = group.index(self.rank)
+            if op == "all_gather":
+                torch.stack(parts, out=out)
+            elif op == "reduce_scatter":
+                out.copy_(_sum([p[me] for p in parts]))
+            elif op == "all_to_all":
+                torch.stack([p[me] for p in parts], out=out)
+            elif op == "broadcast":
+                if me != root:
+                    out.copy_(parts[root])
+            elif op == "scatter":
+                out.copy_(parts[root][me])
+            elif op == "gather":
+                if me == root:
+                    torch.stack(parts, out=out)
+            elif op == "all_reduce" or me == root:
+                out.copy_(torch.stack(parts).amax(0) if reduce == "max" else _sum(parts))
+
+        return wait
+
+    def _letter(self, sender: int, receiver: int) -> tuple[tuple[int, int, int], _Letter]:
+        """The next one of a pair: receives match sends in the order in which both were begun."""
+        pair = (sender, receiver)
+        key = (*pair, self._calls[pair])
+        self._calls[pair] += 1
+        with self._world.lock:
+            letter = self._world.letters[key]
+            if self._world.failure:
+                letter.complete.set()
+        return key, letter
+
+    def _send(self, x, peer):
+        _, letter = self._letter(self.rank, peer)
+        letter.content = x.detach().clone()
+        letter.complete.set()
+        return lambda: None
+
+    def _receive(self, out, peer):
+        key, letter = self._letter(peer, self.rank)
+
+        def wait() -> None:
+            if not self._world.wait(letter.complete):
+                raise TimeoutError(f"rank {self.rank} waits for what rank {peer} sends")
+            if letter.content is None:
+                raise RuntimeError("another rank failed") from self._world.failure
+            out.copy_(letter.content)
+            with self._world.lock:
+                del self._world.letters[key]
+
+        return wait
+
+    def exchange(self, messages):
+        def pass_on(parts, outs):
+            others = [peer for peer in range(self.mesh.size) if peer != self.rank]
+            for peer in others:
+                self._send(parts[peer], peer)
+            for peer in others:
+                self._receive(outs[peer], peer)()
+            outs[self.rank].copy_(parts[self.rank])
+            return outs
+
+        sizes = pass_on([torch.tensor(m.numel()) for m in messages], [torch.tensor(0) for _ in messages])
+        return pass_on(messages, [torch.empty(int(n), dtype=torch.uint8) for n in sizes])
+
+    def transfer(self, sent, received):
+        for peer, x in sent:
+            self._send(x, peer)
+        for peer, out in received:
+            self._receive(out, peer)()
+
+    def collect(self, numbers):
+        if self.rank:
+            self._send(numbers, 0)
+            return None
+        rows = [numbers, *(torch.empty_like(numbers) for _ in range(1, self.mesh.size))]
+        for peer in range(1, self.mesh.size):
+            self._receive(rows[peer], peer)()
+        return torch.stack(rows)
+
+
+def _sum(parts: Sequence[Tensor]) -> Tensor:
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+def run_threads(
+    mesh: Mesh, work: Callable[[ThreadGroups], Any], timeout: timedelta = timedelta(seconds=60)
+) -> list[Any]:
+    """Runs `work(communicator)` on every rank of `mesh`, each a thread; returns the results by rank.
+
+    Raises the first failure of any rank; the others are released.
+    """
+    world = ThreadWorld(timeout)
+    results: list[Any] = [None] * mesh.size
+
+    def main(rank: int) -> None:
+        try:
+            with world.turn:
+                results[rank] = work(ThreadGroups(mesh, rank, world))
+        except BaseException as error:
+            world.fail(error)
+
+    threads = [threading.Thread(target=main, args=(r,), name=f"rank{r}") for r in range(mesh.size)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    if world.failure:
+        raise world.failure
+    return results
