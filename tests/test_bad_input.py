@@ -12,8 +12,9 @@ import pytest
 
 from platform import launch
 from platform.composition.composer import opened
+from platform.config import surroundings
 from platform.config.bounds import BOUNDS, CHOICES, LONGEST, leaves
-from platform.config.fields import Config, ConfigError, printable, surroundings
+from platform.config.fields import Config, ConfigError, printable
 from tests.bad_input_table import NUMBERS, REALS, TABLE
 from tests.fuzz.values import _again
 

@@ -16,8 +16,9 @@ from typing import Any
 from platform.boundary import documents
 from platform.boundary.redaction import shielded
 from platform.checkpoint.interchange import EXPORT, IMPORT, store
+from platform.checkpoint.storage import catalogue
 from platform.checkpoint.storage.manifest import Manifest, Meta, Refused
-from platform.checkpoint.storage.storage import Storage, catalogue, connect
+from platform.checkpoint.storage.storage import Storage, connect
 from platform.config.fields import ConfigError, closest, violation
 
 

@@ -13,9 +13,9 @@ from platform import data
 from platform.boundary.redaction import learned
 from platform.boundary.undo import missing, remove_empty
 from platform.cluster.control.forming.context import Run
-from platform.cluster.crew.base.crew.launchers import torchrun
 from platform.cluster.crew.base.job import WORKER, Job
 from platform.cluster.crew.base.signals import Stopped, StopSignals
+from platform.cluster.crew.launchers import torchrun
 from platform.cluster.crew.open import open_crew
 from platform.cluster.endings import DONE, FAILED, Known, Unsaved, end
 from platform.cluster.run import resources

@@ -16,7 +16,7 @@ from platform.config.fields import Config, ConfigError, violation
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-HERE = Path(__file__).resolve().parent
+HERE = Path(__file__).resolve().parents[1]
 CONF = next(p for p in (HERE / "conf", HERE.parent / "conf") if p.is_dir())  # in a wheel; in a checkout
 
 Refused = list[tuple[str, Exception]]  # argument, and what Hydra, OmegaConf or YAML say about it

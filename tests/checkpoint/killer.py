@@ -18,8 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from platform.checkpoint.storage import storage
 from platform.checkpoint.storage.image import Image
-from platform.checkpoint.storage.storage import Local, storage
+from platform.checkpoint.storage.storage import Local
 
 FOLDER, DONE = "KILLER", ".done"
 OPERATIONS = ("open", "write", "fsync", "close", "replace", "unlink", "rmdir", "mkdir")

@@ -15,9 +15,9 @@ from shutil import copytree
 import pytest
 
 from platform.checkpoint import Corrupt, Manifest, Refused, Saver, Storage, connect, find, load, verify
-from platform.checkpoint.storage.storage import catalogue
-from platform.checkpoint.storage.storage import manifest as manifests
-from platform.checkpoint.storage.storage import storage as storage_module
+from platform.checkpoint.storage import catalogue
+from platform.checkpoint.storage import manifest as manifests
+from platform.checkpoint.storage import storage as storage_module
 from tests.checkpoint import faults
 from tests.checkpoint.faults import FaultyOs, Killed
 from tests.checkpoint.job import Job, meta, values

@@ -6,8 +6,9 @@ import threading
 import pytest
 
 from platform.checkpoint import Refused, Saver, connect, find, load, verify
+from platform.checkpoint.storage import catalogue, manifest
 from platform.checkpoint.storage.lease import Lease
-from platform.checkpoint.storage.storage import Remote, catalogue, manifest
+from platform.checkpoint.storage.storage import Remote
 from tests.checkpoint.job import Job, meta, values
 
 SHAPES = {"a": (6, 4), "b": (5,)}

@@ -12,8 +12,8 @@ import pytest
 from aiobotocore.client import AioBaseClient
 
 from platform.checkpoint import Refused, Saver, connect, find, load, verify
-from platform.checkpoint.storage.storage import catalogue
-from platform.checkpoint.storage.storage import manifest as manifests
+from platform.checkpoint.storage import catalogue
+from platform.checkpoint.storage import manifest as manifests
 from tests.checkpoint.job import Job, meta, values
 
 SHAPES = {"a": (6, 4), "b": (5,), "c": ()}

@@ -12,7 +12,7 @@ import pytest
 
 from platform.checkpoint import Corrupt, Manifest, Refused, connect, find, load, verify
 from platform.checkpoint.__main__ import main
-from platform.checkpoint.storage.storage import manifest as manifests
+from platform.checkpoint.storage import manifest as manifests
 from tests.checkpoint.job import Job, meta, values
 
 SHAPES = {"a": (6, 4), "b": (5,), "c": ()}

@@ -237,7 +237,7 @@ def test_workers_on_a_full_disk(job, tmp_path):
 
 
 def test_lines_are_kept_within_a_bound(tmp_path, monkeypatch, capsys):
-    from platform.monitor.records.records import json_lines
+    from platform.monitor.records import json_lines
 
     monkeypatch.setattr(json_lines, "KEPT_BYTES", 100, raising=False)
     with small_disk(tmp_path / "small") as disk:

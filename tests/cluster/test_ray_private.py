@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from process_tree import descendants
 
-from platform.cluster.crew.base.crew.launchers import leftovers, ray_session
+from platform.cluster.crew.launchers import leftovers, ray_session
 from platform.cluster.crew.open import open_crew
 
 pytestmark = pytest.mark.ray

@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from platform.cluster.crew.base.crew.launchers import ray_crew
 from platform.cluster.crew.base.failures import NoPlaces
+from platform.cluster.crew.launchers import ray_crew
 from platform.cluster.crew.launchers.ray_crew import RayCrew
 
 

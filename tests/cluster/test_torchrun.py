@@ -12,7 +12,7 @@ from dialled import dialled
 from torch.distributed import TCPStore
 
 from platform.cluster.crew.base.crew import ByRank
-from platform.cluster.crew.base.crew.launchers import torchrun
+from platform.cluster.crew.launchers import torchrun
 from platform.cluster.crew.open import open_crew
 from platform.cluster.wire.channel import Line, encode
 from platform.cluster.wire.switchboard import Switchboard

@@ -23,7 +23,7 @@ import torch
 from platform.checkpoint import Manifest, Refused, find, read_tensor, verify
 from platform.checkpoint.__main__ import summary
 from platform.checkpoint.blocks.placement import DTYPES
-from platform.checkpoint.storage.storage import manifest as manifests
+from platform.checkpoint.storage import manifest as manifests
 from tests.fuzz import directories, mutations, texts
 from tests.fuzz.world import SHAPES, World, told
 

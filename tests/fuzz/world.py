@@ -11,7 +11,7 @@ from random import Random
 
 from platform.checkpoint import connect, read_tensor, verify
 from platform.checkpoint.interchange import export_safetensors
-from platform.checkpoint.storage.storage import manifest as manifests
+from platform.checkpoint.storage import manifest as manifests
 from platform.cluster.run.directory import RunDirectory
 from platform.config.fields import Config, ConfigError, Data
 from platform.data import prepare

@@ -151,7 +151,8 @@ import os, sys
 if sys.argv[1] == "before":
     os.environ["MKL_VML_DEBUG_CPU_TYPE"] = "9"
 import torch
-from platform.parallel import groups, random
+from platform.parallel.communicator import base
+from platform.parallel.kernels import random
 os.environ["MKL_VML_DEBUG_CPU_TYPE"] = "9"
 from tests.parallel.test_random import KEY, digest, of_the_old_way
 elements = torch.arange(2048)

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 from platform.boundary import documents
 from platform.boundary.redaction import redact
+from platform.checkpoint.storage import manifest as manifests
 from platform.checkpoint.storage.manifest import Corrupt, Manifest, Meta, Newer, Refused
 from platform.checkpoint.storage.read import units, verify_units
 from platform.checkpoint.storage.storage import UNKNOWN, Storage
-from platform.checkpoint.storage.storage import manifest as manifests
 
 _DIRECTORY = r"step-([0-9]{8,15})-([0-9]{6,15})-([0-9a-f]{6})"
 _NOTE = 4096  # bytes of BAD.txt that are read

@@ -41,7 +41,7 @@ def _labelled(config: Config) -> Device | None:
     """The smallest accelerator type of the Ray cluster's nodes."""
     if crew_kind(config.cluster) != "ray":
         return None
-    from platform.cluster.crew.base.crew.launchers import ray_session
+    from platform.cluster.crew.launchers import ray_session
 
     ray_session.connect()
     found = [device for name in ray_session.accelerators() if (device := _named(name))]

@@ -10,9 +10,9 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import NamedTuple
 
-from platform.cluster.crew.base.crew.launchers import torchrun
 from platform.cluster.crew.base.failures import NoPlaces
 from platform.cluster.crew.base.job import usable_cores
+from platform.cluster.crew.launchers import torchrun
 from platform.cluster.wire.files import lack_of_files
 from platform.config.fields import Cluster, ConfigError, violation
 
@@ -136,7 +136,7 @@ def gpu_count() -> int:
 def _supply(kind: str) -> Supply:
     if kind != "ray":
         return Supply(gpu_count(), usable_cores(), "on this machine")
-    from platform.cluster.crew.base.crew.launchers import ray_session
+    from platform.cluster.crew.launchers import ray_session
 
     ray_session.connect()
     free = ray_session.free_resources()

@@ -10,7 +10,7 @@ from typing import Any
 from platform.boundary import documents, schema
 from platform.boundary.schema import Malformed
 from platform.config.fields import Config
-from platform.monitor.records.records import records
+from platform.monitor.records import records
 
 CONFIG, PLAN, JOURNAL, METRICS, LOCK = "config.yaml", "plan.json", "journal.jsonl", "metrics.jsonl", "driver.lock"
 _DONE = ("first_step", "checkpoint", "restored", "rolled_back", "unsaved", "done", "gave_up", "drained", "stopped")

@@ -10,8 +10,8 @@ from typing import Any
 
 from platform.boundary.redaction import redact
 from platform.boundary.terminal import say
+from platform.monitor.records import records
 from platform.monitor.records.json_lines import JsonLines
-from platform.monitor.records.records import records
 
 
 class Journal:

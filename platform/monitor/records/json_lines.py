@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from platform.boundary.terminal import say
-from platform.monitor.records.records import records
+from platform.monitor.records import records
 
 KEPT_BYTES = 16 << 20  # of lines that could not be written yet
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from platform.monitor.records import records
 from platform.monitor.records.json_lines import JsonLines
-from platform.monitor.records.records import records
 
 # Key of a row -> metric on W&B. A nested dict becomes one metric per inner key: seconds.forward is time/forward.
 METRICS: dict[str, str | None] = {

@@ -17,7 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from platform.cluster.crew.base.crew.launchers import leftovers
+from platform.cluster.crew.launchers import leftovers
 from platform.config.fields import ConfigError, violation
 
 _CONNECT_SECONDS = 2.0
@@ -161,7 +161,7 @@ def _runtime_env() -> dict[str, Any] | None:
     """What makes workers find this package where it is not installed; see platform/_startup.py."""
     if "_platform_startup" in sys.modules:
         return None
-    root = str(Path(__file__).parents[2])
+    root = str(Path(__file__).parents[4])
     return {"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}}
 
 
