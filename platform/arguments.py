@@ -10,7 +10,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from platform.checks import CHOICES, RHYTHM, leaves, nearest_rhythms, not_built
-from platform.config import SHOWN, Config, closest, violation
+from platform.config import SHOWN, Config, closest, printable, violation
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -154,7 +154,7 @@ def explain(argument: str, error: Exception) -> str:
     if re.search("Error parsing override|Lexer|mismatched input|extraneous input|no viable", text) or key.startswith(
         "~"
     ):
-        return f"{argument[:SHOWN]}: must be KEY=VALUE; nearest legal: +experiment=NAME, train.steps=100"
+        return printable(f"{argument[:SHOWN]}: must be KEY=VALUE; nearest legal: +experiment=NAME, train.steps=100")
     if "Ambiguous value" in text or "requires --multirun" in text:
         return violation(key, value, "several values: a sweep needs -m, a list is written [a,b]")
 
