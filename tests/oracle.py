@@ -26,7 +26,7 @@ from platform.train.plan import make_plan
 from platform.train.trainer import Trainer
 
 CONF = Path(__file__).parent.parent / "conf"
-STEPS = 5
+STEPS = 3
 
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": {},
@@ -144,7 +144,7 @@ def with_operations(plan: Plan, operations: Mapping[tuple[str, str], Any]) -> Pl
 
 
 def compute(c: Config, plan: Plan, communicator: Communicator) -> Result:
-    """Gradients of the first step and parameters after five, on one rank."""
+    """Gradients of the first step and parameters after three, on one rank."""
     torch.set_num_threads(1)
     trainer = trainer_of(c, plan, communicator)
     initial = {n: w.detach().clone() for n, w in trainer.weights.master.items()}
