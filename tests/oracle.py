@@ -27,7 +27,7 @@ from tests.replay import replay
 from tests.threads import run_threads
 
 CONF = Path(__file__).parent.parent / "conf"
-STEPS = 5
+STEPS = 3
 
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": {},
@@ -145,7 +145,7 @@ def with_operations(plan: Plan, operations: Mapping[tuple[str, str], Any]) -> Pl
 
 
 def compute(c: Config, plan: Plan, communicator: Communicator) -> Result:
-    """Gradients of the first step and parameters after five, on one rank."""
+    """Gradients of the first step and parameters after three, on one rank."""
     torch.set_num_threads(1)
     trainer = trainer_of(c, plan, communicator)
     initial = {n: w.detach().clone() for n, w in trainer.weights.master.items()}

@@ -60,7 +60,7 @@ def finish(process) -> str:
 
 def test_a_killed_driver_leaves_no_orphans_and_the_same_command_goes_on(start, tmp_path):
     """At a random moment; one of its workers is stopped, and cannot notice anything."""
-    run, arguments = tmp_path / "run", ["run.dir=run", "train.steps=60", "checkpoint.every=5"]
+    run, arguments = tmp_path / "run", ["run.dir=run", "train.steps=20", "checkpoint.every=5"]
     process = start(*arguments)
     wait_for_step(process, run, 7)
     time.sleep(random.Random(0).uniform(0, 0.5))
@@ -77,7 +77,7 @@ def test_a_killed_driver_leaves_no_orphans_and_the_same_command_goes_on(start, t
     finish(start(*arguments))
     finish(start(*arguments[1:], "run.dir=alone"))
     found, expected = rows(run), rows(tmp_path / "alone")
-    assert [row["samples"] for row in found] == [[4 * k, 4 * k + 4] for k in range(60)]
+    assert [row["samples"] for row in found] == [[4 * k, 4 * k + 4] for k in range(20)]
     for row, other in zip(found, expected, strict=True):
         assert row["samples"] == other["samples"]
         assert row["loss"] == pytest.approx(other["loss"], rel=1e-9)

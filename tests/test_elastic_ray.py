@@ -82,6 +82,7 @@ def equal(found: list[tuple[Any, ...]], wanted: list[tuple[Any, ...]]) -> bool:
     return all(have[2:] == pytest.approx(want[2:], rel=1e-9, abs=0) for have, want in zip(found, wanted, strict=True))
 
 
+@pytest.mark.full
 def test_a_worker_and_the_driver_are_killed(tmp_path):
     """A killed worker: the mesh shrinks, and grows back with a hired one. A killed driver: nothing of it is left, and
     the same command goes on."""

@@ -70,7 +70,7 @@ def test_two_halves_under_two_plans_are_the_whole(tmp_path, through):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("start", [pytest.param("ray", marks=pytest.mark.ray), "torchrun"])
+@pytest.mark.parametrize("start", [pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.full]), "torchrun"])
 def test_ray_and_torchrun_go_on_and_save_too(tmp_path, through, start):
     """From what one worker saved after step 4, two that are started so go on, and what they save after step 5 holds."""
     storage = connect(str(through / "checkpoints"))

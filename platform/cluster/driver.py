@@ -80,14 +80,16 @@ def _run(config: Config, plan: Plan, worker: str, signals: StopSignals, known: K
     _check_memory(config, plan, config.cluster.device, known.say, stated=True)
     if config.data.kind == "stdlib" and (line := demonstration(config, plan, data.stdlib_bytes(config.data))):
         known.say(f"warning: {line}")
-    from platform.cluster.run.changes import changes  # torch takes seconds: cheap refusals come first
+    size, spares, least = plan.mesh.size, config.elastic.spares, config.elastic.min_workers
+    if config.cluster.kind != "ray" and not config.cluster.wait:  # torch takes seconds: cheap refusals come first
+        resources.secure(config.cluster, size, lambda line: None, spares, least)
+    from platform.cluster.run.changes import changes
     from platform.cluster.run.origin import check_writable, origin
     from platform.train.recovery import places
 
     found = origin(config)
     meta = found.manifest.meta if found and found.manifest else None
-    elastic = config.elastic
-    secured = resources.secure(config.cluster, plan.mesh.size, known.say, elastic.spares, elastic.min_workers)
+    secured = resources.secure(config.cluster, size, known.say, spares, least)
     _check_memory(config, plan, secured.device, known.say)
     there = opened.enter_context(directory.claim(config, to_dict(plan)))
     if places.saves(config):

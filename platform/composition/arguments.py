@@ -10,7 +10,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from platform.config.checks import CHOICES, RHYTHM, leaves, nearest_rhythms, not_built
-from platform.config.fields import SHOWN, Config, closest, violation
+from platform.config.fields import SHOWN, Config, ConfigError, closest, printable, violation
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -106,11 +106,16 @@ def _parse(argument: str) -> Override | None:
 
 
 def jobs_of(overrides: Sequence[str], multirun: bool) -> list[list[str]]:
-    """The arguments of each job: without `-m` one job, else Hydra's product of choices, ranges and globs."""
+    """The arguments of each job: without `-m` one job, else Hydra's product of choices, ranges and globs. Raises
+    ConfigError where one of these has no value."""
     choices = []
     for override in overrides:
         if multirun and (parsed := _parse(rewrite(override))) and parsed.is_discrete_sweep():
-            choices.append([f"{parsed.get_key_element()}={value}" for value in parsed.sweep_string_iterator()])
+            key, values = parsed.get_key_element(), list(parsed.sweep_string_iterator())
+            if not values:
+                reason = "a sweep over no value; glob(...) takes the files of a group"
+                raise ConfigError(violation(key, override.partition("=")[2], reason, ["a,b", "range(1,4)"]))
+            choices.append([f"{key}={value}" for value in values])
         else:
             choices.append([override])
     return [list(job) for job in product(*choices)]
@@ -154,7 +159,7 @@ def explain(argument: str, error: Exception) -> str:
     if re.search("Error parsing override|Lexer|mismatched input|extraneous input|no viable", text) or key.startswith(
         "~"
     ):
-        return f"{argument[:SHOWN]}: must be KEY=VALUE; nearest legal: +experiment=NAME, train.steps=100"
+        return printable(f"{argument[:SHOWN]}: must be KEY=VALUE; nearest legal: +experiment=NAME, train.steps=100")
     if "Ambiguous value" in text or "requires --multirun" in text:
         return violation(key, value, "several values: a sweep needs -m, a list is written [a,b]")
 

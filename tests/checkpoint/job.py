@@ -105,7 +105,11 @@ class Job:
         def work(rank: int) -> list[Block]:
             blocks = self.blocks(rank, empty=True, dtype=dtype)
             given = {"rank": rank, "world_size": self.world_size, "exchange": lambda m: post.exchange(rank, m)}
-            restore(storage, directory, manifest, self.state, blocks, **given, **kwargs)
+            try:
+                restore(storage, directory, manifest, self.state, blocks, **given, **kwargs)
+            except BaseException:
+                post.barrier.abort()  # the others wait for this rank
+                raise
             return blocks
 
         with ThreadPoolExecutor(self.world_size) as pool:

@@ -82,6 +82,7 @@ def test_any_plan_survives_anything(tmp_path, survives, plan, spares, seed):
     survives(configured(tmp_path, plan, spares), faults, moments, [chance.choice((KILL, STOP)) for _ in moments], seed)
 
 
+@pytest.mark.full
 def test_replicas_go_one_by_one(tmp_path, survives):
     """4 -> 3 -> 2 -> 1 under ZeRO-3, a global batch of 16."""
     config = chaos.configured(tmp_path / "run", 8, data=4, zero=3)
@@ -101,7 +102,7 @@ def test_a_killed_run_without_snapshots_begins_again(tmp_path):
     assert chaos.differences(chaos.rows(config), chaos.undisturbed(config, tmp_path / "alone")) == []
 
 
-@pytest.mark.parametrize("worker", ["StaleWorker", "ForgetfulWorker"])
+@pytest.mark.parametrize("worker", ["StaleWorker", pytest.param("ForgetfulWorker", marks=pytest.mark.full)])
 def test_a_wrong_recovery_is_found(tmp_path, worker):
     """The control of the comparison."""
     config = chaos.configured(tmp_path / "run", 6, data=2)

@@ -11,6 +11,10 @@ from platform.cluster.crew.base.failures import WorkerFailed
 from platform.cluster.crew.open import open_crew
 
 KINDS = ["processes", pytest.param("local", marks=pytest.mark.ray)]
+SEEN_ELSEWHERE = [
+    "processes",
+    pytest.param("local", marks=[pytest.mark.ray, pytest.mark.full]),
+]  # test_generations, on Ray
 
 
 def formed(crew, job, numbers=None, generation=1):
@@ -39,7 +43,7 @@ def test_a_crew_calls_every_rank_and_leaves_nothing_behind(kind, job, tmp_path):
     crew.close()  # once more does nothing
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SEEN_ELSEWHERE)
 def test_the_first_failure_is_raised_while_the_others_hang(kind, job, tmp_path):
     before = descendants()
     with pytest.raises(WorkerFailed, match=r"rank1\[data1\] failed in fail\(1\): ValueError: boom on 1") as caught:
@@ -55,7 +59,7 @@ def test_the_first_failure_is_raised_while_the_others_hang(kind, job, tmp_path):
     assert inside and gone(inside)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SEEN_ELSEWHERE)
 def test_a_killed_worker_is_the_culprit_though_others_complain_first(kind, job):
     before = descendants()
     with pytest.raises(WorkerFailed, match=r"rank2\[data2\] died in lose\(2\)") as caught:

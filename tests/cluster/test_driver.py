@@ -34,7 +34,7 @@ def drive(config, size=2, worker="FakeWorker"):
     return run_fake(config, size, worker)
 
 
-@pytest.mark.parametrize("kind", ["processes", pytest.param("local", marks=pytest.mark.ray)])
+@pytest.mark.parametrize("kind", ["processes", pytest.param("local", marks=[pytest.mark.ray, pytest.mark.full])])
 def test_a_run_from_end_to_end(kind, config, capsys):
     config.cluster.kind = kind
     config.eval.every, config.monitor.sample = 2, 3
@@ -159,7 +159,14 @@ def wait_for(path, process):
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGINT,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.full),
+        pytest.param(signal.SIGUSR1, marks=pytest.mark.full),
+    ],
+)
 def test_a_signal_lets_the_step_finish_and_leaves_nothing_behind(number, config, start):
     config.train.steps = 10**6
     process = start("Slow")

@@ -5,9 +5,9 @@ from platform.config.fields import Data
 
 @pytest.fixture
 def words():
-    """Some 20 kB of text that differs with the seed, compresses as text does, and spells a special token."""
+    """Some 5 kB of text that differs with the seed, compresses as text does, and spells a special token."""
 
-    def make(seed: int, lines: int = 400) -> str:
+    def make(seed: int, lines: int = 100) -> str:
         return f"<|endoftext|> {seed}\n" + "".join(
             f"line {i} of text {seed}: {i * seed} sheep, {i + seed} wolves\n" for i in range(lines)
         )

@@ -62,8 +62,7 @@ def attempt(seed: int, folder: Path) -> str:
         for _ in range(TRIES):
             configs = draw(r, wanted, folder)
             plans = planned(configs)
-            if plans and suits(configs, plans):
-                check(r, configs, plans)
+            if plans and suits(configs, plans) and check(r, configs, plans):
                 return wanted
             if not plans and wanted == "changed":
                 break
@@ -100,8 +99,9 @@ def suits(configs: Sequence[Config], plans: Sequence[Plan]) -> bool:
     return predicts and all(plan.mesh.size <= RANKS for plan in plans)
 
 
-def check(r: Random, configs: Sequence[Config], plans: Sequence[Plan]) -> None:
-    """Run the plans one after the other and compare each with the same steps of one process.
+def check(r: Random, configs: Sequence[Config], plans: Sequence[Plan]) -> bool:
+    """Run the plans one after the other and compare each with the same steps of one process; return whether these steps
+    have enough digits for that.
 
     Raises AssertionError naming what differs.
     """
@@ -114,22 +114,41 @@ def check(r: Random, configs: Sequence[Config], plans: Sequence[Plan]) -> None:
         for c, plan, steps, wanted in zip(configs, plans, phases, expected, strict=True):
             last = steps is phases[-1]
             results, directory = run_phase(c, plan, steps, storage, directory, save=not last)
-            compare(c, plan, results, replace(wanted, initial=before))
+            try:
+                compare(c, plan, results, replace(wanted, initial=before))
+            except AssertionError:
+                if shaky(configs[0], phases, expected):
+                    return False
+                raise
             assert counted(results) == communication(plan), "bytes moved"
             assert replay([found.log for found in results]) is None, "order of launches"
             before = assemble(plan, results, lambda found: found.final)
     finally:
         for name in storage.list(""):
             storage.delete(name)
+    return True
 
 
-def alone(c: Config, phases: Phases) -> list[Result]:
-    """Compute the same steps in one process without any parallelism."""
+def shaky(c: Config, phases: Phases, expected: Sequence[Result]) -> bool:
+    """Say whether one process differs from itself by a tenth of the oracle's bound once its initial weights differ in
+    their last bit: as where LayerNorm divides two features that an update has made nearly equal."""
+    for found, wanted in zip(alone(c, phases, nudge=2.0**-52), expected, strict=True):
+        numbers = zip((found.grad_norm, *found.losses), (wanted.grad_norm, *wanted.losses), strict=True)
+        if any(abs(have - want) > 1e-11 * abs(want) for have, want in numbers):
+            return True
+    return False
+
+
+def alone(c: Config, phases: Phases, nudge: float = 0.0) -> list[Result]:
+    """Compute the same steps in one process without any parallelism, from weights that differ by `nudge` (relative)."""
     batch = c.train.global_batch
     one = configure(global_batch=batch, microbatch=batch)
     one.model, one.optimizer, one.seed, one.train.steps = c.model, c.optimizer, c.seed, c.train.steps
     plan = make_plan(one)
     trainer = trainer_of(one, plan, Alone(plan.mesh))
+    generator = torch.Generator().manual_seed(0)
+    for weight in trainer.weights.master.values():  # which in fp64 are those that it computes with
+        weight.data.mul_(1 + nudge * torch.randint(-1, 2, weight.shape, generator=generator, dtype=weight.dtype))
     return [steps_of(trainer, trainer.communicator, steps) for steps in phases]
 
 

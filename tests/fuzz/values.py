@@ -26,6 +26,7 @@ SECONDS = 3.0  # of this thread's CPU, beside those of a plan
 SECONDS_PER_LAYER = 0.03  # of a plan that is made
 SECONDS_PER_MICROBATCH = 1e-4
 EXPERIMENTS = ("gpt_quick",) * 6 + ("two_layer", "elastic_demo", "one_gpu", "transformer_base")
+DEPENDENT = {"elastic_demo": ["elastic.faults"]}  # what an experiment sets that another layout may make illegal
 SCHEMES = ("serial", "1d", "1d_sp", "2d", "2d_gather", "2p5d", "3d", "3d_literal", "layout", "mesh_tf_2d")
 GROUPS = {
     "tensor": SCHEMES,
@@ -151,8 +152,9 @@ def _attempt(seed: int, private: str) -> str:
             return _easy(r, kind, began, private)
         drawn = [_argument(r, kind), *(_argument(r, r.choice(list(KINDS))) for _ in range(r.choice([0, 0, 1, 2])))]
         chosen = [f"{group}={r.choice(options)}" for group, options in GROUPS.items() if r.random() < 0.08]
-        arguments = [f"+experiment={r.choice(EXPERIMENTS)}", *chosen, *(argument for _, argument in drawn)]
-        accepted, deep = _planned(arguments, [*chosen, *(key for key, _ in drawn)])
+        experiment = r.choice(EXPERIMENTS)
+        arguments = [f"+experiment={experiment}", *chosen, *(argument for _, argument in drawn)]
+        accepted, deep = _planned(arguments, [*chosen, *(key for key, _ in drawn), *DEPENDENT.get(experiment, ())])
     return _judged(kind, accepted, deep, began, private, arguments)
 
 

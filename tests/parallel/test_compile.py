@@ -30,7 +30,9 @@ def eager_and_compiled(c, plan, communicator):
     return abs(loss - loss2).item(), worst, moved == moved2
 
 
-@pytest.mark.parametrize("model", ["gpt", "llama", "bert", "original", "t5"])
+@pytest.mark.parametrize(
+    "model", ["gpt", "t5", *(pytest.param(m, marks=pytest.mark.full) for m in ("llama", "bert", "original"))]
+)
 def test_one_process(model):
     from platform.parallel.communicator.base import Alone
 
@@ -41,9 +43,9 @@ def test_one_process(model):
 
 SCHEMES = [
     ("1d_sp", {"t": 2}, "none", 0),
-    ("3d", {"x": 1, "y": 2, "z": 2}, "none", 0),
-    ("serial", {}, "none", 3),
-    ("serial", {}, "dsp_csub", 0),
+    pytest.param("3d", {"x": 1, "y": 2, "z": 2}, "none", 0, marks=pytest.mark.full),
+    pytest.param("serial", {}, "none", 3, marks=pytest.mark.full),
+    pytest.param("serial", {}, "dsp_csub", 0, marks=pytest.mark.full),
 ]
 
 
