@@ -17,18 +17,11 @@ from platform.boundary.terminal import say, settle
 from platform.cluster.crew.base.signals import Stopped, StopSignals
 from platform.composition.arguments import experiment_of, explain, jobs_of, rewrite, typed_values
 from platform.composition.composer import CONF, Composer, opened
-from platform.config.checks import (
-    absent_ranks,
-    axes_of,
-    impossible_values,
-    parse_layout,
-    slices,
-    too_many_workers,
-    violations,
-    wrong_values,
-)
+from platform.config.bounds import impossible_values, wrong_values
+from platform.config.checks import absent_ranks, slices, too_many_workers, violations
 from platform.config.extensions import load_extensions
 from platform.config.fields import RESUME, Config, ConfigError, closest, violation
+from platform.config.layout_map import axes_of, parse_layout
 from platform.config.run_name import default_directory
 from platform.config.surroundings import expanded, wrong_surroundings
 from platform.plan.schedule.generators import ONE_CHUNK

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 
 from platform import launch
 from platform.composition.arguments import experiment_of, rewrite, typed_values
-from platform.config.checks import BOUNDS, CHOICES, NOT_BUILT, leaves, parse_layout, violations
+from platform.config.bounds import BOUNDS, CHOICES, NOT_BUILT, leaves
+from platform.config.checks import violations
 from platform.config.fields import Branch, Config, ConfigError, Tensor
 from platform.config.identity import identity
+from platform.config.layout_map import parse_layout
 from platform.launch import compose, main
 
 QUICK = "+experiment=gpt_quick"

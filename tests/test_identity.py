@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from platform.config.checks import leaves, violations
+from platform.config.bounds import leaves
+from platform.config.checks import violations
 from platform.config.fields import Config
 from platform.config.identity import FREE, MAY_CHANGE, differences, identity, refusal
 

@@ -99,16 +99,6 @@ def test_what_a_page_names_exists(page):
         assert path.split("/")[0] not in ROOMS - {"runs"} or (ROOT / path).exists(), path
 
 
-def test_the_design_lists_the_files_of_the_rooms():
-    listing = (ROOT / "docs" / "design.md").read_text().partition("```\nplatform/\n")[2].partition("```")[0]
-    for room in ("plan", "parallel"):
-        lines = re.search(rf"^  {room}/ .*\n((?:    .*\n)+)", listing, re.M)[1]
-        there, _, coming = lines.partition("to come:")
-        files = {path.name for path in (ROOT / "platform" / room).glob("*.py")} - {"__init__.py", "__main__.py"}
-        assert set(re.findall(r"\w+\.py", there)) == files
-        assert not set(re.findall(r"\w+\.py", coming)) & files
-
-
 def test_the_picture_shows_the_plan_of_the_quick_run():
     picture = (ROOT / "docs" / "gpt_quick.svg").read_text()
     plan = json.loads(json.dumps(to_dict(make_plan(compose(["+experiment=gpt_quick"])))))

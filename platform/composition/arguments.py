@@ -9,7 +9,8 @@ from functools import lru_cache
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from platform.config.checks import CHOICES, RHYTHM, leaves, nearest_rhythms, not_built
+from platform.config.bounds import CHOICES, leaves, not_built
+from platform.config.durations import RHYTHM, nearest_rhythms
 from platform.config.fields import SHOWN, Config, ConfigError, closest, printable, violation
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from platform.boundary.redaction import learn
-from platform.config.checks import CHOICES
+from platform.config.bounds import CHOICES
 
 # Resolvers of OmegaConf and Hydra that read nothing but the configuration, the clock and the interpreter.
 _HARMLESS = {

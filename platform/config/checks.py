@@ -3,53 +3,31 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from math import inf, prod
-from typing import Any
+from collections.abc import Callable, Iterator
+from math import prod
 
 from platform.config.bounds import (
-    BOUNDS,
-    CHOICES,
-    MOST,
-    NOT_BUILT,
     SECONDS,
     WORKERS,
-    allow,
-    impossible_values,
-    leaves,
     not_built,
     wrong_values,
 )
+from platform.config.durations import RHYTHM, nearest_rhythms, rhythm_of, seconds_of
 from platform.config.fields import (
     OBJECTIVES,
     Branch,
     Config,
-    ConfigError,
-    Rules,
-    Tensor,
     closest,
     objective_of,
     violation,
 )
 from platform.config.identity import wrong_allowances
-from platform.config.tables import read_yaml, wrong_tables
-from platform.plan.language.layout import DIMS
+from platform.config.layout_map import KNOWN_DIMS, axes_of
+from platform.config.tables import wrong_tables
 from platform.plan.language.numbers import divisors
-from platform.plan.language.scheme import REGIONS, RESERVED
+from platform.plan.language.scheme import RESERVED
 from platform.plan.memory.hardware import MEMORIES, memory_of
 from platform.plan.schedule.generators import ONE_CHUNK
-
-__all__ = [
-    "BOUNDS", "CHOICES", "MOST", "NOT_BUILT", "allow", "allow_dims", "axes_of", "impossible_values", "leaves",
-    "not_built", "parse_layout", "seconds_of", "slices", "too_many_workers", "violations", "wrong_values",
-]  # fmt: skip
-
-KNOWN_DIMS = list(DIMS)  # of tensors, as tensor.layout names them
-
-
-def allow_dims(names: Iterable[str]) -> None:
-    """Adds the dims of a model of the user's own."""
-    KNOWN_DIMS.extend(name for name in names if name not in KNOWN_DIMS)
 
 
 def violations(config: Config) -> list[str]:
@@ -133,42 +111,6 @@ def _every(config: Config) -> Iterator[str]:
             yield violation("checkpoint.every", every, "must be >= 0", [0])
         else:
             yield violation("checkpoint.every", every, f"must be {RHYTHM}", nearest_rhythms(every))
-
-
-RHYTHM = "a number of steps, or a duration like 45s, 30m or 1h30m"
-_UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}  # seconds
-_DURATION = re.compile(r" *".join(rf"(?:([0-9]+(?:\.[0-9]+)?){unit})?" for unit in _UNITS))
-
-
-def rhythm_of(every: int | str) -> tuple[int, float]:
-    """`checkpoint.every` as (steps, seconds), of which one is 0. Raises ValueError for what is neither."""
-    if isinstance(every, int) or re.fullmatch(r"[0-9]+", every):
-        if (steps := int(every)) < 0:
-            raise ValueError(every)
-        return steps, 0.0
-    found = _DURATION.fullmatch(every.strip())
-    amounts = [float(number or 0) for number in found.groups()] if found else []
-    seconds = sum(n * unit for n, unit in zip(amounts, _UNITS.values(), strict=False))
-    if not 0 < seconds < inf:
-        raise ValueError(every)
-    return 0, seconds
-
-
-def nearest_rhythms(every: str) -> list[str]:
-    """What may have been meant."""
-    found = re.search(r"[0-9]{1,9}", every)
-    number = int(found[0]) if found else 30
-    return [str(number), f"{number or 1}m"]
-
-
-def seconds_of(duration: str) -> float:
-    """90, 1:30 or 0:01:30 as seconds; "" is 0. Raises ValueError for what is none of these."""
-    parts = duration.split(":") if duration else ["0"]
-    numbers = [float(part) for part in parts]
-    seconds = sum(n * 60**i for i, n in enumerate(reversed(numbers)))
-    if len(parts) > 3 or not all(0 <= n < inf for n in numbers):
-        raise ValueError(duration)
-    return seconds
 
 
 def _elastic(config: Config) -> Iterator[str]:
@@ -354,78 +296,3 @@ RELATIONS: tuple[tuple[set[str], Callable[[Config], Iterator[str]]], ...] = (  #
     (set(), _gpu),
     (set(), wrong_allowances),
 )
-
-
-def axes_of(tensor: Tensor) -> list[str]:
-    """The axes that the chosen scheme declares, outer to inner: its order, else what its table mentions."""
-    return tensor.order or _mentioned(tensor)
-
-
-def _mentioned(tensor: Tensor) -> list[str]:
-    tables = [*tensor.regions.values(), *tensor.parameters.values()]
-    return list(dict.fromkeys(a for table in tables for axes in table.values() for a in axes))
-
-
-def parse_layout(layout: str | Mapping[str, Any], axes: Iterable[str]) -> tuple[Rules, Rules]:
-    """(regions, parameters) of the user's own layout over `axes`.
-
-    `layout` is one line, "batch:rows;heads:cols" (dims apart by `;`, `,`, `|` or spaces, two axes on one dim as
-    "heads:a+b"), or a map {dim: axis or list of axes}. Either holds for every region and every parameter; or it is a
-    map {region: such a map}, in which `parameters` counts as a region. Raises ConfigError: one line for each unknown
-    dim, region or axis.
-    """
-    table = _read_layout(layout)
-    if not isinstance(table, Mapping):
-        raise ConfigError(violation("tensor.layout", layout, "must be dim:axis, or a map", ["batch:rows;heads:cols"]))
-    regions = (*REGIONS, "parameters")
-    named = table if any(isinstance(v, Mapping) for v in table.values()) else dict.fromkeys(regions, table)
-    known = list(axes)
-    rules: Rules = {}
-    lines = []
-    for region, part in named.items():
-        if region not in regions:
-            lines.append(violation("tensor.layout", region, "no such region", closest(region, regions)))
-        rules[region] = {dim: _axis_list(dim, value) for dim, value in (part or {}).items()}
-        for dim, names in rules[region].items():
-            if dim not in KNOWN_DIMS:
-                lines.append(violation("tensor.layout", dim, "no such dim", closest(dim, KNOWN_DIMS)))
-            if len(set(names)) < len(names):
-                legal = [f"{dim}:{'+'.join(dict.fromkeys(names))}"]
-                lines.append(violation("tensor.layout", f"{dim}:{'+'.join(names)}", "an axis splits a dim once", legal))
-            for name in (name for name in names if name not in known):
-                legal = closest(name, known) or ["tensor.axes.NAME=k makes one"]
-                lines.append(violation("tensor.layout", f"{dim}:{name}", "no such axis in tensor.axes", legal))
-    if lines:
-        raise ConfigError(list(dict.fromkeys(lines)))  # one map for every region would repeat its mistakes
-    return rules, {"all": rules.pop("parameters", {})}
-
-
-def _read_layout(layout: str | Mapping[str, Any]) -> Mapping[str, Any]:
-    if isinstance(layout, str) and layout.lstrip().startswith("{"):
-        import yaml
-
-        try:
-            layout = read_yaml(layout)
-        except yaml.YAMLError as error:
-            raise ConfigError(violation("tensor.layout", layout, f"not YAML ({str(error).splitlines()[0]})")) from None
-    if not isinstance(layout, str):
-        return layout
-    words = re.sub(r"\s*([:+])\s*", r"\1", layout).replace(";", " ").replace(",", " ").replace("|", " ").split()
-    if wrong := [word for word in words if not re.fullmatch(r"\w+:\w+(\+\w+)*", word)]:
-        lines = [violation("tensor.layout", word, "must be dim:axis or dim:axis+axis") for word in wrong]
-        raise ConfigError(lines)
-    dims = [word.partition(":")[0] for word in words]
-    if twice := [dim for dim in dict.fromkeys(dims) if dims.count(dim) > 1]:
-        axes = {dim: [a for d, _, a in (w.partition(":") for w in words) if d == dim] for dim in twice}
-        legal = {dim: [f"{dim}:{'+'.join(dict.fromkeys(found))}"] for dim, found in axes.items()}
-        raise ConfigError([violation("tensor.layout", dim, "is given twice", legal[dim]) for dim in twice])
-    return dict(word.split(":") for word in words)
-
-
-def _axis_list(dim: str, value: Any) -> list[str]:
-    names = value.split("+") if isinstance(value, str) else [] if value is None else value
-    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        raise ConfigError(
-            violation("tensor.layout", f"{dim}:{value}", "must be the name of an axis, or a list of names")
-        )
-    return list(names)

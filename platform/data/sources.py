@@ -20,7 +20,7 @@ from typing import BinaryIO, cast
 
 from platform.boundary.documents import from_json, line, opened
 from platform.boundary.schema import Malformed
-from platform.config.checks import allow
+from platform.config.bounds import allow
 from platform.config.fields import ConfigError, Data
 
 # The endings that a folder is searched for; a file or a glob that is named by the user may have any.

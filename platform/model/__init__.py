@@ -3,9 +3,10 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from platform.config.checks import allow, allow_dims
+from platform.config.bounds import allow
 from platform.config.fields import OBJECTIVES
 from platform.config.fields import Model as ModelConfig
+from platform.config.layout_map import allow_dims
 from platform.model.decoder import Decoder
 from platform.model.encoder import Encoder
 from platform.model.encoder_decoder import EncoderDecoder

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from platform.config.checks import allow
+from platform.config.bounds import allow
 from platform.config.fields import Optimizer
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from platform.config.checks import allow
+from platform.config.bounds import allow
 from platform.config.fields import Optimizer
 from platform.optimizer.whole import ELEMENT, FEWEST_DIMS, NEEDS
 

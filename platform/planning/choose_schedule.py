@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from platform.config.checks import allow
+from platform.config.bounds import allow
 from platform.config.fields import Config, ConfigError, violation
 from platform.plan.schedule.csv_file import from_csv
 from platform.plan.schedule.generators import (

@@ -7,8 +7,8 @@ from dataclasses import asdict, replace
 from itertools import islice
 from math import prod
 
-from platform.config.checks import axes_of
 from platform.config.fields import Config, ConfigError, closest, violation
+from platform.config.layout_map import axes_of
 from platform.model import build as build_model
 from platform.optimizer.whole import splits
 from platform.plan.communication.legality import IllegalPlan

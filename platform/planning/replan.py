@@ -13,8 +13,8 @@ from itertools import product
 from math import inf, prod
 from typing import NamedTuple
 
-from platform.config.checks import axes_of
 from platform.config.fields import Config, ConfigError
+from platform.config.layout_map import axes_of
 from platform.model import build as build_model
 from platform.plan.communication.legality import IllegalPlan
 from platform.plan.core.build import build

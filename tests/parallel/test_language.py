@@ -11,8 +11,8 @@ from itertools import combinations, product
 import pytest
 import torch
 
-from platform.config.checks import parse_layout
 from platform.config.fields import Config, ConfigError
+from platform.config.layout_map import parse_layout
 from platform.model import build
 from platform.plan.communication.rule import Conversion
 from platform.plan.language.recorder import Recorder

@@ -179,6 +179,7 @@ def test_repeated_work_is_warned_of():
 SCRIPT = """
 import json, sys
 from platform.launch import compose
+from platform.plan.core.plan_data import to_dict
 from platform.planning.make_plan import make_plan
 print(json.dumps(to_dict(make_plan(compose(sys.argv[1:])))))
 assert not {"torch", "ray", "wandb"} & set(sys.modules)

@@ -186,6 +186,7 @@ SCRIPT = """
 import json
 from platform.config.identity import identity
 from platform.launch import compose
+from platform.plan.core.step_collectives import communication
 from platform.planning.replan import shrinking
 c = compose(["+experiment=gpt_quick", "model.layers=1", "branch=dsp", "branch.axes.g=2"])
 print(json.dumps([[n, found.reason, found.config.to_dict(), communication(found.plan)] for n, found in shrinking(c)]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from platform.config.checks import CHOICES
+from platform.config.bounds import CHOICES
 from platform.config.fields import Config, ConfigError
 from platform.optimizer import optimizers, whole
 from platform.optimizer.optimizers import register_optimizer

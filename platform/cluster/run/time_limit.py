@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Mapping
 
-from platform.config.checks import seconds_of
+from platform.config.durations import seconds_of
 from platform.config.fields import Run
 
 

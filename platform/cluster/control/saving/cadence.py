@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from time import monotonic
 
-from platform.config.checks import rhythm_of
+from platform.config.durations import rhythm_of
 
 
 class Cadence:

@@ -1,0 +1,41 @@
+"""Durations as users type them: `checkpoint.every=30m`, `run.time_limit=1:30:00`."""
+
+from __future__ import annotations
+
+import re
+from math import inf
+
+RHYTHM = "a number of steps, or a duration like 45s, 30m or 1h30m"
+_UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}  # seconds
+_DURATION = re.compile(r" *".join(rf"(?:([0-9]+(?:\.[0-9]+)?){unit})?" for unit in _UNITS))
+
+
+def rhythm_of(every: int | str) -> tuple[int, float]:
+    """`checkpoint.every` as (steps, seconds), of which one is 0. Raises ValueError for what is neither."""
+    if isinstance(every, int) or re.fullmatch(r"[0-9]+", every):
+        if (steps := int(every)) < 0:
+            raise ValueError(every)
+        return steps, 0.0
+    found = _DURATION.fullmatch(every.strip())
+    amounts = [float(number or 0) for number in found.groups()] if found else []
+    seconds = sum(n * unit for n, unit in zip(amounts, _UNITS.values(), strict=False))
+    if not 0 < seconds < inf:
+        raise ValueError(every)
+    return 0, seconds
+
+
+def nearest_rhythms(every: str) -> list[str]:
+    """What may have been meant."""
+    found = re.search(r"[0-9]{1,9}", every)
+    number = int(found[0]) if found else 30
+    return [str(number), f"{number or 1}m"]
+
+
+def seconds_of(duration: str) -> float:
+    """90, 1:30 or 0:01:30 as seconds; "" is 0. Raises ValueError for what is none of these."""
+    parts = duration.split(":") if duration else ["0"]
+    numbers = [float(part) for part in parts]
+    seconds = sum(n * 60**i for i, n in enumerate(reversed(numbers)))
+    if len(parts) > 3 or not all(0 <= n < inf for n in numbers):
+        raise ValueError(duration)
+    return seconds
