@@ -15,7 +15,8 @@ EXPERIMENTS, MODELS, TENSORS, BRANCHES = (
 
 
 CASES = product({"experiment": EXPERIMENTS, "tensor": TENSORS, "branch": BRANCHES}, lambda case: True)
-COVER = cover(CASES)
+LARGEST = "gpt175b"  # seconds each
+COVER = [case for i, case in enumerate(cover(CASES)) if case["experiment"] != LARGEST or i % 3 == 0]
 
 
 def check(experiment, tensor, branch):

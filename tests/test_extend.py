@@ -48,6 +48,7 @@ def launch(cwd: Path, *arguments: str, module: str = "platform.launch") -> subpr
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.full
 def test_two_workers_train_it(elsewhere):
     options = [*SMALL.split(), *RUN.split(), *SIZES.split(), "cluster=processes", "cluster.device=cpu", "run.dir=run"]
     done = launch(elsewhere, "extend=[my_module]", *options)

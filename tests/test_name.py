@@ -98,7 +98,7 @@ def test_outside_and_uninstalled_python_says_what_the_readme_explains(bare, else
     assert "__path__ attribute not found on 'platform' while trying to find 'platform.launch'" in done.stderr
 
 
-@pytest.mark.parametrize("how", ["wheel", "editable"])
+@pytest.mark.parametrize("how", ["wheel", pytest.param("editable", marks=pytest.mark.full)])
 def test_installed(bare, root, elsewhere, how):
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", bare)
     install = (*pip, "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index")

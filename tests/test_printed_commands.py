@@ -59,6 +59,7 @@ def test_next_is_run_as_printed(folder):
     assert losses(other) == pytest.approx(losses(folder / "runs" / "my run"), rel=1e-4)
 
 
+@pytest.mark.full
 def test_a_shell_runs_the_next_line(folder):
     done = in_this_process(QUICK, "data=synthetic", *INLINE, *SIZES, *SHORT, "run.dir=it's a run", cwd=folder)
     assert done.returncode == 0, done.stderr

@@ -101,6 +101,7 @@ def test_a_named_checkpoint_and_the_same_plan_go_on_bit_by_bit(tmp_path, through
     assert numbers(tmp_path / "run") == numbers(through)[5:]
 
 
+@pytest.mark.full
 def test_a_signal_saves_and_the_same_command_goes_on(tmp_path, through):
     arguments = [*SERIAL, "train.steps=100000", "optimizer.schedule=constant", "checkpoint.every=100000", "run.dir=run"]
     line = [sys.executable, "-m", "platform.launch", QUICK, *SMALL, *FIXED, *arguments]
@@ -123,6 +124,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(tmp_path, through):
     assert [row[0] for row in numbers(tmp_path / "run")] == list(range(1, last + 3))
 
 
+@pytest.mark.full
 def test_under_torchrun_an_exception_costs_nothing_and_a_death_no_step(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     steps = "train.steps=100000 optimizer.schedule=constant checkpoint.every=100000".split()
