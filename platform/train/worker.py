@@ -28,6 +28,7 @@ from platform.parallel.communicator.base import Alone, Communicator, Launch
 from platform.parallel.communicator.progress import PROGRESS
 from platform.parallel.communicator.sockets import open_sockets
 from platform.parallel.communicator.torch_distributed import CONNECT, ProcessGroups
+from platform.plan.core.plan_data import digest
 from platform.plan.core.step_collectives import groups as needed_groups
 from platform.plan.language.mesh import Mesh
 from platform.plan.schedule.rows import Rows
@@ -81,17 +82,21 @@ class Worker:
         store: tuple[str, int],
         generation: int,
         stage_of: Sequence[int],
+        plan: str = "",
     ) -> dict[str, Any]:
         """Joins generation `generation` as `rank` through the driver's TCPStore at (host, port) and builds the groups.
 
         `config`: of the same run, perhaps with another plan. `stage_of`: the pipeline stage of every model chunk, which
-        the driver has from the schedule. Raises RuntimeError where a generation has not been left.
+        the driver has from the schedule. `plan`: the digest that its plan must have, "" for any. Raises
+        RuntimeError where a generation has not been left, ValueError for another plan.
         """
         if self.communicator:
             raise RuntimeError("this worker is still in the generation before; it has to leave that first")
         self._configure(config)
         self.rank, self.world_size, self.generation = rank, world_size, generation
         self.plan = make_plan(self.config, stage_of=stage_of)
+        if plan and (own := digest(self.plan)) != plan:
+            raise ValueError(f"this worker plans {own}, and the driver {plan}: they run different code")
         if self.plan.mesh.size != world_size:
             raise ValueError(f"the plan is for {self.plan.mesh.size} workers, the world has {world_size}")
         mesh = self.plan.mesh

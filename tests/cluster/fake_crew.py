@@ -30,7 +30,7 @@ class FakeWorker:
             else mine
         )
 
-    def form(self, rank, world_size, config, store, generation, stage_of):
+    def form(self, rank, world_size, config, store, generation, stage_of, plan=""):
         assert self.state is None, "it has not left"
         self.rank, self.size, self.generation = rank, world_size, generation
         self.config = Config.from_dict(config)

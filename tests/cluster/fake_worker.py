@@ -25,7 +25,7 @@ class FakeWorker:
 
         return proof(Config.from_dict(self.config), self.run_dir, probe)
 
-    def form(self, rank, world_size, config, store, generation, stage_of):
+    def form(self, rank, world_size, config, store, generation, stage_of, plan=""):
         from torch.distributed import PrefixStore, TCPStore
 
         self.rank, self.world_size, self.config = rank, world_size, config

@@ -45,7 +45,7 @@ class SimulatedWorker:
     def prove(self, probe):
         return proof_of_node(json.dumps(self.config), self.run_dir, probe)
 
-    def form(self, rank, world_size, config, store, generation, stage_of):
+    def form(self, rank, world_size, config, store, generation, stage_of, plan=""):
         self.rank, self.world_size, self.config = rank, world_size, config
         axes = {"stage": config["pipeline"]["stages"], "data": config["parallel"]["data"], **config["tensor"]["axes"]}
         where = Mesh.of(axes).coordinates(rank)

@@ -1,16 +1,86 @@
-"""A plan as plain data: what `plan.json`, manifests and the journal carry of it."""
+"""Plans as plain data: the whole of one, from which it can be rebuilt; its digest; and a summary for people.
+
+A plan is a tree of frozen dataclasses. As JSON has it, each is {"is": CLASS, FIELD: value, ...}, a mapping is
+{"is": "map", "items": [[key, value], ...]}, a tuple a list, and everything else stands for itself.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
+from platform.plan.communication.planned import Collective, Group, Member, Panels, PlannedOperation
+from platform.plan.communication.planner import Planner
+from platform.plan.communication.rule import Conversion, Step
+from platform.plan.core.chunks import Chunk
 from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import communication
+from platform.plan.language.layout import Layout
+from platform.plan.language.mesh import Mesh
+from platform.plan.language.ops import Operation, Parameter, Recompute, Spec
+from platform.plan.language.scheme import Scheme
+
+_PARTS: tuple[type, ...] = (
+    Chunk, Collective, Conversion, Group, Layout, Member, Mesh, Operation, Panels, Parameter, Plan, PlannedOperation,
+    Planner, Recompute, Scheme, Spec, Step,
+)  # fmt: skip
+_CLASSES: Mapping[str, type] = {part.__name__: part for part in _PARTS}
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
-    """Return the plan as plain data: `plan.json` of the run directory."""
+    """Return the whole of a plan as plain data. `from_dict` gives an equal plan."""
+    return _encoded(plan)
+
+
+def from_dict(data: Mapping[str, Any]) -> Plan:
+    """Return the plan that `to_dict` made `data` of. Raises ValueError for anything else."""
+    try:
+        plan = _decoded(data)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"is no plan: {type(error).__name__}: {error}") from None
+    if not isinstance(plan, Plan):
+        raise ValueError("is no plan")
+    return plan
+
+
+def digest(plan: Plan) -> str:
+    """Return 16 hexadecimal digits that are the same for equal plans, in every process and on every machine."""
+    text = json.dumps(to_dict(plan), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _encoded(value: Any) -> Any:
+    if is_dataclass(value):
+        assert type(value) in _PARTS, f"{type(value).__name__} is missing in _PARTS"
+        return {"is": type(value).__name__} | {
+            f.name: _encoded(getattr(value, f.name)) for f in fields(value) if f.init
+        }
+    if isinstance(value, Mapping):
+        return {"is": "map", "items": [[_encoded(key), _encoded(item)] for key, item in value.items()]}
+    if isinstance(value, tuple | list):
+        return [_encoded(item) for item in value]
+    assert value is None or type(value) in (str, int, float, bool), f"{type(value).__name__} in a plan"
+    return value
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(map(_decoded, value))
+    if not isinstance(value, Mapping):
+        return value
+    given = dict(value)
+    if (kind := given.pop("is")) == "map":
+        return {_decoded(key): _decoded(item) for key, item in given["items"]}
+    return _CLASSES[kind](**{name: _decoded(item) for name, item in given.items()})
+
+
+def summary(plan: Plan) -> dict[str, Any]:
+    """Return what `plan.json` of the run directory says of a plan, its digest too; too little to rebuild it."""
     return {
+        "digest": digest(plan),
         "mesh": plan.mesh.axes,
         "scheme": plan.scheme.name,
         "precision": plan.precision,

@@ -20,7 +20,7 @@ from platform.config.fields import ConfigError
 from platform.monitor import Timeline
 from platform.optimizer.optimizers import warm
 from platform.plan.core.plan import Plan
-from platform.plan.core.plan_data import to_dict
+from platform.plan.core.plan_data import digest, summary
 from platform.plan.memory.hardware import dense_bf16_peak
 from platform.plan.schedule.rows import rows
 from platform.plan.schedule.simulate import simulate
@@ -69,8 +69,9 @@ class Former:
         plan, size = found.plan, found.plan.mesh.size
         schedule = schedule_of(found.config, plan.mesh.axes["data"])
         number = self._journal.next_generation()
-        mesh = dict(plan.mesh.axes)
-        self._journal.event("forming", world_size=size, mesh=mesh, reason=found.reason, alive=len(members))
+        mesh, made = dict(plan.mesh.axes), digest(plan)
+        about = {"world_size": size, "mesh": mesh, "plan": made, "reason": found.reason, "alive": len(members)}
+        self._journal.event("forming", **about)
         self._show(plan, schedule, found.reason)
         seats, source = self._seats(members, size)
         if source and source["gathered"]:
@@ -79,7 +80,7 @@ class Former:
         crew.seat(job, seats)
         self._prove(crew, seats)
         config, stage_of = found.config.to_dict(), list(schedule.placement)
-        workers = crew.call("form", ByRank(range(size)), size, config, crew.store, number, stage_of)
+        workers = crew.call("form", ByRank(range(size)), size, config, crew.store, number, stage_of, made)
         self._journal.event("formed", workers=[w | {"number": n} for w, n in zip(workers, seats, strict=True)])
         there = crew.members
         domains = [there[n].node if n in there else "" for n in seats]  # who is gone by now is missed by the next call
@@ -115,7 +116,7 @@ class Former:
         if plan is not self._shown:
             self._monitor.say(reason or f"{plan.mesh.size} workers: as configured")
             with tolerated(self._monitor.say, "plan.json"):
-                self._run.directory.write_plan(to_dict(plan))
+                self._run.directory.write_plan(summary(plan))
         self._shown = self._checkpoints.plan = plan
         if schedule.stages > 1:
             self._monitor.say(_described(schedule))

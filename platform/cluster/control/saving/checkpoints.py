@@ -23,7 +23,7 @@ from platform.config.fields import Config, ConfigError, digest, violation
 from platform.config.identity import identity
 from platform.monitor import Journal
 from platform.plan.core.plan import Plan
-from platform.plan.core.plan_data import to_dict
+from platform.plan.core.plan_data import digest as plan_digest
 from platform.train.recovery import places
 from platform.train.recovery.proof import versions
 
@@ -215,7 +215,7 @@ class Checkpoints:
             corpus=self._corpus,
             identity=identity(self._config),
             configuration=digest(redact(self._config.to_dict())),
-            plan=to_dict(self.plan),
+            plan={"mesh": self.plan.mesh.axes, "scheme": self.plan.scheme.name, "digest": plan_digest(self.plan)},
             values=values,
             versions=versions(),
         )
