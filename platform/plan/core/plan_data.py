@@ -1,4 +1,4 @@
-"""A plan as plain data: what `plan.json`, manifests and the journal carry of it."""
+"""Conversion of a plan to plain data, for `plan.json` and checkpoint manifests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from platform.plan.core.step_collectives import communication
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
-    """Return the plan as plain data: `plan.json` of the run directory."""
+    """Return the plan as JSON-able data: the content of `plan.json` in the run directory."""
     return {
         "mesh": plan.mesh.axes,
         "scheme": plan.scheme.name,
