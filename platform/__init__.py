@@ -1,7 +1,7 @@
-"""Python's own `platform` module with our submodules beside it; define nothing here.
+"""Python's own `platform` module, extended with the submodules of this package. Define nothing here.
 
-Importing this package replaces it in `sys.modules` by the standard library's module object, given a `__path__`
-that holds our directory: `platform.system()` keeps working for everybody, and `platform.launch` is found.
+Importing this package replaces it in `sys.modules` with the standard library's module object, whose `__path__` is set
+to this directory: `platform.system()` keeps working for all other code, and `platform.launch` can be imported.
 """
 
 import sys
@@ -12,4 +12,4 @@ _file = join(dirname(sys.modules["os"].__file__ or ""), "platform.py")
 _spec = spec_from_file_location("platform", _file, submodule_search_locations=list(__path__))
 assert _spec is not None and _spec.loader is not None
 _std = sys.modules[__name__] = module_from_spec(_spec)
-_spec.loader.exec_module(_std)  # uses the standard library's cached .pyc
+_spec.loader.exec_module(_std)  # loads the standard library's cached .pyc

@@ -1,4 +1,4 @@
-"""`python -m platform` prints what the standard library's module prints."""
+"""Entry point of `python -m platform`, which prints what the standard library's module prints."""
 
 import runpy
 

@@ -1,7 +1,7 @@
-"""Makes `import platform` find this package before the standard library's module, from any directory.
+"""Import hook that makes `import platform` find this package before the standard library's module, from any directory.
 
-Installed as the top-level module `_platform_startup` and run by a one-line .pth at interpreter start, so it must
-stay cheap: it only puts a finder in front of `sys.meta_path`, which acts on the single name `platform`.
+The build installs this file as the top-level module `_platform_startup`; a one-line .pth runs it at every interpreter
+start, so it must stay cheap: it only puts a finder in front of `sys.meta_path`, which acts on no name but `platform`.
 """
 
 import sys
@@ -12,11 +12,11 @@ class PlatformFirst:
     def find_spec(name, path=None, target=None):
         if name != "platform":
             return None
-        from importlib.machinery import PathFinder  # lazy: keeps interpreter start cheap
+        from importlib.machinery import PathFinder  # imported here to keep interpreter start cheap
         from os.path import isfile, join
 
         for entry in sys.path:
-            if isfile(join(entry, "platform", "launch.py")):  # the marker: our package, wherever it is
+            if isfile(join(entry, "platform", "launch.py")):  # launch.py identifies our package
                 return PathFinder.find_spec(name, [entry])
         return None
 
@@ -24,7 +24,7 @@ class PlatformFirst:
 def install():
     sys.meta_path.insert(0, PlatformFirst)
     std = sys.modules.get("platform")
-    if std is not None and not hasattr(std, "__path__"):  # another .pth imported it before us
+    if std is not None and not hasattr(std, "__path__"):  # another .pth imported it first
         spec = PlatformFirst.find_spec("platform")
         if spec is not None and std.__spec__ is not None:
             std.__path__ = std.__spec__.submodule_search_locations = spec.submodule_search_locations

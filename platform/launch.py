@@ -1,7 +1,8 @@
-"""`python -m platform.launch +experiment=NAME [key=value ...]`: Hydra in, a finished run out.
+"""Command line of the platform: `python -m platform.launch +experiment=NAME [key=value ...]`.
 
-Every job of the command is composed and planned before the first one starts, so that all mistakes are reported at
-once. This file is also the marker by which `platform._startup` knows our package, and must stay cheap to import.
+Composes the configuration of every job with Hydra, checks and plans all jobs, and only then trains them one after the
+other, so that all mistakes are reported at once. `platform._startup` recognises our package by this file's name, and
+imports of this module must stay cheap.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ if TYPE_CHECKING:
     from platform.cluster.run.commands import Command
     from platform.planning.make_plan import Plan
 
-DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 75  # exit status; STOPPED is resumable
-SEVERITY = (DONE, STOPPED, REFUSED, FAILED)  # a sweep ends with the worst of its jobs
-# The keys that a plan is made of. Where one is wrong, the plan could take for ever, and is not asked what else is.
+DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 75  # exit status; after STOPPED the same command resumes the run
+SEVERITY = (DONE, STOPPED, REFUSED, FAILED)  # least to most severe: a sweep exits with the worst status of its jobs
+# Keys that planning reads. If one has an illegal value, planning could run for ever, so no plan is made to look for
+# further mistakes.
 PLANNED = (
     "model.",
     "tensor.",
@@ -48,14 +50,14 @@ PLANNED = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command line (default: this process's own) and returns its exit status, as DESIGN section 7 lists them."""
-    from hydra._internal.utils import get_args_parser  # Hydra's own flags, every one of them
+    """Run a command line (default: this process's own) and return its exit status (listed in design.md, section 7)."""
+    from hydra._internal.utils import get_args_parser  # accepts all of Hydra's own flags
 
     own, argv = argv is None, list(sys.argv[1:] if argv is None else argv)
     forget()
     learn_urls(argv)
     if own:
-        sys.argv[1:] = redact(argv)  # libraries write it down, W&B among them
+        sys.argv[1:] = redact(argv)  # libraries such as W&B record sys.argv
     parser = get_args_parser()
     parser.error = _misread  # type: ignore[method-assign]
     with shielded(sys.stdout, sys.stderr):
@@ -82,9 +84,9 @@ def _misread(message: str) -> NoReturn:
 
 
 def compose(overrides: Sequence[str], config_dir: str | None = None) -> Config:
-    """The configuration that a command with these arguments runs; `config_dir` adds the user's own files.
+    """Return the configuration that a command with the arguments `overrides` runs; `config_dir` adds the user's files.
 
-    Raises ConfigError: one line for everything that Hydra refuses and everything that is impossible.
+    Raises ConfigError with one line for each argument that Hydra refuses and each illegal value.
     """
     with opened(config_dir) as composer:
         config, lines, _ = _compose(composer, overrides)
@@ -94,24 +96,25 @@ def compose(overrides: Sequence[str], config_dir: str | None = None) -> Config:
 
 
 def _compose(composer: Composer, arguments: Sequence[str]) -> tuple[Config, list[str], bool]:
-    """Return the configuration, one line for everything that is wrong with it, and whether it can be planned."""
-    load_extensions(_words(typed_values(arguments).get("extend")))  # what they register may be chosen by its name
+    """Return the configuration, one line per mistake in it, and True if planning it is safe."""
+    load_extensions(_words(typed_values(arguments).get("extend")))  # first: other arguments may name what they register
     config, accepted, refused = composer.load(arguments)
     lines = [explain(argument, error) for argument, error in refused]
     lines += _settle(config, accepted)
     plannable = not any(key.startswith(PLANNED) for key in wrong_values(config)) and not [*too_many_workers(config)]
     if any(type(error).__name__ == "MissingConfigException" for _, error in refused):
-        lines += impossible_values(config)  # what relates them hangs on the file that is missing
+        lines += impossible_values(config)  # relations between keys depend on the missing file: not checked
     else:
         lines += violations(config)
     return config, list(dict.fromkeys(lines)), plannable
 
 
 def _settle(config: Config, arguments: Sequence[str]) -> list[str]:
-    """Imports the user's modules, drops what an experiment set for another scheme, reads the layout, completes the
-    paths; in place.
+    """Complete `config` in place: import the user's modules, drop settings that an experiment made for another scheme,
+    parse `tensor.layout`, and make the paths absolute.
 
-    What was typed stays, for `violations` to judge. Returns what only the arguments show to be wrong.
+    Typed settings are kept, so that `violations` can refuse them. Returns one line per mistake found on the way; some
+    of them can only be seen by comparing with `arguments`.
     """
     typed = typed_values(arguments)
     lines = load_extensions(config.extend)
@@ -119,7 +122,7 @@ def _settle(config: Config, arguments: Sequence[str]) -> list[str]:
     if tensor.scheme == "layout" and tensor.layout:
         try:
             tensor.regions, tensor.parameters = parse_layout(tensor.layout, tensor.axes)
-        except ConfigError as error:  # of a secret not even words
+        except ConfigError as error:  # its lines quote words of the layout; if that holds a secret, quote none
             shown = redact(tensor.layout)
             lines += error.violations if shown == tensor.layout else [violation("tensor.layout", shown, "is no layout")]
     elif "tensor.layout" not in typed:
@@ -131,7 +134,7 @@ def _settle(config: Config, arguments: Sequence[str]) -> list[str]:
     if "branch.slice_via" not in typed and not slices(branch):
         branch.slice_via = "all_to_all"
     warmup, steps = config.optimizer.warmup_steps, config.train.steps
-    if "optimizer.warmup_steps" in typed and warmup > steps >= 1:  # an experiment cut short may end while it warms up
+    if "optimizer.warmup_steps" in typed and warmup > steps >= 1:  # untyped it is legal: the run was shortened
         lines.append(violation("optimizer.warmup_steps", warmup, f"must be <= train.steps={steps}", [steps]))
     if pipeline.kind == "none":
         pipeline.stages = pipeline.stages if "pipeline.stages" in typed else 1
@@ -153,9 +156,12 @@ def _words(value: Any) -> list[str]:
 
 
 def _own_axes(group: str, axes: Mapping[str, int], declared: Sequence[str], typed: Mapping[str, Any]) -> dict[str, int]:
-    """The axes that count: typed ones (but an undeclared one of size 1, which does nothing), and declared ones."""
+    """Return the axes to keep: the declared ones, and typed ones unless undeclared and of size 1 (without effect).
+
+    Undeclared axes that only an experiment sets are dropped; undeclared typed ones stay, to be refused later.
+    """
     given = [key.removeprefix(f"{group}.axes.") for key in typed if key.startswith(f"{group}.axes.")]
-    if f"{group}.axes" in typed:  # `tensor.axes={...}` stands for all of them
+    if f"{group}.axes" in typed:  # `tensor.axes={...}` replaces all axes that files set
         axes = {name: axes[name] for name in given}
     return {name: n for name, n in axes.items() if name in declared or (name in given and n != 1)}
 
@@ -164,7 +170,7 @@ PATHS = "run.dir data.path data.target_path data.cache pipeline.file checkpoint.
 
 
 def _complete_paths(config: Config) -> list[str]:
-    """Make every path absolute: workers have working directories of their own. Return what is wrong with them."""
+    """Make every path absolute, as workers have other working directories. Return one line per unusable path."""
     lines = []
     for key in PATHS:
         group, name = key.split(".")
@@ -188,13 +194,16 @@ def _run(args: Namespace) -> int:
         if len(jobs) > 1:
             say(f"job {number} of {len(jobs)}: {' '.join(arguments)}")
         statuses.append(_train(config, plan, command_of(arguments, args.config_dir)))
-        if statuses[-1] == STOPPED:  # somebody wants this command to end
+        if statuses[-1] == STOPPED:  # the stop is meant for the whole command, not for one job
             break
     return max(statuses, key=SEVERITY.index)
 
 
 def _planned(args: Namespace) -> list[tuple[list[str], Config, Plan]]:
-    """The jobs of a command, composed and planned. Raises ConfigError with all that is wrong with any of them."""
+    """Compose and plan every job of a command; return (arguments, configuration, plan) of each.
+
+    Raises ConfigError with the mistakes of all jobs.
+    """
     from platform import data
     from platform.planning.make_plan import make_plan
 
@@ -212,12 +221,12 @@ def _planned(args: Namespace) -> list[tuple[list[str], Config, Plan]]:
             try:
                 plan = make_plan(config, _workers(config))
                 lines += absent_ranks(config, plan.mesh.size)
-                config.parallel.data = plan.mesh.axes["data"]  # -1 is settled: workers plan what the driver planned
+                config.parallel.data = plan.mesh.axes["data"]  # resolves -1: workers make the same plan
                 jobs.append((arguments, config, plan))
             except ConfigError as error:
                 lines += error.violations
             except Exception:
-                if not wrong:  # impossible values may break the plan in any way; they are reported already
+                if not wrong:  # otherwise an illegal value, reported already, may have broken the planner
                     raise
     directories = [config.run.dir for _, config, _ in jobs]
     lines += [f"run.dir={d}: several jobs of the sweep share it" for d in directories if directories.count(d) > 1]
@@ -227,7 +236,7 @@ def _planned(args: Namespace) -> list[tuple[list[str], Config, Plan]]:
 
 
 def _workers(config: Config) -> int | None:
-    """How many workers there are, where the configuration asks for as many as there are."""
+    """Return the number of available workers if `parallel.data` is -1 (use all of them), else None."""
     if config.parallel.data != -1:
         return None
     from platform.cluster.run.resources import available_workers
@@ -242,13 +251,13 @@ def _train(config: Config, plan: Plan, command: Command) -> int:
         return driver.run(config, plan, command=command)
     except ConfigError as error:
         return _refuse(error)
-    except Exception:  # our mistake; the next job of a sweep may still do
+    except Exception:  # a bug of ours; the next job of a sweep may still succeed
         traceback.print_exc()
         return FAILED
 
 
 def command_of(arguments: Sequence[str], config_dir: str | None = None) -> Command:
-    """What was typed for one run, and which others would run."""
+    """Return the Command of one run: its typed arguments, and a function that counts the workers of other arguments."""
     from platform.cluster.run.commands import Command
     from platform.planning.make_plan import make_plan
 
@@ -269,7 +278,7 @@ def _refuse(error: ConfigError) -> int:
 
 
 def _show(args: Namespace) -> int:
-    """`--cfg job [--package GROUP]`: what would run, resolved."""
+    """Print the resolved configuration (`--cfg job`), or one group of it (`--package GROUP`), without secrets."""
     from omegaconf import OmegaConf
 
     with opened(args.config_dir) as composer:
@@ -285,7 +294,7 @@ def _show(args: Namespace) -> int:
 
 
 def _inform(argv: Sequence[str], args: Namespace) -> int:
-    """Hydra answers: --help, --info, --cfg hydra, shell completion."""
+    """Let Hydra answer --help, --hydra-help, --info, --cfg hydra and --cfg all, or shell completion."""
     import hydra
 
     with opened(args.config_dir) as composer:

@@ -71,7 +71,7 @@ def size(model: str) -> int:
     return make_plan(compose([f"model={model}"])).parameter_count
 
 
-# Megatron's table 1 (paper 003) as printed: billions of parameters, heads, d_model, layers.
+# Megatron's table 1 (Narayanan et al. 2021) as printed: billions of parameters, heads, d_model, layers.
 TABLE_1 = """
 1.7 24 2304 24
 3.6 32 3072 30
@@ -95,7 +95,7 @@ def test_table_1(row):
     assert f"{size(f'gpt_{name}') / 1e9:.1f}" == billions
 
 
-# Mesh-TensorFlow's table 2 (paper 004) as printed, but for d_ff 65516, which is 65536: d_ff, heads, billions.
+# Mesh-TensorFlow's table 2 (Shazeer et al. 2018) as printed, but for d_ff 65516, which is 65536: d_ff, heads, billions.
 TABLE_2 = """
 4096 4 0.14
 8192 8 0.22

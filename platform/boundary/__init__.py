@@ -1,3 +1,3 @@
-"""The border of the process: what comes in from others is read within bounds and held against a typed schema, what goes
-out is redacted and escaped. Nothing here knows what a run is.
+"""Input and output at the edge of the process: foreign data is read within bounds and checked against a typed schema,
+output is redacted and escaped. Nothing here knows what a run is.
 """

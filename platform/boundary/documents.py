@@ -1,7 +1,7 @@
-"""Files and texts that somebody else may have written, as plain data: bounded in bytes, values and time to open.
+"""Readers of JSON and YAML that somebody else may have written, with bounds on bytes, values and time to open a file.
 
-What they must hold is `platform.boundary.schema`'s. All raise Malformed with the reason; OSError where a file cannot
-be read.
+They return plain data, whose shape `platform.boundary.schema` checks. All raise Malformed with the reason, and OSError
+if a file cannot be read.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any
 
 from platform.boundary.schema import DEEPEST, Malformed, shown
 
-SMALL = 256 << 10  # bytes of a document that people may have written, or of a note
-VALUES = 1 << 20  # in a document, unless told otherwise: with their lists and maps at most some 100 bytes each
+SMALL = 256 << 10  # most bytes of a document written by hand, or of a note
+VALUES = 1 << 20  # default limit of values in a document; each takes up to about 100 bytes, its lists and maps included
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 
 
 def opened(path: str | os.PathLike[str]) -> io.FileIO:
-    """Return the regular file at `path`, unbuffered. Nothing else is waited for: a pipe or device is an OSError."""
+    """Open the regular file at `path`, unbuffered. Raises OSError for anything else, without waiting (pipe, device)."""
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     mode = os.fstat(file).st_mode
     if not stat.S_ISREG(mode):
@@ -37,7 +37,7 @@ def opened(path: str | os.PathLike[str]) -> io.FileIO:
 
 
 def content(path: str | os.PathLike[str], most: int = SMALL) -> bytes:
-    """Return what a file holds. Raises Malformed where that is more than `most` bytes."""
+    """Return the bytes of a file. Raises Malformed if there are more than `most`."""
     with opened(path) as file:
         if os.fstat(file.fileno()).st_size > most:
             raise Malformed(f"more than {most} bytes")
@@ -51,14 +51,16 @@ def content(path: str | os.PathLike[str], most: int = SMALL) -> bytes:
 
 
 def line(raw: bytes | bytearray, most: int = 300) -> str:
-    """Return a note for people as one printable line."""
+    """Return a note for people as one printable line of at most `most` characters."""
     text = " ".join(bytes(raw[: 4 * most]).decode(errors="replace").split())
     return "".join(c if c.isprintable() else "?" for c in text)[:most]
 
 
 def from_json(raw: bytes | bytearray, most: int = SMALL, values: int = VALUES, strict: bool = True) -> Any:
-    """Return what a JSON text of at most `most` bytes says, in no more than `values` values; no NaN, no infinity and
-    no key twice in it, if `strict`. Raises Malformed."""
+    """Parse a JSON text of at most `most` bytes and `values` values. Raises Malformed.
+
+    With `strict`, NaN, infinity and a key given twice are refused too.
+    """
     if len(raw) > most:
         raise Malformed(f"more than {most} bytes")
     if _many(raw, values):
@@ -76,7 +78,7 @@ def from_json(raw: bytes | bytearray, most: int = SMALL, values: int = VALUES, s
 
 
 def _many(raw: bytes | bytearray, values: int) -> bool:
-    """Whether a JSON text has more values, counted by what separates and opens them, outside of its strings."""
+    """Return True if a JSON text has more than `values` values, counted by the marks , [ { outside its strings."""
     if len(raw) <= values:
         return False
     marks = b",[{"
@@ -108,7 +110,7 @@ def _no_constant(name: str) -> Any:
 
 
 def from_yaml(raw: bytes, most: int = SMALL) -> Any:
-    """Return what a YAML text of at most `most` bytes says: no aliases, no key twice. Raises Malformed."""
+    """Parse a YAML text of at most `most` bytes. Raises Malformed, also for an alias or a key given twice."""
     import yaml
 
     if len(raw) > most:
@@ -118,7 +120,7 @@ def from_yaml(raw: bytes, most: int = SMALL) -> Any:
         def compose_node(self, parent: Any, index: Any) -> Any:
             if self.check_event(yaml.AliasEvent):
                 raise Malformed("an alias; every value is written where it belongs")
-            if len(self.states) > 3 * DEEPEST:  # of the parser: one or two per map or list that is open
+            if len(self.states) > 3 * DEEPEST:  # the parser's stack: one or two states per open map or list
                 raise Malformed("too many maps and lists in each other")
             return super().compose_node(parent, index)
 
@@ -143,5 +145,5 @@ def _first_line(error: Exception) -> str:
 
 
 def json_file(path: Path, most: int = SMALL, values: int = VALUES) -> Any:
-    """Return what the JSON file at `path` says. Raises Malformed, OSError."""
+    """Parse the JSON file at `path`. Raises Malformed or OSError."""
     return from_json(content(path, most), most, values)

@@ -1,7 +1,7 @@
-"""The one redaction: what every sink does to what it shows or keeps, so that no secret leaves the process.
+"""Redaction of secrets, which every sink applies to all that it shows or stores, so that no secret leaves the process.
 
-Secrets are: user, password, query and fragment of every URL; and what a resolver such as `${oc.env:NAME}` read, which
-is shown as the reference that was typed. Files, W&B, the console, refusals and printed commands call `redact`.
+Secrets are: user, password, query values and fragment of every URL; and what a resolver such as `${oc.env:NAME}` read,
+shown as the reference that was typed. Files, W&B, the console, refusals and printed commands call `redact`.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from urllib.parse import quote, unquote
 T = TypeVar("T")
 
 HIDDEN = "***"
-SHORTEST = 4  # characters of a text that is replaced wherever it stands: less would be found in innocent words
-_OF_A_QUERY = 8  # and of a value in a URL's query, many of which are plain words
+SHORTEST = 4  # characters of a secret that is replaced wherever it occurs: a shorter one occurs in innocent words
+_OF_A_QUERY = 8  # the same for a value in a URL's query: many of these are plain words
 _REFERENCE = re.compile(r"\$\{(?:[^{}]|\{[^{}]*\})*\}")
-_PRIVATE = 0xE000  # of Unicode: characters that mean what one wants
+_PRIVATE = 0xE000  # start of Unicode's private use area: characters free to stand for references
 _URL = re.compile(r"[A-Za-z][\w+.-]*://[^\s'\"<>`]+")
 
-_known: dict[str, str] = {}  # text -> what is shown in its place. Of this process: who prints need not know whose it is
+_known: dict[str, str] = {}  # secret -> text shown in its place; global, so that anything that prints can redact
 
 
 def redact(value: T) -> T:
-    """A text, or plain data with texts in it, as it may be shown. Keys and numbers stay. Redacting twice is once."""
+    """Return a text, or plain data with texts in it, without secrets. Keys and numbers stay. Idempotent."""
     if isinstance(value, str):
         return _redact(value)  # type: ignore[return-value]
     if isinstance(value, Mapping):
@@ -48,17 +48,18 @@ def _with_references(text: str) -> str:
 
 @lru_cache(maxsize=8)
 def _pattern(known: tuple[tuple[str, str], ...]) -> re.Pattern[str]:
-    """What stands for a secret is found first, and stays; then the longest secret."""
+    """Build a pattern of all known texts: replacements match first, so that they stay, then secrets, longest first."""
     shown = sorted({shown for _, shown in known if shown != HIDDEN}, key=len, reverse=True)
     secrets = sorted((secret for secret, _ in known), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, [*shown, *secrets])))
 
 
 def bare(url: str) -> str:
-    """A URL without user and password, and without the values of its query. References stay: `${oc.env:NAME}`.
+    """Strip a URL of user and password, the values of its query, and its fragment. References such as
+    `${oc.env:NAME}` stay.
 
-    A password may hold any character: where it could end at several @, at the last one. Where a query may have begun
-    before that, nothing but the scheme is left.
+    A password may hold any character, so if it could end at several @, it ends at the last one. If a query may have
+    begun before that @, only the scheme is kept.
     """
     scheme, separator, rest = url.partition("://")
     rest, masks = _masked(rest)
@@ -75,7 +76,7 @@ def bare(url: str) -> str:
 
 
 def _masked(text: str) -> tuple[str, dict[int, str]]:
-    """The text with a private character for each reference, and what these stand for."""
+    """Return the text with a private-use character in the place of each reference, and the map back to references."""
     masks = dict(zip(range(_PRIVATE, _PRIVATE + 256), dict.fromkeys(_REFERENCE.findall(text)), strict=False))
     for character, reference in masks.items():
         text = text.replace(reference, chr(character))
@@ -96,7 +97,7 @@ def _hidden(pair: str) -> str:
 
 
 def learn(secrets: Mapping[str, str]) -> None:
-    """Has `redact` show something else in the place of each text: also where it is quoted or escaped."""
+    """Register secret -> replacement pairs for `redact`, which also finds a secret in quoted or escaped form."""
     for secret, shown in secrets.items():
         if len(secret) >= SHORTEST:
             for form in (secret, unquote(secret), quote(secret), quote(secret, safe="")):
@@ -106,7 +107,7 @@ def learn(secrets: Mapping[str, str]) -> None:
 
 
 def learn_urls(value: Any) -> None:
-    """Takes note of the secrets in the URLs among these texts, each of which may be one as a whole, spaces and all."""
+    """Learn the secrets in the URLs among these texts; a URL extends to the end of its text, spaces included."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list | tuple):
@@ -120,7 +121,7 @@ def learn_urls(value: Any) -> None:
 
 
 def _parts(rest: str) -> Iterator[str]:
-    """The secrets in a URL, however its client may cut it."""
+    """Yield the secrets in a URL, for every way in which a client may split it; "" for a part without one."""
     host = re.split("[/?#]", rest, maxsplit=1)[0]
     for credentials in {part.rpartition("@")[0] for part in (rest, host)}:
         _, colon, password = credentials.partition(":")
@@ -133,17 +134,17 @@ def _parts(rest: str) -> Iterator[str]:
 
 
 def learned() -> dict[str, str]:
-    """For the processes that this one starts: what `learn` takes there."""
+    """Return the known secrets as an argument for `learn` in the processes that this one starts."""
     return dict(_known)
 
 
 def forget() -> None:
-    """Begins anew, with another command."""
+    """Forget all secrets, at the start of another command."""
     _known.clear()
 
 
 class Shield:
-    """A text stream that redacts what is written to it."""
+    """Text stream that redacts what is written to it."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -162,6 +163,6 @@ class Shield:
 
 @contextmanager
 def shielded(out: TextIO, error: TextIO) -> Iterator[None]:
-    """Redacts all that this process prints, tracebacks included."""
+    """Redact all that this process prints within the context, tracebacks included."""
     with redirect_stdout(Shield(out)), redirect_stderr(Shield(error)):
         yield

@@ -1,7 +1,8 @@
-"""Plain data that somebody else may have written, read against a shape that is declared as types, with bounds.
+"""Checked conversion of plain data that somebody else may have written into a shape declared as Python types.
 
-The shape is a dataclass (a map), a NamedTuple (a list of as many) or a type such as `dict[str, list[int]]`; what is
-bounded further is `Annotated[int, Span(1, 9)]`. Whatever is of another shape is `Malformed`: where, and why, in a line.
+The shape is a dataclass (read from a map), a NamedTuple (from a list of the same length) or a type such as
+`dict[str, list[int]]`; `Annotated[int, Span(1, 9)]` adds a bound. Data of another shape raises `Malformed`, which says
+where and why in one line.
 """
 
 from __future__ import annotations
@@ -16,82 +17,82 @@ from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_
 
 Reader = Callable[[Any], Any]
 
-LARGEST = 1 << 64  # of an integer without a Span
-LONGEST = 1 << 20  # characters of a string without a Text
-DEEPEST = 32  # maps and lists in each other, where any data may stand
-_SHOWN = 60  # characters of a value in a message
+LARGEST = 1 << 64  # largest absolute value of any integer
+LONGEST = 1 << 20  # most characters of any string
+DEEPEST = 32  # deepest nesting of maps and lists in a value declared as Any
+_SHOWN = 60  # most characters of a value in a message
 
 
 class Malformed(ValueError):
-    """Data of another shape than declared. Its text is one line of printable ASCII: the place, and the reason."""
+    """Error for data of another shape than declared. Its text is one line of printable ASCII: "PLACE: REASON"."""
 
     def __init__(self, reason: str, place: str = ""):
         super().__init__(f"{place}: {reason}" if place else reason)
         self.reason, self.place = reason, place
 
     def within(self, key: str | int) -> Malformed:
-        """Return the same mistake, seen from the map or list that holds it at `key`."""
+        """Return the same mistake with its place seen from the map or list that holds it at `key`."""
         first = f"[{key}]" if isinstance(key, int) else shown(key).strip("'")
         between = "." if self.place and not self.place.startswith("[") else ""
         return Malformed(self.reason, f"{first}{between}{self.place}")
 
 
 class Span(NamedTuple):
-    """Bound a number, both ends included."""
+    """Bound on a number, both ends included."""
 
     least: float
     most: float
 
     def check(self, value: Any) -> None:
-        """Raise Malformed outside of it; NaN is."""
+        """Raise Malformed if `value` is outside, as NaN always is."""
         if not self.least <= value <= self.most:
             raise Malformed(f"{shown(value)} is not in {self.least} to {self.most}")
 
 
 class Text(NamedTuple):
-    """Bound a string: what it matches as a whole."""
+    """Bound on a string: the regular expression that all of it must match."""
 
     pattern: str
-    what: str  # for people
+    what: str  # what a legal string is called in messages
 
     def check(self, value: str) -> None:
-        """Raise Malformed for any other."""
+        """Raise Malformed if `value` does not match."""
         if not re.fullmatch(self.pattern, value):
             raise Malformed(f"{shown(value)} is not {self.what}")
 
 
 class OneOf(NamedTuple):
-    """Bound a value: one of these."""
+    """Bound on a value: one of a fixed set."""
 
     values: tuple[Any, ...]
     what: str
 
     def check(self, value: Any) -> None:
-        """Raise Malformed for any other."""
+        """Raise Malformed if `value` is not in the set."""
         if value not in self.values:
             raise Malformed(f"unknown {self.what} {shown(value)}")
 
 
 class Many(NamedTuple):
-    """Bound how many entries a list or map has."""
+    """Bound on the number of entries of a list or map."""
 
     least: int
     most: int
 
     def check(self, value: Any) -> None:
-        """Raise Malformed for more or fewer."""
+        """Raise Malformed if there are more or fewer."""
         if not self.least <= len(value) <= self.most:
             raise Malformed(f"has {len(value)} entries, not {self.least} to {self.most}")
 
 
 class Known(NamedTuple):
-    """Bound some keys of a map that may have others: their kinds, and those that it must have."""
+    """Bound on a map that may have other keys too: the types of its known keys, and the keys that it must have."""
 
     kinds: tuple[tuple[str, Any], ...]
     needed: tuple[str, ...] = ()
 
     def check(self, value: dict[str, Any]) -> None:
-        """Raise Malformed where one is missing or of another kind."""
+        """Raise Malformed if a needed key is missing, or a known one has a value of another type."""
         for key in self.needed:
             if key not in value:
                 raise Malformed(f"lacks {key}")
@@ -104,12 +105,12 @@ class Known(NamedTuple):
 
 
 def read(kind: Any, value: Any) -> Any:
-    """Return `value` as a `kind`. Raises Malformed."""
+    """Return `value` converted to the type `kind`. Raises Malformed."""
     return reader(kind)(value)
 
 
 def shown(value: Any) -> str:
-    """Return a value for a message: one line of printable ASCII, never long."""
+    """Return a short form of a value for a message: one line of printable ASCII."""
     if isinstance(value, int) and value.bit_length() > 64:
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, str):
@@ -119,7 +120,7 @@ def shown(value: Any) -> str:
 
 @cache
 def reader(kind: Any) -> Reader:
-    """Return what reads a `kind`, made once."""
+    """Return the function that reads values of the type `kind`, built once per type."""
     origin, arguments = get_origin(kind), get_args(kind)
     if kind in _PLAIN:
         return _PLAIN[kind]
@@ -173,7 +174,7 @@ def _none(value: Any) -> None:
 
 
 def _any(value: Any, depth: int = 0) -> Any:
-    """Maps with texts as keys, lists, texts, numbers, booleans and null."""
+    """Check any plain data: maps with texts as keys, lists, texts, numbers, booleans and null."""
     kind = type(value)
     if kind in (dict, list) and depth == DEEPEST:
         raise Malformed(f"more than {DEEPEST} maps and lists in each other")
@@ -184,7 +185,7 @@ def _any(value: Any, depth: int = 0) -> Any:
                 _string(key)
                 _any(item, depth + 1)
         elif kind is list:
-            for key, item in enumerate(value):  # noqa: B007  the place, if it fails
+            for key, item in enumerate(value):  # noqa: B007  key is the place of a failure
                 _any(item, depth + 1)
     except Malformed as error:
         raise error.within(key) from None
@@ -258,7 +259,7 @@ def _many(item: Any, kind: type) -> Reader:
 
 
 def _row(made: Callable[[list[Any]], Any], hints: dict[Any, Any]) -> Reader:
-    """A tuple or NamedTuple, from a list of as many."""
+    """Return the reader of a tuple or NamedTuple from a list of the same length."""
     names, readers = list(hints), [reader(hint) for hint in hints.values()]
 
     def read_row(value: Any) -> Any:
@@ -276,7 +277,7 @@ def _row(made: Callable[[list[Any]], Any], hints: dict[Any, Any]) -> Reader:
 
 
 def _record(kind: Any) -> Reader:
-    """A dataclass, from a map of its fields."""
+    """Return the reader of a dataclass from a map of its fields."""
     hints = get_type_hints(kind, include_extras=True)
     readers = {field.name: reader(hints[field.name]) for field in fields(kind)}
     needed = [field.name for field in fields(kind) if _needed(field)]

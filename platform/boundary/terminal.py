@@ -1,4 +1,4 @@
-"""What is said to a person, who may have gone away: a closed terminal or a broken pipe ends no run."""
+"""Output to a person who may have gone away: a closed terminal or a broken pipe does not end a run."""
 
 from __future__ import annotations
 
@@ -10,20 +10,23 @@ from typing import TextIO
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Writes a line to `stream` (default: standard output), if somebody takes it."""
+    """Write a line to `stream` (default: standard output); it is lost if the stream is closed or broken."""
     write(stream or sys.stdout, text + "\n")
 
 
 def write(stream: TextIO | None, text: str) -> None:
-    """Writes to a stream; what it does not take is lost, and it is tried again with the next text."""
-    if stream is not None:  # Python's streams are None where they were closed at the start
-        with suppress(OSError, ValueError):  # ValueError: it was closed since
+    """Write to a stream, ignoring errors: the text is lost, and the next one is tried again."""
+    if stream is not None:  # Python sets a standard stream to None if it was closed at the start
+        with suppress(OSError, ValueError):  # ValueError: the stream was closed later
             stream.write(text)
             stream.flush()
 
 
 def settle() -> None:
-    """Lets this process end with its own status: Python would end with 120 where standard output takes nothing."""
+    """Flush the standard streams, so that this process exits with its own status.
+
+    Python exits with 120 if flushing fails at exit; a stream that fails here is redirected to /dev/null.
+    """
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:
@@ -35,7 +38,7 @@ def settle() -> None:
 
 @contextmanager
 def tolerated(tell: Callable[[str], None], what: str) -> Iterator[None]:
-    """Warns where a file that a run can do without cannot be written."""
+    """Warn through `tell`, instead of raising OSError, if a file that a run can do without cannot be written."""
     try:
         yield
     except OSError as error:

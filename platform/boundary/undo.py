@@ -1,4 +1,4 @@
-"""Directories that were made for nothing are taken away again: what is refused leaves nothing behind."""
+"""Removal of directories and files that were made for a run which is then refused, so that it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from pathlib import Path
 
 
 def missing(path: Path) -> list[Path]:
-    """Return the directories, deepest first, that making `path` would make."""
+    """Return the directories, deepest first, that creating `path` would create."""
     return [p for p in (path, *path.parents) if not p.exists()]
 
 
 def remove_empty(directories: Iterable[Path]) -> None:
-    """Remove these directories as far as they are empty; the first that is not, and those above it, stay."""
+    """Remove these directories, in order, up to the first that is not empty; that one and the rest stay."""
     with suppress(OSError):
         for directory in directories:
             directory.rmdir()
 
 
 def remove_files(directory: Path, names: Iterable[str]) -> None:
-    """Remove these files and folders of a directory, where they are there."""
+    """Remove these files and folders of a directory, if they exist."""
     for path in (directory / name for name in names):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)

@@ -1,12 +1,12 @@
-"""Checkpoints: blocks of global tensors on any storage, verified, and restored under any plan.
+"""Checkpoints: blocks of global tensors on any storage, verified by hash, and restored under any plan.
 
-A worker describes what it holds as `Block`s, and what everybody holds as `Held`, the same list on all ranks. It makes
-an `Image` of its `shares`, fills it at a step and writes it in the background; the driver's `Saver` gathers the reports
-and commits. `find` names the newest checkpoint that can be trusted, `restore` fills the blocks of any other plan. Where
-`restore` raises Corrupt: `quarantine` that one and `find` again.
+A worker describes the blocks that it holds as `Block`s, and those of all ranks as `Held`s, the same list on every rank.
+It makes an `Image` of its `shares`, fills it at a step, and writes it in the background; the driver's `Saver` collects
+the workers' reports and commits the checkpoint. `find` returns the newest checkpoint that can be trusted, `restore`
+fills the blocks of any plan from it. If `restore` raises Corrupt, `quarantine` that checkpoint and `find` again.
 
-A `Memory` holds the last steps in host memory, with `copies` at peers; `recover` fills the blocks of any other plan
-with what survivors have.
+A `Memory` keeps snapshots of the last two steps in host memory, with `copies` at peers; `recover` fills the blocks of
+any plan from what survivors hold.
 """
 
 from platform.checkpoint.blocks.box import Box

@@ -1,6 +1,6 @@
-"""Checkpoints for people: verify them, show what they hold, turn them into other formats and back.
+"""Command line for checkpoints: verify them, show what they hold, convert them to other formats and back.
 
-URL is a storage (a path or any fsspec URL), of which the newest checkpoint is meant, or one checkpoint in it.
+URL names a storage (a path or any fsspec URL), which stands for its newest checkpoint, or one checkpoint in it.
 Exit status: 0 done; 1 a checkpoint is refused, with the reason; 2 the command line is wrong.
 """
 
@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a name may be of any letters
+            stream.reconfigure(errors="backslashreplace")  # a name may hold characters that the terminal cannot show
     with shielded(sys.stdout, sys.stderr):
         return _answer(given)
 
@@ -62,7 +62,7 @@ def _answer(given: argparse.Namespace) -> int:
 
 
 def _open(url: str) -> tuple[Storage, list[str]]:
-    """The storage, and the directories in it that the URL means, newest first."""
+    """Open the storage; return it, and the directories in it that the URL names, newest first."""
     folder, name = catalogue.split(url)
     storage = connect(folder)
     if name:
@@ -113,7 +113,7 @@ def _show(given: argparse.Namespace) -> int:
 
 
 def summary(manifest: Manifest) -> dict[str, Any]:
-    """What `show` prints, plain data."""
+    """Return what `show` prints, as plain data."""
     meta, tensors = manifest.meta, manifest.tensors
     return {
         "step": meta.step,
@@ -148,7 +148,7 @@ def _import(given: argparse.Namespace) -> int:
         directory = store(storage, tensors, replace(meta, plan={}))  # its blocks are whole tensors now
     except (Refused, OSError):
         raise
-    except Exception as error:  # the libraries' own, for what they do not understand
+    except Exception as error:  # the libraries raise their own for what they cannot parse
         reason = documents.line(f"{type(error).__name__}: {error}".encode(errors="replace"))
         raise Refused(f"{given.source} does not hold {given.format}: {reason}") from None
     print(f"{storage.url}/{directory}")

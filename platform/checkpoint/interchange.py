@@ -1,4 +1,4 @@
-"""To and from other formats: safetensors, one tensor in memory at a time, and torch.distributed.checkpoint (DCP)."""
+"""Conversion to and from safetensors, one tensor in memory at a time, and torch.distributed.checkpoint (DCP)."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from platform.checkpoint.storage.image import Image
 from platform.checkpoint.storage.manifest import LARGEST, VALUES, Bytes, Manifest, Meta, Name, Refused
 from platform.checkpoint.storage.storage import Local, Storage, connect
 
-META = "elastic_platform_meta"  # where the other formats keep ours
+META = "elastic_platform_meta"  # key of a checkpoint's `Meta` in the other formats
 SAFETENSORS = {
     "float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16", "int64": "I64", "int32": "I32",
     "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
-HEADER = 100_000_000  # bytes of a safetensors header, by its own definition
+HEADER = 100_000_000  # bytes: the largest safetensors header, by its specification
 _FROM_SAFETENSORS = {short: name for name, short in SAFETENSORS.items()}
 
 Tensors = Iterable[tuple[str, Tensor]]
 
 
 def export_safetensors(storage: Storage, directory: str, manifest: Manifest, target: str, names: list[str]) -> None:
-    """Writes one file `target` (a path or URL) with the tensors `names`, read one after the other."""
+    """Write the tensors `names`, read one after the other, to one file `target` (a path or URL)."""
     header: dict[str, Any] = {"__metadata__": {META: json.dumps(asdict(manifest.meta))}}
     at = 0
     for name in names:
@@ -59,7 +59,7 @@ def export_safetensors(storage: Storage, directory: str, manifest: Manifest, tar
 
 
 def import_safetensors(source: str) -> tuple[Meta | None, Tensors]:
-    """What such a file holds; its tensors are read as they are iterated over."""
+    """Return the metadata and tensors of a safetensors file; tensors are read as they are iterated over."""
     folder, file = _split(source)
     length = int.from_bytes(folder.read(file, 0, 8), "little")
     size = folder.list("")[file]
@@ -87,14 +87,14 @@ def import_safetensors(source: str) -> tuple[Meta | None, Tensors]:
 
 @dataclass(frozen=True)
 class _Foreign:
-    """A tensor as the header of a safetensors file has it."""
+    """Tensor as an entry of a safetensors header."""
 
     dtype: str
     shape: Annotated[tuple[Annotated[int, Span(0, 1 << 48)], ...], Many(0, 16)]
     data_offsets: tuple[Bytes, Bytes]
 
     def check(self, name: str, there: int) -> None:
-        """Raise Refused for a type that we do not have, Malformed for bytes that are not the tensor's among `there`."""
+        """Raise Refused for an unsupported type, Malformed unless the offsets span the tensor within `there` bytes."""
         if self.dtype not in _FROM_SAFETENSORS:
             raise Refused(f"{name}: type {schema.shown(self.dtype)} is not one of {', '.join(_FROM_SAFETENSORS)}")
         start, end = self.data_offsets
@@ -109,25 +109,25 @@ def _meta(raw: bytes) -> Meta:
 
 
 def export_dcp(storage: Storage, directory: str, manifest: Manifest, target: str, names: list[str]) -> None:
-    """Writes a local DCP directory with the tensors `names`; all are in memory at once. Metadata is a tensor of
-    bytes, so that no part of ours is pickled."""
-    import torch.distributed.checkpoint as dcp  # here: it is slow to import, and few need it
+    """Write the tensors `names` to a local DCP directory; all are in memory at once. `Meta` becomes a tensor of bytes,
+    so that it is not pickled."""
+    import torch.distributed.checkpoint as dcp  # imported here: it is slow, and rarely needed
     from torch.distributed.checkpoint.api import CheckpointException
 
     _refuse_existing(*_split(target), target)
     state = {name: read_tensor(storage, directory, manifest, name) for name in names}
     meta = json.dumps(asdict(manifest.meta)).encode()
     state[META] = torch.frombuffer(bytearray(meta), dtype=torch.uint8)
-    # One thread: with more, torch 2.13 takes a failed write for a success.
+    # One thread: with more, torch 2.13 reports a failed write as a success.
     try:
         with _no_process_group():
             dcp.save(state, storage_writer=dcp.FileSystemWriter(target, thread_count=1), no_dist=True)
-    except CheckpointException as error:  # which is no Exception
+    except CheckpointException as error:  # a BaseException, not an Exception
         raise OSError(f"{target}: {error}") from error
 
 
 def import_dcp(source: str) -> tuple[Meta | None, Tensors]:
-    """What a local DCP directory holds; its tensors are read as they are iterated over.
+    """Return the metadata and tensors of a local DCP directory; tensors are read as they are iterated over.
 
     DCP's `.metadata` is a pickle, which can run code: only for directories that you trust.
     """
@@ -148,7 +148,7 @@ def import_dcp(source: str) -> tuple[Meta | None, Tensors]:
 
 
 def store(storage: Storage, tensors: Tensors, meta: Meta) -> str:
-    """Makes a checkpoint of whole tensors, one file and one tensor in memory at a time; returns its directory."""
+    """Make a checkpoint of whole tensors, a file for each, one in memory at a time; return its directory."""
     directory = begin(storage, meta.step)
     reports, shapes = [], {}
     for number, (name, tensor) in enumerate(tensors):
@@ -171,20 +171,20 @@ IMPORT: dict[str, Callable[[str], tuple[Meta | None, Tensors]]] = {"safetensors"
 
 @contextmanager
 def _no_process_group() -> Iterator[None]:
-    """DCP warns that it works alone, which is what it is told to."""
+    """Hide DCP's warning that it runs without a process group, as it is told to."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield
 
 
 def _refuse_existing(folder: Storage, name: str, target: str) -> None:
-    """A failure midway would cost what is there."""
+    """Raise FileExistsError if the target exists: a failure midway would destroy it."""
     if name in folder.list(""):
         raise FileExistsError(f"{target} exists; name another target")
 
 
 def _split(url: str) -> tuple[Storage, str]:
-    """(the folder, the file's name in it)"""
+    """Split into (the folder as a storage, the file's name in it)."""
     if "://" in url:
         folder, _, name = url.rpartition("/")
         return connect(folder, "target"), name

@@ -1,3 +1,3 @@
-"""Who executes a plan: the driver, from start to the one place where every run ends.
-Nothing here computes a tensor.
+"""Execution of a plan: the driver of a run, from its start (`driver.py`) to the one place where every run ends
+(`endings.py`). Nothing here computes a tensor.
 """

@@ -1,4 +1,4 @@
-"""The driver of a run: forms a crew of workers, runs the training loop, and writes everything down."""
+"""Driver of a run: checks the configuration, opens a crew of workers, runs the training loop, and records the run."""
 
 from __future__ import annotations
 
@@ -37,11 +37,12 @@ if TYPE_CHECKING:
 def run(
     config: Config, plan: Plan, *, experiment: str = "", command: Command | None = None, worker: str = WORKER
 ) -> int:
-    """Trains `config` under `plan` to its last step; returns the exit status (design.md, section 7). `command`: what
-    was typed for it, by default the experiment alone.
+    """Train `config` under `plan` to its last step and return the exit status (docs/design.md, section 7). `command`:
+    the command line of the run, by default that of the experiment alone. `worker`: "module:Class" of the workers.
 
-    Raises ConfigError for what the user has to mend, before any process is started; all other ends are those of
-    `platform.cluster.endings`. Under torchrun every process calls this, and only that of rank 0 drives.
+    Raises ConfigError for what the user has to correct, before any process starts unless only the workers can see it
+    (a checkpoint that they refuse); all other ends are handled by `platform.cluster.endings`. Under torchrun every
+    process calls this; rank 0 drives, and the others only serve workers.
     """
     if torchrun.is_follower():
         torchrun.follow(Path(config.run.dir))
@@ -81,7 +82,7 @@ def _run(config: Config, plan: Plan, worker: str, signals: StopSignals, known: K
     if config.data.kind == "stdlib" and (line := demonstration(config, plan, data.stdlib_bytes(config.data))):
         known.say(f"warning: {line}")
     size, spares, least = plan.mesh.size, config.elastic.spares, config.elastic.min_workers
-    if config.cluster.kind != "ray" and not config.cluster.wait:  # torch takes seconds: cheap refusals come first
+    if config.cluster.kind != "ray" and not config.cluster.wait:  # refuse early: importing torch takes seconds
         resources.secure(config.cluster, size, lambda line: None, spares, least)
     from platform.cluster.run.changes import changes
     from platform.cluster.run.origin import check_writable, origin
@@ -108,8 +109,8 @@ def _run(config: Config, plan: Plan, worker: str, signals: StopSignals, known: K
 
 
 def _corpus(config: Config, say: Callable[[str], None]) -> str:
-    """Open the corpus, before W&B, a lease or a worker is there; the workers then find its tokens in the cache. Returns
-    its digest. Raises ConfigError, and leaves nothing, for a fault deep in a file."""
+    """Open the corpus, before any lease, W&B run or worker exists, and return its digest; workers then find its tokens
+    in the cache. Raises ConfigError for an error inside a file, and then leaves no empty directories behind."""
     made = missing(cache.root(config.data.cache))
     with _messages("platform.data", say):
         try:
@@ -120,7 +121,7 @@ def _corpus(config: Config, say: Callable[[str], None]) -> str:
 
 
 def _open(config: Config, known: Known, opened: ExitStack) -> None:
-    """Opens what the run is recorded in. Raises ConfigError where its directory takes no more files."""
+    """Open the journal and the monitor. Raises ConfigError if the run directory cannot be written."""
     path = known.directory.path
     try:
         known.journal = opened.enter_context(closing(Journal(known.directory.journal, known.say)))
@@ -141,7 +142,7 @@ def _drive(
     corpus: str,
     known: Known,
 ) -> int:
-    """Trains from the data to the last step, through as many generations as it takes; the exit status."""
+    """Train to the last step, through as many generations as it takes; return the exit status."""
     from platform.cluster.control.controller import Controller
     from platform.cluster.control.forming.former import Former
     from platform.cluster.control.saving.checkpoints import Checkpoints
@@ -165,7 +166,7 @@ def _drive(
     checkpoints.check(corpus)
     monitor.say(describe(plan))
     kind = resources.crew_kind(config.cluster)
-    beside = secured.members - job.world_size  # spares; fewer than 0 where the run starts smaller
+    beside = secured.members - job.world_size  # spares; negative if the run starts with fewer workers
     spares = f" and {beside} spares" if beside > 0 else ""
     monitor.say(f"starting {job.world_size + min(0, beside)} workers{spares} ({kind}, {job.device})")
     journal.event("starting", world_size=job.world_size, cluster=kind, device=job.device)
@@ -182,7 +183,7 @@ def _drive(
 
 @contextmanager
 def _time_limit(config: Config, signals: StopSignals) -> Iterator[None]:
-    """Asks the run to stop when its time is up."""
+    """Request a stop when the time limit of the run is reached."""
     left = seconds_left(config.run)
     if left is None:
         yield
@@ -197,7 +198,7 @@ def _time_limit(config: Config, signals: StopSignals) -> Iterator[None]:
 
 
 def _impossible(config: Config, plan: Plan) -> Iterator[str]:
-    """How far the run may shrink and grow, beside its size at the start."""
+    """Yield a violation if elastic.max_workers or elastic.min_workers contradicts the size of the plan."""
     e, size = config.elastic, plan.mesh.size
     if 0 < e.max_workers < size:
         constraint = f"must be 0 or >= the {size} workers of the plan"
@@ -208,8 +209,9 @@ def _impossible(config: Config, plan: Plan) -> Iterator[str]:
 
 
 def _check_memory(config: Config, plan: Plan, kind: str, say: Callable[[str], None], *, stated: bool = False) -> None:
-    """Refuses a plan that needs more than its devices of a kind have, or warns of it. `stated`: before any device is
-    looked for, by what the configuration says of it where that decides."""
+    """Raise ConfigError for a plan that needs more memory than its devices of `kind` have, or warn of it, as
+    cluster.memory says. `stated`: the call before any device is looked for, which checks only if the configuration
+    alone determines the memory; the later call checks otherwise."""
     from platform.cluster.run.devices import device_of
     from platform.planning.remedies import lack_of_memory
 
@@ -228,7 +230,7 @@ def _check_memory(config: Config, plan: Plan, kind: str, say: Callable[[str], No
 
 @contextmanager
 def _messages(name: str, say: Callable[[str], None]) -> Iterator[None]:
-    """What a library logs under `name` is said to the user."""
+    """Pass to `say` what is logged under `name` during the block, at INFO or above."""
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

@@ -1,6 +1,8 @@
-"""How a run ends: one table from what ended it to the journal's last event, what is said, and the exit status.
+"""Endings of a run: one table from the exception that ended it to the journal's last event, the message and the exit
+status.
 
-Every end passes through `end`, which tells what was saved and how to go on, and raises nothing.
+Every end but a refused configuration goes through `end`, which reports what was saved and how to continue, and raises
+nothing.
 """
 
 from __future__ import annotations
@@ -25,17 +27,17 @@ if TYPE_CHECKING:
     from platform.cluster.run.commands import Command
     from platform.cluster.run.directory import RunDirectory
 
-DONE, FAILED, STOPPED = 0, 1, 75
+DONE, FAILED, STOPPED = 0, 1, 75  # exit statuses; 75: the same command continues
 
 
 class Unsaved(Exception):
-    """The last step is done and could not be saved."""
+    """Signals that the last step is done and could not be saved."""
 
 
 @dataclass
 class Known:
-    """What is known of a run that ends: more and more while it comes up. `command`: what was typed; `steps`: the
-    last one."""
+    """State of a run that its ending needs; the driver fills it in as the run comes up. `command`: the command line;
+    `steps`: the number of the last step."""
 
     config: Config
     directory: RunDirectory
@@ -48,37 +50,37 @@ class Known:
     status: int = FAILED
 
     def say(self, text: str) -> None:
-        """Tells the user something, wherever the run has got to."""
+        """Send a message to the user: through the monitor if it is open, else to the terminal."""
         (self.monitor.say if self.monitor else say)(text)
 
     @property
     def done(self) -> int:
-        """Updates that this driver's workers had."""
+        """Return the step that this driver's workers have reached, trained or resumed from; 0 for none."""
         return self.controller.done if self.controller else 0
 
     @property
     def worked(self) -> bool:
-        """Whether a step was done, though it may have been taken back since."""
+        """Return True if this driver completed a step, even if it was rolled back since."""
         return bool(self.controller and self.controller.worked)
 
     @property
     def saved(self) -> int:
-        """Updates in the newest checkpoint; 0 where there is none."""
+        """Return the step of the newest checkpoint, 0 for none."""
         return self.checkpoints.step if self.checkpoints else 0
 
     @property
     def kept(self) -> str:
-        """What is left, for people."""
+        """Return a readable statement of what is saved and how to continue."""
         return self.checkpoints.kept if self.checkpoints else "nothing was done; the same command does it"
 
     @property
     def resume(self) -> str:
-        """The command that goes on, on a line of its own."""
+        """Return the command that continues the run, indented on a line of its own."""
         return f"\n  {self.command.again(self.checkpoints.resume if self.checkpoints else '')}"
 
 
 class Ending(NamedTuple):
-    """`event`: its name and fields in the journal; `text`: what is said."""
+    """Report of an end. `event`: name and fields for the journal; `text`: message to the user."""
 
     status: int
     event: dict[str, Any]
@@ -94,7 +96,7 @@ def _unsaved(error: BaseException, known: Known) -> Ending:
 
 
 def _stopped(error: BaseException, known: Known) -> Ending:
-    """Tells a stop: resumable, unless work was done of which nothing is left."""
+    """Describe a requested stop: status STOPPED (resumable), or FAILED if steps were done and none is saved."""
     if not (known.worked or known.saved):
         event = {"event": "drained", "signal": str(error)}
         return Ending(STOPPED, event, f"stopped by {error}: nothing was done; the same command does it")
@@ -123,7 +125,7 @@ def _unexpected(error: BaseException, known: Known) -> Ending:
     return Ending(FAILED, {"event": "gave_up", "cause": cause}, f"{text}:{known.resume}")
 
 
-HOW: tuple[tuple[type, Callable[[Any, Known], Ending]], ...] = (  # the first that fits
+HOW: tuple[tuple[type, Callable[[Any, Known], Ending]], ...] = (  # the first whose type matches ends the run
     (type(None), _done),
     (Stopped, _stopped),
     (NoPlaces, _no_places),
@@ -135,7 +137,7 @@ HOW: tuple[tuple[type, Callable[[Any, Known], Ending]], ...] = (  # the first th
 
 
 def end(error: BaseException | None, known: Known) -> int:
-    """Journals and says how the run ended, what of it is left and what it cost; returns the exit status."""
+    """Report to journal and user how the run ended, what is saved and what failures cost; return the exit status."""
     if known.checkpoints and error:
         known.checkpoints.confirm()
     ending = next(how for kind, how in HOW if isinstance(error, kind))(error, known)
@@ -150,7 +152,7 @@ def end(error: BaseException | None, known: Known) -> int:
 
 
 def _state(error: BaseException | None, known: Known) -> dict[str, Any]:
-    """How far the run has come, for the journal's last event."""
+    """Return the progress of the run, for the journal's last event: steps done, saved and lost, useful seconds."""
     controller = known.controller
     if error is None:
         return {"step": known.steps} | (controller.told() if controller else {})
@@ -158,12 +160,12 @@ def _state(error: BaseException | None, known: Known) -> dict[str, Any]:
 
 
 def _account(journal: Journal, monitor: Monitor) -> None:
-    """Says what failures cost, from the journal, where there were any."""
+    """Report goodput and the cost of failures, computed from the journal; tell the user if there were any."""
     try:
         events = journal.events()
         cost = goodput(events)
         told = f"{story(events)}\n{cost}" if cost.failures or cost.transitions else ""
-    except Exception as error:  # of the account alone: the run has ended well or badly before
+    except Exception as error:  # affects the account alone: the end of the run is already recorded
         return monitor.say(f"WARNING: what failures cost cannot be told ({type(error).__name__}: {error})")
     journal.event("goodput", **cost.to_dict())
     monitor.summary(cost.to_dict())
@@ -172,7 +174,7 @@ def _account(journal: Journal, monitor: Monitor) -> None:
 
 
 def _write_down(error: BaseException, known: Known) -> str:
-    """Puts the traceback where it can be read, and returns where: the run's logs, else standard error."""
+    """Write the traceback to the run's logs, else to standard error; return the path, or "above"."""
     text = redact("".join(traceback.format_exception(error)))
     log = known.directory.path / "logs" / "driver.log"
     try:

@@ -1,3 +1,3 @@
-"""How a command line becomes a configuration: Hydra's files and groups, the user's own YAML, one argument at a time.
-No key's meaning is known here; that is `platform.config`.
+"""Composition of a configuration from a command line: Hydra's groups, the user's YAML files, one argument at a time.
+What the keys mean is left to `platform.config`.
 """

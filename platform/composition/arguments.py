@@ -1,4 +1,4 @@
-"""The command line's language: what users type, as Hydra wants it, and Hydra's complaints in one line each."""
+"""Command-line syntax: rewrites what users type into Hydra's grammar, and Hydra's errors into one line each."""
 
 from __future__ import annotations
 
@@ -18,10 +18,16 @@ if TYPE_CHECKING:
 
 
 def rewrite(argument: str) -> str:
-    """One argument as users type it, as Hydra's grammar wants it.
+    """Rewrite an argument as users type it into Hydra's grammar.
 
-    The user's own axes are new keys (`++`), an experiment is not in the defaults (`+`), the name of a table stands for
-    the table, a layout is text, and so is every value that is no grammar of Hydra's: `~/corpus`, `/data/lr=1`.
+        experiment=gpt_quick      +experiment=gpt_quick      not in the defaults list
+        tensor.axes.t=2           ++tensor.axes.t=2          axes may be new keys
+        tensor.scheme=3d          tensor=3d                  the name of a scheme selects its table
+        pipeline=mine             pipeline.kind=mine         a registered name, which is in no file
+        tensor.layout=a:b;c:d     tensor.layout='a:b;c:d'    text
+        data.path=~/corpus        data.path='~/corpus'       any other value that Hydra cannot parse: text
+
+    Every other argument stays as it is.
     """
     key, equals, value = argument.partition("=")
     name = key.lstrip("+")
@@ -41,7 +47,7 @@ def rewrite(argument: str) -> str:
 
 
 def _is_registered(group: str, name: str) -> bool:
-    """Whether a module of the user's registered the name, which is in no file: pipeline=NAME means pipeline.kind."""
+    """Return True if `name` is a legal `group`.kind without a file of its own: a user's module registered it."""
     from hydra.core.global_hydra import GlobalHydra
 
     hydra = GlobalHydra.instance()
@@ -51,7 +57,7 @@ def _is_registered(group: str, name: str) -> bool:
 
 
 def quote(value: str) -> str:
-    """The value as a string of Hydra's grammar; one that is quoted already stays."""
+    """Quote a value as a string in Hydra's grammar, unless it is quoted already."""
     if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
         return value
     escaped = re.sub(r"(\\*)('|\Z)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), value)
@@ -59,16 +65,16 @@ def quote(value: str) -> str:
 
 
 NOT_OURS = "Hydra's own keys do nothing here; own files go by --config-dir DIRECTORY"
-LONGEST = 20_000  # characters of an argument that Hydra's grammar is asked about
-DEEPEST = 20  # brackets inside one another
+LONGEST = 20_000  # most characters of an argument that is given to Hydra's parser
+DEEPEST = 20  # deepest nesting of brackets in such an argument
 
 
 def parse(argument: str) -> Override:
-    """Return Hydra's view of an argument as users type it. Raises HydraException where its grammar refuses."""
+    """Parse an argument as users type it into Hydra's Override. Raises HydraException if Hydra's grammar refuses it."""
     from hydra.core.global_hydra import GlobalHydra
 
     hydra = GlobalHydra.instance()
-    loader = hydra.config_loader() if hydra.is_initialized() else None  # knows the options of a glob over a group
+    loader = hydra.config_loader() if hydra.is_initialized() else None  # expands a glob(...) over a group
     return _grammar(rewrite(argument), loader)
 
 
@@ -81,12 +87,12 @@ def _grammar(argument: str, loader: Any) -> Override:
         raise HydraException("too long, or brackets too deep")
     try:
         return OverridesParser.create(loader).parse_overrides([argument])[0]
-    except (ValueError, RecursionError) as error:  # an integer of 5,000 digits
+    except (ValueError, RecursionError) as error:  # such as an integer of 5,000 digits
         raise HydraException(str(error)) from None
 
 
 def _depth(argument: str) -> int:
-    """Return an upper bound of how deep brackets are nested: quotes are not looked at."""
+    """Return an upper bound of the nesting depth of brackets: those inside quotes count too."""
     depth = deepest = 0
     for character in argument:
         depth += (character in "([{") - (character in ")]}")
@@ -95,7 +101,7 @@ def _depth(argument: str) -> int:
 
 
 def _parse(argument: str) -> Override | None:
-    """Hydra's view of an argument that is written as Hydra wants it, or None where its grammar refuses."""
+    """Parse a rewritten argument into Hydra's Override, or return None if Hydra's grammar refuses it."""
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
 
@@ -107,8 +113,10 @@ def _parse(argument: str) -> Override | None:
 
 
 def jobs_of(overrides: Sequence[str], multirun: bool) -> list[list[str]]:
-    """The arguments of each job: without `-m` one job, else Hydra's product of choices, ranges and globs. Raises
-    ConfigError where one of these has no value."""
+    """Return the arguments of each job: one job without `-m`, else Hydra's product of choices, ranges and globs.
+
+    Raises ConfigError if a sweep has no value.
+    """
     choices = []
     for override in overrides:
         if multirun and (parsed := _parse(rewrite(override))) and parsed.is_discrete_sweep():
@@ -123,7 +131,7 @@ def jobs_of(overrides: Sequence[str], multirun: bool) -> list[list[str]]:
 
 
 def typed_values(arguments: Sequence[str]) -> dict[str, Any]:
-    """Key -> value of what the user typed; the members of `tensor.axes={...}` count as typed."""
+    """Return the keys and values that the user typed; the members of `tensor.axes={...}` count as typed too."""
     typed: dict[str, Any] = {}
     for argument in arguments:
         if (parsed := _parse(rewrite(argument))) and not parsed.is_delete():
@@ -136,7 +144,7 @@ def typed_values(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def experiment_of(arguments: Sequence[str]) -> str | None:
-    """The name of the run's experiment: "a", or "a+b" for `+experiment=[a,b]`."""
+    """Return the name of the run's experiment: "a", "a+b" for `+experiment=[a,b]`, or None if none is chosen."""
     value = typed_values(arguments).get("experiment")
     names = [str(name) for name in (value if isinstance(value, list) else [value]) if name]
     return "+".join(names).replace("/", "_") or None
@@ -146,7 +154,7 @@ _KINDS = {"Integer": "an integer", "Float": "a number"}
 
 
 def explain(argument: str, error: Exception) -> str:
-    """One line for what Hydra or OmegaConf says about one argument."""
+    """Translate an error of Hydra or OmegaConf about one argument into one line for the user."""
     from hydra.core.global_hydra import GlobalHydra
 
     key, _, value = argument.lstrip("+").partition("=")
@@ -166,7 +174,7 @@ def explain(argument: str, error: Exception) -> str:
 
     place = re.search(r"full_key: (\S+)|Could not override '(\S+)'|^(\S+): unknown key", text)
     where = next(filter(None, place.groups()), key) if place else key
-    within = "" if where.split("[")[0] == key.split("@")[0] else f"{where}: "  # a key in the file that was chosen
+    within = "" if where.split("[")[0] == key.split("@")[0] else f"{where}: "  # the chosen file has the mistake
     if re.search(r"' not in '|is not in struct|unknown key|Could not override", text):
         return violation(key, value, f"{within}unknown key", _similar_keys(where))
     if "incompatible with type hint 'Union[int, str]'" in text:
@@ -189,13 +197,13 @@ def explain(argument: str, error: Exception) -> str:
 
 
 def _default(key: str) -> list[Any]:
-    """The value that a key has where nobody gives one; nothing for what is no key, or is empty."""
+    """Return the default of a key as a list of one; [] if there is no such key or its default is empty."""
     value = leaves(Config()).get(key)
     return [str(value).lower() if isinstance(value, bool) else value] if value or value == 0 else []
 
 
 def _similar_keys(key: str) -> list[str]:
-    """Keys and groups that the user may have meant by `key`: alike as a whole, or in their last part."""
+    """Return up to three keys or groups that the user may have meant: similar as a whole, or in their last part."""
     known = [*vars(Config()), *leaves(Config())]
     whole = get_close_matches(key, known, n=3, cutoff=0.7)
     ends = get_close_matches(key.split(".")[-1], {name.split(".")[-1] for name in known}, n=3, cutoff=0.7)

@@ -1,4 +1,4 @@
-"""What Hydra composes: the chosen files, then one value at a time, so that each mistake is known by its argument."""
+"""Composition with Hydra: first the chosen files, then one value at a time, so that each mistake has its argument."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 HERE = Path(__file__).resolve().parents[1]
-CONF = next(p for p in (HERE / "conf", HERE.parent / "conf") if p.is_dir())  # in a wheel; in a checkout
+CONF = next(p for p in (HERE / "conf", HERE.parent / "conf") if p.is_dir())  # in a wheel, in a checkout
 
-Refused = list[tuple[str, Exception]]  # argument, and what Hydra, OmegaConf or YAML say about it
+Refused = list[tuple[str, Exception]]  # (argument, error that Hydra, OmegaConf or YAML raised for it)
 
 
 @contextmanager
 def opened(config_dir: str | None) -> Iterator[Composer]:
-    """Open Hydra on our files, and on the user's own in `config_dir`. Raises ConfigError where there is no such one."""
+    """Open Hydra on our files and the user's own in `config_dir`. Raises ConfigError if that is no directory."""
     from hydra import initialize_config_dir
     from hydra.core.config_store import ConfigStore
 
@@ -43,25 +43,26 @@ def opened(config_dir: str | None) -> Iterator[Composer]:
 
 
 def mistakes() -> tuple[type[Exception], ...]:
-    """Return what Hydra, OmegaConf and YAML raise for what a user wrote."""
+    """Return the exception types that Hydra, OmegaConf and YAML raise for mistakes of a user."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
-    # a file that includes itself, or a value that holds itself; bytes that are no text
+    # RecursionError: a file that includes itself, or a value that contains itself; ValueError: also bytes that are no
+    # text
     return HydraException, OmegaConfBaseException, YAMLError, ValueError, RecursionError, OSError, TypeError, KeyError
 
 
 class Composer:
-    """Composes configurations while Hydra is open; `own`: the argument that adds the user's files."""
+    """Composes configurations while Hydra is open; `own` is the argument that adds the user's files, if any."""
 
     def __init__(self, own: Sequence[str]):
         self.own = list(own)
-        self._options: dict[str, list[str]] = {}  # of what may be a group
-        self._chosen: dict[tuple[str, ...], DictConfig] = {}  # by what chose it: a sweep asks for the same again
+        self._options: dict[str, list[str]] = {}  # group -> its options; [] if it is no group
+        self._chosen: dict[tuple[str, ...], DictConfig] = {}  # choices -> composed files, as jobs of a sweep share them
 
     def load(self, arguments: Sequence[str]) -> tuple[Config, list[str], Refused]:
-        """Return the configuration of the arguments that can be, these arguments, and the others with their errors."""
+        """Return the configuration of the accepted arguments, these arguments, and the refused ones with errors."""
         choices, values, refused = self._sorted(arguments)
         try:
             base, accepted = self._choose(choices), list(choices)
@@ -80,7 +81,7 @@ class Composer:
         return config, sorted(accepted, key=order.__getitem__), sorted([*refused, *wrong], key=lambda e: order[e[0]])
 
     def options(self, group: str) -> list[str]:
-        """Return the names that a group of files offers, none where there is no such group."""
+        """Return the names of the options in a group of files; [] if there is no such group."""
         from hydra.core.global_hydra import GlobalHydra
 
         if group not in self._options:
@@ -88,7 +89,7 @@ class Composer:
         return self._options[group]
 
     def _sorted(self, arguments: Sequence[str]) -> tuple[list[str], list[str], Refused]:
-        """Return the arguments that choose files, those that give values, and those that are neither."""
+        """Return the arguments that choose files, those that set values, and those refused as neither."""
         from hydra.errors import HydraException
 
         choices: list[str] = []
@@ -97,13 +98,13 @@ class Composer:
         for argument in arguments:
             try:
                 parsed = parse(argument)
-                if parsed.is_hydra_override():  # nothing here reads the rest of Hydra's own configuration
+                if parsed.is_hydra_override():  # nothing reads Hydra's own configuration
                     raise HydraException(NOT_OURS)
                 if not parsed.key_or_group:
                     raise HydraException("Error parsing override")
                 group = bool(self.options(parsed.key_or_group)) and not isinstance(parsed.value(), dict)
                 if parsed.is_sweep_override() or parsed.package is not None:
-                    group = True  # Hydra has its own words for these
+                    group = True  # composing raises Hydra's own error for these
             except mistakes() as error:
                 refused.append((argument, error))
                 continue
@@ -111,7 +112,7 @@ class Composer:
         return choices, values, refused
 
     def _choose(self, choices: Sequence[str]) -> DictConfig:
-        """Return what the chosen files hold. Raises any of `mistakes`."""
+        """Compose the chosen files into one configuration. Raises any of `mistakes`."""
         import hydra
         from omegaconf import OmegaConf
 
@@ -125,7 +126,7 @@ class Composer:
 
 
 def _with_values(base: DictConfig, values: Sequence[str]) -> tuple[Config, Refused]:
-    """Return `base` with the values that it takes, and the others."""
+    """Return `base` with every value that it accepts, and the refused ones with their errors."""
     from copy import deepcopy
 
     try:
@@ -148,14 +149,17 @@ def _with_values(base: DictConfig, values: Sequence[str]) -> tuple[Config, Refus
 
 
 def _apply(config: DictConfig, argument: str) -> None:
-    """Put one value in its place, as Hydra does. Raises any of `mistakes`."""
+    """Set one value in `config`, as Hydra does. Raises any of `mistakes`."""
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
 
     ConfigLoaderImpl._apply_overrides_to_config([parse(argument)], config)
 
 
 def _plain(config: DictConfig) -> Config:
-    """Return our own dataclasses. Raises any of `mistakes`: an unknown key, an interpolation of nothing, a ???."""
+    """Convert to our own dataclasses, with references resolved and secrets in URLs learned.
+
+    Raises any of `mistakes`: an unknown key, an interpolation of a missing key, a value left as ???.
+    """
     values = resolve(config)
     learn_urls(values)
     return Config.from_dict(values)

@@ -1,4 +1,4 @@
-"""The user's own configuration files, read with bounds: YAML can hold itself, or grow a billion-fold in few lines."""
+"""Bounded reading of the user's own YAML files: YAML can contain itself, or grow a billion-fold in a few lines."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterable
 from typing import Any
 
 SCHEME = "own"
-LARGEST = 64 << 10  # bytes of a file: a second of parsing
-MOST_VALUES = 20_000  # in a file, with every alias written out
-DEEPEST = 30  # mappings and lists inside one another
+LARGEST = 64 << 10  # bytes of a file: about a second of parsing
+MOST_VALUES = 20_000  # values in a file, with every alias expanded
+DEEPEST = 30  # levels of nested mappings and lists
 TOO_DEEP = f"it is nested deeper than {DEEPEST}, or holds itself"
 
 
 def register() -> str:
-    """Make Hydra read paths of our scheme through `OwnFiles`; return the scheme."""
+    """Register `OwnFiles`, through which Hydra reads `own://` paths; return that scheme."""
     from hydra._internal.core_plugins.file_config_source import FileConfigSource
     from hydra._internal.sources_registry import SourcesRegistry
     from hydra.plugins.config_source import ConfigLoadError, ConfigResult
@@ -35,7 +35,7 @@ def register() -> str:
 
 
 def unreadable(path: str) -> str:
-    """Return why a file is none that Hydra should be given; "" where it is. Raises yaml.YAMLError."""
+    """Return why a file must not be given to Hydra; "" if it may be. Raises yaml.YAMLError if it is not YAML."""
     import yaml
     from omegaconf._utils import get_yaml_loader
 
@@ -59,7 +59,7 @@ def unreadable(path: str) -> str:
 
 
 def _depth(events: Iterable[Any]) -> int:
-    """Return how deep the collections of a YAML stream are nested; no further than one deeper than may be."""
+    """Return the nesting depth of a YAML stream, counting no further than DEEPEST + 1."""
     from yaml.events import CollectionEndEvent, CollectionStartEvent
 
     depth = deepest = 0
@@ -72,7 +72,7 @@ def _depth(events: Iterable[Any]) -> int:
 
 
 def _too_much(values: Any) -> str:
-    """Return what is wrong with the size or the depth of plain data, in which one object may stand at many places."""
+    """Return why plain data is too large or too deep; "" if it is not. An object counts once per place it occurs in."""
     left, count = [(values, 0)], 0
     while left:
         value, depth = left.pop()

@@ -1,4 +1,4 @@
-"""Values that a configuration takes from elsewhere: what `${oc.env:NAME}` and other resolvers read is secret."""
+"""Resolution of references in a configuration: what `${oc.env:NAME}` and other resolvers read becomes a secret."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from platform.boundary.redaction import learn
 from platform.config.bounds import CHOICES
 
-# Resolvers of OmegaConf and Hydra that read nothing but the configuration, the clock and the interpreter.
+# Resolvers of OmegaConf and Hydra that read only the configuration, the clock or the interpreter: no secrets.
 _HARMLESS = {
     *("oc.create", "oc.decode", "oc.deprecated", "oc.dict.keys", "oc.dict.values", "oc.select", "now", "hydra"),
     "python_version",
@@ -21,7 +21,7 @@ _read: dict[str, str] = {}  # value -> the reference that read it
 
 
 def watch_environment() -> None:
-    """Has `${oc.env:NAME}` remember what it reads."""
+    """Replace the resolver of `${oc.env:NAME}` with one that remembers the values it reads."""
     from omegaconf import OmegaConf
     from omegaconf.resolvers import oc
 
@@ -34,8 +34,10 @@ def watch_environment() -> None:
 
 
 def resolve(composed: Any) -> dict[str, Any]:
-    """The values of what Hydra composed, as plain data. What resolvers read for its texts is secret from here on;
-    words of ours (`precision=${oc.env:P}`) and numbers are not. Raises what OmegaConf raises."""
+    """Resolve what Hydra composed into plain data, and learn what its resolvers read for texts as secrets.
+
+    Choices of ours (`precision=${oc.env:P}`) and numbers are no secrets. Raises what OmegaConf raises.
+    """
     from omegaconf import OmegaConf
 
     _read.clear()
@@ -49,12 +51,12 @@ def resolve(composed: Any) -> dict[str, Any]:
             if text in CHOICES.get(key, ()):
                 continue
             found = {secret: shown for secret, shown in _read.items() if secret and secret in text}
-            learn(found or ({text: raw} if _reads(raw) else {}))  # whole where it was decoded, say
+            learn(found or ({text: raw} if _reads(raw) else {}))  # the whole text if, say, a resolver decoded it
     return {str(key): value for key, value in values.items()}
 
 
 def _reads(raw: str) -> bool:
-    """Whether a reference reads something outside of the configuration, a default not counted."""
+    """Return True if a reference reads something outside the configuration; falling back to its default does not."""
     names = {*_RESOLVER.findall(raw)} - _HARMLESS
     variables = re.findall(r"\$\{\s*oc\.env\s*:\s*(\w+)", raw)
     return bool(names - {"oc.env"}) or any(name in os.environ for name in variables)
@@ -65,7 +67,7 @@ def _is_word(text: str) -> bool:
 
 
 def _pairs(raw: Any, value: Any, key: str) -> Iterator[tuple[str, str, Any]]:
-    """(key, as written, resolved) of every value that refers to something."""
+    """Yield (key, value as written, resolved value) for every value that contains a reference."""
     if isinstance(raw, dict) and isinstance(value, dict):
         for name, part in raw.items():
             yield from _pairs(part, value.get(name), f"{key}.{name}" if key else str(name))

@@ -1,3 +1,3 @@
-"""What a user may choose: every key with its type and default, its bounds, and how keys go together.
-Nothing here composes files, plans or starts anything: a configuration that is wrong is refused by what lives here.
+"""Configuration schema: every key with its type, default and bounds, and the rules that relate keys.
+The modules here refuse a wrong configuration; they compose no files, make no plan and start nothing.
 """

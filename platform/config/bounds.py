@@ -1,6 +1,6 @@
-"""What the value of one key may be, whatever the others are: choices, bounds, characters, and what is not built yet.
+"""Legal values of each key by itself: choices, numeric bounds, text patterns, and capabilities that are not built yet.
 
-A capability joins by a longer tuple in CHOICES and a shorter NOT_BUILT.
+To add a capability, add its name to the tuple in CHOICES and remove it from NOT_BUILT.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from unicodedata import category
 from platform.config.fields import Config, closest, violation
 from platform.plan.language.scheme import GATHERED, SLICE_VIA
 
-WORKERS = 10**6  # in a mesh, and along each of its axes
-SECONDS = 10**8  # three years: clocks and timers take no more
-LONGEST = 10_000  # characters of one text
+WORKERS = 10**6  # most workers in a mesh, and along each of its axes
+SECONDS = 10**8  # longest duration (three years): clocks and timers take no more
+LONGEST = 10_000  # most characters in one text
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "precision": ("fp64", "fp32", "bf16"),
@@ -46,11 +46,11 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 
 
 def allow(key: str, value: Any) -> None:
-    """Adds a choice: how a module named in `extend` makes its own models, optimizers and the like legal."""
+    """Add a legal value for a key, when a module named in `extend` registers a model, an optimizer or the like."""
     CHOICES[key] = tuple(dict.fromkeys((*CHOICES[key], value)))
 
 
-NOT_BUILT: dict[tuple[str, Any], str] = {  # (key, value): what is missing
+NOT_BUILT: dict[tuple[str, Any], str] = {  # (key, value) -> the missing capability, as the user reads it
     ("precision", "fp16"): "float16 with a loss scale",
     ("model.fused_dropout", True): "attention masks drawn inside a fused kernel",
 }
@@ -113,8 +113,8 @@ BOUNDS: dict[str, str] = {
     "monitor.sample": ">= 0",
 }
 
-MOST: dict[str, float] = {  # where BOUNDS have no upper end: beyond these, memory, clocks or patience run out
-    "": 10**12,  # of every other number
+MOST: dict[str, float] = {  # upper bounds for keys whose BOUNDS have none: beyond them memory, clocks or time run out
+    "": 10**12,  # every other number
     "seed": 2**63 - 1,
     "recompute_every": 10_000,
     "train.global_batch": 10**8,
@@ -154,14 +154,14 @@ MOST: dict[str, float] = {  # where BOUNDS have no upper end: beyond these, memo
     "monitor.sample": 10**6,
 }
 
-PATTERNS: dict[str, tuple[str, str]] = {  # key -> what its whole text matches, in words
+PATTERNS: dict[str, tuple[str, str]] = {  # key -> (regular expression for its whole text, constraint in words)
     "monitor.project": (r"[^\\/#?%:]{1,128}", "W&B takes 1 to 128 characters, none of them \\ / # ? % :"),
     "extend": (r"[^\W\d]\w*(\.[^\W\d]\w*)*", "must be the name of a module, such as my_package.my_module"),
 }
 
 
 def leaves(config: Config) -> dict[str, Any]:
-    """Every key that can be given, with its value: {"seed": 0, "train.steps": 100, "tensor.axes": {}, ...}."""
+    """Return every key with its value, flattened: {"seed": 0, "train.steps": 100, "tensor.axes": {}, ...}."""
     out: dict[str, Any] = {}
     for group, value in vars(config).items():
         out |= {f"{group}.{k}": v for k, v in vars(value).items()} if is_dataclass(value) else {group: value}
@@ -169,19 +169,19 @@ def leaves(config: Config) -> dict[str, Any]:
 
 
 def not_built(key: str, value: Any) -> str | None:
-    """What is missing, where the value is a capability that is planned but not there yet."""
+    """Return a message naming the missing capability if `value` is planned but not built yet, else None."""
     group = key.removesuffix(".kind").removesuffix(".scheme")
     what = NOT_BUILT.get((group, value))
     return what and f"not built yet ({what})"
 
 
 def wrong_values(config: Config) -> dict[str, list[str]]:
-    """Return one line per mistake that a value is by itself, by key."""
+    """Return the keys whose values are illegal by themselves, each with one line per mistake."""
     return {key: lines for key, value in leaves(config).items() if (lines := list(_single(key, value)))}
 
 
 def impossible_values(config: Config) -> list[str]:
-    """Return the lines of `wrong_values` in the order of the keys."""
+    """Return the lines of `wrong_values` as one list, in the order of the keys."""
     return [line for lines in wrong_values(config).values() for line in lines]
 
 
@@ -198,7 +198,7 @@ def _single(key: str, value: Any) -> Iterator[str]:
 
 
 def _parts(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every number and text in a value, however deep, with its place; the names in a mapping are texts too."""
+    """Yield (place, part) for every scalar nested in a value; names in a mapping count as texts, with the place ""."""
     if isinstance(value, Mapping):
         for key, part in value.items():
             yield from ((("", key),) if isinstance(key, str) else ())
@@ -234,4 +234,4 @@ def _text(where: str, key: str, text: str) -> Iterator[str]:
 
 def _holds(number: float, comparison: str, limit: str) -> bool:
     compare: Callable[[float, float], bool] = {">=": ge, ">": gt, "<=": le, "<": lt}[comparison]
-    return compare(number, inf if limit == "inf" else float(limit))  # nothing holds for NaN
+    return compare(number, inf if limit == "inf" else float(limit))  # every comparison with NaN is False

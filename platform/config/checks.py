@@ -1,4 +1,4 @@
-"""What a configuration may be: each value by itself (`platform.config.bounds`), and how values go together."""
+"""Validation of a whole configuration: each value by itself (`platform.config.bounds`), then rules that relate keys."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from platform.plan.schedule.generators import ONE_CHUNK
 
 
 def violations(config: Config) -> list[str]:
-    """Everything that is impossible in a configuration by itself, one line each; [] if nothing is.
+    """Return one line per mistake in a configuration; [] if there is none.
 
-    Pure: looks at no file, device or cluster.
+    Reads no file, device or cluster. A rule is skipped where one of the keys it relates is already wrong by itself.
     """
     found = wrong_values(config)
     related = (rule(config) for keys, rule in RELATIONS if not found.keys() & keys)
@@ -65,7 +65,7 @@ def _replicas(config: Config) -> Iterator[str]:
 
 
 def too_many_workers(config: Config) -> Iterator[str]:
-    """One axis too long is refused by its own bound; these are too many together."""
+    """Yield a line if the product of all mesh axes exceeds WORKERS; bounds.py refuses an axis too long by itself."""
     sizes = {
         "parallel.data": max(1, config.parallel.data),
         "pipeline.stages": config.pipeline.stages,
@@ -123,7 +123,7 @@ def _elastic(config: Config) -> Iterator[str]:
 
 
 FAULT_KINDS = ("kill", "stop", "raise", "lock", "gil", "nan", "flip")
-FAULT_SECTIONS = (  # of a step, as its clock books them; or an action of a pipeline's table, such as 0F0
+FAULT_SECTIONS = (  # sections of a step, as its clock records them; an action of a pipeline table (0F0) is legal too
     "step", "data", "forward", "backward", "exposed_comm", "bubble", "reduce", "optimizer", "checkpoint",
 )  # fmt: skip
 FAULT = re.compile(
@@ -133,7 +133,7 @@ _ACTION = re.compile(r"\d+[FBIW]\d+", re.ASCII)
 
 
 def _faults(config: Config) -> Iterator[str]:
-    """Faults that strike nobody: a word that is none, or a step or section that no run has."""
+    """Yield a line per fault that would never be injected: malformed, or at a step or section that the run lacks."""
     steps = config.train.steps
     for fault in config.elastic.faults:
         if not (found := FAULT.fullmatch(fault)):
@@ -151,7 +151,7 @@ def _faults(config: Config) -> Iterator[str]:
 
 
 def absent_ranks(config: Config, workers: int) -> Iterator[str]:
-    """Yield a line per fault of a rank that a run which starts with so many workers never has."""
+    """Yield a line per fault at a rank that never exists in a run that starts with `workers` workers."""
     most = max(workers, config.elastic.max_workers)
     for fault in config.elastic.faults:
         if (found := FAULT.fullmatch(fault)) and int(found["rank"]) >= most:
@@ -253,7 +253,7 @@ def _slice_via(config: Config) -> Iterator[str]:
 
 
 def slices(branch: Branch) -> bool:
-    """Whether a kind of branch slices heads by all-to-all around the attention: the batch is split before it."""
+    """Return True if this branch kind slices heads by all-to-all around attention, with the batch split before it."""
     return "core" in branch.append and "batch" in branch.append.get("attention", ())
 
 
@@ -272,7 +272,8 @@ def _gpu(config: Config) -> Iterator[str]:
         yield violation("cluster.gpu", config.cluster.gpu, "unknown", closest(config.cluster.gpu, names)[:3])
 
 
-RELATIONS: tuple[tuple[set[str], Callable[[Config], Iterator[str]]], ...] = (  # judged where each key may be right
+# (keys, rule): the rule runs only if none of these keys is wrong by itself.
+RELATIONS: tuple[tuple[set[str], Callable[[Config], Iterator[str]]], ...] = (
     ({"model.d_model", "model.heads", "model.kv_heads", "model.d_kv"}, _attention),
     (set(), _replicas),
     ({"parallel.data", "pipeline.stages", "tensor.axes", "branch.axes"}, too_many_workers),

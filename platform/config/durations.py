@@ -1,4 +1,4 @@
-"""Durations as users type them: `checkpoint.every=30m`, `run.time_limit=1:30:00`."""
+"""Parsers for durations that users type: `checkpoint.every=30m`, `run.time_limit=1:30:00`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _DURATION = re.compile(r" *".join(rf"(?:([0-9]+(?:\.[0-9]+)?){unit})?" for unit 
 
 
 def rhythm_of(every: int | str) -> tuple[int, float]:
-    """`checkpoint.every` as (steps, seconds), of which one is 0. Raises ValueError for what is neither."""
+    """Return `checkpoint.every` as (steps, seconds), at least one of them 0. Raises ValueError if it is neither."""
     if isinstance(every, int) or re.fullmatch(r"[0-9]+", every):
         if (steps := int(every)) < 0:
             raise ValueError(every)
@@ -25,14 +25,14 @@ def rhythm_of(every: int | str) -> tuple[int, float]:
 
 
 def nearest_rhythms(every: str) -> list[str]:
-    """What may have been meant."""
+    """Return legal values near a malformed `checkpoint.every`: its first number as steps, and as minutes."""
     found = re.search(r"[0-9]{1,9}", every)
     number = int(found[0]) if found else 30
     return [str(number), f"{number or 1}m"]
 
 
 def seconds_of(duration: str) -> float:
-    """90, 1:30 or 0:01:30 as seconds; "" is 0. Raises ValueError for what is none of these."""
+    """Return 90, 1:30 or 0:01:30 as seconds; "" is 0. Raises ValueError for any other form."""
     parts = duration.split(":") if duration else ["0"]
     numbers = [float(part) for part in parts]
     seconds = sum(n * 60**i for i, n in enumerate(reversed(numbers)))

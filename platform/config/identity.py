@@ -1,4 +1,4 @@
-"""What makes a run this run, and what of it may change when the run goes on."""
+"""Identity of a run: the keys that must stay the same when it resumes, and those that `resume.allow` may free."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from platform.boundary.redaction import redact
 from platform.config.fields import Config, closest, violation
 
-# Keys of the identity that `resume.allow` can free: what leaves every saved tensor, every sample and their order as
-# they are. The corpus itself is compared by its hash, always.
+# Keys of the identity that `resume.allow` can free: changing them leaves the saved tensors, the samples and their order
+# as they are. The corpus itself is always compared by its hash.
 MAY_CHANGE = {
     "optimizer": ("lr", "betas", "eps", "weight_decay", "clip", "schedule", "warmup_steps", "min_lr"),
     "model": ("dropout", "fused_dropout", "label_smoothing"),
@@ -17,7 +17,7 @@ MAY_CHANGE = {
 }
 FREE = [f"{group}.{name}" for group, names in MAY_CHANGE.items() for name in names]
 _ORDER = "samples or their order would be others: some would come twice, some never"
-_BECAUSE = (  # why the others are fixed; the first that the key begins with
+_BECAUSE = (  # (prefix of a key, why it is fixed); the first prefix that matches counts
     ("optimizer.kind", "the saved moments are another optimizer's"),
     ("model.length", _ORDER),
     ("model.source_length", _ORDER),
@@ -27,7 +27,10 @@ _BECAUSE = (  # why the others are fixed; the first that the key begins with
 
 
 def identity(config: Config) -> dict[str, Any]:
-    """Everything that a directory or checkpoint of another run has otherwise (design.md, section 7); no secrets."""
+    """Return the values that identify a run (design.md, section 7), without secrets.
+
+    A run directory or checkpoint in which any of them differs belongs to another run.
+    """
     values = config.to_dict()
     data = {k: v for k, v in values["data"].items() if k != "cache"}
     own = {
@@ -41,8 +44,10 @@ def identity(config: Config) -> dict[str, Any]:
 
 
 def completed(there: Mapping[str, Any]) -> dict[str, Any]:
-    """Fills what an earlier version stored of an identity: keys that it did not have with their defaults, and without
-    the secrets that it kept. A group that is not there at all stays away."""
+    """Return the identity that an earlier version stored, with keys that it lacks set to their defaults, and redacted.
+
+    A group that is missing altogether stays missing.
+    """
     known = identity(Config())
     return {
         key: {**known[key], **value} if isinstance(value, dict) and isinstance(known.get(key), dict) else value
@@ -51,7 +56,7 @@ def completed(there: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differences(there: Any, here: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
-    """What differs between two nested maps of plain values: key -> (there, here); None where there is no such key."""
+    """Return the differences of two nested maps of plain values: key -> (there, here), None for a missing key."""
     if there == here or not isinstance(there, dict | None) or not isinstance(here, dict | None):
         return {} if there == here else {prefix: (there, here)}
     there, here = there or {}, here or {}
@@ -62,8 +67,11 @@ def differences(there: Any, here: Any, prefix: str = "") -> dict[str, tuple[Any,
 
 
 def refusal(there: Mapping[str, Any], config: Config, key: str, value: Any, what: str) -> list[str]:
-    """What of the identity `there` is not that of `config`, nor freed by `resume.allow`, as a violation of `key`: a
-    first line, which names the cure where there is one, and one line per difference. [] if nothing is."""
+    """Return why a run with the stored identity `there` cannot resume under `config`; [] if it can.
+
+    Compares all identity keys that `resume.allow` does not free. The first line is a violation of `key` whose
+    constraint is `what`, and names a sufficient `resume.allow` if there is one; then comes one line per difference.
+    """
     allow = config.resume.allow
     found = {k: v for k, v in differences(completed(there), identity(config)).items() if not _freed(k, allow)}
     if not found:
@@ -76,7 +84,7 @@ def refusal(there: Mapping[str, Any], config: Config, key: str, value: Any, what
 
 
 def wrong_allowances(config: Config) -> Iterator[str]:
-    """One line for everything in `resume.allow` that it cannot free."""
+    """Yield a line for each entry of `resume.allow` that is no key or group that may be freed."""
     known = differences({}, identity(config))
     for key in config.resume.allow:
         if key in FREE or key in MAY_CHANGE:

@@ -1,4 +1,4 @@
-"""`tensor.layout`: a user's own map from dims to axes, read and judged."""
+"""Parser for `tensor.layout`, a user's own map from tensor dims to mesh axes, and the axes that a scheme declares."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from platform.config.tables import read_yaml
 from platform.plan.language.layout import DIMS
 from platform.plan.language.scheme import REGIONS
 
-KNOWN_DIMS = list(DIMS)  # of tensors, as tensor.layout names them
+KNOWN_DIMS = list(DIMS)  # tensor dims that tensor.layout may name
 
 
 def allow_dims(names: Iterable[str]) -> None:
-    """Adds the dims of a model of the user's own."""
+    """Add the dims of a model that a user registers."""
     KNOWN_DIMS.extend(name for name in names if name not in KNOWN_DIMS)
 
 
 def axes_of(tensor: Tensor) -> list[str]:
-    """The axes that the chosen scheme declares, outer to inner: its order, else what its table mentions."""
+    """Return the axes that the chosen scheme declares, outer to inner: `tensor.order`, else those in its tables."""
     return tensor.order or _mentioned(tensor)
 
 
@@ -30,12 +30,13 @@ def _mentioned(tensor: Tensor) -> list[str]:
 
 
 def parse_layout(layout: str | Mapping[str, Any], axes: Iterable[str]) -> tuple[Rules, Rules]:
-    """(regions, parameters) of the user's own layout over `axes`.
+    """Return the rules (regions, parameters) of a user's own layout over the mesh axes `axes`.
 
-    `layout` is one line, "batch:rows;heads:cols" (dims apart by `;`, `,`, `|` or spaces, two axes on one dim as
-    "heads:a+b"), or a map {dim: axis or list of axes}. Either holds for every region and every parameter; or it is a
-    map {region: such a map}, in which `parameters` counts as a region. Raises ConfigError: one line for each unknown
-    dim, region or axis.
+    `layout` has one of three forms; the first two apply to every region and every parameter:
+        "batch:rows;heads:cols"        dims separated by `;`, `,`, `|` or spaces; two axes on one dim: "heads:a+b"
+        {dim: axis or list of axes}    the same as a map, or as YAML text that begins with `{`
+        {region: such a map}           one map per region, where `parameters` counts as a region
+    Raises ConfigError with one line for each unknown dim, region or axis, and each axis that splits a dim twice.
     """
     table = _read_layout(layout)
     if not isinstance(table, Mapping):
@@ -59,7 +60,7 @@ def parse_layout(layout: str | Mapping[str, Any], axes: Iterable[str]) -> tuple[
                 legal = closest(name, known) or ["tensor.axes.NAME=k makes one"]
                 lines.append(violation("tensor.layout", f"{dim}:{name}", "no such axis in tensor.axes", legal))
     if lines:
-        raise ConfigError(list(dict.fromkeys(lines)))  # one map for every region would repeat its mistakes
+        raise ConfigError(list(dict.fromkeys(lines)))  # a map shared by all regions repeats its mistakes
     return rules, {"all": rules.pop("parameters", {})}
 
 

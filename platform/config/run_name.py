@@ -1,4 +1,4 @@
-"""Where a run lives that was given no directory: the same command is the same run."""
+"""Default run directory, derived from the configuration, so that the same command resumes the same run."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from platform.boundary.redaction import redact
 from platform.config.fields import Config, digest
 from platform.config.identity import differences
 
-_MOST = 100  # directories of one experiment that are looked into
+_MOST = 100  # directories of one experiment to search
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def default_directory(config: Config, experiment: str) -> str:
-    """`runs/EXPERIMENT-HASH`, the hash over the configuration without secrets; where it is not there, the directory
-    in which an earlier version, whose hash was another, began this run."""
+    """Return `runs/EXPERIMENT-HASH`, the hash being over the configuration without secrets.
+
+    If that does not exist, returns the directory in which an earlier version, which hashed other keys, began this run.
+    """
     values = _of_the_run(config)
     found = Path("runs") / f"{experiment}-{digest(values)}"
     if not found.is_dir():
@@ -29,16 +31,16 @@ def default_directory(config: Config, experiment: str) -> str:
 
 def _of_the_run(config: Config) -> dict[str, Any]:
     values: dict[str, Any] = redact(config.to_dict())
-    for key in ("run", "resume"):  # continued, it is the same run
+    for key in ("run", "resume"):  # a resumed run is the same run
         del values[key]
     del values["train"]["stop_at"], values["checkpoint"]["resume"], values["checkpoint"]["on_stop"]
-    if not isinstance(config.checkpoint.every, int):  # by the clock: it says nothing of the steps
+    if not isinstance(config.checkpoint.every, int):  # a duration does not affect the steps
         values["checkpoint"]["every"] = 0
     return values
 
 
 def _began_as(path: Path, values: Mapping[str, Any]) -> bool:
-    """Whether the run there has these values, all that its version did not know at their defaults."""
+    """Return True if the run in `path` has these values, keys unknown to its version being at their defaults."""
     try:
         there = _of_the_run(Config.from_dict(yaml.load((path / "config.yaml").read_bytes(), _LOADER)))  # noqa: S506
     except (OSError, yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError):

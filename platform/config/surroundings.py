@@ -1,4 +1,4 @@
-"""What a configuration needs of this machine: directories, storages, environment variables. Nothing is written."""
+"""Checks of what a configuration needs on this machine: directories, storages, environment variables; read-only."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from platform.boundary.redaction import bare
 from platform.config.fields import RESUME, Config, violation
 
-# The protocols of fsspec under which a file appears when it is committed, not before: what a checkpoint needs.
+# fsspec protocols under which a file appears only when it is committed, as checkpoints need.
 WRITABLE = tuple("file local memory s3 s3a gs gcs abfs abfss az adl sftp ssh oci oss obs cos tos hf dbfs".split())
-ENVIRONMENT: Mapping[str, tuple[str, str, tuple[str, ...]]] = {  # variable -> what it matches, in words, examples
+ENVIRONMENT: Mapping[str, tuple[str, str, tuple[str, ...]]] = {  # variable -> (pattern, constraint, examples)
     "RAY_ADDRESS": (
         r"auto|local|(ray://)?([\w.-]+|\[[0-9a-fA-F:.]+\]):\d{1,5}",
         "must be HOST:PORT, or auto",
@@ -63,8 +63,10 @@ def _variables(config: Config, environment: Mapping[str, str]) -> Iterator[str]:
 
 
 def wrong_protocol(url: str, writing: bool = True) -> str:
-    """Return why checkpoints cannot lie at a path or URL, by its protocol alone; "" where they may. Of one that is only
-    resumed from (not `writing`), why it cannot be read."""
+    """Return why checkpoints cannot be saved at a path or URL, judging by its protocol alone; "" if they can.
+
+    With `writing` False, returns why a checkpoint there cannot be read, to resume from it.
+    """
     protocol, separator, rest = url.partition("://")
     if not separator:
         return ""
@@ -79,13 +81,13 @@ def wrong_protocol(url: str, writing: bool = True) -> str:
 
     if protocol in known_implementations:
         return f"cannot be used: nothing can be saved through {protocol}" if writing else ""
-    if protocol not in fsspec.registry:  # of classes: one that a module in `extend` has registered
+    if protocol not in fsspec.registry:  # a module in `extend` may have registered one
         return f"cannot be used: no storage is known by {protocol}"
     return ""
 
 
 def _unusable(path: str) -> str:
-    """Return why a directory cannot be, or cannot be made, at a path; "" where it can."""
+    """Return why `path` is no writable directory and cannot become one; "" if it is or can."""
     path = os.path.abspath(path)
     if path.strip("/") == "":
         return "is the root of the file system"
@@ -102,7 +104,7 @@ def _unusable(path: str) -> str:
 
 
 def _is_there(path: str) -> bool:
-    """Whether anything is at a path. Raises OSError for a path that cannot be, such as a name of 300 characters."""
+    """Return True if anything exists at `path`. Raises OSError for an impossible one, such as a 300-character name."""
     try:
         os.lstat(path)
     except FileNotFoundError:
@@ -111,7 +113,7 @@ def _is_there(path: str) -> bool:
 
 
 def expanded(key: str, path: str) -> tuple[str, list[str]]:
-    """Return the absolute path (a URL and "" stay as they are), and a line where ~USER is nobody."""
+    """Return the absolute path (a URL and "" stay as they are), and one line if ~USER names no user."""
     if not path or "://" in path:
         return path, []
     there = os.path.expanduser(path)

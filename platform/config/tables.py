@@ -1,4 +1,4 @@
-"""The tables of schemes, conf/tensor and conf/branch and the user's own, judged as strictly as what is typed."""
+"""Validation of scheme tables (conf/tensor, conf/branch and the user's own files), as strict as for typed arguments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from platform.config.fields import Branch, Config, Tensor, closest, violation
 from platform.plan.language.scheme import REGIONS, ROLES
 
 _OF_BRANCHES = (*REGIONS, "parameters")
-_PARTS = {  # key -> (what it maps, the legal ones)
+_PARTS = {  # key -> (what its entries are called, their legal names)
     "tensor.regions": ("region", REGIONS),
     "tensor.parameters": ("role", ("all", *ROLES)),
     "branch.append": ("region", _OF_BRANCHES),
@@ -20,7 +20,7 @@ _PARTS = {  # key -> (what it maps, the legal ones)
 
 
 def wrong_tables(config: Config, dims: Sequence[str]) -> Iterator[str]:
-    """One line for each region, role, dim or axis that there is not, or that is named twice. `dims`: the known ones."""
+    """Yield a line for each region, role, dim or axis that is unknown or named twice; `dims` are the known dims."""
     tensor, branch = config.tensor, config.branch
     yield from _nameless(tensor, branch)
     yield from _repeated("tensor.order", tensor.order)
@@ -62,7 +62,7 @@ def _repeated(key: str, names: Sequence[str]) -> Iterator[str]:
 
 
 class _Strict(yaml.SafeLoader):
-    """YAML in which no key comes twice."""
+    """YAML loader that refuses a key given twice in one mapping."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value]
@@ -72,5 +72,5 @@ class _Strict(yaml.SafeLoader):
 
 
 def read_yaml(text: str) -> Any:
-    """Plain data. Raises YAMLError, also where a key comes twice."""
+    """Return YAML text as plain data. Raises YAMLError, also if a key is given twice."""
     return yaml.load(text, _Strict)  # noqa: S506

@@ -1,4 +1,5 @@
-"""Text -> tokens -> one global, world-size-independent order of samples. Imports neither torch nor Ray."""
+"""Data pipeline: text -> tokens -> one global order of samples, independent of world size. Imports neither torch nor
+Ray."""
 
 from platform.data.corpus import Corpus, check, of, prepare
 from platform.data.permutation import order

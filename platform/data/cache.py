@@ -1,4 +1,4 @@
-"""A folder that is built once, whoever asks, and trusted only while it holds what was written into it."""
+"""A cache of folders, each built by the first process that asks and trusted only while it holds what was written."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def root(cache: str) -> Path:
-    """The folder of all entries: `data.cache`, else elastic-platform in the user's cache folder."""
+    """Return the folder of all entries: `data.cache`, else elastic-platform in the user's cache folder."""
     if cache:
         return Path(cache).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "elastic-platform"
@@ -34,12 +34,12 @@ def fetch(
     build: Callable[[Path], dict[str, Any]],
     check: Callable[[Path, dict[str, Any]], None] = lambda folder, description: None,
 ) -> dict[str, Any]:
-    """Return the description of the folder `entry`, which is built first where it is missing, torn or corrupt.
+    """Return the description of the folder `entry`, which is built first if it is missing, torn or corrupt.
 
     `build(folder)` fills an empty private folder and returns the description (plain JSON), to which
-    `files: {name: {bytes, sha256}}` is added. `check(folder, description)` raises Malformed for what it cannot have
-    made. Of several processes that build at once, the first to finish wins. Raises ConfigError where the cache cannot
-    be written.
+    `files: {name: {bytes, sha256}}` is added. `check(folder, description)` raises Malformed for an entry that
+    `build` cannot have made. Of several processes that build at once, the first to finish wins. Raises ConfigError if
+    the cache cannot be written.
     """
     if (description := _verified(entry)) and _fits(check, entry, description):
         return description
@@ -80,7 +80,7 @@ def _seal(folder: Path, description: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class _File:
-    """What a file of an entry was when it was made."""
+    """Size and hash of a file of an entry, from when it was made."""
 
     bytes: Annotated[int, Span(0, 1 << 50)]
     sha256: Annotated[str, Text("[0-9a-f]{64}", "a SHA-256")]
@@ -88,7 +88,7 @@ class _File:
 
 @dataclass(frozen=True)
 class _Meta:
-    """What the description of an entry holds: `content.files` above all."""
+    """File meta.json of an entry: its description, of which `files` is checked, and the description's hash."""
 
     content: Annotated[dict[str, Any], Known((("files", dict[_Name, _File]),), ("files",))]
     sha256: str

@@ -1,4 +1,4 @@
-"""The corpus: documents -> tokens -> samples of one length in one global order; its only state is a sample's index."""
+"""The corpus: documents -> tokens -> samples of one length in one global order. Its only state is a sample's index."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ from platform.data.objectives import OBJECTIVES, Objective
 from platform.data.permutation import mix, order
 
 _FORMAT = 1  # of a cache entry: raise it when the same documents would give other tokens or other files
-_CHUNK = 1 << 22  # tokens that are looked at together
+_CHUNK = 1 << 22  # tokens that are checked at once
 _DTYPE = Annotated[str, OneOf(("<u2", "<u4"), "type")]
 _SPLIT = Annotated[str, OneOf(("train", "validation"), "split")]
 _PLACE = Annotated[int, Span(0, 1 << 50)]
@@ -31,17 +31,17 @@ logger = logging.getLogger(__name__)
 
 
 class Tokens(Protocol):
-    """A stream of tokens: the ids at an array of positions (or pairs of texts, for the objective of that name)."""
+    """Stream of tokens: the ids at an array of positions (or, for the objective `pairs`, a `pairs.Stream`)."""
 
     def __len__(self) -> int: ...
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A tokenised corpus, cut into samples.
+    """Tokenised corpus, cut into samples.
 
-    A split is one stream of tokens, where END_OF_TEXT stands in front of each document; a sample may cross documents.
-    The objective makes samples of it.
+    A split is one stream of tokens, with END_OF_TEXT in front of each document; a sample may span documents. The
+    objective makes samples of the stream.
     """
 
     vocab: int  # ids are in [0, vocab); at most model.vocab
@@ -54,19 +54,19 @@ class Corpus:
 
     @property
     def samples(self) -> dict[str, int]:
-        """Samples per epoch of each split."""
+        """Return the number of samples per epoch of each split."""
         return {split: max(0, self.objective.samples(stream)) for split, stream in self.streams.items()}
 
     def batch(self, split: str, start: int, end: int) -> dict[str, NDArray[np.int64]]:
-        """Samples start..end of the split's endless global order: data tensor -> int64 [end - start, length].
+        """Return samples [start, end) of the split's endless global order: data tensor -> int64 [end - start, length].
 
-        Every epoch of `train` is a permutation of its samples of its own; `validation` is never shuffled.
+        Every epoch of `train` has a permutation of its own; `validation` is never shuffled.
         """
         keys = mix(self.seed, split == "train", np.arange(start, end))
         return self.objective.batch(self.streams[split], self._order(split, start, end), keys)
 
     def predicted(self, split: str, start: int, end: int) -> int:
-        """The labels of samples start..end that are not padding: what their mean loss is over."""
+        """Count the labels of samples [start, end) that are not padding: the mean loss is over these."""
         return self.objective.predicted(self.streams[split], self._order(split, start, end))
 
     def _order(self, split: str, start: int, end: int) -> NDArray[np.int64]:
@@ -78,7 +78,7 @@ class Corpus:
 
 
 def check(data: Data, *, vocab: int = tokenizer.SMALLEST) -> list[str]:
-    """The mistakes in `data` that are found without tokenising, in well under a second: one line per violation."""
+    """Return the mistakes in `data` that show without tokenising, in well under a second: one line per violation."""
     violations = []
     if data.kind not in (kinds := [*sources.SOURCES, "pairs", "synthetic"]):
         return [f"data={data.kind}: unknown; there are {', '.join(kinds)}"]
@@ -96,7 +96,7 @@ def check(data: Data, *, vocab: int = tokenizer.SMALLEST) -> list[str]:
 
 
 def of(config: Config) -> Corpus:
-    """The corpus of a run; see `prepare`."""
+    """Open the corpus of a run; see `prepare`."""
     m = config.model
     shape = {"length": m.length, "source_length": m.source_length, "vocab": m.vocab}
     return prepare(config.data, **shape, seed=config.seed, objective=objective_of(config))
@@ -105,12 +105,12 @@ def of(config: Config) -> Corpus:
 def prepare(
     data: Data, *, length: int, vocab: int, seed: int, source_length: int = 0, objective: str = "causal"
 ) -> Corpus:
-    """Open the corpus of `data` in samples of `length` tokens, with at most `vocab` different ones.
+    """Open the corpus of `data` in samples of `length` tokens, from a vocabulary of at most `vocab`.
 
-    `source_length`: tokens per sequence of an encoder beside a decoder; 0 = length.
+    `source_length`: tokens per sequence of the encoder in an encoder-decoder; 0 = length.
 
     Text is tokenised by the first process that asks, and cached. Raises ConfigError for a user's mistakes: those that
-    `check` finds, a fault deep inside a file, a corpus without one whole sample in each split.
+    `check` finds, a fault deep inside a file, a split without one whole sample.
     """
     goal = OBJECTIVES[objective](length, source_length or length, vocab)
     if violations := check(data, vocab=vocab - goal.reserved):
@@ -123,10 +123,10 @@ def prepare(
 
 
 def held_out(sizes: Sequence[int], fraction: float) -> set[int]:
-    """The documents of the validation split: in a fixed random order, each that still fits into its fraction.
+    """Choose the documents of the validation split: in a fixed random order, each that still fits into its fraction.
 
-    Empty where whole documents cannot fill half of that fraction, as with a single document: then the end of the token
-    stream is held out instead.
+    The result is empty if whole documents cannot fill half of that fraction, as with a single document: then the end of
+    the token stream is held out instead.
     """
     room = budget = fraction * sum(sizes)
     held = set()
@@ -193,7 +193,7 @@ def _pairs(data: Data, objective: Objective, vocab: int, seed: int) -> Corpus:
 
 
 def _check(folder: Path, meta: dict[str, Any], vocab: int) -> None:
-    """Raise Malformed for an entry that `_build` and `_build_pairs` cannot have made, whatever its hashes say."""
+    """Raise Malformed for an entry that `_build` or `_build_pairs` cannot have made, even if its hashes hold."""
     known = Known((("dtype", _DTYPE), ("splits", dict[_SPLIT, tuple[_PLACE, _PLACE]])), ("dtype", "splits"))
     schema.read(Annotated[dict[str, Any], known], meta)
     schema.read(Annotated[dict[str, Any], Known((), ("tokens.bin", "tokenizer.json"))], meta["files"])
@@ -201,7 +201,7 @@ def _check(folder: Path, meta: dict[str, Any], vocab: int) -> None:
     try:
         entries: int = tokenizer.load(folder / "tokenizer.json").get_vocab_size()
         tokens = np.memmap(folder / "tokens.bin", dtype, mode="r")
-    except Exception as error:  # the library's own, for a file that it does not understand
+    except Exception as error:  # the library raises its own for a file that it cannot parse
         raise Malformed(str(error)) from None
     train, held = (meta["splits"].get(split, (-1, -1)) for split in ("train", "validation"))
     if (folder / "ends.bin").exists():
@@ -215,7 +215,7 @@ def _check(folder: Path, meta: dict[str, Any], vocab: int) -> None:
 
 
 def _pairs_fit(ends: NDArray[np.int64], train: Sequence[int], held: Sequence[int], tokens: int) -> bool:
-    """Return whether the ends of the pairs of both splits, each (tokens, pairs), rise to the split's tokens."""
+    """Return True if the ends of each split's pairs rise to its number of tokens; a split is (tokens, pairs)."""
     if min(*train, *held) < 0 or train[0] + held[0] != tokens or 2 * (train[1] + held[1]) != len(ends):
         return False
     parts = (ends[: 2 * train[1]], train[0]), (ends[2 * train[1] :], held[0])
@@ -276,7 +276,7 @@ def _build(folder: Path, files: list[Path], data: Data, vocab: int) -> dict[str,
 
 
 def _too_small(corpus: Corpus, data: Data, length: int) -> list[str]:
-    """One line per split that does not hold one sample."""
+    """Return a line for each split that does not hold one sample, with the nearest legal settings."""
     tokens = {split: len(stream) for split, stream in corpus.streams.items()}
     needed, total = corpus.objective.needs, sum(tokens.values())
     violations = []

@@ -1,7 +1,7 @@
-"""What a model is asked to predict: from a stream of tokens to samples of named data tensors.
+"""Training objectives, which turn a stream of tokens into samples of named data tensors and decide what is predicted.
 
-An objective gives sample `index` of a stream as int64 rows of fixed lengths, where -1 is padding: nothing to read among
-`tokens` and `source`, nothing to predict among `labels`. What is random in it is a function of the sample's key alone.
+An objective returns sample `index` of a stream as int64 rows of fixed lengths, where -1 is padding: nothing to read in
+`tokens` and `source`, nothing to predict in `labels`. Its randomness is a function of the sample's key alone.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from platform.data.permutation import mix
 from platform.data.tokenizer import END_OF_TEXT
 
 PADDING = -1
-NOISE = 0.15  # of the tokens are predicted (BERT; T5)
+NOISE = 0.15  # fraction of the tokens that are predicted (BERT; T5)
 SPAN = 3  # tokens per corrupted span, on average (T5)
 
 Ints = NDArray[np.int64]
@@ -28,7 +28,7 @@ class Objective(Protocol):
     def needs(self) -> int: ...  # tokens of a stream for one sample
 
     @property
-    def reserved(self) -> int: ...  # ids at the top of the vocabulary that no text may have
+    def reserved(self) -> int: ...  # ids at the top of the vocabulary that text does not use
 
     def samples(self, stream: Any) -> int: ...
 
@@ -39,8 +39,8 @@ class Objective(Protocol):
 
 @dataclass(frozen=True)
 class Causal:
-    """Every token from those before it. Sample i is the length + 1 tokens from i * length on, so that every token but
-    the first is predicted once."""
+    """Causal objective: predicts every token from those before it. Sample i is the length + 1 tokens from i * length
+    on, so that every token but the first is predicted once."""
 
     length: int
     reserved = 0
@@ -62,8 +62,8 @@ class Causal:
 
 @dataclass(frozen=True)
 class Masked:
-    """Some tokens from all others (BERT, 3.1): of those, 80 % are replaced by the mask, the vocabulary's last id, 10 %
-    by a random token, and 10 % stay."""
+    """Masked objective (BERT, 3.1): predicts some tokens from all others. Of the predicted ones, 80 % are replaced by
+    the mask, the vocabulary's last id, 10 % by a random token, and 10 % stay."""
 
     length: int
     vocab: int
@@ -95,10 +95,11 @@ class Masked:
 
 @dataclass(frozen=True)
 class SpanDenoising:
-    """The missing spans of a text (T5, 3.1.4): the encoder reads it with a sentinel in place of each, the decoder
-    writes each behind its sentinel, and END_OF_TEXT. Sentinels are the vocabulary's last ids, downwards.
+    """Span denoising (T5, 3.1.4): predicts the missing spans of a text. The encoder reads the text with a sentinel in
+    place of each span, the decoder writes each span behind its sentinel, and END_OF_TEXT at the end. Sentinels are the
+    vocabulary's last ids, downwards.
 
-    A sample takes as many tokens as fit into both lengths; `noise` of them are missing, in `spans` spans.
+    A sample takes as many tokens as fit into both lengths; `_noise` gives how many are missing, and in how many spans.
     """
 
     source_length: int
@@ -127,7 +128,7 @@ class SpanDenoising:
         n = self.needs
         noise, spans = _noise(n)
         rows = _windows(stream, index * n, n)
-        # kept and missing stretches in turn, the kept one first
+        # lengths of kept and missing stretches in turn, a kept one first
         stretches = np.stack([_parts(keys, 0, n - noise, spans), _parts(keys, 1, noise, spans)], -1)
         starts = np.cumsum(stretches.reshape(len(rows), -1), 1)[:, :-1]
         first = np.zeros_like(rows)
@@ -146,8 +147,8 @@ class SpanDenoising:
 
 @dataclass(frozen=True)
 class Pairs:
-    """The target of every pair of texts from its source; both end with END_OF_TEXT and are cut at their length. The
-    stream is a `platform.data.pairs.Stream`."""
+    """Sequence-to-sequence objective: predicts the target of every pair of texts from its source; both end with
+    END_OF_TEXT and are cut at their length. The stream is a `platform.data.pairs.Stream`."""
 
     source_length: int
     length: int
@@ -173,13 +174,13 @@ OBJECTIVES: dict[str, Callable[[int, int, int], Objective]] = {  # of (length, s
 
 
 def target(labels: Ints) -> dict[str, Ints]:
-    """What a decoder reads and predicts: the labels, and the same one place later behind END_OF_TEXT."""
+    """Return what a decoder reads and predicts: `labels`, and as `tokens` the same shifted right behind END_OF_TEXT."""
     shifted = np.pad(labels[:, :-1], ((0, 0), (1, 0)), constant_values=END_OF_TEXT)
     return {"tokens": np.where(labels < 0, PADDING, shifted), "labels": labels}
 
 
 def _noise(n: int) -> tuple[int, int]:
-    """How many of n tokens are missing, and in how many spans."""
+    """Return how many of n tokens are missing, and in how many spans."""
     noise = max(1, round(NOISE * n))
     return noise, max(1, round(noise / SPAN))
 
@@ -193,7 +194,7 @@ def _padded(rows: Ints, length: int) -> Ints:
 
 
 def _choice(key: NDArray[np.uint64], n: int, count: int) -> NDArray[np.bool_]:
-    """[rows, n] with `count` of each row true, uniformly; key [rows, 1]."""
+    """Return [rows, n] with `count` entries of each row True, chosen uniformly; key [rows, 1]."""
     chosen = np.zeros((len(key), n), bool)
     ranked = np.argsort(mix(key, 0, np.arange(n)), 1, kind="stable")
     np.put_along_axis(chosen, ranked[:, :count], True, 1)
@@ -201,7 +202,7 @@ def _choice(key: NDArray[np.uint64], n: int, count: int) -> NDArray[np.bool_]:
 
 
 def _parts(keys: Keys, salt: int, total: int, parts: int) -> Ints:
-    """[rows, parts] positive integers that sum to `total`, uniformly among all such."""
+    """Draw [rows, parts] positive integers, each row summing to `total`, uniformly among all such rows."""
     cuts = _choice(mix(keys, 3, salt)[:, None], total - 1, parts - 1)
     ends = np.nonzero(cuts)[1].reshape(len(keys), parts - 1) + 1
     return np.diff(ends, axis=1, prepend=0, append=total)

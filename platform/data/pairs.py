@@ -1,5 +1,5 @@
-"""Pairs of texts for an encoder-decoder: two files line by line, two fields of .jsonl, or the standard library's
-signatures and docstrings."""
+"""Pairs of texts for an encoder-decoder, read from two files line by line, two fields of .jsonl, or the standard
+library's signatures and docstrings."""
 
 import ast
 import inspect
@@ -27,7 +27,7 @@ _BATCH = 4096  # pairs that are encoded at once
 
 @dataclass(frozen=True)
 class Stream:
-    """Tokenised pairs: source and target of each, one after the other in `tokens`; `ends` [pairs, 2] of both."""
+    """Tokenised pairs: `tokens` holds source and target of each pair in turn, `ends` [pairs, 2] where they end."""
 
     tokens: NDArray[Any]
     ends: Ints
@@ -36,7 +36,7 @@ class Stream:
         return len(self.tokens)
 
     def rows(self, side: int, index: Ints, length: int) -> Ints:
-        """[len(index), length]: sources (side 0) or targets (1) and END_OF_TEXT, cut or padded to length."""
+        """Return [len(index), length]: sources (side 0) or targets (1) and END_OF_TEXT, cut or padded to length."""
         bounds = np.concatenate([[0], self.ends.reshape(-1)])
         start, end = bounds[2 * index + side], bounds[2 * index + side + 1]
         offset = np.arange(length)
@@ -46,7 +46,7 @@ class Stream:
 
 
 def files(data: Data) -> list[Path]:
-    """What `read` reads. Raises ConfigError for paths that are not there, or are no pair."""
+    """Find the files that `read` reads. Raises ConfigError if a path is missing or they do not make pairs."""
     if not data.path:
         return sources.stdlib(data)
     found = [sources.text(replace(data, path=path)) for path in filter(None, (data.path, data.target_path))]
@@ -56,7 +56,7 @@ def files(data: Data) -> list[Path]:
 
 
 def check(data: Data) -> list[str]:
-    """What is wrong with the paths: one line per violation."""
+    """Return what is wrong with the paths: one line per violation."""
     try:
         return [] if files(data) else [f"data={data.kind}: no file"]
     except ConfigError as error:
@@ -64,7 +64,7 @@ def check(data: Data) -> list[str]:
 
 
 def read(data: Data) -> Iterator[tuple[str, str]]:
-    """(source, target), both with text in them. Raises ConfigError for unequal files and faults in them."""
+    """Yield (source, target), neither blank. Raises ConfigError for files of unequal lengths and faults in them."""
     if not data.path:
         yield from _stdlib(files(data))
     elif data.target_path:
@@ -103,12 +103,12 @@ def _objects(file: Path, data: Data) -> Iterator[tuple[str, str]]:
 
 
 def _text(value: str) -> str:
-    """JSON may escape half a surrogate pair; UTF-8 cannot."""
+    """Replace lone surrogates, which JSON may escape and UTF-8 cannot hold."""
     return value.encode(errors="replace").decode()
 
 
 def _stdlib(modules: Sequence[Path]) -> Iterator[tuple[str, str]]:
-    """Every function's and class's first line, and the first paragraph of its docstring."""
+    """Yield (header, first paragraph of the docstring) of every function and class that has a docstring."""
     for module in modules:
         for node in ast.walk(ast.parse(module.read_bytes())):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and ast.get_docstring(node):
@@ -118,7 +118,7 @@ def _stdlib(modules: Sequence[Path]) -> Iterator[tuple[str, str]]:
 
 
 def write(folder: Path, bpe: "Tokenizer", pairs: Iterator[tuple[str, str]], dtype: np.dtype) -> list[int]:
-    """Appends to tokens.bin and ends.bin; returns the numbers of tokens and pairs that were written."""
+    """Append to tokens.bin and ends.bin; return the numbers of tokens and pairs that were written."""
     place = pairs_written = 0
     with (folder / "tokens.bin").open("ab") as tokens, (folder / "ends.bin").open("ab") as ends:
         while batch := list(islice(pairs, _BATCH)):
@@ -131,5 +131,5 @@ def write(folder: Path, bpe: "Tokenizer", pairs: Iterator[tuple[str, str]], dtyp
 
 
 def contents(data: Data) -> str:
-    """What of the configuration decides which pairs the files hold."""
+    """Return, as JSON, the part of the configuration that decides which pairs the files hold."""
     return json.dumps([bool(data.path), bool(data.target_path), data.field, data.target_field])

@@ -1,4 +1,4 @@
-"""The global order of samples: a pure function of (seed, epoch, index), with random access and no memory."""
+"""The global order of samples: a pure function of (seed, epoch, index), with random access and no stored state."""
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -21,10 +21,10 @@ def mix(*words: ArrayLike) -> NDArray[np.uint64]:
 
 
 def order(seed: int, epoch: ArrayLike, n: int, index: ArrayLike) -> NDArray[np.int64]:
-    """Where `index` of `epoch` lands in that epoch's permutation of [0, n); elementwise with broadcasting.
+    """Map `index` to its image in the permutation of [0, n) of its `epoch`; elementwise with broadcasting.
 
-    A Feistel network is a permutation of [0, 4**half), the smallest such range that holds n. Applying it again to
-    whatever lands outside [0, n) (cycle walking) makes it one of [0, n); fewer than four rounds are expected.
+    A Feistel network permutes [0, 4**half), the smallest such range that holds n. Applying it again to images outside
+    [0, n) until all lie inside (cycle walking) makes it a permutation of [0, n); fewer than four rounds are expected.
     """
     half = max(1, ((n - 1).bit_length() + 1) // 2)
     mask, shift = np.uint64((1 << half) - 1), np.uint64(half)

@@ -1,7 +1,7 @@
-"""Where text comes from: `SOURCES` finds the files, `documents` reads them.
+"""Sources of text: an entry of `SOURCES` finds the files, `documents` reads them, `register_source` adds a source.
 
-`register_source` adds one. A file is one document, but a .jsonl file holds one per line; any file
-may be compressed with gzip. Text is UTF-8 without NUL bytes.
+A file is one document, but a .jsonl file holds one per line; any file may be compressed with gzip. Text is UTF-8
+without NUL bytes.
 """
 
 import codecs
@@ -23,28 +23,28 @@ from platform.boundary.schema import Malformed
 from platform.config.bounds import allow
 from platform.config.fields import ConfigError, Data
 
-# The endings that a folder is searched for; a file or a glob that is named by the user may have any.
+# A folder is searched for these endings; a file or glob that the user names may have any.
 ENDINGS = ".txt .md .rst .tex .html .py .c .h .cc .cpp .rs .go .java .js .ts .sh .jsonl".split()
 _PIECE = 64 * 1024  # bytes of a long document that are read at once
 LINE = 64 << 20  # bytes of the longest line
-_UNPACKED, _RATIO = 64 << 20, 300  # gzip makes text 3 to 20 times smaller, and nothing more than 1032 times
-_SNIFFED = 32  # files whose beginning the cheap check reads
-# Parts of the standard library that are tests, tables or a second copy of something, and other people's packages.
+_UNPACKED, _RATIO = 64 << 20, 300  # gzip shrinks text 3 to 20 times, and nothing more than 1032 times
+_SNIFFED = 32  # files whose beginnings `check` reads
+# Third-party packages, and parts of the standard library that are tests, tables or second copies.
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data", "encodings"}
 
 
 def stdlib(data: Data) -> list[Path]:
-    """The Python source files of the running interpreter's own standard library (about 9 MB)."""
+    """Find the Python source files of the running interpreter's own standard library (about 9 MB)."""
     return _walk(Path(sysconfig.get_path("stdlib")), [".py"], skip=_NOT_STDLIB)
 
 
 def stdlib_bytes(data: Data) -> int:
-    """How much of it there is."""
+    """Return the size in bytes of the standard library's source files."""
     return sum(file.stat().st_size for file in stdlib(data))
 
 
 def text(data: Data) -> list[Path]:
-    """The user's files: `data.path` is a file, a glob, or a folder (searched for `ENDINGS`, not for hidden files)."""
+    """Find the user's files: `data.path` is a file, a glob, or a folder (of which non-hidden files of `ENDINGS`)."""
     if not data.path:
         raise ConfigError("data.path: data=text needs a file, a folder or a glob")
     path = Path(data.path).expanduser()
@@ -65,21 +65,21 @@ SOURCES: dict[str, Callable[[Data], list[Path]]] = {"stdlib": stdlib, "text": te
 
 
 def register_source(name: str, files: Callable[[Data], list[Path]]) -> None:
-    """Makes `data.kind=NAME` known: `files` finds the text."""
+    """Register `data.kind=NAME`: `files` finds its files of text."""
     SOURCES[name] = files
     allow("data.kind", name)
 
 
 def files_of(data: Data) -> list[Path]:
-    """The files of the text, whatever iterable of paths a registered source gives. Raises ConfigError, naming the
-    source, for anything else and for what it raises itself; OSError as it comes."""
+    """Return the files of the text, from any iterable of paths that a source gives. Raises ConfigError, naming the
+    source, if it gives anything else or raises; its own ConfigError and OSError pass unchanged."""
     found: object = None
     try:
         found = SOURCES[data.kind](data)
         return [Path(file) for file in cast(Iterable[Path], found)]
     except (ConfigError, OSError):
         raise
-    except Exception as error:  # it may be the user's code
+    except Exception as error:  # the source may be the user's code
         if SOURCES[data.kind] in (stdlib, text):
             raise
         given = "" if found is None else f" gives {type(found).__name__}, not paths of files:"
@@ -87,7 +87,7 @@ def files_of(data: Data) -> list[Path]:
 
 
 def check(data: Data) -> list[str]:
-    """What is wrong with the source, as far as the beginnings of its first files tell: one line per violation."""
+    """Return what is wrong with the source, as far as its first files' beginnings tell: one line per violation."""
     try:
         files = files_of(data)
         if not files:
@@ -111,7 +111,7 @@ def check(data: Data) -> list[str]:
 def documents(files: list[Path], data: Data) -> Generator[tuple[int, str], None, None]:
     """Yield (number of the document, next piece of its text); no piece is empty.
 
-    Raises ConfigError naming the file and the place for what is unreadable, not text, or lacks `data.field`.
+    Raises ConfigError, naming the file and the place, for content that is unreadable, not text, or lacks `data.field`.
     """
     number = -1
     for file in files:
@@ -123,7 +123,7 @@ def documents(files: list[Path], data: Data) -> Generator[tuple[int, str], None,
 
 
 class Bounded:
-    """A stream of bytes, which no packing makes much longer than its file, and no line longer than LINE."""
+    """Limits a byte stream: raises ConfigError if it unpacks to far more than its file, or has a line over LINE."""
 
     def __init__(self, stream: BinaryIO, packed: int):
         self._stream, self._most = stream, max(_UNPACKED, _RATIO * packed)
@@ -153,7 +153,7 @@ class Bounded:
 
 @contextmanager
 def unpacked(file: Path) -> Iterator[Bounded]:
-    """Open a file, unpacked where gzip has packed it."""
+    """Open a file, decompressed if it is in gzip format."""
     with opened(file) as raw, io.BufferedReader(raw) as plain:
         packed = plain.peek(2)[:2] == b"\x1f\x8b"
         stream = gzip.GzipFile(fileobj=plain) if packed else plain
@@ -162,7 +162,7 @@ def unpacked(file: Path) -> Iterator[Bounded]:
 
 @contextmanager
 def told(file: Path) -> Iterator[None]:
-    """Raise ConfigError, naming the file, for whatever its content makes reading raise."""
+    """Raise ConfigError, naming the file, in place of the errors that reading or parsing it raises."""
     try:
         yield
     except (ConfigError, OSError, EOFError, zlib.error, UnicodeDecodeError, Malformed) as error:
@@ -171,12 +171,12 @@ def told(file: Path) -> Iterator[None]:
 
 
 def is_jsonl(file: Path) -> bool:
-    """Whether the file holds one JSON object per line."""
+    """Return True if the file, by its name, holds one JSON object per line."""
     return file.name.removesuffix(".gz").endswith(".jsonl")
 
 
 def _blocks(stream: Bounded, data: Data) -> Iterator[tuple[bool, str]]:
-    """A whole file as one document, in pieces of some `_PIECE` bytes that end with a line where lines are short."""
+    """Yield a file as one document: (True for the first, piece) of about `_PIECE` bytes, up to a line end if near."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     begins = True
     while True:
@@ -197,7 +197,7 @@ def _blocks(stream: Bounded, data: Data) -> Iterator[tuple[bool, str]]:
 
 
 def _lines(stream: Bounded, data: Data) -> Iterator[tuple[bool, str]]:
-    """The string in field `data.field` of the JSON object in each line; blank lines and empty strings are skipped."""
+    """Yield (True, the string in field `data.field`) of each line's JSON object; skip blank lines and empty strings."""
     for number, text in enumerate(stream, 1):
         if not text.strip():
             continue
@@ -213,13 +213,13 @@ def _lines(stream: Bounded, data: Data) -> Iterator[tuple[bool, str]]:
             fault = "is not a string" if data.field in values else "is missing"
             raise ConfigError(f"data.field={data.field} {fault} in line {number}; its fields with text: {fields}")
         if value:
-            yield True, value.encode(errors="replace").decode()  # JSON may escape half a surrogate pair; UTF-8 cannot
+            yield True, value.encode(errors="replace").decode()  # JSON may escape a lone surrogate; UTF-8 cannot
 
 
 def _walk(folder: Path, endings: list[str], skip: set[str]) -> list[Path]:
-    """The files under `folder` with one of the endings (or that and .gz), in one order on every machine."""
+    """Find the files under `folder` with one of the endings (or that and .gz), in one order on every machine."""
 
-    def refuse(error: OSError) -> None:  # a folder that cannot be listed would silently make another corpus
+    def refuse(error: OSError) -> None:  # to skip a folder would silently change the corpus
         raise error
 
     found = []
@@ -234,7 +234,7 @@ def _walk(folder: Path, endings: list[str], skip: set[str]) -> list[Path]:
 
 
 def _nearest(path: Path) -> str:
-    """What lies beside a path that does not exist."""
+    """Name the files beside a missing path that have similar names, for an error message; "" if there is none."""
     beside = sorted(p.name for p in islice(path.parent.glob("[!.]*"), 1000)) if path.parent.is_dir() else []
     close = get_close_matches(path.name, beside, cutoff=0.5)
     return f"; nearest: {', '.join(str(path.parent / name) for name in close)}" if close else ""

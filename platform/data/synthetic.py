@@ -1,4 +1,4 @@
-"""Tokens without text, for benchmarks: token t of a stream is a hash of (seed, stream, t)."""
+"""Synthetic tokens, for benchmarks: token t of a stream is a hash of (seed, stream, t)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from platform.data.permutation import mix
 
 @dataclass(frozen=True)
 class Stream:
-    """An endless supply of uniform random tokens in [0, vocab), indexed like an array."""
+    """Endless stream of uniform random tokens in [0, vocab), indexed like an array."""
 
     seed: int
     number: int
@@ -26,10 +26,10 @@ class Stream:
 
 
 def encode(text: str, vocab: int) -> list[int]:
-    """The text's bytes as ids, modulo the vocabulary: something to start a generation from."""
+    """Encode the text's bytes as ids, modulo the vocabulary: a prompt to generate text from."""
     return [byte % vocab for byte in text.encode()]
 
 
 def decode(ids: Sequence[int]) -> str:
-    """A printable placeholder: the ids."""
+    """Return the ids as printable placeholders."""
     return " ".join(f"<{i}>" for i in ids)

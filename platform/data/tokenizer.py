@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer, trained on the corpus: every text round-trips, no text is unknown."""
+"""A byte-level BPE tokenizer that is trained on the corpus: every text round-trips, and none is unknown."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = 0  # the id of the token in front of every document; no text encodes to it, not even its own spelling
 SMALLEST = 257  # entries: one per byte, and END_OF_TEXT
-_LONGEST = 4096  # characters of one word that a tokenizer is trained on
+_LONGEST = 4096  # characters: longer words are cut for training
 _RUN = re.compile("|".join(f"{kind}{{{_LONGEST}}}" for kind in (r"[^\W\d_]", r"\d", r"\s", r"(?:[^\w\s]|_)")))
 _BATCH = 2_000_000  # characters encoded at once; the library needs some 100 bytes per token meanwhile
 
 
 def train(texts: Iterable[str], vocab: int) -> "Tokenizer":
-    """A tokenizer of at most `vocab` entries; the same texts give the same tokenizer."""
+    """Train a tokenizer of at most `vocab` entries; the same texts give the same tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -38,8 +38,8 @@ def train(texts: Iterable[str], vocab: int) -> "Tokenizer":
 
 
 def _bounded(text: str) -> list[str]:
-    """Return the text, cut where letters, digits, spaces or signs follow each other for more than _LONGEST characters:
-    training takes time quadratic in what the tokenizer sees as one word. Other texts stay whole."""
+    """Cut the text after every _LONGEST letters, digits, spaces or signs in a row: training takes time quadratic in
+    what the tokenizer sees as one word. Other texts stay whole."""
     if len(text) <= _LONGEST or not (found := list(_RUN.finditer(text))):
         return [text]
     cuts = [0, *(run.end() for run in found), len(text)]
@@ -47,7 +47,7 @@ def _bounded(text: str) -> list[str]:
 
 
 def load(file: Path) -> "Tokenizer":
-    """The tokenizer that was saved in `file`."""
+    """Load the tokenizer that was saved in `file`."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(file))
@@ -56,7 +56,7 @@ def load(file: Path) -> "Tokenizer":
 
 
 def encode(tokenizer: "Tokenizer", pieces: Iterable[tuple[int, str]]) -> Iterator[NDArray[np.uint32]]:
-    """The token stream of (document, piece of its text), in parts: END_OF_TEXT in front of each document."""
+    """Yield, in parts, the token stream of `pieces`, (document, text) each: END_OF_TEXT in front of each document."""
     current = -1
     for batch in _batches(pieces):
         ids = []

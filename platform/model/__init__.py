@@ -1,4 +1,4 @@
-"""Models by name. A model is a class with `sizes`, `inputs`, `parameters()` and `forward(ops, inputs)`."""
+"""Registry of models by name. A model is a class with `sizes`, `inputs`, `parameters()` and `forward(ops, inputs)`."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -27,9 +27,9 @@ def register_model(
     objectives: Sequence[str] = ("causal",),
     dims: Iterable[str] = (),
 ) -> None:
-    """Makes `model.kind=NAME` known: `model(config.model)` is what `platform.plan.core.chunks.Model` asks for.
-    `objectives`: the values that data.objective may have with it, the default first. `dims`: its own, for tensor.layout
-    to split."""
+    """Register a model as `model.kind=NAME`: `model(config.model)` must satisfy `platform.plan.core.chunks.Model`.
+    `objectives`: the values of data.objective that it allows, the default first. `dims`: dims that only this model has,
+    which tensor.layout may then split."""
     MODELS[name] = model
     OBJECTIVES[name] = objectives
     allow("model.kind", name)
@@ -37,6 +37,6 @@ def register_model(
 
 
 def build(config: ModelConfig) -> Any:
-    """The model of a configuration. Raises ModelMistake for what a class of the user's own raises."""
+    """Build the configured model. Raises ModelMistake in place of any error from a user's own model class."""
     with of_the_user(MODELS[config.kind]):
         return MODELS[config.kind](config)

@@ -1,6 +1,6 @@
-"""What Transformers are built of, in named dims: norms, attention, feed-forward layers, embeddings, stacks of blocks.
+"""Parts of Transformers, written in named dims: norms, attention, feed-forward layers, embeddings, stacks of blocks.
 
-No collective and no rank in sight.
+They are written against `Ops` and name neither collectives nor ranks.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from platform.plan.language.ops import Ops, Parameter, Spec, scores_of
 
 LOGITS = Spec.of("logits", "length batch vocab")
 
-Flow = dict[str, Any]  # the activations that go from one unit of a model to the next, by name
+Flow = dict[str, Any]  # name -> activation that one unit of a model passes to the next
 
-STD = 0.02  # of every normal initialisation; residual projections divide it by sqrt(2 layers) (GPT-2)
+STD = 0.02  # standard deviation of normal initialisations; residual projections: / sqrt(2 layers) (GPT-2)
 
-# activation -> the pointwise function, and whether it gates a second projection (Shazeer 2020)
+# activation -> (pointwise function, True if it gates a second projection (Shazeer 2020))
 ACTIVATIONS = {"gelu": ("gelu", False), "relu": ("relu", False), "swiglu": ("silu", True), "geglu": ("gelu", True)}
 
 
 class Shapes:
-    """The activations of one stack of blocks. `length`: tokens per sequence, where not the model's."""
+    """Specs of the activations in one stack of blocks. `length`: tokens per sequence; None: the model's length."""
 
     def __init__(self, length: int | None = None):
         sizes = () if length is None else (("length", length),)
@@ -36,7 +36,7 @@ class Shapes:
 
 
 def sizes(c: ModelConfig) -> dict[str, int]:
-    """The global dims of a model's tensors."""
+    """Return the global size of every dim of a Transformer's tensors."""
     return {
         "length": c.length,
         "d_model": c.d_model,
@@ -68,8 +68,8 @@ class Norm:
 
 
 class Residual:
-    """A layer with its residual connection and norm: x + layer(norm(x)), or norm(x + layer(x)) as in the original
-    Transformer (`post_norm`)."""
+    """Base of layers with a norm and a residual connection: x + layer(norm(x)), or norm(x + layer(x)) as in the
+    original Transformer (`post_norm`)."""
 
     def __init__(self, name: str, c: ModelConfig, shapes: Shapes):
         self.name, self.config, self.shapes = name, c, shapes
@@ -84,8 +84,8 @@ class Residual:
 
 
 class Attention(Residual):
-    """Self-attention, or with `memory` cross-attention to what a stack of these shapes gives. Weights put d_model, the
-    dim that is gathered, first in memory."""
+    """Self-attention, or cross-attention to the output of an encoder whose Shapes are `memory`. d_model, the dim that
+    is gathered, comes first in the weights' dims."""
 
     def __init__(self, name: str, c: ModelConfig, shapes: Shapes, *, causal: bool, memory: Shapes | None = None):
         super().__init__(name, c, shapes)
@@ -106,8 +106,8 @@ class Attention(Residual):
         return [*self.norm.parameters(), *weights, *self.inner_biases, *self.output_bias]
 
     def __call__(self, ops: Ops, x: Any, memory: Any = None, *, mask: Any = None, bias: Any = None) -> Any:
-        """`memory`: the keys and values of cross-attention, from `keys_and_values`; `mask`, `bias` as in
-        `Ops.attention`."""
+        """Apply norm, attention and the residual connection to x. `memory`: the (key, value) of cross-attention, from
+        `keys_and_values`; `mask`, `bias`: as in `Ops.attention`."""
         s, m = self.shapes, self.memory
         weights, specs, biases = (self.query, self.key, self.value), (s.query, s.key, s.key), self.inner_biases
         if self.cross:
@@ -129,8 +129,8 @@ class Attention(Residual):
 
 
 def keys_and_values(ops: Ops, layers: list[Attention], memory: Any) -> list[tuple[Any, Any]]:
-    """(key, value) of an encoder's memory for every layer of cross-attention, in one group of einsums: the memory is
-    converted once, and its gradient, summed over the layers, is reduced once."""
+    """Compute (key, value) of the encoder's output `memory` for every cross-attention layer, in one group of einsums:
+    the memory is converted once, and its gradient, summed over the layers, is reduced once."""
     shapes = layers[0].memory
     weights = [w for layer in layers for w in (layer.key, layer.value)]
     biases = [b for layer in layers for b in layer.inner_biases[1:]]
@@ -139,7 +139,7 @@ def keys_and_values(ops: Ops, layers: list[Attention], memory: Any) -> list[tupl
 
 
 class FeedForward(Residual):
-    """An activation between two projections; a gated one multiplies a third projection by it."""
+    """Feed-forward layer: down(f(up(x))), or down(f(gate(x)) * up(x)) with a gated activation."""
 
     def __init__(self, name: str, c: ModelConfig, shapes: Shapes):
         super().__init__(name, c, shapes)
@@ -166,7 +166,7 @@ class FeedForward(Residual):
 
 
 class Embedding:
-    """Token ids to activations, with learned or sinusoidal positions, or none. `table` may be shared by stacks."""
+    """Maps token ids to activations and adds learned or sinusoidal positions, or none. Stacks may share `table`."""
 
     def __init__(self, prefix: str, c: ModelConfig, shapes: Shapes, table: Parameter):
         self.name, self.config, self.spec, self.table = f"{prefix}embedding", c, shapes.stream, table
@@ -187,7 +187,7 @@ class Embedding:
 
 
 class Block:
-    """Self-attention, perhaps cross-attention, and a feed-forward layer."""
+    """Transformer block: self-attention, cross-attention if `memory` is given, and a feed-forward layer."""
 
     def __init__(self, name: str, c: ModelConfig, shapes: Shapes, *, causal: bool, memory: Shapes | None):
         self.name = name
@@ -206,8 +206,8 @@ class Block:
 
 
 class Stack:
-    """Blocks with what they share: positions relative to one another (T5) and the norm at the end, which a post-norm
-    stack has in every layer. `units`: the names of the blocks."""
+    """Sequence of blocks with what they share: the relative position bias (T5) and the final norm, which a post-norm
+    stack lacks because every layer ends with a norm. `units`: the names of the blocks."""
 
     def __init__(self, prefix: str, c: ModelConfig, shapes: Shapes, *, causal: bool, memory: Shapes | None = None):
         self.config, self.shapes, self.causal = c, shapes, causal
@@ -226,8 +226,8 @@ class Stack:
     def __call__(
         self, ops: Ops, x: Any, units: Sequence[str], *, mask: Any = None, memory: Any = None, memory_mask: Any = None
     ) -> Any:
-        """Runs the blocks that are among `units`; the norm belongs to the last. `mask` hides padding of x, and
-        `memory_mask` that of the encoder's `memory`: data tensors."""
+        """Run the blocks named in `units`, and the final norm after the stack's last block. `mask` hides the padding
+        of x, `memory_mask` that of the encoder's `memory`; both are data tensors."""
         s, blocks = self.shapes, [block for name, block in self.blocks.items() if name in units]
         if not blocks:
             return x
@@ -252,7 +252,7 @@ class Stack:
 
 
 class Head:
-    """Logits over vocab, by the embedding (`tied`) or a table of its own, and their loss."""
+    """Computes logits over vocab, with the embedding's table (`tied`) or a table of its own, and their loss."""
 
     def __init__(self, c: ModelConfig, shapes: Shapes, embedding: Parameter):
         self.config, self.spec = c, shapes.stream
@@ -262,7 +262,7 @@ class Head:
         return [] if self.config.tied else [self.table]
 
     def __call__(self, ops: Ops, x: Any, labels: Any) -> Flow:
-        """{"loss": ...} of the data tensor `labels`, or {"logits": ...} if it is None."""
+        """Return {"loss": ...} against the data tensor `labels`, or {"logits": ...} if `labels` is None."""
         return {"logits": self.logits(ops, x)} if labels is None else {"loss": self.loss(ops, x, labels)}
 
     def logits(self, ops: Ops, x: Any) -> Any:
@@ -273,6 +273,7 @@ class Head:
 
 
 def embedding_table(c: ModelConfig) -> Parameter:
-    """Where positions are sinusoidal, tokens become as large as they: N(0, 1 / d_model), scaled by sqrt(d_model)."""
+    """Return the table of the token embedding. With sinusoidal positions it starts as N(0, 1 / d_model), scaled by
+    sqrt(d_model) on use (`Embedding`), so that tokens are as large as positions."""
     std = 1 / sqrt(c.d_model) if c.positions == "sinusoidal" else STD
     return Parameter("embedding", ("vocab", "d_model"), "in", std=std, decay=True)

@@ -1,9 +1,9 @@
-"""Branches: "any neural network with multiple branches" (D&SP, paper 002) as one more tensor dim.
+"""Branches as one more tensor dim: D&SP for "any neural network with multiple branches" (SUPER, Jain et al.).
 
-Isomorphic branches are stacked: their weights have a dim that enumerates them (`branch`; `heads` in a Transformer), so
-that the rule shares them over whatever axis a layout puts on it, and joining by sum is a contraction. Branches that
-differ in their pointwise function stay stacked (`different`); those of other shapes are a block of their own, and the
-results are added.
+Isomorphic branches are stacked: their weights have a dim that enumerates them (`branch`; `heads` in a Transformer). The
+layout rule splits that dim over whatever axis a layout gives it, and joining by sum is a contraction. Branches that
+differ only in their pointwise function stay stacked (`different`); branches of other shapes get a `Branches` of their
+own, and the results are added.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Any
 
 from platform.plan.language.ops import Ops, Parameter, Spec
 
-Inside = Callable[..., Any]  # (ops, what each projection gives) -> what the branches hold before they are joined
+Inside = Callable[..., Any]  # (ops, each projection's output) -> the branches' activation before the join
 
 
 class Branches:
-    """x -> the branches' projections of x -> `inside` -> the join.
+    """Layer of isomorphic branches: x -> each branch's projections of x -> `inside` -> join.
 
-    `source` is the Spec of x, `inner` of what the branches hold (it has `dim`), `out` of the result.
-    `projections` names the weights from x into every branch; without any, a branch holds its slice of x.
-    `slices`: the Spec of x cut into slices, one per branch [... dim part]; without it every branch reads all of x.
+    `source`: the Spec of x; `inner`: of the branches' activation, which has `dim`; `out`: of the result.
+    `projections`: names of the weights from x into every branch; with none, a branch holds its slice of x.
+    `slices`: the Spec of x cut into slices, one per branch [... dim part]; None: every branch reads all of x.
     `join`: `sum` maps each branch to `out` by a weight of its own and adds them up; `concatenate` puts the branches
-    side by side along the last dim of `out`, which then is as wide as all of them.
-    Weights are normal with `std` (`out_std` for the join's), and named after the block.
+    side by side along the last dim of `out`, which is as wide as all of them together.
+    Weights are normal with `std` (the join's with `out_std`) and named after the layer.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Branches:
         read = slices or source
 
         def weight(part: str, role: str, first: Spec, second: Spec, spread: float) -> Parameter:
-            """Between two activations: the dims that only one of them has, and the branch."""
+            """Return the weight between two activations: the dims that only one of them has, and the branch dim."""
             dims = tuple(d for d in first.dims if d not in second.dims)
             dims += tuple(d for d in second.dims if d not in first.dims or d == dim)
             sizes = tuple((d, n) for d, n in dict((*first.sizes, *second.sizes)).items() if d in dims)
@@ -60,9 +60,9 @@ class Branches:
         return [*self.weights, *self.joining]
 
     def __call__(self, ops: Ops, x: Any, inside: Inside | None = None) -> Any:
-        """`inside(ops, *projected)` computes this rank's branches at once: any ops on tensors that have the dim.
-
-        Branches that differ in their function alone: see `different`.
+        """Project x into the branches, apply `inside`, join. `inside(ops, *projected)` computes all branches of this
+        rank at once, with any ops on tensors that have the branch dim; for branches that differ only in their
+        pointwise function see `different`.
         """
         read = self.slices or self.source
         if self.slices:
@@ -75,5 +75,5 @@ class Branches:
 
 
 def different(functions: Sequence[str], inner: Spec, dim: str = "branch") -> Inside:
-    """The inside of branches that differ: pointwise function i in branch i, computed by the ranks that hold it."""
+    """Return an `inside` that applies pointwise function i to branch i, on the ranks that hold that branch."""
     return lambda ops, x: ops.pointwise_each(functions, x, inner, dim)

@@ -1,5 +1,5 @@
-"""A Transformer decoder: GPT-2/3 (learned positions, LayerNorm, GELU, tied head) and Llama (rotary positions, RMSNorm,
-SwiGLU, grouped queries) by configuration."""
+"""Transformer decoder: by configuration GPT-2/3 (learned positions, LayerNorm, GELU, tied head) or Llama (rotary
+positions, RMSNorm, SwiGLU, grouped queries)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from platform.plan.language.ops import Ops, Parameter
 
 
 class Decoder:
-    """`forward` maps `tokens` to the summed cross-entropy of `labels`: data tensors [length, batch].
+    """Causal language model: `forward` maps `tokens` to the summed cross-entropy of `labels`, both data tensors
+    [length, batch].
 
-    `part` runs some of the `units`, which are what pipeline stages are made of: an embedding, a block, a head.
+    `part` runs some of the `units` (embedding, blocks, head), which pipeline stages are made of.
     """
 
     inputs = ("tokens", "labels")
@@ -35,8 +36,8 @@ class Decoder:
         return self.part(ops, inputs, {}, self.units)["loss"]
 
     def part(self, ops: Ops, inputs: Mapping[str, Any], flow: Mapping[str, Any], units: Sequence[str]) -> Flow:
-        """`flow`: the activations by name that the units before gave; returns those for the units after. The head gives
-        `logits` [length, batch, vocab] in the layout of its region, or, where there are labels, the `loss`."""
+        """Run `units` on `flow`, the activations by name from the units before; return those for the units after. The
+        head returns the `loss` if there are labels, else `logits` [length, batch, vocab] in its region's layout."""
         x = self.embedding(ops, inputs["tokens"]) if "embedding" in units else flow["stream"]
         x = self.stack(ops, x, units)
         return self.head(ops, x, inputs.get("labels")) if "head" in units else {"stream": x}

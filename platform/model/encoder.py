@@ -1,5 +1,5 @@
-"""A bidirectional Transformer encoder with a masked-token objective, as BERT (Devlin et al. 2018) without its segments,
-its second objective and its transform in front of the head."""
+"""Bidirectional Transformer encoder with a masked-token objective: BERT (Devlin et al. 2018) without its segments, its
+second objective and its transform in front of the head."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from platform.plan.language.ops import Ops, Parameter
 
 
 class Encoder:
-    """`forward` maps `tokens` to the summed cross-entropy of those `labels` that are to be predicted: data tensors
-    [length, batch]."""
+    """Masked-token model: `forward` maps `tokens` to the summed cross-entropy of the `labels` to be predicted (the
+    others are padding), both data tensors [length, batch]."""
 
     inputs = ("tokens", "labels")
 
@@ -33,7 +33,7 @@ class Encoder:
         return self.part(ops, inputs, {}, self.units)["loss"]
 
     def part(self, ops: Ops, inputs: Mapping[str, Any], flow: Mapping[str, Any], units: Sequence[str]) -> Flow:
-        """Some of the `units`: see Decoder.part."""
+        """Run some of the `units`: see Decoder.part."""
         x = self.embedding(ops, inputs["tokens"]) if "embedding" in units else flow["stream"]
         x = self.stack(ops, x, units, mask=inputs.get("tokens"))
         return self.head(ops, x, inputs.get("labels")) if "head" in units else {"stream": x}

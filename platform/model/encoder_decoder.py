@@ -1,5 +1,5 @@
-"""An encoder-decoder Transformer: that of "Attention Is All You Need" (post-norm, sinusoidal positions, ReLU) and T5
-(RMSNorm in front, relative positions, no biases) by configuration. Each stack has `layers` blocks."""
+"""Encoder-decoder Transformer: by configuration that of "Attention Is All You Need" (post-norm, sinusoidal positions,
+ReLU) or T5 (RMSNorm in front, relative positions, no biases). Each stack has `layers` blocks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from platform.plan.language.ops import Ops, Parameter
 
 
 class EncoderDecoder:
-    """`forward` maps `source` [source_length, batch] and `tokens` [length, batch], the target so far, to the summed
-    cross-entropy of `labels` [length, batch]: data tensors. One embedding serves both stacks and, if tied, the head."""
+    """Sequence-to-sequence model: `forward` maps the data tensors `source` [source_length, batch] and `tokens` [length,
+    batch], the target so far, to the summed cross-entropy of `labels` [length, batch]. Both stacks and, if tied, the
+    head share one embedding table."""
 
     inputs = ("source", "tokens", "labels")
 
@@ -37,13 +38,14 @@ class EncoderDecoder:
         return self.part(ops, inputs, {}, self.units)["loss"]
 
     def part(self, ops: Ops, inputs: Mapping[str, Any], flow: Mapping[str, Any], units: Sequence[str]) -> Flow:
-        """Some of the `units`: see Decoder.part. `memory` flows beside the decoder's stream."""
+        """Run some of the `units`: see Decoder.part. The encoder's output flows on as `memory` beside the decoder's
+        `stream`."""
         source, flow = inputs.get("source"), dict(flow)
         if "encoder.embedding" in units:
             flow["stream"] = self.source(ops, source)
         if "memory" not in flow:
             flow["stream"] = self.encoder(ops, flow["stream"], units, mask=source)
-        if "decoder.embedding" in units:  # the target's padding is at the end, which no token before it sees
+        if "decoder.embedding" in units:  # no mask: the target's padding is at its end, hidden by causality
             flow = {"memory": flow["stream"], "stream": self.target(ops, inputs["tokens"])}
         if "memory" in flow:
             flow["stream"] = self.decoder(ops, flow["stream"], units, memory=flow["memory"], memory_mask=source)

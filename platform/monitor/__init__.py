@@ -1,4 +1,4 @@
-"""What a run shows: console, goodput, story, timeline, Weights & Biases. Used by the driver only."""
+"""Monitoring of a run, on the driver only: console, journal, metrics, goodput, story, timeline, Weights & Biases."""
 
 from platform.monitor.goodput import Goodput, goodput
 from platform.monitor.monitor import Monitor, open_monitor

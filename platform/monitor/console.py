@@ -1,4 +1,4 @@
-"""What a person sees: an aligned line every few steps, and on a terminal a status line that is refreshed in place."""
+"""Console output of a run: an aligned line every few steps, and on a terminal a status line refreshed in place."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, TextIO
 from platform.boundary import terminal
 from platform.boundary.redaction import redact
 
-_HEADER_EVERY = 25  # lines: about once a screen
+_HEADER_EVERY = 25  # lines between headers: about one per screen
 _ERASE = "\r\x1b[2K"
 
 _COLUMNS: tuple[tuple[str, int, Callable[[dict[str, Any]], str]], ...] = (  # title, width, text of a row
@@ -29,9 +29,9 @@ _COLUMNS: tuple[tuple[str, int, Callable[[dict[str, Any]], str]], ...] = (  # ti
 
 
 class Console:
-    """Prints a line for the first step that it sees, every `every` steps and the last one.
+    """Prints a line for the first step that it sees, for every `every`-th step and for the last one.
 
-    Loss and gradient norm are that step's own; tokens/s and MFU are means over the steps since the line before.
+    Loss and gradient norm are that step's own; tokens/s and MFU are means over the steps since the previous line.
     """
 
     def __init__(
@@ -41,12 +41,12 @@ class Console:
         self._live = stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
         self._lines = 0
         self._since: list[dict[str, Any]] = []  # rows since the last line
-        self._pace: deque[tuple[int, float]] = deque(maxlen=50)  # (step, clock): the time left follows recent steps
+        self._pace: deque[tuple[int, float]] = deque(maxlen=50)  # (step, clock) of recent steps, for the time left
 
     def step(self, row: dict[str, Any]) -> None:
-        """Shows a committed step: a row of metrics.jsonl."""
+        """Show a committed step, given as a row of metrics.jsonl."""
         step = row["step"]
-        if self._pace and step <= self._pace[-1][0]:  # rolled back: the time lost says nothing about the next steps
+        if self._pace and step <= self._pace[-1][0]:  # rolled back: time lost is no part of the pace
             self._pace.clear()
         self._pace.append((step, self._clock()))
         self._since.append(row)
@@ -63,15 +63,15 @@ class Console:
         if self._live:
             status = f"step {step}/{self._total}  loss {row['loss']:.4f}  "
             status += f"{row['tokens_per_second']:,.0f} tokens/s  {shown['left']} left"
-            width = shutil.get_terminal_size().columns - 1  # a status that wraps could not be erased
+            width = shutil.get_terminal_size().columns - 1  # a wrapped status line could not be erased
             self._write(_ERASE + status[:width])
 
     def say(self, text: str) -> None:
-        """Prints a line of its own."""
+        """Print `text` as a line of its own, in place of the status line."""
         self._write((_ERASE if self._live else "") + text + "\n")
 
     def close(self) -> None:
-        """Leaves the terminal without a status line."""
+        """Clear the status line off the terminal."""
         if self._live:
             self._write(_ERASE)
 

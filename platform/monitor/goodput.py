@@ -1,4 +1,4 @@
-"""What failures cost: read from the transitions in `journal.jsonl`, never guessed."""
+"""Cost of failures: goodput, steps lost and recovery times, computed from the events in `journal.jsonl`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _END = ("done", "drained", "stopped", "gave_up")
 
 @dataclass(frozen=True)
 class Goodput:
-    """Of one driver's run, or of several after another.
+    """Goodput and failure statistics of one driver, or of several in a row that drove the same run.
 
-    `goodput`: seconds of steps that count, over all seconds from the first forming to the end, without the time between
-    drivers. `recoveries`: seconds from the detection of a failure to the end of the first new step, one per failure
-    that a step followed: those were survived.
+    `goodput`: seconds of steps that count, over all seconds from a driver's start to its end; the time between drivers
+    is left out. `recoveries`: seconds from the detection of a failure to the end of the first new step, one for each
+    failure that the run survived, i.e. that a step followed.
     """
 
     failures: int
-    transitions: int  # new generations without a failure: growth, a notice
-    steps_lost: int  # committed, and done again because nobody had the state after them
+    transitions: int  # generations formed without a failure: growth, a notice
+    steps_lost: int  # committed, but redone or given up: no state after them was left
     recoveries: tuple[float, ...]
     seconds: float
     useful_seconds: float
@@ -32,7 +32,7 @@ class Goodput:
         return self.useful_seconds / self.seconds if self.seconds else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for the journal and W&B."""
+        """Return the fields and `goodput` as plain data, for the journal and W&B."""
         return asdict(self) | {"recoveries": list(self.recoveries), "goodput": self.goodput}
 
     def __str__(self) -> str:
@@ -48,21 +48,22 @@ class Goodput:
 
 
 def goodput(journal: Iterable[Mapping[str, Any]]) -> Goodput:
-    """From a journal's events, in order. `useful_seconds` of an event are those of the steps committed since the event
-    before it that has them; `steps_lost` and `lost_seconds` take steps back, also those that a driver left unsaved.
+    """Compute the goodput from a journal's events, in order. An event's `useful_seconds` are those of the steps that
+    were committed since the previous event with that field; `steps_lost` and `lost_seconds` take steps back, including
+    those that a driver left unsaved at its end.
     """
     failures = transitions = lost = 0
     useful = seconds = 0.0
     recoveries: list[float] = []
-    failed: list[float] = []  # when the failures were seen that no step followed yet
+    failed: list[float] = []  # times of the failures that no step has followed yet
     begin: float | None = None
-    last = 0.0  # when the driver was last heard of
+    last = 0.0  # time of the last event
     for event in journal:
         kind, now = event["event"], event.get("time", last)
         if kind == _BEGIN:
-            seconds += last - begin if begin is not None else 0.0  # the driver before this one was killed
+            seconds += last - begin if begin is not None else 0.0  # the previous driver was killed: it has no end event
             begin = last = now
-            failed.clear()  # what that one did not survive
+            failed.clear()  # the previous driver did not survive these
         elif begin is None:
             continue
         useful += event.get("useful_seconds", 0.0) - event.get("lost_seconds", 0.0)
@@ -79,6 +80,6 @@ def goodput(journal: Iterable[Mapping[str, Any]]) -> Goodput:
         if kind in _END:
             seconds += now - begin
             begin = None
-    if begin is not None:  # the driver is at work, or was killed: all that is known of its end
+    if begin is not None:  # the last driver is running, or was killed: count up to its last event
         seconds += last - begin
     return Goodput(failures, transitions, lost, tuple(recoveries), seconds, useful)

@@ -1,4 +1,4 @@
-"""The driver's one door to everything that shows or records a run's progress."""
+"""The driver's single interface to console, metrics.jsonl and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ from platform.monitor.wandb_log import WandbLog
 
 
 class Monitor:
-    """Made by `open_monitor`."""
+    """Sends a run's progress to metrics.jsonl, the console and, if configured, W&B."""
 
     def __init__(self, metrics: MetricsLog, console: Console, wandb: WandbLog | None):
         self._metrics, self._console, self._wandb = metrics, console, wandb
 
     def step(self, row: dict[str, Any]) -> None:
-        """Records a committed step. `row` has the keys of METRICS (design.md, section 7); `val_loss` is optional."""
+        """Record and show a committed step. `row` has the keys of METRICS (docs/design.md, section 7);
+        `val_loss` is optional."""
         assert not (unknown := row.keys() - METRICS.keys()), f"no name for {sorted(unknown)} in METRICS"
         self._metrics.append(row)
         self._console.step(row)
         self._to_wandb(lambda wandb: wandb.step(row))
 
     def say(self, text: str) -> None:
-        """Tells the person in front of the terminal something."""
+        """Print a line on the console."""
         self._console.say(text)
 
     def summary(self, values: dict[str, Any]) -> None:
-        """Records what a run came to, such as its goodput."""
+        """Record results of the whole run, such as its goodput, on W&B."""
         self._to_wandb(lambda wandb: wandb.summary(values))
 
     def close(self, status: int) -> None:
-        """Ends the recording; `status` is the exit status that the launcher will return."""
+        """Close metrics, console and W&B; `status` is the exit status that the launcher will return."""
         self._metrics.close()
         self._console.close()
         self._to_wandb(lambda wandb: wandb.close(status))
@@ -45,16 +46,16 @@ class Monitor:
             return
         try:
             action(self._wandb)
-        except Exception as error:  # its service process may die; weeks of training must not
+        except Exception as error:  # a W&B failure must not end a run of weeks
             self._wandb = None
             self.say(f"W&B: stopped ({type(error).__name__}: {error}); {self._metrics.path} has every step")
 
 
 def open_monitor(config: Config, run_dir: Path, *, total_steps: int, stream: TextIO | None = None) -> Monitor:
-    """The monitor of a run in the existing directory `run_dir` that will end after `total_steps` updates.
+    """Open the monitor of a run that lives in the existing directory `run_dir` and ends after `total_steps` updates.
 
     `stream` (default: standard output) is refreshed in place if it is a terminal. Says where W&B writes, if it does.
-    Raises OSError where the directory takes no more files.
+    Raises OSError if no file can be created in the directory.
     """
     console = Console(stream or sys.stdout, total_steps=total_steps, every=config.monitor.every)
     metrics = MetricsLog(run_dir / "metrics.jsonl", console.say)

@@ -1,4 +1,4 @@
-"""What happened in a run, for people: its journal as a few lines with times."""
+"""Summary of a run for people: its journal as a few lines with times."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _plural(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
-TELL: dict[str, Callable[[Event], str]] = {  # of other events nothing is told
+TELL: dict[str, Callable[[Event], str]] = {  # event -> its line; other events are left out
     "injected": lambda e: f"on purpose, in step {e['step']}: {', '.join(e['faults'])}",
     "failure": lambda e: f"rank {e['rank']} {e['kind']} in {e['method']}: {_last_line(e['cause'])}",
     "reforming": lambda e: e["reason"],
@@ -43,7 +43,7 @@ TELL: dict[str, Callable[[Event], str]] = {  # of other events nothing is told
 
 
 def story(journal: Iterable[Event]) -> str:
-    """One line per transition of the last driver in a journal: seconds since it started, and what it was."""
+    """Return one line per event of the last driver in a journal that TELL covers: seconds since its start, and text."""
     events = list(journal)
     start = max((i for i, event in enumerate(events) if event["event"] == "starting"), default=0)
     lines = ["what happened (seconds since the start)"]

@@ -1,8 +1,8 @@
-"""`timeline.json` and `timeline.svg`: what every worker really did, and beside it what its schedule promised.
+"""`timeline.json` and `timeline.svg`: the measured actions of every worker, beside those that its schedule planned.
 
-Workers on different machines have different clocks, so none is compared with another: each step begins with a barrier,
-and a worker's times count from when it left that. They are as exact as the barrier: some ten microseconds inside a
-machine or on GPUs, about a millisecond where processes share cores.
+Clocks of different machines are never compared: each step begins with a barrier, and a worker's times count from when
+it left that barrier. They are as exact as the barrier: some ten microseconds inside a machine or on GPUs, about a
+millisecond where processes share cores.
 """
 
 from __future__ import annotations
@@ -18,26 +18,27 @@ from platform.plan.schedule.gantt import gantt_svg
 from platform.plan.schedule.simulate import Event, Simulation, simulate
 from platform.plan.schedule.table import COMPUTE, SENDS, Action, Kind, Rows, Schedule
 
-STEPS = 20  # in the trace: the last ones
-WAIT = "bubble"  # the section of the workers' clocks in which they wait for another stage
-CATEGORIES = {"forward": "compute", "backward": "compute", WAIT: "wait", "exposed_comm": "wait"}  # else its own name
+STEPS = 20  # the last ones are kept for the trace
+WAIT = "bubble"  # clock section in which a worker waits for another stage
+CATEGORIES = {"forward": "compute", "backward": "compute", WAIT: "wait", "exposed_comm": "wait"}  # else own name
 
 Span = Sequence[Any]  # name of a section or action, start, end: seconds since the step's barrier
 
 
 class Timeline:
-    """Collects the spans of a run whose stages run `rows`, lowered from `schedule`; `names`, `stages`: by rank."""
+    """Collects the spans of a run whose stages run `rows`, lowered from `schedule`. `names`, `stages`: those of each
+    rank."""
 
     def __init__(self, schedule: Schedule, rows: Rows, names: Sequence[str], stages: Sequence[int]):
         self._schedule, self._names, self._stages = schedule, names, stages
-        self._actions = [{str(a): a for a in row} for row in rows]  # of each stage
+        self._actions = [{str(a): a for a in row} for row in rows]  # per stage: action by name
         self._steps: deque[tuple[int, float, Sequence[Sequence[Span]]]] = deque(maxlen=STEPS)
 
     def step(self, step: int, start: float, spans: Sequence[Sequence[Span]]) -> dict[str, Any]:
-        """Takes the spans of every rank in the step that began at `start`, seconds on the driver's clock.
+        """Add the spans of every rank in the step that began at `start`, seconds on the driver's clock.
 
         Returns {"bubble": {"planned", "measured"}} for the step's row of metrics, both in units of the busiest worker's
-        computing time; {} without a pipeline. Planned: what the schedule makes of each kind of action's mean time.
+        computing time; {} without a pipeline. Planned: the schedule simulated with each kind of action's mean time.
         """
         self._steps.append((step, start, spans))
         if self._schedule.stages == 1:
@@ -46,8 +47,8 @@ class Timeline:
         return {"bubble": {"planned": self._planned(ran).bubble, "measured": bubble(ran)}}
 
     def write(self, directory: Path) -> None:
-        """Writes `timeline.json`, a trace of the last steps for Perfetto or chrome://tracing, and `timeline.svg`, the
-        last step of the first worker of each stage. Nothing, if no step was done."""
+        """Write `timeline.json`, a trace of the last steps for Perfetto or chrome://tracing, and `timeline.svg`, the
+        last step of the first worker of each stage. Does nothing if no step was done."""
         if not self._steps:
             return
         trace = {"traceEvents": list(self._trace()), "displayTimeUnit": "ms"}
@@ -78,7 +79,10 @@ class Timeline:
         )
 
     def _trace(self) -> Iterator[dict[str, Any]]:
-        """https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (Trace Event Format)."""
+        """Yield trace events.
+
+        Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (Trace Event Format).
+        """
         for rank, name in enumerate(self._names):
             yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}}
             yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
@@ -97,9 +101,9 @@ class Timeline:
 
 
 def executed(stage: int, actions: dict[str, Action], spans: Sequence[Span]) -> list[Event]:
-    """The actions among a rank's spans, in order. A computation begins when what it waited for was there."""
+    """Return the actions among a rank's spans, in order. A computation begins when the input it waited for arrived."""
     events, arrived = [], 0.0
-    for name, start, end in spans:  # by end: what an action waited for stands before it
+    for name, start, end in spans:  # ordered by end: a wait comes before the action that waited
         if name == WAIT:
             arrived = end
         elif action := actions.get(name):
@@ -108,7 +112,7 @@ def executed(stage: int, actions: dict[str, Action], spans: Sequence[Span]) -> l
 
 
 def bubble(ran: Sequence[Sequence[Event]]) -> float:
-    """makespan / ideal - 1 of what the ranks ran, where ideal is the computing time of the busiest."""
+    """Return makespan / ideal - 1 of the actions that the ranks ran; ideal: computing time of the busiest rank."""
     computed = [[e for e in events if e.action.kind in COMPUTE] for events in ran]
     makespan = max(e.end for events in computed for e in events) - min(e.start for events in computed for e in events)
     return makespan / max(sum(e.end - e.start for e in events) for events in computed) - 1

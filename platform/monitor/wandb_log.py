@@ -1,4 +1,4 @@
-"""Weights & Biases with the driver as the only writer: offline where no key is set, never a prompt."""
+"""Weights & Biases logging, written by the driver alone: offline if there is no API key, and never a prompt."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ RESUMABLE = 75  # the launcher's exit status of a run that will be continued
 
 
 class WandbLog:
-    """One W&B run for one run directory, however many drivers it takes. `where` tells a person where that is.
+    """W&B run of a run directory, shared by all its drivers. `where`: text for people that says where it is written.
 
-    W&B's own step counter is never set: it refuses to go back, and a resumed or rolled-back run does.
+    W&B's own step counter is never set: it refuses to go back, as a resumed or rolled-back run does.
     """
 
     def __init__(self, config: Config, run_dir: Path):
@@ -42,13 +42,13 @@ class WandbLog:
 
         mode: str = wandb.setup(settings).settings.mode
         why = "WANDB_MODE"
-        mode = {"dryrun": "offline", "run": "online"}.get(mode, mode)  # its older names
+        mode = {"dryrun": "offline", "run": "online"}.get(mode, mode)  # older names of W&B modes
         try:
             if mode not in ("offline", "disabled") and not wandb.login(prompt=False, verify=False):
                 mode, why = "offline", "no API key"
             self._run = start(mode)
-        except wandb.Error as error:  # a refused key, no way to the server: train all the same
-            wandb.teardown()  # it would hold the id of the failed attempt
+        except wandb.Error as error:  # key refused, or server unreachable: train all the same
+            wandb.teardown()  # otherwise it keeps the id of the failed attempt
             mode, why = "offline", str(error).splitlines()[0]
             self._run = start(mode)
         self._run.define_metric("step")
@@ -57,22 +57,23 @@ class WandbLog:
         self.where = {"offline": f"offline ({why}){upload}", "disabled": f"disabled ({why})"}.get(mode) or self._run.url
 
     def step(self, row: dict[str, Any]) -> None:
-        """Logs a row of metrics.jsonl."""
+        """Log a row of metrics.jsonl."""
         self._run.log(flatten(row))
 
     def summary(self, values: dict[str, Any]) -> None:
-        """Numbers of the whole run, shown beside its name."""
+        """Record numbers of the whole run, which W&B shows beside its name."""
         self._run.summary.update({f"elastic/{key}": value for key, value in values.items()})
 
     def close(self, status: int) -> None:
-        """Ends the W&B run with the launcher's exit status; uploads what is left if online."""
+        """End the W&B run with the launcher's exit status; uploads the rest if online."""
         if status == RESUMABLE:
             self._run.mark_preempting()
         self._run.finish(exit_code=status)
 
 
 def _stable_id(path: Path) -> str:
-    """Drawn once and kept in the run directory: a restarted driver continues its W&B run, and no other joins it."""
+    """Return the id of the W&B run, drawn once and kept in the run directory: a restarted driver continues its W&B run,
+    and no other run joins it."""
     if not path.exists():
         draft = path.with_suffix(".new")
         draft.write_text(secrets.token_hex(4))

@@ -1,3 +1,3 @@
-"""Optimizers and learning-rate schedules by name, and what an optimizer needs whole of a tensor.
-No collective and no plan is made here.
+"""Optimizers and learning-rate schedules by name, and the check that a plan gives an optimizer what it needs whole.
+No collective is issued and no plan is made here.
 """

@@ -1,4 +1,4 @@
-"""Learning-rate schedules as functions of the update."""
+"""Learning-rate schedules by name, as functions of the update's number."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ def _inverse_sqrt(o: Optimizer, step: int, steps: int) -> float:
 
 Schedule = Callable[[Optimizer, int, int], float]  # (config.optimizer, update, updates) -> fraction of lr after warm-up
 
-# inverse_sqrt: "Attention Is All You Need", 5.3, whose rate d_model^-0.5 x min(step^-0.5, step x warmup^-1.5) is
-# lr = (d_model x warmup)^-0.5 here.
+# inverse_sqrt: "Attention Is All You Need", 5.3; its rate d_model^-0.5 x min(step^-0.5, step x warmup^-1.5) is the one
+# here with lr = (d_model x warmup)^-0.5.
 SCHEDULES: dict[str, Schedule] = {"constant": _constant, "cosine": _cosine, "inverse_sqrt": _inverse_sqrt}
 
 
 def register_schedule(name: str, schedule: Schedule) -> None:
-    """Makes `optimizer.schedule=NAME` known."""
+    """Register a learning-rate schedule as `optimizer.schedule=NAME`."""
     SCHEDULES[name] = schedule
     allow("optimizer.schedule", name)
 
 
 def learning_rate(o: Optimizer, step: int, steps: int) -> float:
-    """The rate of update `step` (from 1) of `steps`: linear warm-up to lr, then the schedule; the cosine ends at
-    min_lr x lr."""
+    """Return the learning rate of update `step` (from 1) of `steps`: linear warm-up to lr, then the schedule; the
+    cosine ends at min_lr x lr."""
     if step <= o.warmup_steps:
         return o.lr * step / o.warmup_steps
     return o.lr * SCHEDULES[o.schedule](o, step, steps)

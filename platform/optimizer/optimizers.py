@@ -1,4 +1,4 @@
-"""Optimizers by name."""
+"""Optimizers by name: how to make one, the state it keeps per parameter, and what it needs whole."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from platform.config.fields import Optimizer
 from platform.optimizer.whole import ELEMENT, FEWEST_DIMS, NEEDS
 
 if TYPE_CHECKING:
-    import torch  # else where it is used: what a plan needs is asked of this table before anything else is imported
+    import torch  # at run time only where used: planning reads OPTIMIZERS and must not wait for torch's import
 
 
 @dataclass(frozen=True)
 class OptimizerKind:
-    """`make(groups, config.optimizer)`: a torch optimizer of parameter groups [{"params", "weight_decay"}], which are
-    local blocks: whole where `platform.optimizer.whole.NEEDS` says so. `moments`: numbers of state per parameter."""
+    """Entry of OPTIMIZERS. `make(groups, config.optimizer)` returns a torch optimizer of parameter groups [{"params",
+    "weight_decay"}]; the params are local blocks or shards, whole tensors where `platform.optimizer.whole.NEEDS` says
+    so. `moments`: numbers of state per element of a parameter."""
 
     make: Callable[[list[dict[str, Any]], Optimizer], torch.optim.Optimizer]
     moments: int
@@ -33,8 +34,8 @@ OPTIMIZERS = {"adamw": OptimizerKind(_adamw, moments=2)}
 
 
 def state_of(o: Optimizer, dtype: torch.dtype, device: torch.device) -> tuple[list[str], dict[str, Any]]:
-    """What an optimizer keeps per parameter of `dtype`: the names of its moments, which are shaped as the parameter,
-    and its numbers by name, as they are after one step. Found by taking it."""
+    """Return what an optimizer keeps per parameter of `dtype`: the names of its moments (tensors of the parameter's
+    shape), and its other state by name with the values after one step. Found by taking a step."""
     import torch
 
     w = torch.zeros(2, dtype=dtype, device=device, requires_grad=True)
@@ -47,8 +48,8 @@ def state_of(o: Optimizer, dtype: torch.dtype, device: torch.device) -> tuple[li
 
 
 def find_need(o: Optimizer) -> str:
-    """Return `element` where an optimizer updates the parts of a matrix as it does the whole, else `tensor`: it takes
-    three steps with each."""
+    """Return `element` if an optimizer updates parts of a matrix as it does the whole matrix, else `tensor`; tried with
+    three steps each on the whole, on blocks of rows and on flat parts."""
     import torch
 
     draw = torch.Generator().manual_seed(0)
@@ -68,14 +69,14 @@ def find_need(o: Optimizer) -> str:
         whole = updated(lambda x: [x])[0]
         rows = torch.cat(updated(lambda x: [part.contiguous() for part in x.split(2)]))
         flat = torch.cat(updated(lambda x: [part.clone() for part in x.flatten().split(8)])).view_as(whole)
-    except Exception:  # it takes no such parts
+    except Exception:  # the optimizer refuses such parts
         return "tensor"
     return ELEMENT if torch.allclose(whole, rows) and torch.allclose(whole, flat) else "tensor"
 
 
 def warm(o: Optimizer) -> None:
-    """Has torch import what it does for the first step of any optimizer, most of a second of work, while nobody waits
-    for it: before a spare is ready, and before the driver looks for a state to recover."""
+    """Take a dummy step, so that torch's imports for an optimizer's first step (most of a second) are done while nobody
+    waits: before a spare is ready, and before the driver looks for a state to recover."""
     import torch
 
     state_of(o, torch.float32, torch.device("cpu"))
@@ -87,9 +88,10 @@ def register_optimizer(
     moments: int,
     needs: str | None = None,
 ) -> None:
-    """Make `optimizer.kind=NAME` known; see `OptimizerKind`. `needs`: `element` where it updates every element by
-    itself, `tensor` or `matrix` where it must see whole tensors, or those of two dims and more; found by trying, if
-    not given. A plan that would split what it needs whole is refused. Raises ValueError for another word."""
+    """Register an optimizer as `optimizer.kind=NAME`; see `OptimizerKind`. `needs`: `element` if it updates every
+    element by itself, `tensor` if it must see every tensor whole, `matrix` if only those of two or more dims; found by
+    trying (`find_need`) if None. A plan that would split what it needs whole is refused. Raises ValueError for any
+    other word."""
     if needs not in (None, ELEMENT, *FEWEST_DIMS):
         raise ValueError(f"needs={needs!r}: must be {ELEMENT}, {' or '.join(FEWEST_DIMS)}")
     OPTIMIZERS[name] = OptimizerKind(make, moments)

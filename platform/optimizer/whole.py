@@ -1,4 +1,5 @@
-"""What an optimizer must be given whole, and the plans that would split it: pure Python, so that refusals are quick."""
+"""Check that a plan does not split tensors that the optimizer needs whole: pure Python without torch, so that refusals
+are quick."""
 
 from __future__ import annotations
 
@@ -9,11 +10,13 @@ from platform.plan.core.plan import Plan
 from platform.plan.language.ops import Parameter
 
 ELEMENT = "element"
-FEWEST_DIMS = {"tensor": 1, "matrix": 2}  # need -> dims from which on a parameter must be whole
+FEWEST_DIMS = {"tensor": 1, "matrix": 2}  # need -> parameters of at least so many dims must be whole
 Need = str | Callable[[Optimizer], str]
 
-# kind -> element (every element is updated by itself), tensor (every tensor as a whole), matrix (tensors of two dims
-# and more as a whole); or what finds it out
+# optimizer.kind -> need, or a function that finds it:
+#   element  every element is updated by itself
+#   tensor   every tensor is updated as a whole
+#   matrix   tensors of two or more dims are updated as a whole
 NEEDS: dict[str, Need] = {"adamw": ELEMENT}
 
 
@@ -24,8 +27,8 @@ def need_of(o: Optimizer) -> str:
 
 
 def splits(config: Config, plan: Plan) -> Iterator[str]:
-    """Yield the violation of an optimizer that would get parts of what it needs whole, naming the axes that split it:
-    its numbers would be others, silently."""
+    """Yield the violation if the optimizer would get parts of tensors that it needs whole, naming the axes that split
+    them: it would silently compute different updates."""
     need, kind = need_of(config.optimizer), config.optimizer.kind
     if need == ELEMENT:
         return

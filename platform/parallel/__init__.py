@@ -1,3 +1,3 @@
-"""A plan at run time: operations and schedules executed on one rank's blocks.
-The only room that launches collectives; it decides none of them.
+"""Execution of a plan on one rank: model operations and pipeline schedules run on the rank's blocks.
+Collectives are implemented and counted here; which ones a step launches is decided by the plan.
 """

@@ -1,4 +1,4 @@
-"""The operations at run time: a model's forward on one rank's blocks, executing the plan's lists."""
+"""The `Ops` of run time: a model's forward pass on one rank's blocks, executing the conversions that the plan lists."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ POINTWISE: dict[str, Callable[..., Tensor]] = {
 
 
 def where_present(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """An operation that hands on absent blocks: the graphs of all of its tensors go on, and nothing is computed."""
+    """Wrap an operation so that for an absent (empty) block it computes nothing and returns an empty tensor that stays
+    connected to the autograd graphs of all its tensor arguments."""
 
     @wraps(operation)
     def run(self, *arguments, **options):
@@ -48,26 +49,26 @@ def where_present(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @dataclass
 class Position:
-    """Where in the run a forward pass is: what dropout masks depend on beside the element."""
+    """Place of a forward pass in the run: everything that dropout masks depend on besides the global element."""
 
     seed: int = 0
     step: int = 0
-    first_sequence: int = 0  # of this microbatch (all replicas together) in the global batch
+    first_sequence: int = 0  # index in the global batch of the first sequence of this microbatch (of all replicas)
     training: bool = True
 
 
 class ParallelOps(Ops):
     """Executes a plan's operations on the rank of `communicator`. `tensors`: parameter name -> local block.
 
-    A data tensor is a mapping from the operations that read it, as (kind, name), to this rank's block of integers
-    [length, batch], laid out as `plan.readers` says. Blocks of tensors that this rank does not have are empty.
+    A data tensor is passed as a mapping from the operations that read it, keyed (kind, name), to this rank's block of
+    integers [length, batch] in the layout given by `plan.readers`. A tensor of which this rank has no block is empty.
     """
 
     def __init__(self, plan: Plan, communicator: Communicator, tensors: Mapping[str, Tensor], dropout: float = 0.0):
         self.plan, self.communicator, self.tensors = plan, communicator, tensors
         self.dropout_rate = dropout
         self.position = Position()
-        self.deferred: Deferred | None = None  # takes the gradients of weights, where a schedule computes them later
+        self.deferred: Deferred | None = None  # collects weight gradient computations that a schedule runs later
         self.recompute = plan.recompute
         tensors_of = (t for o in plan.operations.values() for t in (*o.operation.inputs, *o.operation.outputs))
         self._blocks = {t: plan.block(t, communicator.coordinates) for t in tensors_of if isinstance(t, Spec)}
@@ -92,11 +93,11 @@ class ParallelOps(Ops):
         return self.plan.operations[kind, name]
 
     def _block(self, spec: Spec) -> list[tuple[int, int]]:
-        """(offset, extent) of this rank's block of an activation."""
+        """Return (offset, extent) per dim of this rank's block of an activation."""
         return self._blocks[spec]
 
     def _range(self, spec: Spec, dim: str, device: torch.device) -> Tensor:
-        """The global positions along `dim` of this rank's block of an activation."""
+        """Return the global positions along `dim` of this rank's block of an activation."""
         first, n = self._block(spec)[spec.dims.index(dim)]
         return torch.arange(first, first + n, device=device)
 
@@ -108,7 +109,7 @@ class ParallelOps(Ops):
         if absent(weight):
             return apply(self.communicator, weight, leave)
         rows = weight.reshape(weight.shape[0], -1)
-        if planned.over:  # rows of other ranks are zero here: the sum over `over` completes the lookup
+        if planned.over:  # a token whose row another rank holds gives zeros: the sum over `over` completes the lookup
             row = tokens - self.communicator.index(planned.over) * weight.shape[0]
             mine = (row >= 0) & (row < weight.shape[0])
             x = F.embedding(row.clamp(0, weight.shape[0] - 1), rows) * mine.unsqueeze(-1).to(weight.dtype)
@@ -143,7 +144,7 @@ class ParallelOps(Ops):
             and not planned.collectives
             and not any(self._planned("shift", b.name).conversions[0].forward for b in biases)
         ):
-            added = [self.tensors[b.name] for b in biases]  # nothing moves: the product adds the bias on its way
+            added = [self.tensors[b.name] for b in biases]  # no communication: the matrix product adds the bias itself
             return self._einsums(planned, x, tensors, added)
         found = self._einsums(planned, x, tensors, deferred=self.deferred)
         return tuple(self.shift(y, out, b) for y, out, b in zip(found, outs, biases, strict=True))
@@ -186,7 +187,7 @@ class ParallelOps(Ops):
         return apply(self.communicator, y.permute([kept.index(d) for d in out.dims]), leave)
 
     def _without_padding(self, x: Tensor, spec: Spec, dims: Sequence[str], value: float) -> Tensor:
-        """x with `value` where this rank's block reaches beyond the size of a dim; only vocab is ever padded."""
+        """Return x with `value` where this rank's block extends beyond the size of a dim; only vocab is ever padded."""
         for i, dim in enumerate(spec.dims):
             if dim in dims:
                 first, n = self._block(spec)[i]
@@ -321,7 +322,7 @@ class ParallelOps(Ops):
         where = dict(zip(spec.dims, self._block(spec), strict=True))
         first, n = where["batch"]
         where["batch"] = (first + p.first_sequence, n)
-        order = sorted(range(len(spec.dims)), key=lambda i: spec.dims[i] != "batch")  # batch major: its size is open
+        order = sorted(range(len(spec.dims)), key=lambda i: spec.dims[i] != "batch")  # batch first: its size is unused
         dims = [spec.dims[i] for i in order]
         sizes = dict(zip(spec.dims, self.plan.global_shape(spec), strict=True))
         strides = [prod(sizes[d] for d in dims[i + 1 :]) for i in range(len(dims))]
@@ -350,7 +351,7 @@ class ParallelOps(Ops):
         return error.square().double().sum() / 2
 
     def gathered(self, x: Tensor, spec: Spec) -> Tensor:
-        """An activation, whole on every rank, without gradient; vocab without padding. For sampling text."""
+        """Return an activation whole on every rank, without gradient and without vocab padding (for sampling text)."""
         whole = convert(self.communicator, x, relayout_steps(spec.dims, self.plan.layout(spec), Layout())).wait()
         for i, size in enumerate(self.plan.global_shape(spec)):
             whole = whole.narrow(i, 0, size)
@@ -358,7 +359,7 @@ class ParallelOps(Ops):
 
 
 def initialise(plan: Plan, communicator: Communicator, p: Parameter, seed: int, out: Tensor) -> None:
-    """Fills this rank's block of a parameter from (seed, global name, global element)."""
+    """Fill `out`, this rank's block of a parameter, as a function of (seed, parameter name, global element)."""
     with torch.no_grad():
         if p.init == "normal":
             where = plan.block(p, communicator.coordinates)

@@ -1,7 +1,7 @@
 """The pipeline executor: interprets one stage's row of a schedule's table, and knows no schedule by name.
 
-Sends are asynchronous and keep their buffer until it has gone; a receive is posted where the row says so and waited for
-where the value is used. Of an output only the edge of its autograd graph stays after it was sent, not its memory.
+Sends are asynchronous and keep their buffer until it is sent; a receive is posted where the row says so and waited for
+where the value is used. After an output is sent only its autograd graph edge is kept, and its memory is freed.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from platform.plan.schedule.table import Action, Kind
 
 Key = tuple[int, int]  # chunk, microbatch
 Forward = Callable[[Chunk, int, dict[str, Tensor], Deferred | None], dict[str, Tensor]]
-SENDS_IN_FLIGHT = 8  # whose buffers are kept; gloo does not say that a send is done until it is waited for
+SENDS_IN_FLIGHT = 8  # sends whose buffers are kept: gloo reports a send as done only when it is waited for
 
 
 class StageFailed(RuntimeError):
-    """An action of a row failed; the message names rank, stage, action and microbatch."""
+    """Failure of one action of a row; the message names rank, stage, action and microbatch."""
 
 
 @dataclass
 class _Live:
-    """What a forward pass leaves for its backward: leaves that were received, and edges of what came out."""
+    """State that a forward pass keeps for its backward: input leaves and the autograd edges of its outputs."""
 
     inputs: dict[str, Tensor]
     outputs: dict[str, GradientEdge]
@@ -42,12 +42,12 @@ class _Live:
 
 @dataclass
 class Pipeline:
-    """Runs rows on the rank of `communicator`, whose clock has a section per action. `plan`: of its stage.
+    """Runs schedule rows on the rank of `communicator`, timing each action as a section. `plan`: that of its stage.
 
-    `forward(chunk, microbatch, flow, deferred)` runs a model chunk on received activations and returns those that it
-    gives by name, or {"loss": ...} with a gradient of 1. Where `deferred` is a list, the backward appends to it what
-    computes the gradients of weights. `accumulated(done)` is called after each part of a backward;
-    `done`: the chunk, if it was the last part of its last one.
+    `forward(chunk, microbatch, flow, deferred)` runs a model chunk on received activations and returns its output
+    activations by name, or {"loss": ...}, whose gradient is 1. If `deferred` is a list, the backward pass appends to it
+    the functions that compute weight gradients. `accumulated(done)` is called after each backward action; `done` is the
+    chunk number if that action was the last of the row for the chunk, else None.
     """
 
     plan: Plan
@@ -55,10 +55,10 @@ class Pipeline:
     dtype: torch.dtype  # of activations
     forward: Forward
     accumulated: Callable[[int | None], None] = lambda done: None
-    peak_live: int = 0  # forward passes whose backward has not run, at most
+    peak_live: int = 0  # most forward passes that awaited their backward at once
     _live: dict[Key, _Live] = field(default_factory=dict)
-    _flow: dict[Key, dict[str, Tensor]] = field(default_factory=dict)  # between chunks of this stage, and to be sent
-    _gradients: dict[Key, dict[str, Tensor]] = field(default_factory=dict)  # the same on the way back
+    _flow: dict[Key, dict[str, Tensor]] = field(default_factory=dict)  # outputs for the next chunk, here or to be sent
+    _gradients: dict[Key, dict[str, Tensor]] = field(default_factory=dict)  # the same for the backward direction
     _arriving: dict[tuple[str, Key], dict[str, Handle]] = field(default_factory=dict)
     _sending: deque[Handle] = field(default_factory=deque)
 
@@ -66,10 +66,10 @@ class Pipeline:
         self._chunks = {chunk.number: chunk for chunk in self.plan.chunks}
 
     def run(self, row: Iterable[Action]) -> None:
-        """Runs a lowered row to its end; raises StageFailed naming the action that failed."""
+        """Run a lowered row to its end. Raises StageFailed naming the action that failed."""
         row = list(row)
         self._splits = any(a.kind is Kind.WEIGHT for a in row)
-        left: dict[int, int] = defaultdict(int)  # parts of backward passes to come, by chunk
+        left: dict[int, int] = defaultdict(int)  # chunk -> backward actions still to run
         for action in row:
             left[action.chunk] += action.kind in (Kind.BACKWARD, Kind.WEIGHT)
         self.peak_live = 0
@@ -147,7 +147,7 @@ class Pipeline:
             axes, elements = self.plan.shared_axes(spec), self.plan.sent_elements(spec)
             x = scatter(self.communicator, tensors[name], axes, elements)
             self._sending.append(self.communicator.send(x, peer))
-        # Safe at any later place, since a schedule is refused if it would stop where sends block.
+        # Waiting here cannot deadlock: a schedule that would deadlock with blocking sends is refused.
         while len(self._sending) > SENDS_IN_FLIGHT:
             self._sending.popleft().wait()
 
@@ -179,11 +179,12 @@ class Pipeline:
         return out
 
     def _present(self, flow: Flow) -> Flow:
-        """What of a flow this rank's place in a stage has a block of; the others hold empty tensors."""
+        """Return the part of a flow of which this rank has a block; its other tensors are empty here."""
         return tuple((name, spec) for name, spec in flow if self.plan.present(spec, self.communicator.coordinates))
 
 
-# Not in the instance: what refers to itself lives, with all that it holds, until Python looks for such cycles.
+# Unbound and outside the instance: bound methods stored in it would form a reference cycle, which keeps its tensors
+# alive until Python's cycle collector runs.
 _ACTIONS: Mapping[Kind, Callable[[Pipeline, Action], None]] = {
     Kind.FORWARD: Pipeline._forward,
     Kind.BACKWARD: Pipeline._backward,
@@ -197,11 +198,11 @@ _ACTIONS: Mapping[Kind, Callable[[Pipeline, Action], None]] = {
 
 
 def sum_tied(plan: Plan, communicator: Communicator, gradients: Mapping[str, Tensor]) -> None:
-    """Sums the gradients of parameters that several stages use, in place: the owner adds the others' in stage order and
-    gives all the sum. `plan`: of this rank's stage."""
+    """Sum in place the gradients of parameters that several stages use: the owner stage adds those of the others in
+    stage order and sends them the sum. `plan`: that of this rank's stage."""
     here = communicator.coordinates["stage"]
     for name, (owner, *others) in plan.tied.items():
-        if name not in gradients:  # this rank's place in every stage has no block of it
+        if name not in gradients:  # neither this rank nor its peers in other stages have a block
             continue
         g = gradients[name]
         if here == owner:

@@ -1,4 +1,4 @@
-"""Recomputation: a stretch of the forward pass that keeps its arguments alone and runs again in the backward pass."""
+"""Activation recomputation: a stretch of the forward pass saves only its arguments and runs again in the backward."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from platform.parallel.sharding.share import gather, scatter
 
 
 class _Recomputed(torch.autograd.Function):
-    """`restore` makes the run as it was in the forward pass (dropout depends on where in the run it is).
+    """Autograd function behind `recomputed`. `restore` is entered for the second forward pass and restores the position
+    in the run, on which dropout masks depend.
 
-    All ranks of a stage run the same backward pass in the same order, so the collectives of the second forward pass are
-    issued in one order on all of them.
+    All ranks of a stage run the same backward pass in the same order, so they also issue the collectives of the second
+    forward pass in the same order.
     """
 
     @staticmethod
@@ -55,9 +56,9 @@ def recomputed(
     x: Tensor,
     *more: Tensor | None,
 ) -> Tensor:
-    """function(x, *more), of which the backward pass computes the inside again.
+    """Return function(x, *more), saving only the arguments; the backward pass computes the rest again.
 
-    x is kept in parts of `elements` over `axes`, which replicate it. `restore`: a context in which `function` computes
-    what it does now.
+    x, replicated over `axes`, is saved as one part of `elements` per rank. `restore`: returns a context in which
+    `function` computes the same as now.
     """
     return _Recomputed.apply(communicator, function, restore, axes, elements, x, *more)

@@ -67,7 +67,7 @@ def _answer(arguments: argparse.Namespace) -> int:
 
 
 def _shrink(config: Config, memory: float, as_json: bool) -> Iterator[str]:
-    """A line for every plan that the run comes to have; each holds down to the workers of the next line and one."""
+    """Yield one line per plan of the shrinking run; a plan holds down to one worker more than the next line has."""
     if not as_json:
         yield f"{'workers':>7}  {'idle':>4}  {'bytes per step':>14}  mesh"
     for workers, found in shrinking(config, memory=memory):

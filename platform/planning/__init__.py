@@ -1,3 +1,3 @@
-"""From a configuration to a plan: building it, choosing its schedule, another plan for other workers, one that fits.
-No process is started and no tensor is made here.
+"""Planning from a configuration: choosing the schedule, building the plan, re-planning for another number of workers,
+finding changes that fit the memory. No process is started and no tensor is made.
 """

@@ -1,4 +1,4 @@
-"""The schedule of a run, from its configuration."""
+"""Choice of a run's schedule and number of microbatches from its configuration."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ from platform.plan.schedule.generators import (
 )
 from platform.plan.schedule.table import Schedule, ScheduleError, table
 
-MISTAKES_SHOWN = 20  # of a table in a file
+MISTAKES_SHOWN = 20  # violations listed for a table from a file
 
 
 def register_pipeline(name: str, generator: Generator) -> None:
-    """Makes `pipeline.kind=NAME` known: a function from (stages, chunks per stage, microbatches) to compute rows.
+    """Register a schedule as `pipeline.kind=NAME`: a function (stages, chunks per stage, microbatches) -> compute rows.
 
-    It refuses numbers that it cannot take by raising `platform.plan.schedule.table.ScheduleError`; the nearest
-    microbatch counts that it does take are then found by trying.
+    The generator refuses numbers that it cannot take by raising `platform.plan.schedule.table.ScheduleError`; the
+    nearest microbatch counts that it does take are then found by trying.
     """
     SCHEDULES[name] = generator
     allow("pipeline.kind", name)
 
 
 def count_microbatches(config: Config, data: int) -> int:
-    """How many make a global batch over `data` replicas: the fewest that the schedule takes. Sequences that they lack
-    are padding, which weighs nothing. (A table in a file has its own number: another one is refused.)
+    """Return the microbatches of a global batch over `data` replicas: the fewest that hold it and that the schedule
+    takes. Missing sequences are padding, which weighs nothing. (A table in a file fixes its own number; `schedule_of`
+    refuses any other.)
 
-    Raises ConfigError where their table would be too long to be made.
+    Raises ConfigError if the table would be too long to make.
     """
     pipeline, unit = config.pipeline, config.train.microbatch * data
     needed = -(-config.train.global_batch // unit)
@@ -55,9 +56,9 @@ def count_microbatches(config: Config, data: int) -> int:
 
 
 def schedule_of(config: Config, data: int) -> Schedule:
-    """The table that a run over `data` replicas follows: generated, or read from pipeline.file.
+    """Return the table that a run over `data` replicas follows: generated, or read from pipeline.file.
 
-    Without a pipeline it is 1F1B on one stage: each microbatch's backward pass after its forward pass.
+    Without a pipeline it is 1F1B on one stage: each microbatch's backward pass right after its forward pass.
     Raises ConfigError with every violation.
     """
     pipeline, batch = config.pipeline, config.train.global_batch

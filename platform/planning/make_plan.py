@@ -1,4 +1,4 @@
-"""From the configuration to the plan, with every violation at once."""
+"""Building the plan of a configuration, or refusing it with every violation at once."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from platform.plan.language.scheme import compose
 from platform.planning.choose_schedule import count_microbatches, schedule_of
 
 MESHES_SHOWN = 4
-MESHES_TRIED = 60  # the nearest ones: each takes milliseconds
+MESHES_TRIED = 60  # nearest meshes that are planned to find legal ones; each takes milliseconds
 FACTORIZATIONS = 10_000
-DEEP = 32  # layers, from which on two of them are planned first: a refusal is quick however many there are
+DEEP = 32  # models of more layers are first planned with two, so that a refusal is quick at any depth
 
 
 def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int] | None = None) -> Plan:
-    """The plan of a run. `workers`: how many there are, where parallel.data is -1. `stage_of`: the stage of every model
-    chunk, from the schedule if None.
+    """Build the plan of a run. `workers`: their number, from which parallel.data=-1 is settled. `stage_of`: the stage
+    of every model chunk; from the schedule if None.
 
     Raises ConfigError with one line per violation.
     """
@@ -79,7 +79,8 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
 
 
 def _legal_meshes(config: Config, data: int) -> Iterator[dict[str, int]]:
-    """Sizes of the scheme's axes with the same product that this model can be planned on, the nearest first."""
+    """Yield sizes of the tensor scheme's axes, with the configured product, on which this model has a legal plan, the
+    nearest to the configured sizes first."""
     given = {axis: config.tensor.axes.get(axis, 1) for axis in axes_of(config.tensor)}
     workers = prod(given.values())
     found = (

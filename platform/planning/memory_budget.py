@@ -1,4 +1,4 @@
-"""What workers of a given memory have room for."""
+"""Memory that a configuration's plan needs per worker, and whether workers of a given memory can hold it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from platform.planning.make_plan import make_plan
 
 
 class Room:
-    """`memory`: bytes of a worker; inf: not known, not asked. What the plan of `config` needs has room in any case: the
-    run was started with it, and the count is a model."""
+    """Memory budget of a worker: tells which configurations fit. `memory`: bytes; inf: unknown, everything fits. The
+    budget is at least what the plan of `config` needs by our count: the run was started with it, and the count is an
+    estimate."""
 
     def __init__(self, config: Config, memory: float):
         self.memory = memory
@@ -30,7 +31,7 @@ class Room:
             self._count, self._itemsize = plan.parameter_count, plan.itemsize
 
     def may_hold(self, config: Config) -> bool:
-        """Whether there is room for an even share of parameters, gradients and the optimizer's state: needs no plan."""
+        """Return True if an even share of parameters, gradients and optimizer state fits; quick: makes no plan."""
         if self.memory == inf:
             return True
         split = prod((*config.tensor.axes.values(), *config.branch.axes.values(), config.pipeline.stages))
@@ -47,19 +48,19 @@ class Room:
 
 
 def needed_bytes(config: Config, plan: Plan) -> int:
-    """The most that a worker of the plan needs at once."""
+    """Return the peak bytes of the worker of the plan that needs most."""
     return max(footprints(config, plan), key=lambda f: f.total).total
 
 
 def footprints(config: Config, plan: Plan) -> list[Footprint]:
-    """By stage."""
+    """Return the footprint of a worker of every stage, by stage."""
     model, moments = build_model(config.model), OPTIMIZERS[config.optimizer.kind].moments
     lowered = lower(_schedule(config, plan))
     return [footprint(plan, model, row, stage, moments, config.model.dropout) for stage, row in enumerate(lowered)]
 
 
 def _schedule(config: Config, plan: Plan) -> Schedule:
-    """That of the run, or a shorter one that holds as much."""
+    """Return the run's schedule, or one of fewer microbatches with the same peak memory."""
     pipeline = config.pipeline
     if pipeline.kind == "file":
         return schedule_of(config, config.parallel.data)
@@ -69,6 +70,7 @@ def _schedule(config: Config, plan: Plan) -> Schedule:
 
 
 def _weights(config: Config, plan: Plan) -> list[int]:
-    """By stage, of the worker that has a block of every tensor."""
+    """Return, by stage, the bytes of parameters, gradients and optimizer state on its worker that has a block of every
+    tensor."""
     moments, first = OPTIMIZERS[config.optimizer.kind].moments, plan.mesh.coordinates(0)
     return [sum(weight_bytes(plan, moments, {**first, "stage": stage}).values()) for stage in range(plan.stages)]

@@ -1,4 +1,4 @@
-"""Whether a plan fits the memory of a device, and the smallest changes that make it fit."""
+"""Check that a plan fits the memory of a device, and the smallest configuration changes that make it fit."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from platform.plan.schedule.generators import SHIPPED
 from platform.planning.make_plan import make_plan
 from platform.planning.memory_budget import footprints, needed_bytes
 
-SHOWN = 2  # changes that fit
+SHOWN = 2  # fitting changes named to the user
 
 
 @dataclass(frozen=True)
 class Device:
-    """What a worker runs on: `memory` in bytes, and what it is for people."""
+    """Device of a worker: its `memory` in bytes, and its name for messages."""
 
     memory: float
     name: str
 
 
 def lack_of_memory(config: Config, plan: Plan, device: Device) -> str:
-    """One line where a worker needs more than the device has, with the smallest changes that fit, each planned; else
-    "". Pure."""
+    """Return a line for the user if a worker needs more memory than the device has, naming the smallest changes that
+    fit (each one planned); else "". Pure."""
     found = footprints(config, plan)
     stage, most = max(enumerate(found), key=lambda pair: pair[1].total)
     if most.total <= device.memory:
@@ -50,10 +50,12 @@ def lack_of_memory(config: Config, plan: Plan, device: Device) -> str:
 
 
 def fits(config: Config, memory: float, weights: int = 0) -> Iterator[tuple[str, int]]:
-    """Changes after which a worker needs no more than `memory`, the smallest first, with what it then needs."""
+    """Yield (change as typed, bytes then needed) for changes that fit `memory`, the smallest first. `weights`: bytes of
+    parameters, gradients and optimizer state now; where these alone are too much, only changes that lessen them are
+    tried."""
     for change, changed, for_weights in _changes(config):
         if weights > memory and not for_weights:
-            continue  # it is not the activations
+            continue  # weights alone are too much, and this change leaves them as they are
         try:
             needed = needed_bytes(changed, _plan(changed))
         except ConfigError:
@@ -69,7 +71,8 @@ def _plan(config: Config) -> Plan:
 
 
 def _changes(c: Config) -> Iterator[tuple[str, Config, bool]]:
-    """(as it is typed, what it makes, whether it lessens weights), from what costs least to what takes more workers."""
+    """Yield (change as typed, changed configuration, True if it lessens weights), from the cheapest changes to those
+    that take more workers."""
     if (half := c.train.microbatch // 2) and c.pipeline.kind != "file":
         yield f"train.microbatch={half}", _with(c, "train", microbatch=half), False
     if c.tensor.scheme == "1d":

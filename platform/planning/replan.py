@@ -1,7 +1,7 @@
-"""What a run becomes with another number of workers: the best legal configuration derived from its own.
+"""Re-planning of a run for another number of workers: the best legal configuration derived from its own.
 
-Pure and deterministic. The answer always derives from the configuration that the run was started with, so a run that
-shrank and grows again is what it was.
+Pure and deterministic. The starting point is always the configuration that the run was started with, so a run that
+shrinks and grows again returns to the same plan.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from platform.plan.schedule.generators import SHIPPED
 from platform.planning.make_plan import make_plan
 from platform.planning.memory_budget import Room
 
-FEW_LAYERS = 4  # a model of more is counted exactly only where it may be the best
+FEW_LAYERS = 4  # deeper models get a bound first, and are counted exactly only if it leaves them a chance
 
 
 class Replanned(NamedTuple):
-    """`reason`: one line for people, such as "3 workers: data 2 -> 1, 1 idle"."""
+    """Configuration and plan for another number of workers. `reason`: one line for people, such as "3 workers: data
+    2 -> 1, 1 idle"."""
 
     config: Config
     plan: Plan
@@ -37,15 +38,16 @@ class Replanned(NamedTuple):
 
 
 def replan(config: Config, workers: int, *, memory: float = inf) -> Replanned | None:
-    """The configuration and plan of a run for at most `workers` ranks; None where there is none.
+    """Find the best configuration and plan of a run for at most `workers` ranks; None if no plan fits.
 
-    First as many data replicas as there is room for, all else as configured: not more than at the start, or than
-    elastic.max_workers allows and the global batch has sequences for. Where there is room for none, of all sizes of the
-    scheme's axes, of branch groups and stages (not more than configured), and of replicas: the plan that uses most
-    ranks; of these, the one that moves the fewest bytes per step by the plan's own count; of these, the nearest. Axes
-    may all become 1, so there is a plan for any number of workers that have the memory.
+    First choice: all as configured but the number of data replicas: as many as the workers allow, at most as many as at
+    the start or, if elastic.max_workers lets the run grow, as the global batch has sequences for. If not even one
+    replica is possible, or its plan is illegal or does not fit: among all sizes of the tensor scheme's axes, of branch
+    groups and stages (not more than configured), and of replicas, the plan that uses most ranks; of these, the one that
+    moves the fewest bytes per step by the plan's own count; of these, the nearest to the configured sizes. All axes may
+    become 1, so there is a plan for any number of workers that have the memory.
 
-    `config` is what the run was started with, with parallel.data settled, not -1. What makes the run this run
+    `config`: what the run was started with, with parallel.data settled, not -1. Everything in the run's identity
     (platform.config.identity) stays, and so does train.microbatch. `memory`: bytes of a worker; a plan may not need
     more, unless the configured one does.
     """
@@ -57,7 +59,8 @@ def replan(config: Config, workers: int, *, memory: float = inf) -> Replanned | 
 
 
 def shrinking(config: Config, *, memory: float = inf) -> Iterator[tuple[int, Replanned | None]]:
-    """The largest number of workers with each plan, and the plan: from the start's number down to one."""
+    """Yield (largest number of workers with this plan, plan) from `most_workers` down to one worker; a number without
+    a plan is yielded with None and ends it."""
     workers = most_workers(config)
     while workers:
         found = replan(config, workers, memory=memory)
@@ -66,7 +69,7 @@ def shrinking(config: Config, *, memory: float = inf) -> Iterator[tuple[int, Rep
 
 
 def most_workers(config: Config) -> int:
-    """How far the run may grow."""
+    """Return the number of workers up to which the run may grow."""
     return config.elastic.max_workers or _one_replica(config) * config.parallel.data
 
 
@@ -74,12 +77,12 @@ Found = tuple[Config, Plan]
 
 
 def _one_replica(config: Config) -> int:
-    """Its workers."""
+    """Return the number of workers in one data replica."""
     return prod((*config.tensor.axes.values(), *config.branch.axes.values(), config.pipeline.stages))
 
 
 def _useful(config: Config) -> int:
-    """Replicas that get a sequence: any further one would see padding alone."""
+    """Return how many replicas can get a sequence; any further one would see padding alone."""
     return -(-config.train.global_batch // config.train.microbatch)
 
 
@@ -102,7 +105,7 @@ def _planned(config: Config) -> Plan | None:
 
 
 class _Sizes(NamedTuple):
-    """Of the tensor scheme's axes and the branch's, in their orders, of stages and replicas."""
+    """Sizes of the tensor scheme's axes and of the branch axes, each in order, and numbers of stages and replicas."""
 
     tensor: tuple[int, ...]
     branch: tuple[int, ...]
@@ -115,7 +118,7 @@ class _Sizes(NamedTuple):
 
 
 class _Search:
-    """Every size of every axis for one number of workers."""
+    """Searches all sizes of all axes for the best plan on at most `workers` ranks."""
 
     def __init__(self, config: Config, workers: int, room: Room):
         self.config, self.workers, self.room = config, workers, room
@@ -134,7 +137,8 @@ class _Search:
         return None
 
     def _fewest_bytes(self, candidates: Iterable[_Sizes]) -> Found | None:
-        """Each is counted only where a lower bound leaves it a chance."""
+        """Return the candidate that moves the fewest bytes per step, the nearest of equals; exact counts are made only
+        while the lower bound leaves a candidate a chance."""
         best, found = (inf,), None
         for bound, sizes in sorted((self._bound(s), s) for s in candidates):
             if bound > best[0]:
@@ -148,7 +152,7 @@ class _Search:
         return found
 
     def _of(self, ranks: int) -> Iterator[_Sizes]:
-        """All sizes whose product it is."""
+        """Yield all sizes whose product is `ranks`."""
         for (tensor, branch), stages in product(self._scheme_sizes, range(1, self.own.stages + 1)):
             data, rest = divmod(ranks, prod(tensor) * prod(branch) * stages)
             if not rest and data <= _useful(self.config):
@@ -156,7 +160,8 @@ class _Search:
 
     @cached_property
     def _scheme_sizes(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """An axis has the sizes that it could have alone: what it splits, it splits whatever the others do."""
+        """Return candidate (tensor, branch) sizes: each axis takes the sizes that are legal with all others at 1, since
+        the dims that it splits do not depend on the others."""
         tensor, branch = (1,) * len(self.axes), (1,) * len(self.branches)
         free = [[n for n in range(1, self.workers + 1) if self._allowed(_put(tensor, i, n), branch)]
                 for i in range(len(tensor))]  # fmt: skip
@@ -169,7 +174,8 @@ class _Search:
         return self.room.may_hold(self.configured(sizes)) and self._allowed(sizes.tensor, sizes.branch)
 
     def _allowed(self, tensor: tuple[int, ...], branch: tuple[int, ...]) -> bool:
-        """Whether the scheme goes with the model at these sizes. All layers are alike; `data` always divides."""
+        """Return True if the model has a legal plan at these sizes. One layer is planned, as all layers are alike, and
+        data=1, as `data` always divides."""
         if (tensor, branch) not in self._legal:
             c = self.configured(_Sizes(tensor, branch, 1, 1))
             scheme = compose(asdict(c.tensor), asdict(c.branch), 1)
@@ -182,7 +188,8 @@ class _Search:
         return self._legal[tensor, branch]
 
     def _bound(self, sizes: _Sizes) -> float:
-        """Bytes per step without stages, which add theirs: as linear in the layers as two small models say."""
+        """Return a lower bound of the bytes moved per step: without stages, which only add traffic, and extrapolated
+        linearly in the layers from models of 2 and 3; 0 for a model of at most FEW_LAYERS."""
         layers, one = self.config.model.layers, sizes._replace(stages=1)
         if layers <= FEW_LAYERS:
             return 0.0
@@ -197,7 +204,7 @@ class _Search:
 
     def configured(self, sizes: _Sizes) -> Config:
         c, kind = self.config, self.config.pipeline.kind
-        if kind == "file":  # its table is for its own numbers
+        if kind == "file":  # its table is only for the configured stages and microbatches
             kind = "1f1b" if c.pipeline.chunks == 1 else "interleaved"
         pipeline = replace(c.pipeline, kind=kind, file="", stages=sizes.stages)
         if sizes.stages == 1:

@@ -1,3 +1,3 @@
-"""What one worker does: `worker.py` answers the driver's calls.
-Nothing here starts processes or decides who takes part.
+"""Training inside one worker: `worker.py` answers the driver's calls.
+Starting processes and choosing the members of a mesh are left to the driver.
 """

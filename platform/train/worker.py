@@ -1,4 +1,4 @@
-"""What one worker does, whoever started it: Ray, a plain process, torchrun or the launching process itself."""
+"""Worker: answers the driver's calls in any kind of crew, started by Ray, as a plain process, by torchrun or inline."""
 
 from __future__ import annotations
 
@@ -42,15 +42,16 @@ from platform.train.step.step_report import Report
 from platform.train.step.trainer import Trainer
 from platform.train.step.training_state import State
 
-JOIN_SECONDS = 600.0  # for all ranks to be there; the driver ends it earlier, by taking the store away
+JOIN_SECONDS = 600.0  # for all ranks to join; the driver ends the wait earlier by closing the store
 
 
 class Worker:
-    """Member `number` of a crew, and in each generation one of its ranks, or a spare. Everything that goes in and comes
-    out is plain data.
+    """Member `number` of a crew; in each generation it is seated as one of the ranks or is a spare. Arguments and
+    results of its calls are plain data.
 
-    The order of calls is, in each generation, `prove`, `form`, `build`, perhaps `restore` or `recover`, then `step`,
-    `snapshot`, `write`, `written`, `evaluate` and `sample` on all ranks alike, `leave`; at the end `close`.
+    The driver's calls in a generation are, in order: `prove`, `form`, `build`, perhaps `restore` or `recover`; then
+    `step`, `snapshot`, `write`, `written`, `evaluate` and `sample`, each on all ranks; then `leave`. The last call of
+    all is `close`.
     """
 
     trainer: Any  # a Trainer from `build` to `leave`
@@ -61,7 +62,7 @@ class Worker:
         self._configure(config)
         self.number, self.run_dir, self.device = number, Path(run_dir), device
         self.communicator: Communicator | None = None
-        self.memories: dict[int, Memory] = {}  # by generation; older ones until the newest has a whole snapshot
+        self.memories: dict[int, Memory] = {}  # by generation; older ones until the newest takes a step
         torch.set_num_threads(threads)
         warm(self.config.optimizer)
 
@@ -71,7 +72,7 @@ class Worker:
             raise ConfigError(mistakes)
 
     def prove(self, probe: str) -> dict[str, Any]:
-        """Where this worker is, what it sees of the run's places and what it runs; see `train.recovery.proof`."""
+        """Return this worker's node, what it reads at the run's places, and its code; see `train.recovery.proof`."""
         return proof(self.config, self.run_dir, probe)
 
     def form(
@@ -84,11 +85,11 @@ class Worker:
         stage_of: Sequence[int],
         plan: str = "",
     ) -> dict[str, Any]:
-        """Joins generation `generation` as `rank` through the driver's TCPStore at (host, port) and builds the groups.
+        """Join generation `generation` as `rank` through the driver's TCPStore at (host, port) and build the groups.
 
-        `config`: of the same run, perhaps with another plan. `stage_of`: the pipeline stage of every model chunk, which
-        the driver has from the schedule. `plan`: the digest that its plan must have, "" for any. Raises
-        RuntimeError where a generation has not been left, ValueError for another plan.
+        `config`: of the same run, perhaps with another plan. `stage_of`: the pipeline stage of every model chunk, from
+        the driver's schedule. `plan`: the digest that this worker's plan must have, "" for any. Raises RuntimeError if
+        the previous generation has not been left, ValueError if the plan is another.
         """
         if self.communicator:
             raise RuntimeError("this worker is still in the generation before; it has to leave that first")
@@ -124,7 +125,7 @@ class Worker:
     def _local_device(self) -> str:
         if self.device != "cuda":
             return self.device
-        torch.cuda.set_device(0)  # each worker's process sees one
+        torch.cuda.set_device(0)  # each worker process sees a single GPU
         return "cuda:0"
 
     def _join(self, rank: int, size: int, address: tuple[str, int], generation: int | str) -> None:
@@ -136,8 +137,8 @@ class Worker:
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=CONNECT)
 
     def build(self, rows: list[Any], domains: Sequence[str] = ()) -> dict[str, Any]:
-        """Parameters, optimizer and data. `rows`: what this stage runs, see `platform.plan.schedule.rows.Rows.plain`;
-        `domains`: the node of every rank, () where all run on one."""
+        """Build parameters, optimizer and data. `rows`: the schedule rows of this stage, from
+        `platform.plan.schedule.rows.Rows.plain`; `domains`: the node of every rank, () if all run on one."""
         assert self.communicator
         c = self.config
         self.trainer = Trainer(c, self.plan, self.communicator, data.of(c), Rows.from_plain(rows))
@@ -150,12 +151,13 @@ class Worker:
         return {
             "parameters": self.plan.parameters_at(self.communicator.coordinates),
             "device": device.name if device else "cpu",
-            "memory": device.total_memory if device else None,  # bytes; host memory is everybody's
+            "memory": device.total_memory if device else None,  # bytes; None on CPU: workers share host memory
         }
 
     def step(self, step: int, limit: float = inf, faults: Sequence[str] = ()) -> dict[str, Any]:
-        """Update `step` (from 1), see `Trainer.step`; every `elastic.snapshot_every` steps its result is held in memory
-        too. Returns `Report.together`. `faults`: those that strike in this step, on any rank."""
+        """Run training step `step` (from 1), see `Trainer.step`, and snapshot the state to memory every
+        `elastic.snapshot_every` steps. Returns `Report.together`. `faults`: all that strike in this step, on any rank.
+        """
         assert self.communicator
         self._forget_generations()
         mine = [fault for fault in map(Fault.parse, faults) if fault.rank == self.rank]
@@ -172,17 +174,17 @@ class Worker:
         return self.report.together(report)
 
     def _verify(self, step: int) -> dict[str, Any]:
-        """Compare this rank's state with its replicas', see `differing`."""
+        """Compare this rank's state with that of its replicas, see `differing`."""
         memory = self.memories.get(self.generation)
         before = memory.at(step - 1) if memory and step - 1 in memory.steps else None
         return differing(self.trainer, self.state, before)
 
     def _forget_generations(self) -> None:
-        """Once this one takes a step, all of its ranks have the state that it starts from."""
+        """Drop snapshots of older generations: all ranks of this one have its state once it takes a step."""
         self.memories = {g: memory for g, memory in self.memories.items() if g == self.generation}
 
     def _hold(self, step: int) -> float:
-        """Copies the state to memory, see `Memory.hold`; returns the seconds that it took."""
+        """Copy the state to a snapshot in memory, see `Memory.hold`. Returns the seconds taken."""
         assert self.communicator
         begin = time.perf_counter()
         with self.trainer.clock.section("checkpoint"):
@@ -191,9 +193,9 @@ class Worker:
         return time.perf_counter() - begin
 
     def gather(self, source: dict[str, Any], rank: int, store: tuple[str, int], generation: str) -> None:
-        """Before a generation in which some survivors have no seat, so that the others get what only these have. All
-        `gathered` of the source call it, each with its place among them as `rank`; the group, whose store has the
-        prefix `generation`, ends with the call."""
+        """Transfer parts of a snapshot before a generation in which some survivors have no seat: the seated ones get
+        what only the others hold. Called on all `gathered` members of the source, each with its index among them as
+        `rank`. The group, whose store prefix is `generation`, serves this call only: `leave` follows."""
         mesh = Mesh.of({"data": len(source["gathered"])})
         with PROGRESS.waiting("gather"):
             self._join(rank, mesh.size, store, generation)
@@ -202,8 +204,9 @@ class Worker:
         snapshot.take_over(gathering(source)[1], rank, communicator.transfer)
 
     def recover(self, source: dict[str, Any]) -> None:
-        """Takes over the state that survivors of a generation hold in memory, and holds it under this one's plan, so
-        that nothing is lost if this one fails at once. All ranks call it, those that hold nothing too.
+        """Recover the state from snapshots that survivors of a generation hold in memory, and snapshot it again under
+        this generation's plan, so that nothing is lost if this one fails at once. All ranks call it together, also
+        those that hold nothing.
 
         `source`: see `platform.train.recovery.source.who_has`.
         """
@@ -222,22 +225,22 @@ class Worker:
         log.clear()
 
     def snapshot(self) -> dict[str, Any]:
-        """Copies this rank's share of the state to host memory; {"values": the optimizer's numbers, "tensors": on rank
-        0, name -> global shape}."""
+        """Copy this rank's share of the state to host memory for a checkpoint. Returns {"values": the optimizer's
+        numbers, "tensors": name -> global shape on rank 0, {} elsewhere}."""
         self.state.image.fill(self.state.blocks())
         tensors = {h.name: list(h.shape) for h in self.state.held} if self.rank == 0 else {}
         return {"tensors": tensors, "values": self.state.values()}
 
     def write(self, directory: str) -> None:
-        """Begins to write what the last `snapshot` copied into a checkpoint. `written` tells how it ends."""
+        """Start writing the copy of the last `snapshot` to a checkpoint directory; `written` returns the outcome."""
         storage = connect(places.home(self.config))
         writer = futures.ThreadPoolExecutor(1, "checkpoint")
         self._written = writer.submit(self.state.image.write, storage, directory)
-        writer.shutdown(wait=False)  # ends when it is done
+        writer.shutdown(wait=False)  # its thread ends after the write
 
     def written(self, seconds: float) -> dict[str, Any] | None:
-        """Return the report of `Image.write`, or {"error": why} where the storage fails, which is no failure of this
-        worker; None where it goes on for longer than `seconds`."""
+        """Return the report of `Image.write`, or {"error": why} if the storage failed, which is no failure of this
+        worker; None if the write is still running after `seconds`."""
         if futures.wait([self._written], seconds).not_done:
             return None
         try:
@@ -246,10 +249,10 @@ class Worker:
             return {"error": f"{type(error).__name__}: {error}"}
 
     def restore(self, directory: str, own: bool = False) -> dict[str, str]:
-        """Takes over the state of a checkpoint of any plan, from where the run resumes, or one of its `own`. {}, or,
-        alike on all ranks and with an undefined state, {"corrupt" | "refused" | "failed": why}."""
+        """Restore the state from a checkpoint of any plan, in the storage that the run resumes from or, if `own`, saves
+        to. Returns, alike on all ranks, {} or {"corrupt" | "refused" | "failed": why}, with the state undefined."""
         storage = connect(places.home(self.config) if own else places.source(self.config)[0])
-        manifest = load(storage, directory)  # what goes wrong here does on this rank alone, and is its failure
+        manifest = load(storage, directory)  # an error here concerns this rank alone, and fails it
         try:
             self.state.restore(storage, directory, manifest)
         except Corrupt as error:
@@ -263,33 +266,33 @@ class Worker:
         return {}
 
     def evaluate(self) -> dict[str, float]:
-        """{"val_loss": mean loss per token of the held-out batches}, equal on all ranks."""
+        """Return {"val_loss": mean loss per token of the held-out batches}, equal on all ranks."""
         return self.trainer.evaluate()
 
     def sample(self, tokens: int) -> str:
-        """Generated text, equal on all ranks."""
+        """Generate text of `tokens` tokens, equal on all ranks."""
         return self.trainer.sample(tokens)
 
     def abort(self) -> None:
-        """From another thread: frees a call that waits in a collective, where the backend can. It then raises."""
+        """Make a call that waits in a collective raise, if the backend can. Called from another thread."""
         if communicator := self.communicator:
             communicator.abort()
 
     def leave(self) -> None:
-        """Leaves the generation: its groups, and the memory of its model. In any state, also again; then `form` may
-        follow. Raises RuntimeError where the device does not work any more: this process is of no use then."""
+        """Leave the generation: close its groups and free its model. Works in any state, repeatedly too; `form` may
+        follow. Raises RuntimeError if the device no longer works, which makes this process useless."""
         communicator, self.communicator = self.communicator, None
         self.trainer = self.state = self.report = None
         if communicator:
-            communicator.abort()  # after a failure, closing would wait for what is under way
+            communicator.abort()  # after a failure, closing would wait for collectives in progress
             communicator.close()
-        elif dist.is_initialized():  # it failed while it joined
+        elif dist.is_initialized():  # joining failed
             dist.destroy_process_group()
         gc.collect()  # autograd's graphs have cycles
         if self.device == "cuda":
-            torch.cuda.synchronize()  # an error of the device is for good
+            torch.cuda.synchronize()  # raises if the device is broken, which is permanent
             torch.cuda.empty_cache()
 
     def close(self) -> None:
-        """The end; may be called after a failure."""
+        """Close the worker for good; may be called after a failure."""
         self.leave()

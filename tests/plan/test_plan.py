@@ -83,7 +83,7 @@ def test_bf16_moves_half_and_keeps_sums_wide():
     assert len(set(vectors)) == 1
 
 
-# Sizes and FLOPs by the closed formulas of paper 003 (without recomputation).
+# Sizes and FLOPs by the closed formulas of Narayanan et al. 2021 (without recomputation).
 
 
 @pytest.mark.parametrize("scheme", [(), ("1d", {"t": 4}), ("3d", {"x": 2, "y": 2, "z": 2})], ids=str)

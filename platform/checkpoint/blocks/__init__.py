@@ -1,3 +1,3 @@
-"""What a rank holds, as blocks of global tensors, and buffers of their bytes.
-Nothing here reads or writes a storage.
+"""Blocks of global tensors: which ranks hold them, who stores which part, and buffers of their bytes.
+Nothing here reads or writes storage.
 """

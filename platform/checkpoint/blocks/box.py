@@ -1,4 +1,4 @@
-"""Boxes: blocks of a global tensor, and whether some of them tile it."""
+"""Boxes: blocks of a global tensor as index ranges, and the check that a set of them tiles it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-FAULTS = 100  # that are told of one tensor
-COORDINATES = 1 << 24  # of the corners that are compared: those of 700,000 blocks of a tensor cut along three dims
+FAULTS = 100  # reported for one tensor at most
+COORDINATES = 1 << 24  # of corners, compared at most: those of 700,000 blocks of a tensor cut along three dims
 
 
 class Box(NamedTuple):
-    """The elements of a global tensor from `offset` (inclusive) on, `extent` of them along every dim."""
+    """Block of a global tensor: the elements from `offset` (inclusive) on, `extent` of them along every dim."""
 
     offset: tuple[int, ...]
     extent: tuple[int, ...]
 
     @classmethod
     def of(cls, spans: Sequence[Sequence[int]]) -> Box:
-        """From (offset, extent) of every dim, as `platform.plan.language.layout.block` gives them."""
+        """Make a box of the (offset, extent) of every dim, as `platform.plan.language.layout.block` returns them."""
         return cls(tuple(o for o, _ in spans), tuple(n for _, n in spans))
 
     @classmethod
@@ -31,11 +31,11 @@ class Box(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """Return the number of elements."""
         return prod(self.extent)
 
     def overlap(self, other: Box) -> Box | None:
-        """What both have; None where that is nothing."""
+        """Return the intersection, or None if it is empty."""
         offset, extent = [], []
         for a, m, b, n in zip(self.offset, self.extent, other.offset, other.extent, strict=True):
             first, last = max(a, b), min(a + m, b + n)
@@ -46,7 +46,7 @@ class Box(NamedTuple):
         return Box(tuple(offset), tuple(extent))
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """The index of this box in an array that holds `outer`."""
+        """Return the index of this box in an array that holds `outer`."""
         spans = zip(self.offset, outer.offset, self.extent, strict=True)
         return tuple(slice(a - b, a - b + n) for a, b, n in spans)
 
@@ -55,7 +55,7 @@ class Box(NamedTuple):
 
 
 def stretch(box: Box, first: int, last: int) -> list[Box]:
-    """Boxes that hold the elements [first, last) of a row-major `box`, in order: whole rows, and their torn ends.
+    """Return boxes that hold the elements [first, last) of a row-major `box`, in order: whole rows and partial ends.
 
     >>> [str(b) for b in stretch(Box.whole((3, 4)), 2, 12)]
     ['[0:1, 2:4]', '[1:3, 0:4]']
@@ -82,11 +82,11 @@ def stretch(box: Box, first: int, last: int) -> list[Box]:
 
 
 def gaps(shape: Sequence[int], boxes: Sequence[Box]) -> list[str]:
-    """Find what keeps `boxes` from tiling a tensor of `shape` exactly once, one line each; [] if they do.
+    """Return what keeps `boxes` from tiling a tensor of `shape`, one line per fault; [] if they cover it exactly once.
 
-    How often an element is covered is the sum of signs of the boxes' corners at or before it, along every dim. So the
-    boxes tile the tensor where their corners add up to those of the whole, and the first that does not is where the
-    first hole or overlap begins. Memory grows with the corners, never with the grid that their edges draw.
+    The number of boxes that cover an element is the sum of the signs of all corners at or before it along every dim. So
+    the boxes tile the tensor if at every corner their signs sum to those of the whole, and the first hole or overlap
+    begins at the first corner where they do not. Memory grows with the corners, not with the grid that edges span.
     """
     whole = Box.whole(shape)
     outside = (
@@ -108,8 +108,8 @@ def gaps(shape: Sequence[int], boxes: Sequence[Box]) -> list[str]:
 
 
 def _first_wrong(ends: NDArray[np.int64], cut: Sequence[int]) -> tuple[dict[int, tuple[int, int]], int] | None:
-    """Find the first cell, in row-major order, that the boxes do not cover as often as the last of them, which is the
-    whole: (dim -> (offset, extent), how much more often); None if there is none. `ends`: [boxes, dims, 2]."""
+    """Find the first cell, in row-major order, that is not covered exactly once: (dim -> (offset, extent), times
+    covered minus 1); None if there is none. `ends`: [boxes, dims, 2], the last of which is the whole tensor."""
     signs = np.ones(len(ends), np.int64)
     signs[-1] = -1
     corners = np.empty((len(ends), 0), np.int64)
@@ -130,7 +130,7 @@ def _first_wrong(ends: NDArray[np.int64], cut: Sequence[int]) -> tuple[dict[int,
 
 
 def _of(ends: NDArray[np.int64], corners: NDArray[np.int64], dim: int, side: int) -> NDArray[np.int64]:
-    """One coordinate of the corners made so far, which are those of all boxes over and over."""
+    """Return the `side` (0 start, 1 end) of every box along `dim`, repeated as `corners` repeat the boxes."""
     return np.tile(ends[:, dim, side], len(corners) // len(ends))
 
 

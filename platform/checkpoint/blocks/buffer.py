@@ -1,4 +1,4 @@
-"""Parts of global tensors in one buffer of host memory."""
+"""A buffer of host memory that holds parts of global tensors."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from platform.checkpoint.blocks.placement import DTYPES, Block, Share
 
 
 class Buffer:
-    """`parts` one after the other without a gap: `places` says where each begins and ends in `data` (uint8). Pinned
-    where the tensors are on a GPU."""
+    """Host memory for `parts`, one after the other without a gap: `places` says where each begins and ends in `data`
+    (uint8). `pinned`: for copies from tensors on a GPU."""
 
     def __init__(self, parts: Iterable[Share], pinned: bool = False):
         self.places: list[tuple[Share, int, int]] = []
@@ -30,12 +30,12 @@ class Buffer:
 
     @classmethod
     def aligned(cls, parts: Sequence[Share], pinned: bool = False) -> Buffer:
-        """Larger element types first, so that each part is at an address that fits its type, as `fill` needs."""
+        """Make a buffer with larger element types first: each part is aligned to its type, as `fill` needs."""
         return cls(sorted(parts, key=lambda part: -part.tensor.itemsize), pinned)
 
     @torch.no_grad()
     def fill(self, blocks: Sequence[Block]) -> None:
-        """Copies every part out of `blocks`, which may change when it returns. Each part lies in one of them."""
+        """Copy every part out of `blocks`, which may change once this returns. Each part lies in one of them."""
         found: dict[str, list[tuple[Box, Tensor]]] = defaultdict(list)
         for name, box, tensor in blocks:
             found[name].append((box, tensor))
@@ -47,7 +47,7 @@ class Buffer:
             torch.cuda.synchronize()
 
     def read(self, part: Share) -> Tensor | None:
-        """uint8 [*extent, bytes of an element], a view; None where no part of the buffer has all of it."""
+        """Return a view, uint8 [*extent, bytes of an element]; None if no part of the buffer contains all of `part`."""
         for outer, at, end in self._at.get(part.tensor.name, ()):
             if part.box.overlap(outer) == part.box:
                 return self.data[at:end].view(*outer.extent, part.tensor.itemsize)[part.box.within(outer)]

@@ -1,4 +1,4 @@
-"""The state of a job as named global tensors, who holds which block of them, and who writes which part."""
+"""The state of a job as named global tensors: which ranks hold which block, and which rank stores which part."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from platform.plan.language.ops import Parameter
 DTYPES = {str(d).removeprefix("torch."): d for d in (
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool,
 )}  # fmt: skip
-PIECE = 16 << 20  # bytes: the largest stored block. One is hashed by one thread and read by one worker
-GRANULE = 64 << 10  # bytes: blocks below this are not cut
+PIECE = 16 << 20  # bytes: the largest stored block, which one thread hashes and one worker reads
+GRANULE = 64 << 10  # bytes: smaller blocks are not cut
 
 
 class Block(NamedTuple):
-    """A block of a global tensor in this process, to save from or to restore into. It may reach beyond the global
-    tensor (a padded vocab): that part is never stored, and restored as zeros."""
+    """Block of a global tensor in this process, to save from or to restore into. It may reach beyond the global tensor
+    (a padded vocab): that part is never stored, and is restored as zeros."""
 
     name: str
     box: Box
@@ -34,9 +34,9 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Held:
-    """A global tensor: its element type and shape without padding, and `holders`: block -> the ranks that have it.
+    """Global tensor and who holds it: element type, shape without padding, and `holders`: block -> ranks that have it.
 
-    Equal on all ranks. Several ranks of one block are replicas; the blocks of different ranks tile the tensor.
+    Equal on all ranks. Several ranks of one block are replicas; the blocks tile the tensor.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Held:
 
     @classmethod
     def of(cls, name: str, dtype: torch.dtype, shape: Sequence[int], blocks: Iterable[tuple[int, Box]]) -> Held:
-        """From every rank's blocks, (rank, block) each in rank order; padding is cut off."""
+        """Collect the blocks of all ranks, (rank, block) each in rank order; padding is cut off."""
         whole, holders = Box.whole(shape), defaultdict(list)
         for rank, box in blocks:
             if real := box.overlap(whole):
@@ -60,12 +60,12 @@ class Held:
 
 
 def planned(plan: Plan, kind: str, dtype: torch.dtype) -> list[Held]:
-    """What the plan's ranks keep of the state that lies as the master copies do: them (`kind` = model), or a moment of
-    the optimizer. The tensors are named KIND.PARAMETER."""
+    """Return who holds what, under the plan, of state laid out like the master copies: these (`kind` = model) or a
+    moment of the optimizer. The tensors are named KIND.PARAMETER."""
     ranks = [(rank, plan.mesh.coordinates(rank)) for rank in range(plan.mesh.size)]
     out, known = [], {}
     for p in plan.parameters:
-        place = p.dims, p.role, p.sizes, plan.homes[p.name]  # layers lie alike, but for their stage
+        place = p.dims, p.role, p.sizes, plan.homes[p.name]  # layers share layouts, except for their stage
         if place not in known:
             found = [(rank, box) for rank, at in ranks for box in _kept(plan, p, at)]
             known[place] = Held.of("", dtype, plan.global_shape(p), found)
@@ -74,8 +74,8 @@ def planned(plan: Plan, kind: str, dtype: torch.dtype) -> list[Held]:
 
 
 def blocks(plan: Plan, kind: str, tensors: Mapping[str, Tensor], coordinates: Mapping[str, int]) -> list[Block]:
-    """The local tensors of the rank at `coordinates`, by parameter and of `plan.master_shape`, as blocks of
-    `planned`: views of them."""
+    """Return views of the local tensors of the rank at `coordinates` as its blocks of the `planned` tensors. `tensors`:
+    by parameter, each of `plan.master_shape`."""
     out = []
     for p in plan.parameters:
         at = 0
@@ -87,8 +87,8 @@ def blocks(plan: Plan, kind: str, tensors: Mapping[str, Tensor], coordinates: Ma
 
 
 def _kept(plan: Plan, p: Parameter, coordinates: Mapping[str, int]) -> list[Box]:
-    """The block of the rank at `coordinates`; where it keeps a shard of that, the boxes that make up the shard, in
-    order."""
+    """Return the block of the rank at `coordinates`, or, if it keeps a shard of that, the boxes that make up the shard,
+    in order; [] if it has none."""
     if not plan.present(p, coordinates):
         return []
     box = Box.of(plan.block(p, coordinates))
@@ -96,7 +96,7 @@ def _kept(plan: Plan, p: Parameter, coordinates: Mapping[str, int]) -> list[Box]
 
 
 class Share(NamedTuple):
-    """A block, or the part of one that a rank stores."""
+    """Block of a global tensor, or the part of a block that a rank stores."""
 
     tensor: Held
     box: Box
@@ -107,17 +107,17 @@ class Share(NamedTuple):
 
 
 def shares(state: Sequence[Held], rank: int) -> list[Share]:
-    """What `rank` stores: about 1/n of the bytes of all blocks that it and n - 1 others have alike.
+    """Return what `rank` stores: about 1/n of the bytes of all blocks that it and its n - 1 replicas hold.
 
-    Ranks that replicate each other share what they hold: laid end to end, cut into n equal stretches, each cut moved
-    to a row of at most GRANULE bytes. No share is larger than PIECE and a row.
+    Replicas divide the blocks that they hold: laid end to end, cut into n equal stretches, each cut moved to the start
+    of a row of at most GRANULE bytes. No share is larger than PIECE and a row.
     """
     groups = alike(state, rank).items()
     return [part for ranks, blocks in groups for part in nth(blocks, ranks.index(rank), len(ranks))]
 
 
 def alike(state: Sequence[Held], rank: int | None = None) -> dict[tuple[int, ...], list[Share]]:
-    """The blocks by the ranks that have them; only those of `rank`, where it is given."""
+    """Group the blocks by the ranks that hold them; if `rank` is given, only the blocks that it holds."""
     found: dict[tuple[int, ...], list[Share]] = defaultdict(list)
     for tensor in state:
         for box, ranks in tensor.holders.items():
@@ -127,7 +127,7 @@ def alike(state: Sequence[Held], rank: int | None = None) -> dict[tuple[int, ...
 
 
 def nth(blocks: Sequence[Share], member: int, members: int) -> list[Share]:
-    """The part of one of `members` that share out these blocks."""
+    """Return what number `member` gets if `members` ranks divide the blocks evenly, in pieces of about PIECE bytes."""
     sizes = [block.nbytes for block in blocks]
     first, last = sum(sizes) * member // members, sum(sizes) * (member + 1) // members
     out, start = [], 0
@@ -143,7 +143,7 @@ def nth(blocks: Sequence[Share], member: int, members: int) -> list[Share]:
 
 
 def cut(block: Share, positions: Sequence[int]) -> list[list[Share]]:
-    """What lies between each two neighbours of `positions` [bytes], which are moved to whole rows."""
+    """Cut `block` at `positions` [bytes], moved to whole rows: the shares between each two neighbours."""
     if tuple(positions) == (0, block.nbytes):
         return [[block]]
     tensor, box = block
@@ -153,6 +153,6 @@ def cut(block: Share, positions: Sequence[int]) -> list[list[Share]]:
 
 
 def _row(extent: tuple[int, ...], itemsize: int) -> int:
-    """Elements of the largest trailing part of a block that is not cut."""
+    """Return the elements of a row: the largest trailing part of a block that is not cut, at most GRANULE bytes."""
     parts = (prod(extent[d:]) for d in range(len(extent) + 1))
     return next(n for n in parts if n * itemsize <= GRANULE or n == 1)

@@ -1,3 +1,3 @@
-"""The last steps in host memory, with copies at peers, and recovery from what survivors hold.
-Nothing here touches a storage.
+"""Snapshots of the last two steps in host memory, copies of them at peers, and recovery from what survivors hold.
+Nothing here touches storage.
 """

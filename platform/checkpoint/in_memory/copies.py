@@ -1,4 +1,4 @@
-"""Which blocks have a copy at a peer in another failure domain."""
+"""Assignment of in-memory copies: a block that only one failure domain holds is kept by peers in others too."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from platform.checkpoint.blocks.placement import Held, Share, alike, cut, nth
 
 
 class Copy(NamedTuple):
-    """Part of a block that `sender` has, kept by `receiver` too."""
+    """Part of a block that `sender` holds and of which `receiver` keeps a copy."""
 
     part: Share
     sender: int
@@ -17,13 +17,13 @@ class Copy(NamedTuple):
 
 
 def copies(state: Sequence[Held], domains: Sequence[Hashable]) -> list[Copy]:
-    """One copy, in another domain, of every block that only ranks of one domain have; all of a tensor survives the loss
-    of any one domain. `domains`: of every rank, its node; where all are one, each rank is a domain of its own.
+    """Assign one copy, in another domain, to every block that only ranks of one domain hold, so that every tensor
+    survives the loss of any one domain. `domains`: the node of every rank; if all are the same, each rank is a domain.
 
-    Equal on all ranks, and as even as can be: with N ranks, n of them in domain D and b bytes that only D has, a
-    rank keeps L = max(sum of b / N, b / (N - n) of any D) bytes, and GRANULE more at most. Lay the domains' bytes end
-    to end on a circle of N x L; give every rank an arc of L, in the order of the domains; turn the arcs until no domain
-    has its own bytes. As b <= L x (N - n), the latest turn that some domain needs is early enough for all.
+    The result is equal on all ranks, and as balanced as possible: with N ranks, n of them in domain D, and b bytes that
+    only D holds, a rank keeps L = max(sum of b / N, b / (N - n) of any D) bytes, and at most GRANULE more. Method: lay
+    the domains' bytes end to end on a circle of N x L; give every rank an arc of L, in the order of the domains; turn
+    the arcs until no domain keeps its own bytes. As b <= L x (N - n), the largest turn that any domain needs suits all.
     """
     homes: Sequence[Hashable] = domains if len(set(domains)) > 1 else range(len(domains))
     lines: dict[Hashable, list[tuple[Share, int]]] = {home: [] for home in homes}
@@ -55,6 +55,6 @@ def copies(state: Sequence[Held], domains: Sequence[Hashable]) -> list[Copy]:
 
 
 def kept_bytes(state: Sequence[Held], kept: Sequence[Copy], rank: int) -> dict[str, int]:
-    """Host memory of a rank's two snapshots: of its own state, and of what peers gave it."""
+    """Return the bytes of host memory of a rank's two snapshots: `own` state, and `copies` kept for peers."""
     own = sum(box.size * t.itemsize for t in state for box, ranks in t.holders.items() if rank in ranks)
     return {"own": 2 * own, "copies": 2 * sum(copy.part.nbytes for copy in kept if copy.receiver == rank)}

@@ -1,4 +1,4 @@
-"""What the survivors of a failure have in host memory, and restoring blocks under any plan from it."""
+"""Recovery from host memory: which blocks the survivors of a failure hold, and restoring them under any plan."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from platform.checkpoint.moves.passing import BUDGET, Exchange, alone, clear_pad
 
 
 def surviving(state: Sequence[Held], kept: Sequence[Copy], ranks: Mapping[int, int]) -> list[Held]:
-    """Who has what after a failure: of a block that no holder is left of, the copies. `ranks`: old rank -> new rank, of
-    the survivors."""
+    """Return who holds which blocks after a failure; a block without a surviving holder is replaced by the copies of
+    its parts. `ranks`: old rank -> new rank, of the survivors."""
     by: dict[tuple[str, int], list[Copy]] = defaultdict(list)
     for copy in kept:
         by[copy.part.tensor.name, copy.sender].append(copy)
     out = []
-    left: dict[tuple[int, ...], tuple[int, ...]] = {}  # holders before -> and now: many blocks have the same
+    left: dict[tuple[int, ...], tuple[int, ...]] = {}  # old holders -> survivors; cached, as many blocks share theirs
     for tensor in state:
         holders: dict[Box, tuple[int, ...]] = {}
         for box, old in tensor.holders.items():
@@ -39,17 +39,18 @@ def surviving(state: Sequence[Held], kept: Sequence[Copy], ranks: Mapping[int, i
 
 
 def lost(state: Sequence[Held]) -> list[str]:
-    """The tensors that are not whole in `surviving`."""
+    """Return the names of the tensors of which `state`, a result of `surviving`, lacks a part."""
     return [t.name for t in state if sum(box.size for box in t.holders) < prod(t.shape)]
 
 
 def whole(state: Sequence[Held], kept: Sequence[Copy], alive: Collection[int]) -> list[str]:
-    """The tensors of which the old ranks `alive` do not have everything; [] where nothing is lost."""
+    """Return the names of the tensors of which the old ranks `alive`, with the copies they keep, lack a part."""
     return lost(surviving(state, kept, {rank: rank for rank in alive}))
 
 
 def keepers(state: Sequence[Held], kept: Sequence[Copy]) -> dict[tuple[int, ...], set[int]]:
-    """Holders of blocks -> the ranks that have the copies of these. `whole`, as `suffice` asks it of any ranks."""
+    """Map each set of ranks that hold the same blocks to the peers that keep these blocks' copies. Computed once, it
+    lets `suffice` answer for many sets of ranks whether `whole` would find nothing lost."""
     found: dict[tuple[int, ...], set[int]] = {}
     by: dict[tuple[str, int], dict[tuple[int, ...], list[Box]]] = defaultdict(lambda: defaultdict(list))
     for tensor in state:
@@ -68,12 +69,13 @@ def keepers(state: Sequence[Held], kept: Sequence[Copy]) -> dict[tuple[int, ...]
 
 
 def suffice(found: Mapping[tuple[int, ...], Set[int]], alive: Set[int]) -> bool:
-    """Whether `alive` have everything, by the `keepers`: of all blocks a holder, or all that have its copies."""
+    """Return True if the ranks `alive` hold everything: of each block a holder, or all peers that keep its copies.
+    `found`: a result of `keepers`."""
     return all(not alive.isdisjoint(ranks) or (having and having <= alive) for ranks, having in found.items())
 
 
 def handed_over(survived: Sequence[Held], stays: Sequence[bool]) -> list[Copy]:
-    """What those that do not stay pass to those that do, evenly: all that they alone have. `stays`: of every rank."""
+    """Assign what only leaving ranks hold to the ranks that stay, evenly. `stays`: for every rank, True if it stays."""
     leaving = [
         Held(t.name, t.dtype, t.shape, {b: ranks for b, ranks in t.holders.items() if not any(stays[r] for r in ranks)})
         for t in survived
@@ -82,7 +84,7 @@ def handed_over(survived: Sequence[Held], stays: Sequence[bool]) -> list[Copy]:
 
 
 class Part(NamedTuple):
-    """What one of the ranks that have it passes to the others."""
+    """Part of a block that one of its holders passes on; `had`: the ranks that need not receive it."""
 
     share: Share
     had: tuple[int, ...]
@@ -111,12 +113,12 @@ def recover(
     exchange: Exchange = alone,
     budget: int = BUDGET,
 ) -> None:
-    """Fills this rank's `blocks`; all ranks call it together. What a block has beyond the global tensor becomes zero.
+    """Fill this rank's `blocks`; all ranks call it together. What a block has beyond the global tensor becomes zero.
 
-    `survived`: which ranks have which blocks in memory (`surviving`, nothing lost), and
-    `state`: who holds which blocks now; equal on all ranks. `read`: the bytes of a part that this rank has, uint8
-    [*extent, bytes of an element]. What a rank has it takes from itself; of what others want, the ranks that have it
-    send equal parts.
+    `survived`: which ranks hold which blocks in memory (a result of `surviving`, nothing lost); `state`: who holds
+    which blocks under the new plan; both equal on all ranks. `read`: returns the bytes of a part that this rank holds,
+    uint8 [*extent, bytes of an element]. A rank takes what it holds from its own memory; of what other ranks need,
+    all holders send equal shares.
     """
     clear_padding(state, blocks)
     parts: list[list[Part]] = [[] for _ in range(world_size)]
@@ -138,7 +140,7 @@ def recover(
 
 
 def _turns(count: int, parts: Sequence[Part]) -> list[list[Part]]:
-    """In `count` equal stretches of bytes."""
+    """Divide `parts`, in order, into `count` stretches of about equal bytes."""
     total, at = sum(part.share.nbytes for part in parts), 0
     out: list[list[Part]] = [[] for _ in range(count)]
     for part in parts:

@@ -1,3 +1,3 @@
-"""From the blocks of one plan to those of another: who passes what to whom, over the network or from storage.
-Nothing here decides which checkpoint is taken.
+"""Redistribution from the blocks of one plan to those of another: which rank reads what, and sends it to whom.
+Nothing here decides which checkpoint is restored.
 """

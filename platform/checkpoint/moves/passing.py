@@ -1,4 +1,4 @@
-"""Passing parts of global tensors to the ranks whose blocks they lie in, wherever they come from: storage or memory."""
+"""Passing parts of global tensors, read from storage or memory, to the ranks whose blocks they overlap."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from platform.checkpoint.blocks.box import Box
 from platform.checkpoint.blocks.placement import DTYPES, Block, Held
 from platform.checkpoint.storage.manifest import Corrupt
 
-BUDGET = 256 << 20  # bytes that a worker gets at a time, on average
-OK, CORRUPT, FAILED = 0, 1, 2  # the first byte of every message
-HEADER = 8  # bytes before the rest of it, which is thereby aligned
+BUDGET = 256 << 20  # bytes that a worker receives per exchange, on average
+OK, CORRUPT, FAILED = 0, 1, 2  # status: the first byte of every message
+HEADER = 8  # bytes before the payload: the largest item size, which keeps it aligned
 
 
 class Piece(Protocol):
-    """What one rank passes on as a whole. `had`: the ranks that need not get it."""
+    """Unit that one rank fetches and passes on as a whole. `had`: the ranks that need not receive it."""
 
     @property
     def name(self) -> str: ...
@@ -37,16 +37,16 @@ Fetch = Callable[[Sequence[P]], Sequence[Tensor]]
 Exchange = Callable[[list[Tensor]], list[Tensor]]
 """An all-to-all among the job's ranks: takes one uint8 tensor per receiver, returns one per sender;
 sizes differ."""
-Holders = dict[str, list[tuple[Box, tuple[int, ...]]]]  # tensor -> its blocks in order, and who holds each
+Holders = dict[str, list[tuple[Box, tuple[int, ...]]]]  # tensor -> (block, its holders) in order
 
 
 def alone(messages: list[Tensor]) -> list[Tensor]:
-    """The exchange of a job of one process."""
+    """Return `messages`: the exchange of a job of one process."""
     return messages
 
 
 def clear_padding(state: Sequence[Held], blocks: Sequence[Block]) -> None:
-    """Zeros into the blocks that reach beyond their global tensor."""
+    """Set the blocks that reach beyond their global tensor to zero."""
     shapes = {t.name: t.shape for t in state}
     for name, box, tensor in blocks:
         if box.overlap(Box.whole(shapes[name])) != box:
@@ -61,10 +61,10 @@ def pass_on(
     rank: int,
     exchange: Exchange,
 ) -> None:
-    """Fills this rank's `blocks` by what others pass it; all ranks call it together.
+    """Fill this rank's `blocks` with what the ranks send; all ranks call it together.
 
-    `turns`: what each rank passes on, turn by turn, and `state` who holds which blocks now: equal on all ranks. Raises,
-    on every rank alike, Corrupt or OSError where `fetch` does on some rank: the blocks are then undefined.
+    `turns`: per turn and rank, the pieces that it passes on; `state`: who holds which blocks now; both equal on all
+    ranks. Raises Corrupt or OSError on every rank alike if `fetch` does on any: the blocks are then undefined.
     """
     holders = {t.name: sorted(t.holders.items()) for t in state}
     mine: dict[str, list[Block]] = defaultdict(list)
@@ -78,7 +78,7 @@ def pass_on(
 
 
 def _messages(pieces: Sequence[P], fetch: Fetch[P], holders: Holders, world_size: int) -> list[Tensor]:
-    """To every rank: OK and what it holds of the pieces, one part after the other; or why there is nothing."""
+    """Return a message per rank: OK and the parts of the pieces that lie in its blocks, or why `fetch` failed."""
     try:
         found = fetch(pieces)
     except (Corrupt, OSError) as error:
@@ -92,7 +92,7 @@ def _messages(pieces: Sequence[P], fetch: Fetch[P], holders: Holders, world_size
                 for rank in ranks:
                     if rank not in piece.had:
                         parts[rank].append(flat)
-    messages = {tuple(map(id, p)): p for p in parts}  # replicas get one and the same
+    messages = {tuple(map(id, p)): p for p in parts}  # replicas get the same message, built once
     built = {key: _message(OK, p) for key, p in messages.items()}
     return [built[tuple(map(id, p))] for p in parts]
 
@@ -109,7 +109,7 @@ def _raise_failures(received: Sequence[Tensor]) -> None:
 
 
 def _unpack(message: Tensor, pieces: Sequence[Piece], mine: dict[str, list[Block]]) -> None:
-    """The parts follow each other as the sender packed them: by piece, then by block of this rank, in order."""
+    """Copy a message into this rank's blocks. The sender packed its parts by piece, then by block of this rank."""
     at = HEADER
     for piece in pieces:
         dtype = DTYPES[piece.dtype]
@@ -118,7 +118,7 @@ def _unpack(message: Tensor, pieces: Sequence[Piece], mine: dict[str, list[Block
                 end = at + part.size * dtype.itemsize
                 raw = message[at:end]
                 if raw.storage_offset() % dtype.itemsize:
-                    raw = raw.clone()  # at an address that fits the type
+                    raw = raw.clone()  # view() needs an offset aligned to the type
                 values = raw.view(dtype).view(part.extent)
                 tensor.detach()[part.within(outer)].copy_(values)
                 at = end

@@ -1,9 +1,9 @@
-"""Restoring blocks under any plan: every stored byte is read once per job, by one worker, and passed to whoever holds
-a part of it.
+"""Restoring a checkpoint under any plan: every stored byte is read once per job, by one worker, and passed to all ranks
+that hold a part of it.
 
-Who reads what is computed alike on all ranks: the stored blocks, in the order of the files, are cut into n equal
-stretches. So reads are long, contiguous and whole blocks, which is what their SHA-256 covers; how the tensors were
-split when they were saved, and how they are now, changes only what is passed along.
+All ranks compute alike who reads what: the stored blocks, in the order of the files, are divided into n equal
+stretches. So reads are long, contiguous and of whole blocks, which is what a SHA-256 covers; how the tensors were
+split when they were saved, and how they are now, changes only what is sent between ranks.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def restore(
     exchange: Exchange = alone,
     budget: int = BUDGET,
 ) -> None:
-    """Fills this rank's `blocks`; all ranks call it together. What a block has beyond the global tensor becomes zero.
+    """Fill this rank's `blocks`; all ranks call it together. What a block has beyond the global tensor becomes zero.
 
-    `state`: every tensor that is wanted and who holds its blocks now, equal on all ranks; its types need not be those
-    of the checkpoint, values are converted. Raises, on every rank alike, Refused where the checkpoint has no such
-    tensors, Corrupt or OSError where some rank cannot read what was written: the blocks are then undefined.
+    `state`: every tensor to restore and who holds its blocks now, equal on all ranks; values are converted if the
+    checkpoint has another element type. Raises, on every rank alike, Refused if the checkpoint lacks such a tensor,
+    Corrupt or OSError if any rank cannot read what was written: the blocks are then undefined.
     """
     check_against(manifest, {t.name: t.shape for t in state})
     wanted = units(manifest, [t.name for t in state])
@@ -50,7 +50,7 @@ def restore(
 
 
 def read_tensor(storage: Storage, directory: str, manifest: Manifest, name: str, box: Box | None = None) -> Tensor:
-    """One tensor, or a block of it, in this process and in the stored type. Raises as `restore`."""
+    """Read a tensor, or a block of it, in this process and in its stored type. Raises Refused or OSError."""
     tensor = manifest.tensors[name]
     box = box or Box.whole(tensor.shape)
     out = torch.empty(box.extent, dtype=DTYPES[tensor.dtype])
@@ -70,12 +70,12 @@ def _fetch(storage: Storage, directory: str) -> Fetch[Unit]:
 
 
 def size(wanted: Sequence[Unit]) -> int:
-    """Bytes."""
+    """Return the bytes of all units together."""
     return sum(u.end - u.at for u in wanted)
 
 
 def rounds(wanted: Sequence[Unit], world_size: int, window: int) -> list[list[list[Unit]]]:
-    """Per round, what every rank reads: together about `window` bytes, each an equal stretch of them."""
+    """Divide the units into rounds of about `window` bytes, and each round into equal stretches, one per rank."""
     total = size(wanted)
     count = -(-total // window)
     out: list[list[list[Unit]]] = [[[] for _ in range(world_size)] for _ in range(count)]

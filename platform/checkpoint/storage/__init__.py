@@ -1,3 +1,3 @@
-"""Checkpoints on a storage: sealed manifests, files of blocks, the lease of one driver, the catalogue, the saver.
-Nothing here knows a plan.
+"""Checkpoints on storage: sealed manifests, files of blocks, the driver's lease, the catalogue, the saver.
+Nothing here knows about plans.
 """

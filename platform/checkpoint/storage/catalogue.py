@@ -1,4 +1,4 @@
-"""The checkpoints of a storage: new ones, the newest that can be trusted, and which of the old ones go."""
+"""The checkpoints on a storage: making new ones, finding the newest that can be trusted, and deleting old ones."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from platform.checkpoint.storage.storage import UNKNOWN, Storage
 
 _DIRECTORY = r"step-([0-9]{8,15})-([0-9]{6,15})-([0-9a-f]{6})"
 _NOTE = 4096  # bytes of BAD.txt that are read
-_LOOKS = 5  # at a storage that changes while it is read
-BAD = "BAD.txt"  # in a quarantined checkpoint: the reason. Removing it by hand lifts the quarantine
+_LOOKS = 5  # times that a storage is listed if it changes while it is read
+BAD = "BAD.txt"  # holds the reason in a quarantined checkpoint. Removing it by hand lifts the quarantine
 
 
 class Attempt(NamedTuple):
-    """A directory `step-STEP-NUMBER-TOKEN`. Numbers only grow, so that they order attempts whatever clocks say and
-    wherever a run was taken back to; of two writers at once, the token tells whose it is."""
+    """Directory `step-STEP-NUMBER-TOKEN` of one attempt at a checkpoint. Numbers only grow, so they order attempts
+    whatever clocks say and whichever step a run resumed from; the token tells two writers at once apart."""
 
     number: int
     step: int
@@ -36,20 +36,20 @@ class Attempt(NamedTuple):
 
 
 def attempts(storage: Storage) -> list[Attempt]:
-    """All that were ever begun and not deleted, newest first. Other names in the storage are left alone."""
+    """List the attempts that were begun and not deleted, newest first. Other names in the storage are ignored."""
     found = (re.fullmatch(_DIRECTORY, name) for name in storage.list(""))
     named = ((m[0], Attempt(int(m[2]), int(m[1]), m[3])) for m in found if m)
     return sorted((attempt for name, attempt in named if attempt.directory == name), reverse=True)
 
 
 def split(url: str) -> tuple[str, str | None]:
-    """The URL of a storage and None, or, where `url` names one checkpoint in a storage, both."""
+    """Split a checkpoint's URL into (URL of its storage, directory); return (url, None) for the URL of a storage."""
     folder, _, name = url.rstrip("/").rpartition("/")
     return (folder or ".", name) if re.fullmatch(_DIRECTORY, name) else (url, None)
 
 
 def begin(storage: Storage, step: int) -> str:
-    """Name a fresh directory, newer than all that are there. Writes nothing. Raises OSError where none can be."""
+    """Name a fresh directory, newer than all existing ones. Writes nothing. Raises OSError if no number is left."""
     newest = next(iter(attempts(storage)), Attempt(0, 0, ""))
     name = Attempt(newest.number + 1, step, secrets.token_hex(3)).directory
     if not re.fullmatch(_DIRECTORY, name):
@@ -65,11 +65,11 @@ def commit(
     meta: Meta,
     guard: Callable[[], None] = lambda: None,
 ) -> Manifest:
-    """Makes a checkpoint of what the workers wrote, if it is complete: the manifest is written last.
+    """Make a checkpoint of what the workers wrote, if it is complete: the manifest is written last.
 
-    `tensors`: name -> global shape of everything that belongs in it; `reports`: those of `Image.write`. `guard` is
-    called just before the manifest is written, and raises where it must not be.
-    Raises Refused with the reason (a hole, an overlap, a file that is not there as reported), OSError.
+    `tensors`: name -> global shape of everything that belongs in it; `reports`: the results of `Image.write`. `guard`
+    is called just before the manifest is written, and raises if it must not be.
+    Raises Refused with the reason (a hole, an overlap, a file that differs from its report), OSError.
     """
     manifest = Manifest.of(meta, reports)
     manifests.check_against(manifest, tensors)
@@ -77,7 +77,7 @@ def commit(
         raise Refused(f"the workers wrote {extra[0]}, which is no part of the state")
     manifest = replace(manifest, tensors={name: manifest.tensors[name] for name in tensors})  # in the model's order
     encoded = manifest.encode()
-    Manifest.decode(encoded)  # what would not be read again is refused now, while there is still an older one
+    Manifest.decode(encoded)  # refuse now what no reader would accept, while an older checkpoint still exists
     _check(storage, directory, manifest)
     guard()
     storage.write(f"{directory}/{manifests.NAME}", [memoryview(encoded)])
@@ -85,10 +85,10 @@ def commit(
 
 
 def load(storage: Storage, directory: str) -> Manifest:
-    """Read the manifest, once everything about the checkpoint is right that is seen without reading its blocks.
+    """Read the manifest, and check everything about the checkpoint that can be checked without reading its blocks.
 
-    Raises Refused, Corrupt among it only where nothing of it is being deleted meanwhile; OSError where the storage
-    fails or does not tell.
+    Raises Refused if it cannot be used, and its subclass Corrupt only if it was not being deleted meanwhile; OSError if
+    the storage fails or cannot tell.
     """
     names = storage.list(directory)
     if BAD in names:
@@ -102,14 +102,14 @@ def load(storage: Storage, directory: str) -> Manifest:
         _check(storage, directory, manifest)
         _check_step(directory, manifest.meta.step)
     except Refused as error:
-        if manifests.NAME not in storage.list(directory):  # it goes first
+        if manifests.NAME not in storage.list(directory):  # `discard` deletes it first
             raise Refused("it was deleted while it was read") from None
         raise Corrupt(str(error)) from None
     return manifest
 
 
 def verify(storage: Storage, directory: str) -> Manifest:
-    """As `load`, and reads every byte."""
+    """Verify every byte, after the checks of `load`; return the manifest."""
     manifest = load(storage, directory)
     verify_units(storage, directory, units(manifest))
     return manifest
@@ -134,15 +134,15 @@ def _check(storage: Storage, directory: str, manifest: Manifest) -> None:
 
 
 def quarantine(storage: Storage, directory: str, reason: str) -> None:
-    """Marks a checkpoint as unusable and deletes nothing: somebody may want to look at it."""
+    """Mark a checkpoint as unusable. Deletes nothing: people may want to look at it."""
     storage.write(f"{directory}/{BAD}", [memoryview(f"{redact(reason)}\n".encode())])
 
 
 @dataclass(frozen=True)
 class Found:
-    """The newest checkpoint that can be trusted, or none; and the newer ones that cannot: (directory, reason).
+    """Newest checkpoint that can be trusted, or None; and the newer ones that were refused: (directory, reason).
 
-    `sound`: those among the latter with which nothing need be wrong: of a newer format, or the storage failed.
+    `sound`: the refused directories that may be undamaged: they are of a newer format, or the storage failed.
     """
 
     directory: str | None
@@ -152,17 +152,17 @@ class Found:
 
 
 def find(storage: Storage, *, deep: bool = True, mark: bool = True) -> Found:
-    """Find the newest checkpoint that holds what was written into it; corrupt ones that are newer are quarantined.
+    """Find the newest checkpoint that holds what was written into it; quarantine newer ones that are corrupt.
 
-    `deep`: every byte is read and verified now; else that is left to `restore`, which verifies what it reads. `mark`:
-    whether they are, which is up to the driver that holds the storage. One that is incomplete, of a newer format or
-    cannot be read today is passed over and not marked. Raises OSError where the storage cannot be listed.
+    `deep`: read and verify every byte now; else that is left to `restore`, which verifies what it reads. `mark`:
+    quarantine, which only the driver with the lease may do. Checkpoints that are incomplete, of a newer format or
+    unreadable today are skipped and not marked. Raises OSError if the storage cannot be listed.
     """
     for _ in range(_LOOKS):
         there = attempts(storage)
         found = _first_good(storage, there, deep, mark)
         if found.manifest or attempts(storage) == there:
-            break  # else what was listed has been superseded and deleted while it was read
+            break  # else the listed ones were superseded and deleted while they were read: look again
     return found
 
 
@@ -177,7 +177,7 @@ def _first_good(storage: Storage, there: Sequence[Attempt], deep: bool, mark: bo
         except Corrupt as error:
             refused.append((directory, str(error)))
             if mark:
-                with suppress(OSError):  # a storage that one can only read
+                with suppress(OSError):  # the storage may be read-only
                     quarantine(storage, directory, str(error))
         except (Refused, OSError) as error:
             refused.append((directory, str(error)))
@@ -186,8 +186,8 @@ def _first_good(storage: Storage, there: Sequence[Attempt], deep: bool, mark: bo
 
 
 def superseded(complete: Sequence[Attempt], last: int, every: int) -> list[Attempt]:
-    """Which of the complete checkpoints, newest first, nobody needs: all but the `last` newest (at least one) and the
-    newest of every step that `every` divides (0: none)."""
+    """Return the complete checkpoints (newest first) that nobody needs: all but the `last` newest (at least one) and
+    the newest of every step that `every` divides (0: none)."""
     keep = set(complete[: max(1, last)])
     if every:
         keep |= set({a.step: a for a in reversed(complete) if a.step % every == 0}.values())
@@ -195,11 +195,11 @@ def superseded(complete: Sequence[Attempt], last: int, every: int) -> list[Attem
 
 
 def prune(storage: Storage, last: int, every: int = 0) -> list[str]:
-    """Delete superseded checkpoints and what is left of attempts that never became one; return their names.
+    """Delete superseded checkpoints and the remains of attempts that never became one; return their names.
 
-    A checkpoint counts as complete if `load` takes it, so damage found without reading all never costs a good one.
-    Quarantined ones, and attempts newer than the newest complete one, which may be under way, stay. Raises OSError
-    where one of them cannot be looked at: then nothing is deleted, for that one may be what the others are kept for.
+    A checkpoint counts as complete if `load` accepts it, so one whose damage `load` finds never displaces a good one.
+    Quarantined ones, and attempts newer than the newest complete one, which may be under way, stay. Raises OSError if
+    any cannot be inspected: then nothing is deleted, for which others may go depends on it.
     """
     complete, torn = [], []
     for attempt in attempts(storage):
@@ -221,6 +221,6 @@ def prune(storage: Storage, last: int, every: int = 0) -> list[str]:
 
 
 def discard(storage: Storage, directory: str) -> None:
-    """Deletes a checkpoint, manifest first: a crash in between leaves an incomplete one."""
+    """Delete a checkpoint, manifest first: a crash in between leaves an incomplete one."""
     storage.delete(f"{directory}/{manifests.NAME}")
     storage.delete(directory)

@@ -1,4 +1,4 @@
-"""A worker's file of a checkpoint: made in host memory, then hashed and written at once."""
+"""A worker's file of a checkpoint: copied into host memory, then hashed while it is written."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from platform.checkpoint.blocks.buffer import Buffer
 from platform.checkpoint.blocks.placement import PIECE, Block, Share
 from platform.checkpoint.storage.storage import Storage
 
-THREADS = min(4, os.cpu_count() or 1)  # hashing, and reading ahead
+THREADS = min(4, os.cpu_count() or 1)  # for hashing, and for reading
 
 
 class Image:
-    """The bytes of one worker's block file, copied from the live tensors by `fill`: all that a step waits for.
+    """Bytes of one worker's block file, copied from the live tensors by `fill`, which is all that a step waits for.
 
-    The buffer is kept between saves. Every stored block follows the one before it without a gap.
+    The buffer is reused from save to save. Stored blocks follow each other without a gap.
     """
 
     def __init__(self, rank: int, parts: Sequence[Share], pinned: bool = False):
@@ -28,11 +28,11 @@ class Image:
         self._buffer = Buffer.aligned(parts, pinned)
 
     def fill(self, blocks: Sequence[Block]) -> None:
-        """Copies this rank's blocks; they may change when it returns. `blocks` holds every share."""
+        """Copy this rank's shares out of `blocks`, which contain all of them and may change once this returns."""
         self._buffer.fill(blocks)
 
     def write(self, storage: Storage, directory: str) -> dict[str, Any]:
-        """Writes the file and hashes it meanwhile; returns the report for the driver, plain data.
+        """Write the file, hashing it meanwhile; return the report for the driver, plain data:
 
         {file, bytes, blocks: [[name, dtype, shape, offset, extent, at, sha256], ...]}. Raises OSError.
         """

@@ -1,9 +1,9 @@
-"""Who may write to a storage: the newest driver of a run, and no older one that is still alive.
+"""The lease on a storage: only the newest driver of a run may write, not an older one that is still alive.
 
-A driver that starts writes `lease-EPOCH-TOKEN`, an epoch above all that it finds there. The highest name holds the
-lease, at any moment and for everybody who looks, so that neither clocks nor renaming are needed. An older driver sees
-it where it is about to commit, and stops. What it may still write in that moment is an attempt of its own, which harms
-none: `platform.checkpoint.storage.catalogue`.
+A driver that starts writes `lease-EPOCH-TOKEN`, with an epoch above all that it finds there. The highest name holds the
+lease, at any moment and for everybody who looks, so neither clocks nor renaming are needed. An older driver notices
+when it is about to commit, and stops. What it may still write at that moment is an attempt directory of its own, which
+harms no other: see `platform.checkpoint.storage.catalogue`.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from platform.boundary import documents
 from platform.checkpoint.storage.storage import Storage
 
 _NAME = r"lease-([0-9]{6,18})-([0-9a-f]{8})"
-_NOTE = 4096  # bytes of one: who holds it
+_NOTE = 4096  # bytes of a lease file that are read: who holds it
 
 
 class Superseded(Exception):
-    """Another driver has taken over."""
+    """Signals that another driver has taken the lease."""
 
 
 class Lease:
-    """Of one driver on one storage, from `take` on. `epoch` rises with every driver."""
+    """Lease of one driver on one storage, from `take` on. `epoch` rises with every driver."""
 
     def __init__(self, storage: Storage, name: str, epoch: int, owner: str):
         self._storage, self._name, self.epoch, self._owner = storage, name, epoch, owner
 
     @classmethod
     def take(cls, storage: Storage, owner: str) -> Lease:
-        """Supersedes whoever holds it. `owner`: for people. Raises OSError."""
+        """Take the lease, superseding whoever holds it. `owner`: a name for people. Raises OSError."""
         older = _found(storage)
         epoch = max((int(match[1]) for match in older), default=0) + 1
         lease = cls(storage, f"lease-{epoch:06d}-{secrets.token_hex(4)}", epoch, owner)
@@ -40,13 +40,13 @@ class Lease:
         lease._write()
         for match in older:
             with suppress(OSError):
-                storage.read(match[0], 0, _NOTE)  # what is no file is no lease, and not ours to delete
+                storage.read(match[0], 0, _NOTE)  # raises unless it is a file; else it is no lease
                 storage.delete(match[0])
         return lease
 
     def check(self) -> None:
-        """Raises Superseded where another driver holds it now, OSError where the storage does not say. Takes it again
-        where nobody does: then what lay there was removed."""
+        """Raise Superseded if another driver holds the lease now, OSError if the storage does not say. If nobody does,
+        because the file was removed, take it again."""
         if not _found(self._storage):
             self._write()
         newest = max(_found(self._storage), key=lambda match: (int(match[1]), match[2]), default=None)

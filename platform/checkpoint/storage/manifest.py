@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint holds, as one JSON document whose last line is the SHA-256 of the lines before it."""
+"""The manifest: a checkpoint's contents as one JSON document whose last line is the SHA-256 of the lines before it."""
 
 from __future__ import annotations
 
@@ -15,48 +15,48 @@ from platform.checkpoint.blocks.box import Box, gaps
 from platform.checkpoint.blocks.placement import DTYPES, PIECE
 
 KIND = "elastic-platform checkpoint"
-FORMAT = 1  # tests/checkpoint/format_1 holds a checkpoint of it: every later version reads every earlier one
+FORMAT = 1  # tests/checkpoint/format_1 holds a checkpoint in it: every later version reads every earlier one
 NAME = "manifest.json"
 LARGEST = 256 << 20  # bytes of a manifest: about two million blocks, 30 TB
-VALUES = 1 << 25  # in it
+VALUES = 1 << 25  # JSON values in a manifest
 
 Count = Annotated[int, Span(0, 10**18)]
 Bytes = Annotated[int, Span(0, 1 << 60)]
-File = Annotated[str, Text(r"[A-Za-z0-9_-]{1,200}\.bin", "the name of a block file")]  # no other leads out of there
+File = Annotated[str, Text(r"[A-Za-z0-9_-]{1,200}\.bin", "the name of a block file")]  # stays in its folder
 Name = Annotated[str, Text(r"[^\x00-\x1f\x7f-\x9f]{1,1000}", "a name")]
 Shape = Annotated[tuple[Annotated[int, Span(1, 1 << 48)], ...], Many(0, 16)]
-PLAN = Known((("mesh", dict[Name, Annotated[int, Span(1, 1 << 31)]]), ("scheme", str)))  # what is read of it
+PLAN = Known((("mesh", dict[Name, Annotated[int, Span(1, 1 << 31)]]), ("scheme", str)))  # fields that are read
 
 
 class Refused(Exception):
-    """A checkpoint that cannot be used, with the reason in one line."""
+    """Signals that a checkpoint cannot be used; the message is the reason, in one line."""
 
 
 class Corrupt(Refused):
-    """It never can: what it holds is not what was written."""
+    """Signals a damaged checkpoint, which can never be used: its bytes differ from what was written."""
 
 
 class Newer(Refused):
-    """A later version of the platform can."""
+    """Signals a checkpoint in a newer format, which only a later version of the platform can use."""
 
 
 @dataclass(frozen=True)
 class Meta:
-    """What a checkpoint knows beside its tensors: plain JSON data, without NaN or infinities."""
+    """Metadata of a checkpoint, all but its tensors: plain JSON data, without NaN or infinities."""
 
     step: Annotated[int, Span(0, 10**15)]  # updates done
-    samples: Count  # of the global order, consumed: the data position
+    samples: Count  # consumed of the global order: the data position
     seed: Annotated[int, Span(0, schema.LARGEST)]
     corpus: str  # hash of the tokenised corpus
-    identity: dict[str, Any]  # of the run: platform.config.fields.identity
+    identity: dict[str, Any]  # of the run: platform.config.identity.identity
     configuration: str  # hash of the whole configuration
-    plan: Annotated[dict[str, Any], PLAN]  # Plan.to_dict
+    plan: Annotated[dict[str, Any], PLAN]  # platform.plan.core.plan_data.to_dict
     values: dict[str, Any] = field(default_factory=dict)  # state that is not a tensor: loss scale, counters
     versions: dict[str, str] = field(default_factory=dict)  # library -> version
 
 
 class Stored(NamedTuple):
-    """A block in a file: its bytes are [at, at + size) of the file, row-major and little-endian."""
+    """Block in a file: its bytes are [at, at + size) of the file, row-major and little-endian."""
 
     box: Box
     file: File
@@ -90,7 +90,7 @@ class Manifest:
 
     @classmethod
     def of(cls, meta: Meta, reports: Iterable[Mapping[str, Any]]) -> Manifest:
-        """Puts together what the workers report; see `Image.write`."""
+        """Assemble the manifest from the workers' reports; see `Image.write`."""
         files: dict[str, int] = {}
         kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
         blocks: dict[str, list[Stored]] = {}
@@ -105,8 +105,8 @@ class Manifest:
         return cls(meta, files, tensors)
 
     def faults(self) -> list[str]:
-        """Find what is impossible in it, one line each: holes, overlaps, bytes of a file in no block or in two, and
-        blocks that are larger than any that is written, which reading would want to hold as a whole."""
+        """Return what is impossible in it, one line each: holes, overlaps, bytes of a file in no block or in two, and
+        blocks larger than any that is ever written, which a reader would have to hold as a whole."""
         lines = [
             f"{name}: {line}" for name, t in self.tensors.items() for line in gaps(t.shape, [b.box for b in t.blocks])
         ]
@@ -124,7 +124,7 @@ class Manifest:
         return lines
 
     def encode(self) -> bytes:
-        """Raises ValueError for metadata that JSON cannot hold, NaN among it."""
+        """Return the document. Raises ValueError for metadata that JSON cannot hold, such as NaN."""
         tensors = ",\n".join(
             _json({"name": n, "dtype": t.dtype, "shape": t.shape, "blocks": t.blocks}) for n, t in self.tensors.items()
         )
@@ -136,7 +136,7 @@ class Manifest:
 
     @classmethod
     def decode(cls, raw: bytes) -> Manifest:
-        """Raises Refused with the reason, Corrupt where the bytes are not those that were written."""
+        """Parse the document. Raises Refused with the reason; Corrupt if the bytes differ from what was written."""
         body = raw[: raw.rfind(b'"sha256": ')]
         if raw != body + _seal(body):
             raise Corrupt(f"{NAME} is torn or damaged: its SHA-256 does not hold")
@@ -160,13 +160,13 @@ def _json(value: Any) -> str:
 
 
 def _seal(body: bytes) -> bytes:
-    """The last line. Every later format ends with it too."""
+    """Return the last line, the SHA-256 of `body`. Every later format ends with it too."""
     return f'"sha256": "{hashlib.sha256(body).hexdigest()}"}}\n'.encode()
 
 
 @dataclass(frozen=True)
 class _Tensor:
-    """A tensor as the document has it."""
+    """Tensor as an entry of the JSON document."""
 
     name: Name
     dtype: Annotated[str, OneOf(tuple(DTYPES), "type")]
@@ -176,7 +176,7 @@ class _Tensor:
 
 @dataclass(frozen=True)
 class _Document:
-    """The whole of it."""
+    """JSON document as a whole."""
 
     kind: str
     format: Annotated[int, OneOf((FORMAT,), "format")]
@@ -187,7 +187,7 @@ class _Document:
 
 
 def check_against(manifest: Manifest, tensors: Mapping[str, Sequence[int]]) -> None:
-    """Raises Refused where `tensors`, name -> global shape, are not what the manifest holds."""
+    """Raise Refused if the manifest lacks any of `tensors` (name -> global shape) or holds it in another shape."""
     wrong = [f"has no {n}" for n in tensors if n not in manifest.tensors] + [
         f"{n} is {list(manifest.tensors[n].shape)} there, {list(shape)} here"
         for n, shape in tensors.items()

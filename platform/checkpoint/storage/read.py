@@ -15,7 +15,7 @@ from platform.checkpoint.storage.storage import Storage
 
 
 class Unit(NamedTuple):
-    """What is read as a whole: a stored block and its bytes' place [at, end) in the block's file."""
+    """Stored block, which is read as a whole, and the place [at, end) of its bytes in its file."""
 
     name: str
     tensor: StoredTensor
@@ -37,28 +37,29 @@ class Unit(NamedTuple):
 
 
 def units(manifest: Manifest, names: Iterable[str] | None = None) -> list[Unit]:
-    """The stored blocks of these tensors (default: of all), in the order of files and of bytes in them."""
+    """Return the stored blocks of these tensors (default: of all), ordered by file and by place in it."""
     chosen = manifest.tensors if names is None else names
     found = [Unit(n, t, b, b.at, b.at + t.nbytes(b)) for n in chosen for t in [manifest.tensors[n]] for b in t.blocks]
     return sorted(found, key=lambda u: (u.block.file, u.at, u.end))
 
 
 def read(storage: Storage, directory: str, wanted: Sequence[Unit]) -> list[memoryview]:
-    """The bytes of every unit. Raises Corrupt where they are not those that were written, OSError otherwise."""
+    """Read the bytes of every unit. Raises Corrupt if they differ from what was written, Refused if the checkpoint is
+    deleted meanwhile, OSError if the storage fails."""
     with ThreadPoolExecutor(THREADS, "checkpoint-read") as pool:
         parts = pool.map(lambda run: _read(storage, directory, run), _runs(wanted))
         return [data for part in parts for data in part]
 
 
 def verify_units(storage: Storage, directory: str, wanted: Sequence[Unit]) -> None:
-    """As `read`, but keeps nothing: at most THREADS x PIECE bytes are in memory at once."""
+    """Verify every unit as `read` does, but keep nothing: at most THREADS x PIECE bytes are in memory at once."""
     with ThreadPoolExecutor(THREADS, "checkpoint-verify") as pool:
         for _ in pool.map(lambda run: bool(_read(storage, directory, run)), _runs(wanted)):
             pass
 
 
 def _runs(wanted: Sequence[Unit]) -> list[list[Unit]]:
-    """Neighbours in a file together, up to PIECE bytes: one request each."""
+    """Group units that are adjacent in a file, up to PIECE bytes a group: one request each."""
     out: list[list[Unit]] = []
     for unit in wanted:
         last = out[-1] if out else None

@@ -1,5 +1,5 @@
-"""Saving without stopping: one save at a time, in the background of the driver, retried, and never at the cost of an
-older checkpoint."""
+"""Saving while training continues: one save at a time, in a background thread of the driver, retried on failure, and
+never at the cost of an older checkpoint."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Called from the saver's thread, again for every attempt: the images must stay as
 
 
 class Saver:
-    """The driver's side of saving. `poll` tells what happened; nothing is ever raised into training.
+    """Driver's side of saving. `poll` returns what happened; no exception ever reaches training.
 
     Events, plain data: {event: checkpoint, step, directory, bytes, seconds},
     {event: checkpoint_failed, step, directory, attempt, reason, again: whether it is tried once more},
@@ -38,8 +38,8 @@ class Saver:
         pause: float = 1.0,
         lease: Lease | None = None,
     ):
-        """`last`, `every`: see `superseded`. `pause`: seconds before the second try, doubled before every further.
-        `lease`: without it nothing is committed or deleted any more."""
+        """Configure the saver. `last`, `every`: see `superseded`. `pause`: seconds before the second try, doubled
+        before every further one. `lease`: once it is lost, nothing is committed or deleted any more."""
         self._storage, self._last, self._every, self._tries, self._pause = storage, last, every, tries, pause
         self._check = lease.check if lease else lambda: None
         self._cancelled = threading.Event()
@@ -51,19 +51,19 @@ class Saver:
         return self._thread is not None and self._thread.is_alive()
 
     def save(self, tensors: Mapping[str, Sequence[int]], meta: Meta, write: Write) -> None:
-        """Begins a save of what the workers' images hold. `tensors`: see `commit`. Not to be called while `busy`: the
-        images are in use until then."""
+        """Begin a save of what the workers' images hold. `tensors`: see `commit`. Must not be called while `busy`: the
+        images are still in use."""
         assert not self.busy, "one save at a time"
         self._cancelled.clear()
         self._thread = threading.Thread(target=self._save, args=(tensors, meta, write), name="saver", daemon=True)
         self._thread.start()
 
     def cancel(self) -> None:
-        """The attempt under way is the last: what it would write again is gone."""
+        """Stop retrying: the attempt under way is the last, as the images that a retry would write are gone."""
         self._cancelled.set()
 
     def poll(self) -> list[dict[str, Any]]:
-        """The events since the last call, in order."""
+        """Return the events since the last call, in order."""
         out = []
         with suppress(queue.Empty):
             while True:
@@ -71,7 +71,7 @@ class Saver:
         return out
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Until the save under way is over, at most `timeout` seconds; returns whether it is."""
+        """Wait for the save under way, at most `timeout` seconds; return True if it is over."""
         if self._thread is not None:
             self._thread.join(timeout)
         return not self.busy
@@ -90,7 +90,7 @@ class Saver:
         directory, start = "", time.monotonic()
         try:
             self._check()
-            directory = begin(self._storage, meta.step)  # a fresh one: what a failed attempt left is in no one's way
+            directory = begin(self._storage, meta.step)  # fresh: the remains of a failed attempt do not matter
             manifest = commit(self._storage, directory, tensors, write(directory), meta, self._check)
         except Superseded:
             if directory:
@@ -103,7 +103,7 @@ class Saver:
             failed = {"directory": directory, "attempt": attempt, "reason": reason, "again": again}
             self._events.put({"event": "checkpoint_failed", "step": meta.step, **failed})
             if directory:
-                with suppress(OSError):  # gives its space back; where that fails too, `prune` will
+                with suppress(OSError):  # frees its space; if that fails too, `prune` will
                     discard(self._storage, directory)
             return False
         seconds = time.monotonic() - start

@@ -1,4 +1,4 @@
-"""Where checkpoints lie: a local or network file system, or any that fsspec knows."""
+"""Storages that checkpoints are kept on: a local or network file system, or any that fsspec supports."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from platform.boundary.redaction import bare, learn_urls
 from platform.config.fields import ConfigError, violation
 from platform.config.surroundings import wrong_protocol
 
-UNKNOWN = -1  # bytes of what is there and cannot be looked at: a link to nothing, somebody else's
+UNKNOWN = -1  # size of an entry that cannot be inspected: a dangling link, no permission
 
 
 class Storage(Protocol):
-    """Files by path relative to a root. All raise OSError; FileNotFoundError where there is no such file."""
+    """Files by path relative to a root. All methods raise OSError; FileNotFoundError if there is no such file."""
 
-    url: str  # for people: without its secrets
+    url: str  # for messages: without its secrets
 
     def write(self, path: str, chunks: Iterable[memoryview]) -> None:
-        """Makes a file. Afterwards it is durable and whole; after a failure it is not there."""
+        """Write a file. Afterwards it is durable and complete; after a failure it does not exist."""
 
     def read(self, path: str, start: int = 0, end: int | None = None) -> bytearray:
-        """Bytes [start, end), by default to the end; fewer where the file is shorter."""
+        """Return bytes [start, end), by default to the end; fewer if the file is shorter."""
 
     def list(self, path: str) -> dict[str, int]:
-        """Map the names in a directory to bytes (any number for a directory in it, UNKNOWN where nothing is known);
-        {} where there is no such directory. All that is there is listed, else OSError is raised."""
+        """Map the names in a directory to bytes (any number for a subdirectory, UNKNOWN if it cannot be inspected); {}
+        if there is no such directory. Lists everything in it, or raises OSError."""
 
     def delete(self, path: str) -> None:
-        """Removes a file, or a directory with all that is in it; nothing where there is none."""
+        """Delete a file, or a directory with everything in it; do nothing if there is none."""
 
 
 def connect(url: str, key: str = "checkpoint.url") -> Storage:
-    """The storage at a path or fsspec URL. Raises ConfigError, naming `key`, where no such storage can be had."""
-    learn_urls(url)  # whatever its client says of it later
+    """Open the storage at a path or fsspec URL. Raises ConfigError, naming `key`, if it cannot be used."""
+    learn_urls(url)  # its secrets are then redacted from whatever its client reports
     if reason := wrong_protocol(url, key == "checkpoint.url"):
         raise ConfigError(violation(key, bare(url), reason, ["a path"]))
     protocol, separator, path = url.partition("://")
@@ -54,7 +54,7 @@ def connect(url: str, key: str = "checkpoint.url") -> Storage:
 
 
 class Local:
-    """A directory, local or of a network file system: what was written survives a loss of power."""
+    """Directory on a local or network file system: what was written survives a loss of power."""
 
     def __init__(self, root: Path | str):
         self.root = Path(root).expanduser()
@@ -97,7 +97,7 @@ class Local:
             with os.scandir(place) as entries:
                 found = {entry.name: _size(entry) for entry in entries}
         except FileNotFoundError:
-            if os.path.lexists(place):  # a link to nothing hides what is meant, which is not to hold nothing
+            if os.path.lexists(place):  # a dangling link: the directory is out of reach, not empty
                 raise
             return {}
         return {name: size for name, size in found.items() if size is not None}
@@ -115,7 +115,7 @@ class Local:
 
 
 def _size(entry: os.DirEntry[str]) -> int | None:
-    """Return the bytes of an entry, UNKNOWN where it does not tell, None where it has been deleted meanwhile."""
+    """Return the bytes of an entry, UNKNOWN if it cannot be inspected, None if it has been deleted meanwhile."""
     with suppress(OSError):
         return entry.stat().st_size
     try:
@@ -128,16 +128,16 @@ def _size(entry: os.DirEntry[str]) -> int | None:
 
 
 def _make_directory(path: Path) -> None:
-    """With its parents, durably."""
+    """Create a directory and its parents, durably."""
     if not path.is_dir():
         _make_directory(path.parent)
-        with suppress(FileExistsError):  # another worker was faster; whoever comes second synchronises too
-            os.mkdir(path, 0o700)  # weights are nobody else's business; what is there keeps its mode
+        with suppress(FileExistsError):  # another worker was faster; the second one synchronises too
+            os.mkdir(path, 0o700)  # weights are private; an existing directory keeps its mode
         _synchronise(path.parent)
 
 
 def _synchronise(directory: Path) -> None:
-    """Makes the names in a directory durable."""
+    """Make the names in a directory durable."""
     handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
@@ -146,11 +146,11 @@ def _synchronise(directory: Path) -> None:
 
 
 class Remote:
-    """Whatever fsspec reaches. An object appears when its upload is complete; nothing is renamed."""
+    """Storage that fsspec reaches. An object appears when its upload is complete; nothing is renamed."""
 
     def __init__(self, url: str):
         self.url = bare(url).rstrip("/")
-        caches = {"use_listings_cache": False, "skip_instance_cache": True}  # others write there too
+        caches = {"use_listings_cache": False, "skip_instance_cache": True}  # other processes write there too
         self._system, self._root = fsspec.core.url_to_fs(url, **caches)
 
     def _path(self, path: str) -> str:
@@ -169,22 +169,22 @@ class Remote:
                 with suppress(Exception):
                     file.discard()
                 with suppress(Exception):
-                    file.closed = True  # or it would upload what it has when it is collected
+                    file.closed = True  # else its garbage collection would upload what it has
                 with suppress(Exception):
                     self._system.rm_file(target)
                 raise
 
     def _open(self, target: str) -> Any:
-        """A file that becomes visible when it is committed, not whenever it is closed."""
+        """Open a file that becomes visible when it is committed, not whenever it is closed."""
         try:
             return self._system.open(target, "wb", autocommit=False)
-        except FileNotFoundError:  # where there are directories; an object store would make a bucket that is missing
+        except FileNotFoundError:  # only now: an object store would create a missing bucket
             self._system.makedirs(target.rpartition("/")[0], exist_ok=True)
             return self._system.open(target, "wb", autocommit=False)
 
     def read(self, path: str, start: int = 0, end: int | None = None) -> bytearray:
         with _translated(self.url):
-            # S3 knows no range of an empty file.
+            # Start 0 is left out: S3 refuses a range of an empty file.
             return bytearray(self._system.cat_file(self._path(path), start=start or None, end=end))
 
     def list(self, path: str) -> dict[str, int]:
@@ -209,7 +209,7 @@ def _bytes(entry: dict[str, Any]) -> int:
 
 @contextmanager
 def _translated(url: str) -> Iterator[None]:
-    """Client libraries have exceptions of their own for what is an OSError."""
+    """Raise OSError in place of a client library's own exceptions."""
     try:
         yield
     except (OSError, MemoryError):

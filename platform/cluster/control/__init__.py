@@ -1,3 +1,3 @@
-"""The states of a run: steps one after the other, spikes, slow workers.
-What a generation is made of, and what is saved, are the rooms inside.
+"""Control loop of a run: steps, loss spikes, slow workers, failures.
+The subpackage `forming` forms a generation; `saving` makes and restores checkpoints.
 """

@@ -20,13 +20,13 @@ from platform.cluster.crew.base.crew import Crew
 from platform.cluster.crew.base.failures import Failure, GaveUp, Member, Reform, WorkerFailed
 from platform.train.step.faults import Faults
 
-FIRST_STEP_SECONDS = 120.0  # for a run's first step: buffers are made and connections opened
-COLD = 4  # times as long may a generation's first step take: its mesh may have shrunk, and buffers are made
-STEPS = 5  # that a step may last before a worker in it hangs
+FIRST_STEP_SECONDS = 120.0  # for a run's first step, which allocates buffers and opens connections
+COLD = 4  # times the usual: for a generation's first step, as the mesh may have shrunk and buffers are allocated
+STEPS = 5  # usual durations that a step may last before a worker in it counts as hung
 
 
 class Controller:
-    """One run. `done`: updates so far."""
+    """Drives one run: forms generations, trains, saves, and re-forms after failures. `done`: updates so far."""
 
     def __init__(self, run: Run, former: Former):
         self._config, self._steps, self._former = run.config, run.steps, former
@@ -34,16 +34,17 @@ class Controller:
         self._checkpoints = run.checkpoints
         self._faults, self._spikes = Faults(run.config.elastic.faults), Spikes(run.config.train.spike)
         self._pace = Pace()
-        self._useful = 0.0  # seconds of steps committed since the last event that told them
-        self._failures: Counter[int] = Counter()  # by the step that could not be done
-        self._stall = 0.0  # seconds that saving took since the last row
+        self._useful = 0.0  # seconds of steps committed since the last event that reported them
+        self._failures: Counter[int] = Counter()  # number of failures, by the step that failed
+        self._stall = 0.0  # seconds that saving has stalled the run since the last metrics row
         self._outlook = Outlook(run, former.muster)
-        self._failed: float | None = None  # when the first failure was seen that no step followed yet
-        self.worked = False  # a step has been done
+        self._failed: float | None = None  # time of the first failure since the last step
+        self.worked = False  # at least one step has been done
         self.done = 0
 
     def run(self, crew: Crew) -> None:
-        """Until the last step. Raises GaveUp, Stopped; before the first generation also ConfigError."""
+        """Train until the last step, re-forming after failures. Raises GaveUp, Stopped; ConfigError until a mesh has
+        formed."""
         while True:
             if not self._unsaved:
                 self._signals.check()
@@ -68,12 +69,13 @@ class Controller:
                 self._release(crew)
 
     def lost(self) -> dict[str, Any]:
-        """For the journal's last event: when the driver ends, memory is gone, and what was not saved with it."""
+        """Return fields for the journal's last event: the unsaved steps, which are lost when the driver ends and memory
+        goes."""
         steps = max(0, self.done - self._checkpoints.step)
         return {"steps_lost": steps, "lost_seconds": self._pace.take_back(self.done - steps), **self.told()}
 
     def _resumed(self, generation: Generation) -> None:
-        """Takes the count back to the state that could be had."""
+        """Set `done` to the step of the state that was recovered, and report the steps that are lost."""
         if (lost := self.done - generation.step) > 0:
             seconds = self._pace.take_back(generation.step)
             self._journal.event("rolled_back", step=generation.step, steps_lost=lost, lost_seconds=seconds)
@@ -84,7 +86,7 @@ class Controller:
 
     def _train(self, crew: Crew, generation: Generation) -> None:
         every, first = self._config.eval.every, self.done + 1
-        self._save(crew, self.done)  # what a failure or a signal has left to do
+        self._save(crew, self.done)  # a failure or a signal may have left a save undone
         for step in range(first, self._steps + 1):
             start = perf_counter()
             reports, seconds = self._step(crew, generation, step)
@@ -97,12 +99,12 @@ class Controller:
                 peak_flops=generation.peak_flops,
                 generation=generation.number,
             )
-            if self._stall:  # after the step before this one, whose row was written before
+            if self._stall:  # it came after the previous step, whose row was already written
                 row["seconds"]["checkpoint"], self._stall = row["seconds"]["checkpoint"] + self._stall, 0.0
             if generation.timeline:
                 row |= generation.timeline.step(step, start, [report["timeline"] for report in reports])
             if every and step % every == 0:
-                within = self._deadline(generation)  # in one section; it may have many
+                within = self._deadline(generation)  # per clock section, of which an evaluation may have many
                 row["val_loss"] = crew.call("evaluate", within=within)[0]["val_loss"]
             if self._failed is not None:
                 row["recovery_seconds"], self._failed = perf_counter() - self._failed, None
@@ -115,14 +117,14 @@ class Controller:
         self._checkpoints.finish(crew)
 
     def _step(self, crew: Crew, generation: Generation, step: int) -> tuple[list[dict[str, Any]], float]:
-        """The reports of a step and its seconds. What it should not be is done again, skipped or the end, as
-        train.on_spike says; `Trainer.step` has updated nothing then."""
+        """Take a step; return every rank's report and its seconds. At a loss spike `Trainer.step` has updated nothing,
+        and the step is repeated, skipped, or ends the run, as train.on_spike says."""
         policy = self._config.train.on_spike
         for attempt in range(1, self._config.elastic.attempts + 1):
             faults = [str(fault) for fault in self._faults.take(step, generation.size)]
             if faults:
                 self._journal.event("injected", step=step, faults=faults)
-            self._former.held.only(generation.number)  # what the workers forget when they take a step
+            self._former.held.only(generation.number)  # workers drop the others when they take a step
             limit, start = self._spikes.limit, perf_counter()
             reports = crew.call("step", step, limit, faults, within=self._deadline(generation))
             seconds, report = perf_counter() - start, reports[0]
@@ -144,8 +146,9 @@ class Controller:
         raise GaveUp(f"{why}, {self._config.elastic.attempts} times in a row")
 
     def _agree(self, crew: Crew, generation: Generation, step: int, report: dict[str, Any]) -> None:
-        """Raise WorkerFailed naming the ranks whose state is not that of their replicas, from which it is restored: of
-        theirs nothing is used. Raises GaveUp where nobody can tell who is right. `Trainer.step` has updated nothing."""
+        """Raise WorkerFailed naming the ranks whose state differs from their replicas': it is restored from those, and
+        nothing of theirs is used. Raises GaveUp if replicas differ and nothing tells which is right. `Trainer.step` has
+        updated nothing in either case."""
         if unknown := report.get("undecided"):
             ranks, tensor = unknown[0]
             names = " and ".join(generation.job.name(rank) for rank in ranks)
@@ -171,14 +174,15 @@ class Controller:
         return Failure(member, "damaged", f"step({step})", cause, rank, job.name(rank), job.coordinates[rank])
 
     def _deadline(self, generation: Generation) -> float:
-        """Seconds for a step, then somebody in it hangs. Another generation's steps took another time."""
+        """Return the seconds that a step may last before a worker in it counts as hung: STEPS times the usual of this
+        generation (until that is known, COLD times the run's usual), and at least elastic.hang_seconds."""
         usual, ever = self._pace.usual(generation.step), self._pace.usual(0)
         if usual is None:
             usual = FIRST_STEP_SECONDS / STEPS if ever is None else COLD * ever
         return max(self._config.elastic.hang_seconds, STEPS * usual)
 
     def _commit(self, generation: Generation, step: int, seconds: float, row: dict[str, Any]) -> None:
-        """Every rank has acknowledged the step: it counts, and is written down."""
+        """Commit a step that every rank has acknowledged: count it, record it, and write its row."""
         self.done, self.worked = step, True
         self._failures = Counter({failed: n for failed, n in self._failures.items() if failed > step})
         if self._held:
@@ -191,23 +195,23 @@ class Controller:
 
     @property
     def _held(self) -> bool:
-        """Whether the workers' memory has the state after the last step; see `Worker.step`."""
+        """Return True if the workers' memory holds a snapshot of the state after the last step; see `Worker.step`."""
         every = self._config.elastic.snapshot_every
         return bool(every) and self.done % every == 0
 
     def _save(self, crew: Crew, step: int) -> None:
-        """A checkpoint, where one is due; and the end, where one was asked for."""
+        """Advance the save under way, begin one if due, and end the run if a stop was requested."""
         start = perf_counter()
         self._checkpoints.advance(crew)
         self._checkpoints.check_hope()
         if step and self._checkpoints.due(step, last=step == self._steps, stopping=False):
             self._checkpoints.save(crew, step, self.told())
             self._stall = perf_counter() - start
-        if step < self._steps:  # else it is done
+        if step < self._steps:  # else the run is done
             self._drain(crew)
 
     def _drain(self, crew: Crew) -> None:
-        """Where the run was asked to end: saves what is not saved, then raises Stopped."""
+        """Save what is unsaved and raise Stopped if the run was asked to end."""
         if self._signals.requested:
             self._checkpoints.confirm()
             self._keep(crew)
@@ -215,11 +219,11 @@ class Controller:
 
     @property
     def _unsaved(self) -> bool:
-        """Whether there is something to save, and a place for it."""
+        """Return True if the state after the last step is not saved yet and a stop would save it."""
         return bool(self.done) and self._checkpoints.due(self.done, last=False, stopping=True)
 
     def _keep(self, crew: Crew) -> bool:
-        """Whether storage has the state after the last step: saves it, where the run keeps checkpoints."""
+        """Save the state after the last step if the run keeps checkpoints; return True if storage holds it now."""
         self._checkpoints.finish(crew)
         if self._unsaved:
             self._checkpoints.save(crew, self.done, self.told())
@@ -227,12 +231,12 @@ class Controller:
         return self._checkpoints.step == self.done
 
     def _watch(self, crew: Crew, generation: Generation, report: dict[str, Any]) -> None:
-        """Between two steps: raises Reform where another generation is needed, or would be better."""
+        """Look, between two steps, whether another generation is needed or would be better: raises Reform if so."""
         if wish := self._outlook.needed(crew, generation):
             if not self._former.muster.count(crew):
                 self._signals.request("a notice that all workers are about to be taken away")
                 self._drain(crew)
-            self._keep(crew)  # memory may not have everything without those that go
+            self._keep(crew)  # memory may not hold the whole state without the members that leave
             raise Reform(wish.reason)
         if (wish := self._outlook.better(crew, generation, report)) and self._loses_nothing(crew):
             self._checkpoints.finish(crew)
@@ -240,7 +244,8 @@ class Controller:
             raise Reform(wish.reason)
 
     def _loses_nothing(self, crew: Crew) -> bool:
-        """Whether a generation that forms now goes on from here; what is only better waits until one does."""
+        """Return True if a generation formed now would lose no step, saving first if there are no snapshots; optional
+        re-forming waits until that is so."""
         if self._config.elastic.snapshot_every:
             return self._held
         return bool(self._config.checkpoint.every) and self._keep(crew)
@@ -248,7 +253,7 @@ class Controller:
     # RELEASING
 
     def _survive(self, crew: Crew, failure: WorkerFailed) -> None:
-        """After a failure: everybody else is out of it, and the next generation can form. Raises GaveUp."""
+        """Journal a failure and release the crew, so that the next generation can form. Raises GaveUp if none can."""
         self._failed = self._failed or perf_counter()
         culprit, step = failure.culprit, self.done + 1
         self._journal.event(
@@ -267,7 +272,7 @@ class Controller:
         self._monitor.say(str(failure))
         self._failures[step] += 1
         count = self._failures[step]
-        # It has never worked, and will not; but the checkpoint that was to be read may just have been deleted.
+        # A run that has never worked will not work; but a checkpoint that was to be read may just have been deleted.
         wrong = culprit.kind == "failed" and not self.worked and not culprit.method.startswith("restore(")
         if wrong or count >= self._config.elastic.attempts or not crew.elastic:
             where = f"; its log: {culprit.log}" if culprit.log else ""
@@ -283,6 +288,6 @@ class Controller:
         self._journal.event("released", lost=[f.member.number for f in lost], alive=alive, seconds=seconds)
 
     def told(self) -> dict[str, float]:
-        """What an event says of the steps committed since the last one that did."""
+        """Return the seconds of the steps committed since the last event that reported them, as fields of the next."""
         useful, self._useful = self._useful, 0.0
         return {"useful_seconds": useful}

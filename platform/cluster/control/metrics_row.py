@@ -1,4 +1,4 @@
-"""The report of a step as one row of metrics.jsonl (design.md, section 7)."""
+"""Conversion of a step's report into a row of metrics.jsonl (docs/design.md, section 7)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def metrics_row(
     peak_flops: float | None,
     generation: int,
 ) -> dict[str, Any]:
-    """One row for a committed step. `report`: of all ranks together, see `platform.train.step.step_report`.
+    """Return the row for a committed step. `report`: of all ranks together, see `platform.train.step.step_report`.
 
     `step_seconds` is the driver's wall time from sending the step out to the last rank's answer, so that dispatch
-    counts; `seconds` are means over the ranks, `comm_bytes` sums, `peak_memory_bytes` the largest. Throughput counts
-    this step's tokens, samples of `length`; `mfu` is relative to `peak_flops` per worker, None where that is unknown.
+    counts; `seconds` are means over the ranks, `comm_bytes` sums, `peak_memory_bytes` maxima. Throughput counts this
+    step's tokens, samples of `length`; `mfu` is relative to `peak_flops` per worker, None if that is unknown.
     """
     first, end = report["samples"]
     tokens_per_second = (end - first) * length / wall_seconds

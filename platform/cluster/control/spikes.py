@@ -1,4 +1,4 @@
-"""Losses that no step should have: what `train.spike` and `train.on_spike` decide, once for all ranks."""
+"""Detection of loss spikes (`train.spike`), by the driver once for all ranks; `train.on_spike` says what follows."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections import deque
 from math import inf, isfinite
 from statistics import median
 
-WINDOW = 32  # losses that the median is of
-_FEWEST = 8  # losses before which nothing is a spike: a run's first ones say little
+WINDOW = 32  # losses that the median is taken over
+_FEWEST = 8  # fewer losses than this: nothing is a spike, as a run's first losses say little
 
 
 class Spikes:
-    """`limit`: what the next loss may be at most; inf where any finite one will do."""
+    """Tracks recent losses. `limit`: the most that the next loss may be, `factor` times their median, or inf."""
 
     def __init__(self, factor: float):
         self._factor = factor
@@ -22,6 +22,6 @@ class Spikes:
         return self._factor * median(self._losses) if self._factor and len(self._losses) >= _FEWEST else inf
 
     def add(self, loss: float) -> None:
-        """Of a committed step."""
+        """Add the loss of a committed step, if it is finite."""
         if isfinite(loss):
             self._losses.append(loss)

@@ -1,3 +1,3 @@
-"""The workers of a run as one thing: `open.py` starts a crew of any kind.
-Nothing here knows steps, plans or checkpoints.
+"""Crew: the worker processes of a run behind one interface (`base`), started by any of several launchers
+(`launchers`); `open.py` chooses the launcher. Nothing here knows about steps, plans or checkpoints.
 """

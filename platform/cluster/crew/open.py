@@ -1,4 +1,4 @@
-"""The one door to a crew: which launcher a kind of cluster takes."""
+"""Single entry point for opening a crew: maps the kind of cluster to its launcher."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from platform.cluster.crew.base.job import Job
 
 
 def open_crew(kind: str, job: Job, spares: int = 0) -> Crew:
-    """Open a crew of this kind, inline | processes | local | ray | torchrun, with a member per rank of `job` and
-    `spares` more; of fewer where that is negative. Ready, numbered from 0, nobody seated. Raises WorkerFailed where a
-    member cannot start, NoPlaces where none is found for it in time."""
+    """Open a crew of `kind`, inline | processes | local | ray | torchrun, with a member per rank of `job` plus `spares`
+    more (fewer if `spares` is negative). Members are ready, numbered from 0, and none is seated. Raises WorkerFailed if
+    a member cannot start, NoPlaces if the cluster finds no place for it in time."""
     match kind:
         case "inline":
             from platform.cluster.crew.launchers.inline import InlineCrew

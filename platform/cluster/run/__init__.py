@@ -1,3 +1,3 @@
-"""What a run has before and beside its workers: its directory, its origin, places, devices, commands.
+"""The parts of a run that need no worker: its directory, the checkpoint it resumes from, resources, devices, commands.
 Nothing here talks to a worker.
 """

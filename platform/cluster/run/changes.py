@@ -1,4 +1,4 @@
-"""What is other than when the run was last driven: journalled, and said to the user."""
+"""Comparison of a resumed run's configuration with the last one: differences go to the journal and to the user."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ from platform.config.fields import Config
 from platform.config.identity import completed, differences, identity
 from platform.monitor import Journal
 
-# A key and what comes with its value, which says nothing more where it is another.
+# Key -> prefixes of the keys that are composed along with it: once the key itself differs, their differences are noise.
 _TABLES = {
     "tensor.scheme": ("tensor.order", "tensor.regions.", "tensor.parameters."),
     "tensor.layout": ("tensor.order", "tensor.regions.", "tensor.parameters."),
     "branch.kind": ("branch.append.", "branch.prepend.", "branch.only"),
 }
-_OF_ONE_COMMAND = ("run.dir", "resume.allow", "checkpoint.resume")  # how it is gone on, not what the run is
+_OF_ONE_COMMAND = ("run.dir", "resume.allow", "checkpoint.resume")  # choices of one launch, not properties of the run
 
 
 def changes(
     there: Mapping[str, Any] | None, meta: Meta | None, config: Config, mesh: Mapping[str, int]
 ) -> dict[str, tuple[Any, Any]]:
-    """KEY -> (there, here). `there`: the configuration in the run directory; `meta`: of the checkpoint that the run
-    goes on from, which knows the run's identity and, as mesh.AXIS, the mesh; `mesh`: today's."""
+    """Return what differs from the run's last launch: key -> (there, here).
+
+    `there`: the configuration in the run directory; `meta`: metadata of the checkpoint that the run resumes from, which
+    holds the run's identity and its mesh (compared as mesh.AXIS, only where `there` is None); `mesh`: today's.
+    """
     found = differences(completed(meta.identity), identity(config)) if meta else {}
     if meta and not there:
         found |= differences({"mesh": meta.plan.get("mesh", mesh)}, {"mesh": mesh})
@@ -35,7 +38,7 @@ def changes(
 
 
 def report(found: Mapping[str, tuple[Any, Any]], journal: Journal, say: Callable[[str], None]) -> None:
-    """One event and one line per change; nothing where nothing changed."""
+    """Write one `changed` event to the journal and say one line per changed key; do neither where nothing changed."""
     if found:
         journal.event("changed", keys={key: list(pair) for key, pair in found.items()})
     for key, (there, here) in found.items():

@@ -1,4 +1,4 @@
-"""The commands that a run prints: they are run as printed, in the place where they were printed."""
+"""Command lines that a run prints for the user; each works when pasted into the shell of the same directory."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from math import prod
 from platform.boundary.redaction import HIDDEN, redact
 from platform.config.fields import RESUME, Config
 
-_LAYOUTS = {"1d": "t", "1d_sp": "t", "3d": "xyz", "2d": "rc", "serial": ""}  # to go on with, the likeliest first
-_MOST = 4  # sizes of one scheme's axes that are tried
-_PLACES = ("run.dir", "checkpoint.url")  # another layout's run needs its own
+_LAYOUTS = {"1d": "t", "1d_sp": "t", "3d": "xyz", "2d": "rc", "serial": ""}  # scheme -> axes, best suggestion first
+_MOST = 4  # combinations of axis sizes that are tried for one scheme, besides the experiment's own
+_PLACES = ("run.dir", "checkpoint.url")  # another layout's run writes to other ones
 _SECRET = f"  # {HIDDEN} stands for a secret: type it again"
 
 
 @dataclass(frozen=True)
 class Command:
-    """What was typed for one run. `workers`: how many a command with other arguments would run on, 0 where it would
-    be refused."""
+    """Command line that started this run. `workers(arguments)`: the number of workers that a command with these
+    arguments would run on, 0 where it would be refused."""
 
     arguments: Sequence[str] = ()
     config_dir: str | None = None
     workers: Callable[[Sequence[str]], int] = lambda arguments: 0
 
     def again(self, override: str = "") -> str:
-        """The same command, with an override in the place of its like: what continues the run."""
+        """Return this command line, with `override` replacing any argument for the same key: it continues the run."""
         return self._line([*_without(self.arguments, [_key(override)]), *filter(None, [override])])
 
     def other_layout(self, config: Config, workers: int) -> str:
-        """The same numbers from another layout on as many workers, in a run of its own: what this platform is for.
-        "" where there is none."""
+        """Return a command that computes the same numbers under another tensor scheme on `workers` workers, in a run
+        directory of its own; "" where no other scheme fits."""
         present = config.tensor.scheme
         names = ["1d_sp"] * (present == "1d") + [name for name in _LAYOUTS if name != present]
         for name in dict.fromkeys(names):
@@ -59,14 +59,15 @@ def _without(arguments: Iterable[str], keys: Iterable[str]) -> list[str]:
 
 
 def _shown(argument: str) -> str:
-    """An argument without its secret: what the environment has is taken from there again, the rest is hidden."""
+    """Return an argument without its secret: a reference to the environment where it came from there, else HIDDEN."""
     shown = redact(argument)
     hidden = HIDDEN in shown or "://" in shown
     return argument if shown == argument else f"{argument.partition('=')[0]}={HIDDEN}" if hidden else shown
 
 
 def _moved(arguments: Iterable[str], name: str) -> Iterator[str]:
-    """The arguments without a tensor scheme, for a run in places of its own, where there is nothing to resume yet."""
+    """Yield the arguments for a new run under scheme `name`: without the tensor scheme, with "-NAME" appended to the
+    run directory and checkpoint URL, and without checkpoint.resume=auto|must, as there is nothing to resume yet."""
     for argument in arguments:
         key, _, value = argument.partition("=")
         plain = _key(argument)
@@ -79,7 +80,7 @@ def _moved(arguments: Iterable[str], name: str) -> Iterator[str]:
 
 
 def _sizes(axes: str, workers: int) -> Iterator[list[str]]:
-    """Overrides for axes whose product is so many workers; first none, which leaves the sizes to the experiment."""
+    """Yield overrides of the sizes of `axes` with product `workers`; first [], which keeps the experiment's sizes."""
     yield []
     divisors = [k for k in range(1, workers + 1) if workers % k == 0] if workers < 1 << 16 else [1, workers]
     for sizes in product(divisors, repeat=len(axes)):

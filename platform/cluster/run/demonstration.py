@@ -1,4 +1,4 @@
-"""Says what a long run does that was given no text of its own."""
+"""Warning for a long run that would train on the demonstration text alone."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from platform.plan.reports.describe import human
 
 _DAY = 86400.0
 _CORE = 1e11  # FLOP/s of a CPU worker, at most
-_BYTES_PER_TOKEN = 3.5  # of Python, with a vocabulary of its own
+_BYTES_PER_TOKEN = 3.5  # of Python source, under a vocabulary trained on it
 
 
 def demonstration(config: Config, plan: Plan, nbytes: float) -> str:
-    """One line where a run would take more than a day at its devices' peak and has `nbytes` of Python's standard
-    library to train on; else ""."""
+    """Return a one-line warning if a run would take more than a day at its devices' peak and has only `nbytes` bytes
+    of Python's standard library (data=stdlib) to train on; else ""."""
     tokens = config.train.steps * plan.tokens_per_step
     peak = dense_bf16_peak(config.cluster.gpu) or _CORE
     if config.data.kind != "stdlib" or tokens * plan.flops_per_token < _DAY * peak * plan.mesh.size:

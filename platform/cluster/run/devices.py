@@ -1,4 +1,4 @@
-"""How much memory the device of a worker has, as far as the driver can know it before any process starts."""
+"""Memory of a worker's device, as far as the driver can know it before any worker starts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from platform.config.fields import Config
 from platform.plan.memory.hardware import memory_of
 from platform.planning.remedies import Device
 
-_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of the container that this is, where there is one
+_LIMIT = Path("/sys/fs/cgroup/memory.max")  # memory limit of the container, if this is one
 
 
 def device_of(config: Config, kind: str, workers: int) -> Device | None:
-    """The device of kind cpu or cuda that each of `workers` gets; None where its memory is not known."""
+    """Return the device of `kind` (cpu | cuda) that each of `workers` workers gets; None if its memory is unknown."""
     c = config.cluster
     if c.device_memory:
         return Device(c.device_memory * 1e9, f"cluster.device_memory={c.device_memory:g}: it")
@@ -27,7 +27,7 @@ def device_of(config: Config, kind: str, workers: int) -> Device | None:
 
 
 def _seen() -> Device | None:
-    """The smallest GPU of this machine."""
+    """Return the GPU of this machine with the least memory, None if there is no GPU."""
     if not gpu_count():
         return None
     import torch
@@ -38,7 +38,7 @@ def _seen() -> Device | None:
 
 
 def _labelled(config: Config) -> Device | None:
-    """The smallest accelerator type of the Ray cluster's nodes."""
+    """Return the accelerator type in the Ray cluster with the least memory, None if it is not Ray or none is known."""
     if crew_kind(config.cluster) != "ray":
         return None
     from platform.cluster.crew.launchers import ray_session

@@ -1,4 +1,4 @@
-"""The run directory: one run, one identity, one driver at a time; what is not ours in it is left alone."""
+"""The run directory: it holds one run of one identity, driven by one driver at a time; foreign files are left alone."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from platform.cluster.run import traces
 from platform.config.fields import Config, ConfigError, violation
 from platform.config.identity import identity, refusal
 
-OURS = ("journal.jsonl", "metrics.jsonl", "driver.lock", "wandb")  # made before a run's first step; see `claim`
+OURS = ("journal.jsonl", "metrics.jsonl", "driver.lock", "wandb")  # may exist before the first step; see `claim`
 
 
 class RunDirectory:
-    """The directory `path` of a run: configuration, plan, journal, metrics, logs and whatever else belongs to it."""
+    """Directory `path` of a run: holds its configuration, plan, journal, metrics and logs, and lets in one driver."""
 
     def __init__(self, path: Path | str):
-        """Touches nothing."""
+        """Take the path only: nothing is read or created."""
         self.path = Path(path)
         self.journal = self.path / "journal.jsonl"
         self._config, self._plan = self.path / "config.yaml", self.path / "plan.json"
         self._lock = self.path / "driver.lock"
 
     def check(self, config: Config) -> dict[str, Any] | None:
-        """Return the configuration that the run there had last, None where there is none. Raises ConfigError where
-        the directory's files are no run's, and, naming what differs, where it holds a run of another identity, but for
-        what `resume.allow` frees."""
+        """Return the configuration that the directory's run had last, None if it holds no run. Raises ConfigError if
+        its files are not a run's, and if it holds a run of another identity: the message names each differing key, and
+        keys freed by `resume.allow` do not count."""
         try:
             there = traces.configuration(self.path)
         except OSError as error:
@@ -57,8 +57,8 @@ class RunDirectory:
         return there.to_dict()
 
     def finished(self, steps: int) -> bool:
-        """Return whether the run there has already done this many updates. Raises ConfigError where its journal cannot
-        be read."""
+        """Return True if the directory's run has already done this many updates. Raises ConfigError if its journal
+        cannot be read."""
         try:
             return traces.finished(self.path, steps)
         except OSError as error:
@@ -66,23 +66,23 @@ class RunDirectory:
 
     @contextmanager
     def claim(self, config: Config, plan: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
-        """Makes the directory and is its only driver; writes `config.yaml` and `plan.json`. Yields the configuration
-        that was there. Where a ConfigError ends the run, both files become again what they were; of a run that is
-        refused before its first step nothing stays.
+        """Create the directory, lock it for this driver, write `config.yaml` and `plan.json`, and yield the
+        configuration that was there before. If a ConfigError ends the run, both files get their previous contents back,
+        and a new run that was refused before its first step leaves nothing behind.
 
-        Raises ConfigError where it cannot be written, another driver is alive, or the identity is another.
+        Raises ConfigError if the directory cannot be written, another driver is alive, or the identity differs.
         """
         made, own_logs = missing(self.path), (self.path / "logs").exists()
         try:
-            self.path.mkdir(0o700, parents=True, exist_ok=True)  # what is there keeps its mode
+            self.path.mkdir(0o700, parents=True, exist_ok=True)  # an existing directory keeps its mode
             (self.path / "logs").mkdir(0o700, exist_ok=True)
-            lock = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)  # it is emptied
+            lock = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)  # no symlink: it gets truncated
         except OSError as error:
             remove_empty([self.path / "logs", *made])
             raise self.unusable(error) from None
         try:
             self._lock_or_refuse(lock)
-            there = self.check(config)  # again: between the first look and the lock another driver may have been here
+            there = self.check(config)  # again: another driver may have written since the first check
             with self._left_as_found(made, own_logs), _as_they_were(self._config, self._plan):
                 try:
                     _replace(self._config, yaml.safe_dump(redact(config.to_dict()), sort_keys=False))
@@ -95,7 +95,7 @@ class RunDirectory:
 
     @contextmanager
     def _left_as_found(self, made: list[Path], own_logs: bool) -> Iterator[None]:
-        """Take everything back where a ConfigError ends a run that had not begun before and takes no step."""
+        """Remove what this driver created if a ConfigError ends a run that had not begun before and took no step."""
         begun = self._config.exists() or self.journal.exists()
         try:
             yield
@@ -110,11 +110,12 @@ class RunDirectory:
             raise
 
     def write_plan(self, plan: dict[str, Any]) -> None:
-        """`plan.json`: that of the newest generation. Which one had which, the journal tells (`forming`)."""
+        """Write `plan.json`, the newest generation's plan; the journal's `forming` events have each one's mesh."""
         _replace(self._plan, json.dumps(redact(plan), indent=1) + "\n")
 
     def _lock_or_refuse(self, lock: int) -> None:
-        """The kernel frees a lock when its owner dies, so a stale owner is never in the way."""
+        """Lock the directory for this driver, or raise ConfigError naming the owner. The kernel frees the lock of a
+        process that dies, so no lock is ever stale."""
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -127,7 +128,7 @@ class RunDirectory:
             raise self.unusable(error) from None
 
     def unusable(self, error: OSError) -> ConfigError:
-        """Makes the refusal of a directory that takes no files."""
+        """Return the ConfigError for a run directory that cannot be used because of `error`."""
         return self._refusal(f"cannot be used ({error.strerror}); name a directory that you can write to")
 
     def _refusal(self, constraint: str) -> ConfigError:
@@ -136,13 +137,14 @@ class RunDirectory:
 
 @contextmanager
 def _as_they_were(*files: Path) -> Iterator[None]:
-    """A configuration that is refused later than most has no run: a value that it alone has must not stay behind."""
+    """Restore the previous contents of `files` if the body raises ConfigError: a refused configuration must not stay on
+    disk as the run's own."""
     before = {file: file.read_bytes() if file.is_file() else None for file in files}
     try:
         yield
     except ConfigError:
         for file, text in before.items():
-            with suppress(OSError):  # a full disk, which is what was refused
+            with suppress(OSError):  # the disk may be full, which may be why the run was refused
                 if text is None:
                     file.unlink(missing_ok=True)
                 else:

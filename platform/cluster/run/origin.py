@@ -1,4 +1,4 @@
-"""What a run resumes from, and whether it can save: found before any process is started."""
+"""The checkpoint that a run resumes from, and the check that it can save; both happen before any worker starts."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from platform.config.fields import RESUME, Config, ConfigError, violation
 from platform.config.identity import refusal
 from platform.train.recovery import places
 
-ANSWER_SECONDS = 10.0  # of a storage that is asked for the first time
+ANSWER_SECONDS = 10.0  # for the first request to a storage
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The checkpoint that a run goes on from, or none; and the newer ones that were passed over, with the reasons."""
+    """Checkpoint that a run resumes from, or none, and the newer ones that were passed over: (directory, reason)."""
 
     storage: Storage
     directory: str | None
@@ -33,11 +33,11 @@ class Origin:
 
 
 def origin(config: Config, *, held: bool = False, over: bool = False) -> Origin | None:
-    """Find what checkpoint.resume means today; None where it is `never`. Reads manifests, not yet what they describe.
-    `held`: this driver has the storage's lease, and marks what is corrupt; without it nothing is written.
-    `over`: the run may start at step 1 although its directory shows steps.
+    """Find the checkpoint that checkpoint.resume means now; return None if it is `never`. Only manifests are read, not
+    the tensors. `held`: this driver holds the storage's lease and so quarantines corrupt checkpoints; without it
+    nothing is written. `over`: the run may start at step 1 although its directory shows steps.
 
-    Raises ConfigError where nothing can be resumed from and something must, and for a run of another identity.
+    Raises ConfigError if there is nothing to resume from but there must be, and for a run of another identity.
     """
     c = config.checkpoint
     if c.resume == "never":
@@ -54,7 +54,7 @@ def origin(config: Config, *, held: bool = False, over: bool = False) -> Origin 
     except (Refused, OSError) as error:
         raise ConfigError(violation(key, where, f"cannot be resumed from: {error}")) from None
     done = 0 if found.manifest or c.resume != "auto" or over else traced(config)
-    if found.manifest is None and (c.resume != "auto" or found.sound or done):  # starting again would lose that
+    if found.manifest is None and (c.resume != "auto" or found.sound or done):  # starting over would lose them
         reasons = "".join(f"; {directory}: {reason}" for directory, reason in found.refused)
         legal = ["checkpoint.resume=never"] if c.resume in RESUME else RESUME
         if done:
@@ -69,7 +69,7 @@ def origin(config: Config, *, held: bool = False, over: bool = False) -> Origin 
 
 
 def traced(config: Config) -> int:
-    """Return the highest step that the run directory shows as done, 0 where it shows none. Raises ConfigError."""
+    """Return the highest step that the run directory shows as done, 0 if none. Raises ConfigError if unreadable."""
     try:
         return traces.steps(Path(config.run.dir))
     except (OSError, Malformed) as error:
@@ -77,7 +77,7 @@ def traced(config: Config) -> int:
 
 
 def check_writable(config: Config) -> None:
-    """Leaves nothing behind. Raises ConfigError where checkpoints could not be written."""
+    """Raise ConfigError if checkpoints cannot be written: writes a probe file to the storage and removes it again."""
     storage = answering(places.home(config), "checkpoint.url")
     made = missing(storage.root) if isinstance(storage, Local) else []
     name = f".probe-{secrets.token_hex(4)}"
@@ -91,8 +91,8 @@ def check_writable(config: Config) -> None:
 
 
 def answering(url: str, key: str) -> Storage:
-    """Connect to a storage and ask it once what it holds. Raises ConfigError, naming `key`, where it cannot be asked or
-    has not answered after ANSWER_SECONDS: client libraries go on trying for minutes."""
+    """Connect to a storage, list it once and return it. Raises ConfigError, naming `key`, if it cannot be reached or
+    has not answered after ANSWER_SECONDS: client libraries alone would retry for minutes."""
     found: list[Storage | BaseException] = []
 
     def ask() -> None:

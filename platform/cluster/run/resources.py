@@ -1,4 +1,4 @@
-"""Whether there is a place for every worker, and on which device they run."""
+"""Resources for a run's workers: on which device they run, and how many of them there is room for."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CROWDED = 4  # workers per core
 
 @dataclass(frozen=True)
 class Supply:
-    """What is free for workers. `cpus` limits them only where `shared`: elsewhere they share the machine's cores."""
+    """Free GPUs and CPUs. `cpus` limits the workers only if `shared` (Ray); elsewhere workers share the cores."""
 
     gpus: int
     cpus: int
@@ -30,11 +30,11 @@ class Supply:
 
 
 class Places(NamedTuple):
-    """Where the workers of a run find a place.
+    """Device and number of the workers that a run can have.
 
     Attributes:
         members: how many to start now, ranks and spares.
-        limit: how many there can ever be, inf where more places may come.
+        limit: how many there can ever be; inf where the cluster may get more room.
     """
 
     device: str  # cpu | cuda
@@ -43,12 +43,12 @@ class Places(NamedTuple):
 
 
 def crew_kind(cluster: Cluster) -> str:
-    """inline | processes | local | ray | torchrun, which decides wherever it has started this process."""
+    """Return inline | processes | local | ray | torchrun: torchrun if it started this process, else `cluster.kind`."""
     return "torchrun" if torchrun.present() else cluster.kind
 
 
 def available_workers(cluster: Cluster) -> int:
-    """The workers that fit: one per GPU where GPUs may be used, else one per core; for `parallel.data=-1`."""
+    """Return how many workers fit, for `parallel.data=-1`: one per GPU if GPUs may be used, else one per core."""
     kind = crew_kind(cluster)
     if kind == "inline":
         return 1
@@ -60,14 +60,14 @@ def available_workers(cluster: Cluster) -> int:
 
 
 def secure(cluster: Cluster, world_size: int, say: Callable[[str], None], spares: int = 0, least: int = 0) -> Places:
-    """Find a place for `world_size` workers, or for `least` of them where that is not 0, and say what was chosen.
+    """Find room for `world_size` workers, or at least for `least` of them if that is not 0, and say what was chosen.
 
-    Spares are started where there is a place now, and never waited for. Raises ConfigError where there is too little,
-    and NoPlaces where there still is after waiting `cluster.wait` seconds for more.
+    Spares are started if there is room now, and never waited for. Raises ConfigError if there is too little room, and
+    NoPlaces if there is still too little after waiting `cluster.wait` seconds.
     """
     kind = crew_kind(cluster)
     _refuse_impossible(kind, world_size, spares)
-    needed = int(os.environ["LOCAL_WORLD_SIZE"]) if kind == "torchrun" else world_size  # workers that the supply is for
+    needed = int(os.environ["LOCAL_WORLD_SIZE"]) if kind == "torchrun" else world_size  # the supply is of one machine
     least = needed if kind == "torchrun" else min(least or needed, needed)
     supply, device, lack = _wait(kind, cluster, needed, least, say)
     reason = f" ({_count(supply.gpus, 'GPU')} {supply.where})" if cluster.device == "auto" else ""
@@ -85,7 +85,7 @@ def secure(cluster: Cluster, world_size: int, say: Callable[[str], None], spares
 
 
 def _refuse_impossible(kind: str, world_size: int, spares: int) -> None:
-    """Raises ConfigError for what waiting does not mend."""
+    """Raise ConfigError for a combination that no waiting can make possible."""
     if kind == "inline" and world_size != 1:
         constraint = f"trains a world of one, and this plan has {world_size} workers"
         raise ConfigError(violation("cluster", kind, constraint, ["cluster=processes", "cluster=local"]))
@@ -102,7 +102,8 @@ def _refuse_impossible(kind: str, world_size: int, spares: int) -> None:
 
 
 def _wait(kind: str, cluster: Cluster, needed: int, least: int, say: Callable[[str], None]) -> tuple[Supply, str, str]:
-    """The supply once it is enough, the device, and what is missing to all that are `needed` where that is allowed."""
+    """Wait until there is room for `needed` workers, at most `cluster.wait` seconds. Return the supply, the device and,
+    if there is room only for `least` or more, the message that says what is missing; else "". Raises as `secure`."""
     deadline, said = monotonic() + cluster.wait, ""
     while True:
         supply = _supply(kind)
@@ -125,7 +126,7 @@ def _wait(kind: str, cluster: Cluster, needed: int, least: int, say: Callable[[s
 
 
 def gpu_count() -> int:
-    """GPUs that this process may use. Where there is no driver, answers without importing torch."""
+    """Return how many GPUs this process may use; 0 without importing torch where there is no GPU driver."""
     if not any(Path(sign).exists() for sign in ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg")):
         return 0
     import torch
@@ -144,14 +145,14 @@ def _supply(kind: str) -> Supply:
 
 
 def _choose(device: str, needed: int, least: int, supply: Supply) -> str:
-    """With "auto" GPUs, where there is one for each: of all, or else of as many as the run may start with."""
+    """Return cpu | cuda; "auto" means cuda if there is one GPU for each worker that the run may start with."""
     if device == "auto":
         return "cuda" if supply.gpus >= min(needed, least) else "cpu"
     return device
 
 
 def _lack(device: str, world_size: int, supply: Supply) -> str:
-    """What is missing for `world_size` workers, "" if nothing."""
+    """Return the message that says what is missing for `world_size` workers; "" if nothing is."""
     if device == "cuda" and supply.gpus < world_size:
         constraint = f"needs {_count(world_size, 'GPU')}, {supply.gpus} there ({supply.where})"
         return violation("cluster.device", device, constraint, ["cpu"])

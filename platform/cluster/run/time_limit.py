@@ -1,4 +1,4 @@
-"""When a run has to end by itself: `run.time_limit`, or the end of the Slurm allocation."""
+"""The time at which a run has to end by itself: `run.time_limit`, or the end of the Slurm allocation."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from platform.config.fields import Run
 
 
 def seconds_left(run: Run, environment: Mapping[str, str] = os.environ, now: float | None = None) -> float | None:
-    """Seconds until the run should begin to stop, with `run.time_margin` left for the last checkpoint; None = for ever.
+    """Return the seconds until the run should begin to stop, so that `run.time_margin` seconds are left for the last
+    checkpoint; None if there is no limit.
 
-    Slurm tells the end of the allocation in SLURM_JOB_END_TIME (seconds since the epoch).
+    Slurm gives the end of the allocation in SLURM_JOB_END_TIME (seconds since the epoch).
     """
     if run.time_limit:
         limit = seconds_of(run.time_limit)
         return max(0.0, limit - min(run.time_margin, limit / 2)) if limit else None
     end = environment.get("SLURM_JOB_END_TIME", "")
-    if not (end.isascii() and end.isdigit() and len(end) <= 12):  # a timer of more than three years is none
+    if not (end.isascii() and end.isdigit() and len(end) <= 12):  # absent, or no plausible time in seconds
         return None
     return max(0.0, int(end) - run.time_margin - (time.time() if now is None else now))

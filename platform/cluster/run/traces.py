@@ -1,5 +1,5 @@
-"""What a run directory shows of the run that was driven there. Its files may be anybody's: each is of its kind, or is
-told in one line."""
+"""Reading of a run directory: its configuration, journal and metrics. The files may be anybody's, so each one is
+validated and a fault is reported in one line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DONE = ("first_step", "checkpoint", "restored", "rolled_back", "unsaved", "done
 
 
 def configuration(directory: Path) -> Config | None:
-    """Return the configuration that the run had last, None where there is none. Raises Malformed, OSError."""
+    """Return the configuration that the run had last, None if the directory holds no run. Raises Malformed, OSError."""
     try:
         found: Config = schema.read(Config, documents.from_yaml(documents.content(directory / CONFIG)))
         return found
@@ -26,7 +26,7 @@ def configuration(directory: Path) -> Config | None:
 
 
 def faults(directory: Path) -> list[str]:
-    """Say what of a run directory is not what a run writes there, one line each."""
+    """Return one line for each file of a run directory that is not what a run writes there."""
     lines = []
     for name in (CONFIG, PLAN, JOURNAL, METRICS, LOCK):
         try:
@@ -46,7 +46,7 @@ def faults(directory: Path) -> list[str]:
 
 
 def events(directory: Path) -> Iterator[dict[str, Any]]:
-    """Yield the journal's events; none where there is no journal. Raises Malformed, OSError."""
+    """Yield the journal's events; none if there is no journal. Raises Malformed, OSError."""
     try:
         yield from records.lines(directory / JOURNAL, records.EVENT)
     except (FileNotFoundError, NotADirectoryError):
@@ -54,12 +54,12 @@ def events(directory: Path) -> Iterator[dict[str, Any]]:
 
 
 def finished(directory: Path, steps: int) -> bool:
-    """Return whether the run has already done this many updates. Raises Malformed, OSError."""
+    """Return True if the run has already done this many updates. Raises Malformed, OSError."""
     return any(e["event"] == "done" and e.get("step", 0) >= steps for e in events(directory))
 
 
 def steps(directory: Path) -> int:
-    """Return the highest step that the journal, or the end of the metrics, shows as done; 0 where they show none.
+    """Return the highest step that the journal, or the end of the metrics, shows as done; 0 if neither shows any.
     Raises Malformed, OSError."""
     done = [max(e.get("step", 0), e.get("saved", 0)) for e in events(directory) if e["event"] in _DONE]
     try:

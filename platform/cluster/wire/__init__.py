@@ -1,3 +1,3 @@
-"""Messages between the driver and its workers: connections that prove a token, requests, answers.
-Nothing here knows what the messages say.
+"""Control channel between the driver and its workers: TCP connections that authenticate by token, JSON messages, and
+the shapes that a message must have. Nothing here executes a call or knows its purpose.
 """

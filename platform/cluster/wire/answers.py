@@ -1,4 +1,6 @@
-"""What a worker's answers look like, as far as the driver relies on it: a member that answers otherwise is lost."""
+"""Shapes of the workers' answers to calls, as far as the driver relies on them; a member whose answer has another shape
+is treated as dead.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,12 @@ from platform.cluster.wire.messages import Shape, a_count, a_name, a_text, a_tru
 
 
 def is_answer(method: str, rank: int, value: Any) -> bool:
-    """Whether the worker of `rank` may answer a call of `method` with this."""
+    """Return True if `value` is a valid answer of `rank` to a call of `method`."""
     return fits(value, REPORT if method == "step" and not rank else ANSWERS.get(method, anything))
 
 
 def _number(value: Any) -> bool:
-    return type(value) in (int, float)  # a loss may be infinite, or no number
+    return type(value) in (int, float)  # a loss may be infinite or NaN
 
 
 def _object(value: Any) -> bool:
@@ -35,11 +37,11 @@ def _values(shape: Shape) -> Shape:
 
 
 def _having(**shapes: Shape) -> Shape:
-    """An object with at least these keys."""
+    """Return the shape of an object with at least these keys."""
     return lambda value: isinstance(value, dict) and all(k in value and fits(value[k], s) for k, s in shapes.items())
 
 
-REPORT = _having(  # of a step, by rank 0; see platform.train.step.step_report
+REPORT = _having(  # rank 0's answer to `step`; see platform.train.step.step_report
     step=a_count,
     loss=_number,
     grad_norm=_number,

@@ -1,4 +1,6 @@
-"""What travels between the driver and a worker process: length-prefixed JSON over TCP, never pickle."""
+"""Protocol between the driver and a worker process: length-prefixed JSON over TCP, never pickle. Encoding, decoding,
+and the worker's end of the connection.
+"""
 
 from __future__ import annotations
 
@@ -14,28 +16,28 @@ from typing import Any
 from platform.cluster.wire import secret
 
 LIMIT = 1 << 28  # bytes of one message
-READ_BYTES = 1 << 16  # malloc has so many at hand; more would be mapped anew for each read
+READ_BYTES = 1 << 16  # small enough for malloc to reuse; a larger buffer would be mapped anew for each read
 _HEADER = struct.Struct("!I")
-_DIAL_SECONDS = 60.0  # for a driver that has more in its backlog than it can take at once
-_LOST_SECONDS = 20  # without any packet from the other machine: then it is gone
+_DIAL_SECONDS = 60.0  # how long to redial a driver whose backlog is full
+_LOST_SECONDS = 20  # without any packet before the other machine is considered gone
 
 
 class Garbled(Exception):
-    """The other end does not speak this protocol."""
+    """Signals that the other end of the connection violated the protocol."""
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
-    """One message. Floats may be infinite or no number. Raises TypeError for what is not plain data."""
+    """Encode one message as a frame. Floats may be infinite or NaN. Raises TypeError for anything but plain data."""
     return framed(text(message))
 
 
 def text(value: Any) -> bytes:
-    """A value as it stands in a message."""
+    """Return a value as the JSON text that stands for it in a message."""
     return json.dumps(value, separators=(",", ":")).encode()
 
 
 def framed(payload: bytes) -> bytes:
-    """One message, from its text."""
+    """Return the frame of one message, given its JSON text. Raises ValueError above LIMIT bytes."""
     if len(payload) > LIMIT:
         raise ValueError(f"a message of {len(payload)} bytes; {LIMIT} are allowed")
     return _HEADER.pack(len(payload)) + payload
@@ -49,9 +51,9 @@ class Decoder:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterable[dict[str, Any]]:
-        """The messages that `data` completes. Raises Garbled."""
+        """Return the messages that `data` completes. Raises Garbled for a frame too long or not a JSON object."""
         if not self._buffer and _HEADER.size < len(data) <= self.limit:
-            if _HEADER.unpack_from(data)[0] == len(data) - _HEADER.size:  # as it mostly is
+            if _HEADER.unpack_from(data)[0] == len(data) - _HEADER.size:  # the common case: one whole message
                 return (_parse(data[_HEADER.size :]),)
         return self._cut(data)
 
@@ -81,7 +83,10 @@ def _parse(payload: bytes) -> dict[str, Any]:
 
 
 def tune(connection: socket.socket) -> None:
-    """Small messages leave at once, and a machine that is gone is noticed (a process's end always is)."""
+    """Set socket options so that small messages leave at once (TCP_NODELAY) and a lost machine is noticed (keepalive).
+
+    The end of a process needs no option: its kernel closes the connection.
+    """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
@@ -90,15 +95,15 @@ def tune(connection: socket.socket) -> None:
         ("TCP_KEEPCNT", 5),
         ("TCP_USER_TIMEOUT", _LOST_SECONDS * 1000),
     ):
-        if hasattr(socket, option):  # Linux has all of them
+        if hasattr(socket, option):  # Linux has all of them; other systems lack some
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 class Line:
-    """A worker's end of its connection. `send` may be called from any thread, `messages` from one.
+    """Worker's end of its connection to the driver. `send` may be called from any thread, `messages` from only one.
 
     Attributes:
-        welcome: what the driver said first.
+        welcome: the driver's first message, less its proof.
     """
 
     def __init__(self, connection: socket.socket):
@@ -106,25 +111,25 @@ class Line:
         self.welcome: dict[str, Any] = {}
 
     def send(self, frame: bytes) -> None:
-        """Send a message. Raises OSError where the driver has hung up."""
+        """Send one encoded message. Raises OSError if the driver has closed the connection."""
         with self._lock:
             self._connection.sendall(frame)
 
     def messages(self) -> Iterator[dict[str, Any]]:
-        """Yield what the driver says until it hangs up. Raises OSError, Garbled."""
+        """Yield the driver's messages until it closes the connection. Raises OSError, Garbled."""
         while data := self._connection.recv(READ_BYTES):
             yield from self._decoder.feed(data)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._connection.close()
 
 
 def dial(address: tuple[str, int], token: str, number: int, node: str = "") -> Line:
-    """Connect member `number`, which has `token`, to the driver's switchboard, and return when it is welcome.
+    """Connect member `number`, which holds `token`, to the driver's switchboard; return once it is admitted.
 
-    Dials again where it is hung up on: a flood of strangers may have pushed it out. Raises OSError where nobody
-    welcomes it within a minute, PermissionError where whoever answers cannot prove to be the driver.
+    Dials again if the connection is closed: a flood of unauthenticated connections may have pushed it out. Raises
+    OSError if it is not admitted within a minute, PermissionError if the peer cannot prove that it is the driver.
     """
     deadline = monotonic() + _DIAL_SECONDS
     while True:

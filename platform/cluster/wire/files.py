@@ -1,16 +1,19 @@
-"""File descriptors of the driver: how many workers it can have."""
+"""File descriptor limit of the driver process, which bounds the number of workers that it can have."""
 
 from __future__ import annotations
 
 import resource
 
-MANY = 65536
-PER_MEMBER = 3  # its connection, that of its store, and what watches its process
-OWN = 128  # libraries, logs, checkpoints
+MANY = 65536  # descriptors: the limit asked for
+PER_MEMBER = 3  # descriptors: its control connection, its connection to the TCPStore, and one that watches its process
+OWN = 128  # descriptors of the driver itself: libraries, logs, checkpoints
 
 
 def allow_many_files() -> int:
-    """Raises the limit of this process, which usually is 1024, as far as that helps; the new one."""
+    """Raise this process's soft limit on open files, usually 1024, to at most MANY.
+
+    Returns the limit now in force; MANY if there is none.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MANY if hard == resource.RLIM_INFINITY else min(hard, MANY)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -20,7 +23,7 @@ def allow_many_files() -> int:
 
 
 def lack_of_files(members: int) -> str:
-    """Why there cannot be so many members, "" where there can."""
+    """Return why the driver cannot have `members` members, or "" if it can."""
     needed, limit = PER_MEMBER * members + OWN, allow_many_files()
     if limit >= needed:
         return ""

@@ -1,4 +1,4 @@
-"""What a member may say to the driver: anything else is garbled, whoever says it."""
+"""Shapes of the messages that a member may send to the driver; any other message is treated as garbled."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from typing import Any
 
-Shape = Callable[[Any], bool] | Mapping[str, Any]  # a predicate, or the keys that an object has and their shapes
+Shape = Callable[[Any], bool] | Mapping[str, Any]  # a predicate, or an object's keys with their shapes
 
-_PROCESSES = 1 << 22  # Linux numbers them below that
-_NODE = 512  # characters of a node's name
+_PROCESSES = 1 << 22  # upper bound of Linux process ids
+_NODE = 512  # characters of a node's name, at most
 
 
 def fits(value: Any, shape: Shape) -> bool:
-    """Whether plain data has a shape: of an object exactly the keys named."""
+    """Return True if plain data has the given shape; an object must have exactly the keys named."""
     if callable(shape):
         return shape(value)
     return isinstance(value, dict) and value.keys() == shape.keys() and all(fits(value[k], s) for k, s in shape.items())
 
 
 def understood(message: Mapping[str, Any]) -> bool:
-    """Whether an admitted member may say this."""
+    """Return True if an admitted member may send `message`, that is, if it has one of the shapes in SAID."""
     return any(fits(message, shape) for shape in SAID)
 
 
@@ -34,7 +34,7 @@ def a_truth(value: Any) -> bool:
 
 
 def a_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 53  # a bool is none
+    return type(value) is int and 0 <= value < 1 << 53  # excludes bool
 
 
 def a_duration(value: Any) -> bool:
@@ -42,7 +42,7 @@ def a_duration(value: Any) -> bool:
 
 
 def _process(value: Any) -> bool:
-    return a_count(value) and 1 < value <= _PROCESSES  # the driver may have to kill it: never 0, which is its own group
+    return a_count(value) and 1 < value <= _PROCESSES  # never 0: the driver may kill this pid, and 0 is its own group
 
 
 def a_name(value: Any) -> bool:

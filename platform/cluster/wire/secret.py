@@ -1,7 +1,8 @@
-"""Prove who is at the other end of the control channel: no secret travels on it, and each member has its own token.
+"""Mutual authentication on the control channel: no secret travels on it, and each member has its own token.
 
 The driver has a key; member N of a session has the token HMAC(key, session, N). In its greeting a member proves that it
-has its token, by a nonce of its own; in the welcome the driver proves the same, so that neither talks to a stranger.
+holds its token, with a nonce that it chose; in the welcome the driver proves that it holds the same token. Each side
+thus knows its peer.
 """
 
 from __future__ import annotations
@@ -10,26 +11,26 @@ import hashlib
 import hmac
 import secrets
 
-MEMBER, DRIVER = "member", "driver"  # who proves it
+MEMBER, DRIVER = "member", "driver"  # which side a proof is from
 
 
 def new() -> str:
-    """Draw a key, a session or a nonce: 64 hexadecimal digits."""
+    """Draw a random key, session or nonce: 64 hexadecimal digits."""
     return secrets.token_hex(32)
 
 
 def token(key: str, session: str, number: int) -> str:
-    """Derive the secret of member `number` from the run's key; who has it cannot derive another."""
+    """Derive the token of member `number` from the run's key; its holder cannot derive another member's."""
     return _digest(key, "token", session, str(number))
 
 
 def proof(own: str, who: str, nonce: str) -> str:
-    """Show that `who` has the token `own`, for one nonce."""
+    """Compute the proof, for one nonce, that side `who` (MEMBER or DRIVER) holds the token `own`."""
     return _digest(own, who, nonce)
 
 
 def same(given: str, wanted: str) -> bool:
-    """Compare in a time that does not depend on where they differ; any text is compared."""
+    """Compare two digests in time independent of where they differ; `given` may be any text."""
     return hmac.compare_digest(given.encode("utf-8", "surrogatepass"), wanted.encode())
 
 

@@ -1,4 +1,4 @@
-"""The driver's end of the control channel: one thread, one selector, a connection to every worker process."""
+"""Driver's end of the control channel: one thread, one selector, and a connection to every worker process."""
 
 from __future__ import annotations
 
@@ -16,31 +16,32 @@ from platform.cluster.wire.channel import LIMIT, READ_BYTES, Decoder, Garbled, e
 from platform.cluster.wire.files import OWN, PER_MEMBER, allow_many_files
 from platform.cluster.wire.messages import GREETING, fits, understood
 
-Event = tuple[int, dict[str, Any] | None]  # a member's number, and its message; None: its connection is closed
+Event = tuple[int, dict[str, Any] | None]  # member number, and its message or None when its connection closed
 
 _GREETING_BYTES = 4096
-_GREETING_SECONDS = 10.0  # for who has connected to say who it is
-_STRANGERS = 1024  # at a time, if the descriptors that members leave allow; then the oldest has to go
-_FEW_STRANGERS = 16  # always
-_ACCEPTED = 64  # at a time: then those that are there are heard
+_GREETING_SECONDS = 10.0  # from connecting to the greeting
+_STRANGERS = 1024  # unauthenticated connections at a time, if descriptors allow; beyond that the oldest is closed
+_FEW_STRANGERS = 16  # allowed even when descriptors are short
+_ACCEPTED = 64  # connections per turn, so that connected members are read in between
 _BACKLOG = 4096
-_REST_SECONDS = 0.1  # without accepting anybody, where there is no descriptor
+_REST_SECONDS = 0.1  # pause in accepting when no descriptor is free
 _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 class Switchboard:
-    """Listens at `address` (host, port) on that host alone, and takes calls of the members in `expected` that prove to
-    have their token. Anybody else is cut off: whatever a stranger sends, and whatever goes wrong about it, ends its
-    connection and nothing else. So does what a member sends that no member says. Nothing here waits for a peer, but
-    `poll` where it is told to.
+    """Listens at `address` (host, port), on that host alone, and admits the members in `expected` that prove to hold
+    their token. A stranger is a connection that is not yet admitted: whatever it sends, and any error in handling it,
+    closes that connection and affects nothing else. A member that sends a message of no valid shape is closed likewise.
+    Only `poll` blocks, for as long as its caller allows.
 
     Attributes:
-        session: public; tokens are good for this switchboard alone.
+        session: public; tokens are valid for this switchboard alone.
+        expected: numbers of members that may still dial in.
         sent, received: bytes so far.
     """
 
     def __init__(self, host: str, key: str = ""):
-        """Listen on `host`. `key`: of the tokens; "" = a fresh one."""
+        """Listen on `host`. `key`: derives the tokens; "" = a fresh one."""
         self._files = allow_many_files()
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
         self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
@@ -50,34 +51,34 @@ class Switchboard:
         self.expected: set[int] = set()
         self.sent = self.received = 0
         self._selector = selectors.DefaultSelector()
-        self._accept_from = -inf  # while it is to come, the listener is not looked at
+        self._accept_from = -inf  # until this time the listener is unregistered (see `_rest`)
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._members: dict[int, _Connection] = {}
-        self._strangers: dict[_Connection, float] = {}  # when they came
+        self._strangers: dict[_Connection, float] = {}  # when each connected, oldest first
         self._told: Mapping[str, Any] = {}
         self._events: deque[Event] = deque()
 
     def token(self, number: int) -> str:
-        """Return what member `number` proves by that it is who it says; for `dial`."""
+        """Return the token with which member `number` authenticates itself in `dial`."""
         return secret.token(self._key, self.session, number)
 
     def tell(self, welcome: Mapping[str, Any]) -> None:
-        """Say this to every member from now on that is admitted, in the first message that it gets."""
+        """Add these entries to the welcome (a member's first message) of every member admitted from now on."""
         self._told = dict(welcome)
 
     def expect(self, numbers: Iterable[int]) -> None:
-        """Members that may dial in, once."""
+        """Allow these members to dial in, once each."""
         self.expected.update(numbers)
 
     def send(self, number: int, frame: bytes) -> None:
-        """Queues a message. Where the member is gone, `poll` says so."""
+        """Queue an encoded message for a member. If the member is gone, drop it: `poll` reports the loss."""
         if connection := self._members.get(number):
             connection.outgoing.append(memoryview(frame))
             if len(connection.outgoing) == 1:
                 self._write(connection)
 
     def poll(self, timeout: float) -> list[Event]:
-        """What has come, at least one event unless `timeout` seconds pass first. A member's first is {"hello": ...}."""
+        """Return the events so far: at least one, unless `timeout` seconds pass. A member's first is {"hello": ...}."""
         deadline = monotonic() + timeout
         while True:
             for key, ready in self._selector.select(self._patience(deadline)):
@@ -95,24 +96,24 @@ class Switchboard:
                 return events
 
     def _patience(self, deadline: float) -> float:
-        """Seconds to wait for an event; looks at the listener again once it has rested."""
+        """Return the seconds to wait for an event; register the listener again if its pause is over."""
         now = monotonic()
         if self._accept_from > now:
             deadline = min(deadline, self._accept_from)
         elif self._accept_from > -inf:
             self._selector.register(self._listener, selectors.EVENT_READ)
             self._accept_from = -inf
-        return 0.0 if self._events else min(max(0.0, deadline - now), 3600.0)  # epoll takes no infinity
+        return 0.0 if self._events else min(max(0.0, deadline - now), 3600.0)  # epoll rejects infinity
 
     def hang_up(self, number: int) -> None:
-        """Closes the connection of a member, without an event."""
+        """Close the connection of a member, discard its pending events, and add none."""
         if connection := self._members.get(number):
             self._close(connection)
         self.expected.discard(number)
         self._events = deque(event for event in self._events if event[0] != number)
 
     def close(self) -> None:
-        """Hangs up on everybody."""
+        """Close all connections and the listener."""
         for connection in [*self._members.values(), *self._strangers]:
             self._close(connection)
         self._listener.close()
@@ -122,9 +123,9 @@ class Switchboard:
         for _ in range(_ACCEPTED):
             try:
                 accepted, _ = self._listener.accept()
-            except BlockingIOError:  # nobody more
+            except BlockingIOError:  # backlog empty
                 return
-            except OSError as error:  # or who knocked is gone again
+            except OSError as error:  # no descriptor, or the peer has already disconnected
                 if error.errno in _NO_ROOM and not self._make_room():
                     return self._rest()
                 continue
@@ -133,7 +134,7 @@ class Switchboard:
                 accepted.setblocking(False)
                 tune(accepted)
                 self._selector.register(accepted, selectors.EVENT_READ, connection)
-            except OSError:  # it is gone again, or the machine has no room for it
+            except OSError:  # the peer has disconnected, or the kernel lacks memory
                 accepted.close()
                 continue
             self._strangers[connection] = monotonic()
@@ -141,19 +142,19 @@ class Switchboard:
                 self._make_room()
 
     def _most_strangers(self) -> int:
-        """As many as leave the driver the descriptors that its members need."""
+        """Return how many strangers may be connected while the driver keeps the descriptors that its members need."""
         members = len(self._members) + len(self.expected)
         return max(_FEW_STRANGERS, min(_STRANGERS, self._files - OWN - PER_MEMBER * members))
 
     def _make_room(self) -> bool:
-        """Sends the stranger away that has been here longest; False where there is none."""
+        """Close the stranger that has been connected longest; return False if there is none."""
         if self._strangers:
             self._close(next(iter(self._strangers)))
             return True
         return False
 
     def _rest(self) -> None:
-        """Who knocks stays in the backlog for a moment: the listener, which is always ready now, would keep us busy."""
+        """Stop accepting for a moment: without descriptors the listener stays ready, and `poll` would spin."""
         self._selector.unregister(self._listener)
         self._accept_from = monotonic() + _REST_SECONDS
 
@@ -165,7 +166,7 @@ class Switchboard:
             self._close(oldest)
 
     def _read(self, connection: _Connection) -> None:
-        if connection.closed:  # a moment ago, for another event
+        if connection.closed:  # while an earlier event of this turn was handled
             return
         try:
             data = connection.socket.recv(_GREETING_BYTES if connection.number is None else READ_BYTES)
@@ -176,13 +177,13 @@ class Switchboard:
                     return
         except BlockingIOError:
             return
-        except Exception:  # whatever it is: it is the end of who has sent it, and of nobody else
+        except Exception:  # whatever a peer provokes ends its own connection and no other
             data = b""
         if not data:
             self._lose(connection)
 
     def _hear(self, connection: _Connection, message: dict[str, Any]) -> None:
-        """Raises Garbled where this may not be said."""
+        """Handle one message. Raises Garbled if it is not allowed from this connection."""
         if connection.number is None:
             self._admit(connection, message)
         elif understood(message):
@@ -242,7 +243,7 @@ class Switchboard:
 
 
 class _Connection:
-    """`number`: of the member; None before it has said who it is."""
+    """State of one accepted connection. `number`: of the member; None before it is admitted."""
 
     def __init__(self, accepted: socket.socket):
         self.socket = accepted

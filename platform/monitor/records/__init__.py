@@ -1,3 +1,3 @@
-"""What a run writes down: typed lines of the journal and of metrics, read back without trust.
+"""The files in which a run records itself, journal and metrics: one JSON object per line, validated when read back.
 Nothing here prints.
 """

@@ -1,4 +1,4 @@
-"""`journal.jsonl`: one object per transition of a run, so that recovery time is read and not guessed."""
+"""`journal.jsonl`: one object per event of a run, with its time, from which e.g. recovery times are computed."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from platform.monitor.records.json_lines import JsonLines
 
 
 class Journal:
-    """The transitions of a run. `generation` counts formations of the mesh from 1, over all drivers of the run.
+    """Append-only log of a run's events. `generation` counts formations of the mesh from 1, over all its drivers.
 
-    Opening an existing journal cuts a torn last line and goes on from its last generation; a new one is at 0.
+    Opening an existing journal cuts a torn last line and continues from its last generation; a new one is at 0.
     """
 
     def __init__(self, path: Path | str, tell: Callable[[str], None] = say):
-        """`tell`: see JsonLines, which also says what happens to events that cannot be written."""
+        """Open or create the file. `tell`: see JsonLines, which also keeps the events that cannot be written."""
         self.path = Path(path)
         self._lines = JsonLines(path, tell)
         self.generation: int = max((event["generation"] for event in records.lines(path, records.EVENT)), default=0)
 
     def next_generation(self) -> int:
-        """Begins a generation: the events that follow belong to it."""
+        """Begin a generation and return its number: the events that follow belong to it."""
         self.generation += 1
         return self.generation
 
     def event(self, event: str, **fields: Any) -> dict[str, Any]:
-        """Writes a transition, with the time (seconds since the epoch) and the generation; returns what it wrote."""
+        """Write an event, with the time (seconds since the epoch) and the generation, and return the whole entry."""
         entry = {"time": time.time(), "generation": self.generation, "event": event, **redact(fields)}
         self._lines.append(entry)
         return entry
 
     def events(self) -> list[dict[str, Any]]:
-        """Lists every transition that can be read, and those that could not be written yet. Raises ValueError for a
-        line that is none."""
+        """List every event in the file, if it can be read, and those that could not be written yet. Raises Malformed
+        for a line that is not an event."""
         written: list[dict[str, Any]] = []
         with suppress(OSError):
             written = self.read(self.path)
@@ -50,5 +50,5 @@ class Journal:
 
     @staticmethod
     def read(path: Path | str) -> list[dict[str, Any]]:
-        """Every transition, in order."""
+        """Return all events of a journal file, in order. Raises Malformed, OSError."""
         return list(records.lines(path, records.EVENT))

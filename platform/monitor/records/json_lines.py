@@ -1,4 +1,4 @@
-"""Append-only files of one JSON object per line, whole after any crash."""
+"""Append-only files of one JSON object per line, in which every line is whole after any crash."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from typing import Any
 from platform.boundary.terminal import say
 from platform.monitor.records import records
 
-KEPT_BYTES = 16 << 20  # of lines that could not be written yet
+KEPT_BYTES = 16 << 20  # limit for lines that could not be written yet
 
 
 class JsonLines:
-    """A file that objects are appended to, each as one whole line in one write.
+    """File to which objects are appended, each as one whole line in one write.
 
-    Opening cuts a torn last line; it raises OSError where there can be no such file. What cannot be written later is
-    kept, said once through `tell`, and written before the next line that can be; beyond KEPT_BYTES the oldest is lost.
-    Numbers are not rounded; NaN and infinities are written as strings.
+    Opening cuts a torn last line, and raises OSError if the file cannot be opened or created. A line that cannot be
+    written afterwards is kept, announced once through `tell`, and written before any later line; beyond KEPT_BYTES the
+    oldest lines are lost. Numbers are not rounded; NaN and infinities are written as strings.
     """
 
     def __init__(self, path: Path | str, tell: Callable[[str], None] = say):
         self.path, self._tell = Path(path), tell
-        self._kept: deque[bytes] = deque()  # lines that are to be written, the oldest first
+        self._kept: deque[bytes] = deque()  # lines still to be written, the oldest first
         self._troubled, self._torn, self._lost = False, False, 0
         self._file = self._open()
 
     def append(self, value: dict[str, Any]) -> None:
-        """Adds one line, now or as soon as it can be written."""
+        """Add one line, now or as soon as it can be written."""
         self._kept.append((json.dumps(_strict(value), allow_nan=False) + "\n").encode())
         self._write_kept()
         while sum(map(len, self._kept)) > KEPT_BYTES:
@@ -40,7 +40,7 @@ class JsonLines:
             self._lost += 1
 
     def close(self) -> None:
-        """Tries a last time to write what is kept; says what is lost."""
+        """Try a last time to write the kept lines, tell how many are lost, and close the file."""
         self._write_kept()
         if missing := self._lost + len(self._kept):
             self._tell(f"WARNING: {self.path} lacks {missing} line{'' if missing == 1 else 's'}")
@@ -50,7 +50,7 @@ class JsonLines:
 
     @property
     def unwritten(self) -> list[dict[str, Any]]:
-        """What is kept, in order."""
+        """Return the objects that could not be written yet, in order."""
         return [records.with_numbers(json.loads(line)) for line in self._kept]
 
     def _open(self) -> int:
@@ -59,7 +59,7 @@ class JsonLines:
         return file
 
     def _cut(self, file: int) -> None:
-        """Removes a torn last line."""
+        """Remove a torn last line."""
         self._torn = True
         os.ftruncate(file, _end_of_last_line(file))
         self._torn = False
@@ -82,7 +82,7 @@ class JsonLines:
             self._troubled = False
 
     def _write(self, line: bytes) -> None:
-        """Raises OSError; the file then still ends with a whole line, or is cut before the next one."""
+        """Write one line. After an OSError the file still ends with a whole line, or is cut before the next write."""
         self._find()
         if self._torn:
             self._cut(self._file)
@@ -92,7 +92,7 @@ class JsonLines:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
     def _find(self) -> None:
-        """Makes sure that the open file is the one at `path`: a directory may be removed, or mounted anew."""
+        """Open `path` again if it is no longer the open file: a directory may have been removed, or mounted anew."""
         try:
             if self._file >= 0 and os.path.samestat(os.stat(self.path), os.fstat(self._file)):
                 return
@@ -106,7 +106,7 @@ class JsonLines:
 
     @staticmethod
     def read(path: Path | str) -> list[dict[str, Any]]:
-        """Every whole line, in order; the file may be in use. Raises ValueError for a line that is no JSON object."""
+        """Return all whole lines, in order; the file may be in use. Raises Malformed if a line is no JSON object."""
         return list(records.lines(path))
 
 

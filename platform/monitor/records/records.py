@@ -1,4 +1,4 @@
-"""Reading files of one JSON object per line, which somebody else may have written: line by line, each of a kind."""
+"""Reading of files of one JSON object per line; anybody may have written them, so a schema validates each line."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Annotated, Any
 from platform.boundary import documents, schema
 from platform.boundary.schema import Known, Malformed, Span, Text
 
-LARGEST = 16 << 20  # bytes of a line: `formed` lists every worker
+LARGEST = 16 << 20  # bytes of a line: the event `formed` lists every worker
 _TAIL = 1 << 20  # bytes that are read to find the last lines
 
-# JSON has no such numbers. As these strings a strict parser takes the line, and both Python's float() and
-# JavaScript's Number() give the value back (protobuf's JSON mapping uses the same three).
+# JSON has no such numbers. A strict parser accepts these strings, and both Python's float() and JavaScript's Number()
+# convert them back (protobuf's JSON mapping uses the same three).
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 Seconds = Annotated[float, Span(-1e12, 1e12)]
 Steps = Annotated[int, Span(0, 10**15)]
 ANY = dict[str, Any]
-_READ = {  # of an event, whatever it is
+_READ = {  # fields of any event that are read
     "time": Seconds,
     "generation": Annotated[int, Span(0, 10**9)],
     "event": Annotated[str, Text(r"\w{1,40}", "a word")],
@@ -36,8 +36,8 @@ ROW = Annotated[dict[str, Any], Known((("step", Steps),), ("step",))]  # of metr
 
 
 def lines(path: Path | str, kind: Any = ANY) -> Iterator[dict[str, Any]]:
-    """Yield what every whole line says, in order; the file may be in use. Raises Malformed, naming the line, for one
-    that is not of the kind; OSError."""
+    """Yield the object on every whole line, in order; the file may be in use. Raises Malformed, naming the line, if one
+    does not match the schema `kind`; OSError."""
     with io.BufferedReader(documents.opened(path)) as file:
         number = 0
         while line := file.readline(LARGEST + 2):
@@ -49,12 +49,12 @@ def lines(path: Path | str, kind: Any = ANY) -> Iterator[dict[str, Any]]:
 
 
 def last(path: Path | str, kind: Any = ANY) -> list[dict[str, Any]]:
-    """Return what the last whole lines say, as many as are read at once. Raises as `lines`."""
+    """Return the objects on the last whole lines, as many as lie in the last _TAIL bytes. Raises as `lines` does."""
     with documents.opened(path) as file:
         start = max(0, file.seek(0, io.SEEK_END) - _TAIL)
         file.seek(start)
         tail = file.read(_TAIL + 1) or b""
-    whole = tail.split(b"\n")[bool(start) : -1]  # the first may be a part of one
+    whole = tail.split(b"\n")[bool(start) : -1]  # the first may be only a part of a line
     return [_read(line, kind, f"line {number} of the last {len(whole)}") for number, line in enumerate(whole, 1)]
 
 
@@ -68,7 +68,7 @@ def _read(line: bytes, kind: Any, place: str) -> dict[str, Any]:
 
 
 def with_numbers(value: Any) -> Any:
-    """Return data with the numbers that JSON does not have, in the place of their names."""
+    """Return data with NaN and infinities in place of the strings that stand for them in JSON (NON_FINITE)."""
     if isinstance(value, str):
         return NON_FINITE.get(value, value)
     if isinstance(value, dict):

@@ -1,3 +1,3 @@
-"""One rank's groups along mesh axes: collectives and messages, counted, timed and logged.
-Nothing here knows layouts.
+"""Communicators: a rank's collectives and messages along mesh axes, counted, timed and logged.
+Layouts are unknown here.
 """

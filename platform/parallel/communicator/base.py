@@ -1,7 +1,7 @@
-"""Communicators: one rank's view of the groups along mesh axes. Transport: torch_distributed.py.
+"""Communicator interface: one rank's view of the groups along mesh axes. Transport: torch_distributed.py.
 
-Only `platform.parallel.sharding.convert` and the statistics of `platform.parallel.parallel_ops` launch through them.
-Every launch is counted by the contract's rule and, on request, logged.
+A step's collectives are launched by `platform.parallel.sharding.convert`, the kernels `statistics` and `summa`, and the
+trainer's sum of loss and norm. Every launch is counted by `platform.plan.communication.traffic` and optionally logged.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from platform.parallel.communicator.traced import COMMUNICATORS, Arrived, collec
 from platform.plan.communication.traffic import TRAFFIC, label
 from platform.plan.language.mesh import Mesh
 
-# MKL finds out the processor at the first call of its vector math, and publishes an intermediate answer: a thread that
-# reads it then, on processors with AVX-512, takes the kernel of the lowest accuracy (an error of 5e-13 in a logarithm,
-# 7e-9 in a cosine). One call before there are threads settles it.
+# MKL detects the processor in the first call of its vector math and briefly publishes an intermediate answer: on
+# processors with AVX-512, a thread that reads it then uses the least accurate kernel (an error of 5e-13 in a logarithm,
+# 7e-9 in a cosine). One call before any threads exist avoids the race.
 torch.ones(1, dtype=torch.float64).log()
 
 _NUMBERS = itertools.count()
@@ -31,7 +31,7 @@ _NUMBERS = itertools.count()
 
 @dataclass(frozen=True)
 class Launch:
-    """One collective as a rank issued it: what the replay of all ranks' logs checks."""
+    """Log entry of a collective or transfer as a rank issued it; replaying all ranks' entries checks their order."""
 
     op: str
     axes: tuple[str, ...]
@@ -40,8 +40,8 @@ class Launch:
 
 
 class Handle:
-    """A collective or transfer under way. `wait` gives its result and may be called once; the time that it takes is
-    booked under `section`."""
+    """Collective or transfer in progress. `wait` returns its result and may be called once; the time spent waiting is
+    booked under the clock section `section`."""
 
     def __init__(
         self, clock: Clock, wait: Callable[[], Any], finish: Callable[[], Tensor], section: str = "exposed_comm"
@@ -55,8 +55,9 @@ class Handle:
 
 
 class Communicator(ABC):
-    """`moved`: `OP/AXES` -> bytes moved by the groups in which this rank is the first member, so that the sum over all
-    ranks is the total. `clock` books what is waited for collectives. `log`: every launch, where it is a list."""
+    """A rank's access to its groups along mesh axes. `moved`: `OP/AXES` -> bytes moved by the groups of which this rank
+    is the first member, so that the sum over ranks is the total. `clock` books the time spent waiting for collectives.
+    `log`: if a list, collects every launch."""
 
     def __init__(self, mesh: Mesh, rank: int, device: torch.device | str = "cpu"):
         self.mesh, self.rank, self.device = mesh, rank, torch.device(device)
@@ -82,13 +83,13 @@ class Communicator(ABC):
         owned: bool = False,
         root: int = 0,
     ) -> Handle | Arrived:
-        """Issues one collective of `platform.plan.communication.rule.Step` over `axes` without waiting.
+        """Issue one collective of `platform.plan.communication.rule.Step` over `axes` without waiting.
 
-        `x` must not be modified until the result is there. `reduce`: sum, or max for all_reduce. `owned`: reductions
-        may work in `x`. `root`: index in the group of the member whose `x` a broadcast gives to all, or a scatter
-        shares out (the others' `x` is overwritten, for a scatter by the part that they get), and which alone gets the
-        result of a reduce or gather (the others': empty). Several axes act together in mesh order: all_reduce,
-        broadcast, reduce, and all_gather of unordered statistics.
+        `x` must not be modified until the result is available. `reduce`: sum, or max for all_reduce. `owned`:
+        reductions may overwrite `x`. `root`: index in the group of the member whose `x` a broadcast sends to all or a
+        scatter divides (the others' `x` is overwritten, by a scatter with the part that they receive), and which alone
+        gets the result of a reduce or gather (the others get an empty tensor). Several axes act as one, in mesh order,
+        for all_reduce, broadcast, reduce, and all_gather of unordered statistics.
         """
         if torch.compiler.is_compiling():
             members = self.mesh.extent(axes)
@@ -144,7 +145,7 @@ class Communicator(ABC):
         reduce: str,
         root: int,
     ) -> Callable[[], Any]:
-        """Begins the collective into `out`; the result blocks until it is there.
+        """Start the collective, which writes to `out`; the returned function blocks until it is done.
 
         all_gather: [...] -> [n, ...]; reduce_scatter: [n, ...] -> [...]; all_to_all: [n, ...] -> [n, ...];
         scatter: the root's [n, ...] -> [...]; gather: [...] -> the root's [n, ...]; all_reduce, broadcast, reduce: in
@@ -152,14 +153,14 @@ class Communicator(ABC):
         """
 
     def send(self, x: Tensor, stage: int) -> Handle:
-        """Begins to send `x` to this rank's place in another stage. It must not be modified until `wait` returns."""
+        """Start sending `x` to this rank's peer in another stage. `x` must not be modified until `wait` returns."""
         x, peer = x.contiguous(), self._peer(stage)
         self.moved[label("send", ("stage",))] += x.nbytes
         self._log_transfer((self.rank, peer), x.numel())
         return Handle(self.clock, self._send(x, peer), lambda: x, "bubble")
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, stage: int) -> Handle:
-        """Begins to receive what this rank's place in another stage sends next."""
+        """Start receiving what this rank's peer in another stage sends next."""
         out, peer = torch.empty(tuple(shape), dtype=dtype, device=self.device), self._peer(stage)
         self._log_transfer((peer, self.rank), out.numel())
         return Handle(self.clock, self._receive(out, peer), lambda: out, "bubble")
@@ -178,7 +179,7 @@ class Communicator(ABC):
         raise AssertionError("one stage receives nothing")
 
     def barrier(self) -> None:
-        """Waits for every rank of the mesh."""
+        """Wait for every rank of the mesh. Not counted, not logged."""
         if axes := self.mesh.ordered(self.mesh.axes):
             moved, log = self.moved.copy(), self.log
             self.log = None
@@ -186,7 +187,7 @@ class Communicator(ABC):
             self.moved, self.log = moved, log
 
     def meet(self, neighbours: Iterable[tuple[int, int]]) -> None:
-        """Opens the connections between pairs of stages, lower first, in one order, before a first send needs one."""
+        """Open the connections between pairs of stages (lower first), in one order, before the first send needs one."""
         moved, log, here = self.moved.copy(), self.log, self.coordinates["stage"]
         self.log = None
         for pair in neighbours:
@@ -199,28 +200,28 @@ class Communicator(ABC):
 
     @abstractmethod
     def exchange(self, messages: Sequence[Tensor]) -> list[Tensor]:
-        """An all-to-all of bytes among all ranks of the mesh: takes one uint8 tensor [bytes] on the CPU per receiver,
-        returns one per sender, in rank order. Sizes differ, and nothing is counted: no step does it."""
+        """Exchange bytes among all ranks of the mesh (an all-to-all): takes one uint8 tensor [bytes] on the CPU per
+        receiver, of any size, and returns one per sender, in rank order. Not counted: it is not part of a step."""
 
     @abstractmethod
     def collect(self, numbers: Tensor) -> Tensor | None:
-        """Every rank's fp64 numbers [n] on the CPU as one [ranks, n] on rank 0, None elsewhere. Counted nowhere: what
-        is told about a step is no part of it."""
+        """Collect every rank's fp64 numbers [n] on the CPU as one [ranks, n] on rank 0; return None elsewhere. Not
+        counted: reporting on a step is not part of it."""
 
-    def abort(self) -> None:  # noqa: B027  (most cannot)
-        """Makes collectives under way fail, here and at the peers; from any thread."""
+    def abort(self) -> None:  # noqa: B027  (a default that does nothing)
+        """Interrupt collectives in progress so that they fail, here and at the peers. Callable from any thread."""
 
     @abstractmethod
     def transfer(self, sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]]) -> None:
-        """Bytes between ranks that know what they get: (peer, uint8 tensor [bytes] on the CPU) each, at most one of a
-        pair and direction, none to itself. Returns when `received` are filled; nothing is counted."""
+        """Send and receive bytes whose sizes both sides know: (peer, uint8 tensor [bytes] on the CPU) each, at most one
+        per peer and direction, none to itself. Returns when `received` are filled. Not counted."""
 
-    def close(self) -> None:  # noqa: B027  (most have nothing to leave)
-        """Leaves the groups."""
+    def close(self) -> None:  # noqa: B027  (a default that does nothing)
+        """Leave the groups."""
 
 
 class Alone(Communicator):
-    """A world of one: there is nobody to talk to."""
+    """Communicator of a world of one rank: it has no peers and launches no collective."""
 
     def __init__(self, mesh: Mesh, device: torch.device | str = "cpu"):
         super().__init__(mesh, 0, device)

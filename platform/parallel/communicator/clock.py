@@ -1,4 +1,4 @@
-"""Where a step's time goes: sections that partition the time of one rank."""
+"""Clock that partitions one rank's time into named sections, to show where a step's time goes."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import torch
 
 from platform.parallel.communicator.progress import PROGRESS
 
-Span = tuple[str, float, float]  # section, when it began and ended: seconds since the clock was read last
+Span = tuple[str, float, float]  # section, its start and end: seconds since the first mark after the last reading
 
 
 class Clock:
-    """Books every moment to the innermost open section. On CUDA it marks events in the stream, so that reading the
-    clock is the only synchronisation. `entered` is called with the name of every section that is entered."""
+    """Books time to the innermost open section. On CUDA it records events in the stream, so that only reading the clock
+    synchronises. `entered`, if set, is called with the name of every section that is entered."""
 
     entered: Callable[[str], None] | None = None
 
     def __init__(self, device: torch.device | str = "cpu"):
         self._cuda = torch.device(device).type == "cuda"
         self._open: list[str] = []
-        self._marks: list[tuple[str, Any]] = []  # (section that ends here, when)
-        self._sections: list[tuple[str, int, int]] = []  # name, the marks between which it was open
+        self._marks: list[tuple[str, Any]] = []  # (innermost section up to here, time or event)
+        self._sections: list[tuple[str, int, int]] = []  # name, indices of its first and last mark
 
     def _mark(self) -> int:
         if self._cuda:
@@ -38,7 +38,7 @@ class Clock:
 
     @contextmanager
     def section(self, name: str, waiting: bool = False) -> Iterator[None]:
-        """`waiting`: for other ranks."""
+        """Open a section for the duration of the context. `waiting`: the rank only waits for other ranks in it."""
         before = PROGRESS.enter(name, waiting)
         begin = self._mark()
         self._open.append(name)
@@ -52,18 +52,18 @@ class Clock:
             PROGRESS.enter(*before)
 
     def read(self) -> dict[str, float]:
-        """Seconds per section since the last reading; time outside of any section under ''."""
+        """Return seconds per section since the last reading; time outside of any section under ''."""
         return self.read_spans()[0]
 
     def read_spans(self) -> tuple[dict[str, float], list[Span]]:
-        """As `read`; and every section that was open since the last reading, ordered by its end, so that a section
-        comes after those inside it."""
+        """Return `read()` and every section that was open since the last reading, ordered by end: a section follows
+        those nested in it."""
         assert not self._open, "a clock is read between sections"
         seconds: dict[str, float] = defaultdict(float)
         marks, self._marks = self._marks, []
         sections, self._sections = self._sections, []
         if self._cuda and marks:
-            with PROGRESS.waiting("synchronize"):  # with the device, and so with all collectives in its stream
+            with PROGRESS.waiting("synchronize"):  # waits for the device, and so for the collectives in its stream
                 marks[-1][1].synchronize()
         times = [self._between(marks[0][1], when) for _, when in marks]
         for begin, (name, _), end in zip(times, marks[1:], times[1:], strict=False):

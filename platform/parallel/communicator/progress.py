@@ -1,4 +1,4 @@
-"""What this process is doing at the moment, for whoever asks from another thread: does it compute, wait, or hang?"""
+"""Current activity of this process, readable from another thread to tell computing, waiting and hanging apart."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from typing import Any
 
 
 class Progress:
-    """The innermost section that the working thread is in. One tuple, so that a reader never sees half of a change."""
+    """Driver call and innermost section that the main thread is in. The section's state is one tuple, replaced as a
+    whole, so that a reader never sees half of a change."""
 
     def __init__(self) -> None:
         self._call = ""
-        self._now = ("", False, monotonic())  # section, whether it only waits for other ranks, since when
+        self._now = ("", False, monotonic())  # section, waiting for other ranks, since
 
     def begin(self, call: str) -> None:
-        """A call of the driver begins; "" when it has ended."""
+        """Record that a call of the driver begins; "" when it has ended."""
         self._call, self._now = call, ("", False, monotonic())
 
     def enter(self, section: str, waiting: bool = False) -> tuple[str, bool]:
-        """Returns what `enter` takes to go back."""
+        """Enter a section. Returns the arguments with which `enter` restores the previous one."""
         section_before, waiting_before, _ = self._now
         self._now = (section, waiting, monotonic())
         return section_before, waiting_before
 
     @contextmanager
     def waiting(self, section: str) -> Iterator[None]:
-        """What happens inside depends on other ranks: who hangs here is not to blame."""
+        """Mark the context as waiting for other ranks: a rank that hangs in it is not to blame."""
         before = self.enter(section, True)
         try:
             yield
@@ -35,7 +36,7 @@ class Progress:
             self.enter(*before)
 
     def beat(self) -> dict[str, Any]:
-        """{"call", "section", "waiting", "seconds": since the last change of any of them}; plain data."""
+        """Return the heartbeat, plain data: {"call", "section", "waiting", "seconds": since any of these changed}."""
         section, waiting, since = self._now
         return {"call": self._call, "section": section, "waiting": waiting, "seconds": monotonic() - since}
 

@@ -1,5 +1,5 @@
-"""The connections of gloo's groups, to be shut down: gloo itself cannot abort, and leaving a group waits for all that
-is under way in it, for ranks that may wait for this one in theirs."""
+"""Sockets of gloo's groups, found so that they can be shut down: gloo cannot abort, and leaving a group waits for all
+its operations in progress, on ranks that may be waiting for this one in other groups."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import socket
 from contextlib import suppress
 from stat import S_ISSOCK
 
-Sockets = dict[int, int]  # descriptor -> inode, which tells whether the descriptor was given to something else since
+Sockets = dict[int, int]  # descriptor -> inode, which shows whether the descriptor has been reused since
 
 
 def open_sockets() -> Sockets:
-    """Those of this process; {} where there is no /proc."""
+    """Return the open sockets of this process; {} on a system without /proc."""
     found: Sockets = {}
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []:
         with suppress(OSError):
@@ -23,11 +23,11 @@ def open_sockets() -> Sockets:
 
 
 def shut_down(sockets: Sockets) -> None:
-    """Whoever waits at either end, in this process or another, has an error. Descriptors stay open: their owner closes
-    them."""
+    """Shut down connections, so that a wait at either end, in this process or another, fails. Their descriptors stay
+    open: the owner closes them."""
     for descriptor, inode in sockets.items():
         with suppress(OSError):
             if os.fstat(descriptor).st_ino == inode:
                 with socket.socket(fileno=os.dup(descriptor)) as connection:
-                    connection.getpeername()  # fails for one that listens: gloo would not survive its end
+                    connection.getpeername()  # raises for a listening socket, which gloo must keep
                     connection.shutdown(socket.SHUT_RDWR)

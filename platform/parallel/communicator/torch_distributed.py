@@ -1,4 +1,4 @@
-"""Communicators on torch.distributed: every rank is a process."""
+"""Communicator on torch.distributed, where every rank is a process."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from platform.plan.language.mesh import Mesh
 TIMEOUT = timedelta(minutes=10)  # of one collective
 CONNECT = timedelta(
     seconds=4
-)  # of making a group, when all ranks are there: one that dies then leaves the others waiting
-PIECE = 64 << 20  # bytes of host memory that `transfer` sends over a GPU's memory at a time
-# named *_into_tensor, *_tensor before torch 2.13
+)  # of creating a group, once all ranks have joined: a rank that dies meanwhile leaves the others waiting
+PIECE = 64 << 20  # bytes of host memory that `transfer` moves through GPU memory at a time
+# before torch 2.13: all_gather_into_tensor, reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class ProcessGroups(Communicator):
-    """Groups of torch.distributed: NCCL on CUDA, gloo on CPU. The default process group must be initialised.
+    """Communicator over torch.distributed groups: NCCL on CUDA, gloo on CPU. Needs an initialised default group.
 
-    `connections`: of gloo's groups, for `abort`; whoever forms the groups knows them.
+    `connections`: the sockets of gloo's groups, which `abort` shuts down; set by the caller that forms the groups.
     """
 
     def __init__(self, mesh: Mesh, rank: int, axes_of_groups: Iterable[Sequence[str]], device: str = "cpu"):
@@ -86,7 +86,7 @@ class ProcessGroups(Communicator):
 
     def transfer(self, sent, received):
         largest = max((x.numel() for _, x in (*sent, *received)), default=0)
-        step = PIECE if self.device.type == "cuda" else max(largest, 1)  # what passes through a GPU's memory at a time
+        step = PIECE if self.device.type == "cuda" else max(largest, 1)  # bytes at a time
         for at in range(0, largest, step):
             given = [(peer, x[at : at + step].to(self.device)) for peer, x in sent if at < x.numel()]
             wanted = [(peer, x[at : at + step]) for peer, x in received if at < x.numel()]

@@ -1,7 +1,7 @@
-"""Collectives as one opaque operator, so that `torch.compile(fullgraph=True)` traces through a block.
+"""Opaque collective operator that lets `torch.compile(fullgraph=True)` trace through a block.
 
-While tracing, `Communicator.launch` emits this operator; the compiled graph then launches and waits through the same
-communicator, counters and log included.
+While tracing, `Communicator.launch` emits this operator; the compiled graph later launches and waits through the same
+communicator, including its counters and log.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from torch import Tensor
 
 from platform.plan.communication.rule import APPEAR, VANISH
 
-COMMUNICATORS: WeakValueDictionary[int, object] = WeakValueDictionary()  # graphs name a communicator by its number
+COMMUNICATORS: WeakValueDictionary[int, object] = WeakValueDictionary()  # number in compiled graphs -> communicator
 
 
 @torch.library.custom_op("platform::collective", mutates_args=())
 def collective(
     x: Tensor, communicator: int, op: str, axes: str, members: int, dim: int, joined: int, reduce: str
 ) -> Tensor:
-    """`Communicator.launch(...).wait()`; `members`: the size of the group, for the shape of the result."""
+    """Run `Communicator.launch(...).wait()`. `members`: size of the group, which gives the shape of the result."""
     launch = COMMUNICATORS[communicator].launch  # type: ignore[attr-defined]
-    if op in APPEAR:  # which write to their input and return it
+    if op in APPEAR:  # these write to their input and return it
         x = x.clone()
     return launch(op, x, axes.split("+"), dim, joined, reduce=reduce).wait()
 
@@ -43,7 +43,7 @@ def _(x, communicator, op, axes, members, dim, joined, reduce):
 
 
 class Arrived:
-    """The handle of a collective that the compiled graph has waited for."""
+    """Handle of a collective that the compiled graph has already waited for."""
 
     def __init__(self, result: Tensor):
         self._result = result

@@ -1,3 +1,3 @@
-"""The local mathematics of operations on blocks: einsum, SUMMA, statistics of split dims, positions, random numbers.
-What is communicated in between is the plan's.
+"""Mathematics of operations on local blocks: einsum, SUMMA, statistics of split dims, positions, random numbers.
+The collectives among these computations are those of the plan.
 """

@@ -1,4 +1,4 @@
-"""The planned einsum: conversions and local products of one group of einsums as one differentiable function."""
+"""The planned einsum: one group's conversions and local products as a single differentiable function."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from platform.parallel.kernels.summa import summa
 from platform.parallel.sharding.convert import Pending, apply, convert
 from platform.plan.communication.planned import Group, Member
 
-Deferred = list[Callable[[], None]]  # computations of parameters' gradients, for later
+Deferred = list[Callable[[], None]]  # each computes and accumulates gradients of parameters when called
 
 
 class _Einsums(torch.autograd.Function):
-    """Forward: gather x and the operands (all issued first), multiply, convert the results as they come.
+    """Autograd function of a group. Forward: issues the gathers of x and all operands, multiplies, converts results.
 
-    Backward: the gradient of x is computed first and its reduction runs while the operands' gradients are computed.
-    What the plan brings in again is kept as it is stored only, and gathered again together with the results' gradients.
-    `deferred`: a list that takes the computation of the operands' gradients, which are parameters then (zero bubble).
+    Backward: the gradient of x is computed first, and its reduction overlaps the computation of the operands'
+    gradients. Tensors marked `again` in the plan are saved only as stored and gathered again while the output gradients
+    are converted. `deferred`: a list that receives the function computing the operands' gradients (zero bubble); the
+    operands are then parameters.
     """
 
     @staticmethod
@@ -93,8 +94,8 @@ def einsums(
     *,
     deferred: Deferred | None = None,
 ) -> Sequence[Tensor]:
-    """The results of a group, in the order of its members. Without any conversion, plain local products, which may add
-    biases. `deferred`: see `_Einsums`; panels do not defer."""
+    """Compute the outputs of a group, in the order of its members. A group without conversions is plain local products,
+    which may add `biases`. `deferred`: see `_Einsums`; groups with panels (SUMMA) ignore it."""
     if group.panels:
         return summa(communicator, group, apply(communicator, x, group.x), operands)
     conversions = [group.x, *(c for m in group.members for c in (m.operand, m.output))]

@@ -1,4 +1,4 @@
-"""Gradients of leaves, which are kept and added into in place: each owns its storage."""
+"""Gradients of autograd leaves: each owns its storage, since gradients are kept and accumulated in place."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from torch import Tensor
 
 
 def leaf(w: Tensor) -> Tensor:
-    """Return a parameter to differentiate by: w itself, whose `grad` owns its storage.
+    """Return w itself, made a leaf that requires a gradient and whose `grad` owns its storage.
 
-    Autograd keeps the first gradient that arrives, be it a view of what others read later (that of a bias, where a rank
-    has one token), and adds the next ones into it.
+    Autograd alone would keep the first gradient that arrives, even a view of memory that others read later (a bias's,
+    where a rank has one token), and add the next gradients into it.
     """
     w.requires_grad_()
-    of = ref(w)  # the hook is the parameter's own
+    of = ref(w)  # weak: the parameter owns the hook, and a strong reference would be a cycle
 
     def arrived(gradient: Tensor | None) -> Tensor | None:
         w = of()
         assert w is not None
-        return None if gradient is None or w.grad is not None else _copied(w, gradient)  # None: as it came, or deferred
+        return None if gradient is None or w.grad is not None else _copied(w, gradient)  # None: keep the gradient as is
 
     w.register_hook(arrived)
     return w
 
 
 def accumulate(w: Tensor, gradient: Tensor) -> None:
-    """Add a gradient to that of a leaf, as autograd does: what computed it may be a slice or a view of anything."""
+    """Add `gradient`, which may be a view of other memory, to the `grad` of leaf w, as autograd would."""
     w.grad = _copied(w, gradient) if w.grad is None else w.grad.add_(gradient)
 
 
 def _copied(w: Tensor, gradient: Tensor) -> Tensor:
-    """Copy a gradient into new memory that is laid out as w: fused optimizers read both in the order of memory,
-    whatever their strides."""
+    """Copy a gradient into new memory with the strides of w: fused optimizers read both in memory order and ignore
+    strides."""
     return torch.empty_like(w, requires_grad=False).copy_(gradient)

@@ -1,4 +1,4 @@
-"""Products of local tensors with named dims."""
+"""Einsums of two local tensors with named dims."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Dims = tuple[str, ...]
 
 @cache
 def local_einsum(a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:
-    """A function (x, y, bias=None) of two local tensors with dims `a` and `b` that gives dims `out`; the bias has the
-    dims of y that are in `out`.
+    """Return a function (x, y, bias=None) that multiplies two local tensors with dims `a` and `b` into dims `out`; the
+    bias has the dims of y that are in `out`.
 
-    One matrix product of views where the dims fall into contiguous runs (rows, contracted, columns), else torch.einsum.
-    The product of absent blocks is absent, and belongs to the graphs of both.
+    Uses one matrix product of views where the dims form contiguous runs (rows, contracted, columns), else torch.einsum.
+    The product of absent blocks is absent, and is connected to the autograd graphs of both.
     """
     product = _product(a, b, out)
     return lambda x, y, bias=None: x + y if absent(x) else product(x, y, bias)

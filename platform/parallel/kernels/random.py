@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_CHUNK = 1 << 16  # elements drawn at once: initialisation needs little memory beyond the block itself
+_CHUNK = 1 << 16  # elements drawn at once, so that initialisation needs little memory beyond the block
 
 
 def key(*parts: object) -> int:
-    """A signed 64-bit key from any printable parts, such as (seed, "init", parameter name)."""
+    """Derive a signed 64-bit key from any printable parts, such as (seed, "init", parameter name)."""
     return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:8], "big", signed=True)
 
 
@@ -25,7 +25,7 @@ _GOLDEN, _MIX1, _MIX2 = (_signed(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4
 
 
 def bits(key_: int, elements: Tensor) -> Tensor:
-    """64 random bits per int64 element: SplitMix64 (Steele, Lea, Flood 2014), counter-based."""
+    """Generate 64 random bits per int64 element: SplitMix64 (Steele, Lea, Flood 2014), counter-based."""
     z = elements * _GOLDEN + key_
     z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * _MIX1  # & makes the arithmetic shift of int64 a logical one
     z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * _MIX2
@@ -33,7 +33,7 @@ def bits(key_: int, elements: Tensor) -> Tensor:
 
 
 def elements(block: Sequence[tuple[int, int]], strides: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
-    """Global element numbers, int64 [extents of the block]: sum of global index x stride over the dims.
+    """Compute global element numbers, int64 [extents of the block]: sum of global index x stride over the dims.
 
     `block`: (offset, extent) per dim.
     """
@@ -44,7 +44,7 @@ def elements(block: Sequence[tuple[int, int]], strides: Sequence[int], device: t
 
 
 def keep_mask(key_: int, elements_: Tensor, rate: float) -> Tensor:
-    """bool: True with probability 1 - rate."""
+    """Draw a bool per element that is True with probability 1 - rate."""
     return (bits(key_, elements_) & 0xFFFFFFFF) >= int(rate * 2**32)
 
 
@@ -55,7 +55,7 @@ _SINE = tuple((-1) ** (n // 2) / math.factorial(n) for n in range(1, 23, 2))  # 
 
 
 def _odd(x: Tensor, coefficients: Sequence[float]) -> Tensor:
-    """c0 x + c1 x^3 + c2 x^5 + ..., every product and sum rounded by itself."""
+    """Evaluate c0 x + c1 x^3 + c2 x^5 + ..., each product and sum rounded separately."""
     square = x * x
     total = torch.full_like(x, coefficients[-1])
     for c in reversed(coefficients[:-1]):
@@ -64,7 +64,7 @@ def _odd(x: Tensor, coefficients: Sequence[float]) -> Tensor:
 
 
 def _square_root(x: Tensor) -> Tensor:
-    """To the last digit or two, by Heron's rule: four steps from half of the exponent, which is within 6 %."""
+    """Compute sqrt(x) to the last digit or two by Heron's rule: four steps from half the exponent, within 6 %."""
     root = (x.view(torch.int64) >> 1).add_(_ONE >> 1).view(torch.float64)
     for _ in range(4):
         root.add_(x / root).mul_(0.5)
@@ -72,10 +72,10 @@ def _square_root(x: Tensor) -> Tensor:
 
 
 def normal(key_: int, elements_: Tensor) -> Tensor:
-    """fp64 standard normal per element: sqrt(-2 ln u) cos(2 pi v) of two uniform numbers (Box, Muller 1958).
+    """Draw an fp64 standard normal per element: sqrt(-2 ln u) cos(2 pi v) of two uniform numbers (Box, Muller 1958).
 
-    Made of integers and of +, -, x and /, which IEEE 754 rounds correctly, so that every processor and every place in
-    a tensor gives the same bits. torch's log, cos and sqrt need not: they are MKL's, which has kernels per processor.
+    Uses only integers and +, -, x and /, which IEEE 754 rounds correctly, so that the bits do not depend on the
+    processor or on the place in a tensor. torch's log, cos and sqrt may: they are MKL's, with kernels per processor.
     """
     z = bits(key_, elements_)
     u = ((z >> 32) & 0xFFFFFFFF).double().add_(0.5).mul_(2.0**-32).view(torch.int64)
@@ -84,13 +84,13 @@ def normal(key_: int, elements_: Tensor) -> Tensor:
     mantissa = (u & ((1 << 52) - 1)).add_(_ROOT_HALF).view(torch.float64)  # in [sqrt(1/2), sqrt(2))
     ratio = (mantissa - 1).div_(mantissa + 1)  # ln mantissa = 2 atanh(ratio)
     square = exponent.mul_(-2 * _LN2).sub_(_odd(ratio, _ATANH).mul_(4))  # -2 ln u
-    v = (z & 0xFFFFFFFF).sub_(1 << 31).abs_().sub_(1 << 30)  # cos is even: it is the sine of a quarter turn less
+    v = (z & 0xFFFFFFFF).sub_(1 << 31).abs_().sub_(1 << 30)  # cos is even: sine of a quarter turn less
     return _square_root(square).mul_(_odd(v.double().mul_(2 * math.pi * 2.0**-32), _SINE))
 
 
 @torch.no_grad()
 def fill_normal_(out: Tensor, key_: int, std: float, block: Sequence[tuple[int, int]], shape: Sequence[int]) -> None:
-    """Fills a block of a tensor of global `shape` with normal numbers; elements beyond `shape` (padding) with zero."""
+    """Fill a block of a tensor of global `shape` with normal numbers; elements beyond `shape` (padding) become zero."""
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     row = max(1, math.prod(out.shape[1:]))
     rows = max(1, _CHUNK // row)

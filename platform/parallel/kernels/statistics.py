@@ -1,5 +1,5 @@
-"""Norms, softmax, maxima and cross-entropy over a dim that is split over ranks: only statistics travel, never the
-tensor."""
+"""Norms, softmax, maxima and cross-entropy over a dim that is split over ranks: only statistics are communicated,
+never the tensor itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EPS = 1e-5
 
 
 def accumulate(x: Tensor) -> Tensor:
-    """In the type in which statistics are taken: fp32 for 16-bit tensors."""
+    """Cast x to the dtype in which statistics are computed: fp32 for 16-bit tensors, otherwise its own."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
@@ -74,7 +74,8 @@ class _SplitNorm(torch.autograd.Function):
 def norm(
     x: Tensor, gain: Tensor, bias: Tensor | None, kind: str, communicator: Communicator, over: Sequence[str]
 ) -> Tensor:
-    """x [..., d_model], gain and bias [d_model], all as local blocks."""
+    """Apply LayerNorm or RMSNorm over the last dim, split over `over`: x [..., d_model], gain and bias [d_model], all
+    local blocks."""
     if over:
         return _SplitNorm.apply(x, gain, bias, kind, communicator, over)
     if kind == "layernorm":
@@ -103,12 +104,12 @@ class _SplitSoftmax(torch.autograd.Function):
 
 
 def softmax(x: Tensor, position: int, communicator: Communicator, over: Sequence[str]) -> Tensor:
-    """Over the dim at `position`, which the axes `over` split."""
+    """Compute softmax over the dim at `position`, which is split over the axes `over`."""
     return _SplitSoftmax.apply(x, position, communicator, over) if over else torch.softmax(x, position)
 
 
 class _SplitMaximum(torch.autograd.Function):
-    """The maximum over dims that are split over the axes `over`; equal maxima share the gradient, as in torch.amax."""
+    """Maximum over dims that are split over the axes `over`; equal maxima share the gradient, as in torch.amax."""
 
     @staticmethod
     def forward(ctx, x, positions, communicator, over):
@@ -129,13 +130,13 @@ class _SplitMaximum(torch.autograd.Function):
 
 
 def maximum(x: Tensor, positions: Sequence[int], communicator: Communicator, over: Sequence[str]) -> Tensor:
-    """The maximum over the dims at `positions`, which the axes `over` split; the result is the same on all of them."""
+    """Compute the maximum over the dims at `positions`, split over the axes `over`; all ranks along these get it."""
     positions = tuple(positions)
     return _SplitMaximum.apply(x, positions, communicator, over) if over else x.amax(positions)
 
 
 class _SplitCrossEntropy(torch.autograd.Function):
-    """As `cross_entropy`; logits [tokens, vocab block] starting at column `first`."""
+    """Cross-entropy over a split vocab, see `cross_entropy`; logits [tokens, vocab block] start at column `first`."""
 
     @staticmethod
     def forward(ctx, logits, labels, communicator, over, first, vocab, smoothing):
@@ -178,13 +179,13 @@ def cross_entropy(
     vocab: int,
     smoothing: float = 0.0,
 ) -> Tensor:
-    """Sum -log softmax(logits)[label] over local tokens, in fp64; logits [..., vocab block], labels [...]; labels of -1
-    do not count. `first`: the block's first column; `vocab`: columns that are not padding; `smoothing`: the share of
-    the target that is spread evenly over vocab."""
+    """Sum -log softmax(logits)[label] over local tokens, in fp64. logits [..., vocab block], labels [...]; tokens with
+    label -1 do not count. `first`: the block's first column; `vocab`: columns that are not padding; `smoothing`: the
+    share of the target that is spread evenly over vocab."""
     logits, labels = logits.flatten(0, -2), labels.flatten()
     if over:
         return _SplitCrossEntropy.apply(logits, labels, communicator, over, first, vocab, smoothing)
-    if logits.shape[-1] > vocab:  # padded for other regions' axes, and whole here
+    if logits.shape[-1] > vocab:  # whole in this layout, but padded for the axes that split vocab elsewhere
         logits = logits.narrow(-1, 0, vocab)
     wide = accumulate(logits)
     losses = F.cross_entropy(wide, labels, ignore_index=-1, reduction="none", label_smoothing=smoothing)

@@ -1,6 +1,7 @@
-"""SUMMA (van de Geijn and Watts 1997; the 2-D baseline of paper 000): products of split matrices panel by panel.
+"""SUMMA (van de Geijn and Watts 1997; the 2-D baseline of 3-D tensor parallelism, Bian et al. 2021): products of split
+matrices panel by panel.
 
-With x [rows, k] and w [k, columns], k split over one axis in x and over another in w, and both operands never whole:
+With x [rows, k] and w [k, columns], k split over one axis in x and over another in w, and neither operand ever whole:
 
     AB    y    = sum over panels t of  broadcast(x_t) broadcast(w_t)
     AB^T  dx_t = reduce to its owner of  dy broadcast(w_t)^T
@@ -21,7 +22,7 @@ from platform.plan.communication.planned import Group, Member, Panels
 
 
 class _Split:
-    """One operand [dims] in panels along the contracted dim, which is split over `axes`."""
+    """Operand of a SUMMA product, cut into panels along its contracted dim, which is split over `axes`."""
 
     def __init__(self, communicator: Communicator, panels: Panels, axes: Sequence[str], local: Tensor, dim: int):
         self.communicator, self.axes, self.local, self.dim = communicator, axes, local, dim
@@ -30,12 +31,12 @@ class _Split:
         self.index = communicator.index(axes)
 
     def mine(self, t: int, of: Tensor) -> Tensor | None:
-        """The view of panel t in this rank's block `of`, None where another rank owns it."""
+        """Return the view of panel t in this rank's block `of`, None if another rank owns the panel."""
         owner, place = divmod(t, self.per_owner)
         return of.narrow(self.dim, place * self.extent, self.extent) if owner == self.index else None
 
     def broadcast(self, t: int) -> Callable[[], Tensor]:
-        """Panel t on every rank: starts at once, the result waits."""
+        """Start the broadcast of panel t from its owner; the returned function waits for it and returns the panel."""
         mine = self.mine(t, self.local)
         if not self.axes:
             assert mine is not None
@@ -46,7 +47,7 @@ class _Split:
         return self.communicator.launch("broadcast", panel, self.axes, root=t // self.per_owner).wait
 
     def reduce(self, t: int, part: Tensor, into: Tensor) -> Callable[[], None]:
-        """Sums the ranks' parts of panel t into its owner's block `into`: starts at once, the result waits."""
+        """Start summing all ranks' parts of panel t into its owner's block `into`; the returned function waits."""
         handle = None
         if self.axes:
             handle = self.communicator.launch("reduce", part, self.axes, root=t // self.per_owner, owned=True)
@@ -70,7 +71,7 @@ def _splits(communicator: Communicator, group: Group, x: Tensor, operands: Seque
 
 
 def _panels_in_turn(splits: Sequence[_Split], count: int):
-    """Yields (t, panels of all operands); the broadcasts of panel t + 1 run while panel t is used."""
+    """Yield (t, panel t of every operand); the broadcasts of panel t + 1 run while panel t is used."""
     coming = [s.broadcast(0) for s in splits]
     for t in range(count):
         here = [wait() for wait in coming]
@@ -96,7 +97,7 @@ class _Summa(torch.autograd.Function):
     def backward(ctx, *gradients):
         x, *operands = ctx.saved_tensors
         group = ctx.group
-        if any(m.again for m in group.members):  # then all: they are parameters
+        if any(m.again for m in group.members):  # then all members: their operands are parameters
             operands = _enter(ctx.communicator, group.members, operands)
         splits = _splits(ctx.communicator, group, x, operands)
         dx, *dws = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, *operands))
@@ -114,7 +115,7 @@ class _Summa(torch.autograd.Function):
 
 
 def _enter(communicator: Communicator, members: Sequence[Member], operands: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The operands in the operation's layout, but for the dim whose panels are broadcast."""
+    """Convert the operands to the operation's layout, except along the dim whose panels are broadcast."""
     coming = [convert(communicator, w, m.operand.forward) for w, m in zip(operands, members, strict=True)]
     return [c.wait() for c in coming]
 
@@ -124,7 +125,7 @@ def _product(m: Member) -> Callable[..., Tensor]:
 
 
 def summa(communicator: Communicator, group: Group, x: Tensor, operands: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The results of a group with panels, from local blocks of x, and the operands as they are stored."""
+    """Compute the outputs of a group with panels from the local block of x and the operands as stored."""
     if absent(x):
         return [x + w for w in operands]
     return _Summa.apply(communicator, group, x, *operands)

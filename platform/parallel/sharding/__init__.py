@@ -1,3 +1,3 @@
-"""Blocks between layouts: conversions at run time, gradients between shards, tensors in one part per rank.
-The steps are the plan's.
+"""Tensors between layouts at run time: conversions, gradients reduced into shards, tensors kept in one part per rank.
+The steps of each are those of the plan.
 """

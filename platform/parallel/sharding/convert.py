@@ -1,7 +1,7 @@
-"""`convert`: the one place where a tensor changes its layout, asynchronously and, as `Convert`, differentiably.
+"""Changes of layout: `convert` executes a plan's steps on a tensor asynchronously, `apply` does so differentiably.
 
-Where a tensor exists on some ranks alone (`Layout.only`), the others hold an empty one in its place: their part of the
-graph is whole, so that the backward pass reaches their collectives, and in the same order.
+If a tensor exists only on some ranks (`Layout.only`), the others hold an empty tensor in its place. Their autograd
+graph is thereby complete, and their backward pass reaches the same collectives in the same order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from platform.plan.language.layout import at_zero
 
 
 class Pending:
-    """A tensor on its way to another layout; `wait` where the value is used."""
+    """Tensor being converted to another layout; call `wait` where its value is used."""
 
     def __init__(self, communicator: Communicator, x: Tensor, steps: Sequence[Step], owned: bool):
         self._communicator, self._owned = communicator, owned
@@ -28,7 +28,7 @@ class Pending:
         self._advance()
 
     def _advance(self) -> None:
-        """Takes free steps until a collective is under way or nothing is left."""
+        """Take the local steps up to the next collective and issue that, or take all that are left."""
         self._handle = None
         communicator = self._communicator
         for i, step in enumerate(self._steps):
@@ -61,7 +61,7 @@ class Pending:
         self._steps = ()
 
     def proceed(self) -> None:
-        """Waits for the collective that is under way, if any, and issues the next."""
+        """Wait for the collective in progress, if any, and issue the next one."""
         if self._handle:
             self._x = self._handle.wait()
             self._advance()
@@ -73,13 +73,13 @@ class Pending:
 
 
 def convert(communicator: Communicator, x: Tensor, steps: Sequence[Step], *, owned: bool = False) -> Pending:
-    """Starts the moves `steps` of a local tensor: the first collective is issued at once. `owned`: reductions may
-    work in it."""
+    """Start the steps of a conversion on a local tensor: the first collective is issued at once. `owned`: reductions
+    may overwrite x."""
     return Pending(communicator, x, steps, owned)
 
 
 def absent(x: Tensor) -> bool:
-    """Whether this rank has no block of a tensor. No block that is there is empty."""
+    """Return True if x is empty, which means that this rank has no block of the tensor: real blocks are never empty."""
     return not x.numel()
 
 
@@ -96,7 +96,7 @@ class _Convert(torch.autograd.Function):
 
 
 def apply(communicator: Communicator, x: Tensor, conversion: Conversion) -> Tensor:
-    """A differentiable conversion: `forward` moves the value, `backward` its gradient."""
+    """Apply a conversion differentiably: its `forward` steps to the value, its `backward` steps to the gradient."""
     if not conversion.forward and not conversion.backward:
         return x
     return _Convert.apply(x, communicator, conversion)

@@ -1,4 +1,5 @@
-"""What moves once a step, in buckets: the deferred reductions of gradients, and updated chunks. And the global norm."""
+"""Communication once a step, in buckets: deferred gradient reductions and all-gathers of updated shards. Also the norm
+of the gradient."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ from platform.plan.language.layout import at_zero
 from platform.plan.language.ops import Parameter
 
 BUCKET_BYTES = 32 << 20
-PIECE = {"cpu": 1 << 16, "cuda": 1 << 24}  # elements whose squares are summed at a time: what fits a cache, or pays
+PIECE = {"cpu": 1 << 16, "cuda": 1 << 24}  # elements squared at a time: fits a cache, or pays a launch
 
 
 def _buckets(parameters: Sequence[Parameter], tensors: Mapping[str, Tensor]) -> Iterator[list[Parameter]]:
-    """The parameters in runs whose `tensors` are launched together."""
+    """Yield the parameters in consecutive buckets, each of at most BUCKET_BYTES of `tensors` or a single parameter."""
     bucket: list[Parameter] = []
     size = 0
     for p in parameters:
@@ -34,10 +35,10 @@ def _buckets(parameters: Sequence[Parameter], tensors: Mapping[str, Tensor]) -> 
 
 
 class Reduction:
-    """The deferred reductions of partial gradients under way: every bucket's first collective is issued at once.
+    """Deferred reductions of partial gradients in progress: every bucket's first collective is issued at once.
 
-    `gradients`: name -> sum over the microbatches, shaped as the compute copy, of all parameters or some. They must not
-    be used any more.
+    `gradients`: parameter name -> gradient summed over the microbatches, shaped as the compute copy, of some or all
+    parameters. The tensors must not be used afterwards.
     """
 
     @torch.no_grad()
@@ -57,7 +58,7 @@ class Reduction:
 
     @torch.no_grad()
     def wait(self) -> dict[str, Tensor]:
-        """Name -> the whole sum of this rank's block or chunk, shaped as the master copy."""
+        """Wait for the fully summed gradients: name -> this rank's block or shard, shaped as the master copy."""
         for _, pending in self._under_way:
             pending.proceed()
         for bucket, pending in self._under_way:
@@ -69,17 +70,18 @@ class Reduction:
 
 
 def owns(communicator: Communicator, axes: Iterable[str]) -> bool:
-    """Whether this rank is the one of its stage that counts what is split over `axes`, replicated over all others."""
+    """Return True if this rank counts its part of a quantity split over `axes` and replicated over all other axes of
+    its stage: of the replicas, the one at index 0 counts."""
     split = {"stage", *axes}
     return all(i == 0 for axis, i in communicator.coordinates.items() if axis not in split)
 
 
 @torch.no_grad()
 def squared_norm(plan: Plan, communicator: Communicator, gradients: Mapping[str, Tensor]) -> Tensor:
-    """Return this rank's part of the squared 2-norm of the gradient, summed in fp64: what is replicated is counted
-    once, and tied parameters on the stage that owns them. `plan`: of its stage.
+    """Return this rank's part of the squared 2-norm of the gradient, summed in fp64: replicated gradients are counted
+    by one rank, those of tied parameters on the owner stage. `plan`: that of this rank's stage.
 
-    Padded rows of vocab and the padding of chunks have zero gradient and do not count.
+    Padded rows of vocab and the padding of shards have zero gradient and add nothing.
     """
     here = [p for p in plan.parameters if plan.homes[p.name][0] == communicator.coordinates["stage"]]
     mine = [gradients[p.name] for p in here if owns(communicator, plan.split_over(p))]
@@ -89,15 +91,15 @@ def squared_norm(plan: Plan, communicator: Communicator, gradients: Mapping[str,
 
 
 def _squares(g: Tensor) -> Tensor:
-    """Sum the squares of a tensor in fp64, of which no more than a piece is there at a time."""
+    """Sum the squares of a tensor in fp64, converting one piece at a time to bound memory."""
     wide = (piece.double() for piece in g.flatten().split(PIECE[g.device.type]))
     return torch.stack([piece.dot(piece) for piece in wide]).sum()
 
 
 @torch.no_grad()
 def gather(plan: Plan, communicator: Communicator, masters: Mapping[str, Tensor], blocks: Mapping[str, Tensor]) -> None:
-    """Copies the chunks of all ranks' master copies, in the type of `blocks`, into the whole local blocks; all buckets
-    are under way at once."""
+    """Gather the shards of all ranks' master copies, cast to the dtype of `blocks`, into the whole local blocks; the
+    all-gathers of all buckets run at once."""
     under_way = []
     for bucket in _buckets(plan.parameters, masters):
         flat = torch.cat([masters[p.name].to(blocks[p.name].dtype) for p in bucket])

@@ -1,4 +1,4 @@
-"""A tensor that several ranks of a stage replicate, kept or sent as one part per rank."""
+"""Tensors that several ranks of a stage replicate, kept or sent as one part per rank and gathered again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from platform.plan.communication.rule import Step
 
 
 def scatter(communicator: Communicator, x: Tensor, axes: Sequence[str], elements: int) -> Tensor:
-    """This rank's part [elements] of x, which the ranks along `axes` have alike, flattened and padded; x if none do."""
+    """Return a copy of this rank's part [elements] of x, flattened and padded; the ranks along `axes` hold equal x.
+
+    Returns x itself without axes or if x is absent."""
     if not axes or absent(x):
         return x
     whole = F.pad(x.flatten(), (0, elements * communicator.mesh.extent(axes) - x.numel()))
@@ -22,7 +24,7 @@ def scatter(communicator: Communicator, x: Tensor, axes: Sequence[str], elements
 
 
 def gather(communicator: Communicator, part: Tensor, axes: tuple[str, ...], shape: Sequence[int]) -> Tensor:
-    """The whole tensor of `shape` on every rank along `axes`."""
+    """Gather the parts of `scatter` into the whole tensor of `shape` on every rank along `axes`."""
     if not axes or absent(part):
         return part
     return convert(communicator, part, [Step("all_gather", axes)]).wait()[: prod(shape)].view(*shape)

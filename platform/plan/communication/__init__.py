@@ -1,3 +1,3 @@
-"""The one rule: from layouts to the conversions and collectives of each operation, their sizes and their legality.
-No other file may decide what is communicated.
+"""The one communication rule: from layouts to the conversions and collectives of each operation, their sizes and their
+legality. No code outside this package decides what is communicated.
 """

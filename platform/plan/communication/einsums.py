@@ -1,4 +1,4 @@
-"""The plan of projections and einsums: which share a gather of x, what moves, and which come in panels (SUMMA)."""
+"""Plans of `project` and `einsum` operations: einsums that share a gather of x, their collectives, SUMMA panels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from platform.plan.language.ops import Operation, Parameter, Spec
 
 
 def plan_einsums(planner: Planner, operation: Operation) -> PlannedOperation:
-    """project and einsum: members that bring x to one compute layout form a group."""
+    """Plan a project or einsum operation: members that convert x to the same compute layout form a group."""
     x = operation.inputs[0]
     again = planner.scheme.gathered == "again"
     grouped: dict[tuple[Conversion, Layout], list[tuple[Member, Contraction]]] = {}
@@ -41,7 +41,8 @@ def plan_einsums(planner: Planner, operation: Operation) -> PlannedOperation:
 
 
 def split_into_panels(group: Group, mesh: Mesh) -> Group | None:
-    """The same products by SUMMA, where x and all operands gather one contracted dim last, and nothing else follows."""
+    """Return the group computed by SUMMA, or None if it cannot be: x and all operands must gather one contracted dim in
+    their last step, and no member's output may need a conversion."""
     contracted = [d for d in group.x_dims if all(d in m.dims and d not in m.out_dims for m in group.members)]
     plans = []
     for dim in contracted:
@@ -60,7 +61,8 @@ def split_into_panels(group: Group, mesh: Mesh) -> Group | None:
 
 
 def _without_gather(c: Conversion, position: int) -> tuple[Conversion, tuple[str, ...]]:
-    """A conversion without its last step, if that gathers the dim at `position` and its adjoint sums; and its axes."""
+    """Return the conversion without its last step and that step's axes, if it all-gathers the dim at `position` and its
+    adjoint is a reduce-scatter; else the conversion itself and ()."""
     if c.forward and c.backward:
         last, first = c.forward[-1], c.backward[0]
         if (last.op, first.op) == ("all_gather", "reduce_scatter") and last.dim == first.dim == position:
@@ -71,9 +73,9 @@ def _without_gather(c: Conversion, position: int) -> tuple[Conversion, tuple[str
 def _einsum_collectives(
     planner: Planner, operation: Operation, group: Group, contractions: Sequence[Contraction]
 ) -> list[Collective]:
-    """Every collective of a group, forward and backward, in the order of `platform.parallel.kernels.einsum`.
+    """Return every collective of a group, forward and backward, in the order of `platform.parallel.kernels.einsum`.
 
-    `contractions`: of its members.
+    `contractions`: one per member.
     """
     found: list[Collective] = []
     panels = group.panels
@@ -81,7 +83,7 @@ def _einsum_collectives(
     def entering(tensor: Spec | Parameter, compute: Layout, conversion: Conversion, again: bool, ready: str) -> None:
         rules = dict(compute.restrict(tensor.dims))
         axes: tuple[str, ...] = ()
-        if panels:  # their dim is still split
+        if panels:  # the panels' dim is not gathered, so it stays split
             axes = panels.operand_axes if isinstance(tensor, Parameter) else panels.x_axes
             rules[panels.dim] = (*compute[panels.dim], *axes)
         local = planner.shape(tensor, Layout.of(rules))
@@ -106,7 +108,7 @@ def _einsum_collectives(
 def _panel_collectives(
     panels: Panels, axes: tuple[str, ...], local: Sequence[int], planner: Planner, only: tuple[str, ...]
 ) -> list[Collective]:
-    """Of one operand: each panel is broadcast forward and again backward, and its gradient is reduced."""
+    """Return the collectives of one operand: each panel is broadcast in both passes, and its gradient is reduced."""
     if not axes:
         return []
     elements = prod(local) * planner.mesh.extent(axes) // panels.count

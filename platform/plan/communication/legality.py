@@ -1,4 +1,4 @@
-"""Which plans cannot be, and the nearest ones that can."""
+"""Legality of a plan: one message per violation, with the nearest legal values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KEYS = {"batch": "train.microbatch", "length": "model.length", "memory_length": 
 
 
 class IllegalPlan(ValueError):
-    """A plan that cannot be. `violations` has one line each."""
+    """Error for a plan that cannot be executed. `violations` has one line each."""
 
     def __init__(self, violations: Sequence[str]):
         self.violations = list(violations)
@@ -23,7 +23,10 @@ class IllegalPlan(ValueError):
 
 
 def violations(planner: Planner, operations: Sequence[Operation], microbatch: int) -> list[str]:
-    """One line per clash of two dims on one axis and per dim that its axes do not divide, naming where it occurs."""
+    """Return one line per clash of two dims on one axis and per dim that its axes do not divide, naming its places.
+
+    If there are none, return one line per operation whose iteration space is illegal.
+    """
     clashes: dict[tuple[str, str, str], dict[str, None]] = defaultdict(dict)  # (axis, dim, dim) -> operations
     splits: dict[tuple[str, int, tuple[str, ...]], dict[str, None]] = defaultdict(dict)  # (dim, size, axes) -> regions
     for o in operations:
@@ -38,8 +41,8 @@ def violations(planner: Planner, operations: Sequence[Operation], microbatch: in
     for (d, size, axes), regions in splits.items():
         if line := _indivisible(planner, d, size, axes, list(regions)):
             lines.append(line)
-    if not lines:  # what no tensor shows by itself: the operations' iteration spaces
-        fine = set()  # layers are alike but for names
+    if not lines:  # every tensor is legal; a clash can still arise in an operation's iteration space
+        fine = set()  # operations already planned, without names: layers are alike
         for o in operations:
             if (alike := o.anonymous) in fine:
                 continue
@@ -61,7 +64,8 @@ def _clash(axis: str, first: str, second: str, found: Sequence[str]) -> str:
 
 
 def _indivisible(planner: Planner, d: str, size: int, axes: Sequence[str], found: Sequence[str]) -> str | None:
-    """A dim whose size its axes do not divide. `data` always divides batch; vocab is padded."""
+    """Return the violation of a dim that its axes do not divide, or None. `data` always divides batch; vocab is
+    padded."""
     axes = [a for a in axes if (d, a) != ("batch", "data")]
     n = planner.mesh.extent(axes)
     if d == "vocab" or size % n == 0:
@@ -81,8 +85,8 @@ def _indivisible(planner: Planner, d: str, size: int, axes: Sequence[str], found
 
 
 def _legal_sizes(planner: Planner, d: str, size: int, n: int) -> list[int]:
-    """The multiples of n next to `size`; of heads only those that divide d_model, where they share it."""
+    """Return the multiples of n next to `size`, 0 for none; for heads, which share d_model, only its divisors."""
     if d == "heads":
         legal = [k for k in divisors(planner.sizes["d_model"]) if k % n == 0 and k <= 2 * max(size, n)]
         return [max((k for k in legal if k < size), default=0), min((k for k in legal if k > size), default=0)]
-    return [size // n * n, size // n * n + n]  # `size` itself is none
+    return [size // n * n, size // n * n + n]  # `size` itself is no multiple

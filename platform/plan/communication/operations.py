@@ -1,7 +1,6 @@
-"""The plan of each operation: its conversions, and every collective with its size, earliest issue and latest wait.
+"""Plans of all kinds of operations: conversions, and every collective with its size, earliest issue and latest wait.
 
-The forward pass executes these lists and `platform.plan.communication.traffic` prices them: there is no second
-description.
+The forward pass executes these lists and `platform.plan.communication.traffic` prices the same lists.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def _lookup(planner: Planner, operation: Operation) -> PlannedOperation:
 
 
 def _vectors(planner: Planner, operation: Operation) -> PlannedOperation:
-    """shift, norm, relative_bias: parameters are brought to the activation's layout; a norm merges its statistics."""
+    """Plan a shift, norm or relative_bias: its parameters take the activation's layout; a norm merges statistics."""
     spec = operation.inputs[0]
     have = planner.layout(spec)
     found: list[Collective] = []
@@ -74,7 +73,7 @@ def _local(planner: Planner, operation: Operation) -> PlannedOperation:
 
 
 def _hidden(layout: Layout) -> Layout:
-    """Where an attention in `layout` reads the data tensor whose padding it hides: its length is memory_length."""
+    """Return the layout in which attention reads its mask, the data tensor whose padding it hides: as memory_length."""
     return Layout.of({"batch": layout["batch"], "length": layout["memory_length"]}, layout.only)
 
 
@@ -84,14 +83,14 @@ def _fused_attention(planner: Planner, operation: Operation) -> PlannedOperation
 
 
 def _from_data(planner: Planner, operation: Operation) -> PlannedOperation:
-    """features, one_hot: every rank makes its own block of the output from its own block of the data tensor."""
+    """Plan features or one_hot: every rank makes its block of the output from its own block of the data tensor."""
     layout = planner.layout(operation.outputs[0])
     tokens = layout.restrict(("length", "batch"))
     return PlannedOperation(operation, tokens=tokens, compute_axes=layout.axes, only=layout.only)
 
 
 def _rotate(planner: Planner, operation: Operation) -> PlannedOperation:
-    """Pairs lie half of d_kv apart: where it is split, it is gathered first and split again."""
+    """Plan a rotate: rotated pairs lie half of d_kv apart, so a split d_kv is gathered first and split again."""
     spec = operation.inputs[0]
     have = planner.layout(spec)
     whole = have.restrict([d for d in spec.dims if d != "d_kv"])
@@ -107,7 +106,9 @@ def _rotate(planner: Planner, operation: Operation) -> PlannedOperation:
 
 
 def _expand_kv(planner: Planner, operation: Operation) -> PlannedOperation:
-    """Each rank picks the KV heads of its own heads: free; the gradient is summed over the axes that share them."""
+    """Plan an expand_kv: each rank picks the KV heads of its own heads, free; the gradient is all-reduced over the axes
+    that split heads but not kv_heads. Raises ValueError if kv_heads are not split over a prefix of the axes of heads.
+    """
     spec, out = operation.inputs[0], operation.outputs[0]
     have, goal = planner.layout(spec), planner.layout(out)
     if prefix(have["kv_heads"], goal["heads"]) != have["kv_heads"]:
@@ -153,7 +154,7 @@ def _relayout(planner: Planner, operation: Operation) -> PlannedOperation:
 
 
 def _without_all_to_all(conversion: Conversion, axes: Sequence[str]) -> Conversion:
-    """The same moves by an all-gather of which all but one part is thrown away: paper 002 had no all-to-all."""
+    """Replace each all-to-all over `axes` by an all-gather and a slice, as in SUPER (Jain et al.), which has none."""
 
     def replaced(steps: Sequence[Step]) -> tuple[Step, ...]:
         out: list[Step] = []
@@ -168,8 +169,8 @@ def _without_all_to_all(conversion: Conversion, axes: Sequence[str]) -> Conversi
 
 
 def _reduce(planner: Planner, operation: Operation) -> PlannedOperation:
-    """An einsum of one operand. A maximum over split dims is taken like a statistic, and its gradient needs to know how
-    many elements share it; both leave a result that every rank has."""
+    """Plan a reduce, an einsum of one operand. A maximum over split dims is all-reduced like a statistic, as is the
+    number of elements that share it, which its gradient needs; after that every rank has the result."""
     spec, out = operation.inputs[0], operation.outputs[0]
     goal = planner.layout(out)
     c = contract([(spec.dims, planner.layout(spec), False)], (out.dims, goal))
@@ -196,7 +197,7 @@ def _reduce(planner: Planner, operation: Operation) -> PlannedOperation:
 
 
 def _entering(planner: Planner, spec: Spec | Parameter, inside: Layout, conversion: Conversion) -> list[Collective]:
-    """The collectives that bring an activation to the layout `inside` an operation, and its gradient back."""
+    """Return the collectives that convert an activation to the layout `inside` an operation, and its gradient back."""
     return [
         *planner.collectives(conversion.forward, planner.shape(spec), "forward", "operation", "at once"),
         *planner.collectives(conversion.backward, planner.shape(spec, inside), "backward", "gradient", "at once"),
@@ -221,9 +222,9 @@ def _concatenate(planner: Planner, operation: Operation) -> PlannedOperation:
 
 
 def _reshape(planner: Planner, operation: Operation) -> PlannedOperation:
-    """Between blocks that both shapes have in common, in which nothing moves: the merged dim split by the axes of the
-    major dim, and then by the minor's where each rank has one block of the major. All else that moves does so in the
-    merged shape."""
+    """Plan a reshape through a layout whose blocks are the same in both shapes, so that reshaping moves nothing: the
+    merged dim is split over the major dim's axes, then over the minor's if a block's extent along the major is 1. A
+    conversion before and one after it do the rest."""
     spec, out = operation.inputs[0], operation.outputs[0]
     assert isinstance(spec, Spec)
     merges = len(spec.dims) > len(out.dims)
@@ -275,7 +276,8 @@ def _cross_entropy(planner: Planner, operation: Operation) -> PlannedOperation:
 
 
 def _squared_error(planner: Planner, operation: Operation) -> PlannedOperation:
-    """Local: every rank's part of the loss is over its own elements, so `tokens` names all axes that split them."""
+    """Plan a squared_error, which is local: a rank's loss is over its own elements, so `tokens` has all axes that split
+    them."""
     layout = planner.layout(operation.inputs[0])
     return PlannedOperation(operation, tokens=layout, compute_axes=layout.axes, only=layout.only)
 
@@ -305,5 +307,5 @@ _PLANS: dict[str, Callable[[Planner, Operation], PlannedOperation]] = {
 
 
 def plan_operation(planner: Planner, operation: Operation) -> PlannedOperation:
-    """Its conversions and collectives. Raises ValueError for a layout in which the operation cannot be computed."""
+    """Plan an operation's conversions and collectives. Raises ValueError if its layouts do not allow computing it."""
     return _PLANS[operation.kind](planner, operation)

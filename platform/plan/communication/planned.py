@@ -1,4 +1,4 @@
-"""What the plan of an operation consists of: collectives, groups of einsums, conversions."""
+"""Data types of an operation's plan: collectives, groups of einsums, conversions; and the shapes along their steps."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from platform.plan.language.ops import Operation
 
 @dataclass(frozen=True)
 class Collective:
-    """One launch on every rank at index 0 of the axes `only`. `elements`: of one member's input, before the collective;
-    of a scatter, of what one member gets.
+    """Planned launch of a collective by every rank at index 0 of the axes `only`. `elements`: size of one rank's input;
+    for a scatter, of one rank's output.
 
-    `dtype` is `compute` (activations, weights) or `accumulate` (statistics, gradients that are summed up). `phase` is
-    forward or backward in an operation; beside them, a step has `reduce` and `update`.
-    `issue` and `wait` say the earliest point of issue and the latest wait inside the operation.
+    `dtype` is `compute` (activations, weights), `accumulate` (statistics, summed gradients) or `metrics` (fp64 sums of
+    a step). `phase` is forward or backward inside an operation, `reduce` or `update` at the end of a step. `issue` and
+    `wait` name the earliest point of issue and the latest wait.
     """
 
     op: str
@@ -34,9 +34,9 @@ class Collective:
 
 @dataclass(frozen=True)
 class Member:
-    """One einsum of a group: `operand` [dims] with the shared x into output number `index`.
+    """Einsum of a group: an operand [dims], converted by `operand`, times the shared x gives output number `index`.
 
-    `again`: the operand is not kept as it was brought in, but brought in again for the backward pass.
+    `again`: the converted operand is not kept but converted again for the backward pass.
     """
 
     index: int
@@ -50,8 +50,8 @@ class Member:
 
 @dataclass(frozen=True)
 class Panels:
-    """SUMMA instead of two gathers: `dim`, which every member contracts, is split over `x_axes` in x and over
-    `operand_axes` in the operands (either may be none), and comes in `count` panels, each broadcast by its owners."""
+    """SUMMA in place of two gathers: `dim`, which every member contracts, is split over `x_axes` in x and over
+    `operand_axes` in the operands (either may be empty), and comes in `count` panels, each broadcast by its owners."""
 
     dim: str
     x_axes: tuple[str, ...]
@@ -61,10 +61,10 @@ class Panels:
 
 @dataclass(frozen=True)
 class Group:
-    """Einsums that read x in one compute layout: one gather of x, one reduction of its gradient.
+    """Einsums that read x in one compute layout, so that they share one gather of x and one reduction of its gradient.
 
-    With `panels`, the conversions leave out the gathers of the contracted dim and their adjoints. `again`: of x, as in
-    `Member`.
+    With `panels`, the conversions leave out the gathers of the contracted dim and their adjoints. `again`: x is
+    converted again for the backward pass, as in `Member`.
     """
 
     x: Conversion
@@ -79,12 +79,12 @@ class Group:
 
 @dataclass(frozen=True)
 class PlannedOperation:
-    """What a rank executes for one operation.
+    """Communication that a rank executes for one operation.
 
-    `groups` for project and einsum; `conversions`, one per parameter or moved operand, for the others; `over` are the
-    axes that split the dim of a norm, softmax or cross-entropy, whose statistics are merged over them; `tokens` is the
-    layout over batch and length in which the operation reads a data tensor. It is computed at index 0 of the axes
-    `only` alone.
+    project and einsum have `groups`; other operations have `conversions`, one per parameter or moved operand. `over`:
+    the axes that split the dim of a norm, softmax or cross-entropy, over which its statistics are merged. `tokens`: the
+    layout over batch and length in which the operation reads a data tensor. Only ranks at index 0 of the axes `only`
+    compute the operation.
     """
 
     operation: Operation
@@ -98,7 +98,7 @@ class PlannedOperation:
 
 
 def walk(steps: Sequence[Step], shape: Sequence[int], mesh: Mesh) -> list[tuple[Step, int]]:
-    """The collectives among `steps` with their `Collective.elements`, from a local tensor of `shape`."""
+    """Return the collectives among `steps`, each with its `Collective.elements`, for a local tensor of `shape`."""
     out = []
     for step, before, after in shapes(steps, shape, mesh):
         if step.op in COLLECTIVES:
@@ -109,7 +109,7 @@ def walk(steps: Sequence[Step], shape: Sequence[int], mesh: Mesh) -> list[tuple[
 def shapes(
     steps: Sequence[Step], shape: Sequence[int], mesh: Mesh
 ) -> Iterator[tuple[Step, tuple[int, ...], tuple[int, ...]]]:
-    """Every step with the local shapes before and after it."""
+    """Yield every step with the local shapes before and after it."""
     now = list(shape)
     for step in steps:
         before, n = tuple(now), mesh.extent(step.axes)
@@ -127,6 +127,6 @@ def shapes(
 
 
 def shaped(steps: Sequence[Step], shape: Sequence[int], mesh: Mesh) -> tuple[Step, ...]:
-    """The steps, told the shapes of what appears on ranks that had nothing."""
+    """Return the steps with `Step.shape` filled in for those that give a block to ranks that had nothing."""
     found = shapes(steps, shape, mesh)
     return tuple(replace(step, shape=after) if step.op in APPEAR else step for step, _, after in found)

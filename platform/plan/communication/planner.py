@@ -1,4 +1,4 @@
-"""What planning an operation needs to know: layouts, local shapes, contractions, collectives of a conversion."""
+"""The planner: layouts, local shapes, contractions and collectives of conversions, for one scheme on one mesh."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from platform.plan.language.scheme import Scheme
 
 @dataclass(frozen=True)
 class Planner:
-    """Plans operations for one scheme on one mesh. `sizes`: global dims, vocab padded.
+    """Applies the rule to the tensors of operations under one scheme on one mesh. `sizes`: global dims, vocab padded.
 
-    `reduced_at_use[name, kind, parameter]`: axes over which this use's gradient is reduced in its backward, because the
-    parameter's uses disagree on them. `storage`: axes over which the flattened block of every parameter is kept in
-    shards, which are gathered before each use.
+    `reduced_at_use[name, kind, parameter]`: axes over which the gradient of this use is reduced in the operation's
+    backward, because the parameter's uses differ in their partial axes. `storage`: axes over which the flattened block
+    of every parameter is stored in shards, gathered before each use.
     """
 
     mesh: Mesh
@@ -31,8 +31,8 @@ class Planner:
     _layouts: dict[Spec | Parameter, Layout] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def layout(self, tensor: Spec | Parameter) -> Layout:
-        """The layout of an activation or parameter. kv_heads takes the longest prefix of heads' axes that divides it,
-        where the scheme does not name it."""
+        """Return the layout of an activation or parameter. If the scheme does not name kv_heads, they take the longest
+        prefix of the axes of heads whose product divides their number."""
         if tensor not in self._layouts:
             self._layouts[tensor] = self._layout(tensor)
         return self._layouts[tensor]
@@ -58,27 +58,28 @@ class Planner:
         return tuple(heads[:n])
 
     def sizes_of(self, tensor: Spec | Parameter) -> dict[str, int]:
-        """Global dims of a tensor: the model's, but for the tensor's own."""
+        """Return the global sizes of dims for a tensor: the model's, overridden by the tensor's own."""
         return {**self.sizes, **dict(tensor.sizes)}
 
     def shape(self, tensor: Spec | Parameter, layout: Layout | None = None) -> tuple[int, ...]:
-        """Local shape of a tensor in its own layout, or in another one."""
+        """Return the local shape of a tensor in `layout`, by default its own."""
         layout = self.layout(tensor) if layout is None else layout
         return local_shape(tensor.dims, self.sizes_of(tensor), layout, self.mesh)
 
     def shard(self, p: Parameter, axes: Sequence[str]) -> int:
-        """Elements of one of the equal shards over `axes` of the flattened local block, padding included."""
+        """Return the elements of one of the equal shards over `axes` of the flattened local block, with padding."""
         n = self.mesh.extent(axes)
         return padded(prod(self.shape(p)), n) // n
 
     def stored(self, tensor: Spec | Parameter) -> tuple[int, ...]:
-        """The shape of what a rank keeps between uses: a block, or the shard of a parameter with storage axes."""
+        """Return the shape kept on a rank between uses: a block, or a parameter's shard if there are storage axes."""
         if isinstance(tensor, Parameter) and self.storage:
             return (self.shard(tensor, self.storage),)
         return self.shape(tensor)
 
     def partial(self, operation: Operation) -> dict[str, tuple[str, ...]]:
-        """Parameter name -> axes over which its gradient is partial after this operation, but for the storage axes."""
+        """Map each parameter's name to the axes, except storage axes, over which this operation leaves its gradient
+        partial."""
         parameters = operation.parameters
         if operation.kind == "project":
             spec = operation.inputs[0]
@@ -101,19 +102,19 @@ class Planner:
     def enter(
         self, tensor: Spec | Parameter, target: Layout, axes: Sequence[str], *, source: Layout | None = None
     ) -> Conversion:
-        """`platform.plan.communication.rule.enter` of a tensor, from its own layout or another `source`."""
+        """Return the rule's `enter` for a tensor, from its own layout or another `source`."""
         source = self.layout(tensor) if source is None else source
         found = enter(tensor.dims, source, target, axes, parameter=isinstance(tensor, Parameter))
         return self.shaped(found, tensor, target, source)
 
     def leaving(self, c: Contraction, out: Spec) -> Conversion:
-        """The conversion of an einsum's local result."""
+        """Return the conversion of an einsum's local result to the layout of `out`, with shapes."""
         return self.shaped(c.output, out, self.layout(out), c.compute.restrict(out.dims))
 
     def shaped(
         self, conversion: Conversion, tensor: Spec | Parameter, target: Layout, source: Layout | None = None
     ) -> Conversion:
-        """A conversion of `tensor` from its own layout or `source` to `target` whose steps know their shapes."""
+        """Return a conversion of `tensor` from its own layout or `source` to `target` with `Step.shape` filled in."""
         forward = shaped(conversion.forward, self.shape(tensor, source), self.mesh)
         return Conversion(forward, shaped(conversion.backward, self.shape(tensor, target), self.mesh))
 
@@ -121,7 +122,7 @@ class Planner:
         table, out = operation.inputs[0], operation.outputs[0]
         token_dims = tuple(d for d in out.dims if d not in table.dims)
         one_hot = (*token_dims, table.dims[0])
-        # the one-hot is unmaterialised: it has whatever split of the rows the table has, and whole tokens
+        # the one-hot is never materialised, so its layout is free: rows split as the table's are, tokens whole
         rows = self.layout(table).restrict(table.dims[:1])
         operands = [(one_hot, rows, False), (table.dims, self.layout(table), True)]
         c = contract(operands, (out.dims, self.layout(out)))
@@ -129,10 +130,10 @@ class Planner:
         return replace(c, inputs=(c.inputs[0], into), output=self.leaving(c, out))
 
     def parameter_conversion(self, operation: Operation, p: Parameter, conversion: Conversion) -> Conversion:
-        """Adds the gather over the storage axes, and the reduction at this use, if the parameter's uses disagree, where
-        its gradient is narrowest.
+        """Add to a parameter's conversion the gather over the storage axes and, if the parameter's uses differ in their
+        partial axes, this use's reduction, at the step where the gradient is smallest.
 
-        The sum over an axis of blocks in zeros along that axis is an all-gather of the blocks.
+        A sum over an axis of blocks padded with zeros along that axis is replaced by an all-gather of the blocks.
         """
         conversion = self._from_storage(p, conversion)
         axes = self.reduced_at_use.get((operation.name, operation.kind, p.name), ())
@@ -147,7 +148,7 @@ class Planner:
         return replace(conversion, backward=tuple(backward))
 
     def _from_storage(self, p: Parameter, conversion: Conversion) -> Conversion:
-        """First gathers the shards over the storage axes; last, reduce-scatters the gradient into shards."""
+        """Add the all-gather of the shards over the storage axes and the reduce-scatter of the gradient into shards."""
         if not self.storage:
             return conversion
         gather = (Step("all_gather", self.storage), Step("unflatten", (), shape=self.shape(p)))
@@ -163,7 +164,7 @@ class Planner:
     def statistics(
         self, over: Sequence[str], only: tuple[str, ...], elements: int, phase: str, op: str = "all_reduce"
     ) -> list[Collective]:
-        """Merged over the axes `over`, at index 0 of the axes `only`."""
+        """Return the collective that merges statistics over the axes `over`, at index 0 of the axes `only`, if any."""
         if not over:
             return []
         return [Collective(op, tuple(over), elements, "accumulate", phase, "statistics ready", "at once", only)]

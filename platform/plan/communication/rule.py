@@ -1,8 +1,30 @@
-"""The one rule of communication (DESIGN section 3): layouts in, collectives and their adjoints out.
+"""The one communication rule (docs/design.md, section 3): layouts in, collectives and their adjoints out.
+
+Worked table: what `contract` gives for the two linear layers of a Transformer block, h = a W and o = h W, where a and o
+are [l b m], h is [l b f] and every W is [m f] (l length, b batch, m d_model, f d_ff). `l/t`: dim l is split over mesh
+axis t; `-`: whole everywhere, or nothing to do. AG: all-gather of a dim over an axis; RS: reduce-scatter, which splits
+it; AR: all-reduce over an axis; da: the gradient of a. `compute` is the layout of the iteration space of the local
+product.
+
+            input        W         compute      output       forward                    backward
+    1-D   h -            f/t       f/t          f/t          -                          AR da t
+          o f/t          f/t       f/t          -            AR o t                     -
+    SP    h l/t          f/t       f/t          f/t          AG a l/t                   RS da l/t
+          o f/t          f/t       f/t          l/t          RS o l/t                   AG do l/t
+    FSDP  h b/x          m/x       b/x          b/x          AG W m/x                   RS dW m/x
+          o b/x          m/x       b/x          b/x          AG W m/x                   RS dW m/x
+    2-D   h b/r m/c      m/r f/c   b/r f/c      b/r f/c      AG a m/c, W m/r            RS da m/c, dW m/r
+          o b/r f/c      f/r m/c   b/r m/c      b/r m/c      AG h f/c, W f/r            RS dh f/c, dW f/r
+    3-D   h l/y b/x m/z  m/zx f/y  b/x f/y m/z  l/z b/x f/y  AG a l/y, W m/x; RS h l/z  AG dh l/z; RS da l/y, dW m/x
+          o l/z b/x f/y  m/zx f/y  b/x f/y m/z  l/y b/x m/z  AG h l/z, W m/x; RS o l/y  AG do l/y; RS dh l/z, dW m/x
+
+1-D is Megatron-LM, SP its sequence parallelism; FSDP stores W split over the axis that splits the batch: 3-D on a mesh
+(n, 1, 1). 2-D is `tensor=2d_gather`; SUMMA (`tensor=2d`) replaces its gathers by broadcasts of panels. A compute axis
+that a parameter lacks, such as `data`, adds nothing here: the gradient stays partial over it, see `partial_axes`.
 
 An activation that is replicated over an axis has the same, whole gradient on every rank of that axis; a split one has
 its block of the gradient. A parameter's gradient may stay partial over axes until the end of the step. A tensor that
-exists at index 0 of an axis alone (`Layout.only`) has its gradient there alone; elsewhere both are empty.
+exists at index 0 of an axis alone (`Layout.only`) has its gradient there alone; on other ranks both are empty.
 """
 
 from __future__ import annotations
@@ -15,7 +37,7 @@ from platform.plan.language.layout import Layout, prefix
 
 @dataclass(frozen=True)
 class Step:
-    """One move of one tensor. `dim` is the position of the dim that is split or joined.
+    """Move of one tensor: a collective or a free local change. `dim` is the position of the dim it splits or joins.
 
     all_gather      joins `dim` over `axes`
     reduce_scatter  sums over `axes` and splits `dim`
@@ -31,8 +53,8 @@ class Step:
     gather          joins `dim` at index 0, which alone keeps the result
     drop            only index 0 keeps the tensor, free
 
-    The ranks at index 0 of the axes `only` take the step; the others have nothing. `shape`: of what a broadcast or a
-    scatter gives to ranks that had nothing, and of the block that comes out of `unflatten`.
+    Only the ranks at index 0 of the axes `only` take the step; the others have nothing. `shape`: the shape of the block
+    that a broadcast or a scatter gives to ranks that had nothing, or that `unflatten` returns.
     """
 
     op: str
@@ -44,14 +66,14 @@ class Step:
 
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce", "scatter", "gather")
-APPEAR = ("broadcast", "scatter")  # ranks that had nothing have a block
-VANISH = ("reduce", "gather", "drop")  # ranks other than index 0 have nothing any more
-WIDEN = ("all_gather", "gather", "broadcast")
+APPEAR = ("broadcast", "scatter")  # ranks that had nothing get a block
+VANISH = ("reduce", "gather", "drop")  # ranks at an index other than 0 lose their block
+WIDEN = ("all_gather", "gather", "broadcast")  # blocks grow, or more ranks have one
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What happens to one operand (forward) and to its gradient (backward)."""
+    """Steps that one operand takes between two layouts (forward), and its gradient's steps back (backward)."""
 
     forward: tuple[Step, ...] = ()
     backward: tuple[Step, ...] = ()
@@ -61,8 +83,8 @@ class Conversion:
 
 
 def relayout_steps(dims: Sequence[str], source: Layout, target: Layout) -> tuple[Step, ...]:
-    """The fewest moves from one layout to another: slices first (they shrink what moves), an axis that moves between
-    dims as one all-to-all, gathers minor first."""
+    """Return the fewest moves from one layout to another: slices first (they shrink what moves), one all-to-all for an
+    axis that moves between dims, gathers of the minor axis first."""
     now = {d: list(source[d]) for d in dims}
     only = list(source.only)
     wanted = {a for d in dims for a in target[d]}
@@ -133,7 +155,7 @@ def _adjoint(step: Step, partial: Sequence[str], parameter: bool) -> list[Step]:
 
 
 def _located(steps: Sequence[Step], only: Sequence[str]) -> tuple[Step, ...]:
-    """The steps with the axes at whose index 0 alone they are taken, starting from a tensor that exists at `only`."""
+    """Return the steps with `Step.only` filled in, starting from a tensor that exists at index 0 of the axes `only`."""
     here = list(only)
     out = []
     for step in steps:
@@ -153,31 +175,32 @@ def enter(
     *,
     parameter: bool = False,
 ) -> Conversion:
-    """Brings an operand into an operation that computes on `compute_axes` (rule, steps 2 and 3).
+    """Return the conversion of an operand into an operation that computes on `compute_axes` (rule, steps 2 and 3).
 
     The gradient of an activation is all-reduced over the compute axes that it lacks; a parameter's stays partial over
-    `partial_axes`.
+    `partial_axes`. Raises ValueError for a parameter that all ranks have and only those at index 0 would use.
     """
     forward = relayout_steps(dims, source, target)
-    # The gradient is partial over the axes that take part in the computation, but not over one that this operand is
-    # split over: undoing a slice gives every rank the whole gradient (for a parameter, zeros around its block).
+    # The gradient is partial over the compute axes except those that split this operand: undoing a slice gives every
+    # rank the whole gradient (for a parameter, zeros around its block).
     partial = [a for a in compute_axes if parameter or a not in target.axes]
     backward = [adjoint for s in reversed(forward) for adjoint in _adjoint(s, partial, parameter)]
     lacking = tuple(a for a in partial_axes(source, compute_axes) if a not in target.axes)
     if lacking and not parameter:
-        # before what widens, after what narrows or leaves fewer ranks
+        # all-reduce the smallest tensor: after steps that shrink it or leave fewer ranks, before steps that widen it
         at = next((i for i, s in enumerate(backward) if s.op in WIDEN), len(backward))
         backward.insert(at, Step("all_reduce", lacking))
     return Conversion(forward, _located(backward, target.only))
 
 
 def partial_axes(source: Layout, compute_axes: Sequence[str]) -> tuple[str, ...]:
-    """The axes over which a parameter's gradient is partial after its use."""
+    """Return the axes over which the gradient of a parameter in layout `source` is partial after its use."""
     return tuple(a for a in compute_axes if a not in source.axes and a not in source.only)
 
 
 def leave(dims: Sequence[str], source: Layout, target: Layout, partial: Sequence[str]) -> Conversion:
-    """From the local result to the wanted layout (rule, step 5): `source` is a prefix of `target` in every dim."""
+    """Return the conversion of a local result, partial over `partial`, to the wanted layout (rule, step 5);
+    `source` is a prefix of `target` in every dim."""
     forward: list[Step] = []
     left = list(partial)
     for i, d in enumerate(dims):
@@ -200,9 +223,9 @@ def leave(dims: Sequence[str], source: Layout, target: Layout, partial: Sequence
 
 @dataclass(frozen=True)
 class Contraction:
-    """The rule applied to one einsum."""
+    """Outcome of the rule for one einsum: its compute layout and the conversions of its operands and its result."""
 
-    compute: Layout  # over every dim of the iteration space; `only`: where alone it is computed
+    compute: Layout  # of every dim of the iteration space; `only`: the ranks that compute it
     axes: tuple[str, ...]  # C: all axes in the compute layout
     inputs: tuple[Conversion, ...]
     output: Conversion
@@ -212,9 +235,9 @@ def contract(
     inputs: Sequence[tuple[Sequence[str], Layout, bool]],
     output: tuple[Sequence[str], Layout],
 ) -> Contraction:
-    """Plans an einsum of (dims, layout, is_parameter) operands into (dims, layout).
+    """Plan an einsum of (dims, layout, is_parameter) operands into (dims, layout).
 
-    Raises ValueError where one axis would serve two dims of the iteration space; the message names axis and dims.
+    Raises ValueError if one axis would split two dims of the iteration space; the message names the axis and the dims.
     """
     out_dims, out = output
     space = list(dict.fromkeys(d for dims, _, _ in inputs for d in dims))
@@ -226,13 +249,13 @@ def contract(
     def used() -> set[str]:
         return {a for axes in compute.values() for a in axes}
 
-    for d in out_dims:  # what no operand splits but the output wants split is sliced first
+    for d in out_dims:  # a dim that no operand splits and the output wants split is sliced first
         for axis in out[d][len(compute[d]) :]:
             if axis in used():
                 break
             compute[d] += (axis,)
 
-    layout = Layout.of(compute, out.only)  # where the output exists, unless the axis shares the work
+    layout = Layout.of(compute, out.only)  # computed where the output exists; an axis that splits a dim leaves `only`
     if clash := layout.conflict():
         raise ValueError(f"axis {clash[0]} would split both {clash[1]} and {clash[2]}")
     axes = tuple(dict.fromkeys(a for d in space for a in compute[d]))

@@ -1,4 +1,4 @@
-"""What a plan moves: the bytes of every collective, by the contract's rule (DESIGN section 7)."""
+"""Bytes that each collective moves, by the counting conventions of docs/design.md, section 7."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from platform.plan.communication.planned import Collective
 from platform.plan.language.mesh import Mesh
 
-# Elements moved by one group of n members, where one member's input has e elements (of a scatter: where one member
-# gets e elements, so that it moves what its adjoint, the gather, does): the contract's conventions.
+# Elements moved by one group of n ranks if one rank's input has e elements. For a scatter e is one rank's output, so
+# that it moves as much as its adjoint, the gather.
 TRAFFIC = {
     "all_gather": lambda n, e: n * (n - 1) * e,
     "reduce_scatter": lambda n, e: (n - 1) * e,
@@ -18,17 +18,17 @@ TRAFFIC = {
     "reduce": lambda n, e: (n - 1) * e,
     "scatter": lambda n, e: (n - 1) * e,
     "gather": lambda n, e: (n - 1) * e,
-    "send": lambda n, e: n * e,  # every one of n stages sends
+    "send": lambda n, e: n * e,  # each of the n stages sends
 }
 
 
 def label(op: str, axes: Iterable[str]) -> str:
-    """The key of `comm_bytes`, such as `all_reduce/data+t`."""
+    """Return the key of a collective in `comm_bytes`, such as `all_reduce/data+t`."""
     return f"{op}/{'+'.join(axes)}"
 
 
 def moved_bytes(c: Collective, mesh: Mesh, itemsize: dict[str, int]) -> int:
-    """Bytes that all workers together move in one launch of `c`; `itemsize`: bytes per element of each dtype class."""
+    """Return the bytes that all workers together move in one launch of `c`; `itemsize`: bytes per element by dtype."""
     n = mesh.extent(c.axes)
     groups = mesh.size // n // mesh.extent(c.only)
     return TRAFFIC[c.op](n, c.elements) * itemsize[c.dtype] * groups

@@ -1,4 +1,4 @@
-"""From a model and a scheme to the plan of a run."""
+"""Building the plan of a run from a model and a scheme."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def build(
     zero: int = 0,
     dropout: float = 0.0,
 ) -> Plan:
-    """Records the model and plans every operation.
+    """Build a run's plan: record the model and plan every operation.
 
-    `microbatch`: sequences per microbatch and replica; `sequences`: per step, fewer if the last microbatch is partial;
-    `stage_of`: the pipeline stage of every model chunk. `zero`:
-    what is sharded over `data` (ZeRO, Rajbhandari et al. 2020): 0 nothing, 1 master copies and optimizer state, 3 the
-    parameters too, whose storage axis `data` then is. Raises IllegalPlan with all violations: an axis that would split
-    two dims of one operation, or a dim (other than vocab) that its axes do not divide, or more chunks than the model
-    has units.
+    `microbatch`: sequences per microbatch and replica; `sequences`: per step, by default all that the microbatches
+    hold, fewer if the last is partial; `stage_of`: the stage of every chunk. `zero`: what is sharded over `data` (ZeRO,
+    Rajbhandari et al. 2020): 0 nothing, 1 master copies and optimizer state, 3 also the parameters, whose storage axis
+    is then `data`. Raises ModelMistake for an error in the model's code, IllegalPlan with all violations: an axis that
+    would split two dims of one operation, a dim (other than vocab) that its axes do not divide, or more chunks than the
+    model has units.
     """
     mesh = Mesh.of({"stage": max(stage_of) + 1, **scheme.mesh_axes(data)})
     with of_the_user(model):
@@ -72,7 +72,7 @@ def build(
         raise IllegalPlan(illegal)
 
     uses: dict[str, list[tuple[Operation, tuple[str, ...]]]] = defaultdict(list)
-    lacking: dict[tuple, list[tuple[str, ...]]] = {}  # by all but names: layers are alike
+    lacking: dict[tuple, list[tuple[str, ...]]] = {}  # by `Operation.anonymous`: layers are alike
     for operation in everything:
         if (alike := operation.anonymous) not in lacking:
             lacking[alike] = [mesh.ordered(axes) for axes in planner.partial(operation).values()]
@@ -112,7 +112,7 @@ def build(
 
 
 def _replicated(mesh: Mesh, operations: Mapping[tuple[str, str], PlannedOperation], sizes: Mapping[str, int]):
-    """Warns of einsums whose work is repeated because an axis splits none of their dims."""
+    """Yield a warning per set of axes that splits no dim of some einsums, so that their work is repeated over it."""
     names: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for o in operations.values():
         if einsum_flops(o.operation, sizes):

@@ -1,4 +1,4 @@
-"""Model chunks: the stretches of a model that pipeline stages run, and what flows between them."""
+"""Model chunks: recording a model as consecutive parts for pipeline stages, and the activations between them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Flow = tuple[tuple[str, Spec], ...]  # activations by name
 
 
 class Model(Protocol):
-    """What the plan needs of a model; platform.model holds them."""
+    """Interface of a model as the planner sees it; platform.model has the implementations."""
 
     @property
     def sizes(self) -> Mapping[str, int]: ...
@@ -27,25 +27,25 @@ class Model(Protocol):
     def parameters(self) -> Sequence[Parameter]: ...
 
     @property
-    def inputs(self) -> Sequence[str]: ...  # the data tensors that a forward pass takes
+    def inputs(self) -> Sequence[str]: ...  # names of the data tensors that a forward pass takes
 
     def forward(self, ops: Ops, inputs: Mapping[str, Any]) -> Any: ...
 
 
 class DivisibleModel(Model, Protocol):
-    """A model that pipeline stages can share."""
+    """Interface of a model that can be divided over pipeline stages."""
 
     @property
-    def units(self) -> Sequence[str]: ...  # what is not divided further, in order
+    def units(self) -> Sequence[str]: ...  # the smallest parts it can be divided into, in order
 
     def part(self, ops: Ops, inputs: Mapping[str, Any], flow: Mapping[str, Any], units: Sequence[str]) -> dict: ...
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive units of a model on one stage. `units` is empty where a model is not divided.
+    """Consecutive units of a model, planned for one stage. `units` is empty if the model cannot be divided.
 
-    `receives`: the activations that come from the chunk before; `sends`: those that go to the chunk after.
+    `receives`: the activations from the previous chunk; `sends`: the activations for the next chunk.
     """
 
     number: int
@@ -54,17 +54,17 @@ class Chunk:
     receives: Flow
     sends: Flow
     operations: Mapping[tuple[str, str], PlannedOperation]
-    kept: tuple[Spec, ...] = ()  # the first activation of every stretch that is recomputed
+    kept: tuple[Spec, ...] = ()  # type of x of every recomputed function, see Ops.recomputed
 
     @cached_property
     def parameters(self) -> frozenset[str]:
-        """Their names."""
+        """Return the names of the parameters that the chunk's operations use."""
         return frozenset(p.name for o in self.operations.values() for p in o.operation.parameters)
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """The operations of one chunk, and its flow in and out."""
+    """Operations recorded for one chunk, and the activations that it receives and sends; not yet planned."""
 
     units: tuple[str, ...]
     operations: tuple[Operation, ...]
@@ -74,7 +74,7 @@ class Recorded:
 
 
 def record(model: Model, recorder: Callable[[], Recorder], count: int, sizes: Mapping[str, int]) -> list[Recorded]:
-    """Records a model as `count` chunks of about equal cost, in order. `recorder` makes a new one.
+    """Record a model as `count` consecutive chunks of about equal cost. `recorder` makes a new Recorder.
 
     Raises ValueError for a model of fewer units than chunks.
     """
@@ -112,13 +112,13 @@ def record(model: Model, recorder: Callable[[], Recorder], count: int, sizes: Ma
 
 
 def cost(operation: Operation, sizes: Mapping[str, int]) -> float:
-    """Of a forward pass, for placing units on stages: FLOPs of einsums, and of all else the elements that it writes."""
+    """Return an operation's forward cost for placing units on stages: FLOPs of an einsum, else elements written."""
     elements = sum(prod(_extents(out, sizes).values()) for out in operation.outputs)
     return einsum_flops(operation, sizes) or float(elements)
 
 
 def einsum_flops(operation: Operation, sizes: Mapping[str, int]) -> float:
-    """2 x iteration space of an operation's einsums, forward, over all ranks together."""
+    """Return 2 x the iteration space of an operation's einsums: forward FLOPs of all ranks together."""
     if operation.kind == "fused_attention":
         query, key, _ = operation.inputs
         assert isinstance(key, Spec)
@@ -136,6 +136,6 @@ def _extents(tensor: Spec | Parameter, sizes: Mapping[str, int]) -> dict[str, in
 
 
 def replicated_axes(layout: Layout, mesh: Mesh) -> tuple[str, ...]:
-    """The axes of a stage over which a tensor in `layout` is replicated: scatter/gather sends 1/n of it and gathers it
-    over them on the other side (paper 003, section 4.1)."""
+    """Return the axes within a stage over which a tensor in `layout` is replicated: the scatter/gather optimization
+    sends 1/n per rank and gathers over them on the other stage (Megatron-LM, Narayanan et al. 2021, section 4.1)."""
     return tuple(a for a in mesh.ordered(mesh.axes) if a not in ("stage", *layout.axes, *layout.only))

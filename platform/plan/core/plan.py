@@ -37,12 +37,14 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Plan:
-    """`sizes` are those of one microbatch of all replicas together (batch = microbatch x data), vocab as configured;
-    the planner's have vocab padded. `reductions`: parameter name -> axes over which its gradient is summed once a
-    step. `homes`: parameter name -> the stages that use it, the first of which owns it; the others of a tied parameter
-    hold copies. `scatter_gather`: stages send 1/n of a tensor that n ranks of a stage replicate. `sharded`: axes over
-    which master copies, reduced gradients and optimizer state are kept in shards: equal padded parts of the flattened
-    local block, one per rank.
+    """Complete description of a run's parallel execution, or of one stage's part of it (`at`).
+
+    `sizes` are those of one microbatch of all replicas together (batch = microbatch x data), vocab as configured; the
+    planner's have vocab padded. `sequences`: per step. `reductions`: parameter name -> axes over which its gradient is
+    summed once a step. `homes`: parameter name -> the stages that use it; the first owns it, the others of a tied
+    parameter hold copies. `scatter_gather`: stages send 1/n of a tensor that n ranks of a stage replicate. `sharded`:
+    axes over which master copies, reduced gradients and optimizer state are kept in shards: equal padded parts of the
+    flattened local block, one per rank.
     """
 
     planner: Planner
@@ -61,7 +63,7 @@ class Plan:
 
     @cached_property
     def operations(self) -> dict[tuple[str, str], PlannedOperation]:
-        """By (kind, name), in order. Chunks that share an operation, such as relative positions, plan it alike."""
+        """Map (kind, name) to operations, in model order. Chunks that share one (relative positions) plan it alike."""
         return {key: o for chunk in self.chunks for key, o in chunk.operations.items()}
 
     @property
@@ -69,36 +71,36 @@ class Plan:
         return self.mesh.axes["stage"]
 
     def at(self, stage: int) -> Plan:
-        """What one stage sees of the plan: its chunks and their parameters."""
+        """Return the part of the plan that one stage executes: its chunks and their parameters."""
         chunks = tuple(c for c in self.chunks if c.stage == stage)
         return replace(self, chunks=chunks, parameters=tuple(p for p in self.parameters if stage in self.homes[p.name]))
 
     @cached_property
     def tied(self) -> dict[str, tuple[int, ...]]:
-        """Parameters on several stages: their gradients are summed over these once a step."""
+        """Map each parameter on several stages to these stages, over which its gradient is summed once a step."""
         return {p.name: self.homes[p.name] for p in self.parameters if len(self.homes[p.name]) > 1}
 
     @cached_property
     def neighbours(self) -> list[tuple[int, int]]:
-        """Pairs of stages that send each other something, the lower first."""
+        """Return the pairs of stages that exchange messages, the lower stage first."""
         pairs = [(a.stage, b.stage) for a, b in zip(self.chunks, self.chunks[1:], strict=False)]
         pairs += [(owner, other) for owner, *others in self.tied.values() for other in others]
         return sorted({(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]})
 
     def shared_axes(self, spec: Spec) -> tuple[str, ...]:
-        """The axes over which a tensor is scattered when it is sent to another stage, and gathered there."""
+        """Return the axes over which a tensor is scattered before it is sent to another stage, and gathered there."""
         return replicated_axes(self.layout(spec), self.mesh) if self.scatter_gather else ()
 
     def sent_elements(self, spec: Spec) -> int:
-        """What each rank sends of an activation, or of its gradient, to another stage."""
+        """Return the elements that each rank sends of an activation, or of its gradient, to another stage."""
         return self.shared_elements(spec, self.shared_axes(spec))
 
     def kept_axes(self, spec: Spec) -> tuple[str, ...]:
-        """The axes over which a tensor that is kept for recomputation is scattered until then."""
+        """Return the axes over which a tensor kept for recomputation is scattered until it is needed."""
         return replicated_axes(self.layout(spec), self.mesh)
 
     def shared_elements(self, spec: Spec, axes: tuple[str, ...]) -> int:
-        """The size of an equal part of a local block, padded, for every rank along `axes`."""
+        """Return the elements of one rank's part of a local block divided equally, with padding, over `axes`."""
         n = self.mesh.extent(axes)
         return padded(prod(self.local_shape(spec)), n) // n
 
@@ -112,48 +114,48 @@ class Plan:
 
     @property
     def storage(self) -> tuple[str, ...]:
-        """Those of the sharded axes over which not even the compute copies are whole between uses."""
+        """Return the sharded axes over which the compute copies too are stored in shards between uses (ZeRO-3)."""
         return self.planner.storage
 
     def layout(self, tensor: Spec | Parameter) -> Layout:
         return self.planner.layout(tensor)
 
     def local_shape(self, tensor: Spec | Parameter) -> tuple[int, ...]:
-        """The shape of the block of every rank that has one."""
+        """Return the shape of one block of a tensor; it is the same on every rank that has a block."""
         return self.planner.shape(tensor)
 
     def present(self, tensor: Spec | Parameter, coordinates: Mapping[str, int]) -> bool:
-        """Whether the rank at `coordinates` has a block of a tensor: some exist on sub-grid 0 alone, and parameters on
-        the stages that use them."""
+        """Return True if the rank at `coordinates` has a block of a tensor: some tensors exist on sub-grid 0 alone, and
+        parameters only on the stages that use them."""
         here = not isinstance(tensor, Parameter) or coordinates["stage"] in self.homes[tensor.name]
         return here and self.layout(tensor).present(coordinates)
 
     def block(self, tensor: Spec | Parameter, coordinates: Mapping[str, int]) -> list[tuple[int, int]]:
-        """(offset, extent) per dim of the block at `coordinates`; the last blocks of vocab may reach into padding."""
+        """Return (offset, extent) per dim of the block at `coordinates`; the last of vocab may reach into padding."""
         return block(tensor.dims, self.planner.sizes_of(tensor), self.layout(tensor), self.mesh, coordinates)
 
     def shard(self, p: Parameter, coordinates: Mapping[str, int]) -> tuple[int, int]:
-        """(start, stop) of what the rank at `coordinates` keeps of its flattened local block as master copy and as
-        optimizer state: all of it, or its chunk without the padding, which may be empty."""
+        """Return (start, stop) of the part of its flattened local block of which the rank at `coordinates` keeps master
+        copy and optimizer state: all of it, or its shard without padding, which may be empty."""
         elements = prod(self.local_shape(p))
         shard = self.planner.shard(p, self.sharded)
         start = self.mesh.index(coordinates, self.sharded) * shard
         return min(start, elements), min(start + shard, elements)
 
     def master_shape(self, p: Parameter) -> tuple[int, ...]:
-        """The shape of a rank's master copy and reduced gradient: its block, or its chunk with the padding."""
+        """Return the shape of a rank's master copy and reduced gradient: its block, or its shard with padding."""
         return (self.planner.shard(p, self.sharded),) if self.sharded else self.local_shape(p)
 
     def stored_shape(self, p: Parameter) -> tuple[int, ...]:
-        """The shape of a rank's compute copy between uses, and of its gradient."""
+        """Return the shape of a rank's compute copy between uses, and of its gradient before the reduction."""
         return self.planner.stored(p)
 
     def split_over(self, p: Parameter) -> tuple[str, ...]:
-        """The axes along which ranks have different parts of the master copy."""
+        """Return the axes along which ranks hold different parts of the master copy."""
         return (*self.layout(p).axes, *self.sharded)
 
     def global_shape(self, tensor: Spec | Parameter) -> tuple[int, ...]:
-        """The tensor as the model means it: vocab without padding."""
+        """Return the tensor's shape as the model declares it: vocab without padding."""
         return tuple({**self.sizes, **dict(tensor.sizes)}[d] for d in tensor.dims)
 
     @cached_property
@@ -162,19 +164,19 @@ class Plan:
 
     @cached_property
     def buckets(self) -> list[Bucket]:
-        """The deferred gradient reductions, in model order."""
+        """Return the gradient reductions deferred to the end of the step, in model order."""
         found: dict[tuple[tuple[str, ...], tuple[str, ...]], list[Parameter]] = defaultdict(list)
         for p in self.parameters:
             found[self.reductions[p.name], self.layout(p).only].append(p)
         return [Bucket(axes, only, tuple(parameters)) for (axes, only), parameters in found.items() if axes]
 
     def scattered(self, axes: Sequence[str]) -> tuple[str, ...]:
-        """Those of the axes of a deferred reduction over which it leaves chunks."""
+        """Return the axes of a deferred reduction over which it leaves shards."""
         return tuple(a for a in axes if a in self.sharded)
 
     def reduction(self, bucket: Bucket) -> list[Step]:
-        """The moves of a bucket of gradients [ranks along the scattered axes, elements of a shard]. It is scattered
-        first: the fewest bytes."""
+        """Return the steps that reduce a bucket of gradients [ranks along the scattered axes, elements of a shard]:
+        reduce-scatter before all-reduce, which moves the fewest bytes."""
         scattered = self.scattered(bucket.axes)
         summed = tuple(a for a in bucket.axes if a not in scattered)
         moves = (("reduce_scatter", scattered), ("all_reduce", summed))
@@ -182,7 +184,7 @@ class Plan:
 
     @property
     def gathering(self) -> list[Step]:
-        """The moves of a bucket [elements] of updated chunks where the compute copies are whole blocks."""
+        """Return the steps that gather a bucket [elements] of updated shards into whole compute copies (ZeRO-1)."""
         return [Step("all_gather", self.sharded)]
 
     @cached_property
@@ -191,20 +193,20 @@ class Plan:
 
     @cached_property
     def local_parameter_count(self) -> int:
-        """What a worker keeps between uses: compute copies, on the stage and at the coordinates where most are."""
+        """Return the parameter elements kept between uses by a worker, on the stage and sub-grid with the most."""
         return max(self.parameters_at({**self.mesh.coordinates(0), "stage": c.stage}) for c in self.chunks)
 
     def parameters_at(self, coordinates: Mapping[str, int]) -> int:
-        """How many elements of parameters the worker at `coordinates` keeps between uses."""
+        """Return the number of parameter elements that the worker at `coordinates` keeps between uses."""
         return sum(prod(self.stored_shape(p)) for p in self.parameters if self.present(p, coordinates))
 
     def masters_at(self, coordinates: Mapping[str, int]) -> int:
-        """What the optimizer of the worker at `coordinates` updates: master copies, each with the optimizer's state."""
+        """Return the number of master elements, each with optimizer state, that the worker at `coordinates` updates."""
         return sum(prod(self.master_shape(p)) for p in self.parameters if self.present(p, coordinates))
 
     @cached_property
     def elsewhere(self) -> dict[str, int] | None:
-        """The coordinates of a worker outside of sub-grid 0, where some tensors exist there alone; else None."""
+        """Return the coordinates of a worker outside of sub-grid 0 if some tensors are only there, else None."""
         only = self.scheme.sub_grid_zero
         return {a: int(a in only) for a in self.mesh.axes} if only else None
 
@@ -214,14 +216,14 @@ class Plan:
 
     @cached_property
     def flops_per_token(self) -> float:
-        """Model FLOPs of forward and backward: every einsum three times, no recomputation, attention not halved for
-        its causal mask (6N + 12 layers d_model length, with N the parameters of the einsums)."""
+        """Return the model FLOPs per token of forward and backward: three times every einsum, no recomputation,
+        attention not halved for its causal mask (6N + 12 layers d_model length, N the parameters of the einsums)."""
         forward = sum(einsum_flops(o.operation, self.sizes) for o in self.operations.values())
         return 3 * forward / (self.sizes["batch"] * self.sizes["length"])
 
     @cached_property
     def readers(self) -> dict[str, dict[tuple[str, str], Layout]]:
-        """Data tensor -> operation that reads it -> the layout over batch and length in which it does."""
+        """Map data tensor -> (kind, name) of each operation that reads it -> its layout over batch and length."""
         out: dict[str, dict[tuple[str, str], Layout]] = defaultdict(dict)
         for key, o in self.operations.items():
             if o.operation.reads is not None:
@@ -230,10 +232,10 @@ class Plan:
 
     @cached_property
     def loss_layout(self) -> Layout:
-        """The layout of what a rank's loss is the sum over: all axes over which the loss is a sum of parts."""
+        """Return the layout of the elements that a rank's loss sums over; along its axes ranks hold parts of it."""
         return next(o.tokens for (kind, _), o in self.operations.items() if kind in LOSSES)
 
     def moved_bytes(self, c: Collective) -> int:
-        """Bytes that all workers together move in one launch of `c`, which one stage makes unless it spans stages."""
+        """Return the bytes that all workers of one stage move in one launch of `c`; of all stages if `c` spans them."""
         everywhere = moved_bytes(c, self.mesh, {**self.itemsize, "metrics": 8})
         return everywhere if "stage" in c.axes and c.op != "send" else everywhere // self.stages

@@ -1,4 +1,4 @@
-"""The collectives of one training step: those of operations, between stages, of gradients and of updates."""
+"""Collectives of one training step: of operations, between stages, of gradient reductions and parameter updates."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from platform.plan.communication.traffic import label
 from platform.plan.core.plan import Plan
 from platform.plan.language.ops import Spec
 
-METRICS = 2  # fp64 numbers that are summed over the world once a step: loss and squared gradient norm
+METRICS = 2  # fp64 numbers summed over the world once a step: loss and squared gradient norm
 
 
 def step_collectives(plan: Plan) -> list[tuple[str, Collective, int]]:
-    """Every collective of one training step: where it belongs, itself, and its launches per rank.
+    """Return (place, collective, launches per rank) for every collective of one training step.
 
-    Those of an operation, a send, and those of gradients and updates belong to the ranks of one stage only.
+    Only the ranks of one stage launch an operation's collectives, a send, or those of gradients and updates.
     """
     found = []
     for chunk in plan.chunks:
@@ -50,7 +50,10 @@ def step_collectives(plan: Plan) -> list[tuple[str, Collective, int]]:
 
 
 def update_collectives(plan: Plan) -> list[tuple[str, Collective, int]]:
-    """Of one stage: its gradients are summed, and its updated parameters gathered."""
+    """Return the collectives of one stage's update: the sums of gradients, and the gathers of updated parameters.
+
+    `plan`: the plan of that stage, see `Plan.at`.
+    """
     found = []
     for b in plan.buckets:
         shape = plan.mesh.extent(plan.scattered(b.axes)), sum(prod(plan.master_shape(p)) for p in b.parameters)
@@ -66,7 +69,7 @@ def update_collectives(plan: Plan) -> list[tuple[str, Collective, int]]:
 
 
 def _transfer(plan: Plan, spec: Spec) -> list[Collective]:
-    """An activation goes from stage to stage, and its gradient back."""
+    """Return the collectives that send an activation from stage to stage, and its gradient back."""
     found = []
     elements, axes, only = plan.sent_elements(spec), plan.shared_axes(spec), plan.layout(spec).only
     for phase in ("forward", "backward"):
@@ -77,7 +80,7 @@ def _transfer(plan: Plan, spec: Spec) -> list[Collective]:
 
 
 def communication(plan: Plan) -> dict[str, int]:
-    """Return `OP/AXES` -> bytes that all workers move in one training step: what the counters will measure."""
+    """Return `OP/AXES` -> bytes that all workers move in one training step, as the run's counters will measure them."""
     out: dict[str, int] = defaultdict(int)
     for _, c, launches in step_collectives(plan):
         out[label(c.op, plan.mesh.ordered(c.axes))] += launches * plan.moved_bytes(c)
@@ -85,8 +88,9 @@ def communication(plan: Plan) -> dict[str, int]:
 
 
 def groups(plan: Plan) -> list[tuple[str, ...]]:
-    """Return the axes of every process group that a run needs, in one order on all ranks: those of a step; and for text
-    those that split the logits, which are gathered one by one, and the stages, which learn the token."""
+    """Return the axes of every process group that a run needs, in the same order on all ranks: those of a training
+    step and, for generating text, each axis that splits the logits, which are gathered axis by axis, and `stage`, over
+    which the next token is broadcast."""
     used = {plan.mesh.ordered(c.axes) for _, c, _ in step_collectives(plan) if c.op != "send"}
     used |= {(axis,) for axis in plan.scheme.regions["logits"].axes}
     used |= {("stage",)} if plan.stages > 1 else set()

@@ -1,3 +1,3 @@
-"""The words of a plan: mesh axes, layouts of dims, schemes of regions, and the operations that a model is written in.
-Nothing here knows a collective or a schedule.
+"""The vocabulary of a plan: mesh axes, layouts of dims, schemes of regions, and the operations that models are
+written in. Nothing in this package knows about collectives or schedules.
 """

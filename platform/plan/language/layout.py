@@ -7,17 +7,18 @@ from dataclasses import dataclass
 
 from platform.plan.language.mesh import Mesh
 
-# The dims of a Transformer, and of the example of two layers (io, hidden), named as in Mesh-TensorFlow; branches.
+# Dim names, as in Mesh-TensorFlow (Shazeer et al. 2018): a Transformer's, then those of its two-layer example (io,
+# hidden), then those of stacked branches.
 DIMS = ("batch", "length", "memory_length", "d_model", "heads", "kv_heads", "d_kv", "d_ff", "vocab", "io", "hidden",
         "branch", "d_branch")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Layout(Mapping[str, tuple[str, ...]]):
-    """Tensor dim -> mesh axes, major to minor. A dim without axes is whole; the order of the dims does not matter.
+    """Maps each tensor dim to the mesh axes that split it, major to minor.
 
-    `only`: axes at whose index 0 alone the tensor exists, in mesh order (D&SP's common layers on one sub-grid). None
-    of them splits a dim.
+    A dim without axes is whole on every rank; the order of the dims does not matter. `only`: the axes, in mesh order,
+    at whose index 0 alone the tensor exists (D&SP puts its common layers on one sub-grid). None of them splits a dim.
     """
 
     items_: tuple[tuple[str, tuple[str, ...]], ...] = ()
@@ -25,7 +26,7 @@ class Layout(Mapping[str, tuple[str, ...]]):
 
     @classmethod
     def of(cls, rules: Mapping[str, Sequence[str]], only: Sequence[str] = ()) -> Layout:
-        """`only` holds for those of its axes that split no dim."""
+        """Return the layout of `rules` in canonical form: dims sorted, axes of `only` that split a dim left out."""
         split = {a for axes in rules.values() for a in axes}
         items = tuple(sorted((dim, tuple(axes)) for dim, axes in rules.items() if axes))
         return cls(items, tuple(a for a in only if a not in split))
@@ -51,11 +52,11 @@ class Layout(Mapping[str, tuple[str, ...]]):
         return Layout(tuple((d, axes) for d, axes in self.items_ if d in kept), self.only)
 
     def present(self, coordinates: Mapping[str, int]) -> bool:
-        """Whether the tensor has a block at `coordinates`."""
+        """Return True if the rank at `coordinates` has a block of the tensor."""
         return at_zero(self.only, coordinates)
 
     def conflict(self) -> tuple[str, str, str] | None:
-        """(axis, dim, dim) where one axis serves two dims, which no tensor can have."""
+        """Return (axis, dim, dim) for the first axis that splits two dims, which no tensor allows, or None."""
         seen: dict[str, str] = {}
         for dim, axes in self.items_:
             for axis in axes:
@@ -70,12 +71,12 @@ class Layout(Mapping[str, tuple[str, ...]]):
 
 
 def at_zero(axes: Sequence[str], coordinates: Mapping[str, int]) -> bool:
-    """Whether `coordinates` have index 0 along all of `axes`."""
+    """Return True if `coordinates` have index 0 along all of `axes`."""
     return not any(coordinates[a] for a in axes)
 
 
 def prefix(*lists: Sequence[str]) -> tuple[str, ...]:
-    """The longest common prefix."""
+    """Return the longest common prefix of the lists."""
     out: list[str] = []
     for column in zip(*lists, strict=False):
         if len(set(column)) > 1:
@@ -85,14 +86,14 @@ def prefix(*lists: Sequence[str]) -> tuple[str, ...]:
 
 
 def padded(size: int, parts: int) -> int:
-    """The smallest multiple of `parts` that is at least `size`."""
+    """Return the smallest multiple of `parts` that is at least `size`."""
     return -(-size // parts) * parts
 
 
 def block(
     dims: Sequence[str], sizes: Mapping[str, int], layout: Layout, mesh: Mesh, coordinates: Mapping[str, int]
 ) -> list[tuple[int, int]]:
-    """(offset, extent) along every dim of the block of a tensor that lies at `coordinates`.
+    """Return (offset, extent) along every dim of the block that the rank at `coordinates` holds of a tensor.
 
     A dim that its axes do not divide (only vocab may be one) is padded: the last blocks reach beyond `sizes[dim]`.
     """
@@ -106,5 +107,5 @@ def block(
 
 
 def local_shape(dims: Sequence[str], sizes: Mapping[str, int], layout: Layout, mesh: Mesh) -> tuple[int, ...]:
-    """The shape of the block of every rank that has one: all blocks are equal."""
+    """Return the shape of one block of a tensor; it is the same on every rank that has a block."""
     return tuple(-(-sizes[d] // mesh.extent(layout[d])) for d in dims)

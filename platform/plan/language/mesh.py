@@ -1,4 +1,4 @@
-"""The mesh: named axes over the ranks of a run, outer (slow links) to inner (fast links)."""
+"""The mesh of a run: its ranks arranged along named axes, from outer (slow links) to inner (fast links)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from math import prod
 
 @dataclass(frozen=True)
 class Mesh:
-    """Ranks in row-major order over `shape`, pairs of (axis, size): the last axis varies fastest.
+    """Arranges ranks in row-major order over `shape`, pairs of (axis, size): the last axis varies fastest.
 
     >>> Mesh.of({"data": 2, "t": 3}).coordinates(4)
     {'data': 1, 't': 1}
@@ -21,9 +21,9 @@ class Mesh:
 
     @classmethod
     def of(cls, axes: Mapping[str, int], world_size: int | None = None) -> Mesh:
-        """A mesh of these axes; one size may be -1 and then takes what `world_size` leaves.
+        """Return a mesh of these axes; one size may be -1 and becomes `world_size` over the product of the others.
 
-        Raises ValueError where the sizes do not fit the world.
+        Raises ValueError if a size is below 1 or the -1 cannot be resolved for this world.
         """
         sizes = dict(axes)
         if bad := [f"{a}={n}" for a, n in sizes.items() if n != -1 and n < 1]:
@@ -38,7 +38,7 @@ class Mesh:
         return cls(tuple(sizes.items()))
 
     def __str__(self) -> str:
-        """For people: data 2 x t 3. Axes of size 1 are left out."""
+        """Return the mesh as people read it, such as "data 2 x t 3", without axes of size 1."""
         return " x ".join(f"{a} {n}" for a, n in self.shape if n > 1) or "1"
 
     @cached_property
@@ -50,14 +50,14 @@ class Mesh:
         return prod(n for _, n in self.shape)
 
     def extent(self, axes: Sequence[str]) -> int:
-        """The number of ranks along these axes together."""
+        """Return the number of ranks along these axes together: the product of their sizes."""
         ranks = 1
         for axis in axes:
             ranks *= self.axes[axis]
         return ranks
 
     def ordered(self, axes) -> tuple[str, ...]:
-        """The given axes in mesh order, without those of size 1: a canonical name of a group."""
+        """Return the given axes in mesh order without those of size 1: the canonical name of a process group."""
         wanted = set(axes)
         return tuple(a for a, n in self.shape if a in wanted and n > 1)
 
@@ -74,18 +74,18 @@ class Mesh:
         return rank
 
     def index(self, coordinates: Mapping[str, int], axes: Sequence[str]) -> int:
-        """The position along `axes` taken together, the first of them major."""
+        """Return the position of `coordinates` along `axes` taken together, the first axis being major."""
         i = 0
         for axis in axes:
             i = i * self.axes[axis] + coordinates[axis]
         return i
 
     def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
-        """The ranks that differ from `rank` only along `axes`, in the order of `index`."""
+        """Return the ranks that differ from `rank` only along `axes`, in the order of `index`."""
         return _group(self, rank, tuple(axes))
 
     def groups(self, axes: Sequence[str]) -> list[tuple[int, ...]]:
-        """All groups along `axes`: a partition of the ranks, ordered by first member."""
+        """Return all groups along `axes`: a partition of the ranks, ordered by each group's first rank."""
         return list(dict.fromkeys(self.group(rank, axes) for rank in range(self.size)))
 
 

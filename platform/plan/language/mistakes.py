@@ -1,4 +1,4 @@
-"""Mistakes in a model's own words, found while it is recorded: what is wrong, where, and what would be right."""
+"""Checks of a model's declarations while it is recorded; each error says what is wrong, where, and what is legal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INITS = ("normal", "zeros", "ones")
 
 
 class ModelMistake(ValueError):
-    """What a model asks for that cannot be: the reason with its place, and the legal names, if there are any."""
+    """Error in a model's code: the offending name, the reason with its file and line, and the legal names, if any."""
 
     def __init__(self, name: str, reason: str, legal: Iterable[str] = (), place: str = ""):
         self.name, self.legal = name, list(legal)
@@ -25,7 +25,7 @@ class ModelMistake(ValueError):
 
 
 def check_specs(name: str, tensors: Sequence[Spec | Parameter], sizes: Mapping[str, int]) -> None:
-    """Raises ModelMistake for a region or dim that there is not, and for a dim that comes twice."""
+    """Raise ModelMistake for an unknown region, an unknown dim, or a dim that one tensor has twice."""
     for t in tensors:
         if isinstance(t, Spec) and t.region not in REGIONS:
             raise ModelMistake(t.region, f"no such region, in {name}", REGIONS)
@@ -37,7 +37,7 @@ def check_specs(name: str, tensors: Sequence[Spec | Parameter], sizes: Mapping[s
 
 
 def check_parameters(declared: Sequence[Parameter], model: Any, sizes: Mapping[str, int]) -> None:
-    """Raises ModelMistake for what a model's list of parameters cannot hold."""
+    """Raise ModelMistake for a duplicate parameter name or an unknown role, initialiser or dim of a parameter."""
     place = defined(model)
     names = [p.name for p in declared]
     for p in declared:
@@ -54,7 +54,7 @@ def check_parameters(declared: Sequence[Parameter], model: Any, sizes: Mapping[s
 
 
 def check_used(declared: Sequence[Parameter], used: Iterable[str], model: Any) -> None:
-    """Raises ModelMistake for a parameter that no operation uses: it would have no gradient."""
+    """Raise ModelMistake for a parameter that no operation uses: it would have no gradient."""
     there = set(used)
     for p in declared:
         if p.name not in there:
@@ -63,7 +63,10 @@ def check_used(declared: Sequence[Parameter], used: Iterable[str], model: Any) -
 
 @contextmanager
 def of_the_user(model: Any) -> Iterator[None]:
-    """Turns whatever a model of the user's own raises into a ModelMistake with its place; ours are let through."""
+    """Raise a ModelMistake with file and line for any exception of a model from outside this package.
+
+    Exceptions of this package's own models, ModelMistake and MemoryError pass unchanged.
+    """
     try:
         yield
     except (ModelMistake, MemoryError):
@@ -90,10 +93,10 @@ def _is_ours_by_name(module: str) -> bool:
 
 
 def _calling() -> str:
-    """The line of the model's call: the nearest that is no part of this package, else the nearest outside of plan."""
+    """Return file:line of the model's call: the innermost frame outside this package, else outside platform.plan."""
     frame: FrameType | None = sys._getframe(2)
     frames = []
-    while frame and frame.f_globals.get("__name__") != "platform.plan.core.chunks":  # which calls the model
+    while frame and frame.f_globals.get("__name__") != "platform.plan.core.chunks":  # the caller of the model
         frames.append(frame)
         frame = frame.f_back
     models = [f for f in frames if not f.f_globals.get("__name__", "").startswith("platform.plan")]
@@ -102,7 +105,7 @@ def _calling() -> str:
 
 
 def defined(model: Any) -> str:
-    """The place where a model lists its parameters."""
+    """Return file:line of the model's `parameters` method, or the name of its class."""
     code = getattr(getattr(type(model), "parameters", None), "__code__", None)
     return f"{_short(code.co_filename)}:{code.co_firstlineno}" if code else type(model).__name__
 

@@ -1,4 +1,4 @@
-"""Whole numbers: what divides one, found without counting to it."""
+"""Divisors and factorizations of whole numbers, in O(sqrt n) rather than O(n)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def divisors(n: int) -> list[int]:
 
 
 def factorizations(n: int, factors: int) -> Iterator[tuple[int, ...]]:
-    """Yield every way to write n as a product of so many numbers, in order."""
+    """Yield every way to write n as an ordered product of `factors` numbers, in lexicographic order."""
     if factors < 2:
         yield from [(n,)] if factors else []
         return

@@ -2,10 +2,10 @@
 
 A model's forward is written once against `Ops`. Run with `platform.plan.language.recorder.Recorder` it yields the
 operations with their dims, which become part of the plan; run with `platform.parallel.parallel_ops.ParallelOps` it
-computes. The type of an activation is its `Spec`: region and dims, from which a scheme gives its layout.
+computes. The type of an activation is its `Spec`: its region and dims, from which a scheme derives its layout.
 
-Data tensors (token ids, labels) are named integers [length, batch], whose negative entries are padding. Every rank
-loads the block that an operation needs, so that data never travels between ranks.
+Data tensors (token ids, labels) are named tensors of integers [length, batch] whose negative entries are padding.
+Every rank loads the block that an operation needs, so data never travels between ranks.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Spec:
-    """The type of an activation: its region and its dims in memory order.
+    """Type of an activation: its region and its dims in memory order.
 
-    `sizes`: those of its dims that are not of the model's size, such as the length of what an encoder reads. A layout
-    goes by the name of a dim alone, as in Mesh-TensorFlow.
+    `sizes`: sizes of the dims that differ from the model's, such as the length of an encoder's input. A layout
+    depends on the name of a dim alone, as in Mesh-TensorFlow.
     """
 
     region: str
@@ -33,7 +33,7 @@ class Spec:
         return cls(region, tuple(dims.split()), sizes)
 
     def renamed(self, old: str, new: str) -> Spec:
-        """The same tensor with dim `old` called `new`."""
+        """Return the type of the same tensor with dim `old` called `new`."""
         sizes = tuple((new if d == old else d, n) for d, n in self.sizes)
         return Spec(self.region, tuple(new if d == old else d for d in self.dims), sizes)
 
@@ -43,9 +43,9 @@ class Spec:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter by its global name and dims.
+    """Declaration of a parameter: its global name, dims and initialisation.
 
-    `role` picks the scheme's table: `in` contracts d_model, `out` produces it, `vector` is a norm, bias or position
+    `role` selects the scheme's layout: `in` contracts d_model, `out` produces it, `vector` is a norm, bias or position
     of d_model. `init` is zeros, ones or normal (with `std`). `decay`: weight decay applies. `sizes` as in Spec.
     """
 
@@ -58,14 +58,14 @@ class Parameter:
     sizes: tuple[tuple[str, int], ...] = ()
 
 
-# Pointwise functions by name, and how many activations each takes; parallel/ops.py computes them.
+# Pointwise functions by name, and how many activations each takes; platform/parallel/parallel_ops.py computes them.
 POINTWISE = {"gelu": 1, "relu": 1, "silu": 1, "tanh": 1, "identity": 1, "absolute": 1, "add": 2, "multiply": 2}
 LOSSES = ("cross_entropy", "squared_error")  # kinds of operations that end the forward pass
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation of a recorded forward pass. `name` is unique within its kind; `reads` names the data tensor that it
+    """Operation of a recorded forward pass. `name` is unique within its kind; `reads` names the data tensor that it
     takes beside its inputs, if any; `recomputed`: it runs again in the backward pass."""
 
     kind: str
@@ -82,7 +82,7 @@ class Operation:
 
     @property
     def anonymous(self) -> tuple:
-        """All that its plan depends on but names."""
+        """Return everything that the operation's plan depends on, without names: layers that are alike share it."""
         inputs = ((t.dims, t.role, t.sizes) if isinstance(t, Parameter) else t for t in self.inputs)
         return self.kind, tuple(inputs), self.outputs, self.attributes
 
@@ -92,9 +92,9 @@ class Operation:
 
 @dataclass(frozen=True)
 class Recompute:
-    """What is not kept for the backward pass but computed again: `none`; `selective`, the inside of attention, whose
-    memory grows with length^2 and whose work does not (Korthikanti et al. 2022); `full`, everything between the inputs
-    of every `every` blocks."""
+    """Selects the activations that the backward pass computes again instead of keeping: `none`; `selective`, the inside
+    of attention, whose memory grows with length^2 and whose work does not (Korthikanti et al. 2022); `full`, everything
+    between the inputs of every `every` blocks."""
 
     kind: str = "none"
     every: int = 1
@@ -104,33 +104,35 @@ KEEP = Recompute()
 
 
 class Ops(ABC):
-    """The language of models. Tensors are opaque here: symbols in the recorder, plain local tensors at run time."""
+    """Interface that a model's forward is written against. Tensors are opaque to the model: symbols in the recorder,
+    plain local tensors at run time."""
 
     dropout_rate: float = 0.0
     recompute: Recompute = KEEP
 
     def recomputed(self, kind: str, function: Callable[..., Any], spec: Spec, x: Any, *more: Any) -> Any:
-        """function(x, *more), one activation. Where this kind of stretch is recomputed, only its arguments are kept for
-        the backward pass, x [spec] in 1/n where n ranks replicate it, and what lies between is computed again."""
+        """Return function(x, *more), one activation. If `self.recompute` is of this `kind`, only the arguments are kept
+        for the backward pass, which calls `function` again; of x [spec] each of n ranks that replicate it keeps 1/n."""
         return function(x, *more)
 
     @abstractmethod
     def lookup(self, name: str, table: Parameter, tokens: Any, out: Spec) -> Any:
-        """Rows of `table` [vocab, ...] at the data tensor `tokens`: an einsum with an unmaterialised one-hot over the
-        table's first dim, whatever it is called. Padding gives some finite row. `out`: [length batch ...]."""
+        """Return the rows of `table` [vocab, ...] at the data tensor `tokens`: an einsum with an unmaterialised one-hot
+        over the table's first dim, whatever its name. Padding gives some finite row. `out`: [length batch ...]."""
 
     @abstractmethod
     def one_hot(self, name: str, ids: Any, out: Spec) -> Any:
-        """1 where the last dim of `out` [length batch dim] is the data tensor `ids`, else 0; padding is 0 everywhere.
+        """Return `out` [length batch dim]: 1 where the index along `dim` equals the data tensor `ids`, else 0; padding
+        is 0 everywhere.
 
-        An einsum with it gathers from an activation; `lookup` does so from a parameter without materialising it. As
+        An einsum with it selects rows of an activation; `lookup` does so of a parameter without materialising it. Like
         every activation of the plan, it takes a gradient."""
 
     @abstractmethod
     def features(self, name: str, ids: Any, out: Spec) -> Any:
-        """Fixed standard normal features [length, batch, one dim] of the data tensor `ids`: random, not learned.
+        """Return fixed standard normal features [length, batch, one dim] of the data tensor `ids`: random, not learned.
 
-        They take a gradient, as if layers lay below."""
+        They take a gradient, as if there were layers below."""
 
     @abstractmethod
     def project(
@@ -141,58 +143,60 @@ class Ops(ABC):
         outs: Sequence[Spec],
         biases: Sequence[Parameter] = (),
     ) -> tuple[Any, ...]:
-        """Einsums of one activation with several weights; those with one compute layout share one gather of x and one
-        reduction of its gradient. `biases`, one per weight or none, are added once, in the output layout."""
+        """Return the einsums of one activation with several weights; those with equal compute layouts share one gather
+        of x and one reduction of its gradient. `biases`, one per weight or none, are added once, in the output layout.
+        """
 
     @abstractmethod
     def einsum(self, name: str, x: Any, x_spec: Spec, y: Any, y_spec: Spec, out: Spec) -> Any:
-        """An einsum of two activations. A dim that `out` lacks is contracted: both have it."""
+        """Return the einsum of two activations. A dim that `out` lacks is contracted: both must have it."""
 
     @abstractmethod
     def reduce(self, name: str, function: str, x: Any, spec: Spec, out: Spec) -> Any:
-        """The sum, mean or max of x over the dims that `out` lacks; the others may come in any order and another
-        region. What is partial is reduced as an einsum's result is. Equal maxima share the gradient."""
+        """Return the sum, mean or max of x over the dims that `out` lacks; the other dims may be reordered and the
+        region may change. Partial results are reduced as an einsum's are. Equal maxima share the gradient."""
 
     @abstractmethod
     def concatenate(self, name: str, x: Sequence[Any], specs: Sequence[Spec], out: Spec, dim: str) -> Any:
-        """Joins activations of the same dims along `dim`, whose size in `out` is the sum of theirs.
+        """Join activations of the same dims along `dim`, whose size in `out` is the sum of theirs.
 
-        Where it is split it is gathered first, and the result split again: the parts' blocks are not its blocks."""
+        A split `dim` is gathered first and the result is split again: blocks of the parts are not blocks of the result.
+        """
 
     @abstractmethod
     def reshape(self, name: str, x: Any, spec: Spec, out: Spec) -> Any:
-        """Splits one dim into two neighbours, the major one first, or merges two neighbours into one.
+        """Split one dim into two adjacent dims, the major one first, or merge two adjacent dims into one.
 
-        The axes of the major one go with it, as do the minor's where each rank has a single block of it."""
+        Axes that split the major dim need not be gathered, nor the minor's if a block's extent along the major is 1."""
 
     @abstractmethod
     def shift(self, x: Any, spec: Spec, parameter: Parameter) -> Any:
-        """Adds a parameter (a bias, a position table), broadcast over the dims that it lacks."""
+        """Add a parameter (a bias, a position table), broadcast over the dims that it lacks."""
 
     @abstractmethod
     def norm(self, x: Any, spec: Spec, kind: str, gain: Parameter, bias: Parameter | None) -> Any:
-        """LayerNorm or RMSNorm over the last dim (d_model in Transformers), which is that of `gain` and `bias`."""
+        """Apply LayerNorm or RMSNorm over the last dim (d_model in Transformers), the only dim of `gain` and `bias`."""
 
     @abstractmethod
     def rotate(self, name: str, x: Any, spec: Spec, theta: float) -> Any:
-        """Rotary position embedding over d_kv, at global positions along length (RoFormer; half-split pairs)."""
+        """Apply rotary position embedding over d_kv at global positions along length (RoFormer; half-split pairs)."""
 
     @abstractmethod
     def sinusoid(self, name: str, x: Any, spec: Spec, scale: float) -> Any:
-        """scale * x plus the sinusoidal position encoding ("Attention Is All You Need", 3.5) at global positions along
-        length: sines at the even d_model, cosines at the odd."""
+        """Return scale * x plus the sinusoidal position encoding ("Attention Is All You Need", 3.5) at global positions
+        along length: sines at even indices of d_model, cosines at odd ones."""
 
     @abstractmethod
     def relative_bias(self, table: Parameter, scores: Spec, *, bidirectional: bool, distance: int) -> Any:
-        """T5's learned bias of `table` [buckets, heads], for adding to attention scores of any number of layers.
+        """Return T5's learned position bias of `table` [buckets, heads], which any number of layers add to scores.
 
-        It has the dims of `scores` without batch, whose axes leave the table's gradient partial: all positions
+        It has the dims of `scores` without batch; the scores' axes leave the table's gradient partial. All offsets
         memory_length - length of one bucket share an entry, and the buckets widen up to `distance`.
         """
 
     @abstractmethod
     def expand_kv(self, name: str, x: Any, spec: Spec, out: Spec) -> Any:
-        """Grouped queries: repeats kv_heads so that every rank has the ones that its heads attend to."""
+        """Repeat kv_heads (grouped queries) so that every rank has the KV heads that its query heads attend to."""
 
     @abstractmethod
     def softmax(
@@ -207,9 +211,9 @@ class Ops(ABC):
         mask: Any = None,
         bias: Any = None,
     ) -> Any:
-        """Softmax of scale * x + bias over `dim`. For attention scores [... length memory_length] only: causal hides
-        positions memory_length > length; `mask`: a data tensor [memory_length, batch] whose padding is hidden; `bias`:
-        of `relative_bias`."""
+        """Return softmax(scale * x + bias) over `dim`. For attention scores [... length memory_length] only: `causal`
+        hides positions memory_length > length; `mask` is a data tensor [memory_length, batch] whose padding is hidden;
+        `bias` comes from `relative_bias`."""
 
     @abstractmethod
     def fused_attention(
@@ -226,42 +230,42 @@ class Ops(ABC):
         mask: Any = None,
         bias: Any = None,
     ) -> Any:
-        """scaled_dot_product_attention of local heads: q [length batch heads d_kv], k and v alike with a length of
-        their own; `mask` and `bias` as in softmax."""
+        """Return scaled_dot_product_attention of local heads: q is [length batch heads d_kv], k and v have the
+        same dims with a length of their own; `mask` and `bias` as in softmax."""
 
     @abstractmethod
     def can_fuse_attention(self, spec: Spec) -> bool:
-        """Whether length, memory_length and d_kv are whole locally in the region, so that one kernel does it."""
+        """Return True if length, memory_length and d_kv are whole in the region of `spec`: one kernel suffices."""
 
     @abstractmethod
     def relayout(self, name: str, x: Any, spec: Spec, out: Spec) -> Any:
-        """Moves an activation to another region, or renames dims (length -> memory_length), position by position."""
+        """Move an activation to another region, or rename dims (length -> memory_length), matched by position."""
 
     @abstractmethod
     def pointwise(self, function: str, *x: Any) -> Any:
-        """gelu, relu, silu, tanh, identity, absolute, add, multiply of activations that share a layout."""
+        """Apply gelu, relu, silu, tanh, identity, absolute, add or multiply to activations that share a layout."""
 
     @abstractmethod
     def pointwise_each(self, functions: Sequence[str], x: Any, spec: Spec, dim: str) -> Any:
-        """Function number i of `pointwise` on slice i of `dim`: a rank runs those of its own slices only."""
+        """Apply `functions[i]` of `pointwise` to slice i along `dim`; a rank computes its own slices only."""
 
     @abstractmethod
     def dropout(self, name: str, x: Any, spec: Spec) -> Any:
-        """Zeroes elements with `dropout_rate`, by a mask of the global element: the same under every plan."""
+        """Drop elements with probability `dropout_rate`; the mask depends on global indices, not on the plan."""
 
     @abstractmethod
     def cross_entropy(self, name: str, logits: Any, spec: Spec, labels: Any, smoothing: float = 0.0) -> Any:
-        """The sum over this rank's tokens of -log softmax(logits)[label] over vocab; never gathers logits.
+        """Return the sum over this rank's tokens of -log softmax(logits)[label] over vocab; never gathers logits.
 
-        Padding among the data tensor `labels` does not count. `smoothing`: that share of the target is spread evenly
+        Padding in the data tensor `labels` does not count. `smoothing`: the share of the target that is spread evenly
         over vocab, in training (Szegedy et al. 2016).
         """
 
     @abstractmethod
     def squared_error(self, name: str, y: Any, target: Any, spec: Spec, ids: Any) -> Any:
-        """Half the sum of (y - target)^2 over this rank's elements; the target takes no gradient.
+        """Return half the sum of (y - target)^2 over this rank's elements; the target takes no gradient.
 
-        Where the data tensor `ids` is padding does not count.
+        Positions at which the data tensor `ids` is padding do not count.
         """
 
     def attention(
@@ -278,11 +282,11 @@ class Ops(ABC):
         mask: Any = None,
         bias: Any = None,
     ) -> Any:
-        """softmax(scale q k^T + bias) v in the region of `spec` [length batch heads d_kv]; k and v come as `kv`, of a
-        length of their own in cross-attention. `mask` and `bias` as in softmax.
+        """Return softmax(scale q k^T + bias) v in the region of `spec` [length batch heads d_kv]; k and v are of type
+        `kv`, with a length of their own in cross-attention. `mask` and `bias` as in softmax.
 
-        One fused kernel where length, memory_length and d_kv are whole locally and no dropout mask must be drawn,
-        else two einsums and a softmax over split dims.
+        Runs one fused kernel if length, memory_length and d_kv are whole in the region and there is no dropout, else
+        two einsums and a softmax over split dims.
         """
         heads = replace(kv, dims=spec.dims)
 
@@ -304,10 +308,10 @@ class Ops(ABC):
         return self.recomputed("selective", core, spec, q, k, v, bias)
 
     def product(self, name: str, x: Any, spec: Spec, others: Sequence[tuple[Any, Spec] | Parameter], out: Spec) -> Any:
-        """An einsum of x with any number of other operands: pairwise from the left, each partial product
-        in the region of `out` with the dims that are still needed. A good order contracts early.
+        """Return the einsum of x with any number of other operands, computed pairwise from the left: each intermediate
+        product is in the region of `out` and has the dims that are still needed. A good order contracts early.
 
-        Every dim that `out` lacks is in two operands or more; `reduce` sums those of a single one.
+        Every dim that `out` lacks must be in two or more operands; `reduce` sums over a dim of a single one.
         """
         for i, y in enumerate(others):
             y_dims, y_sizes = (y.dims, y.sizes) if isinstance(y, Parameter) else (y[1].dims, y[1].sizes)
@@ -325,6 +329,6 @@ class Ops(ABC):
 
 
 def scores_of(query: Spec, key: Spec) -> Spec:
-    """The attention scores of queries and keys, which both have length."""
+    """Return the type of the attention scores of queries and keys, both of which have dim length."""
     sizes = (*query.sizes, *key.renamed("length", "memory_length").sizes)
     return Spec(query.region, ("batch", "heads", "length", "memory_length"), sizes)

@@ -1,4 +1,4 @@
-"""The recorder: turns a model's forward pass into the list of its operations."""
+"""The recorder, which turns a model's forward pass into the list of its operations."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from platform.plan.language.scheme import Scheme
 
 @dataclass(frozen=True)
 class Symbol:
-    """What flows through a recorded forward pass."""
+    """Stand-in for an activation in a recorded forward pass; it carries only the type."""
 
     spec: Spec
 
 
 @dataclass
 class Recorder(Ops):
-    """Records the operations of a forward pass under a scheme, which decides `can_fuse_attention`. The symbol of a data
-    tensor is its name."""
+    """Records the operations of a forward pass; the scheme decides `can_fuse_attention`. A data tensor is represented
+    by its name."""
 
     scheme: Scheme
     dropout_rate: float = 0.0
     recompute: Recompute = KEEP
     operations: list[Operation] = field(default_factory=list)
-    kept: list[Spec] = field(default_factory=list)  # the first argument of every stretch that is recomputed
-    sizes: Mapping[str, int] = field(default_factory=dict)  # of the model's dims; {}: any dim is right
-    declared: Mapping[str, Parameter] = field(default_factory=dict)  # by name; {}: any parameter is
+    kept: list[Spec] = field(default_factory=list)  # type of x of every recomputed function
+    sizes: Mapping[str, int] = field(default_factory=dict)  # dim -> size; {}: dims are not checked
+    declared: Mapping[str, Parameter] = field(default_factory=dict)  # by name; {}: parameters are not checked
     _names: set[tuple[str, str]] = field(default_factory=set)
     _again: bool = False
 
@@ -59,7 +59,7 @@ class Recorder(Ops):
         return symbols[0] if len(symbols) == 1 else symbols
 
     def _judge(self, kind: str, name: str, inputs: Sequence, outputs: Sequence[Spec]) -> None:
-        """Raises ModelMistake for what no scheme could lay out."""
+        """Raise ModelMistake for an unknown region or dim, an undeclared parameter or a name used twice in a kind."""
         if self.sizes:
             check_specs(f"{kind} {name}", [*inputs, *outputs], self.sizes)
         for p in (t for t in inputs if isinstance(t, Parameter)):

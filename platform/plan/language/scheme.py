@@ -1,6 +1,6 @@
 """Schemes: a tensor scheme and a branch splitting, two small tables, composed into one layout per region and role.
 
-The tables are the YAML files of conf/tensor and conf/branch; DESIGN section 3 shows them side by side.
+The tables are the YAML files of conf/tensor and conf/branch; docs/design.md, section 3, shows them side by side.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ GATHERED = {
 }
 SLICE_VIA = {
     "all_to_all": "every rank gets what it needs",
-    "all_gather": "every rank gets all and throws the rest away: the volume of paper 002, which had no all-to-all",
+    "all_gather": "every rank gets all and throws the rest away: as SUPER published it, which had no all-to-all",
 }
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """The layout of every region's activations and of every role's parameters.
+    """Holds the layout of every region's activations and of every role's parameters.
 
-    `axes` are the scheme's and the branch's axes with their sizes, outer to inner, without `data`.
+    `axes` are the tensor scheme's and the branch splitting's axes with their sizes, outer to inner, without `data`.
     """
 
     name: str
     axes: tuple[tuple[str, int], ...]
     regions: Mapping[str, Layout]
     parameters: Mapping[str, Layout]
-    branches: tuple[str, ...] = ()  # those of the axes that are the branch's
-    branches_outer: bool = False  # the branch axes lie outside of all others: D&SP's naive order
-    parameters_only: tuple[str, ...] = ()  # at whose index 0 alone a parameter exists, unless they split it
+    branches: tuple[str, ...] = ()  # the axes that come from the branch splitting
+    branches_outer: bool = False  # True: branch axes are the outermost of the mesh, D&SP's naive order
+    parameters_only: tuple[str, ...] = ()  # axes at whose index 0 alone a parameter exists, unless they split it
     gathered: str = "keep"  # what an einsum does with gathered operands: see GATHERED
     slice_via: str = "all_to_all"  # how a dim is sliced over the branches: see SLICE_VIA
 
     def mesh_axes(self, data: int) -> dict[str, int]:
-        """Every axis with its size, outer to inner."""
+        """Return every mesh axis but `stage` with its size, outer to inner."""
         sizes = {"data": data, **dict(self.axes)}
         first = self.branches if self.branches_outer else ()
         return {a: sizes[a] for a in dict.fromkeys((*first, *sizes))}
 
     def key(self, axis: str) -> str:
-        """The configuration key of an axis."""
+        """Return the configuration key that sets an axis's size, such as `tensor.axes.t`."""
         if axis == "data":
             return "parallel.data"
         return f"{'branch' if axis in self.branches else 'tensor'}.axes.{axis}"
@@ -58,7 +58,7 @@ class Scheme:
         return self.regions[region].restrict(dims)
 
     def fuses_attention(self, region: str) -> bool:
-        """Whether length, memory_length and d_kv are whole locally in the region: one kernel does attention."""
+        """Return True if length, memory_length and d_kv are whole in the region: one kernel can do attention."""
         return not any(self.regions[region][d] for d in ("length", "memory_length", "d_kv"))
 
     def parameter(self, role: str, dims: Sequence[str]) -> Layout:
@@ -66,16 +66,16 @@ class Scheme:
 
     @property
     def sub_grid_zero(self) -> tuple[str, ...]:
-        """The branch axes at whose index 0 alone some tensors exist; () if every rank has its block of everything."""
+        """Return the branch axes at whose index 0 alone some tensors exist; () if every rank has a block of all."""
         found = {a for layout in self.regions.values() for a in layout.only} | set(self.parameters_only)
         return tuple(a for a in self.branches if a in found)
 
 
 def compose(tensor: Mapping[str, Any], branch: Mapping[str, Any], data: int) -> Scheme:
-    """A Scheme from the two configuration groups (platform.config.fields.Tensor and Branch, as plain data).
+    """Build a Scheme from the two configuration groups (platform.config.fields.Tensor and Branch, as plain data).
 
-    `data` is put first in batch's list in every region; axes of size 1 are dropped; a region that the scheme does not
-    name is as the stream (core: as attention), for a region's map replaces the stream's.
+    `data` is put first in batch's list in every region and axes of size 1 are dropped. A region's map replaces the
+    stream's; a region that the scheme does not name has the stream's (core: attention's).
     """
     order = tensor["order"] or list(tensor["axes"])
     sizes = {a: tensor["axes"].get(a, 1) for a in order} | dict(branch["axes"])

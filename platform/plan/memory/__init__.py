@@ -1,3 +1,3 @@
-"""What a plan needs on a device: a forward pass run on storages without memory, added up along a schedule's row.
-No device is asked here.
+"""Prediction of the memory that a plan needs per worker: passes run on storages that only count bytes, then added up
+along a schedule's row. No device is asked.
 """

@@ -1,7 +1,7 @@
-"""What a worker needs at once: its row of the schedule run in numbers, then the reduction and the update.
+"""Peak memory of a worker: a walk along its row of the schedule in bytes, then the gradient reduction and the update.
 
-The passes of a chunk are measured once, by `platform.plan.memory.metered`; the row adds up how many are in flight, what
-is sent and received meanwhile, and gradients as they come: as in `platform.parallel.pipeline`, then `platform.train`.
+A chunk's passes are measured once, by `platform.plan.memory.metered`. The walk adds up passes in flight, buffers of
+sends and receives, and gradients as they come, in the order of `platform.parallel.pipeline`, then `platform.train`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from platform.plan.memory.storages import Key, Storage
 from platform.plan.memory.worker_bytes import forward, weight_bytes
 from platform.plan.schedule.table import Action, Kind
 
-SENDS_IN_FLIGHT = 8  # whose buffers are kept
+SENDS_IN_FLIGHT = 8  # sends whose buffers are kept, as in platform.parallel.pipeline
 Specs = Sequence[tuple[str, Spec]]
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of one worker when it holds most. `activations`: what forward passes in flight keep, so many of them;
-    `working`: all that an operation, its collectives, sends and receives take meanwhile."""
+    """Bytes on one worker at its peak. `activations`: kept by the `in_flight` forward passes whose backward is not
+    done; `working`: everything else, such as what an operation, its collectives, sends and receives take."""
 
     parameters: int
     optimizer: int
@@ -45,9 +45,12 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Passes:
-    """One chunk's passes over a microbatch, in bytes. `forward`, `backward`, `weights`: the most at once beside what
-    was there before; `kept`: from forward to backward; `given`: what came out and is not among that; `pending`: from
-    the input gradient to the weights' where they are split; `gradients`: of parameters, new ones."""
+    """Bytes that one chunk's passes over a microbatch take and keep.
+
+    `forward`, `backward`, `weights`: peak of the pass (forward, backward or input gradient, weight gradient) above
+    what was there before it; `kept`: from forward to backward; `given`: of the outputs, what is not among `kept`;
+    `pending`: from the input gradient to the weight gradient where they are split; `gradients`: new ones, by
+    parameter."""
 
     forward: int
     kept: int
@@ -59,8 +62,9 @@ class Passes:
 
 
 def footprint(plan: Plan, model: Model, row: Iterable[Action], stage: int, moments: int, dropout: float) -> Footprint:
-    """Of the worker of a stage that has a block of every tensor, in every step but the first, in which there is no
-    optimizer's state yet. `row`: the lowered row of the stage; `moments`: numbers of the optimizer per parameter."""
+    """Compute the footprint of the worker of `stage` at index 0 of the other axes, which has a block of every tensor,
+    in any step but the first (which starts without optimizer state). `row`: the stage's lowered row; `moments`: numbers
+    that the optimizer keeps per parameter element."""
     at = {**plan.mesh.coordinates(0), "stage": stage}
     sizes = weight_bytes(plan, moments, at)
     walk = _Walk(plan.at(stage), model, at, dropout)
@@ -77,8 +81,8 @@ def measure(
     splits: bool,
     there: Iterable[Key],
 ) -> Passes:
-    """The passes of a chunk on the worker at `at`; `splits`: the weights' gradients are computed later; `there`:
-    parameters that have a gradient already."""
+    """Measure the passes of a chunk on the worker at `at`. `splits`: weight gradients are separate passes, run later;
+    `there`: parameters that already have a gradient."""
     meter = Metered(plan, dropout, at)
     ledger = meter.ledger
     meter.deferred = [] if splits else None
@@ -99,7 +103,8 @@ def measure(
     backward = ledger.peak - start
     found = {key: g for key, g in coming.items() if key in inputs}
     coming.clear()
-    gone = {id(g): g.nbytes for g in (*held, *found.values(), *meter.leaves.values())}  # one may be both
+    # by id: one storage may be the gradient of an output and of an input
+    gone = {id(g): g.nbytes for g in (*held, *found.values(), *meter.leaves.values())}
     pending = ledger.now - before - sum(gone.values())
     start = ledger.peak = ledger.now
     while meter.deferred:
@@ -110,24 +115,24 @@ def measure(
 
 
 def _tokens(plan: Plan, chunk: Chunk) -> int:
-    """Elements of the data tensors that a chunk reads: every layout of each of them."""
+    """Return the local elements of the data tensors that a chunk reads, counting each layout in which each is read."""
     read = {(o.operation.reads, o.tokens) for o in chunk.operations.values() if o.operation.reads is not None}
     batch, length = plan.sizes["batch"], plan.sizes["length"]
     return sum(batch * length // plan.mesh.extent((*tokens["batch"], *tokens["length"])) for _, tokens in read)
 
 
 class _Walk:
-    """Runs a row. `now`: bytes of everything but parameters and the optimizer's state."""
+    """Runs a stage's row in bytes and notes the peak. `now`: bytes of everything but parameters and optimizer state."""
 
     def __init__(self, plan: Plan, model: Model, at: Mapping[str, int], dropout: float):
         self.plan, self.model, self.at, self.dropout = plan, model, at, dropout
         self.now = self.kept = self.gradients = self.live = 0
-        self.most = (0, 0, 0, 0)  # gradients, activations, working, in flight: at the peak
+        self.most = (0, 0, 0, 0)  # at the peak: gradients, activations, working, in flight
         self.compute, self.master = plan.itemsize["compute"], plan.itemsize["master"]
         self.chunks = {chunk.number: chunk for chunk in plan.chunks}
         self.parameters = {p.name: p for p in plan.parameters if plan.present(p, at)}
-        self.sums: dict[Key, int] = {}  # gradients over the microbatches
-        self.held: dict[tuple[str, int, int], int] = {}  # what waits, by what and for which chunk and microbatch
+        self.sums: dict[Key, int] = {}  # bytes of gradients accumulated over microbatches
+        self.held: dict[tuple[str, int, int], int] = {}  # (what, chunk, microbatch that use it) -> bytes
         self.sending: deque[int] = deque()
         self._measured: dict[tuple, Passes] = {}
         self._blocks: dict[tuple, list[tuple[int, int]]] = {}
@@ -148,7 +153,8 @@ class _Walk:
         return self.most
 
     def reach(self, extra: int = 0, kept: int = 0) -> None:
-        """Takes note of `extra` bytes beside those of now; `kept` of them are those of a further forward pass."""
+        """Record a peak if `now` + `extra` bytes is one; `kept` of the extra are activations of a further forward
+        pass."""
         if self.now + extra > sum(self.most[:3]):
             activations, live = self.kept + kept, self.live + bool(kept)
             self.most = self.gradients, activations, self.now + extra - self.gradients - activations, live
@@ -198,7 +204,7 @@ class _Walk:
         self._accumulate(p)
 
     def _accumulate(self, p: Passes) -> None:
-        """Adds a microbatch's gradients to their sums; those of another type are converted one by one."""
+        """Add a microbatch's gradients to their sums; if compute and master types differ, one by one, converted."""
         if self.compute == self.master:
             new = {name: n for name, n in p.gradients.items() if name not in self.sums}
             self.sums |= new
@@ -215,10 +221,11 @@ class _Walk:
                 self.gradients += wide
             self.now -= n
 
-    # what is sent and received
+    # sends and receives
 
     def blocks(self, flow: Specs) -> list[tuple[int, int]]:
-        """Bytes of every tensor of a flow: of its block, and of the part that is sent of it, 0 where all of it is."""
+        """Return (bytes of the block, bytes of the part that this rank sends) for each tensor of a flow that is present
+        here; the part is 0 where the whole block is sent (no scatter/gather)."""
         key = tuple(flow)
         if key not in self._blocks:
             found = []
@@ -240,7 +247,8 @@ class _Walk:
         self.reach()
 
     def _arrive(self, what: str, a: Action, flow: Specs, local: int | None) -> None:
-        """What a pass starts from: there already on this stage, or gathered from the parts that were received."""
+        """Account for the input of a pass: `local` bytes from a chunk on this stage, or (None) a flow that was received
+        and is gathered from its parts."""
         arrived = self.held.pop(("arriving F" if what == "inputs" else "arriving B", a.chunk, a.microbatch), 0)
         if local is None:
             local = self._bytes(flow)
@@ -256,7 +264,7 @@ class _Walk:
         before = self.held.pop(key)
         for whole, part in self.blocks(self.chunks[a.chunk].sends if forward else self.chunks[a.chunk].receives):
             if part:
-                self.reach(whole + part)  # padded, and the part that is sent
+                self.reach(whole + part)  # the padded block, and the part that is sent
                 self.now += part
             else:
                 part = min(whole, before)
@@ -266,16 +274,16 @@ class _Walk:
         while len(self.sending) > SENDS_IN_FLIGHT:
             self.now -= self.sending.popleft()
 
-    # what comes once a step
+    # once a step
 
     @cached_property
     def _reduced(self) -> dict[str, tuple[str, ...]]:
-        """Parameter -> the axes over which its reduction leaves shards, of those that are reduced here."""
+        """Return, for each parameter whose gradient is reduced on this rank, the axes over which that leaves shards."""
         buckets = (b for b in self.plan.buckets if at_zero(b.only, self.at))
         return {p.name: self.plan.scattered(b.axes) for b in buckets for p in b.parameters if p.name in self.parameters}
 
     def _reduce(self, names: Iterable[str]) -> None:
-        """Copies of complete gradients are on their way, with what a reduce-scatter leaves of them."""
+        """Add the copies of complete gradients that are being reduced, and the shards that a reduce-scatter leaves."""
         for name in names:
             if name in self._reduced and name in self.sums:
                 n = self.plan.mesh.extent(self._reduced[name])

@@ -1,11 +1,11 @@
-"""Peak speeds of accelerators, for model FLOPs utilisation (MFU), and their memory."""
+"""Tables of accelerators: peak speed, for model FLOPs utilisation (MFU), and memory."""
 
 from __future__ import annotations
 
 import re
 
-# Dense bf16 matrix FLOP/s of a device, by its name; more specific names first. Sources: the data sheets of NVIDIA (half
-# of the figure with sparsity where they print no other) and AMD.
+# Device name -> dense bf16 matrix FLOP/s; more specific names first. Sources: the data sheets of NVIDIA (half of the
+# figure with sparsity where that is the only one) and AMD.
 DENSE_BF16_PEAKS: tuple[tuple[str, float], ...] = (
     ("GB200", 2.5e15),
     ("B200", 2.25e15),
@@ -32,8 +32,8 @@ DENSE_BF16_PEAKS: tuple[tuple[str, float], ...] = (
 )
 
 
-# Bytes of a device, by its name or by the accelerator type that Ray gives a node; more specific names first. Nominal: a
-# driver shows some hundredths more or less. Where a name has come with several sizes and says none, the largest.
+# Device name, or the accelerator type that Ray gives a node -> bytes; more specific names first. Nominal: a driver
+# shows a few percent more or less. A name that does not tell its size gets the largest that was sold under it.
 MEMORIES: tuple[tuple[str, float], ...] = (
     ("GB200", 186e9),
     ("B200", 180e9),
@@ -65,7 +65,7 @@ MEMORIES: tuple[tuple[str, float], ...] = (
 
 
 def memory_of(device: str) -> float | None:
-    """Bytes of the device with this name, None where the table does not know it.
+    """Return the bytes of the device with this name, None if MEMORIES lacks it. Names are compared by whole words.
 
     >>> memory_of("NVIDIA A100-SXM4-80GB")
     80000000000.0
@@ -75,7 +75,8 @@ def memory_of(device: str) -> float | None:
 
 
 def dense_bf16_peak(device: str) -> float | None:
-    """FLOP/s of the device with this name, None where the table does not know it. Names are compared by whole words.
+    """Return the FLOP/s of the device with this name, None if DENSE_BF16_PEAKS lacks it. Names are compared by whole
+    words.
 
     >>> dense_bf16_peak("NVIDIA A100-SXM4-80GB")
     312000000000000.0

@@ -1,4 +1,5 @@
-"""Storages on one rank, and what moves between layouts: the parts of `platform.plan.memory.metered`'s operations."""
+"""Base of the memory meter: storages and layout conversions of one rank, from which `platform.plan.memory.metered`
+makes its operations."""
 
 from __future__ import annotations
 
@@ -12,14 +13,15 @@ from platform.plan.language.layout import at_zero
 from platform.plan.language.ops import Ops, Parameter, Spec
 from platform.plan.memory.storages import Backward, Gradients, Key, Ledger, Saved, Storage, Tape, Value
 
-INTEGER = 8  # bytes of a token id, and of an element's number
+INTEGER = 8  # bytes of a token id, and of an element's index
 
 
 class Meter(Ops):
-    """Storages and conversions on the rank at `at`. `tape`: what the backward pass will do; `leaves`: gradients of
-    parameters; `deferred`: where a schedule computes them later, the computations.
+    """Creates storages and converts layouts on the rank at `at`, counting bytes in `ledger`. `tape`: what the backward
+    pass will do; `leaves`: gradients of parameters; `deferred`: pending computations of weight gradients, None unless
+    the schedule splits them off.
 
-    A tensor without elements stands for an absent block, which operations hand on.
+    A tensor without elements stands for an absent block; operations pass it on.
     """
 
     def __init__(self, plan: Plan, dropout: float, at: Mapping[str, int]):
@@ -31,18 +33,18 @@ class Meter(Ops):
         self.grad = True
 
     def new(self, elements: int, itemsize: int = 0, *, parameter: bool = False) -> Storage:
-        """Floating-point numbers, of the compute type if no other."""
+        """Allocate `elements` floating-point numbers, of the compute type unless `itemsize` is given."""
         return Storage(self.ledger, elements * (itemsize or self.plan.itemsize["compute"]), elements, parameter)
 
     def integers(self, elements: int, itemsize: int = INTEGER) -> Storage:
         return Storage(self.ledger, elements * itemsize, 0)
 
     def widened(self, x: Storage | None, elements: int) -> Storage | None:
-        """x in the type of statistics: a copy only where that is another."""
+        """Cast x to the accumulate type, in which statistics are computed: a copy only if that differs."""
         return x if self.wide == self.plan.itemsize["compute"] else self.new(elements, self.wide)
 
     def block(self, spec: Spec) -> Value:
-        """A new local block of an activation."""
+        """Allocate this rank's block of an activation."""
         elements = prod(self.plan.local_shape(spec)) if self.plan.present(spec, self.at) else 0
         return Value(self.new(elements), elements)
 
@@ -51,11 +53,11 @@ class Meter(Ops):
             self.tape.note(outs, ins, saved, backward)
 
     def plain(self, out: Value, ins: Sequence[Value], saved: Saved = (), work: int = 0, itemsize: int = 0) -> Value:
-        """An operation that gives each of its inputs a new gradient, and takes `work` elements beside them."""
+        """Record an operation whose backward allocates a gradient per input, with `work` elements of scratch."""
         sizes = [x.elements for x in ins]
 
         def backward(_: Gradients, __: Saved) -> Gradients:
-            held = self.new(work, itemsize) if work else None  # noqa: F841  (until they are all there)
+            held = self.new(work, itemsize) if work else None  # noqa: F841  (until all gradients are allocated)
             return [self.new(n) for n in sizes]
 
         self.note([out], ins, saved, backward)
@@ -64,9 +66,9 @@ class Meter(Ops):
     def convert(
         self, x: Storage | None, elements: int, steps: Sequence[Step], parameter: bool = False
     ) -> tuple[Storage | None, int]:
-        """The storage and the elements of a tensor after the moves of `platform.parallel.sharding.convert`. A slice is
-        a view of the same memory, and so is a block without its padding; a collective writes anew, but a broadcast does
-        not where it starts."""
+        """Return the storage and the elements of a tensor after `steps`, as `platform.parallel.sharding.convert` does
+        them. A slice, and a block without its padding, are views of the same memory; a collective writes new memory,
+        except a broadcast on its root."""
         for step in steps:
             n, index = self.plan.mesh.extent(step.axes), self.plan.mesh.index(self.at, step.axes)
             if step.op in ("all_gather", "gather", "pad"):
@@ -84,7 +86,8 @@ class Meter(Ops):
         return x, elements
 
     def _moved(self, elements: int, n: int, step: Step, parameter: bool) -> Storage:
-        """What a collective gives. A dim that is not the first in memory is brought there, or back, by a copy."""
+        """Allocate a collective's result. A split or joined dim that is not first in memory costs a copy, before or
+        after."""
         last = step.joined if step.op == "all_to_all" else step.dim
         before = step.op in ("reduce_scatter", "all_to_all", "scatter") and step.dim
         after = step.op in ("all_gather", "gather", "all_to_all") and last
@@ -94,7 +97,7 @@ class Meter(Ops):
         return self.new(elements, parameter=parameter) if after else out
 
     def apply(self, x: Value, conversion: Conversion) -> Value:
-        """A differentiable conversion."""
+        """Apply a differentiable conversion."""
         if not conversion.forward and not conversion.backward:
             return x
         out = Value(*self.convert(x.storage, x.elements, conversion.forward, isinstance(x.key, str)))
@@ -103,7 +106,7 @@ class Meter(Ops):
         return out
 
     def parameter(self, p: Parameter, conversion: Conversion | None = None) -> Value:
-        """A parameter as it is stored, or converted for its use."""
+        """Return a parameter as it is stored, or converted for its use."""
         elements = prod(self.plan.stored_shape(p)) * self.plan.present(p, self.at)
         stored = Value(None, elements, p.name)
         return self.apply(stored, conversion) if conversion else stored
@@ -112,7 +115,7 @@ class Meter(Ops):
         return self.plan.operations[kind, name]
 
     def inner(self, planned: PlannedOperation, out: Spec, leave: Conversion) -> int:
-        """Elements of an operation's local result, which is wider than its layout where it is split on leaving."""
+        """Return the elements of an operation's local result, before `leave` splits it into the layout of `out`."""
         splits = (s.axes for s in leave.forward if s.op in ("slice", "reduce_scatter"))
         there = at_zero(planned.only, self.at)
         return there * prod(self.plan.local_shape(out)) * prod(self.plan.mesh.extent(axes) for axes in splits)

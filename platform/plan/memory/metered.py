@@ -1,6 +1,6 @@
-"""A model's forward pass run on storages: what each operation of `parallel.parallel_ops` takes, keeps and gives back.
+"""Memory model of each operation of `platform.parallel.parallel_ops`: what it allocates, saves and frees.
 
-It follows torch's CPU kernels, and the statements of `platform.parallel` where a layer's memory shows them.
+The numbers follow torch's CPU kernels, and the statements of `platform.parallel` where these show in a layer's peak.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from platform.plan.communication.planned import Group
 from platform.plan.memory.meter import Meter
 from platform.plan.memory.storages import Gradients, Saved, Storage, Value
 
-_DRAWING = 4  # integers per element that drawing random bits takes at once
-_OF_RESULT = {"relu", "tanh"}  # functions that save what they give, not what they were given
+_DRAWING = 4  # integers per element alive while random bits are drawn
+_OF_RESULT = {"relu", "tanh"}  # functions that save their result, not their input
 
 
 class Metered(Meter):
-    """Runs the model of `plan` as `platform.parallel.parallel_ops.ParallelOps` does."""
+    """Runs a model's forward pass on storages, in the same steps as `platform.parallel.parallel_ops.ParallelOps`."""
 
     def lookup(self, name, table, tokens, out):
         planned = self.planned("lookup", name)
@@ -28,7 +28,7 @@ class Metered(Meter):
         sizes = self.plan.planner.sizes_of(out)
         rows = prod(sizes[d] // self.plan.mesh.extent(planned.tokens[d]) for d in ("length", "batch"))
         x = self.plain(Value(self.new(elements), elements), [weight], (self.integers(rows),))
-        if planned.over:  # which rows are this rank's
+        if planned.over:  # the mask of this rank's rows
             x = self.plain(Value(self.new(elements), elements), [x], (self.new(rows),))
         return self.apply(x, leave)
 
@@ -75,7 +75,7 @@ class Metered(Meter):
         return deferred is not None or bool(group.panels) or any(c.forward or c.backward for c in conversions)
 
     def _moving(self, planned, group: Group, x: Value, operands: Sequence[Value], outs, deferred) -> list[Value]:
-        """`platform.parallel.kernels.einsum._Einsums`."""
+        """Follow `platform.parallel.kernels.einsum._Einsums`: gather, multiply, convert the results."""
         members = group.members
         local, sizes = zip(
             *(
@@ -135,7 +135,7 @@ class Metered(Meter):
         return total
 
     def _panels(self, planned, group: Group, x: Value, operands: Sequence[Value], outs) -> list[Value]:
-        """`platform.parallel.kernels.summa`: both operands' panels, of now and of the next turn, and a product."""
+        """Follow `platform.parallel.kernels.summa`: current and next panel of both operands, and a product."""
         panels, members = group.panels, group.members
         assert panels is not None
         local = [
@@ -145,7 +145,7 @@ class Metered(Meter):
         widths = [x.elements, *(n for _, n in local)]
         axes = [panels.x_axes, *(panels.operand_axes for _ in members)]
         pairs = zip(widths, axes, strict=True)
-        one = [n * self.plan.mesh.extent(a) // panels.count if a else 0 for n, a in pairs]  # none: a view
+        one = [n * self.plan.mesh.extent(a) // panels.count if a else 0 for n, a in pairs]  # no axes: a view
         found = [self.block(outs[m.index]) for m in members]
         self.new(2 * sum(one) + sum(y.elements for y in found))
         saved = (
@@ -155,7 +155,7 @@ class Metered(Meter):
 
         def backward(gs: Gradients, saved: Saved) -> Gradients:
             dx, *dws = (self.new(n) for n in widths)
-            self.new(sum(one) * (panels.count + 1))  # every panel's part until all are reduced, and the last panel
+            self.new(sum(one) * (panels.count + 1))  # parts of all panels until reduced, and the last panel
             pairs = zip(dws, widths[1:], members, strict=True)
             return [dx, *(self.convert(w, n, m.operand.backward)[0] for w, n, m in pairs)]
 
@@ -170,7 +170,8 @@ class Metered(Meter):
         y = Value(self.new(elements), elements)
         saved: Saved = ()
         if function == "max":
-            saved = (self.new(x.elements, self.wide),) if planned.over else (x.storage, y.storage)  # shares; both ends
+            # each element's share of the gradient where a reduced dim is split, else input and result
+            saved = (self.new(x.elements, self.wide),) if planned.over else (x.storage, y.storage)
         return self.apply(self.plain(y, [x], saved), leave)
 
     def concatenate(self, name, x, specs, out, dim):
@@ -226,7 +227,7 @@ class Metered(Meter):
         into, leave = self.planned("rotate", name).conversions
         x = self.apply(x, into)
         length = self.plan.local_shape(spec)[spec.dims.index("length")]
-        angles = self.new(length * self.plan.sizes["d_kv"], self.wide)  # cosines and sines of d_kv / 2 angles each
+        angles = self.new(length * self.plan.sizes["d_kv"], self.wide)  # d_kv / 2 cosines and sines each
         wide, n = self.widened(x.storage, x.elements), x.elements
         halves = self.new(n, self.wide)
         whole = self.new(n, self.wide)
@@ -285,14 +286,14 @@ class Metered(Meter):
         out = self.block(spec)
         query, key = (dict(zip(s.dims, self.plan.local_shape(s), strict=True)) for s in (spec, kv))
         rows = out.elements // query["d_kv"]
-        if bias is not None:  # no kernel gives a gradient to a bias: torch computes the probabilities
+        if bias is not None:  # no fused kernel has a gradient for a bias: torch's math path computes the probabilities
             scaled = self.new(prod(query.values())), self.new(prod(key.values()))
             scores = rows * key["length"]
             work = self.new(2 * scores)
             del work
             return self.plain(out, [q, k, v, bias], (*scaled, v.storage, self.new(scores)), 2 * scores)
-        saved = [q.storage, k.storage, v.storage, out.storage, self.new(rows, self.wide)]  # the log of each row's sum
-        if mask is not None:  # as numbers that are added to the scores
+        saved = [q.storage, k.storage, v.storage, out.storage, self.new(rows, self.wide)]  # log-sum-exp per row
+        if mask is not None:  # as floats to add to the scores
             saved.append(self.new(key["batch"] * key["length"] * (query["length"] if causal else 1)))
         return self.plain(out, [q, k, v], tuple(saved))
 
@@ -310,13 +311,13 @@ class Metered(Meter):
         n = min(v.elements for v in x)
         out = Value(self.new(n), n)
         if function == "add":
-            parts = len(x)  # the closure must not hold them
+            parts = len(x)  # a number: the closure must not keep x alive
             self.note([out], x, (), lambda gs, _: [gs[0]] * parts)
             return out
         return self.plain(out, x, (out.storage,) if function in _OF_RESULT else tuple(v.storage for v in x))
 
     def pointwise_each(self, functions, x, spec, dim):
-        """As on the rank whose functions keep most, where they differ."""
+        """Count as the rank whose functions save most, if ranks differ."""
         if not x.elements:
             return x
         shape = dict(zip(spec.dims, self.plan.local_shape(spec), strict=True))
@@ -330,7 +331,7 @@ class Metered(Meter):
         if not self.dropout_rate or not x.elements:
             return x
         self.integers(x.elements * _DRAWING)
-        mask = self.new(x.elements)  # scaled
+        mask = self.new(x.elements)  # already scaled by 1 / (1 - rate)
         return self.plain(self.block(spec), [x], (mask,))
 
     def cross_entropy(self, name, logits, spec, labels, smoothing=0.0):

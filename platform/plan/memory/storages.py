@@ -1,7 +1,7 @@
-"""Memory without memory: storages that count their bytes while something refers to them, and a tape of operations whose
-backward passes take and give back more.
+"""Stand-ins for device memory: storages that count their bytes while something refers to them, and an autograd tape
+whose backward passes allocate and free such storages.
 
-A model's forward pass, run on them by `platform.plan.memory.meter`, keeps alive what it would keep alive on a device.
+A forward pass run on them by `platform.plan.memory.meter` keeps alive what it would keep alive on a device.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-Key = int | str  # names a gradient: a parameter's by its name
+Key = int | str  # of a gradient: a parameter's name, or a number for an activation
 
 
 @dataclass
 class Ledger:
-    """Bytes that live now, and the most that did since `peak` was last set."""
+    """Counts the bytes of living storages: now, and their maximum since `peak` was last set."""
 
     now: int = 0
     peak: int = 0
@@ -26,8 +26,8 @@ class Ledger:
 
 
 class Storage:
-    """Memory under one or more tensors, until the last reference to it is gone. `counted`: its floating-point elements,
-    0 of integers; `parameter`: a copy of one, gathered."""
+    """Memory under one or more tensors, counted until the last reference to it is gone. `counted`: its floating-point
+    elements, 0 for integers; `parameter`: True for a gathered copy of a parameter."""
 
     __slots__ = ("_ledger", "counted", "nbytes", "parameter")
 
@@ -43,7 +43,8 @@ _KEYS = count()
 
 
 class Value:
-    """A tensor: so many elements of a storage, None for a parameter where it is stored."""
+    """Stand-in for a tensor: a number of elements in a storage; the storage is None for a parameter as it is stored,
+    whose bytes are counted apart."""
 
     __slots__ = ("elements", "key", "storage")
 
@@ -54,7 +55,7 @@ class Value:
 
 Gradients = Sequence[Storage | None]
 Saved = tuple[Storage | None, ...]
-Backward = Callable[[Gradients, Saved], Gradients]  # gradients of the results, what was saved -> those of the inputs
+Backward = Callable[[Gradients, Saved], Gradients]  # (gradients of results, saved) -> gradients of inputs
 
 
 @dataclass
@@ -66,7 +67,7 @@ class _Node:
 
 
 class Tape:
-    """The operations of forward passes, in order."""
+    """Autograd tape: the operations of forward passes, in order."""
 
     def __init__(self) -> None:
         self._nodes: list[_Node] = []
@@ -75,12 +76,13 @@ class Tape:
         self._nodes.append(_Node([x.key for x in outs], [x.key for x in ins], saved, backward))
 
     def saved(self) -> list[Storage]:
-        """The distinct storages that the operations keep."""
+        """Return the distinct storages that the operations save."""
         return list({id(s): s for node in self._nodes for s in node.saved if s}.values())
 
     def unwind(self, gradients: dict[Key, Storage], leaves: dict[Key, Storage]) -> None:
-        """Runs the backward passes in reverse and gives back what they kept. `gradients`: of what came out, and in the
-        end of what went in; `leaves`: of parameters. A further gradient of a tensor is added to the one that is there.
+        """Run the operations' backward passes in reverse order, freeing what was saved. `gradients`: on entry of the
+        outputs, in the end of the inputs; `leaves`: of parameters. A further gradient of the same tensor is added in
+        place.
         """
         while self._nodes:
             node = self._nodes.pop()

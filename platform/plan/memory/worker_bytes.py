@@ -1,4 +1,4 @@
-"""What a worker holds: bytes of parameters, gradients and optimizer state, and what autograd saves for the backward."""
+"""Sizes on one worker: bytes of parameters, gradients and optimizer state, and elements that autograd saves."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from platform.plan.core.plan import Plan
 from platform.plan.memory.metered import Metered
 from platform.plan.memory.storages import Value
 
-Coordinates = Mapping[str, int]  # of a worker: mesh axis -> index
+Coordinates = Mapping[str, int]  # a worker's place: mesh axis -> index
 
 
 def weight_bytes(plan: Plan, moments: int, at: Coordinates | None = None) -> dict[str, int]:
-    """Bytes of the worker at `at`, default: of one that has a block of every tensor of the first stage. The optimizer
-    keeps `moments` numbers of the master's type per parameter."""
+    """Return the bytes that the worker at `at` holds; default: rank 0, which has a block of every tensor of the first
+    stage. The optimizer keeps `moments` numbers of the master type per parameter element."""
     at = at or plan.mesh.coordinates(0)
     stored, masters = plan.parameters_at(at), plan.masters_at(at)
     compute, master = plan.itemsize["compute"], plan.itemsize["master"]
@@ -29,8 +29,8 @@ def weight_bytes(plan: Plan, moments: int, at: Coordinates | None = None) -> dic
 
 @dataclass(frozen=True)
 class Saved:
-    """Elements of distinct tensors, per worker and microbatch: `activations`, and copies of parameters that were
-    gathered for an operation (`gathered`)."""
+    """Elements that autograd saves per worker and microbatch, in distinct tensors: `activations`, and copies of
+    parameters that were gathered for an operation (`gathered`)."""
 
     activations: int
     gathered: int
@@ -41,11 +41,11 @@ class Saved:
 
 
 def saved_for_backward(plan: Plan, model: Model, dropout: float = 0.0, at: Coordinates | None = None) -> Saved:
-    """What autograd saves in one forward pass of `model` under `plan`, beside the parameters themselves, on the worker
-    at `at`, default: on one that has a block of every tensor of the first stage. Of several chunks it is the sum.
+    """Count what autograd saves in one forward pass of `model` under `plan`, besides the parameters themselves, on the
+    worker at `at`; default: rank 0, which has a block of every tensor of the first stage. Several chunks are summed.
 
-    It is what `platform.parallel.parallel_ops` and torch's CPU kernels keep in fp32 and fp64; index and mask tensors of
-    integers and booleans do not count, nor do copies that torch.einsum makes of permuted operands.
+    The count is what `platform.parallel.parallel_ops` and torch's CPU kernels keep in fp32 and fp64; index and mask
+    tensors of integers and booleans do not count, nor do copies that torch.einsum makes of permuted operands.
     """
     at = at or plan.mesh.coordinates(0)
     meter = Metered(plan, dropout, at)
@@ -56,7 +56,7 @@ def saved_for_backward(plan: Plan, model: Model, dropout: float = 0.0, at: Coord
 
 
 def forward(meter: Metered, model: Model, chunk: Chunk, flow: Mapping[str, Value]) -> dict[str, Value]:
-    """Runs a chunk of the model; what it gives by name."""
+    """Run a chunk of the model; return its outputs by name."""
     inputs = {name: name for name in model.inputs}
     if chunk.units:
         return model.part(meter, inputs, flow, chunk.units)  # type: ignore[attr-defined]

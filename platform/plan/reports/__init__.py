@@ -1,3 +1,3 @@
-"""A plan for people: the table that a run prints first, `python -m platform.plan`, messages between nodes.
-Nothing is decided here.
+"""Reports of a plan for people: the table that a run prints first, the text of `python -m platform.plan`, and counts of
+messages between nodes. Nothing is decided here.
 """

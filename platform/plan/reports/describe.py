@@ -1,4 +1,4 @@
-"""A plan for people, as a table."""
+"""The short description of a plan: a table of layouts per region and a few lines of totals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def describe(plan: Plan) -> str:
-    """The plan as the small table that a run prints first."""
+    """Return the plan as the small table that a run prints first."""
     split = dict.fromkeys((*DIMS, *(d for r in REGIONS for d in plan.scheme.regions[r])))
     dims = [d for d in split if d in plan.sizes and any(plan.scheme.regions[r][d] for r in REGIONS)]
     head, *rest = rows = [["region", *dims]] + [
@@ -45,7 +45,7 @@ def describe(plan: Plan) -> str:
 
 
 def _stages(plan: Plan) -> list[tuple[int, str]]:
-    """Each stage of several with the units of its chunks: `embedding .. layers.3 | layers.8 .. layers.11`."""
+    """Return (stage, units of its chunks as `embedding .. layers.3 | layers.8 .. layers.11`); [] for one stage."""
 
     def shown(units: Sequence[str]) -> str:
         return units[0] if len(units) == 1 else f"{units[0]} .. {units[-1]}"
@@ -72,7 +72,7 @@ def _sharding(plan: Plan) -> str:
 
 
 def human(x: float) -> str:
-    """1234567 -> '1.23 M': three digits and a decimal prefix."""
+    """Format a number with three digits and a decimal prefix: 1234567 -> '1.23 M'."""
     for unit in ("", "k", "M", "G", "T", "P", "E"):
         if abs(x) < 999.5:
             return f"{x:.3g} {unit}"

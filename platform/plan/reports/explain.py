@@ -1,4 +1,4 @@
-"""A plan for people: the groups, every collective with its bytes, what a worker holds, D&SP's messages.
+"""The long explanation of a plan: groups, every collective with its bytes, a worker's memory, D&SP's messages.
 
 All numbers come from the plan that the workers execute; nothing is counted a second time.
 """
@@ -31,8 +31,8 @@ def explain(
     dropout: float = 0.0,
     footprints: Sequence[Footprint] = (),
 ) -> dict[str, Any]:
-    """The explanation as JSON-able data. `moments`: the optimizer's numbers of state per parameter; `footprints`: what
-    a worker needs, by stage."""
+    """Return the explanation as JSON-able data. `moments`: numbers of optimizer state per parameter; `footprints`: the
+    memory that a worker needs, by stage."""
 
     def holds(at: Mapping[str, int]) -> dict[str, Any]:
         saved = saved_for_backward(plan, model, dropout, at)
@@ -54,7 +54,7 @@ def explain(
     if footprints:
         stage, most = max(enumerate(footprints), key=lambda pair: pair[1].total)
         out["memory"] = {"stage": stage, **asdict(most), "total": most.total}
-    if plan.elsewhere:  # what is common is on sub-grid 0 alone
+    if plan.elsewhere:  # common layers are on sub-grid 0 alone, so other workers hold less
         out["elsewhere"] = holds(plan.elsewhere)
     if branches := plan.mesh.ordered(plan.scheme.branches):
         meshes = {order: with_axes(plan.mesh, branches, outer=order == "outer") for order in ("inner", "outer")}
@@ -69,15 +69,15 @@ def explain(
 
 
 def _groups(plan: Plan) -> list[tuple[str, ...]]:
-    """Every axis by itself, then the joint ones that a step uses."""
+    """Return every axis by itself, then the joint axes of the groups that a run uses."""
     single = [(a,) for a, n in plan.mesh.shape if n > 1]
     return [*single, *(axes for axes in groups(plan) if axes not in single)]
 
 
 def collectives(plan: Plan) -> list[dict[str, Any]]:
-    """One row per distinct collective of a step, layers folded: it occurs `times` times in the model, is launched
-    `launches` times per rank and step, and then has moved `bytes` over all workers. The bytes by op and axes add up to
-    `communication(plan)`."""
+    """Return one row per distinct collective of a step, layers folded: it occurs `times` times in the model and is
+    launched `launches` times per rank and step, which moves `bytes` over all workers. The bytes by op and axes add up
+    to `communication(plan)`."""
     rows: dict[tuple, dict[str, Any]] = {}
     for where, c, launches in step_collectives(plan):
         axes = "+".join(plan.mesh.ordered(c.axes))
@@ -92,8 +92,8 @@ def collectives(plan: Plan) -> list[dict[str, Any]]:
 
 
 def bytes_per_layer(plan: Plan) -> float:
-    """Bytes that all workers move per step for one layer, on average over the layers: its collectives in every
-    microbatch, and its share of the reduction of gradients."""
+    """Return the bytes that all workers move per step for one layer, on average over the layers: its collectives in
+    every microbatch, and its share of gradient reductions and parameter gathers."""
     layers = {match[0] for p in plan.parameters if (match := _LAYER.match(p.name))}
     moved = sum(n * plan.moved_bytes(c) for where, c, n in step_collectives(plan) if _LAYER.match(where.split()[-1]))
     of_layers = replace(plan, parameters=tuple(p for p in plan.parameters if _LAYER.match(p.name)))
@@ -103,7 +103,7 @@ def bytes_per_layer(plan: Plan) -> float:
 
 
 def render(plan: Plan, found: dict[str, Any]) -> str:
-    """The explanation as aligned text."""
+    """Return the explanation as aligned text."""
     heading, *described = describe(plan).splitlines()
     blocks = [
         [heading, *described],
@@ -168,7 +168,7 @@ def _memory(found: Mapping[str, int]) -> list[list[str]]:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns of equal width; numbers to the right."""
+    """Return the rows as indented lines with aligned columns; columns of numbers are aligned to the right."""
     columns = list(zip(*rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
     numeric = [all(re.fullmatch(r"x?[\d,]*", cell) for cell in column[1:]) and any(column[1:]) for column in columns]

@@ -1,4 +1,4 @@
-"""Which ranks share a machine, and what that makes of a group's messages (paper 002, section IV-D)."""
+"""Messages of process groups inside a node and between nodes, after SUPER (Jain et al.), section IV-D."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from platform.plan.language.mesh import Mesh
 
 
 def messages(mesh: Mesh, axes: Sequence[str], workers_per_node: int, *, from_zero: bool = False) -> tuple[int, int]:
-    """(inside a node, between nodes): one message per ordered pair of members of each group along `axes`, a member and
-    itself included, with consecutive ranks on a node. Counted one by one: right for any sizes.
+    """Return the number of messages (inside a node, between nodes): one per ordered pair of ranks of each group along
+    `axes`, a rank and itself included, with consecutive ranks on a node. Counted one by one: exact for any sizes.
 
-    `from_zero`: only from each group's first member to all (or, in a join, the other way round), as where the common
-    layers are on sub-grid 0 alone; a g-th of the closed forms below.
+    `from_zero`: only from each group's first rank to all (in a join, the other way round), as when the common layers
+    are on sub-grid 0 alone: 1/g of the closed forms below.
     """
     inside = between = 0
     for group in mesh.groups(axes):
@@ -24,9 +24,9 @@ def messages(mesh: Mesh, axes: Sequence[str], workers_per_node: int, *, from_zer
 
 
 def naive_messages(n: int, g: int, workers_per_node: int) -> tuple[int, int]:
-    """`messages` in closed form for g sub-grids of n / g consecutive ranks each; all three are powers of two.
+    """Return `messages` in closed form for g sub-grids of n / g consecutive ranks each; all arguments powers of two.
 
-    The paper's equations 4 and 5, whose two cases are printed the wrong way round.
+    Equations 4 and 5 of SUPER, whose two cases are printed the wrong way round there.
     """
     if n // g >= workers_per_node:
         return n, n * (g - 1)
@@ -34,9 +34,9 @@ def naive_messages(n: int, g: int, workers_per_node: int) -> tuple[int, int]:
 
 
 def aware_messages(n: int, g: int, workers_per_node: int) -> tuple[int, int]:
-    """`messages` in closed form where the g ranks that exchange with each other are consecutive; powers of two.
+    """Return `messages` in closed form if the g ranks of a group are consecutive; all arguments powers of two.
 
-    The paper's equations 6 and 7.
+    Equations 6 and 7 of SUPER.
     """
     if g <= workers_per_node:
         return n * g, 0
@@ -44,7 +44,7 @@ def aware_messages(n: int, g: int, workers_per_node: int) -> tuple[int, int]:
 
 
 def with_axes(mesh: Mesh, axes: Sequence[str], *, outer: bool) -> Mesh:
-    """The mesh with `axes` moved outside of all others, or inside of them."""
+    """Return the mesh with `axes` moved outside of all other axes, or inside of them."""
     moved = tuple(pair for pair in mesh.shape if pair[0] in axes)
     others = tuple(pair for pair in mesh.shape if pair[0] not in axes)
     return Mesh(moved + others if outer else others + moved)

@@ -1,3 +1,3 @@
-"""Who computes which microbatch of which chunk, and when: tables of actions, their generators, lowering, simulation.
-Nothing here knows tensors or layouts.
+"""Pipeline schedules: tables of which stage computes which microbatch of which chunk in what order, their generators,
+lowering to sends and receives, and simulation. Nothing here knows tensors or layouts.
 """

@@ -1,4 +1,4 @@
-"""Which layers make a chunk: contiguous ranges of a model's layers, as even in cost as they can be."""
+"""Division of a model's units (embedding, blocks, head) into chunks: contiguous ranges, as even in cost as possible."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from math import inf
 
 
 def place_layers(costs: Sequence[float], chunks: int) -> list[range]:
-    """Contiguous ranges of `costs`, one per chunk, whose largest sum is as small as possible.
+    """Return contiguous ranges of `costs`, one per chunk, whose largest sum is as small as possible.
 
-    `costs`: of each unit in the model's order, the embedding and the head among them, in any unit (seconds, FLOPs).
+    `costs`: one per unit in the model's order, embedding and head included, in seconds, FLOPs or any other measure.
     Among the placements with the smallest maximum the most even one (least sum of squares) is taken; among equals the
     one with shorter early chunks, which keep more microbatches alive. Exact, by dynamic programming in
-    O(chunks x units^2), and deterministic. Where there are fewer units than chunks, the last unit, which has the loss,
-    goes to the last chunk, and the chunks before it that find none are empty.
+    O(chunks x units^2), and deterministic. With fewer units than chunks, the last unit, which has the loss, goes to the
+    last chunk, and the chunks just before it are empty.
     """
     units, parts = len(costs), min(chunks, len(costs))
     total = [0.0, *accumulate(costs)]
@@ -30,7 +30,8 @@ def place_layers(costs: Sequence[float], chunks: int) -> list[range]:
 
 
 def _smallest_maximum(costs: Sequence[float], parts: int) -> float:
-    """The least limit under which filling ranges one after the other needs no more than `parts`: one of all sums."""
+    """Return the least limit under which filling ranges one after the other takes at most `parts` ranges. It is found
+    among the sums of all contiguous ranges."""
 
     def ranges(limit: float) -> int:
         count, filled = 1, 0.0
@@ -46,10 +47,10 @@ def _smallest_maximum(costs: Sequence[float], parts: int) -> float:
 
 
 def _most_even(units: int, parts: int, cost: Callable[[int, int], float], limit: float) -> list[range]:
-    """`parts` non-empty ranges that tile range(units), none above `limit`, with the least sum of squares; of several
-    the one with the first cut first."""
-    best = [[inf] * (units + 1) for _ in range(parts + 1)]  # best[k][i]: of the units from i on, in k ranges
-    cut = [[units] * (units + 1) for _ in range(parts + 1)]  # where the first of those ranges ends
+    """Return `parts` non-empty ranges that tile range(units), none above `limit`, with the least sum of squares; of
+    equals the one with the earliest first cut."""
+    best = [[inf] * (units + 1) for _ in range(parts + 1)]  # best[k][i]: units from i on in k ranges
+    cut = [[units] * (units + 1) for _ in range(parts + 1)]  # cut[k][i]: the end of the first of these ranges
     best[0][units] = 0.0
     slack = limit * 1e-9  # sums of floats differ in the last place
     for k in range(1, parts + 1):

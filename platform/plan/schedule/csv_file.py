@@ -1,9 +1,9 @@
-"""A schedule in a file: one line per stage, actions separated by commas, as torch.distributed.pipelining writes them.
+"""Schedules in CSV files: one line per stage, actions separated by commas, as torch.distributed.pipelining writes them.
 
     0F0,0F1,,0B0,0B1
     ,1F0,1B0,1F1,1B1
 
-is 1F1B on two stages: chunk, then F, B, I or W, then microbatch. Empty cells are for the reader's eye.
+is 1F1B on two stages. A cell is chunk, then F, B, I or W, then microbatch; empty cells only align the columns.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from platform.plan.schedule.lowering import validate
 from platform.plan.schedule.table import Action, Kind, Schedule, ScheduleError
 
 CELL = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})", re.ASCII)
-LARGEST = 16 << 20  # bytes of a file
+LARGEST = 16 << 20  # bytes that a file may have
 
 
 def to_csv(schedule: Schedule, path: str | Path) -> None:
-    """Writes the compute rows."""
+    """Write a schedule's compute rows to a file."""
     lines = (",".join(map(str, row)) + "\n" for row in schedule.rows)
     Path(path).write_text("".join(lines), encoding="utf-8")
 
 
 def from_csv(path: str | Path) -> Schedule:
-    """The table in a file, validated; it says itself how many stages, chunks and microbatches there are.
+    """Read the table in a file and validate it; the numbers of stages, chunks and microbatches follow from its cells.
 
-    Raises ScheduleError with every violation, also for a file that cannot be read or whose table trains nothing.
+    Raises ScheduleError with every violation, also for a file that cannot be read or a table without backward passes.
     """
     try:
-        if Path(path).exists() and not Path(path).is_file():  # a pipe would never end
+        if Path(path).exists() and not Path(path).is_file():  # reading a pipe might never end
             raise ScheduleError("cannot be read (it is no file)")
         if Path(path).exists() and (size := Path(path).stat().st_size) > LARGEST:
             raise ScheduleError(f"has {size} bytes; a table has at most {LARGEST}")

@@ -1,4 +1,4 @@
-"""A picture of a step: what every stage does when, planned beside measured, as one SVG."""
+"""Gantt chart of a step as one SVG: what every stage does when, with panels such as planned and measured."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from math import floor, log10
 from platform.plan.schedule.simulate import Event
 from platform.plan.schedule.table import COMPUTE, Kind
 
-COLOURS: dict[Kind, tuple[str, str]] = {  # fill, and what the legend says
+COLOURS: dict[Kind, tuple[str, str]] = {  # kind -> (fill, text in the legend)
     Kind.FORWARD: ("#6ba3d6", "forward"),
     Kind.BACKWARD: ("#7cbf7a", "backward"),
     Kind.INPUT: ("#7cc7c0", "input gradient"),
@@ -24,10 +24,10 @@ LETTER = 6.5  # width of one character of a label
 
 
 def gantt_svg(panels: Mapping[str, Sequence[Event]], unit: str = "s") -> str:
-    """One panel per entry {title: events}, one above the other on a common time scale, one lane per stage.
+    """Draw one panel per entry {title: events}, one above the other on a common time scale, with one lane per stage.
 
-    Boxes carry the microbatch's number; the later the chunk on its stage, the paler its box. Sends and receives, where
-    there are any, are strips under the boxes. `unit` names what the events' times are in.
+    Boxes carry the microbatch's number; the later the chunk on its stage, the paler its box. Sends and receives, if
+    any, are strips under the boxes. `unit`: the unit of the events' times.
     """
     span = max((e.end for events in panels.values() for e in events), default=0.0) or 1.0
     scale = (WIDTH - LEFT - RIGHT) / span
@@ -89,7 +89,7 @@ def _axis(span: float, y: int, scale: float, unit: str) -> Iterator[str]:
 
 
 def _round_step(least: float) -> float:
-    """The next of 1, 2, 5, 10, ... times a power of ten."""
+    """Return the smallest of 1, 2, 5 times a power of ten that is not below `least`."""
     power = 10.0 ** floor(log10(least))
     return next(power * digit for digit in (1, 2, 5, 10) if power * digit >= least)
 

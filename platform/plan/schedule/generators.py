@@ -1,7 +1,14 @@
-"""The shipped schedules: pure functions from (stages, chunks per stage, microbatches) to a table of actions.
+"""Generators of the shipped schedules: pure functions (stages, chunks per stage, microbatches) -> table of actions.
 
-All of them are one pattern: w forward passes, then a forward and a backward pass in turn, then the other backward
-passes. They differ in w, in the order of chunks and microbatches, and in whether the weight gradient is split off.
+All follow one pattern per stage: w forward passes (warm-up), then forward and backward passes in turn, then the
+remaining backward passes. They differ in w, in the order of chunks and microbatches, and in splitting off the weight
+gradient:
+
+    schedule     w on stage r of S, with C chunks per stage and groups of G microbatches
+    gpipe        all microbatches
+    1f1b         S - r - 1
+    interleaved  2 (S - r - 1) + (C - 1) G; as 1f1b if C = 1
+    zb_h1        S - r - 1 + (C - 1) G; weight gradients split off, each r steps later
 """
 
 from __future__ import annotations
@@ -12,28 +19,30 @@ from itertools import islice
 from platform.plan.schedule.lowering import validate
 from platform.plan.schedule.table import Action, Kind, Rows, Schedule, ScheduleError
 
-PASSES = 200_000  # forward passes that a table may have: making and checking more takes seconds
+PASSES = 200_000  # limit on a table's forward passes: making and checking more takes seconds
 
 Generator = Callable[[int, int, int], Rows]  # (stages, chunks per stage, microbatches) -> compute rows
 
 
 def gpipe(stages: int, chunks: int, microbatches: int) -> Rows:
-    """GPipe (arXiv 1811.06965): all forward passes, then all backward passes."""
+    """Generate GPipe (arXiv 1811.06965): all forward passes, then all backward passes."""
     _one_chunk("gpipe", chunks)
     order = [(m, 0) for m in range(microbatches)]
     return [_row(stage, stages, 1, order, warmup=microbatches) for stage in range(stages)]
 
 
 def one_f_one_b(stages: int, chunks: int, microbatches: int) -> Rows:
-    """1F1B (PipeDream-Flush; paper 003, section 2.2.1): GPipe's bubble, at most `stages` live microbatches."""
+    """Generate 1F1B (PipeDream-Flush; Megatron-LM (Narayanan et al. 2021), section 2.2.1): GPipe's bubble, at most
+    `stages` live microbatches."""
     _one_chunk("1f1b", chunks)
     return interleaved(stages, chunks, microbatches)
 
 
 def interleaved(stages: int, chunks: int, microbatches: int) -> Rows:
-    """Interleaved 1F1B (paper 003, section 2.2.2) in Megatron's order: the bubble of 1F1B divided by `chunks`.
+    """Generate interleaved 1F1B (Megatron-LM (Narayanan et al. 2021), section 2.2.2) in Megatron's order: the bubble of
+    1F1B divided by `chunks`.
 
-    One chunk per stage is 1F1B itself.
+    With one chunk per stage it is 1F1B itself.
     """
     order, group = _groups("interleaved", stages, chunks, microbatches)
     step = 2 if chunks > 1 else 1
@@ -44,7 +53,7 @@ def interleaved(stages: int, chunks: int, microbatches: int) -> Rows:
 
 
 def zb_h1(stages: int, chunks: int, microbatches: int) -> Rows:
-    """ZB-H1 (arXiv 2401.10241): the weight gradients, split off, fill the bubble; no more memory than 1F1B.
+    """Generate ZB-H1 (arXiv 2401.10241): weight gradients, split off, fill the bubble; no more memory than 1F1B.
 
     With several chunks it is interleaved too; stage r does each weight gradient r steps after its input gradient.
     """
@@ -65,15 +74,15 @@ def _group(stages: int, microbatches: int) -> int:
 
 
 def _groups(name: str, stages: int, chunks: int, microbatches: int) -> tuple[list[tuple[int, int]], int]:
-    """Each forward pass as (microbatch, chunk on the stage), in order, and the number of microbatches in a group.
+    """Return the forward passes in order as (microbatch, chunk on the stage), and the number of microbatches per group.
 
-    A group goes through all chunks before the next one starts. With 2 chunks and 6 microbatches in groups of 3:
+    A group goes through all chunks before the next group starts. With 2 chunks and 6 microbatches in groups of 3:
 
         microbatch | 0 1 2 0 1 2 3 4 5 3 4 5
         chunk      | 0 0 0 1 1 1 0 0 0 1 1 1
 
-    The group is the smallest number >= stages that divides the microbatches: a larger one holds more activations, in a
-    smaller one the last stage's output comes too late for the first stage's next chunk.
+    A group is the smallest number >= stages that divides the microbatches: a larger one would hold more activations; in
+    a smaller one the last stage's output would come too late for the first stage's next chunk.
     """
     if chunks > 1 and microbatches < stages:
         raise ScheduleError(f"{name} with several chunks needs at least as many microbatches as stages={stages}")
@@ -86,9 +95,9 @@ def _groups(name: str, stages: int, chunks: int, microbatches: int) -> tuple[lis
 def _row(
     stage: int, stages: int, chunks: int, order: list[tuple[int, int]], warmup: int, delay: int | None = None
 ) -> list[Action]:
-    """One stage's actions. Backward passes go in the order of the forward passes, through the chunks in reverse.
+    """Build one stage's actions. Backward passes take the order of the forward passes, with the chunks in reverse.
 
-    `delay`: split the backward passes, each weight gradient so many steps after its input gradient; None: whole.
+    `delay`: split the backward passes, each weight gradient so many steps after its input gradient; None: unsplit.
     """
 
     def actions(kind: Kind) -> list[Action]:
@@ -104,14 +113,15 @@ def _row(
     return [*row, *weights]
 
 
-ONE_CHUNK = ("gpipe", "1f1b")  # the schedules that take no other number of chunks per stage
+ONE_CHUNK = ("gpipe", "1f1b")  # schedules that allow only one chunk per stage
 SCHEDULES: dict[str, Generator] = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved, "zb_h1": zb_h1}
 SHIPPED = tuple(SCHEDULES)
-SETTLED = 16  # microbatches after which as many sends are under way as ever
+SETTLED = 16  # microbatches after which the sends in flight have reached their maximum
 
 
 def generate(kind: str, stages: int, chunks: int, microbatches: int) -> Schedule:
-    """The table of a schedule in SCHEDULES, validated. Raises ScheduleError where it cannot take these numbers."""
+    """Generate the table of a schedule in SCHEDULES and validate it. Raises ScheduleError if the schedule cannot take
+    these numbers."""
     rows = tuple(tuple(row) for row in SCHEDULES[kind](stages, chunks, microbatches))
     schedule = Schedule(kind, stages, chunks, microbatches, rows)
     validate(schedule)
@@ -119,7 +129,7 @@ def generate(kind: str, stages: int, chunks: int, microbatches: int) -> Schedule
 
 
 def least_microbatches(kind: str, stages: int, chunks: int, microbatches: int) -> int:
-    """The fewest that a schedule takes, of those that are not below `microbatches`; itself where no number near it is
+    """Return the smallest number >= `microbatches` that the schedule takes; `microbatches` if no number near it is
     legal."""
     if kind in SHIPPED:  # without making the table
         return max(microbatches, stages) if chunks > 1 else microbatches
@@ -128,8 +138,9 @@ def least_microbatches(kind: str, stages: int, chunks: int, microbatches: int) -
 
 
 def representative(kind: str, stages: int, chunks: int, microbatches: int) -> int:
-    """A smaller number of microbatches whose rows hold as much at once: the shipped schedules repeat once every
-    chunk has had its first backward pass with as many forward passes in flight. Itself, where none is known."""
+    """Return a number of microbatches <= `microbatches` whose rows hold as much at once; `microbatches` itself if no
+    smaller one is known. The shipped schedules repeat once every chunk has had its first backward pass with all its
+    forward passes in flight."""
     if kind not in SHIPPED or kind == "gpipe":
         return microbatches
     if chunks == 1:
@@ -140,7 +151,7 @@ def representative(kind: str, stages: int, chunks: int, microbatches: int) -> in
 
 
 def legal_microbatches(kind: str, stages: int, chunks: int, microbatches: int) -> list[int] | None:
-    """None if the schedule takes this number of microbatches, else the nearest ones that it does take (at most 3)."""
+    """Return None if the schedule takes this number of microbatches, else the nearest that it takes, at most 3."""
 
     def legal(m: int) -> bool:
         try:
@@ -151,7 +162,7 @@ def legal_microbatches(kind: str, stages: int, chunks: int, microbatches: int) -
 
     if legal(microbatches):
         return None
-    tried = max(1, PASSES // (stages * chunks * microbatches))  # tables, in the time that one long one takes
+    tried = max(1, PASSES // (stages * chunks * microbatches))  # tables made in about the time of one of this size
     near = (microbatches + sign * distance for distance in range(1, 4 * stages * chunks) for sign in (-1, 1))
     found = (m for m in islice((m for m in near if m > 0), tried) if legal(m))
     return sorted(m for m, _ in zip(found, range(3), strict=False))

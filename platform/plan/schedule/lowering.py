@@ -1,8 +1,9 @@
-"""From a compute table to rows with sends and receives, and the proofs that they run.
+"""Lowering of a compute table to rows with sends and receives, and checks that they run.
 
-Every receive is placed when its send is: all stages' rows are then parts of one common order, in which each send stands
-next to its receive. So no two stages can wait for each other, even where a send blocks until it is received, and two
-stages that are both neighbours (two stages with several chunks) see the same order of messages on both sides.
+Every receive is placed together with its send: all stages' rows are then parts of one common order, in which each send
+stands next to its receive. So no two stages can wait for each other, even if a send blocks until it is received, and
+two stages that are each other's neighbour on both sides (two stages with several chunks) see their messages in the same
+order.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ Message = tuple[tuple[int, Action], tuple[int, Action]]  # (stage, send), (stage
 
 
 def validate(schedule: Schedule) -> None:
-    """Raises ScheduleError with every violation: counts, unknown or repeated actions, order; then deadlock.
+    """Raise ScheduleError with every violation: counts, unknown or repeated actions, order; then deadlock.
 
     A table without any backward pass is legal: evaluation uses one.
     """
     if lines := list(_violations(schedule)):
         raise ScheduleError(lines, schedule.rows)
-    simulate(schedule)  # raises where the stages wait for each other
+    simulate(schedule)  # raises ScheduleError on deadlock
 
 
 def lower(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
-    """Each stage's row with its sends and receives. Raises ScheduleError as `validate` does.
+    """Return each stage's row with its sends and receives. Raises ScheduleError as `validate` does.
 
-    The common order is that of the actions' ends in a run with nominal times: a receive stands before the action
-    during which its message is sent, so it can be posted by then.
+    The common order is that of the actions' ends in a simulation with nominal times: a receive stands before the action
+    during which its message is sent, so it is posted by then.
     """
     if lines := list(_violations(schedule)):
         raise ScheduleError(lines, schedule.rows)
@@ -43,7 +44,7 @@ def lower(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
 
 
 def message(schedule: Schedule, action: Action) -> Message | None:
-    """The send and the receive that follow a compute action; None if its result stays on the stage."""
+    """Return the send and the receive that follow a compute action; None if its result stays on the stage."""
     forward, m, chunk = action.kind is Kind.FORWARD, action.microbatch, action.chunk
     target = chunk + 1 if forward else chunk - 1
     if action.kind is Kind.WEIGHT or not 0 <= target < schedule.total_chunks:
@@ -55,13 +56,13 @@ def message(schedule: Schedule, action: Action) -> Message | None:
 
 
 def replay_blocking(rows: Rows) -> None:
-    """Runs lowered rows under the strictest rule: a send blocks until its receive is reached, and the reverse.
+    """Replay lowered rows under the strictest rule: a send blocks until its receive is reached, and the reverse.
 
     Raises ScheduleError with what every stuck stage waits for, or with an action that runs before its inputs are there.
     """
     total_chunks = 1 + max((a.chunk for row in rows for a in row), default=0)
     at = [0] * len(rows)
-    here: list[set[tuple[str, int, int]]] = [set() for _ in rows]  # the results that each stage has
+    here: list[set[tuple[str, int, int]]] = [set() for _ in rows]  # results on each stage
     progress = True
     while progress:
         progress = False
@@ -89,7 +90,8 @@ def replay_blocking(rows: Rows) -> None:
 
 
 def _meets(rows: Rows, at: list[int], stage: int, send: Action) -> bool:
-    """Whether the peer of a send has reached its receive. (A receive waits for its sender to come.)"""
+    """Return True if `send` is a send whose peer has reached the receive for it; False for a receive, which waits for
+    its sender."""
     if send.kind not in SENDS or send.peer is None or at[send.peer] == len(rows[send.peer]):
         return False
     forward = send.kind is Kind.SEND_F
@@ -125,7 +127,8 @@ BEFORE = ((Kind.FORWARD, Kind.BACKWARD), (Kind.FORWARD, Kind.INPUT), (Kind.INPUT
 
 
 def _pass_violations(here: dict[Kind, int], chunk: int, m: int, trains: bool) -> Iterator[str]:
-    """What is wrong with a chunk's actions on one microbatch; `here`: their positions in the row."""
+    """Yield what is wrong with a chunk's actions on one microbatch; `here`: their positions in the row. `trains`: the
+    table has backward passes, so this chunk must have its own."""
     split = {Kind.INPUT, Kind.WEIGHT}
     backward = split if split & here.keys() else {Kind.BACKWARD}
     wanted = {Kind.FORWARD, *(backward if trains else ())}

@@ -1,4 +1,4 @@
-"""What the driver hands to a stage: its rows of the lowered schedule, as plain data on the way."""
+"""Lowered rows that the driver sends to a stage's workers, and their plain-data form for the wire."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from platform.plan.schedule.table import Action, Kind, Schedule
 
 @dataclass(frozen=True)
 class Rows:
-    """`step`: a training step; `forward`: a forward pass of one microbatch, number 0, for evaluation and sampling."""
+    """Lowered rows of one stage. `step`: a training step; `forward`: a forward pass of one microbatch, number 0, for
+    evaluation and sampling."""
 
     step: tuple[Action, ...]
     forward: tuple[Action, ...]
@@ -28,7 +29,7 @@ class Rows:
 
 
 def rows(schedule: Schedule) -> list[Rows]:
-    """By stage."""
+    """Lower a schedule; return the rows by stage."""
     chunks = (schedule.chunks_of(stage) for stage in range(schedule.stages))
     passes = tuple(tuple(Action(Kind.FORWARD, 0, chunk) for chunk in of_stage) for of_stage in chunks)
     once = Schedule("forward", schedule.stages, schedule.chunks, 1, passes)

@@ -1,4 +1,4 @@
-"""Runs a schedule in numbers: when each action starts and ends, the bubble, and how many activations live."""
+"""Simulation of a schedule: when each action starts and ends, the bubble, and how many activations are alive."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from itertools import accumulate
 
 from platform.plan.schedule.table import Action, Kind, Schedule, ScheduleError, needs, result
 
-# In units of one chunk's forward pass of one microbatch.
+# Durations in units of one chunk's forward pass of one microbatch.
 NOMINAL: Mapping[Kind, float] = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.INPUT: 1.0, Kind.WEIGHT: 1.0}
 
-Times = Mapping[Kind, float] | Callable[[int, Action], float]  # seconds of a kind, or of (stage, action)
+Times = Mapping[Kind, float] | Callable[[int, Action], float]  # seconds by kind, or by (stage, action)
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One action, planned or measured. Times in seconds from the start of the step."""
+    """Action with its start and end, planned or measured, in seconds from the start of the step."""
 
     stage: int
     action: Action
@@ -26,10 +26,10 @@ class Event:
 
 @dataclass(frozen=True)
 class Simulation:
-    """`timeline` is ordered by end, then stage. Live chunk activations are counted per stage, at their peak.
+    """Result of `simulate`. `timeline` is ordered by end, then stage. Per stage, at the peak:
 
-    `peak_live`: forward passes whose backward pass, or weight gradient where it is split off, is not done.
-    `peak_pending`: of those, the ones whose input gradient is done: they hold only what the weight gradient needs.
+    `peak_live`: forward passes whose backward pass, or weight gradient if split off, is not done.
+    `peak_pending`: those whose input gradient is done but not the weight gradient, for which alone they hold memory.
     """
 
     timeline: tuple[Event, ...]
@@ -40,23 +40,23 @@ class Simulation:
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """Seconds that each stage waits."""
+        """Return the seconds that each stage waits."""
         return tuple(self.makespan - busy for busy in self.busy)
 
     @property
     def bubble(self) -> float:
-        """makespan / ideal - 1, where ideal is the busiest stage's own work."""
+        """Return makespan / ideal - 1, where ideal is the busiest stage's own work."""
         return self.makespan / max(self.busy) - 1
 
 
 def simulate(schedule: Schedule, times: Times = NOMINAL, transfer: float = 0.0) -> Simulation:
-    """The run of a table in which every stage starts its next action as soon as its inputs are there.
+    """Simulate a table in which every stage starts its next action as soon as its inputs are there.
 
     `transfer`: seconds between the end of an action and the start of one on another stage that needs its result; it
-    keeps no stage busy. Raises ScheduleError with the stuck actions where the table's stages wait for each other.
+    keeps no stage busy. Raises ScheduleError with the stuck actions if stages wait for each other.
     """
     seconds = times if callable(times) else (lambda stage, action: times[action.kind])
-    done: dict[tuple[str, int, int], tuple[float, int]] = {}  # result -> when, on which stage
+    done: dict[tuple[str, int, int], tuple[float, int]] = {}  # result -> (end, stage)
     at = [0] * len(schedule.rows)
     clock, busy = [0.0] * len(at), [0.0] * len(at)
     events = []

@@ -1,6 +1,6 @@
-"""A pipeline schedule as data: for each stage, which chunk of the model computes which microbatch, in order.
+"""Pipeline schedule as data: for each stage, in order, which pass of which chunk on which microbatch it computes.
 
-A table says nothing about communication: `platform.plan.schedule.lowering` adds it. DESIGN section 4.
+A table has no communication: `platform.plan.schedule.lowering` adds it. See docs/design.md, section 4.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from functools import cached_property
 
 
 class Kind(StrEnum):
-    """What an action does. Tokens as in torch.distributed.pipelining: chunk, kind, microbatch ("4B0")."""
+    """Kind of an action. Actions are written as in torch.distributed.pipelining: chunk, kind, microbatch ("4B0")."""
 
     FORWARD = "F"
     BACKWARD = "B"  # the whole backward pass: INPUT and WEIGHT in one
-    INPUT = "I"  # the gradient of the chunk's input, which the chunk before it waits for
-    WEIGHT = "W"  # the gradient of its parameters, which nobody waits for
+    INPUT = "I"  # the gradient of the chunk's input; the chunk before waits for it
+    WEIGHT = "W"  # the gradient of its parameters; no other chunk waits for it
     SEND_F = "SEND_F"  # the chunk's output, to the stage of the next chunk
     RECV_F = "RECV_F"  # the chunk's input
     SEND_B = "SEND_B"  # the gradient of the chunk's input, to the stage of the chunk before
@@ -32,9 +32,9 @@ PASS = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.INPUT: "B", Kind.WEIGHT: "W"
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One entry of a row. `chunk` counts through the whole model: 0 holds the embedding, the last one the loss.
+    """Entry of a row. `chunk` counts through the whole model: chunk 0 holds the embedding, the last one the loss.
 
-    `peer` is the other stage of a send or receive; None for what computes.
+    `peer`: the other stage of a send or receive; None for compute actions.
     """
 
     kind: Kind
@@ -50,8 +50,8 @@ Rows = Sequence[Sequence[Action]]  # one row per stage
 
 
 class ScheduleError(ValueError):
-    """A table that cannot run. `violations` holds one line each, without a configuration key; the message ends with
-    the table, where there is one."""
+    """Refusal of a table that cannot run. `violations`: one line each, without a configuration key; the message ends
+    with the table, if there is one."""
 
     def __init__(self, violations: Sequence[str] | str, rows: Rows = ()):
         self.violations = [violations] if isinstance(violations, str) else list(violations)
@@ -61,9 +61,9 @@ class ScheduleError(ValueError):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The compute actions of every stage in order; `chunks` is per stage.
+    """Table of every stage's compute actions in order; `chunks` is per stage.
 
-    Where a chunk lives is read from the rows, so a table may place chunks as it likes (in a loop, in a V).
+    A chunk's stage is read from the rows, so a table may place chunks as it likes (in a loop, in a V).
     """
 
     name: str
@@ -78,7 +78,7 @@ class Schedule:
 
     @cached_property
     def placement(self) -> tuple[int, ...]:
-        """The stage of every chunk; `platform.plan.schedule.lowering.validate` checks that there is exactly one."""
+        """Return the stage of every chunk; `platform.plan.schedule.lowering.validate` checks that it is unique."""
         stages = {action.chunk: stage for stage, row in enumerate(self.rows) for action in row}
         return tuple(stages[chunk] for chunk in range(self.total_chunks))
 
@@ -86,22 +86,22 @@ class Schedule:
         return self.placement[chunk]
 
     def chunks_of(self, stage: int) -> tuple[int, ...]:
-        """The chunks that live on a stage, ascending."""
+        """Return the chunks that live on a stage, ascending."""
         return tuple(chunk for chunk, owner in enumerate(self.placement) if owner == stage)
 
     @property
     def splits_backward(self) -> bool:
-        """Whether any backward pass is split into its input's and its weights' gradient."""
+        """Return True if any backward pass is split into input gradient and weight gradient."""
         return any(action.kind is Kind.INPUT for row in self.rows for action in row)
 
     def forward_only(self) -> Schedule:
-        """The same table without its backward passes: for evaluation."""
+        """Return the same table without its backward passes: for evaluation."""
         rows = tuple(tuple(a for a in row if a.kind is Kind.FORWARD) for row in self.rows)
         return Schedule(self.name, self.stages, self.chunks, self.microbatches, rows)
 
 
 def needs(action: Action, total_chunks: int) -> list[tuple[str, int, int]]:
-    """The results that a compute action waits for, as (F or B, chunk, microbatch)."""
+    """Return the results that a compute action waits for, as (F or B, chunk, microbatch)."""
     chunk, microbatch = action.chunk, action.microbatch
     match action.kind:
         case Kind.FORWARD:
@@ -113,10 +113,11 @@ def needs(action: Action, total_chunks: int) -> list[tuple[str, int, int]]:
 
 
 def result(action: Action) -> tuple[str, int, int]:
-    """What an action computes or a send carries: F, an output; B, the gradient of an input; W, nothing to wait for."""
+    """Return what an action computes or a send carries, as (pass, chunk, microbatch). Pass: F, the chunk's output; B,
+    the gradient of its input; W, parameter gradients, which no action waits for."""
     return PASS[action.kind], action.chunk, action.microbatch
 
 
 def table(rows: Iterable[Iterable[Action]]) -> str:
-    """The rows as text, one line per stage: `stage 0 | 0F0 0F1 0B0 0B1`."""
+    """Format the rows as text, one line per stage: `stage 0 | 0F0 0F1 0B0 0B1`."""
     return "\n".join(f"stage {stage} | {' '.join(map(str, row))}" for stage, row in enumerate(rows))

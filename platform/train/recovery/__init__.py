@@ -1,3 +1,3 @@
-"""How a worker proves what it holds and gets state back: from memory, from storage, from replicas that agree.
-The driver decides when.
+"""Recovery of a worker's state: proof of a sound environment, the newest whole state in memory, replicas compared.
+The driver decides when each is used.
 """

@@ -1,4 +1,4 @@
-"""What one process of a run sees and runs: workers prove it to the driver before they form."""
+"""Proof of a process's environment: the storage, code and versions that it sees. Workers give it before forming."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ LIBRARIES = ("elastic-platform", "torch", "numpy", "ray")
 
 
 def proof(config: Config, run_dir: Path, probe: str) -> dict[str, Any]:
-    """Of this process, plain data and equal in all processes of a sound run, but for the node:
+    """Describe this process's environment as plain data, which is equal in all processes of a sound run except `node`.
 
-    node: its name; sees: run.dir, checkpoint.url (where the run saves) and checkpoint.resume (where it names a
-    checkpoint) -> what is read there, the file `probe` or the manifest, or why not; code: `platform` and modules of the
-    user -> hash of their source files; versions: see `versions`.
+    node      host name
+    sees      run.dir, checkpoint.url (if the run saves) and checkpoint.resume (if it names a checkpoint) -> hash of the
+              file read there (`probe`; for checkpoint.resume the manifest), or why it cannot be read
+    code      `platform` and the user's modules -> hash of their source files
+    versions  see `versions`
     """
     sees = {"run.dir": _read(str(run_dir), probe)}
     if places.saves(config):
@@ -43,7 +45,7 @@ def proof(config: Config, run_dir: Path, probe: str) -> dict[str, Any]:
 
 
 def _read(url: str, path: str) -> str:
-    """A hash of what the file holds, or why it cannot be read."""
+    """Return a hash of a file's content, or the reason why it cannot be read."""
     try:
         return hashlib.sha256(connect(url).read(path)).hexdigest()[:12]
     except (OSError, ConfigError) as error:
@@ -51,7 +53,7 @@ def _read(url: str, path: str) -> str:
 
 
 def source_digest(module: str) -> str:
-    """A hash of the source of an imported module, or of all of it where it is a package."""
+    """Hash the source of an imported module, or all source files of a package."""
     found = package if module == "platform" else sys.modules[module]
     if paths := getattr(found, "__path__", None):
         return _digest((str(f.relative_to(p)), f) for p in map(Path, paths) for f in sorted(p.rglob("*.py")))
@@ -60,7 +62,7 @@ def source_digest(module: str) -> str:
 
 
 def _digest(files: Iterable[tuple[str, Path]]) -> str:
-    """Names are hashed too: where the files lie does not matter."""
+    """Hash files and their relative names, so that their location does not matter."""
     total = hashlib.sha256()
     for name, file in files:
         total.update(f"{name}\0{hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
@@ -68,11 +70,11 @@ def _digest(files: Iterable[tuple[str, Path]]) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of what this process runs on."""
+    """Return the versions of Python, CUDA and LIBRARIES in this process."""
     found = {"python": sys.version.split()[0], "cuda": torch.version.cuda or "none"}
     for library in LIBRARIES:
         try:
             found[library] = version(library)
-        except PackageNotFoundError:  # a checkout on the path
+        except PackageNotFoundError:  # e.g. imported from a checkout on the path
             found[library] = "not installed"
     return found

@@ -1,4 +1,4 @@
-"""What a re-formed run goes on from: which of the states in its workers' memory is the newest that is whole."""
+"""Choice of the state that a re-formed run continues from: the newest one that is whole in its workers' memory."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ from platform.train.step.training_state import held_of
 
 
 def who_has(source: Mapping[str, Any]) -> list[Held]:
-    """Which new ranks have which blocks of a state in memory, equal on all ranks.
+    """List the tensors of a state in memory, each with the new ranks that hold its blocks; equal on all ranks.
 
-    `source` is plain data: {"generation", "step"; "config", "stage_of", "domains": as that generation's workers got
-    them; "ranks": [old rank, new rank] of each survivor that has both; "gathered": [old rank, member] of all survivors
-    if some of these have no seat, in the order in which they `gather` first}.
+    `source` is plain data:
+
+    generation, step           of the snapshots
+    config, stage_of, domains  as that generation's workers got them
+    ranks                      [old rank, new rank] of each survivor that has a seat in the new generation
+    gathered                   [old rank, member] of all survivors if some of them have no seat, in the order of their
+                               ranks in `Worker.gather`, which is called first; else []
     """
     ranks = dict(source["ranks"])
     if not source["gathered"]:
@@ -27,7 +31,8 @@ def who_has(source: Mapping[str, Any]) -> list[Held]:
 
 
 def gathering(source: Mapping[str, Any]) -> tuple[list[Held], list[Copy]]:
-    """Who has what among the `gathered`, by their order, and what those without a seat pass to those with one."""
+    """Return the blocks that the `gathered` members hold, by their index among these, and the parts that the members
+    without a seat send to those with one."""
     order, seated = [old for old, _ in source["gathered"]], dict(source["ranks"])
     survived = surviving(*_state(source), {old: i for i, old in enumerate(order)})
     return survived, handed_over(survived, [old in seated for old in order])
@@ -36,12 +41,12 @@ def gathering(source: Mapping[str, Any]) -> tuple[list[Held], list[Copy]]:
 def find_source(
     held: Mapping[int, Iterable[tuple[int, Sequence[int]]]], formed: Mapping[int, Mapping[str, Any]], size: int
 ) -> tuple[dict[str, Any] | None, list[str]]:
-    """The newest state that is whole in the members' memory, and why newer ones are not: a line each. None where
-    storage is the last resort.
+    """Find the newest state that is whole in the members' memory, or None if only storage is left; and say why newer
+    states are not whole, in a line each.
 
-    `held`: alive member -> what its `Worker.held` says. `formed`: generation -> {"config", "stage_of", "domains"} and
-    "seats", the member at every rank. `size`: of the new generation. The result is a source (`who_has`) but for its
-    "ranks"; "members" are [old rank, member] of those that shall have a seat, see `take_seats`.
+    `held`: alive member -> (generation, steps of its snapshots) pairs. `formed`: generation -> {"config", "stage_of",
+    "domains", "seats": the member at every rank}. `size`: number of ranks of the new generation. The result is a
+    source (`who_has`) without "ranks" and with "members": [old rank, member] of those to be seated by `take_seats`.
     """
     having: dict[tuple[int, int], set[int]] = {}
     for member, generations in held.items():
@@ -67,8 +72,9 @@ def find_source(
 
 
 def take_seats(source: Mapping[str, Any], others: Sequence[int], size: int) -> tuple[list[int], dict[str, Any]]:
-    """The member at every rank of the new generation, and the source that its workers `recover` from. Who has a part of
-    the state keeps its rank where it can, so that little moves; `others` fill the rest, the first ones first."""
+    """Assign a member to every rank of the new generation, and return with these seats the source that its workers
+    `recover` from. A member that holds part of the state keeps its rank if it exists, so that little moves; `others`
+    fill the remaining seats in order."""
     keep = {rank: member for rank, member in source["members"] if rank < size}
     rest = iter([member for rank, member in source["members"] if rank >= size] + list(others))
     seats = [keep[rank] if rank in keep else next(rest) for rank in range(size)]
@@ -77,8 +83,8 @@ def take_seats(source: Mapping[str, Any], others: Sequence[int], size: int) -> t
 
 
 def _choose(found: Mapping[tuple[int, ...], Set[int]], alive: Sequence[int], size: int) -> list[int]:
-    """Those of the old ranks `alive` that have everything together, by the `keepers`: `size` of them, or more where we
-    find no fewer."""
+    """Choose among the old ranks `alive` some that together hold the whole state, given its `keepers`: at most `size`,
+    or more if a greedy search finds no fewer."""
     chosen = set(alive)
     for rank in reversed(alive):
         if len(chosen) > size and suffice(found, chosen - {rank}):
@@ -87,7 +93,7 @@ def _choose(found: Mapping[tuple[int, ...], Set[int]], alive: Sequence[int], siz
 
 
 def _state(formed: Mapping[str, Any]) -> tuple[list[Held], list[Copy]]:
-    """Who kept what in a generation, and the copies."""
+    """Return the tensors of a generation's state with their holders, and the copies kept in other failure domains."""
     config = Config.from_dict(formed["config"])
     plan = make_plan(config, stage_of=formed["stage_of"])
     state = held_of(config, plan)

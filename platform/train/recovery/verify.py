@@ -1,4 +1,5 @@
-"""Compare replicas before an update: ranks that should hold the same bytes hash them, and who disagrees is named."""
+"""Comparison of replicas before an update: ranks that should hold equal bytes compare checksums, and damaged ones are
+named."""
 
 from __future__ import annotations
 
@@ -18,14 +19,14 @@ from platform.train.step.faults import WORDS
 from platform.train.step.trainer import Trainer
 from platform.train.step.training_state import State
 
-PIECE = {"cpu": 1 << 16, "cuda": 1 << 24}  # elements that are hashed at a time
+PIECE = {"cpu": 1 << 16, "cuda": 1 << 24}  # elements per piece of a checksum
 ODD = 0x1E3779B97F4A7C15
-COMPUTE = "compute"  # copies in the type of the forward pass, beside `model` and the optimizer's moments
+COMPUTE = "compute"  # kind of the compute copies, besides `model` and the optimizer's moments
 
 
 @torch.no_grad()
 def checksum(x: Tensor) -> Tensor:
-    """Return an int64 that every change of one element changes: words times odd numbers, summed modulo 2^64."""
+    """Return an int64 checksum that any change of one element changes: words times odd numbers, summed modulo 2^64."""
     words = x.detach().contiguous().view(-1).view(WORDS[x.element_size()])
     total, at = torch.zeros((), dtype=torch.int64, device=x.device), 0
     for piece in words.split(PIECE[x.device.type]):
@@ -35,11 +36,11 @@ def checksum(x: Tensor) -> Tensor:
 
 
 def differing(trainer: Trainer, state: State, before: Snapshot | None) -> dict[str, list[Any]]:
-    """Compare weights and optimizer state over replicas; all ranks call it together, and get the same.
+    """Compare weights and optimizer state over replicas; all ranks call it together and get the same result.
 
-    Returns {} where all agree, else "damaged": [rank, tensor] of each that the majority of its replicas contradicts, or
-    its own record where there is no majority; and "undecided": [ranks, tensor]. `before`: this rank's snapshot after
-    the last update, if there is one.
+    Returns {} if all agree; else "damaged": [rank, tensor] of each that differs from the majority of its replicas or,
+    if there is no majority, from its own record (`before`, or for compute copies the master copies); and "undecided":
+    [ranks, tensor] of the rest. `before`: this rank's snapshot after the last update, if there is one.
     """
     plan, communicator = trainer.plan, trainer.communicator
     mine = _tensors(trainer)
@@ -56,8 +57,8 @@ def differing(trainer: Trainer, state: State, before: Snapshot | None) -> dict[s
 
 
 def judge(plan: Plan, told: Sequence[Mapping[str, int]]) -> tuple[list[tuple[int, str]], list[tuple[list[int], str]]]:
-    """Name (rank, tensor) that differs from most replicas, and (ranks, tensor) where most agree on nothing. `told`: the
-    checksums of every rank, by tensor."""
+    """Return (rank, tensor) of all that differ from the majority of their replicas, and (ranks, tensor) where there is
+    no majority. `told`: every rank's checksums by tensor."""
     parameters = {p.name: p for p in plan.parameters}
     replicas: dict[tuple[str, Any], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, sums in enumerate(told):
@@ -78,7 +79,8 @@ def judge(plan: Plan, told: Sequence[Mapping[str, int]]) -> tuple[list[tuple[int
 def _decide(
     undecided: list[tuple[list[int], str]], told: Sequence[Mapping[str, int]], changed: Sequence[Collection[str]]
 ) -> tuple[list[tuple[int, str]], list[tuple[list[int], str]]]:
-    """Name those whose tensor is not what they have written down of it, where all others agree."""
+    """Split undecided cases into damaged (rank, tensor) and still undecided: a rank whose tensor contradicts its own
+    record is damaged if all other replicas agree."""
     damaged, left = [], []
     for ranks, tensor in undecided:
         wrong = [rank for rank in ranks if tensor in changed[rank]]
@@ -90,7 +92,7 @@ def _decide(
 
 
 def _tensors(trainer: Trainer) -> dict[str, Tensor]:
-    """What replicas hold alike, by KIND.PARAMETER: not what is sharded."""
+    """Return the tensors that replicas should hold alike, by KIND.PARAMETER; what is sharded is left out."""
     plan, weights, out = trainer.stage, trainer.weights, {}
     for name, master in weights.owned.items():
         if not plan.sharded:
@@ -104,7 +106,7 @@ def _tensors(trainer: Trainer) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _restless(trainer: Trainer, names: Collection[str]) -> list[str]:
-    """Those compute copies among `names` that are not what the master copies give; all ranks call it together."""
+    """List the compute copies among `names` that differ from those the masters give; all ranks call it together."""
     weights, wanted = trainer.weights, [n for n in names if n.startswith(f"{COMPUTE}.")]
     if not wanted:
         return []
@@ -119,7 +121,7 @@ def _restless(trainer: Trainer, names: Collection[str]) -> list[str]:
 
 
 def _changed(state: State, before: Snapshot | None, names: Collection[str]) -> list[str]:
-    """Those of this rank's blocks among `names` that are not what its snapshot says."""
+    """List the tensors among `names` of which this rank's block differs from its snapshot."""
     held = {h.name: h for h in state.held}
     mine = [block for block in state.blocks() if block.name in names] if before else []
     return sorted({block.name for block in mine if before and not _same(block, held[block.name], before)})
@@ -134,7 +136,7 @@ def _same(block: Block, held: Held, before: Snapshot) -> bool:
 
 
 def _tell_all(communicator: Communicator, value: Any) -> list[Any]:
-    """Every rank's plain value, by rank."""
+    """Exchange a plain value with all ranks; returns every rank's, by rank."""
     mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     received = communicator.exchange([mine] * communicator.mesh.size)
     return [json.loads(bytes(message.tolist())) for message in received]

@@ -1,3 +1,3 @@
-"""One training step: weights, inputs, forward and backward passes, the update, its report and the state to be saved.
-Nothing here knows of failures but those that are injected.
+"""Training step: weights, inputs, forward and backward passes, the update, its report and the state to be saved.
+No code here handles failures; it can only inject them.
 """

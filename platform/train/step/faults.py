@@ -1,4 +1,4 @@
-"""Faults on purpose: what `elastic.faults` injects, for demonstrations and tests of recovery."""
+"""Fault injection by `elastic.faults`, for demonstrations and tests of recovery."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from torch import Tensor
 
 from platform.config.checks import FAULT
 
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # as wide as elements of so many bytes
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes of an element -> integer type as wide
 
 
 class Injected(RuntimeError):
-    """An exception that was asked for."""
+    """Exception raised by a fault of kind `raise`."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What `rank` does in `step` (from 1), where it enters `section` of the step for the first time; "" = at once."""
+    """Fault that strikes `rank` in `step` (from 1), on first entering clock section `section`; "" = at once."""
 
     step: int
     kind: str  # kill | stop | raise | lock | gil | nan | flip
@@ -32,7 +32,7 @@ class Fault:
 
     @classmethod
     def parse(cls, text: str) -> Fault:
-        """STEP:KIND:RANK[:SECTION]. Raises ValueError."""
+        """Parse STEP:KIND:RANK[:SECTION]. Raises ValueError."""
         if not (match := FAULT.fullmatch(text)):
             raise ValueError(text)
         return cls(int(match["step"]), match["kind"], int(match["rank"]), match["section"] or "")
@@ -42,22 +42,22 @@ class Fault:
 
 
 class Faults:
-    """Those of a run that are still to come: each strikes once, also where its step is done again."""
+    """Faults of a run that are still to strike: each does so once, even if its step is retried."""
 
     def __init__(self, texts: Sequence[str]):
         self._left = [Fault.parse(text) for text in texts]
 
     def take(self, step: int, world_size: int) -> list[Fault]:
-        """The faults of this step, which then count as struck; those of steps before it, which were another driver's,
-        too. Those of ranks that are not there strike the last one."""
+        """Take the faults of this step off the list, and drop those of earlier steps, which struck under another
+        driver. A fault of a rank beyond the world strikes the last rank."""
         due = [fault for fault in self._left if fault.step == step]
         self._left = [fault for fault in self._left if fault.step > step]
         return [Fault(f.step, f.kind, min(f.rank, world_size - 1), f.section) for f in due]
 
 
 def strike(kind: str) -> None:
-    """Does it to this process: SIGKILL, SIGSTOP, an exception, a lock that nobody gives back, the interpreter's own
-    lock kept for ever."""
+    """Fail this process in the given way: SIGKILL, SIGSTOP, an exception, a deadlock on its own lock, or holding the
+    interpreter's lock (GIL) for ever."""
     match kind:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -76,7 +76,7 @@ def strike(kind: str) -> None:
 
 
 def armed(fault: Fault) -> Callable[[str], None]:
-    """A `Clock.entered` that strikes this process at the first entry of the fault's section."""
+    """Return a `Clock.entered` that strikes this process on first entering the fault's section."""
     struck = False
 
     def entered(name: str) -> None:
@@ -90,7 +90,7 @@ def armed(fault: Fault) -> Callable[[str], None]:
 
 @torch.no_grad()
 def flip(weights: Mapping[str, Tensor]) -> None:
-    """Flip one bit, of the first weight that this rank has: silent corruption of memory."""
+    """Flip one bit in the first weight of which this rank has a block: silent memory corruption."""
     w = next(w for w in weights.values() if w.numel()).detach()
     words = w.view(-1).view(WORDS[w.element_size()])
     words[len(words) // 2] ^= 1 << {2: 6, 4: 22, 8: 51}[w.element_size()]  # the highest bit of the mantissa

@@ -1,4 +1,4 @@
-"""A rank's blocks of the data: every operation gets the block that it needs, read by the rank itself."""
+"""Input blocks: each rank itself reads the block of data that each of its operations needs."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def place(
     rows: Callable[[int, int], Mapping[str, Any]],
     only: Container[str] | None = None,
 ) -> Blocks:
-    """This rank's blocks of a microbatch (all replicas together), of all data tensors that the plan reads or `only` of
-    some.
+    """Load this rank's blocks of a microbatch (of all replicas together): of all data tensors that the plan reads, or
+    of those in `only`.
 
-    `rows(start, end)` gives every data tensor of its sequences start..end: int64 [end - start, length]. Equal blocks
-    are read once and shared; where an operation is computed by other ranks alone, its block is empty.
+    `rows(start, end)` returns every data tensor for sequences start..end of the microbatch: int64 [end - start,
+    length]. Equal blocks are read once and shared; an operation that only other ranks compute gets an empty block.
     """
     dims = ("batch", "length")
     read: dict[tuple[int, int], Mapping[str, Any]] = {}

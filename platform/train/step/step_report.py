@@ -1,5 +1,5 @@
-"""The ranks' reports of a step as one, put together by the job itself: the driver hears one worker, however many
-there are."""
+"""Aggregation of the ranks' step reports by the workers themselves: the driver gets one report, whatever their
+number."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import step_collectives
 from platform.train.step.trainer import SECTIONS
 
-OWN_WORK = ("data", "forward", "backward", "optimizer")  # sections in which a rank waits for nobody
+OWN_WORK = ("data", "forward", "backward", "optimizer")  # sections in which a rank does not wait for others
 
 
 class Report:
-    """Of the ranks of `communicator`. `slow`: a rank whose own work takes so many times the median's of its stage is
-    named; 0: none is."""
+    """Combines the step reports of all ranks of `communicator`. A rank whose own work takes more than `slow` times the
+    median of its stage is reported as slow; `slow` = 0 reports none."""
 
     def __init__(self, plan: Plan, communicator: Communicator, slow: float):
         self._communicator, self._slow = communicator, slow
@@ -27,9 +27,9 @@ class Report:
         self._moved = sorted(moved)
 
     def together(self, mine: dict[str, Any]) -> dict[str, Any]:
-        """All ranks call it with what `Trainer.step` returned. On rank 0: what is alike on all; `seconds` as means,
-        `comm_bytes` as sums, `peak_memory_bytes` as the largest, `world_size`, `slow`: [[rank, ratio], ...]. Elsewhere
-        the step alone, which acknowledges it."""
+        """Combine the reports `mine`, returned by `Trainer.step`; all ranks call it. Returns on rank 0 `mine` with
+        `seconds` as means, `comm_bytes` as sums, `peak_memory_bytes` as the maximum, and `world_size` and `slow`:
+        [[rank, ratio], ...]; elsewhere only the step, as its acknowledgement, and the timeline."""
         seconds, moved = mine["seconds"], mine["comm_bytes"]
         assert moved.keys() <= set(self._moved), f"not planned: {moved.keys() - set(self._moved)}"
         own = sum(seconds[section] for section in OWN_WORK)

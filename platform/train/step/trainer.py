@@ -1,4 +1,4 @@
-"""One rank's training step: forward and backward over microbatches, reduction, clipping, update."""
+"""Training step of one rank: forward and backward passes of the microbatches, gradient reduction, clipping, update."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ SECTIONS = ("data", "forward", "backward", "exposed_comm", "bubble", "reduce", "
 
 
 class Corpus(Protocol):
-    """What the trainer needs of platform.data: one global order of samples."""
+    """Interface to platform.data as the trainer needs it: a global order of samples per split."""
 
     def batch(self, split: str, start: int, end: int) -> Any: ...  # data tensor -> int64 [end - start, length]
 
-    def predicted(self, split: str, start: int, end: int) -> int: ...  # labels that are not padding
+    def predicted(self, split: str, start: int, end: int) -> int: ...  # number of labels that are not padding
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -53,11 +53,11 @@ class Corpus(Protocol):
 class Trainer:
     """Executes a plan on the rank of `communicator`, whose stage runs `rows`.
 
-    `peak_live`: forward passes of chunks whose activations were alive at once in the last step.
+    `peak_live`: most forward passes of chunks whose activations were alive at once in the last step.
     """
 
     peak_live = 0
-    _poison = 0.0  # added to this rank's part of the gradient's norm: a fault
+    _poison = 0.0  # added to this rank's part of the squared gradient norm, NaN under the fault `nan`
 
     def __init__(self, config: Config, plan: Plan, communicator: Communicator, corpus: Corpus, rows: Rows):
         self.config, self.plan, self.communicator, self.corpus = config, plan, communicator, corpus
@@ -83,17 +83,17 @@ class Trainer:
         fault: Fault | None = None,
         verify: Callable[[], dict[str, Any]] | None = None,
     ) -> dict[str, Any]:
-        """Do update number `step` (from 1) and return the rank's report, plain data, for the driver to aggregate.
+        """Run training step `step` (from 1) and return this rank's report, plain data, which `Report` aggregates.
 
-        A loss or gradient that is not finite, or a loss above `limit`, updates nothing: the report's `skipped` says so,
-        alike on all ranks, because both numbers are global. `fault` strikes this rank. `verify` runs before the update,
-        on all ranks alike: what it finds is added to the report, and nothing is updated.
+        If the loss or gradient norm is not finite, or the loss is above `limit`, nothing is updated and the report's
+        `skipped` is true, alike on all ranks, because both numbers are global. `fault` strikes this rank. `verify` runs
+        before the update on all ranks: if it finds differences they are added to the report, and nothing is updated.
         """
         plan, communicator, clock = self.plan, self.communicator, self.clock
         batch = self.config.train.global_batch
         communicator.moved.clear()
         if self.config.monitor.timeline:
-            communicator.barrier()  # all ranks' clocks start together
+            communicator.barrier()  # so that all ranks' clocks start together
         clock.read()
         self._poison = nan if fault and fault.kind == "nan" else 0.0
         if fault and fault.kind == "flip":
@@ -124,7 +124,7 @@ class Trainer:
         return report | differ | ({"timeline": spans} if self.config.monitor.timeline else {})
 
     def compute_gradients(self, step: int) -> tuple[float, float]:
-        """Leaves the gradient of the global mean loss in `weights.gradients`, reduced and not yet clipped.
+        """Compute the gradient of the global mean loss into `weights.gradients`, reduced but not yet clipped.
 
         Returns the loss and the gradient's global 2-norm.
         """
@@ -138,8 +138,8 @@ class Trainer:
         return total / predicted, sqrt(square)
 
     def _forward_backward(self, step: int) -> tuple[Tensor, int, list[Reduction]]:
-        """Accumulates this rank's gradient of the global mean loss; returns its summed loss, the number of tokens that
-        the mean is over, and the gradients' reductions, which run while other chunks still have backward passes."""
+        """Accumulate this rank's gradient of the global mean loss. Returns its summed loss, the number of tokens over
+        which the mean is taken, and the gradient reductions, which overlap the backward passes of other chunks."""
         first, end = (k * self.config.train.global_batch for k in (step - 1, step))
         predicted = self.corpus.predicted("train", first, end)
         total = torch.zeros((), dtype=torch.float64, device=self.communicator.device)
@@ -153,7 +153,7 @@ class Trainer:
                 out = {"loss": out["loss"] / predicted}
             return out
 
-        left = {chunk.number: chunk.parameters for chunk in self.stage.chunks}  # those with backward passes to come
+        left = {chunk.number: chunk.parameters for chunk in self.stage.chunks}  # chunks with backward passes to run
         reductions = []
 
         def accumulated(done: int | None) -> None:
@@ -173,8 +173,8 @@ class Trainer:
         return Pipeline(self.stage, self.communicator, dtype, forward, accumulated)
 
     def _part(self, chunk: Chunk, flow: Flow, split: str, first: int, end: int) -> Flow:
-        """Runs a model chunk on the microbatch whose first sequence (all replicas together) is `first`, of a
-        that ends before `end`."""
+        """Run a model chunk on the microbatch (of all replicas together) that starts at sequence `first` of a global
+        batch that ends before `end`."""
         with self.clock.section("data"):
             inputs = self.load(split, first, end, chunk)
         return self._run(chunk, flow, inputs)
@@ -185,9 +185,9 @@ class Trainer:
         return {"loss": self.model.forward(self.ops, inputs)}
 
     def load(self, split: str, first: int, end: int | None = None, chunk: Chunk | None = None) -> Blocks:
-        """This rank's blocks of the microbatch whose first sequence (all replicas together) is `first`, for the
-        operations of `chunk`, or of all of this stage's chunks. From `end` on, where a partial batch has none,
-        sequences are padding: no label of theirs counts."""
+        """Load this rank's blocks of the microbatch (of all replicas together) that starts at sequence `first`, for the
+        operations of `chunk` or of all chunks of this stage. Sequences from `end` on, which complete a partial batch,
+        are padding: their labels do not count."""
 
         def read(i: int, j: int) -> Mapping[str, Any]:
             stop = first + j if end is None else min(first + j, end)
@@ -200,7 +200,7 @@ class Trainer:
         return place(self._parts[chunk.number] if chunk else self.stage, self.communicator, read)
 
     def _sum_over_world(self, loss: Tensor, squares: Tensor) -> tuple[float, float]:
-        """The loss summed over every token of the global batch, and another fp64 scalar summed over all ranks."""
+        """Sum the loss over every token of the global batch, and another fp64 scalar over all ranks."""
         mine = loss if gradients.owns(self.communicator, self.plan.loss_layout.axes) else torch.zeros_like(loss)
         both = torch.stack((mine, squares))
         if world := self.plan.mesh.ordered(self.plan.mesh.axes):
@@ -218,7 +218,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Mean loss per token over the first `eval.batches` global batches of the held-out split."""
+        """Compute the mean loss per token over the first `eval.batches` global batches of the held-out split."""
         total = torch.zeros((), dtype=torch.float64, device=self.communicator.device)
         together = self.plan.sizes["batch"]
         end = self.config.eval.batches * self.config.train.global_batch
@@ -236,7 +236,7 @@ class Trainer:
 
     @torch.no_grad()
     def sample(self, count: int, prompt: str = "def ", temperature: float = 0.8) -> str:
-        """`count` tokens of text after `prompt`, or in answer to it where an encoder reads it; alike on every rank."""
+        """Sample `count` tokens that continue `prompt`, or answer it if an encoder reads it; equal on every rank."""
         assert not isinstance(self.model, Encoder), "platform.config.checks refuses monitor.sample"
         length, given = self.plan.sizes["length"], self.corpus.encode(prompt)
         answers = "source" in self.model.inputs
@@ -252,7 +252,8 @@ class Trainer:
         return self.corpus.decode(ids[1:] if answers else ids)
 
     def _logits(self, data: Mapping[str, Tensor], position: int) -> Tensor:
-        """[vocab] at a position of sequences [1, length] that are all alike, on every rank."""
+        """Return the logits [vocab] at `position` of one sequence, equal on every rank. `data`: its data tensors
+        [1, length], repeated to fill the microbatch."""
         found = torch.zeros(
             self.plan.sizes["vocab"], dtype=DTYPES[self.plan.precision][0], device=self.communicator.device
         )
@@ -273,12 +274,12 @@ class Trainer:
 
     @staticmethod
     def _row(ids: list[int], length: int) -> Tensor:
-        """[1, length]: the ids, then padding."""
+        """Return [1, length]: the ids, then padding."""
         return F.pad(torch.tensor([ids[:length]], dtype=torch.int64), (0, max(0, length - len(ids))), value=-1)
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: the largest allocation on CUDA, the largest resident set on CPU."""
+    """Return the peak memory in bytes: allocated memory on CUDA, resident set of the process on CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,4 +1,4 @@
-"""What a run must not lose of a rank's trainer: master copies, moments of the optimizer and its few numbers."""
+"""Training state of a rank, to be saved and restored: master copies, optimizer moments and the optimizer's numbers."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from platform.train.step.weights import DTYPES
 
 
 def held_of(config: Config, plan: Plan, device: torch.device | str = "cpu") -> list[Held]:
-    """All tensors of a run's state, and which rank keeps which blocks of them."""
+    """List all tensors of a run's state, each with the ranks that keep its blocks."""
     dtype = DTYPES[plan.precision][1]
     moments, _ = state_of(config.optimizer, dtype, torch.device(device))
-    masters = planned(plan, "model", dtype)  # moments lie as they do
+    masters = planned(plan, "model", dtype)  # moments are laid out like them
     return masters + [replace(h, name=kind + h.name.removeprefix("model")) for kind in moments for h in masters]
 
 
 class State:
-    """`held`: all tensors and which rank keeps which blocks of them, equal on all ranks: model.PARAMETER, and
-    MOMENT.PARAMETER for every moment of the optimizer."""
+    """Training state of one rank's trainer. `held`: all tensors of the run's state with the ranks that keep their
+    blocks, equal on all ranks: model.PARAMETER, and MOMENT.PARAMETER for every moment of the optimizer."""
 
     def __init__(self, trainer: Trainer):
         self._trainer, self._plan, self._communicator = trainer, trainer.plan, trainer.communicator
@@ -55,14 +55,14 @@ class State:
 
     @property
     def image(self) -> Image:
-        """The host memory of this rank's file; made when it is first needed, and kept."""
+        """Return the host copy of this rank's checkpoint file, allocated on first use and then kept."""
         if self._image is None:
             parts = shares(self.held, self._communicator.rank)
             self._image = Image(self._communicator.rank, parts, pinned=self._communicator.device.type == "cuda")
         return self._image
 
     def blocks(self) -> list[Block]:
-        """This rank's part of it, after an update or `restore`: views of the live tensors."""
+        """Return this rank's blocks of the state, valid after an update or `restore`: views of the live tensors."""
         kinds: dict[str, Mapping[str, Tensor]] = {"model": self._trainer.weights.master}
         for moment in self._moments:
             kinds[moment] = {n: self._of(w)[moment] for n, w in self._trainer.weights.owned.items()}
@@ -70,20 +70,20 @@ class State:
         return [block for kind, tensors in kinds.items() for block in blocks(self._plan, kind, tensors, here)]
 
     def values(self) -> dict[str, Any]:
-        """The optimizer's numbers, plain data: alike for all parameters. {} on a rank that has no parameter."""
+        """Return the optimizer's numbers, plain data, equal for all parameters; {} on a rank without parameters."""
         return {name: float(self._of(w)[name]) for w in list(self._trainer.weights.owned.values())[:1]
                 for name in self._numbers}  # fmt: skip
 
     def restore(self, storage: Storage, directory: str, manifest: Manifest) -> None:
-        """Goes on from a checkpoint of any plan; all ranks call it together. Raises as `platform.checkpoint.restore`,
-        and the state is then undefined."""
+        """Restore the state from a checkpoint of any plan; all ranks call it together. Raises what
+        `platform.checkpoint.restore` does, and the state is then undefined."""
         self._prepare(_numbers(manifest, self._numbers))
         restore(storage, directory, manifest, self.held, self.blocks(), **self._world)
         self._trainer.weights.refresh()
 
     def recover(self, survived: Sequence[Held], snapshot: Snapshot | None) -> None:
-        """Goes on from what survivors of any plan have in memory; all ranks call it together. `snapshot`: this rank's
-        own, None if it was not there; see `platform.checkpoint.recover`."""
+        """Recover the state from the snapshots of survivors of any plan; all ranks call it together. `snapshot`: this
+        rank's own, None if it has none; see `platform.checkpoint.recover`."""
         values = self._agreed(snapshot.values if snapshot else {})
         self._prepare(values)
         recover(survived, snapshot.read if snapshot else _nothing, self.held, self.blocks(), **self._world)
@@ -95,7 +95,7 @@ class State:
         return {"rank": communicator.rank, "world_size": self._plan.mesh.size, "exchange": communicator.exchange}
 
     def _agreed(self, values: dict[str, Any]) -> dict[str, Any]:
-        """The numbers that some ranks know, on all."""
+        """Share the optimizer's numbers, known to some ranks, with all; {} if none knows them."""
         mine = torch.frombuffer(bytearray(json.dumps(values).encode()), dtype=torch.uint8)
         received = self._communicator.exchange([mine] * self._plan.mesh.size)
         known = [found for message in received if (found := json.loads(bytes(message.tolist())))]
@@ -103,7 +103,7 @@ class State:
         return known[0] if known else {}
 
     def _prepare(self, values: Mapping[str, Any]) -> None:
-        """Moments to fill, and the optimizer's numbers."""
+        """Prepare the optimizer's state: zero moments, to be filled, and its numbers from `values`."""
         for w in self._trainer.weights.owned.values():
             state = self._of(w)
             state.clear()
@@ -121,8 +121,8 @@ def _nothing(part: Share) -> Tensor:
 
 
 def _numbers(manifest: Manifest, names: Iterable[str]) -> Mapping[str, float]:
-    """Return the optimizer's numbers in a checkpoint, whose values may be anything. Raises Refused where one of
-    `names` is missing."""
+    """Return the optimizer's numbers in a checkpoint, whose values are not trusted. Raises Refused if one of `names`
+    is missing or is not a number."""
     try:
         kind = Annotated[dict[str, float], Known((), tuple(names))]
         found: dict[str, float] = schema.read(kind, manifest.meta.values.get("optimizer"))

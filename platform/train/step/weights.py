@@ -1,4 +1,4 @@
-"""One rank's part of the parameters: master copies, compute copies and gradients."""
+"""Parameters on one rank: master copies, compute copies and gradients of its blocks or shards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from platform.parallel.sharding import gradients, shards
 from platform.parallel.sharding.convert import absent
 from platform.plan.core.plan import Plan
 
-# precision -> type of the compute copies, and of master copies and summed gradients
+# precision -> dtype of compute copies, dtype of master copies and summed gradients
 DTYPES = {
     "fp64": (torch.float64, torch.float64),
     "fp32": (torch.float32, torch.float32),
@@ -23,10 +23,10 @@ DTYPES = {
 
 
 class Weights:
-    """`compute`: name -> what the forward pass reads, `plan.stored_shape`: this rank's block, or its shard [elements]
-    where parameters are stored in shards. `master`: name -> what the optimizer updates, `plan.master_shape`: the block
-    or the shard, and the same tensor as in `compute` where type and shape agree. What this rank has no block of is
-    empty."""
+    """Parameters of one rank. `compute`: name -> the copy that the forward pass reads, of `plan.stored_shape`: this
+    rank's block, or its shard [elements] if parameters are stored in shards. `master`: name -> the copy that the
+    optimizer updates, of `plan.master_shape`: the block or its shard, the same tensor as in `compute` if dtype and
+    shape agree. A parameter of which this rank has no block is an empty tensor."""
 
     def __init__(self, plan: Plan, communicator: Communicator, seed: int):
         self._plan, self._communicator = plan, communicator
@@ -47,11 +47,11 @@ class Weights:
 
     @property
     def owned(self) -> dict[str, Tensor]:
-        """The master copies of which this rank has a block."""
+        """Return the master copies of which this rank has a block, by name."""
         return {n: w for n, w in self.master.items() if not absent(w)}
 
     def accumulate(self) -> None:
-        """Adds the last microbatch's gradients of the compute copies to their sums in the master's type."""
+        """Add the last microbatch's gradients of the compute copies to their sums in the master dtype."""
         for name, w in self.compute.items():
             if w.dtype != self._high and w.grad is not None:
                 g = w.grad.to(self._high)
@@ -60,23 +60,23 @@ class Weights:
 
     @property
     def sums(self) -> Mapping[str, Tensor]:
-        """Name -> this rank's gradient summed over the microbatches, in the master's type, shaped as in `compute`."""
+        """Return name -> this rank's gradient summed over microbatches: master dtype, shaped as in `compute`."""
         found = self._sums or {n: w.grad for n, w in self.compute.items() if w.grad is not None}
         return {n: g for n, g in found.items() if not absent(self.master[n])}
 
     def receive(self, reduced: Mapping[str, Tensor]) -> None:
-        """Take the reduced gradients for the optimizer, contiguous as in `master`, in place of the sums."""
+        """Replace the summed gradients by the reduced ones, contiguous and shaped as in `master`, for the optimizer."""
         self._sums.clear()
         for name, w in self.compute.items():
             w.grad = None
             master, g = self.master[name], reduced.get(name)
-            if g is not None:  # fused optimizers read both in the order of memory, whatever their strides
+            if g is not None:  # fused optimizers read both in memory order and ignore strides
                 assert g.shape == master.shape and g.is_contiguous() and master.is_contiguous(), name
             master.grad = g
 
     @property
     def gradients(self) -> dict[str, Tensor]:
-        """Name -> what `receive` took."""
+        """Return name -> the reduced gradient given to `receive`."""
         return {n: w.grad for n, w in self.owned.items() if w.grad is not None}
 
     def drop_gradients(self) -> None:
@@ -85,7 +85,7 @@ class Weights:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Brings the compute copies up to the updated master copies and drops the gradients."""
+        """Update the compute copies from the master copies and drop the gradients."""
         self.drop_gradients()
         if self._plan.sharded and not self._plan.storage:
             gradients.gather(self._plan, self._communicator, self.master, self.compute)

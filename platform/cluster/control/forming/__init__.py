@@ -1,3 +1,3 @@
-"""How a generation is formed: who takes part, under which plan, from which state, proven before a seat is taken.
-No step is taken here.
+"""Forming of a generation: its members and plan, the state that it goes on from, and the check of every new member.
+No training step is taken here.
 """

@@ -1,4 +1,4 @@
-"""What everything that drives one run works with."""
+"""The objects that all parts of one run's driver share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """`config`, `plan` and `job` are those of the start: a generation may have others. `steps`: the last one."""
+    """Context of a run. `config`, `plan`, `job`: at its start, a generation may have others; `steps`: the last step."""
 
     config: Config
     plan: Plan

@@ -1,4 +1,4 @@
-"""FORMING: from the workers that are alive to a mesh that goes on where the run was."""
+"""The FORMING state: makes the live workers a mesh that continues from the run's newest state."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ from platform.plan.schedule.table import Schedule, table
 from platform.planning.choose_schedule import schedule_of
 from platform.train.recovery.source import find_source, take_seats
 
-_WIDTH = 300  # of a table that is shown
+_WIDTH = 300  # columns of a schedule table that is still shown
 
 
 @dataclass
 class Generation:
-    """A formed mesh. `step`: updates that its state holds; `peak_flops` of a worker, None where unknown."""
+    """A formed mesh. `seats`, `domains`: each rank's member and node; `step`: updates in the state that it starts from;
+    `peak_flops`: FLOP/s of a worker, None if unknown."""
 
     number: int
     plan: Plan
@@ -51,20 +52,20 @@ class Generation:
 
 
 class Former:
-    """Makes generations of one run. `muster`: who may get a seat; `held`: what is in the workers' memory."""
+    """Forms the generations of a run. `muster` chooses members and plan; `held` records the snapshots in memory."""
 
     def __init__(self, run: Run):
         self._run, self._config, self._job = run, run.config, run.job
         self._journal, self._monitor, self._checkpoints = run.journal, run.monitor, run.checkpoints
         self.muster, self.held = Muster(run), Held()
         self._proven: set[int] = set()
-        self._formed = self._tried = False  # a mesh; to restore from storage
+        self._formed = self._tried = False  # a mesh was formed; a restore from storage was tried
         self._shown = run.plan  # the plan that the user has seen
         if run.config.elastic.snapshot_every:
             warm(run.config.optimizer)
 
     def form(self, crew: Crew) -> Generation:
-        """The next generation. Raises WorkerFailed, Reform, GaveUp, Stopped; the first time ConfigError."""
+        """Form the next generation. Raises WorkerFailed, Reform, GaveUp, Stopped; the first time also ConfigError."""
         members, found = self.muster.wait(crew)
         plan, size = found.plan, found.plan.mesh.size
         schedule = schedule_of(found.config, plan.mesh.axes["data"])
@@ -83,7 +84,7 @@ class Former:
         workers = crew.call("form", ByRank(range(size)), size, config, crew.store, number, stage_of, made)
         self._journal.event("formed", workers=[w | {"number": n} for w, n in zip(workers, seats, strict=True)])
         there = crew.members
-        domains = [there[n].node if n in there else "" for n in seats]  # who is gone by now is missed by the next call
+        domains = [there[n].node if n in there else "" for n in seats]  # "": gone by now, and the next call fails
         of_stage = rows(schedule)
         plain = [stage.plain() for stage in of_stage]
         build = "build", ByRank(plain[c["stage"]] for c in job.coordinates), domains
@@ -102,8 +103,8 @@ class Former:
         return Generation(number, plan, stage_of, seats, domains, config, step, peak, timeline, job)
 
     def _seats(self, members: list[int], size: int) -> tuple[list[int], dict[str, Any] | None]:
-        """The member at every rank, and the state in memory that they recover from: None where there is none that is
-        whole, or a checkpoint is newer."""
+        """Return the member at every rank, and the source in memory that they recover from; None if no state in memory
+        is whole, or a checkpoint is newer."""
         source, reasons = find_source(self.held.by(members), self.held.formed, size)
         for reason in reasons:
             self._journal.event("not_whole", reason=reason)
@@ -122,20 +123,21 @@ class Former:
             self._monitor.say(_described(schedule))
 
     def _gather(self, crew: Crew, source: dict[str, Any], number: int) -> None:
-        """Some that hold state get no seat: they hand it over first, in a group of their own."""
+        """Let members that hold state but get no seat hand it over first, in a group with the other holders."""
         order = [member for _, member in source["gathered"]]
         crew.seat(replace(self._job, coordinates=[{"data": i} for i in range(len(order))]), order)
         crew.call("gather", source, ByRank(range(len(order))), crew.store, f"{number}/gather")
         crew.release()
 
     def _prove(self, crew: Crew, seats: Sequence[int]) -> None:
-        """That new members see and run what the driver does. Those of a later generation that do not are barred."""
+        """Check that new members see the same files and run the same code as the driver. One that does not raises
+        ConfigError in the first generation; in a later one it is barred, and Reform is raised."""
         new = set(seats) - self._proven
         if not new:
             return
         try:
             refused = preflight.refused(crew, self._config, self._job.run_dir)
-        except ConfigError as error:  # what the driver cannot write says nothing of the workers
+        except ConfigError as error:  # the driver itself cannot write, which does not tell against workers
             if not self._proven:
                 raise
             self._journal.event("not_proven", numbers=sorted(new), reasons=error.violations)
@@ -158,7 +160,8 @@ class Former:
         return step
 
     def _restore(self, crew: Crew, build: tuple[Any, ...]) -> int:
-        """From storage, the last resort, or from nothing."""
+        """Restore from storage, the last resort, or start from nothing; return the step. Raises GaveUp if there was a
+        generation before and storage cannot be read."""
         try:
             if self._tried:
                 self._checkpoints.look_again()
@@ -173,7 +176,7 @@ class Former:
 
 
 def _described(schedule: Schedule) -> str:
-    """What a pipeline should cost, and its table, where a terminal can show it."""
+    """Return a pipeline schedule's planned bubble, and its table unless a line is longer than _WIDTH."""
     bubble = simulate(schedule).bubble
     title = f"schedule  {schedule.name}: {schedule.stages} stages x {schedule.chunks} chunks, {schedule.microbatches}"
     lines = [f"{title} microbatches; bubble {bubble:.1%} of the work", *table(schedule.rows).splitlines()]

@@ -1,4 +1,4 @@
-"""Who is there for the next generation, what plan they make, and who else is called for."""
+"""Choice of the members and the plan of the next generation, and hiring of missing workers."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from platform.cluster.crew.base.crew import Crew, seating
 from platform.cluster.crew.base.failures import GaveUp
 from platform.planning.replan import Replanned, most_workers, replan
 
-LOOK_SECONDS = 0.05  # between two looks at who is there
-HIRE_AGAIN_SECONDS = 10.0  # after a new worker that did not start
+LOOK_SECONDS = 0.05  # between two looks at the members
+HIRE_AGAIN_SECONDS = 10.0  # pause after a new worker did not start
 
 
 class Muster:
-    """Of one run. `barred`: members that get no seat any more; `memory`: bytes of the smallest worker's device, inf
-    where that is not known."""
+    """Chooses the members and the plan of a run's next generation, and hires workers. `barred`: members that get no
+    seat any more; `memory`: bytes of the smallest device of all workers, inf if unknown."""
 
     def __init__(self, run: Run):
         self._config, self._plan = run.config, run.plan
         self._journal, self._say, self._signals = run.journal, run.monitor.say, run.signals
         self._most = max(run.plan.mesh.size, most_workers(run.config))
         self._limit = run.places.limit
-        self._least = run.config.elastic.min_workers or run.plan.mesh.size  # of the first generation
+        self._least = run.config.elastic.min_workers or run.plan.mesh.size  # workers that the first generation needs
         self._plans: dict[tuple[int, float], Replanned | None] = {}
-        self._hire_from = -inf  # when to hire again
+        self._hire_from = -inf  # time from which to hire again
         self.barred: set[int] = set()
         self.memory = inf
 
     def usable(self, crew: Crew) -> list[int]:
-        """The members that may get a seat, in the order in which ranks are best dealt."""
+        """Return the members that may get a seat (not barred or leaving), in the order in which they best get ranks."""
         out = self.barred | crew.leaving
         return [number for number in seating(crew.members) if number not in out]
 
     def count(self, crew: Crew) -> int:
-        """Of the usable ones."""
+        """Return the number of usable members."""
         return len(crew.members.keys() - self.barred - crew.leaving)
 
     def best(self, members: int) -> Replanned | None:
-        """What the run becomes with so many; None where there is no plan."""
+        """Return the best configuration and plan for at most `members` workers; None if there is no legal plan."""
         size = self._plan.mesh.size
         if members == size or members > size == self._most:
             return Replanned(self._config, self._plan, "")
@@ -49,9 +49,9 @@ class Muster:
         return self._plans[key]
 
     def wait(self, crew: Crew) -> tuple[list[int], Replanned]:
-        """Return the members to seat and the plan for them, once there are enough, for whom it waits elastic.wait
-        seconds: elastic.min_workers; where that is not set, all of the plan's at the start, and after that anybody. A
-        run that shall end needs none but those that its last checkpoint takes.
+        """Wait for enough members, at most elastic.wait seconds; return those that may be seated, and their plan.
+        Enough is elastic.min_workers; if that is not set, the whole mesh at the start, and later any number. If a stop
+        is requested one member is enough, because only the last checkpoint remains to be saved.
 
         Raises GaveUp, Stopped.
         """
@@ -80,8 +80,8 @@ class Muster:
             sleep(LOOK_SECONDS)
 
     def refill(self, crew: Crew) -> None:
-        """Starts a worker for every one that is missing to the largest mesh and its spares. Barred members keep their
-        places: whoever came instead might be no better, and the run would be re-formed for ever."""
+        """Hire a worker for every one that the largest mesh and the spares lack. Barred members are not replaced: a new
+        worker might be no better, and the run would be re-formed for ever."""
         for failure in crew.unstarted:
             self._journal.event("not_started", number=failure.member.number, cause=failure.cause)
             self._say(f"a new worker did not start: {failure}")
@@ -90,7 +90,7 @@ class Muster:
         e = self._config.elastic
         if not (e.replace and crew.can_hire) or monotonic() < self._hire_from:
             return
-        coming = len(crew.starting)  # looked at first: who gets ready in between counts twice, not never
+        coming = len(crew.starting)  # read first: a worker that gets ready meanwhile counts twice, not never
         missing = int(min(self._most + e.spares, self._limit)) - coming - len(crew.members.keys() - crew.leaving)
         if missing > 0:
             self._journal.event("hiring", count=missing)

@@ -1,4 +1,4 @@
-"""What is seen between two steps: who is about to go, who is slow, who has come."""
+"""Reasons to re-form the mesh that are checked between steps: workers leaving, slow workers, new workers."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from platform.cluster.control.forming.former import Generation
 from platform.cluster.control.forming.muster import Muster
 from platform.cluster.crew.base.crew import Crew
 
-STEPS = 5  # in a row in which a worker is slow; then it is said
+STEPS = 5  # consecutive steps in which a worker must be slow to be reported
 
 
 class Wish(NamedTuple):
-    """For another generation: why, and who shall have no seat in it any more."""
+    """Proposal to re-form the mesh: the reason, and the members that are barred from the next generation."""
 
     reason: str
     barred: frozenset[int] = frozenset()
 
 
 class Outlook:
-    """Of one run."""
+    """Watches a run between steps and proposes re-forming the mesh."""
 
     def __init__(self, run: Run, muster: Muster):
         self._replace, self._muster = run.config.elastic.replace_slow, muster
         self._journal, self._say = run.journal, run.monitor.say
-        self._slow: dict[int, int] = {}  # member -> steps in a row in which it was slow
+        self._slow: dict[int, int] = {}  # member -> consecutive steps in which it was slow
 
     def needed(self, crew: Crew, generation: Generation) -> Wish | None:
-        """Without those that the cluster is about to take away."""
+        """Return a wish to re-form if the cluster is about to take away a seated worker; also journals the notice."""
         leaving = sorted(crew.leaving & set(generation.seats))
         if not leaving:
             return None
@@ -37,7 +37,8 @@ class Outlook:
         return Wish(f"{len(leaving)} of {generation.size} workers are about to be taken away")
 
     def better(self, crew: Crew, generation: Generation, report: Mapping[str, Any]) -> Wish | None:
-        """Than this one. Calls for whom the run lacks. `report`: of the step just done."""
+        """Return a wish to re-form if a spare can replace a slow worker, or the mesh can grow; also hires missing
+        workers. `report`: of the step just done."""
         self._muster.refill(crew)
         slow = self._slow_ones(generation, report)
         alive = self._muster.count(crew)
@@ -50,7 +51,7 @@ class Outlook:
         return Wish(f"{alive} workers are there: the mesh grows from {generation.size} to {found.plan.mesh.size}")
 
     def _slow_ones(self, generation: Generation, report: Mapping[str, Any]) -> list[int]:
-        """The members that have been slow for some steps; said once."""
+        """Return the members that were slow in the last STEPS steps; report each once."""
         ratios = {generation.seats[rank]: ratio for rank, ratio in report["slow"]}
         self._slow = {number: self._slow.get(number, 0) + 1 for number in ratios}
         for number in (n for n, steps in self._slow.items() if steps == STEPS):

@@ -1,4 +1,4 @@
-"""Before a run forms: every worker sees the run directory and storage that the driver sees, and runs what it runs."""
+"""Checks before a run forms: every worker sees the driver's run directory and storage, and runs the same code."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from platform.config.fields import Config, ConfigError, violation
 from platform.train.recovery import places
 from platform.train.recovery.proof import proof
 
-Proof = Mapping[str, Any]  # platform.train.recovery.proof.proof
+Proof = Mapping[str, Any]  # as platform.train.recovery.proof.proof returns it
 
 
 def refused(crew: Crew, config: Config, run_dir: Path) -> dict[int, list[str]]:
-    """The ranks whose proof is not the driver's, with one line per disagreement. What was written for it is gone
-    afterwards. Raises ConfigError where the driver itself cannot write."""
+    """Return the ranks whose proof differs from the driver's, each with one line per disagreement. The probe files that
+    it writes are deleted afterwards. Raises ConfigError if the driver itself cannot write them."""
     storages = {"run.dir": connect(str(run_dir))}
     if places.saves(config):
         storages["checkpoint.url"] = connect(places.home(config))
@@ -31,7 +31,7 @@ def refused(crew: Crew, config: Config, run_dir: Path) -> dict[int, list[str]]:
 
 @contextmanager
 def _probe(storages: Mapping[str, Storage]) -> Iterator[str]:
-    """The name of a file in each of them that nobody else could have made."""
+    """Write a file of random bytes to each storage, yield its name, and delete the files at the end."""
     name = f".probe-{secrets.token_hex(8)}"
     try:
         for key, storage in storages.items():
@@ -47,7 +47,7 @@ def _probe(storages: Mapping[str, Storage]) -> Iterator[str]:
 
 
 def disagreements(own: Proof, found: Iterable[Proof], config: Config) -> list[str]:
-    """One line for everything in which a node is not as the driver, whose proof is `own`."""
+    """Return one line for each difference between the proofs `found` and `own`, the driver's."""
     where = {
         "run.dir": config.run.dir,
         "checkpoint.url": redact(places.home(config)),

@@ -1,3 +1,3 @@
-"""When the run is saved, and what its newest checkpoint is, as the driver sees it.
-Blocks and files are `platform.checkpoint`'s.
+"""The driver's side of checkpoints: when the run saves, and which checkpoint is its newest.
+Blocks and files are the business of `platform.checkpoint`.
 """

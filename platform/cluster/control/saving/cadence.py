@@ -1,4 +1,4 @@
-"""How often a run saves while it trains."""
+"""Schedule of the checkpoints that a run saves while it trains."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from platform.config.durations import rhythm_of
 
 
 class Cadence:
-    """`checkpoint.every` at work: saves after every so many `steps` (0: none), or, where `seconds` are given, once so
-    many have passed since the save before, or since the driver started."""
+    """Save interval of `checkpoint.every`: every `steps` steps (0: none), or, if `seconds` is set, once that many
+    seconds have passed since the previous save, or since the driver started."""
 
     def __init__(self, every: int | str):
         self.steps, seconds = rhythm_of(every)
@@ -17,11 +17,11 @@ class Cadence:
         self._since = monotonic()
 
     def due(self, step: int) -> bool:
-        """Says whether to save after `step`."""
+        """Return True if the run should save after `step`."""
         if self.seconds:
             return monotonic() - self._since >= self.seconds
         return bool(self.steps) and step % self.steps == 0
 
     def saved(self) -> None:
-        """Notes that a save begins, which may fail: then the next one comes when it would have."""
+        """Note that a save begins. It may fail: the next one still comes at its usual time."""
         self._since = monotonic()

@@ -1,4 +1,4 @@
-"""The driver's part in checkpoints: when and how a run saves, and what it takes over from storage."""
+"""The driver's side of checkpoints: when and how a run saves, and what it restores from storage."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from platform.train.recovery import places
 from platform.train.recovery.proof import versions
 
 POLL_SECONDS = 0.01
-WAIT_SECONDS = 1.0  # in one call, for what workers write: a call has no other limit
-FAILURES = 3  # saves in a row that come to nothing, for longer than elastic.wait: then the run has no future
+WAIT_SECONDS = 1.0  # per call, for workers that write: such a call has no other limit
+FAILURES = 3  # failed saves in a row, over at least elastic.wait seconds, after which the run gives up
 
-_NEWEST = ("auto", "must")  # values of checkpoint.resume under which a run goes on from its own newest one
+_NEWEST = ("auto", "must")  # values of checkpoint.resume under which a run resumes from its own newest checkpoint
 
-Reports = Sequence[Mapping[str, Any]]  # by rank: that of `Image.write`, or {"error": why}
+Reports = Sequence[Mapping[str, Any]]  # by rank: the report of `Image.write`, or {"error": why}
 
 
 class Checkpoints:
-    """Of one run. `step`: updates that the newest good checkpoint holds, which the run resumed from or made; 0 where
-    there is none. `plan`: what made the state that is saved.
+    """Saves, finds and restores the checkpoints of one run. `step`: updates in the newest good checkpoint that the run
+    resumed from or made, 0 if there is none; `plan`: the plan under which the saved state was computed.
 
-    What calls the crew raises WorkerFailed; and GaveUp, once another driver has taken over.
+    Methods that call the crew raise WorkerFailed, and GaveUp once another driver has taken over the run.
     """
 
     def __init__(self, config: Config, plan: Plan, found: Origin | None, journal: Journal, say: Callable[[str], None]):
@@ -55,21 +55,21 @@ class Checkpoints:
         self._cadence = Cadence(keep.every)
         self._held = lease is not None and config.checkpoint.resume in _NEWEST
         self._saver = Saver(self._storage, last=keep.keep, every=keep.keep_every, lease=lease)
-        self._wanted: SimpleQueue[str] = SimpleQueue()  # the directory that the saver wants the workers to write
-        self._reports: SimpleQueue[Reports] = SimpleQueue()  # what the workers wrote
-        self._writing = False  # the workers are
-        self._abandoned = False  # the save under way was, or the one before
-        self._began = 0.0  # when it did
+        self._wanted: SimpleQueue[str] = SimpleQueue()  # directory that the saver asks the workers to write
+        self._reports: SimpleQueue[Reports] = SimpleQueue()  # the workers' answers
+        self._writing = False  # the workers are writing
+        self._abandoned = False  # the current or the last save was abandoned
+        self._began = 0.0  # when the save under way began (monotonic)
         self._corpus = ""
-        self._own: set[str] = set()  # the directories of those that this driver made
-        self._failed, self._failing = 0, 0.0  # saves in a row that came to nothing; when the first one did
-        self._told: dict[str, Any] = {}  # what the next event of the save under way tells besides
+        self._own: set[str] = set()  # directories of the checkpoints that this driver made
+        self._failed, self._failing = 0, 0.0  # failed saves in a row; time of the first one
+        self._told: dict[str, Any] = {}  # extra fields for the next event of the save under way
         if self._held and found:
-            self._origin = origin(config, held=True)  # until now an older driver could save and delete
+            self._origin = origin(config, held=True)  # again, under the lease: an older driver could save and delete
         self.step = self._origin.manifest.meta.step if self._origin and self._origin.manifest else 0
 
     def due(self, step: int, last: bool, stopping: bool) -> bool:
-        """Says whether to save after `step`. `last`: no other follows; `stopping`: the run was asked to end."""
+        """Return True if `step` is to be saved. `last`: it is the run's last; `stopping`: the run was asked to end."""
         c = self._config
         if self.step == step:
             return False
@@ -77,17 +77,17 @@ class Checkpoints:
         return at_the_end or self._cadence.due(step) or stopping and c.checkpoint.on_stop
 
     def check_hope(self) -> None:
-        """Raises GaveUp where no checkpoint could be written for so long that training on would be for nothing."""
+        """Raise GaveUp if FAILURES saves in a row failed, over elastic.wait seconds: training on would be in vain."""
         if self._failed >= FAILURES and monotonic() - self._failing >= self._config.elastic.wait:
             raise GaveUp(f"{self._failed} checkpoints in a row could not be written: {self._why}")
 
     def lacks(self, last: int) -> bool:
-        """Whether `last`, a run's last step, was to be saved and could not be."""
+        """Return True if `last`, the run's last step, was to be saved and could not be."""
         return self.step < last and self.due(last, last=True, stopping=False)
 
     @property
     def kept(self) -> str:
-        """What is left of the run, for people."""
+        """Return a line for people: what was saved of the run, and the command that continues it."""
         if not self.step:
             told = f" with {self.resume}" if self.resume else ""
             return f"nothing was saved; the same command{told} starts again from step 1"
@@ -95,15 +95,15 @@ class Checkpoints:
 
     @property
     def resume(self) -> str:
-        """Return the override with which the run's command goes on from the newest checkpoint, or starts again where
-        there is none and steps would be lost; "" where it does without."""
+        """Return the override with which the run's command goes on from the newest checkpoint, or starts over if there
+        is none and steps would be lost; "" if the command needs no override."""
         if not self.step and self._config.checkpoint.resume == "auto":
             with suppress(ConfigError):
                 return "checkpoint.resume=never" if traced(self._config) else ""
         return "checkpoint.resume=auto" if self._own and self._config.checkpoint.resume not in _NEWEST else ""
 
     def check(self, corpus: str) -> None:
-        """Raises ConfigError where the checkpoint was trained on another corpus (hash)."""
+        """Raise ConfigError if the checkpoint was trained on another corpus (hash); report refused ones."""
         self._corpus = corpus
         if not self._origin:
             return
@@ -120,8 +120,9 @@ class Checkpoints:
         self._say(f"checkpoint {directory} is passed over: {reason}")
 
     def restore(self, crew: Crew) -> bool:
-        """Has the freshly built workers take over the checkpoint, if there is one. False where it turned out to be
-        corrupt: the workers must be built again, and the next best is taken. Raises ConfigError where it is refused."""
+        """Restore the checkpoint, if there is one, into the freshly built workers. Returns False if it turned out to be
+        corrupt: it is quarantined, the next best is chosen, and the workers must be built again. Raises ConfigError if
+        it is refused."""
         found = self._origin
         if not (found and found.directory):
             return True
@@ -142,22 +143,24 @@ class Checkpoints:
         return False
 
     def look_again(self) -> None:
-        """Look for the newest good checkpoint there is now, of this run's own if it has made one. Where there never
-        was one, the run starts over. Raises ConfigError, OSError."""
+        """Look for the newest good checkpoint in storage now, of this run's own if it has made one. If there never was
+        one, the run starts over. Raises ConfigError, OSError."""
         self._poll()
         self._origin = self._newest_own() or origin(self._config, held=self._held, over=not self.step)
         self.step = self._origin.manifest.meta.step if self._origin and self._origin.manifest else 0
         self.check(self._corpus)
 
     def _newest_own(self) -> Origin | None:
-        """Where the run began from elsewhere, what else lies in its storage is another's."""
+        """Return the newest checkpoint if this driver made it and the run began from elsewhere (other checkpoints there
+        belong to another run); None otherwise."""
         if not self._own or self._config.checkpoint.resume in _NEWEST:
             return None
         found = find(self._storage, deep=False)
         return Origin(self._storage, **vars(found)) if found.directory in self._own else None
 
     def confirm(self) -> None:
-        """Looks whether what can be resumed from is still there. Storage that does not answer says nothing."""
+        """Confirm that the checkpoint to resume from is still there, and set `step` accordingly. Storage that does not
+        answer proves nothing."""
         anybody_s = self._config.checkpoint.resume in _NEWEST
         if not self.step or not (self._own or anybody_s):
             return
@@ -167,7 +170,7 @@ class Checkpoints:
             self.step = there.meta.step if there else 0
 
     def abandon(self) -> None:
-        """The workers are being re-formed: what they were writing comes to nothing, and nobody waits for that."""
+        """Abandon the save under way because the workers are being re-formed, without waiting for it."""
         if self._saver.busy:
             self._abandoned = True
             self._saver.cancel()
@@ -175,8 +178,8 @@ class Checkpoints:
         self._writing, self._wanted, self._reports = False, SimpleQueue(), SimpleQueue()
 
     def save(self, crew: Crew, step: int, told: Mapping[str, Any] = MappingProxyType({})) -> None:
-        """Begins a checkpoint, when the one before is over: waits for the workers' copies in host memory, no longer.
-        `advance` and `finish` carry it on. It may fail: then they say so. `told`: for the event of its end."""
+        """Begin a checkpoint once the previous save is over; waits only for the workers' copies in host memory.
+        `advance` and `finish` carry it on, and report if it fails. `told`: extra fields for the event of its end."""
         self.finish(crew)
         self._cadence.saved()
         self._abandoned, self._began = False, monotonic()
@@ -187,8 +190,8 @@ class Checkpoints:
         self._saver.save(snapshots[0]["tensors"], self._meta(step, {"optimizer": numbers}), write)
 
     def advance(self, crew: Crew, wait: float = 0.0) -> None:
-        """Hand on, between steps, what the save under way needs and what became of it: for that the workers are waited
-        for `wait` seconds."""
+        """Advance the save under way between steps: give the workers their directory, collect their reports (waiting
+        `wait` seconds for them) and handle its events."""
         if not self._writing and not self._wanted.empty():
             crew.call("write", self._wanted.get())
             self._writing = True
@@ -244,7 +247,7 @@ class Checkpoints:
 
 
 def _written(wanted: SimpleQueue[str], reports: SimpleQueue[Reports], directory: str) -> Reports:
-    """In the saver's thread, which leaves the crew to the driver's."""
+    """Wait for the workers' reports on a save attempt. Runs in the saver's thread; only the driver's calls the crew."""
     wanted.put(directory)
     found = reports.get()
     if errors := [f"rank {rank}: {r['error']}" for rank, r in enumerate(found) if "error" in r]:

@@ -1,3 +1,3 @@
-"""What every crew is: members and seats, calls on all ranks, how failures are told apart and named.
+"""Parts shared by all kinds of crew: members and seats, calls on all ranks, hang detection, classes of failure.
 Nothing here starts a process.
 """

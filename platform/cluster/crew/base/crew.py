@@ -1,4 +1,4 @@
-"""The workers of a run as one thing: `seat` gives members their ranks, `call` runs a method on every rank."""
+"""Interface of a crew, the workers of a run: `seat` gives members their ranks, `call` runs a method on every rank."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from platform.cluster.crew.base.job import Job
 
 
 class ByRank(list[Any]):
-    """An argument of a call that differs by rank: one value for each."""
+    """Call argument that differs by rank: a list with one value per rank."""
 
 
 class Crew(ABC):
-    """Worker processes, of which some have a rank (are seated) and the others are spares. A context manager: leaving
-    it closes the crew, and no process remains. Driven by one thread.
+    """Group of worker processes, the members, of which some have a rank (are seated) and the others are spares. A
+    context manager: leaving it closes the crew, and no process remains. Must be used from one thread.
 
     Attributes:
-        store: host and port of a TCPStore of this generation, for `Worker.form`; from `seat` to `release`.
-        can_hire: whether `hire` is supported.
-        elastic: whether the others can go on without one that failed.
-        unstarted: what became of hired members that never got ready.
+        store: host and port of this generation's TCPStore, for `Worker.form`; valid from `seat` to `release`.
+        can_hire: True if `hire` is supported.
+        elastic: True if the other members can go on after one has failed.
+        unstarted: failures of hired members that never got ready.
     """
 
     store: tuple[str, int]
@@ -35,44 +35,44 @@ class Crew(ABC):
     @property
     @abstractmethod
     def members(self) -> Mapping[int, Member]:
-        """Who is alive and ready at this moment, by number; seated or spare."""
+        """Return the members that are alive and ready now, seated or spare, by number."""
 
     @property
     def leaving(self) -> Set[int]:
-        """Members that will soon be taken away, as the cluster has announced."""
+        """Return the numbers of the members that the cluster has announced to take away soon (draining nodes)."""
         return set()
 
     @property
     @abstractmethod
     def starting(self) -> Set[int]:
-        """Numbers of those that are not ready yet at this moment."""
+        """Return the numbers of the members that were started and are not ready yet."""
 
     @abstractmethod
     def seat(self, job: Job, numbers: Sequence[int]) -> None:
-        """Begins a generation: rank i is member numbers[i]. `job` has the ranks' coordinates."""
+        """Begin a generation: rank i is member numbers[i]. `job` has the ranks' coordinates."""
 
     @abstractmethod
     def call(self, method: str, *args: Any, within: float = inf) -> list[Any]:
-        """The results of `worker.method(*args)` on all ranks at once, by rank. Arguments and results are plain data,
-        as JSON has it (tuples arrive as lists); a `ByRank` gives each rank its own.
+        """Run `worker.method(*args)` on all ranks at once and return the results by rank. Arguments and results are
+        JSON data (tuples arrive as lists); a `ByRank` argument gives each rank its own value.
 
         Raises WorkerFailed as soon as one rank has failed, without waiting for others that may hang in a collective;
-        also where a rank has made no progress for `within` seconds.
+        also if a rank has made no progress for `within` seconds.
         """
 
     @abstractmethod
     def release(self) -> list[Failure]:
-        """Ends the generation, after WorkerFailed or without need: nobody has a rank, and all members that remain have
-        left their groups. Kills who is dead to the others (hung), and who does not leave in time; a member that only
-        raised remains. Returns who was lost."""
+        """End the generation, whether or not a call failed: no member has a rank any more, and all that remain have
+        left their process groups. Kills members that hang or do not leave in time; a member that merely raised remains.
+        Returns the failures of the members lost in this generation."""
 
     @abstractmethod
     def hire(self, count: int) -> None:
-        """Starts more members, without waiting: they get ready in `members`."""
+        """Start `count` more members without waiting; they appear in `members` once ready."""
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the workers: politely and for a bounded time, after a failure by force. Can be repeated."""
+        """End all workers: by request and within a bounded time, or by force after a failure. May be called again."""
 
     def __enter__(self) -> Crew:
         return self
@@ -82,19 +82,19 @@ class Crew(ABC):
 
 
 def seating(members: Mapping[int, Member]) -> list[int]:
-    """The numbers in the order in which ranks are best dealt: node by node, so that neighbours share a node."""
-    first: dict[str, int] = {}  # of each node
+    """Return the member numbers in the order to assign ranks: node by node, so that neighbouring ranks share a node."""
+    first: dict[str, int] = {}  # node -> its lowest number
     for number in sorted(members):
         first.setdefault(members[number].node, number)
     return sorted(members, key=lambda number: (first[members[number].node], number))
 
 
 def arguments(args: Iterable[Any], rank: int) -> list[Any]:
-    """The arguments of a call on one rank."""
+    """Return the arguments of a call for one rank, with each `ByRank` resolved."""
     return [a[rank] if isinstance(a, ByRank) else a for a in args]
 
 
 def shown(method: str, args: Iterable[Any]) -> str:
-    """A call as messages name it: by its first argument, step(3)."""
+    """Format a call for messages, with its first argument if that is short: step(3)."""
     first = next(iter(args), "")
     return f"{method}({first if isinstance(first, str | int) else '...'})"

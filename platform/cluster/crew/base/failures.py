@@ -1,4 +1,4 @@
-"""Who failed, how, and who is to blame."""
+"""Failures: which member failed, how, and who is to blame; exceptions that end a call, a generation or the run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Member(NamedTuple):
-    """A worker process of a crew. Its number is its own for the whole run, and never given again."""
+    """Worker process of a crew. Its number is unique in the run and never reused."""
 
     number: int
     node: str
@@ -19,12 +19,12 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True)
 class Failure:
-    """How a call ended on one member. `rank` None: it had none, as a spare or at its start."""
+    """Failure of one call on one member. `rank` is None if the member had none, as a spare or while starting."""
 
     member: Member
     kind: str  # died | failed | hung | damaged
-    method: str  # the call, as messages name it
-    cause: str  # the traceback; or how the process ended, or where it hangs
+    method: str  # the call as `shown` formats it: step(3)
+    cause: str  # traceback, or how the process ended, or where it hangs
     rank: int | None = None
     name: str = ""  # rank3[data1 t1]
     coordinates: Mapping[str, int] = field(default_factory=dict)
@@ -35,14 +35,15 @@ class Failure:
 
     @property
     def innocence(self) -> int:
-        """Lower is guiltier: a process that is dead or hangs, an error of its own, an error because a peer is gone."""
+        """Rank this failure as a suspect, lower being guiltier: 0 = no exception (died, hung, damaged), 1 = an error of
+        its own, 2 = an error because a peer is gone."""
         if self.kind != "failed":
             return 0
         return 2 if re.search(r"DistBackendError|DistNetworkError|DistStoreError|/gloo/|by peer", self.cause) else 1
 
 
 class WorkerFailed(Exception):
-    """A call failed. `failures`: all that are known so far, the likeliest culprit first."""
+    """Signals that a call failed on some member. `failures`: all known so far, the likeliest culprit first."""
 
     def __init__(self, failures: Sequence[Failure]):
         self.failures = sorted(failures, key=lambda failure: failure.innocence)
@@ -54,13 +55,13 @@ class WorkerFailed(Exception):
 
 
 class GaveUp(Exception):
-    """What the run cannot survive, in one line."""
+    """Signals a condition that the run cannot survive; the message is one line."""
 
 
 class NoPlaces(Exception):
-    """The cluster had no place for the workers in the time that there was to wait: how many, and how many there were.
-    The same command may find them later."""
+    """Signals that the cluster had too few places for the workers within the wait allowed; the message says how many
+    were needed and found. The same command may succeed later."""
 
 
 class Reform(Exception):
-    """A new generation is wanted, though nothing failed: the reason."""
+    """Requests to re-form the mesh although nothing failed; the message is the reason."""

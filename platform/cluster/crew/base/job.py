@@ -1,4 +1,4 @@
-"""What a worker is told: the job that all share, and each one's place on its machine."""
+"""Instructions for workers: the job that all of them share, and each one's assignment on its machine."""
 
 from __future__ import annotations
 
@@ -9,38 +9,39 @@ from pathlib import Path
 from typing import Any
 
 WORKER = "platform.train.worker:Worker"
-START = 0  # the number of the answer that tells how the making of the worker went
+START = 0  # call number of the answer that reports the construction of the worker
 
 
 @dataclass(frozen=True)
 class Job:
-    """What all workers of a generation are told, whatever starts them."""
+    """Instructions common to all workers of a generation, independent of the launcher."""
 
     config: Mapping[str, Any]  # Config.to_dict()
-    coordinates: Sequence[Mapping[str, int]]  # of each rank in the mesh
+    coordinates: Sequence[Mapping[str, int]]  # mesh coordinates of each rank
     device: str  # cpu | cuda
     run_dir: Path
     worker: str = WORKER  # "module:Class", with the interface of platform.train.worker.Worker
-    secrets: Mapping[str, str] = field(default_factory=dict)  # what workers must not write down: `redaction.learned`
+    secrets: Mapping[str, str] = field(default_factory=dict)  # texts to redact from output, see `redaction.learned`
 
     @property
     def world_size(self) -> int:
         return len(self.coordinates)
 
     def name(self, rank: int) -> str:
-        """For people: rank3[data1 t1]. Axes of size 1 are left out."""
+        """Return a readable name of a rank, such as rank3[data1 t1]. Axes of size 1 are left out."""
         at = self.coordinates[rank]
         wide = " ".join(f"{axis}{i}" for axis, i in at.items() if any(c[axis] for c in self.coordinates))
         return f"rank{rank}[{wide}]" if wide else f"rank{rank}"
 
     def log(self, number: int) -> Path:
-        """What member `number` prints."""
+        """Return the path of the file with the output of member `number`."""
         return self.run_dir / "logs" / f"worker-{number}.log"
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """A worker's place. Plain data: `asdict` is JSON."""
+    """Assignment of one worker: what to construct, and with which device, threads, log and environment. Plain data: its
+    `asdict` is JSON."""
 
     worker: str
     config: Mapping[str, Any]
@@ -48,7 +49,7 @@ class Assignment:
     device: str
     run_dir: str
     threads: int
-    log: str = ""  # file for standard output and error; "" = leave them
+    log: str = ""  # file for standard output and error; "" = do not redirect
     environment: dict[str, str] = field(default_factory=dict)
     secrets: Mapping[str, str] = field(default_factory=dict)
     node: str = ""  # its failure domain; "" = the machine's name
@@ -57,9 +58,10 @@ class Assignment:
 def assign(
     job: Job, number: int, *, local_rank: int, local_world_size: int, group_rank: int, cores: int | None = None
 ) -> Assignment:
-    """The place of member `number`: slot `local_rank` on machine number `group_rank`, whose `cores` so many share.
+    """Return the assignment of member `number`: slot `local_rank` of `local_world_size` on machine `group_rank`, which
+    has `cores` CPU cores (None: as many as this process may use).
 
-    Of torchrun's environment it has what does not change with the generations.
+    Its environment has those of torchrun's variables that stay the same in all generations.
     """
     count = threads(job.config, local_world_size, cores)
     environment = {
@@ -82,7 +84,7 @@ def assign(
 
 
 def threads(config: Mapping[str, Any], local_world_size: int, cores: int | None = None) -> int:
-    """CPU threads per worker: `cluster.threads`, else the machine's cores shared among its workers."""
+    """Return the CPU threads per worker: `cluster.threads`, else the machine's cores divided among its workers."""
     return config["cluster"]["threads"] or max(1, (cores or usable_cores()) // local_world_size)
 
 
@@ -91,6 +93,6 @@ def usable_cores() -> int:
 
 
 def one_gpu(local_rank: int) -> dict[str, str]:
-    """The environment in which a process sees one GPU, as Ray's actors do: then "cuda" is the same GPU everywhere."""
+    """Return the environment that shows a process one GPU, as Ray does for its actors: "cuda" then means that GPU."""
     visible = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
     return {"CUDA_VISIBLE_DEVICES": visible[local_rank] if visible else str(local_rank)}

@@ -1,4 +1,6 @@
-"""Who is there: processes that were started, dial in, get ready and end. Kinds of crews differ only in how they do."""
+"""Life of a crew's member processes: started, dialled in, ready, ended. Kinds of crew differ only in how they start,
+observe and kill a process.
+"""
 
 from __future__ import annotations
 
@@ -15,51 +17,51 @@ from platform.cluster.crew.base.job import START, Job
 from platform.cluster.wire.switchboard import Switchboard
 
 CUT_OFF = "its connection is closed"
-_ENDING_SECONDS = 2.0  # for a process whose connection is closed to be gone
-_LOOK_SECONDS = 0.1  # between two looks at processes that have not dialled in yet
+_ENDING_SECONDS = 2.0  # for a process to end after its connection has closed
+_LOOK_SECONDS = 0.1  # interval of checks on processes that have not dialled in
 
 
 class Members(ABC):
-    """The processes of a crew, by number. `unstarted`: what became of those that never got ready."""
+    """Tracks the processes of a crew by member number. `unstarted`: failures of those that never got ready."""
 
     can_hire = True
-    _key = ""  # of the members' tokens; `_open` may set it. "": a fresh one
+    _key = ""  # derives the members' tokens; `_open` may set it. "": a fresh one
 
     def __init__(self, job: Job, spares: int):
         self.job, self._wanted = job, job.world_size + spares
         self.unstarted: list[Failure] = []
-        self._members: dict[int, Member] = {}  # ready
+        self._members: dict[int, Member] = {}  # ready, alive
         self._starting: set[int] = set()
-        self._greeted: dict[int, Member] = {}  # everybody who has ever dialled in
+        self._greeted: dict[int, Member] = {}  # every member that has ever dialled in
         self._hired = 0
         self._looked = 0.0
         self._opened = ExitStack()
 
     @abstractmethod
     def _open(self) -> str:
-        """Prepares to start processes; the host to listen on, which they can reach."""
+        """Prepare to start processes; return the host to listen on, which they can reach."""
 
     @abstractmethod
     def _launch(self, numbers: Sequence[int]) -> None:
-        """Starts processes that `serve` these members at `_board.address`. The first time, all of them at once."""
+        """Start processes that `serve` these members at `_board.address`. The first call names all initial members."""
 
     @abstractmethod
     def _ended(self, number: int, seconds: float) -> str | None:
-        """How the process of a member ended, waiting so long for it; None where it has not."""
+        """Return how the process of a member ended, or None if it has not ended within `seconds`."""
 
     @abstractmethod
     def _kill(self, number: int) -> None:
-        """Ends the process of a member at once, also if it is stopped, or already gone."""
+        """Kill the process of a member at once; it may be stopped (SIGSTOP) or already gone."""
 
     @abstractmethod
     def _dismiss(self, polite: bool) -> None:
-        """Waits shortly for all processes to end, where they are `polite`; kills the rest."""
+        """Wait briefly for all processes to end by themselves if `polite`; kill the rest."""
 
     def _log(self, number: int) -> Path | None:
         return self.job.log(number)
 
     def _start(self) -> None:
-        """Opens the switchboard and waits until the first members are ready. Raises WorkerFailed."""
+        """Open the switchboard and wait until the initial members are ready. Raises WorkerFailed if one is not."""
         self._host = self._open()
         self._board = self._opened.enter_context(closing(Switchboard(self._host, self._key)))
         self.hire(self._wanted)
@@ -86,7 +88,10 @@ class Members(ABC):
         self._launch(numbers)
 
     def _events(self, timeout: float) -> list[tuple[int, dict[str, Any]]]:
-        """What members have said in at most this time; returns early. Books who dials in, gets ready or is gone."""
+        """Return the members' messages, waiting at most `timeout` seconds for any.
+
+        Also records the members that dial in, get ready or die.
+        """
         said: list[tuple[int, dict[str, Any]]] = []
         if self._starting:
             timeout = min(timeout, _LOOK_SECONDS)

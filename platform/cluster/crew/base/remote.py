@@ -1,4 +1,4 @@
-"""A crew whose members are other processes: ranks and calls, and what to do where one fails."""
+"""Crew whose members are other processes: ranks, calls, collected answers, and recovery after a member fails."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from platform.cluster.crew.base.watch import BEAT_SECONDS, Watch
 from platform.cluster.wire.answers import is_answer
 from platform.cluster.wire.channel import encode, framed, text
 
-GRACE = (0.0, 0.5, 2.0)  # seconds for a likelier culprit to turn up, by the innocence of who has failed
-LEAVE_SECONDS = 5.0  # without progress in any member that is to be out of its call and its groups; then they are killed
-CLOSE_SECONDS = 10.0  # for the members to leave by themselves; then they are killed
+GRACE = (0.0, 0.5, 2.0)  # seconds to wait for a likelier culprit, indexed by `Failure.innocence`
+LEAVE_SECONDS = 5.0  # without progress in any member that is to leave its call and groups; then those left are killed
+CLOSE_SECONDS = 10.0  # for the members to close by themselves; then they are killed
 
 
 class RemoteCrew(Members, Crew):
-    """What all kinds share."""
+    """Implements ranks, calls, failures and release over the switchboard, for every launcher with processes."""
 
     elastic = True
 
     def __init__(self, job: Job, spares: int = 0):
         self._silence: float = job.config["elastic"]["hang_seconds"]
-        self._seats: list[int] = []  # rank -> number
+        self._seats: list[int] = []  # rank -> member number
         self._gone: dict[int, str] = {}  # seated members that died in this generation, and how
-        self._hung: set[int] = set()  # those to blame, whom `release` kills
+        self._hung: set[int] = set()  # members to blame for a hang; `release` kills them
         self._failures: dict[int, Failure] = {}  # of this generation
         self._call = START
-        self._polite = True  # the members can be expected to answer
+        self._polite = True  # True while the members can be expected to answer
         self._closed = False
         self._rendezvous: Rendezvous | None = None
         super().__init__(job, spares)
@@ -63,7 +63,7 @@ class RemoteCrew(Members, Crew):
     def release(self) -> list[Failure]:
         self._polite = True
         with self._impolite():
-            self._rendezvous = None  # who waits in the store for a rank that is gone is free
+            self._rendezvous = None  # frees members that wait in the store for a lost rank
             for number in self._hung & self._members.keys():
                 self._dispose(number)
             lost = [f for number, f in self._failures.items() if number not in self._members]
@@ -96,7 +96,7 @@ class RemoteCrew(Members, Crew):
                 polite = self._answers(ready, CLOSE_SECONDS).keys() == ready and not self._starting
         finally:
             self._rendezvous = None
-            self._opened.close()  # ends who waits for its next call
+            self._opened.close()  # closes the connections, which ends members waiting for a call
             self._dismiss(polite)
 
     # calls and answers
@@ -110,7 +110,7 @@ class RemoteCrew(Members, Crew):
         if not any(isinstance(a, ByRank) for a in args):
             return self._tell(self._seats, call)
         head = text(call | {"args": []}).removesuffix(b"]}")
-        texts: dict[int, bytes] = {}  # by identity: what several ranks get is put into text once
+        texts: dict[int, bytes] = {}  # by identity: a value that several ranks get is encoded once
         for rank, number in enumerate(self._seats):
             own = arguments(args, rank)
             for value in own:
@@ -120,12 +120,12 @@ class RemoteCrew(Members, Crew):
 
     def _tell(self, numbers: Collection[int], message: Mapping[str, Any]) -> None:
         if numbers:
-            frame = encode(message)  # once for all
+            frame = encode(message)  # encoded once for all members
             for number in numbers:
                 self._board.send(number, frame)
 
     def _gather(self, method: str, call: str, within: float) -> dict[int, Any]:
-        """Collect the value of every seated member, by number. Raises WorkerFailed."""
+        """Collect the answer of every seated member, by number. Raises WorkerFailed."""
         values: dict[int, Any] = {}
         failures = self._failures
         pending, deadline, watch = set(self._seats), inf, Watch(within, monotonic(), self._silence)
@@ -147,7 +147,7 @@ class RemoteCrew(Members, Crew):
                             deadline = min(deadline, monotonic() + GRACE[failures[number].innocence])
                         elif not is_answer(method, self._seats.index(number), message["value"]):
                             self._book_death(number, "what it answers is no answer")
-                            continue  # it is pending, and gone
+                            continue  # stays pending, and is now dead
                         else:
                             values[number] = message["value"]
                             watch.answered(monotonic())
@@ -157,8 +157,8 @@ class RemoteCrew(Members, Crew):
         return values
 
     def _answers(self, numbers: Collection[int], seconds: float, beats: bool = False) -> dict[int, dict[str, Any]]:
-        """How those of `numbers` that live have answered the last call; so long is waited for the next answer, or, with
-        `beats`, for a sign that one of them has gone on."""
+        """Collect the answers to the last call from those of `numbers` that are alive. Stops when none has answered for
+        `seconds`; with `beats`, progress of any of them counts too."""
         answers: dict[int, dict[str, Any]] = {}
         pending, deadline, ask = set(numbers), monotonic() + seconds, monotonic() + BEAT_SECONDS
         while (pending := pending & self._members.keys()) and monotonic() < deadline:
@@ -176,7 +176,10 @@ class RemoteCrew(Members, Crew):
 
     @contextmanager
     def _impolite(self) -> Iterator[None]:
-        """While members are in the middle of something; and for good after an exception, also a signal's."""
+        """Mark the members as not expected to answer during the block; for good if it raises, also by a signal.
+
+        `close` then kills them instead of asking.
+        """
         before, self._polite = self._polite, False
         yield
         self._polite = before

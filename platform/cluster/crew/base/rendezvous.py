@@ -1,4 +1,4 @@
-"""Where the workers of a generation find each other: a store that the driver holds."""
+"""Rendezvous of the workers of a generation: a TCPStore in the driver."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import socket
 
 
 class Rendezvous:
-    """A TCPStore at `address` (host, port), from `start` on and for as long as this object lives.
+    """TCPStore server at `address` (host, port); it answers from `start` on and for as long as this object lives.
 
-    Only that one address is listened on: a TCPStore by itself would listen on all, and asks nobody for a password.
+    It listens on that one address only. A TCPStore by default listens on all of them and has no authentication.
     """
 
     def __init__(self, host: str):
@@ -16,7 +16,7 @@ class Rendezvous:
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
 
     def start(self) -> None:
-        """Begins to answer; until then connections wait. Apart from the constructor because it imports torch."""
+        """Begin to answer; until then connections wait. Separate from the constructor because it imports torch."""
         from torch.distributed import TCPStore
 
         fd = self._listener.detach()

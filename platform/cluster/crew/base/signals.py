@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGUSR1: the first asks the run to stop at the next good moment, the second stops it at once."""
+"""Stop signals (Ctrl-C, SIGTERM, SIGUSR1): the first stops the run at a safe moment, the second at once."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from types import FrameType
 from typing import Any
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-_ECHO_SECONDS = 0.5  # in which a signal comes twice that went to all processes, and is also passed on by a script
+_ECHO_SECONDS = 0.5  # within which a repeat is the same signal: sent to all processes, and passed on by a script too
 
 
 class Stopped(BaseException):
-    """The run was asked to stop, by the named signal. Like KeyboardInterrupt no Exception: nothing recovers from it."""
+    """Reports that the run was asked to stop; the message names the signal or other reason. Like KeyboardInterrupt it
+    is not an Exception, so no recovery code catches it."""
 
 
 class StopSignals:
-    """While entered, the first signal raises Stopped where it finds the driver, or, after `defer`, is only noted for
-    `check`. The second raises Stopped anywhere, and further ones are ignored while the crew is being ended. One that
-    comes with the first is no second."""
+    """Handles the stop signals while entered. The first one raises Stopped wherever the driver is or, after `defer`, is
+    only recorded for `check`. The second one raises Stopped anywhere, and further ones are ignored while the crew is
+    being closed. A signal within _ECHO_SECONDS of the first is not a second one."""
 
     def __enter__(self) -> StopSignals:
         self._requested: str | None = None
         self._deferred = self._interrupting = False
-        self._status: int | None = None  # once the end is told
-        self._first: float | None = None  # when a signal has come
+        self._status: int | None = None  # exit status, once the run's end is being reported
+        self._first: float | None = None  # when the first signal came
         self._previous: dict[int, Any] = {number: signal.signal(number, self._handle) for number in STOPPING}
         return self
 
@@ -36,33 +37,33 @@ class StopSignals:
             signal.signal(number, handler)
 
     def defer(self) -> None:
-        """Leaves it to `check` to stop, at good moments: from now on there is something to lose."""
+        """Defer stopping to `check`, which the driver calls between steps: from now on there is work to lose."""
         self._deferred = True
 
     def finish(self, status: int) -> None:
-        """Notes that the end is being told: a further signal ends this process at once, with `status`."""
+        """Record that the end is being reported: a second signal now exits this process at once, with `status`."""
         self._status = status
 
     @property
     def requested(self) -> bool:
-        """Whether a signal has come."""
+        """Return True if a stop was requested, by a signal or by `request`."""
         return self._requested is not None
 
     def request(self, reason: str) -> None:
-        """Asks as a first signal does, from any thread. A signal that comes besides is no second one: Slurm's comes at
-        about the time when its allocation ends."""
+        """Request a stop as a first signal does; callable from any thread. A first signal after it does not count as a
+        second one: Slurm sends its own at about the time limit too."""
         self._requested = self._requested or reason
         if not self._deferred:
             self._interrupting = True
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
 
     def check(self) -> None:
-        """Raises Stopped if a signal has come."""
+        """Raise Stopped if a stop was requested."""
         if self._requested:
             raise Stopped(self._requested)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._interrupting:  # that of `request`
+        if self._interrupting:  # the signal that `request` sent
             self._interrupting = False
             return None if self._deferred else self.check()
         now, first = monotonic(), self._first is None
@@ -78,7 +79,7 @@ class StopSignals:
                 signal.signal(ignored, signal.SIG_IGN)
         if not (first and self._deferred):
             raise Stopped(self._requested)
-        with suppress(OSError):  # not print(): the signal may have come in the middle of one
+        with suppress(OSError):  # not print(), which the signal may have interrupted
             os.write(
                 2, f"\n{signal.Signals(number).name}: stopping after this step; once more stops at once\n".encode()
             )

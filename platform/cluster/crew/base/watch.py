@@ -1,4 +1,6 @@
-"""Who hangs in a call that is late: found by asking, since a hang never reports itself."""
+"""Detection of members that hang in a call. A hung process does not report itself, so the driver asks for heartbeats
+(beats) and judges by the answers.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +8,25 @@ from collections.abc import Collection, Mapping
 from math import inf
 from typing import Any
 
-SOON = 0.98  # of `within`: then who hangs is looked for, so that it is known in time
-NEARLY = 0.9  # who hangs since shortly after the call began is found at its deadline, not a beat later
-BEAT_SECONDS = 1.0  # for an answer; also how often is asked
+SOON = 0.98  # fraction of `within` after which hung members are looked for, so that the finding is in time
+NEARLY = 0.9  # fraction of `within` that counts as hung: a hang from soon after the start is found at the deadline
+BEAT_SECONDS = 1.0  # allowed for the answer to a beat once the call is late; also sets the interval of requests
 
 
 class Watch:
-    """Of one call. `within`: seconds after which a member that makes no progress hangs; `silence`: seconds after which
-    one hangs that gives no sign of life, however long the call may take. All times: one clock's."""
+    """Hang detector of one call: says which members to ask for a beat, and which ones hang. `within`: seconds without
+    progress after which a member hangs; `silence`: seconds without any answer after which it hangs, however long the
+    call may take. All times are readings of one clock."""
 
     def __init__(self, within: float, start: float, silence: float = inf):
         self._within, self._deadline, self._silence = within, start + SOON * within, silence
         self._next = start + min(within, silence) - BEAT_SECONDS
-        self._asked: dict[int, float] = {}  # members that owe an answer, since when: the longest first
-        self._moved = start  # when anybody was last seen to go on
+        self._asked: dict[int, float] = {}  # members that owe a beat, and since when; oldest first
+        self._moved = start  # time of the last known progress of any member
         self._beats: dict[int, Mapping[str, Any]] = {}
 
     def ask(self, pending: Collection[int], now: float) -> list[int]:
-        """The members to ask for a beat now."""
+        """Return the pending members to ask for a beat now; empty if it is too early."""
         if now < self._next:
             return []
         self._next = now + BEAT_SECONDS / 2
@@ -32,30 +35,30 @@ class Watch:
         return asked
 
     def heard(self, number: int, beat: Mapping[str, Any], now: float) -> None:
-        """A beat of `Progress.beat` has come."""
+        """Record a beat of member `number`, as `Progress.beat` returns it."""
         self._asked.pop(number, None)
         self._beats[number] = beat
         self._moved = max(self._moved, now - beat["seconds"])
 
     def answered(self, now: float) -> None:
-        """A member has answered the call: those that wait for it will move."""
+        """Record that a member answered the call, which counts as progress: ranks that waited for it will move."""
         self._moved = now
 
     def patience(self, now: float) -> float:
-        """Seconds until there is something to ask or to find."""
+        """Return the seconds until the next beat request or the deadline, whichever is first."""
         due = min(self._next, self._deadline) if now < self._deadline else self._next
         return max(0.0, due - now)
 
     def hung(self, pending: Collection[int], now: float) -> tuple[dict[int, str], set[int]]:
-        """The pending members that hang, with what is known of each; and those of them to blame: nobody, where all
-        pending ones have waited for each other so long, which is how a lost message looks.
+        """Return the pending members that hang, each with a description, and the subset of them to blame: none if all
+        pending members have waited for each other for `within` seconds, which is how a lost message looks.
 
-        A member hangs that does not answer (stopped, or something keeps Python's lock); or that is where it was
-        `within` seconds ago and does not wait for other ranks. One that goes on, however slowly, does not.
+        A member hangs if it does not answer a beat (the process is stopped, or something holds the GIL), or if it is
+        where it was `within` seconds ago and is not waiting for other ranks. A slow member that moves does not hang.
         """
         late = now >= self._deadline
         patience = BEAT_SECONDS if late else self._silence
-        if now - next(iter(self._asked.values()), inf) >= patience:  # not each time of all members
+        if now - next(iter(self._asked.values()), inf) >= patience:  # the oldest alone, to skip a pass over all members
             owed = {number: now - since for number, since in self._asked.items() if number in pending}
             silent = {n: f"no sign of life for {seconds:.1f} s" for n, seconds in owed.items() if seconds >= patience}
             if silent:

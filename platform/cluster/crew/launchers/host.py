@@ -1,4 +1,4 @@
-"""What runs around one worker in its own process: environment, log file, and calls that are answered with data."""
+"""Host of one worker in its own process: sets up environment and log file, executes and answers the driver's calls."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from platform.cluster.crew.base.job import START, Assignment
 from platform.cluster.wire.channel import Garbled, Line, dial, encode
 from platform.parallel.communicator.progress import PROGRESS
 
-GRACE = 2.0  # seconds for a worker whose driver is gone to end by itself
+GRACE = 2.0  # seconds for a worker to end by itself once its driver is gone
 
 
 def serve(place: Assignment, address: tuple[str, int], token: str, *, own_process: bool = True) -> None:
-    """Dial the driver, make the worker and execute calls, in order, until the driver hangs up.
+    """Dial the driver, construct the worker and execute calls, in order, until the driver closes the connection.
 
-    Begins before torch is imported, because the environment decides what torch does. `own_process`: nothing else is in
-    this process, and a worker that does not return ends with it.
+    Sets the environment before torch is imported, because torch reads it then. `own_process`: this process has no other
+    purpose, so it exits when the driver is gone, even if the worker does not return from a call.
     """
     os.environ.update(place.environment)
     if place.log:
@@ -38,7 +38,7 @@ def serve(place: Assignment, address: tuple[str, int], token: str, *, own_proces
 
 
 def attend(place: Assignment, line: Line, *, own_process: bool) -> None:
-    """Make the worker of a member that is welcome, and execute calls as `serve` does."""
+    """Construct the worker of a member that the driver has admitted, and execute calls as `serve` does."""
     learn(place.secrets)
     try:
         _Host(place, line, own_process).run()
@@ -47,7 +47,7 @@ def attend(place: Assignment, line: Line, *, own_process: bool) -> None:
 
 
 class _Host:
-    """The calling thread executes; a reader thread takes messages and answers at once what must not wait."""
+    """Executes calls in the calling thread; a reader thread receives messages and handles beats and aborts at once."""
 
     def __init__(self, place: Assignment, line: Line, own_process: bool):
         self._place, self._line, self._own_process = place, line, own_process
@@ -65,7 +65,7 @@ class _Host:
         a = self._place
         arguments = {"device": a.device, "run_dir": a.run_dir, "threads": a.threads}
         self._worker = resolve_name(a.worker)(a.config, a.number, **arguments)
-        gc.freeze()  # what the imports made stays for good: a collection, as in leaving, takes no time then
+        gc.freeze()  # exempts what the imports created from collection, so that `leave` collects fast
 
     def _execute(self, number: int, call: str, function: Callable[[], Any]) -> None:
         PROGRESS.begin(call)
@@ -74,17 +74,17 @@ class _Host:
             frame = encode({"answer": number, "value": function()})
         except Exception:
             cause = traceback.format_exc()
-        if cause:  # and nothing refers to the frames that failed any more: what they have in hand keeps groups open
+        if cause:  # after the except block: within it the failed frames are alive, and keep groups open
             self._leave()
-            print(cause, file=sys.stderr, end="")  # the log has it too
+            print(cause, file=sys.stderr, end="")  # into the log file as well
             frame = encode({"answer": number, "error": cause})
         PROGRESS.begin("")
-        with suppress(OSError):  # nobody wants to know: `_read` ends us
+        with suppress(OSError):  # the driver is gone: `_read` ends this process
             self._line.send(frame)
 
     def _leave(self) -> None:
-        """At once, not when the driver says so: under gloo only the neighbours of a rank that is gone notice it, and
-        it is their leaving that frees the next ones."""
+        """Leave the process groups right after a failure, before the driver asks: with gloo only the neighbours of a
+        lost rank notice, and only their leaving frees the ranks after them."""
         if self._worker is not None:
             try:
                 self._worker.leave()
@@ -109,10 +109,10 @@ class _Host:
 
 
 def _redirect_output(path: str) -> None:
-    """Appends all output of this process, also that of its libraries in C, to a file, secrets redacted; to none, where
-    there can be none. What a full disk does not take is lost, and nobody fails."""
+    """Append all output of this process, C libraries included, to the file `path`, with secrets of Python's output
+    redacted. If the file cannot be opened, output is discarded; if the disk is full, the rest is lost without error."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):  # it is closed, or there is none
+        with suppress(OSError, ValueError, AttributeError):  # the stream is closed or None
             stream.flush()
     try:
         Path(path).parent.mkdir(0o700, parents=True, exist_ok=True)
@@ -131,7 +131,7 @@ def _redirect_output(path: str) -> None:
 
 
 class _Lossy(io.FileIO):
-    """A file that takes everything, and keeps what it can."""
+    """Raw file that accepts every write and drops silently what cannot be written."""
 
     def write(self, data: Any) -> int:
         with suppress(OSError):

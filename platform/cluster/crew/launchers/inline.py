@@ -1,4 +1,4 @@
-"""A crew of one in the launching process."""
+"""Crew with a single worker, in the launching process itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from platform.cluster.crew.base.rendezvous import Rendezvous
 
 
 class InlineCrew(Crew):
-    """A world of one in this process: a debugger stops in the worker, a profiler sees it."""
+    """Crew whose only worker is an object in this process, so that a debugger stops in it and a profiler sees it."""
 
     def __init__(self, job: Job):
         assert job.world_size == 1
@@ -48,7 +48,7 @@ class InlineCrew(Crew):
         try:
             return [getattr(self._worker, method)(*arguments(args, 0))]
         except Exception as error:
-            cause = traceback.format_exc()  # as other workers tell it: the place is in the user's own code
+            cause = traceback.format_exc()  # as other crews report it: the failing line is in the user's own code
             print(cause, file=sys.stderr, end="")
             call, name, coordinates = shown(method, args), self.job.name(0), self.job.coordinates[0]
             raise WorkerFailed([Failure(self._member, "failed", call, cause, 0, name, coordinates)]) from error

@@ -1,8 +1,8 @@
-"""Ends the processes of an embedded Ray and removes its files once its driver is gone, however the driver ended: after
-SIGKILL Ray's agents stay for another minute, a stopped worker for ever, and the files too.
+"""Cleanup process of an embedded Ray: ends its processes and removes its files once the driver is gone, however it
+ended. Otherwise, after SIGKILL, Ray's agents stay for another minute, and a stopped worker and the files for ever.
 
-A process of its own, `python leftovers.py DIRECTORY`, with the standard library alone. The driver holds the other end
-of its standard input; Ray's processes have inherited MARK=DIRECTORY.
+Runs as `python leftovers.py DIRECTORY`, with the standard library alone. The driver holds the other end of its standard
+input, which ends with the driver; Ray's processes have inherited MARK=DIRECTORY.
 """
 
 import os
@@ -12,12 +12,12 @@ import sys
 import time
 
 MARK = "PLATFORM_EMBEDDED_RAY"
-PATIENCE = 4.0  # seconds for the processes to end by themselves
+PATIENCE = 4.0  # seconds for the processes to end by themselves; then they are killed
 
 
 def marked(directory: str) -> list[int]:
-    """The processes that were started with this mark; or, as one that has given itself another title has overwritten
-    its environment, that have files open there."""
+    """Return the ids of the processes that were started with MARK=`directory`, or that have files open in it: a process
+    that changes its title overwrites its environment, and the mark with it."""
     numbers = [int(name) for name in os.listdir("/proc") if name.isdigit()] if os.path.isdir("/proc") else []
     return [number for number in numbers if number != os.getpid() and _belongs(number, directory)]
 
@@ -29,12 +29,12 @@ def _belongs(process: int, directory: str) -> bool:
                 return True
         files = f"/proc/{process}/fd"
         return any(os.readlink(f"{files}/{fd}").startswith(f"{directory}/") for fd in os.listdir(files))
-    except OSError:  # somebody else's, or gone
+    except OSError:  # another user's process, or one that is gone
         return False
 
 
 def main(directory: str) -> None:
-    """Waits for the end of standard input, then until nothing is left but the driver, if that lives."""
+    """Wait for the end of standard input, then until no marked process but the driver is left; remove `directory`."""
     driver = os.getppid()
     sys.stdin.buffer.read()
     deadline = time.monotonic() + PATIENCE

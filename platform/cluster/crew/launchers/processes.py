@@ -1,4 +1,4 @@
-"""A crew of plain local processes: no Ray."""
+"""Crew of plain processes on this machine, without Ray."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from platform.cluster.crew.base.remote import RemoteCrew
 from platform.cluster.crew.base.signals import STOPPING
 from platform.cluster.crew.launchers.host import serve
 
-_EXIT_SECONDS = 3.0  # for a process that was told to end
-_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
+_EXIT_SECONDS = 3.0  # for a process to exit after it was asked to close
+_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 class ProcessCrew(RemoteCrew):
-    """One spawned process per member. A process that is hired for one that is gone takes its slot, and so its GPU."""
+    """Crew with one spawned process per member. A process hired after another died gets its slot, and so its GPU."""
 
     def _open(self) -> str:
         self._processes: dict[int, multiprocessing.process.BaseProcess] = {}
-        self._slots: dict[int, int] = {}  # of those that live
+        self._slots: dict[int, int] = {}  # member number -> slot, of living members
         return "127.0.0.1"
 
     def _launch(self, numbers: Sequence[int]) -> None:
@@ -53,7 +53,7 @@ class ProcessCrew(RemoteCrew):
         if process := self._processes.pop(number, None):
             process.kill()
             process.join()
-            process.close()  # its pipes
+            process.close()  # frees its pipes
 
     def _dismiss(self, polite: bool) -> None:
         deadline = monotonic() + (_EXIT_SECONDS if polite else 0.0)
@@ -67,12 +67,12 @@ class ProcessCrew(RemoteCrew):
 
 def _main(place: Assignment, address: tuple[str, int], token: str) -> None:
     _die_with_the_driver()
-    for number in STOPPING:  # a terminal's Ctrl-C, or a service's end, reaches every process; the driver decides
+    for number in STOPPING:  # Ctrl-C in a terminal, or the end of a service, signals every process; the driver decides
         signal.signal(number, signal.SIG_IGN)
     serve(place, address, token)
 
 
 def _die_with_the_driver() -> None:
-    """Also where this process is stopped or hangs, and so does not notice that its connection is closed."""
-    if prctl := getattr(ctypes.CDLL(None), "prctl", None):  # Linux has it
+    """Ask the kernel to kill this process when the driver dies: if stopped or hung, it would not notice by itself."""
+    if prctl := getattr(ctypes.CDLL(None), "prctl", None):  # Linux only
         prctl(_DEATH_SIGNAL, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""A crew of Ray actors: one per worker, in an embedded Ray on this machine or in the cluster at RAY_ADDRESS."""
+"""Crew of Ray actors, one per worker, in an embedded Ray on this machine or in the cluster at RAY_ADDRESS."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from platform.cluster.crew.launchers.host import serve
 from platform.cluster.crew.launchers.ray_session import Embedded, Notices, connect
 
 _LOG = logging.getLogger("platform.cluster")
-_PLACEMENT_SECONDS = 60.0  # at least, for resources that were free a moment ago
-_TURN_SECONDS = 10.0  # between two lines that say what is waited for
-_REASON_SECONDS = 0.3  # for Ray to say how a process ended; of a node that is lost it knows only much later
+_PLACEMENT_SECONDS = 60.0  # at least, for Ray to grant resources that were free a moment ago
+_TURN_SECONDS = 10.0  # interval of the messages that say what is being waited for
+_REASON_SECONDS = 0.3  # for Ray to report how a process ended; the loss of a node it learns only much later
 
 
 class RayCrew(RemoteCrew):
-    """One actor per member. Those of the start are on as few machines as possible, and numbered by machine, and on a
-    machine by GPU. A hired one starts where Ray finds a place for it, as soon as there is one."""
+    """Crew with one actor per member. The initial members are placed on as few machines as possible and numbered by
+    machine, within a machine by GPU. A hired member starts wherever Ray finds a place, as soon as there is one."""
 
     def __init__(self, job: Job, spares: int, *, embedded: bool):
         self._embedded = embedded
         super().__init__(job, spares)
 
     def _open(self) -> str:
-        self._actors: dict[int, Any] = {}  # those that were not killed
-        self._crowd = 0  # the most of the start that share a machine
-        self._serving: dict[int, Any] = {}  # what each actor does until it ends
+        self._actors: dict[int, Any] = {}  # actors not killed yet, by member number
+        self._crowd = 0  # most initial members on one machine; 0 before the start
+        self._serving: dict[int, Any] = {}  # each actor's running `serve` call
         self._notices: Notices | None = None
         self._ray: Embedded | None = None
         if self._embedded:
@@ -55,7 +55,7 @@ class RayCrew(RemoteCrew):
     def leaving(self) -> Set[int]:
         if self._notices is None or not (nodes := self._notices.nodes):
             return set()
-        everybody = self._here in nodes  # the driver goes, and they with it
+        everybody = self._here in nodes  # the driver's node is draining, and the run ends with it
         return {number for number, member in self.members.items() if everybody or _node_id(member.node) in nodes}
 
     def _launch(self, numbers: Sequence[int]) -> None:
@@ -63,7 +63,7 @@ class RayCrew(RemoteCrew):
             self._launch_together(numbers)
             return
         for number in numbers:
-            # Where it will be is not known yet: it has the threads of those that were there first.
+            # Its node is not known yet: threads are sized as if it shared the most crowded initial machine.
             place = assign(self.job, number, local_rank=0, local_world_size=self._crowd, group_rank=0)
             self._serve(number, self._actor(), place)
 
@@ -92,10 +92,10 @@ class RayCrew(RemoteCrew):
             self._serve(number, actors[i], place)
 
     def _nodes(self, size: int) -> list[str]:
-        """A node for each of so many actors: as few nodes as possible, where all find a place together.
+        """Return a node for each of `size` actors: as few nodes as possible on which all of them fit together.
 
-        A placement group answers this, and is given back: had the actors their places in one, the places of a node
-        that is lost would have to be found together again before any of them could be taken.
+        A placement group finds them and is then removed. If the actors stayed in it, Ray would have to find room for
+        all places of a lost node together before it could replace any of them.
         """
         from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
@@ -111,8 +111,9 @@ class RayCrew(RemoteCrew):
         return {"CPU": 1.0} | ({"GPU": 1.0} if self.job.device == "cuda" else {})
 
     def _wait(self, ready: Callable[[float], int], size: int) -> None:
-        """Asks in turns, each of some seconds, how many are ready, until all are. A machine that is busy is slow in
-        this, and one may go and come: it is no mistake of anybody's. Raises NoPlaces after `elastic.wait` seconds."""
+        """Poll `ready` (seconds to wait -> how many are ready) until `size` are. A busy machine is slow at this, and
+        nodes come and go, so waiting is no error. Raises NoPlaces after the longest of `elastic.wait`, `cluster.wait`
+        and _PLACEMENT_SECONDS."""
         wait = max(self.job.config["elastic"]["wait"], self.job.config["cluster"]["wait"], _PLACEMENT_SECONDS)
         deadline = monotonic() + wait
         while (there := ready(min(_TURN_SECONDS, max(0.0, deadline - monotonic())))) < size:
@@ -122,7 +123,7 @@ class RayCrew(RemoteCrew):
             _LOG.info("waiting for %s, up to %.0f s", lack, deadline - monotonic())
 
     def _located(self, number: int, place: Any) -> dict[str, Any]:
-        """Raises WorkerFailed where the actor died in its start."""
+        """Return the answer of `_Actor.locate`. Raises WorkerFailed if the actor died while starting."""
         import ray
         from ray.exceptions import RayError
 
@@ -134,7 +135,7 @@ class RayCrew(RemoteCrew):
             raise WorkerFailed([Failure(member, "died", "start()", _reason(error), name=name)]) from None
 
     def _actor(self, node: str = "") -> Any:
-        """On this node, or where Ray finds a place."""
+        """Create an actor on `node`, or wherever Ray finds a place if "" or if the node has none."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -166,11 +167,11 @@ class RayCrew(RemoteCrew):
         import ray
 
         if not (actor := self._actors.pop(number, None)):
-            return  # its process number may be somebody else's by now
+            return  # killed before: its pid may belong to another process by now
         ray.kill(actor, no_restart=True)
         member = self._greeted.get(number)
         if member and _node_id(member.node) == self._here:
-            with suppress(ProcessLookupError):  # at once, where that is possible
+            with suppress(ProcessLookupError):  # on the driver's own machine: immediate, which ray.kill is not
                 os.kill(member.pid, signal.SIGKILL)
 
     def _dismiss(self, polite: bool) -> None:
@@ -181,18 +182,18 @@ class RayCrew(RemoteCrew):
         if ray.is_initialized():
             for number in list(self._actors):
                 self._kill(number)
-            ray.shutdown()  # an embedded Ray ends; a cluster is only left
+            ray.shutdown()  # ends an embedded Ray; only disconnects from a cluster
         if self._ray:
             self._ray.close()
 
 
 class _Actor:
-    """A member in a Ray worker process. Where it runs is asked before it has a number."""
+    """Ray actor that runs one member. The driver asks where it runs before it assigns the member a number."""
 
     def __init__(self) -> None:
         self._name = "worker"
 
-    def __repr__(self) -> str:  # Ray's own messages show it
+    def __repr__(self) -> str:  # shown in Ray's own messages
         return self._name
 
     def locate(self) -> dict[str, Any]:
@@ -212,12 +213,12 @@ class _Actor:
 
 
 def _node_id(node: str) -> str:
-    """Ray's, of a member's node."""
+    """Extract Ray's node id from a member's node, which is HOST/ID."""
     return node.rpartition("/")[2]
 
 
 def _reason(error: Exception) -> str:
-    """Ray's account of an actor's death in one line, without the identifiers before and the guesses after it."""
+    """Reduce Ray's report of an actor's death to one line, without the identifiers before and the guesses after it."""
     text = " ".join(str(error).split()).partition("Some common causes include")[0]
     text = text[max(0, text.find("The actor is dead because")) :]
-    return text.partition(" Worker exit type: SYSTEM_ERROR")[0].strip()  # what follows says no more than that it died
+    return text.partition(" Worker exit type: SYSTEM_ERROR")[0].strip()  # the rest only repeats that it died

@@ -1,4 +1,4 @@
-"""What is asked of Ray itself: to start, to join, what it has free, and which of its nodes are about to go."""
+"""Session with Ray: start an embedded one or join a cluster, and query free resources and draining nodes."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from platform.cluster.crew.launchers import leftovers
 from platform.config.fields import ConfigError, violation
 
 _CONNECT_SECONDS = 2.0
-_NOTICE_SECONDS = 2.0  # between two questions whether a node is about to go
-_CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0": as there, Ray's address is that of loopback
-_OBJECT_STORE_BYTES = 100 << 20  # no tensor travels through it; shared memory is for the workers
+_NOTICE_SECONDS = 2.0  # interval of the queries for draining nodes
+_CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0": Ray uses the loopback address, as on those systems
+_OBJECT_STORE_BYTES = 100 << 20  # small: no tensor goes through it, and workers need the shared memory
 
 
 class Embedded:
-    """A Ray of our own on this machine, with room for `size` workers: nobody else's cluster is joined, nothing is
-    reported, and nothing is left of it when this process is gone, however that ends."""
+    """Private Ray instance on this machine with room for `size` workers. It joins no other cluster, reports no usage
+    statistics, and leaves no process or file behind when this process ends, however it ends."""
 
     def __init__(self, size: int, *, gpus: bool):
-        directory = _short_temporary_directory()  # this user's alone; Ray opens its own to everybody
+        directory = _short_temporary_directory()  # readable by this user alone; Ray's own directory is open to all
         command = [sys.executable, "-I", leftovers.__file__, directory]
-        # a session of its own: the terminal's Ctrl-C is not for it
+        # in its own session, so that Ctrl-C in the terminal does not reach it
         self._leftovers = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         self._opened = ExitStack()
         self._opened.enter_context(_private(Path(directory, "token")))
@@ -44,11 +44,11 @@ class Embedded:
                 address="local",
                 _temp_dir=f"{directory}/ray",
                 _node_ip_address="127.0.0.1",
-                num_cpus=size,  # workers are logical: more of them than cores is slow and legal
+                num_cpus=size,  # logical CPUs, one per worker: more than cores is slow but allowed
                 num_gpus=size if gpus else 0,
                 include_dashboard=False,
                 object_store_memory=_OBJECT_STORE_BYTES,
-                _system_config={"worker_niceness": 0},  # Ray's default of 15 starves workers beside anything else
+                _system_config={"worker_niceness": 0},  # Ray's default of 15 starves workers beside other processes
             )
         except BaseException:
             self.close()
@@ -57,7 +57,7 @@ class Embedded:
             del os.environ[leftovers.MARK]
 
     def close(self) -> None:
-        """After Ray was left."""
+        """Remove what the instance leaves; call it after ray.shutdown()."""
         self._opened.close()
         assert self._leftovers.stdin
         self._leftovers.stdin.close()
@@ -66,8 +66,8 @@ class Embedded:
 
 @contextmanager
 def _private(token: Path) -> Iterator[None]:
-    """Ray as it starts inside is for who can read the file `token`, which this makes, and for this machine alone. All
-    that it starts inherits the environment."""
+    """Restrict a Ray started inside the block to this machine and to processes that can read the file `token`, which
+    this creates. Ray's processes inherit the settings through the environment."""
     from ray._private import ray_constants
 
     token.touch(0o600)
@@ -89,15 +89,15 @@ def _private(token: Path) -> Iterator[None]:
 
 
 def _look_again_for_the_token() -> None:
-    """Ray reads mode and token once per process. The mode first: a thread of a Ray that is being left would else look
-    for a token that is gone, and abort this process."""
+    """Reset Ray's authentication mode and token, which it reads once per process. The mode comes first: a thread of a
+    Ray that is shutting down would otherwise look for a removed token and abort this process."""
     raylet: Any = import_module("ray._raylet")
     raylet.Config.initialize("")
     raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
 def connect() -> None:
-    """Joins the cluster at RAY_ADDRESS, or the one on this machine. Raises ConfigError where there is none."""
+    """Join the cluster at RAY_ADDRESS, or the one on this machine. Raises ConfigError if there is none."""
     import ray
     from ray.exceptions import RayError
 
@@ -107,28 +107,28 @@ def connect() -> None:
     try:
         _knock(address)
         _init(address=address)
-    except (OSError, RayError, ValueError, RuntimeError) as error:  # Ray has words of its own for an address
+    except (OSError, RayError, ValueError, RuntimeError) as error:  # the last two: a bad address
         reason = str(error).strip().partition("\n")[0]
         constraint = f"no Ray cluster at RAY_ADDRESS={address} ({reason}); start one with `ray start --head`"
         raise ConfigError(violation("cluster", "ray", constraint, ["cluster=local"])) from None
 
 
 def _knock(address: str) -> None:
-    """Raises OSError where nobody listens at HOST:PORT: Ray itself would go on trying for minutes."""
+    """Raise OSError if nothing listens at HOST:PORT: Ray itself would retry for minutes."""
     host, _, port = address.rpartition(":")
     if port.isdigit() and "/" not in host:
         socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
 
 
 def free_resources() -> dict[str, float]:
-    """What the joined cluster has free: {"CPU": ..., "GPU": ...}."""
+    """Return the free resources of the joined cluster: {"CPU": ..., "GPU": ...}."""
     import ray
 
     return ray.available_resources()
 
 
 def accelerators() -> list[str]:
-    """The types of accelerators that the nodes of the joined cluster have, such as H100 and A100-80G."""
+    """Return the accelerator types of the joined cluster's nodes, such as H100 and A100-80G."""
     import ray
 
     return [name.partition(":")[2] for name in ray.cluster_resources() if name.startswith("accelerator_type:")]
@@ -142,23 +142,23 @@ def _init(**arguments: Any) -> None:
     try:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, runtime_env=_runtime_env(), **arguments)
     finally:
-        signal.signal(signal.SIGTERM, on_term)  # Ray puts its own there
+        signal.signal(signal.SIGTERM, on_term)  # Ray replaces the handler
     _hush()
 
 
 def _hush() -> None:
-    """Ray prints pages into our output about every process that dies, whatever `log_to_driver` says, and has no public
-    way to stop it. The journal has what there is to say."""
+    """Stop Ray from printing pages about every process that dies, whatever `log_to_driver` says. Ray has no public way
+    to turn this off; the journal records what matters."""
     import ray
 
-    with suppress(AttributeError):  # another version: it prints
+    with suppress(AttributeError):  # another version of Ray: leave the messages
         worker: Any = ray._private.worker.global_worker
         worker.threads_stopped.set()
         worker.gcs_error_subscriber.close()
 
 
 def _runtime_env() -> dict[str, Any] | None:
-    """What makes workers find this package where it is not installed; see platform/_startup.py."""
+    """Return the runtime environment with which workers find this package if it is not installed (_startup.py)."""
     if "_platform_startup" in sys.modules:
         return None
     root = str(Path(__file__).parents[4])
@@ -166,14 +166,14 @@ def _runtime_env() -> dict[str, Any] | None:
 
 
 def _short_temporary_directory() -> str:
-    """Ray puts Unix sockets there, whose path may have 107 characters: a long TMPDIR would not do."""
+    """Create a temporary directory with a short path, for Ray's Unix sockets (at most 107 characters)."""
     with suppress(OSError):
         return tempfile.mkdtemp(prefix="ray-", dir="/tmp")
     return tempfile.mkdtemp(prefix="ray-")
 
 
 class Notices:
-    """`nodes`: those of the joined cluster that will soon be taken away, by their Ray ids. A thread keeps it true."""
+    """Watches the joined cluster for draining nodes. `nodes`: their Ray ids, kept current by a thread."""
 
     def __init__(self) -> None:
         self.nodes: frozenset[str] = frozenset()
@@ -182,18 +182,18 @@ class Notices:
         self._thread.start()
 
     def close(self) -> None:
-        """Before Ray is left: it is not asked any more."""
+        """Stop the thread; call it before ray.shutdown(), so that Ray is not queried after it."""
         self._closed.set()
         self._thread.join()
 
     def _poll(self) -> None:
         while not self._closed.wait(_NOTICE_SECONDS):
-            with suppress(Exception):  # a Ray that does not answer, or not to this, gives no notice
+            with suppress(Exception):  # if Ray does not answer this query, there is no notice
                 self.nodes = _draining_nodes()
 
 
 def _draining_nodes() -> frozenset[str]:
-    """Ray has no public way to ask this: it is what Ray Train asks."""
+    """Return the Ray ids of draining nodes. Ray has no public function for this; Ray Train uses the same one."""
     import ray
 
     return frozenset(ray._private.state.state.get_draining_nodes())

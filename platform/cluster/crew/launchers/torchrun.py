@@ -1,13 +1,13 @@
-"""A crew whose processes torchrun has started: `torchrun --nproc-per-node N -m platform.launch +experiment=...`.
+"""Crew whose processes torchrun has started: `torchrun --nproc-per-node N -m platform.launch +experiment=...`.
 
-The process of rank 0 is the driver. Every process, this one too, serves a worker: it learns through torchrun's own
-store where to dial, and from then on is a member like any other. One that fails goes on in the next generation; when a
-process dies, torchrun asks the others to end, and the driver saves what they hold in memory.
+The process of rank 0 is the driver. Every process, including rank 0, serves a worker: it reads from torchrun's own
+store where to dial, and from then on is a member like any other. A member that raises continues in the next generation.
+When a process dies, torchrun asks the others to end, and the driver saves the state that they hold in memory.
 
-Anybody on the network can read and write torchrun's store. So it holds the driver's address and session, which are no
-secrets; the key that tokens are made of is in the environment of all processes, PLATFORM_SECRET, or in a file of the
-run directory that only this user can read, while the crew starts; and who answers at that address has to prove that it
-has the key, before it is believed. The configuration travels on that connection.
+Anyone on the network can read and write torchrun's store, so it holds only the driver's address and session, which are
+public. The key from which tokens are derived is either in every process's environment, as PLATFORM_SECRET, or, while
+the crew starts, in a file of the run directory that only this user can read. The peer at the published address has to
+prove that it has the key before anything else that it sends, such as the configuration, is used.
 """
 
 from __future__ import annotations
@@ -35,50 +35,50 @@ from platform.cluster.wire.channel import dial
 from platform.config.fields import ConfigError, violation
 
 SECRET = "PLATFORM_SECRET"
-_SHORTEST = 16  # characters of it
+_SHORTEST = 16  # characters of PLATFORM_SECRET, at least
 _FILE = "torchrun.key"
-_KEY_SECONDS = 30.0  # for a file to be seen that another machine has just written
-_DRIVER = "driver"  # the store's only key: where the driver is, or null where there is none
-_FOREVER = timedelta(days=365)  # a follower waits for its place for as long as the driver lives
+_KEY_SECONDS = 30.0  # for a file just written by another machine to become visible
+_DRIVER = "driver"  # the store's only key; its value: the driver's address and session, or null if no crew was formed
+_FOREVER = timedelta(days=365)  # a follower waits as long as the driver lives
 _CONNECT = timedelta(seconds=30)
-_EXIT_SECONDS = 3.0  # for this process's own worker
+_EXIT_SECONDS = 3.0  # for the worker thread of this process to end
 
 
 def present() -> bool:
-    """Whether torchrun has started this process."""
+    """Return True if torchrun started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
 
 
 def is_follower() -> bool:
-    """Whether this process only serves, because the driver is the process of rank 0."""
+    """Return True if this process only serves a worker: torchrun started it, and its rank is not 0 (the driver)."""
     return present() and os.environ["RANK"] != "0"
 
 
 def follow(run_dir: Path) -> None:
-    """Serve the worker of this process until the driver hangs up.
+    """Serve the worker of this process until the driver closes the connection; return at once if no crew was formed.
 
-    Raises ConfigError where the driver's secret cannot be had, PermissionError where who answers does not have it.
+    Raises ConfigError if the key cannot be read, PermissionError if the peer cannot prove that it has the key.
     """
     store = _connect()
     store.wait([_DRIVER], _FOREVER)
     if (told := _published(store.get(_DRIVER))) is None:
         return
     address, session = told
-    for number in STOPPING:  # torchrun sends them to all processes; the driver decides, and wants its workers for it
+    for number in STOPPING:  # torchrun signals all processes; the driver decides, and needs its workers to save
         signal.signal(number, signal.SIG_IGN)
     rank = int(os.environ["RANK"])
     _serve(address, secret.token(_key(run_dir), session, rank), rank, own_process=True)
 
 
 def dismiss() -> None:
-    """Let the followers go where no crew was formed. Called by the driver before it ends."""
+    """Release the followers if no crew was formed. The driver calls it before it ends."""
     store = _connect()
     if not store.check([_DRIVER]):
         store.set(_DRIVER, "null")
 
 
 def given_key() -> str:
-    """Return the secret that the environment has, "" where it has none. Raises ConfigError where it is too short."""
+    """Return the key in PLATFORM_SECRET, "" if it is not set. Raises ConfigError if it is too short."""
     key = os.environ.get(SECRET, "")
     if key and len(key) < _SHORTEST:
         raise ConfigError(f"{SECRET}: has {len(key)} characters, and must have {_SHORTEST} at least, or none")
@@ -86,8 +86,8 @@ def given_key() -> str:
 
 
 class TorchrunCrew(RemoteCrew):
-    """The processes of torchrun, numbered by its ranks. Member 0 is a thread of this process, so that the driver can
-    watch it; it cannot be killed, and nobody can be hired."""
+    """Crew of the processes that torchrun started, numbered by torchrun's ranks. Member 0 is a thread of this process,
+    so that the driver can watch it like the others. Members cannot be killed, and none can be hired."""
 
     can_hire = False
 
@@ -101,12 +101,12 @@ class TorchrunCrew(RemoteCrew):
 
     def _start(self) -> None:
         super()._start()
-        (self.job.run_dir / _FILE).unlink(missing_ok=True)  # everybody has it
+        (self.job.run_dir / _FILE).unlink(missing_ok=True)  # all members have read it
 
     def _launch(self, numbers: Sequence[int]) -> None:
         local_size = int(os.environ["LOCAL_WORLD_SIZE"])
         place = assign(self.job, 0, local_rank=0, local_world_size=local_size, group_rank=0)
-        # torchrun has set the environment, and it has its own options for logs
+        # torchrun sets the environment of the others, and has its own options for logs
         self._board.tell({"place": asdict(replace(place, environment={}, log=""))})
         _connect().set(_DRIVER, json.dumps({"address": self._board.address, "session": self._board.session}))
         own = self._board.address, self._board.token(0), 0
@@ -119,7 +119,7 @@ class TorchrunCrew(RemoteCrew):
         return None
 
     def _ended(self, number: int, seconds: float) -> str | None:
-        return None  # torchrun says so, and ends this process too
+        return None  # torchrun reports it, and ends this process too
 
     def _kill(self, number: int) -> None:
         pass  # it ends by itself when its connection is closed
@@ -130,7 +130,7 @@ class TorchrunCrew(RemoteCrew):
 
 
 def _serve(address: tuple[str, int], token: str, number: int, *, own_process: bool) -> None:
-    """Dial the driver and be the worker that it wants."""
+    """Dial the driver and serve as the worker that its welcome describes."""
     line = dial(address, token, number)
     place = Assignment(**line.welcome["place"])
     if place.device == "cuda":
@@ -139,8 +139,8 @@ def _serve(address: tuple[str, int], token: str, number: int, *, own_process: bo
 
 
 def _published(data: bytes) -> tuple[tuple[str, int], str] | None:
-    """Where the driver is and its session, None where there is none. Raises PermissionError for what no driver writes:
-    the store is open to everybody."""
+    """Parse the store's value into the driver's address and session; None if no crew was formed. Raises PermissionError
+    for a value that no driver writes, since anyone can write to the store."""
     with suppress(ValueError, TypeError, KeyError, RecursionError):
         if (told := json.loads(data)) is None:
             return None
@@ -151,15 +151,15 @@ def _published(data: bytes) -> tuple[tuple[str, int], str] | None:
 
 
 def _write(key: str, file: Path) -> None:
-    """Raises FileExistsError where somebody else makes one at this moment."""
-    file.unlink(missing_ok=True)  # of a driver that was killed
+    """Write the key to a new file that only this user can read. Raises FileExistsError if it appears meanwhile."""
+    file.unlink(missing_ok=True)  # left by a driver that was killed
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     with open(descriptor, "w") as out:
         out.write(key)
 
 
 def _key(run_dir: Path) -> str:
-    """The run's secret, from the environment or the file. Raises ConfigError."""
+    """Return the key, from the environment or the file. Raises ConfigError if neither has it in time."""
     if key := given_key():
         return key
     deadline = monotonic() + _KEY_SECONDS
@@ -176,7 +176,7 @@ def _key(run_dir: Path) -> str:
 
 
 def _read(file: Path) -> str:
-    """Raises OSError, or ValueError where somebody else could have written it."""
+    """Read the key from its file. Raises OSError; ValueError if others could have written it or it is incomplete."""
     descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with open(descriptor) as source:
         status = os.fstat(descriptor)
@@ -189,7 +189,7 @@ def _read(file: Path) -> str:
 
 
 def _connect() -> Any:
-    """A connection of its own to torchrun's store: a thread that waits in it keeps no other from using it."""
+    """Open a separate connection to torchrun's store, so that a thread waiting in it does not block another's use."""
     from torch.distributed import PrefixStore, TCPStore
 
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
