@@ -47,6 +47,7 @@ FEWEST = 6  # workers: with fewer none is struck
 OLD = 60.0  # seconds: a worker that has lived for longer has all that it needs
 FLOOD_SECONDS = 5.0
 CALM_SECONDS = 15.0  # after a flood, until nobody who said nothing is still connected
+NEAR = 4  # steps: a strike must not meet a fault
 FULL_SECONDS = 4.0  # that the disk stays full
 DISK_MB = 64
 FAULT_STEPS = (*range(20, 400, 20), *range(800, 10**5, 400))  # of elastic.faults: every kind soon, however slow a step
@@ -161,7 +162,11 @@ class Soak(threading.Thread):
         filler.unlink()
 
     def goes_on(self) -> bool:
-        """Whether a step was done since the last strike: on a busy machine new workers take their time."""
+        """Whether a step was done since the last strike: on a busy machine new workers take their time. And none is near
+        that has a fault of its own: two who die at once may be all that held a part of the state."""
+        done = len(chaos.rows(self.config))
+        if any(0 <= step - done <= NEAR for step in FAULT_STEPS):
+            return False
         last = {event["event"]: i for i, event in enumerate(chaos.journal(self.config))}
         return last["first_step"] > max(last["forming"], last.get("failure", -1))
 
