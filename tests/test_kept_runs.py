@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from platform.checkpoint import Storage, connect, read_tensor, verify
-from platform.checkpoint.storage.catalogue import attempts
+from platform.checkpoint.moves.reshard import read_tensor
+from platform.checkpoint.storage.catalogue import attempts, verify
+from platform.checkpoint.storage.storage import Storage, connect
 from platform.monitor import Journal, MetricsLog
 from tests.test_end_to_end import command, in_this_process
 

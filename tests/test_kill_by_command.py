@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from platform.checkpoint import connect, find, read_tensor, verify
-from platform.checkpoint.storage.catalogue import attempts
+from platform.checkpoint.moves.reshard import read_tensor
+from platform.checkpoint.storage.catalogue import attempts, find, verify
+from platform.checkpoint.storage.storage import connect
 from platform.monitor import Journal, MetricsLog
 from tests.checkpoint import killer
 from tests.test_end_to_end import QUICK, SMALL, TIMEOUT

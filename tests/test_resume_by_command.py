@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from platform.checkpoint import Storage, connect, read_tensor, verify
-from platform.checkpoint.storage.catalogue import attempts
+from platform.checkpoint.moves.reshard import read_tensor
+from platform.checkpoint.storage.catalogue import attempts, verify
+from platform.checkpoint.storage.storage import Storage, connect
 from platform.launch import compose, main
 from platform.monitor import Journal, MetricsLog
 from platform.optimizer.learning_rate import learning_rate

@@ -20,7 +20,10 @@ import torch.distributed as dist
 
 from platform import data
 from platform.boundary.terminal import say, tolerated
-from platform.checkpoint import Corrupt, Memory, Refused, connect, load
+from platform.checkpoint.in_memory.snapshots import Memory
+from platform.checkpoint.storage.catalogue import load
+from platform.checkpoint.storage.manifest import Corrupt, Refused
+from platform.checkpoint.storage.storage import connect
 from platform.config.extensions import load_extensions
 from platform.config.fields import Config, ConfigError
 from platform.optimizer.optimizers import warm

@@ -25,8 +25,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
 
-from platform.checkpoint import Block, Box, Held, Image, Meta, connect, load, restore, shares  # noqa: E402
-from platform.checkpoint.storage.catalogue import begin, commit  # noqa: E402
+from platform.checkpoint.blocks.box import Box
+from platform.checkpoint.blocks.placement import Block, Held, shares
+from platform.checkpoint.moves.reshard import restore  # noqa: E402
+from platform.checkpoint.storage.catalogue import begin, commit, load  # noqa: E402
+from platform.checkpoint.storage.image import Image
+from platform.checkpoint.storage.manifest import Meta
+from platform.checkpoint.storage.storage import connect
 from platform.config.fields import Config, Model  # noqa: E402
 from platform.parallel.communicator.base import Alone  # noqa: E402
 from platform.planning.make_plan import make_plan  # noqa: E402

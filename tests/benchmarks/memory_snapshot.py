@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch  # noqa: E402
 
-from platform.checkpoint import Memory, copies, kept_bytes  # noqa: E402
+from platform.checkpoint.in_memory.copies import copies, kept_bytes  # noqa: E402
+from platform.checkpoint.in_memory.snapshots import Memory
 from platform.config.fields import Config  # noqa: E402
 from platform.planning.make_plan import make_plan  # noqa: E402
 from platform.train.step.training_state import State, held_of  # noqa: E402

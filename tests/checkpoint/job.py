@@ -12,8 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from platform.checkpoint import Block, Box, Held, Image, Meta, Storage, restore, shares
+from platform.checkpoint.blocks.box import Box
+from platform.checkpoint.blocks.placement import Block, Held, shares
+from platform.checkpoint.moves.reshard import restore
 from platform.checkpoint.storage.catalogue import begin, commit
+from platform.checkpoint.storage.image import Image
+from platform.checkpoint.storage.manifest import Meta
+from platform.checkpoint.storage.storage import Storage
 
 META = Meta(
     step=0, samples=0, seed=3, corpus="c0", identity={"seed": 3}, configuration="cf",

@@ -15,10 +15,13 @@ from threading import BrokenBarrierError
 
 import pytest
 
-from platform.checkpoint import Corrupt, Manifest, Refused, Saver, Storage, connect, find, load, verify
 from platform.checkpoint.storage import catalogue
 from platform.checkpoint.storage import manifest as manifests
 from platform.checkpoint.storage import storage as storage_module
+from platform.checkpoint.storage.catalogue import find, load, verify
+from platform.checkpoint.storage.manifest import Corrupt, Manifest, Refused
+from platform.checkpoint.storage.saver import Saver
+from platform.checkpoint.storage.storage import Storage, connect
 from tests.checkpoint import faults
 from tests.checkpoint.faults import FaultyOs, Killed
 from tests.checkpoint.job import Job, meta, values

@@ -12,8 +12,11 @@ import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 
-from platform.checkpoint import Saver, connect, find, load, read_tensor
 from platform.checkpoint.__main__ import main
+from platform.checkpoint.moves.reshard import read_tensor
+from platform.checkpoint.storage.catalogue import find, load
+from platform.checkpoint.storage.saver import Saver
+from platform.checkpoint.storage.storage import connect
 from tests.checkpoint.job import META, Job, meta, values
 
 SHAPES = {"model.a": (6, 4), "model.b": (5,), "exp_avg.a": (6, 4), "count": ()}

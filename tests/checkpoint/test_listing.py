@@ -5,10 +5,12 @@ import threading
 
 import pytest
 
-from platform.checkpoint import Refused, Saver, connect, find, load, verify
 from platform.checkpoint.storage import catalogue, manifest
+from platform.checkpoint.storage.catalogue import find, load, verify
 from platform.checkpoint.storage.lease import Lease
-from platform.checkpoint.storage.storage import Remote
+from platform.checkpoint.storage.manifest import Refused
+from platform.checkpoint.storage.saver import Saver
+from platform.checkpoint.storage.storage import Remote, connect
 from tests.checkpoint.job import Job, meta, values
 
 SHAPES = {"a": (6, 4), "b": (5,)}

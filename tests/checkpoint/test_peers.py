@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from platform.checkpoint import Box, Held, copies, keepers, kept_bytes, suffice, whole
-from platform.checkpoint.blocks.placement import GRANULE, alike, planned
-from platform.checkpoint.in_memory.copies import Copy
+from platform.checkpoint.blocks.box import Box
+from platform.checkpoint.blocks.placement import GRANULE, Held, alike, planned
+from platform.checkpoint.in_memory.copies import Copy, copies, kept_bytes
+from platform.checkpoint.in_memory.recover import keepers, suffice, whole
 from platform.planning.make_plan import make_plan
 from tests.checkpoint.job import Job, values
 from tests.checkpoint.test_plans import KINDS, PLANS

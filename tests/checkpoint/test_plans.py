@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from platform.checkpoint import Manifest, Storage, connect, load, shares
-from platform.checkpoint.blocks.placement import blocks, planned
+from platform.checkpoint.blocks.placement import blocks, planned, shares
+from platform.checkpoint.storage.catalogue import load
+from platform.checkpoint.storage.manifest import Manifest
+from platform.checkpoint.storage.storage import Storage, connect
 from platform.config.fields import Config
 from platform.plan.core.plan import Plan
 from platform.planning.make_plan import make_plan

@@ -6,22 +6,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from platform.checkpoint import (
-    Block,
-    Box,
-    Corrupt,
-    Held,
-    Image,
-    Refused,
-    connect,
-    find,
-    load,
-    read_tensor,
-    restore,
-    shares,
-)
-from platform.checkpoint.blocks.box import gaps, stretch
-from platform.checkpoint.storage.manifest import check_against
+from platform.checkpoint.blocks.box import Box, gaps, stretch
+from platform.checkpoint.blocks.placement import Block, Held, shares
+from platform.checkpoint.moves.reshard import read_tensor, restore
+from platform.checkpoint.storage.catalogue import find, load
+from platform.checkpoint.storage.image import Image
+from platform.checkpoint.storage.manifest import Corrupt, Refused, check_against
+from platform.checkpoint.storage.storage import connect
 from platform.plan.language.layout import Layout, block
 from platform.plan.language.mesh import Mesh
 from tests.checkpoint.job import Counting, Job, values

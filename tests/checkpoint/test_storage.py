@@ -6,8 +6,9 @@ import sys
 import pytest
 
 from platform.boundary.redaction import bare
-from platform.checkpoint import connect, find, load
 from platform.checkpoint.storage import catalogue
+from platform.checkpoint.storage.catalogue import find, load
+from platform.checkpoint.storage.storage import connect
 from platform.config.fields import ConfigError
 from tests.checkpoint.job import Counting, Job, values
 

@@ -8,7 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from platform.checkpoint import Block, Memory, Snapshot, copies, recover, surviving, whole
+from platform.checkpoint.blocks.placement import Block
+from platform.checkpoint.in_memory.copies import copies
+from platform.checkpoint.in_memory.recover import recover, surviving, whole
+from platform.checkpoint.in_memory.snapshots import Memory, Snapshot
 from platform.parallel.communicator.base import Alone
 from platform.plan.language.mesh import Mesh
 from tests.checkpoint.job import Job, values

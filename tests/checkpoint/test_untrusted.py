@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from platform.checkpoint import Corrupt, Manifest, Refused, connect, find, load, verify
 from platform.checkpoint.__main__ import main
 from platform.checkpoint.storage import manifest as manifests
+from platform.checkpoint.storage.catalogue import find, load, verify
+from platform.checkpoint.storage.manifest import Corrupt, Manifest, Refused
+from platform.checkpoint.storage.storage import connect
 from tests.checkpoint.job import Job, meta, values
 
 SHAPES = {"a": (6, 4), "b": (5,), "c": ()}

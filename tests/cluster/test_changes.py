@@ -2,7 +2,7 @@
 
 import copy
 
-from platform.checkpoint import Meta
+from platform.checkpoint.storage.manifest import Meta
 from platform.cluster.run.changes import changes, report
 from platform.config.identity import identity
 from platform.launch import compose

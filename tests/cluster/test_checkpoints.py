@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 from fake_plan import FakePlan
 
-from platform.checkpoint import Meta, connect
 from platform.checkpoint.storage.catalogue import begin, commit
+from platform.checkpoint.storage.manifest import Meta
+from platform.checkpoint.storage.storage import connect
 from platform.cluster.control.saving.cadence import Cadence
 from platform.cluster.control.saving.checkpoints import Checkpoints
 from platform.cluster.crew.base.failures import Failure, Member, WorkerFailed

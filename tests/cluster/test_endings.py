@@ -12,7 +12,7 @@ import pytest
 from fake_crew import Dead
 from test_states import at_once, config, drive, events, names, once_each, signals, stop  # noqa: F401
 
-from platform.checkpoint import Saver
+from platform.checkpoint.storage.saver import Saver
 from platform.cluster.crew.open import open_crew
 from platform.config.fields import ConfigError
 from platform.monitor import MetricsLog

@@ -7,7 +7,7 @@ import pytest
 from fake_plan import run_fake
 from process_tree import descendants, gone
 
-from platform.checkpoint import connect
+from platform.checkpoint.storage.storage import connect
 from platform.cluster.control.forming import preflight
 from platform.cluster.crew.open import open_crew
 from platform.config.fields import Config, ConfigError

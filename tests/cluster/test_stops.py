@@ -10,7 +10,7 @@ import pytest
 from fake_crew import Dead
 from test_states import at_once, config, drive, events, names, once_each, signals, steps, stop  # noqa: F401
 
-from platform.checkpoint import Saver
+from platform.checkpoint.storage.saver import Saver
 from platform.cluster.crew.base.signals import Stopped, StopSignals
 
 STOPPING = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]

@@ -8,8 +8,9 @@ import pytest
 import yaml
 from fake_plan import FakePlan
 
-from platform.checkpoint import Meta, connect
 from platform.checkpoint.storage.catalogue import begin, commit
+from platform.checkpoint.storage.manifest import Meta
+from platform.checkpoint.storage.storage import connect
 from platform.cluster.control.saving.checkpoints import Checkpoints
 from platform.cluster.run.directory import RunDirectory
 from platform.cluster.run.origin import origin

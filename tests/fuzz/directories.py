@@ -13,9 +13,10 @@ from tempfile import TemporaryDirectory
 import yaml
 
 from platform.boundary.schema import Malformed
-from platform.checkpoint import connect, find, verify
 from platform.checkpoint.storage import catalogue
+from platform.checkpoint.storage.catalogue import find, verify
 from platform.checkpoint.storage.lease import Lease
+from platform.checkpoint.storage.storage import connect
 from platform.cluster.run import traces
 from platform.cluster.run.directory import RunDirectory
 from platform.config.fields import Config, ConfigError

@@ -20,10 +20,12 @@ from typing import Any
 
 import torch
 
-from platform.checkpoint import Manifest, Refused, find, read_tensor, verify
 from platform.checkpoint.__main__ import summary
 from platform.checkpoint.blocks.placement import DTYPES
+from platform.checkpoint.moves.reshard import read_tensor
 from platform.checkpoint.storage import manifest as manifests
+from platform.checkpoint.storage.catalogue import find, verify
+from platform.checkpoint.storage.manifest import Manifest, Refused
 from tests.fuzz import directories, mutations, texts
 from tests.fuzz.world import SHAPES, World, told
 

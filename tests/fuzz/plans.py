@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from platform.checkpoint import Meta, Storage, connect, load
-from platform.checkpoint.storage.catalogue import begin, commit
+from platform.checkpoint.storage.catalogue import begin, commit, load
+from platform.checkpoint.storage.manifest import Meta
+from platform.checkpoint.storage.storage import Storage, connect
 from platform.config.checks import violations
 from platform.config.fields import Config, ConfigError
 from platform.parallel.communicator.base import Alone, Communicator

@@ -16,8 +16,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from platform.boundary.schema import Malformed
-from platform.checkpoint import Refused
 from platform.checkpoint.interchange import import_safetensors
+from platform.checkpoint.storage.manifest import Refused
 from platform.config.fields import ConfigError, Data
 from platform.data import cache, corpus, pairs, sources
 from tests.fuzz import mutations

@@ -9,9 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 
-from platform.checkpoint import connect, read_tensor, verify
 from platform.checkpoint.interchange import export_safetensors
+from platform.checkpoint.moves.reshard import read_tensor
 from platform.checkpoint.storage import manifest as manifests
+from platform.checkpoint.storage.catalogue import verify
+from platform.checkpoint.storage.storage import connect
 from platform.cluster.run.directory import RunDirectory
 from platform.config.fields import Config, ConfigError, Data
 from platform.data import prepare

@@ -7,8 +7,9 @@ from math import prod
 import pytest
 import torch
 
-from platform.checkpoint import Meta, connect, load
-from platform.checkpoint.storage.catalogue import begin, commit
+from platform.checkpoint.storage.catalogue import begin, commit, load
+from platform.checkpoint.storage.manifest import Meta
+from platform.checkpoint.storage.storage import connect
 from platform.parallel.communicator.base import Alone
 from platform.parallel.parallel_ops import ParallelOps
 from platform.plan.reports.describe import describe

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from platform.checkpoint import Memory
+from platform.checkpoint.in_memory.snapshots import Memory
 from platform.config.fields import Config
 from platform.planning.make_plan import make_plan
 from platform.train.recovery.source import find_source, take_seats, who_has

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from platform.checkpoint import Block, Memory
+from platform.checkpoint.blocks.placement import Block
+from platform.checkpoint.in_memory.snapshots import Memory
 from platform.parallel.communicator.base import Alone, Communicator
 from platform.plan.language.mesh import Mesh
 from platform.planning.make_plan import make_plan

@@ -10,8 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from platform.checkpoint import Block, Box, Meta, connect, load
-from platform.checkpoint.storage.catalogue import begin, commit
+from platform.checkpoint.blocks.box import Box
+from platform.checkpoint.blocks.placement import Block
+from platform.checkpoint.storage.catalogue import begin, commit, load
+from platform.checkpoint.storage.manifest import Meta
+from platform.checkpoint.storage.storage import connect
 from platform.config.fields import Config
 from platform.parallel.communicator.base import Alone, Communicator
 from platform.planning.make_plan import make_plan

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from platform.checkpoint import Memory
+from platform.checkpoint.in_memory.snapshots import Memory
 from platform.config.fields import Config
 from platform.planning.make_plan import make_plan
 from platform.train.recovery.verify import checksum, differing

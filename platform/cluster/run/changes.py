@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from platform.boundary.redaction import redact
-from platform.checkpoint import Meta
+from platform.checkpoint.storage.manifest import Meta
 from platform.config.fields import Config
 from platform.config.identity import completed, differences, identity
 from platform.monitor import Journal

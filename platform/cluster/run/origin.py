@@ -11,8 +11,9 @@ from pathlib import Path
 from platform.boundary.redaction import bare
 from platform.boundary.schema import Malformed
 from platform.boundary.undo import missing, remove_empty
-from platform.checkpoint import Manifest, Refused, Storage, connect, find, load
-from platform.checkpoint.storage.storage import Local
+from platform.checkpoint.storage.catalogue import find, load
+from platform.checkpoint.storage.manifest import Manifest, Refused
+from platform.checkpoint.storage.storage import Local, Storage, connect
 from platform.cluster.run import traces
 from platform.config.fields import RESUME, Config, ConfigError, violation
 from platform.config.identity import refusal

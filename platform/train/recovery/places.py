@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from platform.checkpoint import split
+from platform.checkpoint.storage.catalogue import split
 from platform.config.fields import RESUME, Config
 
 

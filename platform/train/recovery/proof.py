@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 import platform as package
-from platform.checkpoint import connect
 from platform.checkpoint.storage.manifest import NAME
+from platform.checkpoint.storage.storage import connect
 from platform.config.fields import Config, ConfigError
 from platform.train.recovery import places
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
-from platform.checkpoint import Copy, Held, copies, handed_over, keepers, suffice, surviving, whole
+from platform.checkpoint.blocks.placement import Held
+from platform.checkpoint.in_memory.copies import Copy, copies
+from platform.checkpoint.in_memory.recover import handed_over, keepers, suffice, surviving, whole
 from platform.config.fields import Config
 from platform.planning.make_plan import make_plan
 from platform.train.step.training_state import held_of

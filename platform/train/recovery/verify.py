@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from platform.checkpoint import Block, Box, Held, Share, Snapshot
+from platform.checkpoint.blocks.box import Box
+from platform.checkpoint.blocks.placement import Block, Held, Share
+from platform.checkpoint.in_memory.snapshots import Snapshot
 from platform.parallel.communicator.base import Communicator
 from platform.parallel.sharding import gradients
 from platform.plan.core.plan import Plan

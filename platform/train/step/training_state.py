@@ -12,21 +12,13 @@ from torch import Tensor
 
 from platform.boundary import schema
 from platform.boundary.schema import Known, Malformed
-from platform.checkpoint import (
-    Block,
-    Held,
-    Image,
-    Manifest,
-    Refused,
-    Share,
-    Snapshot,
-    Storage,
-    blocks,
-    planned,
-    recover,
-    restore,
-    shares,
-)
+from platform.checkpoint.blocks.placement import Block, Held, Share, blocks, planned, shares
+from platform.checkpoint.in_memory.recover import recover
+from platform.checkpoint.in_memory.snapshots import Snapshot
+from platform.checkpoint.moves.reshard import restore
+from platform.checkpoint.storage.image import Image
+from platform.checkpoint.storage.manifest import Manifest, Refused
+from platform.checkpoint.storage.storage import Storage
 from platform.config.fields import Config
 from platform.optimizer.optimizers import state_of
 from platform.plan.core.plan import Plan
@@ -76,14 +68,14 @@ class State:
 
     def restore(self, storage: Storage, directory: str, manifest: Manifest) -> None:
         """Restore the state from a checkpoint of any plan; all ranks call it together. Raises what
-        `platform.checkpoint.restore` does, and the state is then undefined."""
+        `platform.checkpoint.moves.reshard.restore` does, and the state is then undefined."""
         self._prepare(_numbers(manifest, self._numbers))
         restore(storage, directory, manifest, self.held, self.blocks(), **self._world)
         self._trainer.weights.refresh()
 
     def recover(self, survived: Sequence[Held], snapshot: Snapshot | None) -> None:
         """Recover the state from the snapshots of survivors of any plan; all ranks call it together. `snapshot`: this
-        rank's own, None if it has none; see `platform.checkpoint.recover`."""
+        rank's own, None if it has none; see `platform.checkpoint.in_memory.recover.recover`."""
         values = self._agreed(snapshot.values if snapshot else {})
         self._prepare(values)
         recover(survived, snapshot.read if snapshot else _nothing, self.held, self.blocks(), **self._world)

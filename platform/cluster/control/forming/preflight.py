@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from platform.boundary.redaction import redact
-from platform.checkpoint import Storage, connect
+from platform.checkpoint.storage.storage import Storage, connect
 from platform.cluster.crew.base.crew import Crew
 from platform.config.fields import Config, ConfigError, violation
 from platform.train.recovery import places

@@ -13,8 +13,11 @@ from types import MappingProxyType
 from typing import Any
 
 from platform.boundary.redaction import redact
-from platform.checkpoint import Meta, Saver, connect, find, quarantine
+from platform.checkpoint.storage.catalogue import find, quarantine
 from platform.checkpoint.storage.lease import Lease
+from platform.checkpoint.storage.manifest import Meta
+from platform.checkpoint.storage.saver import Saver
+from platform.checkpoint.storage.storage import connect
 from platform.cluster.control.saving.cadence import Cadence
 from platform.cluster.crew.base.crew import Crew
 from platform.cluster.crew.base.failures import GaveUp
