@@ -23,7 +23,7 @@ SHAPES = {"a": (13, 6), "b": (5, 4, 7), "c": (31,), "d": (), "e": (3, 17), "f": 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """Small tensors are cut as large ones are."""
-    for name in ("state", "read", "reshard"):
+    for name in ("blocks.placement", "storage.read", "moves.reshard"):
         monkeypatch.setattr(f"platform.checkpoint.{name}.PIECE", 64)
     monkeypatch.setattr("platform.checkpoint.blocks.placement.GRANULE", 16)
 

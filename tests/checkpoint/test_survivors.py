@@ -24,7 +24,7 @@ DOMAINS = st.lists(st.integers(0, 3), min_size=1, max_size=6)
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """Small tensors are cut as large ones are."""
-    for name in ("state", "survivors"):
+    for name in ("blocks.placement", "in_memory.recover"):
         monkeypatch.setattr(f"platform.checkpoint.{name}.PIECE", 64)
     monkeypatch.setattr("platform.checkpoint.blocks.placement.GRANULE", 16)
 
