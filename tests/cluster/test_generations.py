@@ -10,7 +10,7 @@ from process_tree import descendants, gone
 from platform.cluster.crew import ByRank, open_crew, seating
 from platform.cluster.failures import WorkerFailed
 
-KINDS = ["processes", pytest.param("local", marks=pytest.mark.ray)]
+KINDS = ["processes", pytest.param("local", marks=[pytest.mark.ray, pytest.mark.full])]
 
 
 def form(crew, job, numbers, generation):
