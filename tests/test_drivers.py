@@ -85,6 +85,7 @@ def test_a_killed_driver_leaves_no_orphans_and_the_same_command_goes_on(start, t
     assert any(event["event"] == "restored" for event in Journal.read(run / "journal.jsonl"))
 
 
+@pytest.mark.full
 def test_of_two_live_drivers_the_older_one_stops(start, tmp_path):
     """As where a job is requeued on another machine beside the live one: two run directories, one storage."""
     shared = ["checkpoint.url=shared", "checkpoint.every=2", "train.steps=2000", "train.stop_at=2000"]

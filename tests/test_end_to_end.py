@@ -132,7 +132,6 @@ PRECISIONS = {"fp64": 1e-9, "fp32": 1e-4}
 CASES = [(s, b, p) for p in PRECISIONS for b in BESIDE for s in SCHEMES if (s, b, p) != ("serial", "alone", "fp64")]
 COVER = [
     ("1d_sp", "pipeline", "fp64"),
-    ("3d", "zero=3", "fp64"),
     ("layout", "dsp_csub", "fp32"),
 ]
 

@@ -15,8 +15,7 @@ EXPERIMENTS, MODELS, TENSORS, BRANCHES = (
 
 
 CASES = product({"experiment": EXPERIMENTS, "tensor": TENSORS, "branch": BRANCHES}, lambda case: True)
-LARGEST = "gpt175b"  # seconds each
-COVER = [case for i, case in enumerate(cover(CASES)) if case["experiment"] != LARGEST or i % 3 == 0]
+COVER = cover(CASES)[::3]  # most cases of the cover are there for one pair
 
 
 def check(experiment, tensor, branch):

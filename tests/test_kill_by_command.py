@@ -139,6 +139,7 @@ def draw(phase: str, chance: random.Random, saves: int) -> tuple[str, str, int]:
     )
 
 
+@pytest.mark.full
 def test_killed_while_saving(tmp_path, undisturbed, record_count):
     chance, phases = random.Random(0), ("write", "before the manifest", "after the manifest")
     record_count("SIGKILL while saving", len(phases), len(phases) + len(PHASES) * len(SEEDS) + MOMENTS)

@@ -162,8 +162,8 @@ class Soak(threading.Thread):
         filler.unlink()
 
     def goes_on(self) -> bool:
-        """Whether a step was done since the last strike: on a busy machine new workers take their time. And none is near
-        that has a fault of its own: two who die at once may be all that held a part of the state."""
+        """Return whether a step was done since the last strike (on a busy machine new workers take their time) and none
+        with an injected fault is near: two who die at once may be all that held a part of the state."""
         done = len(chaos.rows(self.config))
         if any(0 <= step - done <= NEAR for step in FAULT_STEPS):
             return False

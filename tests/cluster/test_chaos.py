@@ -19,7 +19,6 @@ PLANS = {
     "zero 3": {"tensor": "1d", "axes": {"t": 2}, "data": 4, "zero": 3},
     "interleaved": {"tensor": "1d", "axes": {"t": 2}, "data": 2, "zero": 1, "pipeline": "interleaved", "stages": 2,
                     "chunks": 2},
-    "interleaved of 4": {"data": 2, "zero": 1, "pipeline": "interleaved", "stages": 2, "chunks": 2},
     "3d": {"tensor": "3d", "axes": {"x": 2, "y": 2, "z": 2}},
     "dsp_csub": {"tensor": "1d", "axes": {"t": 2}, "branch": "dsp_csub", "branch_axes": {"g": 2}, "data": 2},
 }  # fmt: skip
@@ -65,8 +64,8 @@ def configured(tmp_path, plan, spares, steps=STEPS):
 
 
 def test_every_kind_of_failure_in_one_run(tmp_path, survives):
-    config = configured(tmp_path, "interleaved of 4", spares=1)
-    faults = chaos.random_faults(random.Random(0), STEPS, 5, 4)
+    config = configured(tmp_path, "interleaved", spares=1)
+    faults = chaos.random_faults(random.Random(0), STEPS, 5, 8)
     assert {fault.split(":")[1] for fault in faults} == set(chaos.KINDS)
     events = survives(config, faults, ["first_step", "failure", "formed"], [KILL, STOP, KILL])
     assert {event["kind"] for event in of(events, "failure")} == {"died", "failed", "hung"}
@@ -93,6 +92,7 @@ def test_replicas_go_one_by_one(tmp_path, survives):
     assert [row["world_size"] for row in chaos.rows(config)] == [4, 4, 3, 3, 2, 2, 1, 1]
 
 
+@pytest.mark.full
 def test_a_killed_run_without_snapshots_begins_again(tmp_path):
     """The control of `steps_lost`."""
     config = chaos.configured(tmp_path / "run", 6, data=2)

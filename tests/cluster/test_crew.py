@@ -14,7 +14,7 @@ KINDS = ["processes", pytest.param("local", marks=pytest.mark.ray)]
 SEEN_ELSEWHERE = [
     "processes",
     pytest.param("local", marks=[pytest.mark.ray, pytest.mark.full]),
-]  # test_generations, on Ray
+]  # by the first test, on Ray
 
 
 def formed(crew, job, numbers=None, generation=1):

@@ -213,6 +213,7 @@ def test_a_signal_after_a_wish_of_another_kind_is_the_first():
 
 
 @pytest.mark.ray
+@pytest.mark.full
 def test_a_signal_stops_ray_too(config, start):
     config.cluster.kind, config.train.steps = "local", 10**6
     process = start("Slow")

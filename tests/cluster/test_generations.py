@@ -11,7 +11,7 @@ from platform.cluster.crew.base.crew import ByRank, seating
 from platform.cluster.crew.base.failures import WorkerFailed
 from platform.cluster.crew.open import open_crew
 
-KINDS = ["processes", pytest.param("local", marks=pytest.mark.ray)]
+KINDS = ["processes", pytest.param("local", marks=[pytest.mark.ray, pytest.mark.full])]
 
 
 def form(crew, job, numbers, generation):

@@ -31,6 +31,7 @@ def wait(what, seconds=60):
         time.sleep(0.02)
 
 
+@pytest.mark.full
 def test_a_crew_in_a_cluster_that_is_already_there(two_machines, job, monkeypatch):
     import ray
 

@@ -85,6 +85,7 @@ def test_one_axis(record_count):
     check_all("a", ({d: ["a"] for d in dims} for dims in found))
 
 
+@pytest.mark.full
 def test_two_axes(record_count):
     """A sample that splits every dim."""
     maps = on_two_axes()
