@@ -63,6 +63,7 @@ def configured(tmp_path, plan, spares, steps=STEPS):
     return config
 
 
+@pytest.mark.full
 def test_every_kind_of_failure_in_one_run(tmp_path, survives):
     config = configured(tmp_path, "interleaved", spares=1)
     faults = chaos.random_faults(random.Random(0), STEPS, 5, 8)
