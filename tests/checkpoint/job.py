@@ -110,11 +110,7 @@ class Job:
         def work(rank: int) -> list[Block]:
             blocks = self.blocks(rank, empty=True, dtype=dtype)
             given = {"rank": rank, "world_size": self.world_size, "exchange": lambda m: post.exchange(rank, m)}
-            try:
-                restore(storage, directory, manifest, self.state, blocks, **given, **kwargs)
-            except BaseException:
-                post.barrier.abort()  # the others wait for this rank
-                raise
+            restore(storage, directory, manifest, self.state, blocks, **given, **kwargs)
             return blocks
 
         with ThreadPoolExecutor(self.world_size) as pool:
