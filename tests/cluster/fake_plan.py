@@ -1,27 +1,17 @@
-"""A plan as the driver sees it."""
+"""Plans for drivers whose workers are fake: of data-parallel workers of a tiny model."""
 
-from dataclasses import dataclass
+from functools import cache
 from unittest.mock import patch
 
-from platform.plan.language.mesh import Mesh
+from platform.planning.make_plan import make_plan
+from tests.oracle import configure
 
 
-@dataclass(frozen=True)
-class FakePlan:
-    """`size` data-parallel workers."""
-
-    size: int
-    flops_per_token: float = 1e6
-
-    @property
-    def mesh(self):
-        return Mesh.of({"stage": 1, "data": self.size})
-
-    def describe(self):
-        return f"the plan: {self.size} workers"
-
-    def to_dict(self):
-        return {"mesh": self.mesh.axes}
+@cache
+def fake_plan(size):
+    """Return a plan of `size` data-parallel workers."""
+    tiny = {"layers": 1, "d_model": 8, "heads": 1, "length": 4, "vocab": 8}
+    return make_plan(configure(data=size, microbatch=1, global_batch=size, **tiny))
 
 
 def run_fake(config, size, worker):
@@ -29,4 +19,4 @@ def run_fake(config, size, worker):
     from platform.cluster.driver import run
 
     with patch("platform.cluster.run.devices.device_of", lambda *_: None):
-        return run(config, FakePlan(size), experiment="quick", worker=f"fake_worker:{worker}")
+        return run(config, fake_plan(size), experiment="quick", worker=f"fake_worker:{worker}")

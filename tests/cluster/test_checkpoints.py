@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from fake_plan import FakePlan
+from fake_plan import fake_plan
 
 from platform.checkpoint.storage.catalogue import begin, commit
 from platform.checkpoint.storage.manifest import Meta
@@ -45,7 +45,7 @@ def said():
 def checkpoints(config, said, monkeypatch, tmp_path):
     monkeypatch.setattr("platform.checkpoint.storage.saver.time.sleep", lambda seconds: None)
     monkeypatch.setattr("platform.checkpoint.storage.catalogue._check", lambda storage, directory, manifest: None)
-    return Checkpoints(config, FakePlan(2), origin(config), Journal(tmp_path / "journal.jsonl"), said.append)
+    return Checkpoints(config, fake_plan(2), origin(config), Journal(tmp_path / "journal.jsonl"), said.append)
 
 
 def events(tmp_path):
@@ -115,7 +115,7 @@ def stored(config, **changes):
 
 def test_another_corpus_is_refused(checkpoints, config, said, tmp_path):
     stored(config, corpus="of yesterday")
-    again = Checkpoints(config, FakePlan(2), origin(config), Journal(tmp_path / "journal.jsonl"), said.append)
+    again = Checkpoints(config, fake_plan(2), origin(config), Journal(tmp_path / "journal.jsonl"), said.append)
     again.check("of yesterday")
     with pytest.raises(ConfigError, match="^data=synthetic: its corpus is of today now, and was of yesterday for "):
         again.check("of today")
@@ -149,7 +149,7 @@ def test_auto_starts_again_only_where_nothing_sound_would_be_left_behind(config)
 @pytest.mark.parametrize("answer", [{"failed": "Permission denied"}, {"refused": "has no model.w"}])
 def test_what_the_workers_cannot_restore_is_refused(config, said, tmp_path, answer):
     stored(config)
-    checkpoints = Checkpoints(config, FakePlan(2), origin(config), Journal(tmp_path / "journal.jsonl"), said.append)
+    checkpoints = Checkpoints(config, fake_plan(2), origin(config), Journal(tmp_path / "journal.jsonl"), said.append)
     crew = Answers()
     crew.call = lambda method, *arguments: [answer]
     reason = next(iter(answer.values()))
@@ -176,5 +176,5 @@ def test_only_the_holder_of_the_lease_marks_a_corrupt_checkpoint(checkpoints, co
     assert looked is not None and looked.directory is None and looked.refused[0][0] == directory
     assert "BAD.txt" not in storage.list(directory)
     config.checkpoint.every = 1  # only who saves takes the lease
-    Checkpoints(config, FakePlan(2), looked, Journal(tmp_path / "second.jsonl"), said.append)
+    Checkpoints(config, fake_plan(2), looked, Journal(tmp_path / "second.jsonl"), said.append)
     assert "BAD.txt" in storage.list(directory)

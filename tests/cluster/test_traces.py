@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from fake_plan import FakePlan
+from fake_plan import fake_plan
 
 from platform.checkpoint.storage.catalogue import begin, commit
 from platform.checkpoint.storage.manifest import Meta
@@ -183,7 +183,7 @@ def test_a_run_that_did_no_step_starts_at_the_first(config):
 
 
 def test_the_end_says_how_the_run_starts_again(config, tmp_path):
-    checkpoints = Checkpoints(config, FakePlan(2), origin(config), Journal(tmp_path / "journal.jsonl"), print)
+    checkpoints = Checkpoints(config, fake_plan(2), origin(config), Journal(tmp_path / "journal.jsonl"), print)
     assert checkpoints.kept == "nothing was saved; the same command starts again from step 1"
     did(config, metrics=3)
     assert checkpoints.resume == "checkpoint.resume=never"
@@ -194,13 +194,13 @@ def test_a_run_whose_only_checkpoint_turns_out_corrupt_does_not_start_over(confi
     """Its workers find that out. One that never saved does: nobody has those steps any more."""
     did(config, metrics=3)
     directory = stored(config)
-    checkpoints = Checkpoints(config, FakePlan(2), origin(config), Journal(tmp_path / "journal.jsonl"), print)
+    checkpoints = Checkpoints(config, fake_plan(2), origin(config), Journal(tmp_path / "journal.jsonl"), print)
     assert checkpoints.step == 2
     Path(config.run.dir, "checkpoints", directory, "BAD.txt").write_text("corrupt")
     with pytest.raises(ConfigError, match="though step 3 was done.*corrupt"):
         checkpoints.look_again()
     config.checkpoint.resume = "never"
-    fresh = Checkpoints(config, FakePlan(2), origin(config), Journal(tmp_path / "journal.jsonl"), print)
+    fresh = Checkpoints(config, fake_plan(2), origin(config), Journal(tmp_path / "journal.jsonl"), print)
     config.checkpoint.resume = "auto"
     fresh.look_again()
     assert fresh.step == 0
