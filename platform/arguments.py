@@ -40,7 +40,7 @@ def rewrite(argument: str) -> str:
 
 
 def _is_registered(group: str, name: str) -> bool:
-    """Whether a module of the user's registered the name, which is in no file: pipeline=NAME means pipeline.kind."""
+    """Return True if `name` is a legal `group`.kind without a file of its own: a user's module registered it."""
     from hydra.core.global_hydra import GlobalHydra
 
     hydra = GlobalHydra.instance()
@@ -106,8 +106,10 @@ def _parse(argument: str) -> Override | None:
 
 
 def jobs_of(overrides: Sequence[str], multirun: bool) -> list[list[str]]:
-    """The arguments of each job: without `-m` one job, else Hydra's product of choices, ranges and globs. Raises
-    ConfigError where one of these has no value."""
+    """Return the arguments of each job: one job without `-m`, else Hydra's product of choices, ranges and globs.
+
+    Raises ConfigError if a sweep has no value.
+    """
     choices = []
     for override in overrides:
         if multirun and (parsed := _parse(rewrite(override))) and parsed.is_discrete_sweep():

@@ -255,7 +255,7 @@ def _train(config: Config, plan: Plan, command: Command) -> int:
 
 
 def command_of(arguments: Sequence[str], config_dir: str | None = None) -> Command:
-    """What was typed for one run, and which others would run."""
+    """Return the Command of one run: its typed arguments, and a function that counts the workers of other arguments."""
     from platform.cluster.commands import Command
     from platform.train.plan import make_plan
 

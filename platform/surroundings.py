@@ -79,7 +79,7 @@ def wrong_protocol(url: str, writing: bool = True) -> str:
 
     if protocol in known_implementations:
         return f"cannot be used: nothing can be saved through {protocol}" if writing else ""
-    if protocol not in fsspec.registry:  # of classes: one that a module in `extend` has registered
+    if protocol not in fsspec.registry:  # where a module in `extend` registers a class of its own
         return f"cannot be used: no storage is known by {protocol}"
     return ""
 
@@ -102,7 +102,7 @@ def _unusable(path: str) -> str:
 
 
 def _is_there(path: str) -> bool:
-    """Whether anything is at a path. Raises OSError for a path that cannot be, such as a name of 300 characters."""
+    """Return True if anything exists at `path`. Raises OSError for an impossible one, such as a 300-character name."""
     try:
         os.lstat(path)
     except FileNotFoundError:

@@ -225,7 +225,7 @@ def _check_memory(config: Config, plan: Plan, kind: str, say: Callable[[str], No
 
 @contextmanager
 def _messages(name: str, say: Callable[[str], None]) -> Iterator[None]:
-    """What a library logs under `name` is said to the user."""
+    """Pass to `say` what is logged under `name` during the block, at INFO or above."""
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

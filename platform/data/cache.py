@@ -80,7 +80,7 @@ def _seal(folder: Path, description: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class _File:
-    """What a file of an entry was when it was made."""
+    """Size and hash of a file of an entry, from when it was made."""
 
     bytes: Annotated[int, Span(0, 1 << 50)]
     sha256: Annotated[str, Text("[0-9a-f]{64}", "a SHA-256")]
@@ -88,7 +88,7 @@ class _File:
 
 @dataclass(frozen=True)
 class _Meta:
-    """What the description of an entry holds: `content.files` above all."""
+    """File meta.json of an entry: its description, of which `files` is checked, and the description's hash."""
 
     content: Annotated[dict[str, Any], Known((("files", dict[_Name, _File]),), ("files",))]
     sha256: str

@@ -33,8 +33,8 @@ OPTIMIZERS = {"adamw": OptimizerKind(_adamw, moments=2)}
 
 
 def state_of(o: Optimizer, dtype: torch.dtype, device: torch.device) -> tuple[list[str], dict[str, Any]]:
-    """What an optimizer keeps per parameter of `dtype`: the names of its moments, which are shaped as the parameter,
-    and its numbers by name, as they are after one step. Found by taking it."""
+    """Return what an optimizer keeps per parameter of `dtype`: the names of its moments (tensors of the parameter's
+    shape), and its other state by name with the values after one step. Found by taking a step."""
     import torch
 
     w = torch.zeros(2, dtype=dtype, device=device, requires_grad=True)
