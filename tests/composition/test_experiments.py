@@ -7,7 +7,8 @@ import pytest
 
 from platform.launch import CONF, compose
 from platform.planning.make_plan import make_plan
-from tests.harness.pairwise import cover, product
+from tests.harness.pairwise import product
+from tests.harness.suite import suite
 
 EXPERIMENTS, MODELS, TENSORS, BRANCHES = (
     sorted(path.stem for path in (CONF / group).glob("*.yaml")) for group in ("experiment", "model", "tensor", "branch")
@@ -15,29 +16,15 @@ EXPERIMENTS, MODELS, TENSORS, BRANCHES = (
 
 
 CASES = product({"experiment": EXPERIMENTS, "tensor": TENSORS, "branch": BRANCHES}, lambda case: True)
-COVER = cover(CASES)
 
 
-def check(experiment, tensor, branch):
-    config = compose([f"+experiment={experiment}", f"tensor={tensor}", f"branch={branch}"])
-    assert (config.tensor.scheme, config.branch.kind) == (tensor, branch)
+@suite("experiments x schemes x branches", CASES)
+def test_every_experiment_with_every_scheme(case):
+    config = compose(
+        [f"+{group}={option}" if group == "experiment" else f"{group}={option}" for group, option in case.items()]
+    )
+    assert (config.tensor.scheme, config.branch.kind) == (case["tensor"], case["branch"])
     assert make_plan(config).mesh.size >= config.parallel.data
-
-
-def name(case) -> str:
-    return "-".join(case.values())
-
-
-@pytest.mark.parametrize("case", COVER, ids=name)
-def test_every_experiment_with_every_scheme(case, record_count):
-    record_count("experiments x schemes x branches", len(COVER), len(CASES))
-    check(**case)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", [c for c in CASES if c not in COVER], ids=name)
-def test_the_rest_of_the_product(case):
-    check(**case)
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -36,9 +37,16 @@ def cover(
     pool = [(case, pairs(case), cost(case)) for case in cases]
     random.Random(seed).shuffle(pool)
     missing = set().union(*(p for _, p, _ in pool))
+    worth = [(-len(found) / price, i) for i, (_, found, price) in enumerate(pool)]  # at most: it only falls
+    heapq.heapify(worth)
     chosen = []
     while missing:
-        case, found, _ = max(pool, key=lambda entry: len(entry[1] & missing) / entry[2])
+        most, i = worth[0]
+        case, found, price = pool[i]
+        now = -len(found & missing) / price
+        if now > most:
+            heapq.heapreplace(worth, (now, i))
+            continue
         chosen.append(case)
         missing -= found
     return chosen

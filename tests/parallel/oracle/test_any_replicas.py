@@ -22,6 +22,7 @@ from platform.train.step.trainer import Trainer
 from platform.train.step.training_state import State
 from tests.harness.oracle import MODELS, compare, configure, prove, run, serial, trainer_of
 from tests.harness.pairwise import cover, product
+from tests.harness.suite import suite
 from tests.harness.threads import run_threads
 
 BATCH = 16
@@ -67,19 +68,8 @@ def configured(case):
     return configure(tensor, axes, microbatch=case["microbatch"], global_batch=BATCH, **shape, **branch, **model)
 
 
-def name(case) -> str:
-    return " ".join(f"{v}" for v in case.values())
-
-
-@pytest.mark.parametrize("case", QUICK, ids=name)
-def test_a_cover_of_odd_numbers(case, record_count):
-    record_count("oracle of any number of replicas (threads)", len(QUICK), len(CASES))
-    prove(configured(case))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", [c for c in CASES if c not in QUICK], ids=name)
-def test_rest_of_the_product(case):
+@suite("oracle of any number of replicas (threads)", CASES, QUICK)
+def test_equals_one_process(case):
     prove(configured(case))
 
 

@@ -15,10 +15,8 @@ from typing import Any
 import pytest
 
 from platform.config.fields import Config, ConfigError
-from platform.plan.core.step_collectives import communication
 from platform.planning.make_plan import make_plan
-from tests.harness.oracle import compare, configure, counted, run, serial
-from tests.harness.replay import replay
+from tests.harness.oracle import configure, prove
 
 DIMS = ("batch", "length", "memory_length", "heads", "d_kv", "d_ff", "vocab", "d_model")
 REGIONS = ("stream", "attention", "core", "mlp", "logits")
@@ -83,10 +81,7 @@ def draw(r: random.Random, axes: str) -> Map:
 
 def check(c: Config, layout: Any) -> None:
     try:
-        plan, results = run(c)
-        compare(c, plan, results, serial(c))
-        assert counted(results) == communication(plan)
-        assert replay([r.log for r in results]) is None
+        prove(c)
     except Exception as error:
         raise AssertionError(f"layout {layout}: {error}") from error
 

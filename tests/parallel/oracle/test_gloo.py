@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from platform.plan.core.step_collectives import communication
 from platform.planning.make_plan import make_plan
-from tests.harness.oracle import MODELS, compare, compute, configure, counted, run, serial
-from tests.harness.pairwise import cover, product
-from tests.harness.replay import replay
+from tests.harness.oracle import MODELS, compute, configure, examine, run
+from tests.harness.pairwise import product
+from tests.harness.suite import suite
 
 FACTORS = {
     "scheme": [
@@ -36,10 +35,10 @@ def world(case) -> int:
 
 
 CASES = product(FACTORS, lambda case: 1 < world(case) <= 8)
-COVER = cover(CASES)
 
 
-def check(case, pool) -> None:
+@suite("oracle (gloo processes)", CASES)
+def test_equals_one_process(case, pool):
     c = configure(
         *case["scheme"],
         branch="dsp" if case["g"] > 1 else "none",
@@ -51,25 +50,7 @@ def check(case, pool) -> None:
     )
     plan = make_plan(c)
     results = pool.run(compute, c, plan)
-    compare(c, plan, results, serial(c))
-    assert counted(results) == communication(plan)
-    assert replay([r.log for r in results]) is None
-
-
-def name(case) -> str:
-    return " ".join(str(v) for v in case.values())
-
-
-@pytest.mark.parametrize("case", COVER, ids=name)
-def test_pairwise_cover(case, pool, record_count):
-    record_count("oracle (gloo processes)", len(COVER), len(CASES))
-    check(case, pool)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", [c for c in CASES if c not in COVER], ids=name)
-def test_rest_of_the_product(case, pool):
-    check(case, pool)
+    examine(c, plan, results)
 
 
 def test_threads_and_gloo_count_and_launch_the_same(pool):

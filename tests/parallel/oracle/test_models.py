@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from math import prod
 
-import pytest
-
 from tests.harness.oracle import MODELS, configure, prove
-from tests.harness.pairwise import cover, product
+from tests.harness.pairwise import product
+from tests.harness.suite import suite
 
 SCHEMES = {
     "serial": ("serial", {}),
@@ -32,10 +31,10 @@ def legal(case) -> bool:
 
 
 CASES = product(FACTORS, legal)
-COVER = cover(CASES)
 
 
-def check(case) -> None:
+@suite("oracle of the models (threads)", CASES)
+def test_equals_one_process(case):
     c = configure(
         *SCHEMES[case["scheme"]],
         branch=case["branch"],
@@ -45,19 +44,3 @@ def check(case) -> None:
         **MODELS[case["model"]],
     )
     prove(c)
-
-
-def name(case) -> str:
-    return " ".join(f"{v}" for v in case.values())
-
-
-@pytest.mark.parametrize("case", COVER, ids=name)
-def test_pairwise_cover(case, record_count):
-    record_count("oracle of the models (threads)", len(COVER), len(CASES))
-    check(case)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", [c for c in CASES if c not in COVER], ids=name)
-def test_rest_of_the_product(case):
-    check(case)

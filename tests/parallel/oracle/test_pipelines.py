@@ -19,6 +19,7 @@ from platform.planning.make_plan import make_plan
 from platform.train.step.trainer import Trainer
 from tests.harness.oracle import MODELS, compare, configure, counted, prove, run, serial, trainer_of
 from tests.harness.pairwise import cover, product
+from tests.harness.suite import suite, title
 from tests.harness.threads import ThreadGroups, run_threads
 
 LAYOUT = {"batch": ["rows"], "heads": ["cols"], "d_ff": ["cols"], "vocab": ["cols"]}
@@ -100,32 +101,16 @@ PLAIN = {"stages": [2, 3], "chunks": [1, 2], "scheme": ["serial", "1d", "1d_sp",
 COVER = cover(SEVERAL, plain=PLAIN, cost=lambda case: (ranks(case) * case["stages"] * case["chunks"]) ** 0.25)
 
 
-def check(case) -> None:
-    c = build(case)
-    prove(c)
-
-
-def name(case) -> str:
-    return " ".join(f"{v}" for v in case.values())
-
-
-@pytest.mark.parametrize("case", COVER, ids=name)
-def test_pairwise_cover(case, record_count):
-    record_count("oracle of pipelines (threads)", len(COVER), len(CASES))
-    check(case)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", cover(SEVERAL), ids=name)
-def test_pairwise_cover_of_every_value(case):
-    check(case)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", CASES, ids=name)
-def test_the_product(case):
+@suite("oracle of pipelines (threads)", CASES, COVER)
+def test_equals_one_process(case):
     """Every schedule, size and scheme, each with one draw of the rest."""
-    check(case)
+    prove(build(case))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", cover(SEVERAL), ids=title)
+def test_pairwise_cover_of_every_value(case):
+    prove(build(case))
 
 
 def test_negative_control_forgotten_tied_gradient(monkeypatch):

@@ -15,6 +15,7 @@ from platform.planning.make_plan import make_plan
 from tests.harness.oracle import MODELS, compare, configure, prove, run, serial, with_operations
 from tests.harness.pairwise import cover, product
 from tests.harness.replay import replay
+from tests.harness.suite import suite
 
 ROWS_COLS = {"batch": ["rows"], "heads": ["cols"], "d_ff": ["cols"], "vocab": ["cols"]}
 THREE = {"batch": ["r"], "heads": ["c"], "d_ff": ["c"], "vocab": ["c"], "d_model": ["p"]}
@@ -118,24 +119,9 @@ PLAIN = {
 COVER = cover(CASES, plain=PLAIN, cost=lambda case: ranks(case) ** 0.5)
 
 
-def check(case) -> None:
+@suite("oracle (threads)", CASES, COVER)
+def test_equals_one_process(case):
     prove(build(case))
-
-
-def name(case) -> str:
-    return " ".join(f"{v}" for v in case.values())
-
-
-@pytest.mark.parametrize("case", COVER, ids=name)
-def test_pairwise_cover(case, record_count):
-    record_count("oracle (threads)", len(COVER), len(CASES))
-    check(case)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", [c for c in CASES if c not in COVER], ids=name)
-def test_rest_of_the_product(case):
-    check(case)
 
 
 def test_key_value_heads_fewer_than_axes():

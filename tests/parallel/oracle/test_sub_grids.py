@@ -11,9 +11,20 @@ from platform.parallel.communicator.base import Alone
 from platform.plan.communication.rule import Conversion
 from platform.plan.core.step_collectives import communication
 from platform.planning.make_plan import make_plan
-from tests.harness.oracle import MODELS, compare, compute, configure, counted, run, serial, trainer_of, with_operations
-from tests.harness.pairwise import cover, product
-from tests.harness.replay import replay
+from tests.harness.oracle import (
+    MODELS,
+    compare,
+    compute,
+    configure,
+    examine,
+    prove,
+    run,
+    serial,
+    trainer_of,
+    with_operations,
+)
+from tests.harness.pairwise import product
+from tests.harness.suite import suite
 from tests.harness.threads import run_threads
 
 SCHEMES = {
@@ -42,7 +53,6 @@ def legal(case) -> bool:
 
 
 CASES = product(FACTORS, legal)
-COVER = cover(CASES)
 
 
 def build(case):
@@ -60,28 +70,9 @@ def build(case):
     return c
 
 
-def check(c, plan, results) -> None:
-    compare(c, plan, results, serial(c))
-    assert counted(results) == communication(plan)
-    assert replay([r.log for r in results]) is None
-
-
-def name(case) -> str:
-    return " ".join(f"{v}" for v in case.values())
-
-
-@pytest.mark.parametrize("case", COVER, ids=name)
-def test_pairwise_cover(case, record_count):
-    record_count("oracle of dsp_csub (threads)", len(COVER), len(CASES))
-    c = build(case)
-    check(c, *run(c))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", [c for c in CASES if c not in COVER], ids=name)
-def test_rest_of_the_product(case):
-    c = build(case)
-    check(c, *run(c))
+@suite("oracle of dsp_csub (threads)", CASES)
+def test_equals_one_process(case):
+    prove(build(case))
 
 
 ON_GLOO = [
@@ -95,7 +86,7 @@ ON_GLOO = [
 def test_on_processes(values, pool):
     c = build(dict(zip(FACTORS, values, strict=True)))
     plan = make_plan(c)
-    check(c, plan, pool.run(compute, c, plan))
+    examine(c, plan, pool.run(compute, c, plan))
 
 
 def pure(**more):
@@ -106,7 +97,7 @@ def pure(**more):
 def test_two_layers():
     """Their hidden units are shared, and the loss is on sub-grid 0 alone."""
     c = configure(branch="dsp_csub", branch_axes={"g": 2}, kind="two_layer", length=1, io=8, hidden=24, vocab=100)
-    check(c, *run(c))
+    prove(c)
 
 
 def test_negative_control_a_forgotten_reduce():
@@ -211,7 +202,6 @@ def sliced(via, *scheme, **more):
 )  # fmt: skip
 def test_slices_by_all_gather(scheme, more):
     c = sliced("all_gather", *scheme, **more)
-    plan, results = run(c)
-    check(c, plan, results)
+    plan, _ = prove(c)
     assert not any(key.startswith("all_to_all") for key in communication(plan))
     assert any(key.startswith("all_to_all") for key in communication(make_plan(sliced("all_to_all", *scheme, **more))))

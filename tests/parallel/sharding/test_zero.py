@@ -17,9 +17,21 @@ from platform.parallel.sharding.gradients import Reduction
 from platform.plan.core.step_collectives import communication
 from platform.plan.memory.worker_bytes import weight_bytes
 from platform.planning.make_plan import make_plan
-from tests.harness.oracle import MODELS, assemble, compare, compute, configure, counted, prove, run, serial, trainer_of
-from tests.harness.pairwise import cover, product
-from tests.harness.replay import replay
+from tests.harness.oracle import (
+    MODELS,
+    assemble,
+    compare,
+    compute,
+    configure,
+    counted,
+    examine,
+    prove,
+    run,
+    serial,
+    trainer_of,
+)
+from tests.harness.pairwise import product
+from tests.harness.suite import suite
 from tests.harness.threads import run_threads
 
 ROWS_COLS = {"batch": ["rows"], "heads": ["cols"], "d_ff": ["cols"], "vocab": ["cols"]}
@@ -74,28 +86,11 @@ def plannable(scheme: str, branch: str, data: int, microbatches: int) -> bool:
 
 
 CASES = product(FACTORS, lambda case: plannable(*(case[k] for k in ("scheme", "branch", "data", "microbatches"))))
-COVER = cover(CASES)
 
 
-def check(case) -> None:
-    c = configured(case)
-    prove(c)
-
-
-def name(case) -> str:
-    return " ".join(f"{v}" for v in case.values())
-
-
-@pytest.mark.parametrize("case", COVER, ids=name)
-def test_pairwise_cover(case, record_count):
-    record_count("oracle of parallel.zero (threads)", len(COVER), len(CASES))
-    check(case)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", [c for c in CASES if c not in COVER], ids=name)
-def test_rest_of_the_product(case):
-    check(case)
+@suite("oracle of parallel.zero (threads)", CASES)
+def test_equals_one_process(case):
+    prove(configured(case))
 
 
 @pytest.mark.parametrize("zero", [1, 3])
@@ -107,9 +102,7 @@ def test_uses_that_disagree(zero):
     c.tensor.parameters = {"all": {"d_model": ["cols"]}}
     plan, results = run(c)
     assert "rows" in plan.planner.reduced_at_use["embedding", "lookup", "embedding"]
-    compare(c, plan, results, serial(c))
-    assert counted(results) == communication(plan)
-    assert replay([r.log for r in results]) is None
+    examine(c, plan, results)
 
 
 # What a rank keeps.
@@ -252,9 +245,7 @@ def test_on_gloo(case, pool):
     c = configure(tensor, axes, data=data, zero=zero, microbatch=4, global_batch=4 * data, layers=1, dropout=0.1)
     plan = make_plan(c)
     results = pool.run(compute, c, plan)
-    compare(c, plan, results, serial(c))
-    assert counted(results) == communication(plan)
-    assert replay([r.log for r in results]) is None
+    examine(c, plan, results)
 
 
 @pytest.mark.parametrize("zero", [1, 3])
