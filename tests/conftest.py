@@ -63,6 +63,16 @@ def as_a_new_process():
     forget()
 
 
+@pytest.fixture(scope="session")
+def pool():
+    """Eight gloo processes."""
+    from tests.harness.pool import Pool
+
+    pool = Pool()
+    yield pool
+    pool.close()
+
+
 _counts: dict[str, tuple[int, int, str]] = {}
 
 

@@ -36,7 +36,7 @@ from platform.config.fields import Config, Model  # noqa: E402
 from platform.parallel.communicator.base import Alone  # noqa: E402
 from platform.planning.make_plan import make_plan  # noqa: E402
 from platform.train.step.trainer import Trainer  # noqa: E402
-from tests.oracle import Tokens, read  # noqa: E402
+from tests.harness.oracle import Tokens, read  # noqa: E402
 
 META = Meta(step=1, samples=1, seed=0, corpus="", identity={}, configuration="", plan={})
 

@@ -27,8 +27,8 @@ from platform.config.fields import Config  # noqa: E402
 from platform.planning.make_plan import make_plan  # noqa: E402
 from platform.train.step.training_state import State, held_of  # noqa: E402
 from tests.benchmarks.step_time import SIZES  # noqa: E402
-from tests.oracle import configure, trainer_of  # noqa: E402
-from tests.pool import Pool  # noqa: E402
+from tests.harness.oracle import configure, trainer_of  # noqa: E402
+from tests.harness.pool import Pool  # noqa: E402
 
 RANKS = 4
 PLANS: dict[str, dict[str, Any]] = {

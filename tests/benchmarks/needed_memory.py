@@ -22,8 +22,8 @@ from platform.parallel.communicator.base import Alone  # noqa: E402
 from platform.plan.core.plan import Plan  # noqa: E402
 from platform.planning.make_plan import make_plan  # noqa: E402
 from platform.planning.memory_budget import needed_bytes  # noqa: E402
-from tests.live import count  # noqa: E402
-from tests.oracle import trainer_of  # noqa: E402
+from tests.harness.live import count  # noqa: E402
+from tests.harness.oracle import trainer_of  # noqa: E402
 
 VARIATIONS = (
     "",

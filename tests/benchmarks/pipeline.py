@@ -31,8 +31,8 @@ from platform.plan.schedule.rows import rows  # noqa: E402
 from platform.plan.schedule.simulate import simulate  # noqa: E402
 from platform.planning.choose_schedule import schedule_of  # noqa: E402
 from platform.planning.make_plan import make_plan  # noqa: E402
-from tests.oracle import configure  # noqa: E402
-from tests.pool import Pool  # noqa: E402
+from tests.harness.oracle import configure  # noqa: E402
+from tests.harness.pool import Pool  # noqa: E402
 
 STAGES = 8
 REALTIME = "BENCHMARK_REALTIME"  # environment: set for the processes that are started

@@ -31,16 +31,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-PATHS = [str(ROOT), str(ROOT / "tests" / "cluster")]
-sys.path[:0] = PATHS
-os.environ["PYTHONPATH"] = os.pathsep.join(PATHS)
-
-import chaos  # noqa: E402
-from process_tree import descendants, gone  # noqa: E402
+sys.path.insert(0, str(ROOT))
+os.environ["PYTHONPATH"] = str(ROOT)
 
 from platform.cluster.wire.switchboard import Switchboard  # noqa: E402
 from platform.config.checks import FAULT_KINDS  # noqa: E402
 from platform.monitor import goodput  # noqa: E402
+from tests.harness import chaos  # noqa: E402
+from tests.harness.process_tree import descendants, gone  # noqa: E402
 
 STRIKES = ("SIGKILL", "strangers", "SIGKILL", "full disk", "SIGSTOP")  # in turn
 FEWEST = 6  # workers: with fewer none is struck

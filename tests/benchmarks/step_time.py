@@ -23,8 +23,8 @@ from platform.model.blocks import FeedForward, Shapes  # noqa: E402
 from platform.parallel.communicator.base import Alone  # noqa: E402
 from platform.planning.make_plan import make_plan  # noqa: E402
 from platform.train.step.trainer import Trainer  # noqa: E402
-from tests.oracle import Tokens, trainer_of  # noqa: E402
-from tests.reference_model import ReferenceModel, parameter_groups  # noqa: E402
+from tests.harness.oracle import Tokens, trainer_of  # noqa: E402
+from tests.harness.reference_model import ReferenceModel, parameter_groups  # noqa: E402
 
 SIZES = {
     "gpt_tiny": (Model(layers=4, d_model=128, heads=4, length=128, vocab=2048), 8),

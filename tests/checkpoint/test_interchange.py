@@ -17,7 +17,7 @@ from platform.checkpoint.moves.reshard import read_tensor
 from platform.checkpoint.storage.catalogue import find, load
 from platform.checkpoint.storage.saver import Saver
 from platform.checkpoint.storage.storage import connect
-from tests.checkpoint.job import META, Job, meta, values
+from tests.harness.storage_job import META, Job, meta, values
 
 SHAPES = {"model.a": (6, 4), "model.b": (5,), "exp_avg.a": (6, 4), "count": ()}
 FORMAT_1 = Path(__file__).parent / "format_1"

@@ -7,12 +7,12 @@ import time
 from pathlib import Path
 
 import pytest
-from fake_plan import fake_plan, run_fake
-from process_tree import descendants, gone
 
 from platform.cluster.crew.base.signals import Stopped, StopSignals
 from platform.config.fields import ConfigError
 from platform.monitor import METRICS, Journal, MetricsLog
+from tests.doubles.fake_plan import fake_plan, run_fake
+from tests.harness.process_tree import descendants, gone
 
 
 def events(config):
@@ -126,7 +126,7 @@ def test_mistakes_come_before_anything_is_written_or_started(config):
 
 SCRIPT = """
 import json, sys
-from fake_plan import fake_plan, run_fake
+from tests.doubles.fake_plan import run_fake
 from platform.cluster.crew.base.signals import Stopped, StopSignals
 from platform.config.fields import Config
 if __name__ == "__main__":

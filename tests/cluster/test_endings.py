@@ -9,14 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from fake_crew import Dead
-from test_states import at_once, config, drive, events, names, once_each, signals, stop  # noqa: F401
 
 from platform.checkpoint.storage.saver import Saver
 from platform.cluster.crew.open import open_crew
 from platform.config.fields import ConfigError
 from platform.monitor import MetricsLog
-from tests.disks import small_disk
+from tests.cluster.control.test_states import at_once, config, drive, events, names, once_each, signals, stop  # noqa: F401
+from tests.doubles.fake_crew import Dead
+from tests.harness.disks import small_disk
 
 
 @pytest.fixture
@@ -229,7 +229,9 @@ def test_workers_on_a_full_disk(job, tmp_path):
 
     with small_disk(tmp_path / "small", "64k") as disk:
         disk.fill()
-        with open_crew("processes", replace(job(2, "fake_worker:Prints"), run_dir=disk.path / "run")) as crew:
+        with open_crew(
+            "processes", replace(job(2, "tests.doubles.fake_worker:Prints"), run_dir=disk.path / "run")
+        ) as crew:
             assert sorted(crew.members) == [0, 1]
             crew.seat(crew.job, [0, 1])
             crew.call("form", 0, 1, {}, crew.store, 1, [])

@@ -7,11 +7,11 @@ import time
 from pathlib import Path
 
 import pytest
-from fake_crew import Dead
-from test_states import at_once, config, drive, events, names, once_each, signals, steps, stop  # noqa: F401
 
 from platform.checkpoint.storage.saver import Saver
 from platform.cluster.crew.base.signals import Stopped, StopSignals
+from tests.cluster.control.test_states import at_once, config, drive, events, names, once_each, signals, steps, stop  # noqa: F401
+from tests.doubles.fake_crew import Dead
 
 STOPPING = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
 

@@ -9,9 +9,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from offline_run import history, records
 
 from platform.monitor import METRICS
+from tests.harness.offline_run import history, records
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:wandb_workspaces")

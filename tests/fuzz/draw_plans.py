@@ -15,7 +15,7 @@ from platform.plan.language.scheme import ROLES, compose
 from platform.plan.schedule.csv_file import to_csv
 from platform.planning.choose_schedule import count_microbatches
 from tests.fuzz.tables import draw_table, spoil
-from tests.oracle import read
+from tests.harness.oracle import read
 
 RANKS = 8
 TOGETHER = (1, 2, 2, 3)  # microbatches of a step

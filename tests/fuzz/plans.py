@@ -31,9 +31,9 @@ from platform.planning.make_plan import make_plan
 from platform.train.step.trainer import Trainer
 from platform.train.step.training_state import State
 from tests.fuzz.draw_plans import RANKS, SCHEDULES, SCHEMES, changed, draw_case
-from tests.oracle import Result, Tokens, assemble, compare, configure, counted, trainer_of
-from tests.replay import replay
-from tests.threads import run_threads
+from tests.harness.oracle import Result, Tokens, assemble, compare, configure, counted, trainer_of
+from tests.harness.replay import replay
+from tests.harness.threads import run_threads
 
 FOCUSED = ("one token", "uneven replicas", "partial batch", "resume")
 CLASSES = (*(f"{scheme}, {schedule}" for scheme in SCHEMES for schedule in SCHEDULES), *FOCUSED, "changed", "refused")

@@ -18,7 +18,7 @@ from platform.cluster.run.directory import RunDirectory
 from platform.config.fields import Config, ConfigError, Data
 from platform.data import prepare
 from platform.monitor import Journal, MetricsLog
-from tests.checkpoint.job import Job, values
+from tests.harness.storage_job import Job, values
 
 SHAPES = {"a": (6, 4), "b": (5,), "c": (), "d": (2, 3, 4)}
 SIZES = {"length": 16, "vocab": 300, "seed": 0}

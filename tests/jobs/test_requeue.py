@@ -8,15 +8,15 @@ from math import inf
 from pathlib import Path
 
 import pytest
-from test_rayjob import JOB
-from test_sbatch import job, run  # noqa: F401
 
 from platform.cluster import driver
 from platform.cluster.crew.base.signals import StopSignals
 from platform.cluster.run.resources import Places
 from platform.launch import compose
 from platform.planning.make_plan import make_plan
-from tests.cluster.fake_crew import FakeCrew
+from tests.doubles.fake_crew import FakeCrew
+from tests.jobs.test_rayjob import JOB
+from tests.jobs.test_sbatch import job, run  # noqa: F401
 
 SHRUNK = (
     "model.layers=2 model.d_model=64 model.heads=4 model.length=32 model.vocab=512 tensor.axes.t=2 elastic.spares=0"

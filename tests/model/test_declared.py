@@ -16,7 +16,7 @@ from platform.plan.language.layout import DIMS
 from platform.plan.language.recorder import Recorder
 from platform.planning.make_plan import make_plan
 from tests.conftest import ROOT
-from tests.oracle import MODELS, configure
+from tests.harness.oracle import MODELS, configure
 
 FILES = sorted((ROOT / "conf" / "model").glob("*.yaml"))
 

@@ -2,9 +2,9 @@ import io
 import math
 
 import pytest
-from rows import row
 
 from platform.monitor.console import Console, _duration
+from tests.harness.metrics_rows import row
 
 
 class Terminal(io.StringIO):

@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from rows import row
 
 from platform.config.fields import Config
 from platform.monitor import MetricsLog, open_monitor
+from tests.harness.metrics_rows import row
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def run_driver(run_dir: Path, *, steps: range, before_close: str = "", **env: st
     script = f"""
 import os, sys
 from pathlib import Path
-from rows import row
+from tests.harness.metrics_rows import row
 from platform.config.fields import Config
 from platform.monitor import open_monitor
 config = Config()
@@ -38,12 +38,10 @@ for step in range({steps.start}, {steps.stop}):
 {before_close}
 monitor.close(75)
 """
-    root, here = Path(__file__).parents[2], Path(__file__).parent
-    path = os.pathsep.join([str(root), str(here), os.environ.get("PYTHONPATH", "")])
     run_dir.mkdir(exist_ok=True)
     return subprocess.run(
         [sys.executable, "-c", script, str(run_dir)],
-        env=os.environ | {"PYTHONPATH": path} | env,
+        env=os.environ | env,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -16,8 +16,8 @@ from platform.plan.schedule.simulate import simulate
 from platform.plan.schedule.table import COMPUTE
 from platform.planning.choose_schedule import schedule_of
 from platform.planning.make_plan import make_plan
-from tests.oracle import configure, trainer_of
-from tests.threads import run_threads
+from tests.harness.oracle import configure, trainer_of
+from tests.harness.threads import run_threads
 
 SCHEDULE = generate("interleaved", 2, 2, 4)
 ROWS = lower(SCHEDULE)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from platform.planning.make_plan import make_plan
-from tests.oracle import MODELS, configure, trainer_of
+from tests.harness.oracle import MODELS, configure, trainer_of
 
 
 def eager_and_compiled(c, plan, communicator):

@@ -14,8 +14,8 @@ from platform.parallel.parallel_ops import Position
 from platform.plan.memory.worker_bytes import saved_for_backward, weight_bytes
 from platform.planning.make_plan import make_plan
 from platform.train.step.trainer import Trainer
-from tests.oracle import MODELS, configure, trainer_of
-from tests.threads import run_threads
+from tests.harness.oracle import MODELS, configure, trainer_of
+from tests.harness.threads import run_threads
 
 SCHEMES: list[tuple[str, dict[str, int]]] = [
     ("serial", {}),

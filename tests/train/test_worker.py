@@ -11,7 +11,7 @@ from platform.parallel.communicator.progress import PROGRESS
 from platform.plan.schedule.rows import rows
 from platform.planning.choose_schedule import schedule_of
 from platform.train.worker import Worker
-from tests.oracle import configure
+from tests.harness.oracle import configure
 
 
 def test_progress_names_the_innermost_section_and_whether_it_waits():

@@ -12,7 +12,7 @@ from platform.plan.schedule.rows import rows
 from platform.planning.choose_schedule import schedule_of
 from platform.train.recovery.source import find_source, take_seats
 from platform.train.worker import Worker
-from tests.oracle import configure
+from tests.harness.oracle import configure
 
 
 @pytest.fixture

@@ -1,0 +1,63 @@
+"""Every kind of model under every tensor scheme and branch choice, against one process in fp64."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+
+from tests.harness.oracle import MODELS, configure, prove
+from tests.harness.pairwise import cover, product
+
+SCHEMES = {
+    "serial": ("serial", {}),
+    "1d": ("1d", {"t": 2}),
+    "1d_sp": ("1d_sp", {"t": 2}),
+    "2d_gather": ("2d_gather", {"r": 2, "c": 2}),
+    "3d": ("3d", {"x": 1, "y": 2, "z": 2}),
+    "3d_literal": ("3d_literal", {"x": 1, "y": 2, "z": 2}),
+}
+FACTORS = {
+    "model": ["gpt", "bert", "original", "t5"],
+    "scheme": list(SCHEMES),
+    "branch": ["none", "dsp", "dsp_slice"],
+    "data": [1, 2],
+    "dropout": [0.0, 0.2],  # 0.2: attention by einsums
+}
+
+
+def legal(case) -> bool:
+    g = 1 if case["branch"] == "none" else 2
+    return prod(SCHEMES[case["scheme"]][1].values()) * g * case["data"] <= 8
+
+
+CASES = product(FACTORS, legal)
+COVER = cover(CASES)
+
+
+def check(case) -> None:
+    c = configure(
+        *SCHEMES[case["scheme"]],
+        branch=case["branch"],
+        branch_axes={} if case["branch"] == "none" else {"g": 2},
+        data=case["data"],
+        dropout=case["dropout"],
+        **MODELS[case["model"]],
+    )
+    prove(c)
+
+
+def name(case) -> str:
+    return " ".join(f"{v}" for v in case.values())
+
+
+@pytest.mark.parametrize("case", COVER, ids=name)
+def test_pairwise_cover(case, record_count):
+    record_count("oracle of the models (threads)", len(COVER), len(CASES))
+    check(case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", [c for c in CASES if c not in COVER], ids=name)
+def test_rest_of_the_product(case):
+    check(case)
