@@ -9,7 +9,8 @@ from ray_machines import drain, private_cluster
 from platform.cluster.crew.base.crew import ByRank, seating
 from platform.cluster.crew.open import open_crew
 from platform.cluster.run import resources
-from platform.config.fields import Cluster, ConfigError
+from platform.config.execution import Cluster
+from platform.config.fields import ConfigError
 
 pytestmark = pytest.mark.ray
 HERE = os.path.dirname(__file__)
