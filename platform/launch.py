@@ -20,10 +20,11 @@ from platform.composition.arguments import experiment_of, explain, jobs_of, rewr
 from platform.composition.composer import CONF, Composer, opened
 from platform.config.bounds import impossible_values, wrong_values
 from platform.config.checks import absent_ranks, slices, too_many_workers, violations
+from platform.config.execution import RESUME
 from platform.config.extensions import load_extensions
-from platform.config.fields import RESUME, Config, ConfigError, closest, violation
+from platform.config.fields import Config, ConfigError, closest, violation
+from platform.config.identity import default_directory
 from platform.config.layout_map import axes_of, parse_layout
-from platform.config.run_name import default_directory
 from platform.config.surroundings import expanded, wrong_surroundings
 from platform.plan.schedule.generators import ONE_CHUNK
 
@@ -317,9 +318,14 @@ def _inform(argv: Sequence[str], args: Namespace) -> int:
         sys.argv = [command[0], *overrides, *(a for a in argv if a not in args.overrides)]
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(lambda config: None)()
     except SystemExit as answered:
-        return FAILED if answered.code else DONE
+        if answered.code:
+            return FAILED
     finally:
         sys.argv = command
+    if args.help:
+        from platform.config.reference import summary
+
+        print(summary())
     return DONE
 
 
