@@ -20,10 +20,11 @@ from platform.composition.arguments import experiment_of, explain, jobs_of, rewr
 from platform.composition.composer import CONF, Composer, opened
 from platform.config.bounds import impossible_values, wrong_values
 from platform.config.checks import absent_ranks, slices, too_many_workers, violations
+from platform.config.execution import RESUME
 from platform.config.extensions import load_extensions
-from platform.config.fields import RESUME, Config, ConfigError, closest, violation
+from platform.config.fields import Config, ConfigError, closest, violation
+from platform.config.identity import default_directory
 from platform.config.layout_map import axes_of, parse_layout
-from platform.config.run_name import default_directory
 from platform.config.surroundings import expanded, wrong_surroundings
 from platform.plan.schedule.generators import ONE_CHUNK
 
@@ -83,30 +84,30 @@ def _misread(message: str) -> NoReturn:
     raise ConfigError(f"command line: {message}; nearest legal: +experiment=NAME KEY=VALUE, --help")
 
 
-def compose(overrides: Sequence[str], config_dir: str | None = None) -> Config:
+def compose(overrides: Sequence[str], config_dir: str | None = None, stored: Mapping[str, Any] | None = None) -> Config:
     """Return the configuration that a command with the arguments `overrides` runs; `config_dir` adds the user's files.
+    `stored`: a configuration (`Config.to_dict`) on top of which the arguments come.
 
     Raises ConfigError with one line for each argument that Hydra refuses and each illegal value.
     """
-    with opened(config_dir) as composer:
-        config, lines, _ = _compose(composer, overrides)
+    with opened(config_dir, stored) as composer:
+        config, lines = _compose(composer, overrides)
     if lines:
         raise ConfigError(lines)
     return config
 
 
-def _compose(composer: Composer, arguments: Sequence[str]) -> tuple[Config, list[str], bool]:
-    """Return the configuration, one line per mistake in it, and True if planning it is safe."""
+def _compose(composer: Composer, arguments: Sequence[str]) -> tuple[Config, list[str]]:
+    """Return the configuration and one line per mistake in it."""
     load_extensions(_words(typed_values(arguments).get("extend")))  # first: other arguments may name what they register
     config, accepted, refused = composer.load(arguments)
     lines = [explain(argument, error) for argument, error in refused]
     lines += _settle(config, accepted)
-    plannable = not any(key.startswith(PLANNED) for key in wrong_values(config)) and not [*too_many_workers(config)]
     if any(type(error).__name__ == "MissingConfigException" for _, error in refused):
         lines += impossible_values(config)  # relations between keys depend on the missing file: not checked
     else:
         lines += violations(config)
-    return config, list(dict.fromkeys(lines)), plannable
+    return config, list(dict.fromkeys(lines))
 
 
 def _settle(config: Config, arguments: Sequence[str]) -> list[str]:
@@ -204,35 +205,44 @@ def _planned(args: Namespace) -> list[tuple[list[str], Config, Plan]]:
 
     Raises ConfigError with the mistakes of all jobs.
     """
-    from platform import data
-    from platform.planning.make_plan import make_plan
-
     jobs: list[tuple[list[str], Config, Plan]] = []
     lines: list[str] = []
     with opened(args.config_dir) as composer:
         for arguments in jobs_of(args.overrides, args.multirun):
-            config, wrong, plannable = _compose(composer, arguments)
+            config, wrong = _compose(composer, arguments)
             if experiment_of(arguments) is None:
                 names = composer.options("experiment")
                 wrong.insert(0, f"experiment: none is chosen; write +experiment=NAME, NAME one of {', '.join(names)}")
-            lines += wrong or [*wrong_surroundings(config), *data.check(config.data, vocab=config.model.vocab)]
-            if not plannable:
-                continue
-            try:
-                plan = make_plan(config, _workers(config))
-                lines += absent_ranks(config, plan.mesh.size)
-                config.parallel.data = plan.mesh.axes["data"]  # resolves -1: workers make the same plan
+            plan, found = prepare(config, wrong)
+            lines += found
+            if plan:
                 jobs.append((arguments, config, plan))
-            except ConfigError as error:
-                lines += error.violations
-            except Exception:
-                if not wrong:  # otherwise an illegal value, reported already, may have broken the planner
-                    raise
     directories = [config.run.dir for _, config, _ in jobs]
     lines += [f"run.dir={d}: several jobs of the sweep share it" for d in directories if directories.count(d) > 1]
     if lines:
         raise ConfigError(list(dict.fromkeys(lines)))
     return jobs
+
+
+def prepare(config: Config, wrong: Sequence[str]) -> tuple[Plan | None, list[str]]:
+    """Plan a job of which the mistakes `wrong` are known; return the plan, None if there is none, and all its mistakes.
+    Settles parallel.data=-1 in `config`, so that workers make the same plan."""
+    from platform import data
+    from platform.planning.make_plan import make_plan
+
+    lines = [*wrong] or [*wrong_surroundings(config), *data.check(config.data, vocab=config.model.vocab)]
+    if any(key.startswith(PLANNED) for key in wrong_values(config)) or [*too_many_workers(config)]:
+        return None, lines
+    try:
+        plan = make_plan(config, _workers(config))
+    except ConfigError as error:
+        return None, [*lines, *error.violations]
+    except Exception:
+        if not wrong:  # otherwise an illegal value, reported already, may have broken the planner
+            raise
+        return None, lines
+    config.parallel.data = plan.mesh.axes["data"]
+    return plan, [*lines, *absent_ranks(config, plan.mesh.size)]
 
 
 def _workers(config: Config) -> int | None:
@@ -282,7 +292,7 @@ def _show(args: Namespace) -> int:
     from omegaconf import OmegaConf
 
     with opened(args.config_dir) as composer:
-        config, lines, _ = _compose(composer, args.overrides)
+        config, lines = _compose(composer, args.overrides)
     if lines:
         raise ConfigError(lines)
     values = OmegaConf.create(config.to_dict())
@@ -299,7 +309,7 @@ def _inform(argv: Sequence[str], args: Namespace) -> int:
 
     with opened(args.config_dir) as composer:
         if not args.shell_completion:
-            _, lines, _ = _compose(composer, args.overrides)
+            _, lines = _compose(composer, args.overrides)
             if lines:
                 raise ConfigError(lines)
         overrides = [rewrite(a) for a in args.overrides]
@@ -308,9 +318,14 @@ def _inform(argv: Sequence[str], args: Namespace) -> int:
         sys.argv = [command[0], *overrides, *(a for a in argv if a not in args.overrides)]
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(lambda config: None)()
     except SystemExit as answered:
-        return FAILED if answered.code else DONE
+        if answered.code:
+            return FAILED
     finally:
         sys.argv = command
+    if args.help:
+        from platform.config.reference import summary
+
+        print(summary())
     return DONE
 
 

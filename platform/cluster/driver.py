@@ -19,6 +19,7 @@ from platform.cluster.crew.launchers import torchrun
 from platform.cluster.crew.open import open_crew
 from platform.cluster.endings import DONE, FAILED, Known, Unsaved, end
 from platform.cluster.run import resources
+from platform.cluster.run.callbacks import CallbackGuard, Callbacks
 from platform.cluster.run.commands import Command
 from platform.cluster.run.demonstration import demonstration
 from platform.cluster.run.directory import RunDirectory
@@ -35,10 +36,17 @@ if TYPE_CHECKING:
 
 
 def run(
-    config: Config, plan: Plan, *, experiment: str = "", command: Command | None = None, worker: str = WORKER
+    config: Config,
+    plan: Plan,
+    *,
+    experiment: str = "",
+    command: Command | None = None,
+    worker: str = WORKER,
+    guard: CallbackGuard | None = None,
 ) -> int:
     """Train `config` under `plan` to its last step and return the exit status (docs/design.md, section 7). `command`:
     the command line of the run, by default that of the experiment alone. `worker`: "module:Class" of the workers.
+    `guard`: of the callbacks of the run.
 
     Raises ConfigError for what the user has to correct, before any process starts unless only the workers can see it
     (a checkpoint that they refuse); all other ends are handled by `platform.cluster.endings`. Under torchrun every
@@ -49,10 +57,11 @@ def run(
         return DONE
     steps = config.train.stop_at or config.train.steps
     command = command or Command([f"+experiment={experiment}"])
-    known = Known(config, RunDirectory(config.run.dir), command, steps)
+    known = Known(config, RunDirectory(config.run.dir), command, steps, guard or CallbackGuard(Callbacks()))
     try:
         with ExitStack() as opened:
             signals = opened.enter_context(StopSignals())
+            known.guard.stop = signals.note
             try:
                 opened.enter_context(_time_limit(config, signals))
                 return _run(config, plan, worker, signals, known, opened)
@@ -124,8 +133,8 @@ def _open(config: Config, known: Known, opened: ExitStack) -> None:
     """Open the journal and the monitor. Raises ConfigError if the run directory cannot be written."""
     path = known.directory.path
     try:
-        known.journal = opened.enter_context(closing(Journal(known.directory.journal, known.say)))
-        known.monitor = monitor = open_monitor(config, path, total_steps=known.steps)
+        known.journal = opened.enter_context(closing(Journal(known.directory.journal, known.say, known.guard.event)))
+        known.monitor = monitor = open_monitor(config, path, total_steps=known.steps, on_step=known.guard.step)
     except OSError as error:
         raise known.directory.unusable(error) from None
     opened.callback(lambda: monitor.close(known.status))

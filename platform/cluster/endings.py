@@ -24,6 +24,7 @@ from platform.monitor import Journal, Monitor, goodput, story
 if TYPE_CHECKING:
     from platform.cluster.control.controller import Controller
     from platform.cluster.control.saving.checkpoints import Checkpoints
+    from platform.cluster.run.callbacks import CallbackGuard
     from platform.cluster.run.commands import Command
     from platform.cluster.run.directory import RunDirectory
 
@@ -37,12 +38,13 @@ class Unsaved(Exception):
 @dataclass
 class Known:
     """State of a run that its ending needs; the driver fills it in as the run comes up. `command`: the command line;
-    `steps`: the number of the last step."""
+    `steps`: the number of the last step; `guard`: the callbacks."""
 
     config: Config
     directory: RunDirectory
     command: Command
     steps: int
+    guard: CallbackGuard
     journal: Journal | None = None
     monitor: Monitor | None = None
     checkpoints: Checkpoints | None = None

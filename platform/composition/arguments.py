@@ -9,8 +9,8 @@ from functools import lru_cache
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from platform.config.bounds import CHOICES, leaves, not_built
-from platform.config.durations import RHYTHM, nearest_rhythms
+from platform.config.bounds import KEYS, leaves, not_built
+from platform.config.durations import nearest_rhythms
 from platform.config.fields import SHOWN, Config, ConfigError, closest, printable, violation
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def _is_registered(group: str, name: str) -> bool:
     from hydra.core.global_hydra import GlobalHydra
 
     hydra = GlobalHydra.instance()
-    if name not in CHOICES.get(f"{group}.kind", ()) or not hydra.is_initialized():
+    if f"{group}.kind" not in KEYS or name not in KEYS[f"{group}.kind"].choices or not hydra.is_initialized():
         return False
     return name not in hydra.config_loader().get_group_options(group)
 
@@ -162,9 +162,10 @@ def explain(argument: str, error: Exception) -> str:
     if option := re.search(r"Could not (?:find|load) '(.+)/(.*?)'", text):
         group, name = option.groups()
         legal = GlobalHydra.instance().config_loader().get_group_options(group)
-        registered = [f"{group}.kind={name} where a module in extend=[MODULE] registers it"]
-        legal = [*closest(name, legal), *(registered if f"{group}.kind" in CHOICES else [])]
-        return violation(group, name, not_built(group, name) or "unknown", legal)
+        kind = f"{group}.kind"
+        registered = [f"{kind}={name} where a module in extend=[MODULE] registers it"]
+        legal = [*closest(name, legal), *(registered if kind in KEYS and KEYS[kind].open else [])]
+        return violation(group, name, kind in KEYS and not_built(kind, name) or "unknown", legal)
     if re.search("Error parsing override|Lexer|mismatched input|extraneous input|no viable", text) or key.startswith(
         "~"
     ):
@@ -178,7 +179,7 @@ def explain(argument: str, error: Exception) -> str:
     if re.search(r"' not in '|is not in struct|unknown key|Could not override", text):
         return violation(key, value, f"{within}unknown key", _similar_keys(where))
     if "incompatible with type hint 'Union[int, str]'" in text:
-        return violation(key, value, f"{within}must be {RHYTHM}", nearest_rhythms(value))
+        return violation(key, value, within + KEYS["checkpoint.every"].constraint, nearest_rhythms(value))
     if "is not a valid bool" in text:
         return violation(key, value, f"{within}must be true or false", ["true", "false"])
     if wrong := re.search(r"Value '(.*)' of type '(\w+)' could not be converted to (\w+)", text, re.S):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from platform.boundary.redaction import learn_urls
 from platform.composition.arguments import NOT_OURS, parse, quote, rewrite
@@ -23,7 +23,7 @@ Refused = list[tuple[str, Exception]]  # (argument, error that Hydra, OmegaConf 
 
 
 @contextmanager
-def opened(config_dir: str | None) -> Iterator[Composer]:
+def opened(config_dir: str | None, stored: Mapping[str, Any] | None = None) -> Iterator[Composer]:
     """Open Hydra on our files and the user's own in `config_dir`. Raises ConfigError if that is no directory."""
     from hydra import initialize_config_dir
     from hydra.core.config_store import ConfigStore
@@ -39,7 +39,7 @@ def opened(config_dir: str | None) -> Iterator[Composer]:
     scheme = register()
     own = [f"hydra.searchpath=[{quote(f'{scheme}://{os.path.abspath(config_dir)}')}]"] if config_dir else []
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-        yield Composer(own)
+        yield Composer(own, stored or {})
 
 
 def mistakes() -> tuple[type[Exception], ...]:
@@ -54,10 +54,11 @@ def mistakes() -> tuple[type[Exception], ...]:
 
 
 class Composer:
-    """Composes configurations while Hydra is open; `own` is the argument that adds the user's files, if any."""
+    """Composes configurations while Hydra is open. `own`: the argument that adds the user's files, if any. `stored`: a
+    whole configuration that takes the place of the files, but for the groups of which an argument chooses another."""
 
-    def __init__(self, own: Sequence[str]):
-        self.own = list(own)
+    def __init__(self, own: Sequence[str], stored: Mapping[str, Any]):
+        self.own, self.stored = list(own), stored
         self._options: dict[str, list[str]] = {}  # group -> its options; [] if it is no group
         self._chosen: dict[tuple[str, ...], DictConfig] = {}  # choices -> composed files, as jobs of a sweep share them
 
@@ -119,6 +120,9 @@ class Composer:
         key = tuple(choices)
         if key not in self._chosen:
             found = hydra.compose("config", [rewrite(a) for a in (*self.own, *choices)])
+            OmegaConf.set_struct(found, False)  # axes of the stored configuration are new keys
+            chosen = {parse(choice).key_or_group for choice in choices}
+            found.merge_with({group: values for group, values in self.stored.items() if group not in chosen})
             _plain(found)
             OmegaConf.set_struct(found, True)
             self._chosen[key] = found

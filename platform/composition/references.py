@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from platform.boundary.redaction import learn
-from platform.config.bounds import CHOICES
+from platform.config.bounds import KEYS
 
 # Resolvers of OmegaConf and Hydra that read only the configuration, the clock or the interpreter: no secrets.
 _HARMLESS = {
@@ -48,7 +48,7 @@ def resolve(composed: Any) -> dict[str, Any]:
         raise
     for key, raw, value in _pairs(OmegaConf.to_container(composed, resolve=False), values, ""):
         for text in _texts(value):
-            if text in CHOICES.get(key, ()):
+            if key in KEYS and text in KEYS[key].choices:
                 continue
             found = {secret: shown for secret, shown in _read.items() if secret and secret in text}
             learn(found or ({text: raw} if _reads(raw) else {}))  # the whole text if, say, a resolver decoded it
@@ -63,7 +63,7 @@ def _reads(raw: str) -> bool:
 
 
 def _is_word(text: str) -> bool:
-    return bool(re.fullmatch(r"[-+.\deE_]+", text)) or any(text in choices for choices in CHOICES.values())
+    return bool(re.fullmatch(r"[-+.\deE_]+", text)) or any(text in key.choices for key in KEYS.values())
 
 
 def _pairs(raw: Any, value: Any, key: str) -> Iterator[tuple[str, str, Any]]:

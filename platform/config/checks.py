@@ -6,13 +6,8 @@ import re
 from collections.abc import Callable, Iterator
 from math import prod
 
-from platform.config.bounds import (
-    SECONDS,
-    WORKERS,
-    not_built,
-    wrong_values,
-)
-from platform.config.durations import RHYTHM, nearest_rhythms, rhythm_of, seconds_of
+from platform.config.bounds import KEYS, wrong_values
+from platform.config.durations import nearest_rhythms, rhythm_of, seconds_of
 from platform.config.fields import (
     OBJECTIVES,
     Branch,
@@ -22,8 +17,8 @@ from platform.config.fields import (
     violation,
 )
 from platform.config.identity import wrong_allowances
-from platform.config.layout_map import KNOWN_DIMS, axes_of
-from platform.config.tables import wrong_tables
+from platform.config.key import SECONDS, WORKERS
+from platform.config.layout_map import axes_of, wrong_tables
 from platform.plan.language.numbers import divisors
 from platform.plan.language.scheme import RESERVED
 from platform.plan.memory.hardware import MEMORIES, memory_of
@@ -61,7 +56,7 @@ def _attention(config: Config) -> Iterator[str]:
 def _replicas(config: Config) -> Iterator[str]:
     data = config.parallel.data
     if data == 0 or data < -1:
-        yield violation("parallel.data", data, "must be >= 1, or -1 for as many as the workers give", [1, -1])
+        yield violation("parallel.data", data, KEYS["parallel.data"].constraint, [1, -1])
 
 
 def too_many_workers(config: Config) -> Iterator[str]:
@@ -98,8 +93,8 @@ def _time_limit(config: Config) -> Iterator[str]:
         if seconds_of(config.run.time_limit) > SECONDS:
             yield violation("run.time_limit", config.run.time_limit, f"must be <= {SECONDS} seconds", [SECONDS])
     except ValueError:
-        constraint = "must be seconds or H:MM:SS"
-        yield violation("run.time_limit", config.run.time_limit, constraint, ["3600", "1:00:00"])
+        legal = ["3600", "1:00:00"]
+        yield violation("run.time_limit", config.run.time_limit, KEYS["run.time_limit"].constraint, legal)
 
 
 def _every(config: Config) -> Iterator[str]:
@@ -110,7 +105,7 @@ def _every(config: Config) -> Iterator[str]:
         if isinstance(every, int):
             yield violation("checkpoint.every", every, "must be >= 0", [0])
         else:
-            yield violation("checkpoint.every", every, f"must be {RHYTHM}", nearest_rhythms(every))
+            yield violation("checkpoint.every", every, KEYS["checkpoint.every"].constraint, nearest_rhythms(every))
 
 
 def _elastic(config: Config) -> Iterator[str]:
@@ -221,8 +216,7 @@ def _zero(config: Config) -> Iterator[str]:
 def _scheme(config: Config) -> Iterator[str]:
     tensor, declared = config.tensor, axes_of(config.tensor)
     if tensor.scheme not in ("serial", "layout") and not (tensor.regions or tensor.parameters):
-        constraint = not_built("tensor", tensor.scheme) or "a scheme's name without its table; write tensor=NAME"
-        yield violation("tensor.scheme", tensor.scheme, constraint)
+        yield violation("tensor.scheme", tensor.scheme, "a scheme's name without its table; write tensor=NAME")
     elif tensor.scheme != "layout":
         for name, size in tensor.axes.items():
             if name not in declared:
@@ -230,14 +224,13 @@ def _scheme(config: Config) -> Iterator[str]:
                 yield violation(f"tensor.axes.{name}", size, f"tensor={tensor.scheme} has no such axis", legal)
         if tensor.layout is not None:
             yield violation("tensor.layout", tensor.layout, "only for tensor=layout")
-    yield from wrong_tables(config, KNOWN_DIMS)
+    yield from wrong_tables(config)
 
 
 def _branch(config: Config) -> Iterator[str]:
     tensor, branch = config.tensor, config.branch
     if branch.kind != "none" and not (branch.append or branch.prepend):
-        constraint = not_built("branch", branch.kind) or "a branch's name without its table; write branch=NAME"
-        yield violation("branch.kind", branch.kind, constraint)
+        yield violation("branch.kind", branch.kind, "a branch's name without its table; write branch=NAME")
     for name, size in branch.axes.items():
         if branch.kind == "none":
             yield violation(f"branch.axes.{name}", size, "branch=none has no axes", ["none"])

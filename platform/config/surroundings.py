@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterator, Mapping
 
 from platform.boundary.redaction import bare
-from platform.config.fields import RESUME, Config, violation
+from platform.config.execution import RESUME
+from platform.config.fields import Config, violation
 
 # fsspec protocols under which a file appears only when it is committed, as checkpoints need.
 WRITABLE = tuple("file local memory s3 s3a gs gcs abfs abfss az adl sftp ssh oci oss obs cos tos hf dbfs".split())

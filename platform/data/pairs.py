@@ -6,7 +6,7 @@ import inspect
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ _BATCH = 4096  # pairs that are encoded at once
 
 
 @dataclass(frozen=True)
-class Stream:
+class PairStream:
     """Tokenised pairs: `tokens` holds source and target of each pair in turn, `ends` [pairs, 2] where they end."""
 
     tokens: NDArray[Any]
@@ -46,7 +46,7 @@ class Stream:
 
 
 def files(data: Data) -> list[Path]:
-    """Find the files that `read` reads. Raises ConfigError if a path is missing or they do not make pairs."""
+    """Find the files that `read_pairs` reads. Raises ConfigError if a path is missing or they do not make pairs."""
     if not data.path:
         return sources.stdlib(data)
     found = [sources.text(replace(data, path=path)) for path in filter(None, (data.path, data.target_path))]
@@ -63,24 +63,26 @@ def check(data: Data) -> list[str]:
         return error.violations
 
 
-def read(data: Data) -> Iterator[tuple[str, str]]:
-    """Yield (source, target), neither blank. Raises ConfigError for files of unequal lengths and faults in them."""
+def read_pairs(files: Sequence[Path], data: Data) -> Iterator[tuple[str, str]]:
+    """Yield (source, target), neither blank, of the `files` of `data`. Raises ConfigError for files of unequal lengths
+    and faults in them."""
     if not data.path:
-        yield from _stdlib(files(data))
+        found = _stdlib(files)
     elif data.target_path:
-        yield from _lines(*files(data))
+        found = _lines(*files)
     else:
-        for file in files(data):
-            yield from _objects(file, data)
+        found = (pair for file in files for pair in _objects(file, data))
+    return ((source, target) for source, target in found if source.strip() and target.strip())
 
 
-def _lines(source: Path, other: Path) -> Iterator[tuple[str, str]]:
-    sides = [list(_text_lines(file)) for file in (source, other)]
-    if len(sides[0]) != len(sides[1]):
-        raise ConfigError(
-            f"data.target_path={other}: {len(sides[1])} lines beside the {len(sides[0])} of data.path={source}"
-        )
-    yield from ((a, b) for a, b in zip(*sides, strict=True) if a.strip() and b.strip())
+def _lines(source: Path, target: Path) -> Iterator[tuple[str, str]]:
+    lines = [0, 0]
+    for pair in zip_longest(_text_lines(source), _text_lines(target)):
+        lines = [n + (text is not None) for n, text in zip(lines, pair, strict=True)]
+        if None not in pair:
+            yield pair
+    if lines[0] != lines[1]:
+        raise ConfigError(f"data.target_path={target}: {lines[1]} lines beside the {lines[0]} of data.path={source}")
 
 
 def _text_lines(file: Path) -> Iterator[str]:
@@ -94,17 +96,10 @@ def _objects(file: Path, data: Data) -> Iterator[tuple[str, str]]:
         for number, line in enumerate(stream, 1):
             try:
                 values = documents.from_json(line, sources.LINE + 1, strict=False)
-                source, other = _text(values[data.field]), _text(values[data.target_field])
-                if source.strip() and other.strip():
-                    yield source, other
+                yield sources.encodable(values[data.field]), sources.encodable(values[data.target_field])
             except (ValueError, LookupError, TypeError, AttributeError):
                 wanted = f"data.field={data.field} and data.target_field={data.target_field}"
                 raise ConfigError(f"line {number} has no texts {wanted}") from None
-
-
-def _text(value: str) -> str:
-    """Replace lone surrogates, which JSON may escape and UTF-8 cannot hold."""
-    return value.encode(errors="replace").decode()
 
 
 def _stdlib(modules: Sequence[Path]) -> Iterator[tuple[str, str]]:

@@ -25,7 +25,7 @@ from platform.config.fields import ConfigError, Data
 
 # A folder is searched for these endings; a file or glob that the user names may have any.
 ENDINGS = ".txt .md .rst .tex .html .py .c .h .cc .cpp .rs .go .java .js .ts .sh .jsonl".split()
-_PIECE = 64 * 1024  # bytes of a long document that are read at once
+_READ_AT_ONCE = 64 * 1024  # bytes of a long document that are read at once
 LINE = 64 << 20  # bytes of the longest line
 _UNPACKED, _RATIO = 64 << 20, 300  # gzip shrinks text 3 to 20 times, and nothing more than 1032 times
 _SNIFFED = 32  # files whose beginnings `check` reads
@@ -176,12 +176,12 @@ def is_jsonl(file: Path) -> bool:
 
 
 def _blocks(stream: Bounded, data: Data) -> Iterator[tuple[bool, str]]:
-    """Yield a file as one document: (True for the first, piece) of about `_PIECE` bytes, up to a line end if near."""
+    """Yield a file as one document: (True for the first, piece) of about _READ_AT_ONCE bytes, to a line end if near."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     begins = True
     while True:
         start = stream.tell()
-        block = stream.read(_PIECE) + stream.readline(_PIECE)
+        block = stream.read(_READ_AT_ONCE) + stream.readline(_READ_AT_ONCE)
         if (nul := block.find(0)) >= 0:
             raise ConfigError(f"a binary file (NUL at byte {start + nul}); text is needed")
         try:
@@ -213,7 +213,12 @@ def _lines(stream: Bounded, data: Data) -> Iterator[tuple[bool, str]]:
             fault = "is not a string" if data.field in values else "is missing"
             raise ConfigError(f"data.field={data.field} {fault} in line {number}; its fields with text: {fields}")
         if value:
-            yield True, value.encode(errors="replace").decode()  # JSON may escape a lone surrogate; UTF-8 cannot
+            yield True, encodable(value)
+
+
+def encodable(text: str) -> str:
+    """Replace lone surrogates, which JSON may escape and UTF-8 cannot hold."""
+    return text.encode(errors="replace").decode()
 
 
 def _walk(folder: Path, endings: list[str], skip: set[str]) -> list[Path]:

@@ -11,7 +11,7 @@ from platform.data.permutation import mix
 
 
 @dataclass(frozen=True)
-class Stream:
+class RandomTokens:
     """Endless stream of uniform random tokens in [0, vocab), indexed like an array."""
 
     seed: int

@@ -162,11 +162,11 @@ class ParallelOps(Ops):
     ) -> tuple[Tensor, ...]:
         results: dict[int, Tensor] = {}
         for group in planned.groups:
-            members = [m.index for m in group.members]
-            added = [biases[i] for i in members] if biases else ()
-            mine = [operands[i] for i in members]
+            indices = [e.index for e in group.einsums]
+            added = [biases[i] for i in indices] if biases else ()
+            mine = [operands[i] for i in indices]
             found = einsums(self.communicator, group, x, mine, added, deferred=deferred)
-            results.update((m.index, y) for m, y in zip(group.members, found, strict=True))
+            results.update(zip(indices, found, strict=True))
         return tuple(results[i] for i in range(len(operands)))
 
     def reduce(self, name, function, x, spec, out):

@@ -11,7 +11,7 @@ import pytest
 from platform.cluster.crew.base.signals import Stopped, StopSignals
 from platform.config.fields import ConfigError
 from platform.monitor import METRICS, Journal, MetricsLog
-from tests.doubles.fake_plan import run_fake
+from tests.doubles.fake_plan import fake_plan, run_fake
 from tests.harness.process_tree import descendants, gone
 
 
@@ -58,7 +58,7 @@ def test_a_run_from_end_to_end(kind, config, capsys):
     assert row["peak_memory_bytes"] == 101
     assert row["mfu"] is None
     assert row["tokens_per_second"] == pytest.approx(4 * config.model.length / row["step_seconds"])
-    assert row["tflops_per_worker"] == pytest.approx(row["tokens_per_second"] * 1e6 / 2 / 1e12)
+    assert row["tflops_per_worker"] == pytest.approx(row["tokens_per_second"] * fake_plan(2).flops_per_token / 2 / 1e12)
 
 
 def test_a_finished_run_says_so_and_starts_nothing(config, capsys):

@@ -13,7 +13,7 @@ import pytest
 from platform import launch
 from platform.composition.composer import opened
 from platform.config import surroundings
-from platform.config.bounds import BOUNDS, CHOICES, LONGEST, leaves
+from platform.config.bounds import KEYS, LONGEST, leaves
 from platform.config.fields import Config, ConfigError, printable
 from tests.config.bad_input_table import NUMBERS, REALS, TABLE
 from tests.fuzz.values import _again
@@ -42,7 +42,7 @@ def _rows():
             yield [f"{key}=many"], f"{key}=many: must be an integer", f"nearest legal: {value}"
         if type(value) is str and key not in TABLES:
             odd = "a\x1bb"  # as an escape sequence of a terminal begins
-            shown = "U+001B" if key not in (*CHOICES, *TABLES) else "unknown"
+            shown = "U+001B" if key not in TABLES and not KEYS[key].choices else "unknown"
             yield [f"{key}='{odd}'"], f"{key}=", shown
     for beginning in ROWS:
         typed, start, *rest = beginning
@@ -97,9 +97,10 @@ def test_a_row(refusal, arguments, start, further):
 
 
 def test_every_number_has_both_ends():
-    """A new key has a lower end in BOUNDS; its upper end is that of all numbers unless MOST has one."""
+    """A new key declares a lower end; its upper end is that of all numbers unless it declares one."""
     numbers = {key for key, value in leaves(Config()).items() if type(value) in (int, float)}
-    assert numbers - set(BOUNDS) - set(CHOICES) == {"parallel.data", "checkpoint.every"}  # -1 is legal there, 0 is not
+    endless = {key for key in numbers if not KEYS[key].bounds and not KEYS[key].choices}
+    assert endless == {"parallel.data", "checkpoint.every"}  # -1 is legal there, 0 is not
     assert {line.split()[0] for line in (NUMBERS + REALS).splitlines() if line} - numbers <= {
         "tensor.axes.t",
         "branch.axes.g",

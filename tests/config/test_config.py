@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from platform import launch
 from platform.composition.arguments import experiment_of, rewrite, typed_values
-from platform.config.bounds import BOUNDS, CHOICES, NOT_BUILT, leaves
+from platform.config.bounds import KEYS, leaves
 from platform.config.checks import violations
 from platform.config.fields import Branch, Config, ConfigError, Tensor
 from platform.config.identity import identity
 from platform.config.layout_map import parse_layout
 from platform.launch import compose, main
+from tests.conftest import ROOT
 
 QUICK = "+experiment=gpt_quick"
 
@@ -338,12 +339,15 @@ def test_neutral_values_are_accepted():
     assert compose([QUICK, *NEUTRAL]).tensor.axes == {}
 
 
-def test_the_tables_name_keys_that_exist_and_their_defaults_are_legal():
-    keys = leaves(Config())
-    assert set(BOUNDS) | set(CHOICES) <= set(keys)
-    groups = {"tensor": "tensor.scheme", "branch": "branch.kind", "pipeline": "pipeline.kind"}
-    assert {groups.get(key, key) for key, _ in NOT_BUILT} <= set(keys)
+def test_every_key_declares_what_it_means_and_its_default_is_legal():
+    assert list(KEYS) == list(leaves(Config()))
+    assert all(key.guidance and "\n" not in key.guidance for key in KEYS.values())
     assert violations(Config()) == []
+
+
+def test_the_page_of_all_keys_is_what_is_declared():
+    done = subprocess.run([sys.executable, "-m", "platform.config.reference"], capture_output=True, text=True)
+    assert done.stdout == (ROOT / "docs" / "configuration.md").read_text(), done.stderr
 
 
 def test_violations_knows_schemes_by_their_tables():
@@ -386,6 +390,7 @@ def command(*arguments: str, cwd) -> subprocess.CompletedProcess[str]:
                 "+experiment=gpt_quick",
                 "tensor: 1d, 1d_sp, 2d, 2d_gather, 2p5d, 3d, 3d_literal, layout, mesh_tf_2d, mesh_tf_3d,",
                 "--config-dir",
+                "  train.steps=100                   updates; the learning-rate schedule spans them (>= 1)\n",
             ],
         ),
         (["--hydra-help"], ["Hydra"]),

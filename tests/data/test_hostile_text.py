@@ -59,7 +59,7 @@ def test_text_that_is_none_is_refused(tmp_path, small, name, read):
     file = tmp_path / name
     file.write_bytes(FILES[name])
     data = Data(kind="pairs" if read == "pairs" else "text", path=str(file))
-    reader = pairs.read(data) if read == "pairs" else sources.documents([file], data)
+    reader = pairs.read_pairs(pairs.files(data), data) if read == "pairs" else sources.documents([file], data)
     with pytest.raises(ConfigError) as caught:
         consume(reader, 1 << 24)
     [line] = caught.value.violations
@@ -74,7 +74,7 @@ def test_two_files_of_pairs(tmp_path, small, content):
     (tmp_path / "b").write_bytes(b"a\nb\n")
     data = Data(kind="pairs", path=str(tmp_path / "a"), target_path=str(tmp_path / "b"))
     with pytest.raises(ConfigError, match=f"data.path={tmp_path}/a: "):
-        consume(pairs.read(data), 1 << 28)
+        consume(pairs.read_pairs(pairs.files(data), data), 1 << 28)
 
 
 def test_lines_are_the_same_as_ever(tmp_path):
@@ -83,7 +83,7 @@ def test_lines_are_the_same_as_ever(tmp_path):
     (tmp_path / "a").write_bytes(text.encode())
     (tmp_path / "b").write_bytes(text.encode())
     data = Data(kind="pairs", path=str(tmp_path / "a"), target_path=str(tmp_path / "b"))
-    assert [a for a, _ in pairs.read(data)] == [line for line in text.splitlines() if line]
+    assert [a for a, _ in pairs.read_pairs(pairs.files(data), data)] == [line for line in text.splitlines() if line]
     file = tmp_path / "x.jsonl"
     file.write_text('{"text": "a,[{", "score": NaN}\n{"text": "b", "n": 1e999, "n": 2}\n')
     assert [piece for _, piece in sources.documents([file], Data(kind="text", path=str(file)))] == ["a,[{", "b"]

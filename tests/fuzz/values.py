@@ -19,8 +19,10 @@ from unittest import mock
 
 from platform import launch
 from platform.composition.composer import opened as hydra_opened
-from platform.config.bounds import BOUNDS, CHOICES, MOST, leaves
+from platform.config import bounds
+from platform.config.bounds import leaves
 from platform.config.fields import Config, ConfigError
+from platform.config.key import Key
 
 SECONDS = 3.0  # of this thread's CPU, beside those of a plan
 SECONDS_PER_LAYER = 0.03  # of a plan that is made
@@ -68,6 +70,7 @@ def _nested(r: random.Random, depth: int = 0) -> str:
 EASY = ("data.field", "data.target_field", "run.dir", "monitor.project", "data.cache", "checkpoint.url")
 WELL_FORMED = ("extend=[]", "elastic.faults=[5:kill:1,7:stop:0]", "optimizer.betas=[0.5,0.9]", "tensor.axes={t: 2}",
                "resume.allow=[]", "branch.only=[]", "model={layers: 1}", "train={steps: 20, spike: 3}")  # fmt: skip
+CHOICES = [key.choices for key in bounds.KEYS.values() if key.choices]
 KINDS: dict[str, Callable[[random.Random], str]] = {
     "huge": _huge,
     "tiny": lambda r: r.choice(["1e-300", "5e-324", "1e-9", "0.0001", "0", "0.0"]),
@@ -84,7 +87,7 @@ KINDS: dict[str, Callable[[random.Random], str]] = {
     ),
     "quotes": lambda r: r.choice(["'", '"', "'a", 'a"', "\\", "'a'b'", '"\\"', "a;b|c", "`id`", "$(id)", "%s{}"]),
     "small": lambda r: str(r.choice([1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 27, 64, 0, 0.5, 0.1])),
-    "word": lambda r: r.choice([*WORDS, *(str(v) for v in r.choice(list(CHOICES.values())))]),
+    "word": lambda r: r.choice([*WORDS, *(str(v) for v in r.choice(CHOICES))]),
     "bound": lambda r: "",  # drawn for its key, in `_value`
 }  # fmt: skip
 COMMAND = "command line"
@@ -98,8 +101,9 @@ def _value(r: random.Random, kind: str, key: str) -> str:
     if kind != "bound":
         return KINDS[kind](r)
     key = re.sub(r"(axes)\..*", r"\1", key)
-    most = MOST.get(key, MOST[""])
-    least = [int(float(b.split()[1])) for b in BOUNDS.get(key, ">= 0").split(" and ") if b[0] == ">"]
+    legal = bounds.KEYS.get(key, Key(""))
+    most = legal.most
+    least = [int(float(b.split()[1])) for b in (legal.bounds or ">= 0").split(" and ") if b[0] == ">"]
     return str(r.choice([*least, *(n - 1 for n in least), most, most + 1]))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from platform.config.bounds import CHOICES
+from platform.config.bounds import KEYS
 from platform.config.fields import Config, ConfigError
 from platform.optimizer import optimizers, whole
 from platform.optimizer.optimizers import register_optimizer
@@ -43,10 +43,10 @@ def registry(monkeypatch):
     monkeypatch.setattr("platform.train.step.trainer.OPTIMIZERS", optimizers.OPTIMIZERS)
     for name, value in whole.NEEDS.copy().items():
         monkeypatch.setitem(whole.NEEDS, name, value)
+    monkeypatch.setitem(KEYS, "optimizer.kind", KEYS["optimizer.kind"])
     yield
     for name in [n for n in whole.NEEDS if n != "adamw"]:
         del whole.NEEDS[name]
-    CHOICES["optimizer.kind"] = ("adamw",)
 
 
 def configured(needs, *scheme, **more) -> Config:

@@ -128,6 +128,22 @@ def test_recomputation(recompute, every, scheme, axes, model):
     assert kept < saved_for_backward(make_plan(configure(scheme, axes, **more)), build(c.model), c.model.dropout).total
 
 
+@pytest.mark.parametrize("model", ["gpt", "bert", "t5"])
+@pytest.mark.parametrize(("scheme", "axes"), [SCHEMES[0], SCHEMES[3], SCHEMES[8]], ids=str)
+def test_a_rank_reads_as_many_integers_as_the_plan_says(scheme, axes, model):
+    """The source of an encoder-decoder has a length of its own."""
+    c = configure(scheme, axes, **MODELS[model])
+    plan = make_plan(c)
+    planned = {key: o.token_count for key, o in plan.operations.items() if o.operation.reads is not None}
+
+    def read(communicator):
+        inputs = trainer_of(c, plan, communicator).load("train", 0)
+        return {key: block.numel() for blocks in inputs.values() for key, block in blocks.items()}
+
+    found = [read(Alone(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, read)
+    assert found == [planned] * plan.mesh.size and planned
+
+
 def test_two_layers():
     c = configure(kind="two_layer", length=1, io=8, hidden=24, vocab=100)
     plan, found = measured(c)

@@ -15,7 +15,8 @@ from platform.checkpoint.storage.catalogue import find, load
 from platform.checkpoint.storage.manifest import Manifest, Refused
 from platform.checkpoint.storage.storage import Local, Storage, connect
 from platform.cluster.run import traces
-from platform.config.fields import RESUME, Config, ConfigError, violation
+from platform.config.execution import RESUME
+from platform.config.fields import Config, ConfigError, violation
 from platform.config.identity import refusal
 from platform.train.recovery import places
 

@@ -14,7 +14,8 @@ from platform.cluster.crew.base.failures import NoPlaces
 from platform.cluster.crew.base.job import usable_cores
 from platform.cluster.crew.launchers import torchrun
 from platform.cluster.wire.files import lack_of_files
-from platform.config.fields import Cluster, ConfigError, violation
+from platform.config.execution import Cluster
+from platform.config.fields import ConfigError, violation
 
 _CROWDED = 4  # workers per core
 

@@ -20,9 +20,15 @@ class Journal:
     Opening an existing journal cuts a torn last line and continues from its last generation; a new one is at 0.
     """
 
-    def __init__(self, path: Path | str, tell: Callable[[str], None] = say):
-        """Open or create the file. `tell`: see JsonLines, which also keeps the events that cannot be written."""
-        self.path = Path(path)
+    def __init__(
+        self,
+        path: Path | str,
+        tell: Callable[[str], None] = say,
+        on_event: Callable[[dict[str, Any]], None] = lambda entry: None,
+    ):
+        """Open or create the file. `tell`: see JsonLines, which also keeps the events that cannot be written.
+        `on_event` is called with each entry after it was written."""
+        self.path, self._on_event = Path(path), on_event
         self._lines = JsonLines(path, tell)
         self.generation: int = max((event["generation"] for event in records.lines(path, records.EVENT)), default=0)
 
@@ -35,6 +41,7 @@ class Journal:
         """Write an event, with the time (seconds since the epoch) and the generation, and return the whole entry."""
         entry = {"time": time.time(), "generation": self.generation, "event": event, **redact(fields)}
         self._lines.append(entry)
+        self._on_event(entry)
         return entry
 
     def events(self) -> list[dict[str, Any]]:

@@ -40,9 +40,7 @@ class Pending:
                 self._x = self._x.narrow(step.dim, index * extent, extent)
             elif step.op == "pad":
                 extent = self._x.shape[step.dim]
-                shape = list(self._x.shape)
-                shape[step.dim] *= communicator.mesh.extent(step.axes)
-                whole = self._x.new_zeros(shape)
+                whole = self._x.new_zeros(step.after(self._x.shape, communicator.mesh.extent(step.axes)))
                 whole.narrow(step.dim, index * extent, extent).copy_(self._x)
                 self._x = whole
             elif step.op == "flatten":

@@ -138,13 +138,13 @@ class Plan:
         """Return (start, stop) of the part of its flattened local block of which the rank at `coordinates` keeps master
         copy and optimizer state: all of it, or its shard without padding, which may be empty."""
         elements = prod(self.local_shape(p))
-        shard = self.planner.shard(p, self.sharded)
+        shard = self.planner.shard_elements(p, self.sharded)
         start = self.mesh.index(coordinates, self.sharded) * shard
         return min(start, elements), min(start + shard, elements)
 
     def master_shape(self, p: Parameter) -> tuple[int, ...]:
         """Return the shape of a rank's master copy and reduced gradient: its block, or its shard with padding."""
-        return (self.planner.shard(p, self.sharded),) if self.sharded else self.local_shape(p)
+        return (self.planner.shard_elements(p, self.sharded),) if self.sharded else self.local_shape(p)
 
     def stored_shape(self, p: Parameter) -> tuple[int, ...]:
         """Return the shape of a rank's compute copy between uses, and of its gradient before the reduction."""

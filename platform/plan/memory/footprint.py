@@ -18,7 +18,7 @@ from platform.plan.core.plan import Plan
 from platform.plan.language.layout import at_zero, padded
 from platform.plan.language.ops import Spec
 from platform.plan.memory.metered import Metered
-from platform.plan.memory.storages import Key, Storage
+from platform.plan.memory.storages import Key, MeteredStorage
 from platform.plan.memory.worker_bytes import forward, weight_bytes
 from platform.plan.schedule.table import Action, Kind
 
@@ -89,13 +89,15 @@ def measure(
     meter.leaves = {name: meter.integers(0) for name in there}
     flow = {name: meter.block(spec) for name, spec in chunk.receives}
     before = ledger.peak = ledger.now
-    tokens = meter.integers(_tokens(plan, chunk))
+    readers = (o for o in chunk.operations.values() if o.operation.reads is not None)
+    read = {(o.operation.reads, o.tokens): o.token_count for o in readers}  # a tensor is read once per layout
+    tokens = meter.integers(sum(read.values()))
     out = forward(meter, model, chunk, flow)
     del tokens
     most, full, results = ledger.peak - before, ledger.now, [(v.key, v.elements) for v in out.values()]
     del out
     kept, given = ledger.now - before, full - ledger.now
-    coming: dict[Key, Storage] = {key: meter.new(n) for key, n in results}
+    coming: dict[Key, MeteredStorage] = {key: meter.new(n) for key, n in results}
     held, start = list(coming.values()), ledger.now
     ledger.peak = start
     inputs = {v.key for v in flow.values()}
@@ -112,13 +114,6 @@ def measure(
     weights = ledger.peak - start
     new = {name: g.nbytes for name, g in meter.leaves.items() if g.nbytes}
     return Passes(most, kept, given, backward, pending, weights, new)
-
-
-def _tokens(plan: Plan, chunk: Chunk) -> int:
-    """Return the local elements of the data tensors that a chunk reads, counting each layout in which each is read."""
-    read = {(o.operation.reads, o.tokens) for o in chunk.operations.values() if o.operation.reads is not None}
-    batch, length = plan.sizes["batch"], plan.sizes["length"]
-    return sum(batch * length // plan.mesh.extent((*tokens["batch"], *tokens["length"])) for _, tokens in read)
 
 
 class _Walk:

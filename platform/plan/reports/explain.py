@@ -82,8 +82,8 @@ def collectives(plan: Plan) -> list[dict[str, Any]]:
     for where, c, launches in step_collectives(plan):
         axes = "+".join(plan.mesh.ordered(c.axes))
         folded = re.sub(r"\.\d+\.", ".*.", re.sub(r"^stage \d+ to \d+ ", "stage * to * ", where))
-        key = (folded, c.op, axes, c.elements, c.dtype, c.phase, c.issue, c.wait)
-        names = ("operation", "op", "axes", "elements", "dtype", "phase", "issue", "wait")
+        key = (folded, c.op, axes, c.elements, c.dtype, c.phase)
+        names = ("operation", "op", "axes", "elements", "dtype", "phase")
         row = rows.setdefault(key, {**dict(zip(names, key, strict=True)), "times": 0, "launches": 0, "bytes": 0})
         row["times"] += 1
         row["launches"] += launches
@@ -130,10 +130,10 @@ def _ranks(groups: Sequence[Sequence[int]]) -> str:
 
 
 def _collectives(rows: Sequence[dict[str, Any]]) -> list[str]:
-    head = ["operation", "collective", "elements", "times", "launches", "bytes per step", "phase", "issue", "wait"]
+    head = ["operation", "collective", "elements", "times", "launches", "bytes per step", "phase"]
     cells = [
         [r["operation"], f"{r['op']}/{r['axes']}", f"{r['elements']:,}", f"x{r['times']}"]
-        + [f"{r['launches']:,}", f"{r['bytes']:,}", r["phase"], r["issue"], r["wait"]]
+        + [f"{r['launches']:,}", f"{r['bytes']:,}", r["phase"]]
         for r in rows
     ]
     return ["collectives", *(_table([head, *cells]) if rows else [])]

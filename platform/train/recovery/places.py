@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 
 from platform.checkpoint.storage.catalogue import split
-from platform.config.fields import RESUME, Config
+from platform.config.execution import RESUME
+from platform.config.fields import Config
 
 
 def home(config: Config) -> str:

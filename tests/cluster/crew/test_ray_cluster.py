@@ -7,7 +7,8 @@ import pytest
 from platform.cluster.crew.base.crew import ByRank, seating
 from platform.cluster.crew.open import open_crew
 from platform.cluster.run import resources
-from platform.config.fields import Cluster, ConfigError
+from platform.config.execution import Cluster
+from platform.config.fields import ConfigError
 from tests.harness.process_tree import descendants, gone
 from tests.harness.ray_machines import drain, private_cluster
 

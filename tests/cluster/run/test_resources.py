@@ -5,7 +5,8 @@ import pytest
 from platform.cluster.crew.base.failures import NoPlaces
 from platform.cluster.run import resources
 from platform.cluster.run.resources import Supply, available_workers, secure
-from platform.config.fields import Cluster, ConfigError
+from platform.config.execution import Cluster
+from platform.config.fields import ConfigError
 
 
 @pytest.fixture

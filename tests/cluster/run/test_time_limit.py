@@ -3,7 +3,7 @@
 import pytest
 
 from platform.cluster.run.time_limit import seconds_left
-from platform.config.fields import Run
+from platform.config.execution import Run
 
 SLURM = {"SLURM_JOB_END_TIME": "5000"}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from platform.launch import compose, main
-from platform.plan.core.step_collectives import METRICS, communication
+from platform.plan.core.step_collectives import WORLD_SUMS, communication
 from platform.planning.make_plan import make_plan
 from tests.harness.oracle import compare, configure, counted, prove, run, serial
 
@@ -41,7 +41,7 @@ def test_table_1(scheme):
     _, results = prove(c)
     for r in results:
         *model, metrics = r.log
-        assert metrics.elements == METRICS
+        assert metrics.elements == WORLD_SUMS
         assert {launch.op for launch in model} <= {"all_reduce"}
         assert sum(launch.elements for launch in model) == 2 * printed + bias
 

@@ -82,7 +82,7 @@ def test_layers_are_folded():
     up = {n: next(r for r in found if r["operation"] == "project layers.*.mlp.up") for n, found in rows.items()}
     assert (up[2]["times"], up[6]["times"]) == (2, 6)
     assert up[6]["bytes"] == 3 * up[2]["bytes"]
-    assert (up[6]["issue"], up[6]["wait"]) == ("input gradient", "end")
+    assert up[6]["phase"] == "backward"
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
