@@ -1,5 +1,4 @@
 """A stop at any moment of a run: what is saved, how the run ends, and where the same command goes on."""
-# ruff: noqa: F811
 
 import os
 import signal
@@ -10,8 +9,8 @@ import pytest
 
 from platform.checkpoint.storage.saver import Saver
 from platform.cluster.crew.base.signals import Stopped, StopSignals
-from tests.cluster.control.test_states import at_once, config, drive, events, names, once_each, signals, steps, stop  # noqa: F401
 from tests.doubles.fake_crew import Dead
+from tests.harness.scripted_run import events, names, once_each, steps
 
 STOPPING = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
 

@@ -1,5 +1,4 @@
 """A run directory that fails under a run, and ends of every other kind: what is said, what is kept, no traceback."""
-# ruff: noqa: F811
 
 import json
 import os
@@ -14,9 +13,9 @@ from platform.checkpoint.storage.saver import Saver
 from platform.cluster.crew.open import open_crew
 from platform.config.fields import ConfigError
 from platform.monitor import MetricsLog
-from tests.cluster.control.test_states import at_once, config, drive, events, names, once_each, signals, stop  # noqa: F401
 from tests.doubles.fake_crew import Dead
 from tests.harness.disks import small_disk
+from tests.harness.scripted_run import events, names, once_each
 
 
 @pytest.fixture
