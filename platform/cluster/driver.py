@@ -28,7 +28,7 @@ from platform.config.fields import Config, ConfigError, violation
 from platform.data import cache
 from platform.monitor import Journal, open_monitor
 from platform.plan.core.plan import Plan
-from platform.plan.core.plan_data import summary
+from platform.plan.core.plan_data import plan_summary
 from platform.plan.reports.describe import describe
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def _run(config: Config, plan: Plan, worker: str, signals: StopSignals, known: K
     meta = found.manifest.meta if found and found.manifest else None
     secured = resources.secure(config.cluster, size, known.say, spares, least)
     _check_memory(config, plan, secured.device, known.say)
-    there = opened.enter_context(directory.claim(config, summary(plan)))
+    there = opened.enter_context(directory.claim(config, plan_summary(plan)))
     if places.saves(config):
         check_writable(config)
     corpus = _corpus(config, known.say)

@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import Any
 
 from platform.plan.schedule.gantt import gantt_svg
-from platform.plan.schedule.simulate import Event, Simulation, simulate
+from platform.plan.schedule.simulate import Simulation, TimedAction, simulate
 from platform.plan.schedule.table import COMPUTE, SENDS, Action, Kind, Rows, Schedule
 
 STEPS = 20  # the last ones are kept for the trace
@@ -55,10 +55,10 @@ class Timeline:
         (directory / "timeline.json").write_text(json.dumps(trace, separators=(",", ":")) + "\n")
         (directory / "timeline.svg").write_text(self._picture())
 
-    def _ran(self, spans: Sequence[Sequence[Span]]) -> list[list[Event]]:
+    def _ran(self, spans: Sequence[Sequence[Span]]) -> list[list[TimedAction]]:
         return [executed(s, self._actions[s], own) for s, own in zip(self._stages, spans, strict=True)]
 
-    def _planned(self, ran: Sequence[Sequence[Event]]) -> Simulation:
+    def _planned(self, ran: Sequence[Sequence[TimedAction]]) -> Simulation:
         seconds: dict[Kind, list[float]] = defaultdict(list)
         for event in (event for events in ran for event in events):
             seconds[event.action.kind].append(event.end - event.start)
@@ -70,7 +70,7 @@ class Timeline:
         planned = self._planned(ran)
         first = [self._stages.index(stage) for stage in range(self._schedule.stages)]
         zero = min(event.start for rank in first for event in ran[rank])
-        measured = [Event(e.stage, e.action, e.start - zero, e.end - zero) for rank in first for e in ran[rank]]
+        measured = [TimedAction(e.stage, e.action, e.start - zero, e.end - zero) for rank in first for e in ran[rank]]
         return gantt_svg(
             {
                 f"planned: {self._schedule.name}, bubble {planned.bubble:.1%}": planned.timeline,
@@ -100,18 +100,18 @@ class Timeline:
                         yield event | {"name": name, "cat": CATEGORIES.get(name, name), "args": {"step": step}}
 
 
-def executed(stage: int, actions: dict[str, Action], spans: Sequence[Span]) -> list[Event]:
+def executed(stage: int, actions: dict[str, Action], spans: Sequence[Span]) -> list[TimedAction]:
     """Return the actions among a rank's spans, in order. A computation begins when the input it waited for arrived."""
     events, arrived = [], 0.0
     for name, start, end in spans:  # ordered by end: a wait comes before the action that waited
         if name == WAIT:
             arrived = end
         elif action := actions.get(name):
-            events.append(Event(stage, action, max(start, arrived) if action.kind in COMPUTE else start, end))
+            events.append(TimedAction(stage, action, max(start, arrived) if action.kind in COMPUTE else start, end))
     return events
 
 
-def bubble(ran: Sequence[Sequence[Event]]) -> float:
+def bubble(ran: Sequence[Sequence[TimedAction]]) -> float:
     """Return makespan / ideal - 1 of the actions that the ranks ran; ideal: computing time of the busiest rank."""
     computed = [[e for e in events if e.action.kind in COMPUTE] for events in ran]
     makespan = max(e.end for events in computed for e in events) - min(e.start for events in computed for e in events)

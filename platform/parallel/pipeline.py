@@ -6,7 +6,7 @@ where the value is used. After an output is sent only its autograd graph edge is
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -18,13 +18,12 @@ from platform.parallel.communicator.base import Communicator, Handle
 from platform.parallel.kernels.einsum import Deferred
 from platform.parallel.sharding.convert import absent
 from platform.parallel.sharding.share import gather, scatter
-from platform.plan.core.chunks import Chunk, Flow
+from platform.plan.core.chunks import Chunk, FlowSpecs
 from platform.plan.core.plan import Plan
-from platform.plan.schedule.table import Action, Kind
+from platform.plan.schedule.table import BACKWARD, SENDS_IN_FLIGHT, Action, Kind, with_completed
 
 Key = tuple[int, int]  # chunk, microbatch
 Forward = Callable[[Chunk, int, dict[str, Tensor], Deferred | None], dict[str, Tensor]]
-SENDS_IN_FLIGHT = 8  # sends whose buffers are kept: gloo reports a send as done only when it is waited for
 
 
 class StageFailed(RuntimeError):
@@ -69,19 +68,14 @@ class Pipeline:
         """Run a lowered row to its end. Raises StageFailed naming the action that failed."""
         row = list(row)
         self._splits = any(a.kind is Kind.WEIGHT for a in row)
-        left: dict[int, int] = defaultdict(int)  # chunk -> backward actions still to run
-        for action in row:
-            left[action.chunk] += action.kind in (Kind.BACKWARD, Kind.WEIGHT)
         self.peak_live = 0
-        for action in row:
+        for action, completed in with_completed(row):
             c = self.communicator
             try:
                 with c.clock.section(str(action)):
                     _ACTIONS[action.kind](self, action)
-                    if action.kind in (Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT):
-                        left[action.chunk] -= action.kind is not Kind.INPUT
-                        done = action.kind is not Kind.INPUT and not left[action.chunk]
-                        self.accumulated(action.chunk if done else None)
+                    if action.kind in BACKWARD:
+                        self.accumulated(completed)
             except Exception as error:
                 stage = c.coordinates["stage"]
                 raise StageFailed(f"rank {c.rank} (stage {stage}) failed at {action}: {error}") from error
@@ -141,7 +135,7 @@ class Pipeline:
         gradients = self._gradients.pop((action.chunk - 1, action.microbatch))
         self._send(gradients, self._chunks[action.chunk].receives, action.peer)
 
-    def _send(self, tensors: Mapping[str, Tensor], flow: Flow, peer: int | None) -> None:
+    def _send(self, tensors: Mapping[str, Tensor], flow: FlowSpecs, peer: int | None) -> None:
         assert peer is not None
         for name, spec in self._present(flow):
             axes, elements = self.plan.shared_axes(spec), self.plan.sent_elements(spec)
@@ -157,7 +151,7 @@ class Pipeline:
     def _receive_backward(self, action: Action) -> None:
         self._receive("backward", action, self._chunks[action.chunk].sends)
 
-    def _receive(self, way: str, action: Action, flow: Flow) -> None:
+    def _receive(self, way: str, action: Action, flow: FlowSpecs) -> None:
         assert action.peer is not None
         shapes = {
             name: (self.plan.sent_elements(spec),) if self.plan.shared_axes(spec) else self.plan.local_shape(spec)
@@ -166,7 +160,7 @@ class Pipeline:
         coming = {name: self.communicator.receive(shape, self.dtype, action.peer) for name, shape in shapes.items()}
         self._arriving[way, (action.chunk, action.microbatch)] = coming
 
-    def _arrived(self, way: str, key: Key, flow: Flow) -> dict[str, Tensor]:
+    def _arrived(self, way: str, key: Key, flow: FlowSpecs) -> dict[str, Tensor]:
         if not flow:
             return {}
         coming, out = self._arriving.pop((way, key)), {}
@@ -178,7 +172,7 @@ class Pipeline:
                 out[name] = torch.empty(0, dtype=self.dtype, device=self.communicator.device)
         return out
 
-    def _present(self, flow: Flow) -> Flow:
+    def _present(self, flow: FlowSpecs) -> FlowSpecs:
         """Return the part of a flow of which this rank has a block; its other tensors are empty here."""
         return tuple((name, spec) for name, spec in flow if self.plan.present(spec, self.communicator.coordinates))
 

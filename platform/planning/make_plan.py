@@ -17,7 +17,8 @@ from platform.plan.core.plan import Plan
 from platform.plan.language.mistakes import ModelMistake
 from platform.plan.language.numbers import factorizations
 from platform.plan.language.ops import Recompute
-from platform.plan.language.scheme import compose
+from platform.plan.language.scheme import compose_scheme
+from platform.plan.schedule.generators import SHIPPED
 from platform.planning.choose_schedule import count_microbatches, schedule_of
 
 MESHES_SHOWN = 4
@@ -33,10 +34,7 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
     Raises ConfigError with one line per violation.
     """
     tensor, branch = asdict(config.tensor), asdict(config.branch)
-    inner = 1
-    for _, n in compose(tensor, branch, 1).axes:
-        inner *= n
-    inner *= config.pipeline.stages
+    inner = prod(n for _, n in compose_scheme(tensor, branch, 1).axes) * config.pipeline.stages
     data, train = config.parallel.data, config.train
     if data == -1:
         data = (workers or inner) // inner
@@ -44,7 +42,7 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
             raise ConfigError(
                 f"parallel.data=-1: {workers} workers are not a multiple of {inner}, the other axes' product"
             )
-    scheme = compose(tensor, branch, data)
+    scheme = compose_scheme(tensor, branch, data)
     try:
         if config.model.layers > DEEP:  # all layers are alike
             shallow = build_model(replace(config.model, layers=2))
@@ -78,6 +76,17 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
     return plan
 
 
+def plan_quickly(config: Config) -> Plan | None:
+    """Build the plan of a configuration, None if it is refused; chunks are placed without making the table where the
+    schedule is a shipped one."""
+    pipeline = config.pipeline
+    loop = tuple(range(pipeline.stages)) * pipeline.chunks  # where the shipped schedules place chunks
+    try:
+        return make_plan(config, stage_of=loop if pipeline.kind in ("none", *SHIPPED) else None)
+    except ConfigError:
+        return None
+
+
 def _legal_meshes(config: Config, data: int) -> Iterator[dict[str, int]]:
     """Yield sizes of the tensor scheme's axes, with the configured product, on which this model has a legal plan, the
     nearest to the configured sizes first."""
@@ -88,7 +97,7 @@ def _legal_meshes(config: Config, data: int) -> Iterator[dict[str, int]]:
     )
     for axes in sorted(found, key=lambda axes: sum(abs(axes[a] - n) for a, n in given.items()))[:MESHES_TRIED]:
         tensor = {**asdict(config.tensor), "axes": axes}
-        scheme = compose(tensor, asdict(config.branch), data)
+        scheme = compose_scheme(tensor, asdict(config.branch), data)
         model = build_model(replace(config.model, layers=1))  # all layers are alike
         try:
             build(model, scheme, data=data, microbatch=config.train.microbatch, microbatches=1)

@@ -34,7 +34,7 @@ from platform.parallel.communicator.torch_distributed import CONNECT, ProcessGro
 from platform.plan.core.plan_data import digest
 from platform.plan.core.step_collectives import groups as needed_groups
 from platform.plan.language.mesh import Mesh
-from platform.plan.schedule.rows import Rows
+from platform.plan.schedule.rows import StageRows
 from platform.planning.make_plan import make_plan
 from platform.train.recovery import places
 from platform.train.recovery.proof import proof
@@ -141,10 +141,10 @@ class Worker:
 
     def build(self, rows: list[Any], domains: Sequence[str] = ()) -> dict[str, Any]:
         """Build parameters, optimizer and data. `rows`: the schedule rows of this stage, from
-        `platform.plan.schedule.rows.Rows.plain`; `domains`: the node of every rank, () if all run on one."""
+        `platform.plan.schedule.rows.StageRows.plain`; `domains`: the node of every rank, () if all run on one."""
         assert self.communicator
         c = self.config
-        self.trainer = Trainer(c, self.plan, self.communicator, data.of(c), Rows.from_plain(rows))
+        self.trainer = Trainer(c, self.plan, self.communicator, data.of(c), StageRows.from_plain(rows))
         self.state = State(self.trainer)
         self.report = Report(self.plan, self.communicator, c.elastic.slow)
         if c.elastic.snapshot_every:

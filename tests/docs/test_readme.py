@@ -14,7 +14,7 @@ from platform.cluster import driver
 from platform.cluster.run import resources
 from platform.launch import compose
 from platform.plan.__main__ import main as explain_plan
-from platform.plan.core.plan_data import summary
+from platform.plan.core.plan_data import plan_summary
 from platform.planning.make_plan import make_plan
 
 ROOT = Path(__file__).parents[2]
@@ -101,13 +101,13 @@ def test_what_a_page_names_exists(page):
 
 def test_the_picture_shows_the_plan_of_the_quick_run():
     picture = (ROOT / "docs" / "gpt_quick.svg").read_text()
-    plan = json.loads(json.dumps(summary(make_plan(compose(["+experiment=gpt_quick"])))))
+    plan = json.loads(json.dumps(plan_summary(make_plan(compose(["+experiment=gpt_quick"])))))
     assert "\n".join(figure.mesh(plan)) in picture
     assert "docs/gpt_quick.svg" in README
 
 
 def test_a_picture_is_well_formed_and_shows_every_loss():
-    plan = summary(make_plan(compose(["+experiment=gpt_quick"])))
+    plan = plan_summary(make_plan(compose(["+experiment=gpt_quick"])))
     rows = [{"step": k, "loss": 8 - 0.01 * k} | ({"val_loss": 7.5} if k % 50 == 0 else {}) for k in range(1, 101)]
     svg = ElementTree.fromstring(figure.draw(rows, plan))
     [train] = [e for e in svg.iter() if e.get("class") == "train"]

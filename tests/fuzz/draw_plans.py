@@ -11,7 +11,7 @@ from typing import Any
 
 from platform.config.checks import slices
 from platform.config.fields import Branch, Config, Model, Parallel, Pipeline, Tensor
-from platform.plan.language.scheme import ROLES, compose
+from platform.plan.language.scheme import ROLES, compose_scheme
 from platform.plan.schedule.csv_file import to_csv
 from platform.planning.choose_schedule import count_microbatches
 from tests.fuzz.tables import draw_table, spoil
@@ -149,7 +149,7 @@ def needed(configs: Sequence[Config]) -> dict[str, int]:
     """Find for every dim what its size must be a multiple of under all these plans."""
     out: dict[str, int] = {}
     for c in configs:
-        scheme = compose(asdict(c.tensor), asdict(c.branch), 1)
+        scheme = compose_scheme(asdict(c.tensor), asdict(c.branch), 1)
         sizes = dict(scheme.axes)
         for layout in (*scheme.regions.values(), *scheme.parameters.values()):
             for dim, axes in layout.items():

@@ -65,7 +65,7 @@ def planned(plan: Plan, kind: str, dtype: torch.dtype) -> list[Held]:
     ranks = [(rank, plan.mesh.coordinates(rank)) for rank in range(plan.mesh.size)]
     out, known = [], {}
     for p in plan.parameters:
-        place = p.dims, p.role, p.sizes, plan.homes[p.name]  # layers share layouts, except for their stage
+        place = p.dims, p.role, p.sizes, plan.stages_of[p.name]  # layers share layouts, except for their stage
         if place not in known:
             found = [(rank, box) for rank, at in ranks for box in _kept(plan, p, at)]
             known[place] = Held.of("", dtype, plan.global_shape(p), found)
@@ -92,7 +92,7 @@ def _kept(plan: Plan, p: Parameter, coordinates: Mapping[str, int]) -> list[Box]
     if not plan.present(p, coordinates):
         return []
     box = Box.of(plan.block(p, coordinates))
-    return stretch(box, *plan.shard(p, coordinates)) if plan.sharded else [box]
+    return stretch(box, *plan.shard_range(p, coordinates)) if plan.sharded else [box]
 
 
 class Share(NamedTuple):

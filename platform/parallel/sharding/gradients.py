@@ -83,7 +83,7 @@ def squared_norm(plan: Plan, communicator: Communicator, gradients: Mapping[str,
 
     Padded rows of vocab and the padding of shards have zero gradient and add nothing.
     """
-    here = [p for p in plan.parameters if plan.homes[p.name][0] == communicator.coordinates["stage"]]
+    here = [p for p in plan.parameters if plan.stages_of[p.name][0] == communicator.coordinates["stage"]]
     mine = [gradients[p.name] for p in here if owns(communicator, plan.split_over(p))]
     if not mine:
         return torch.zeros((), dtype=torch.float64, device=communicator.device)

@@ -1,6 +1,6 @@
 """Shards: equal parts of a parameter's flattened block, padded with zeros, one per rank along the sharding axes.
 
-`Plan.shard` gives the elements of a rank's shard.
+`Plan.shard_range` gives the elements of a rank's shard.
 """
 
 from __future__ import annotations

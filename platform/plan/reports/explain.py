@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from platform.plan.core.chunks import Model
+from platform.plan.core.chunks import RecordableModel
 from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import communication, groups, step_collectives, update_collectives
 from platform.plan.memory.footprint import Footprint
@@ -24,7 +24,7 @@ _LAYER = re.compile(r".*\blayers\.\d+\.")
 
 def explain(
     plan: Plan,
-    model: Model,
+    model: RecordableModel,
     *,
     moments: int,
     workers_per_node: int,
@@ -93,9 +93,14 @@ def collectives(plan: Plan) -> list[dict[str, Any]]:
 
 def bytes_per_layer(plan: Plan) -> float:
     """Return the bytes that all workers move per step for one layer, on average over the layers: its collectives in
-    every microbatch, and its share of gradient reductions and parameter gathers."""
+    every microbatch, gathers of what is kept for its recomputation, and its share of gradient reductions and parameter
+    gathers."""
     layers = {match[0] for p in plan.parameters if (match := _LAYER.match(p.name))}
-    moved = sum(n * plan.moved_bytes(c) for where, c, n in step_collectives(plan) if _LAYER.match(where.split()[-1]))
+    moved = sum(
+        n * plan.moved_bytes(c)
+        for where, c, n in step_collectives(plan)
+        if where.startswith("kept ") or _LAYER.match(where.split()[-1])
+    )
     of_layers = replace(plan, parameters=tuple(p for p in plan.parameters if _LAYER.match(p.name)))
     for stage in range(plan.stages):
         moved += sum(n * plan.moved_bytes(c) for _, c, n in update_collectives(of_layers.at(stage)))

@@ -30,7 +30,7 @@ from platform.parallel.sharding import gradients
 from platform.parallel.sharding.gradients import Reduction
 from platform.plan.core.chunks import Chunk
 from platform.plan.core.plan import Plan
-from platform.plan.schedule.rows import Rows
+from platform.plan.schedule.rows import StageRows
 from platform.train.step.faults import Fault, armed, flip
 from platform.train.step.inputs import Blocks, place
 from platform.train.step.weights import DTYPES, Weights
@@ -59,7 +59,7 @@ class Trainer:
     peak_live = 0
     _poison = 0.0  # added to this rank's part of the squared gradient norm, NaN under the fault `nan`
 
-    def __init__(self, config: Config, plan: Plan, communicator: Communicator, corpus: Corpus, rows: Rows):
+    def __init__(self, config: Config, plan: Plan, communicator: Communicator, corpus: Corpus, rows: StageRows):
         self.config, self.plan, self.communicator, self.corpus = config, plan, communicator, corpus
         self.rows, self.stage = rows, plan.at(communicator.coordinates["stage"])
         self._parts = {chunk.number: replace(self.stage, chunks=(chunk,)) for chunk in self.stage.chunks}

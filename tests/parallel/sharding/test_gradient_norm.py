@@ -39,7 +39,7 @@ def norm_of(layout: str, scale: float, vocab: int, precision: str) -> tuple[floa
                        for n in (plan.planner.sizes_of(p)[d] - k, 0)][::-1]  # fmt: skip
             where = tuple(slice(o, o + n) for o, n in plan.block(p, communicator.coordinates))
             block = torch.nn.functional.pad(whole[p.name], padding)[where].flatten()
-            start, stop = plan.shard(p, communicator.coordinates)
+            start, stop = plan.shard_range(p, communicator.coordinates)
             mine[p.name] = block[start:stop].clone()
         return gradients.squared_norm(plan, communicator, mine).item()
 

@@ -146,7 +146,7 @@ def test_chunks_tile_every_block_exactly_once(case):
     tensor, axes, data = case
     plan = make_plan(configure(tensor, axes, data=data, zero=1, global_batch=4 * data, vocab=61))
     for p in plan.parameters:
-        ranges = [plan.shard(p, {**plan.mesh.coordinates(0), "data": i}) for i in range(data)]
+        ranges = [plan.shard_range(p, {**plan.mesh.coordinates(0), "data": i}) for i in range(data)]
         assert ranges[0][0] == 0 and ranges[-1][1] == prod(plan.local_shape(p))
         assert all(a[1] == b[0] for a, b in pairwise(ranges))
         assert all(0 <= stop - start <= prod(plan.master_shape(p)) for start, stop in ranges)

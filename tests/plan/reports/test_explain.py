@@ -85,10 +85,11 @@ def test_layers_are_folded():
     assert up[6]["phase"] == "backward"
 
 
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_layers_bytes_are_what_one_layer_more_moves(case):
-    """Its activations, its gathered weights and its part of the gradients' reduction."""
-    plans = [make_plan(configured(*case, data=2, layers=layers)) for layers in (2, 3)]
+def test_a_layers_bytes_are_what_one_layer_more_moves(case, recompute):
+    """Its activations, its gathered weights, what it keeps in parts, and its part of the gradients' reduction."""
+    plans = [make_plan(configured(*case, data=2, layers=layers, recompute=recompute)) for layers in (2, 3)]
     two, three = (sum(communication(plan).values()) for plan in plans)
     assert [bytes_per_layer(plan) for plan in plans] == [three - two] * 2 and three > two
 

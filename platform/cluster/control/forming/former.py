@@ -20,9 +20,9 @@ from platform.config.fields import ConfigError
 from platform.monitor import Timeline
 from platform.optimizer.optimizers import warm
 from platform.plan.core.plan import Plan
-from platform.plan.core.plan_data import digest, summary
+from platform.plan.core.plan_data import digest, plan_summary
 from platform.plan.memory.hardware import dense_bf16_peak
-from platform.plan.schedule.rows import rows
+from platform.plan.schedule.rows import stage_rows
 from platform.plan.schedule.simulate import simulate
 from platform.plan.schedule.table import Schedule, table
 from platform.planning.choose_schedule import schedule_of
@@ -85,7 +85,7 @@ class Former:
         self._journal.event("formed", workers=[w | {"number": n} for w, n in zip(workers, seats, strict=True)])
         there = crew.members
         domains = [there[n].node if n in there else "" for n in seats]  # "": gone by now, and the next call fails
-        of_stage = rows(schedule)
+        of_stage = stage_rows(schedule)
         plain = [stage.plain() for stage in of_stage]
         build = "build", ByRank(plain[c["stage"]] for c in job.coordinates), domains
         built = crew.call(*build)
@@ -117,7 +117,7 @@ class Former:
         if plan is not self._shown:
             self._monitor.say(reason or f"{plan.mesh.size} workers: as configured")
             with tolerated(self._monitor.say, "plan.json"):
-                self._run.directory.write_plan(summary(plan))
+                self._run.directory.write_plan(plan_summary(plan))
         self._shown = self._checkpoints.plan = plan
         if schedule.stages > 1:
             self._monitor.say(_described(schedule))
