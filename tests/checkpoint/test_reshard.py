@@ -133,6 +133,18 @@ def test_damage_that_one_rank_sees_stops_all(tmp_path):
         job.restore(storage, directory, manifest)
 
 
+def test_a_checkpoint_that_is_deleted_under_one_rank_stops_all(tmp_path):
+    """No rank leaves its peers waiting for what it was to pass on."""
+    job = Job.whole(values({"a": (64, 8)}), 3)
+    storage = connect(str(tmp_path))
+    directory = job.save(storage)
+    manifest = load(storage, directory)
+    for file in ("manifest.json", "blocks-00001.bin"):
+        (tmp_path / directory / file).unlink()
+    with pytest.raises(Refused, match="it was deleted while it was read"):
+        job.restore(storage, directory, manifest)
+
+
 @settings(max_examples=100, deadline=None)
 @given(shape=st.lists(st.integers(1, 6), max_size=4), data=st.data())
 def test_a_stretch_is_its_elements_in_order(shape, data):

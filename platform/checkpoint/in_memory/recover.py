@@ -12,7 +12,7 @@ from torch import Tensor
 from platform.checkpoint.blocks.box import Box
 from platform.checkpoint.blocks.placement import PIECE, Block, Held, Share, alike, nth
 from platform.checkpoint.in_memory.copies import Copy, copies
-from platform.checkpoint.moves.passing import BUDGET, Exchange, alone, clear_padding, pass_on
+from platform.checkpoint.moves.passing import BUDGET, Exchange, alone, clear_padding, divide, pass_on
 
 
 def surviving(state: Sequence[Held], kept: Sequence[Copy], ranks: Mapping[int, int]) -> list[Held]:
@@ -86,20 +86,15 @@ def handed_over(survived: Sequence[Held], stays: Sequence[bool]) -> list[Copy]:
 class Part(NamedTuple):
     """Part of a block that one of its holders passes on; `had`: the ranks that need not receive it."""
 
+    name: str
+    dtype: str
+    box: Box
     share: Share
     had: tuple[int, ...]
 
-    @property
-    def name(self) -> str:
-        return self.share.tensor.name
-
-    @property
-    def dtype(self) -> str:
-        return self.share.tensor.dtype
-
-    @property
-    def box(self) -> Box:
-        return self.share.box
+    @classmethod
+    def of(cls, share: Share, had: tuple[int, ...] = ()) -> Part:
+        return cls(share.tensor.name, share.tensor.dtype, share.box, share, had)
 
 
 def recover(
@@ -125,9 +120,9 @@ def recover(
     own: list[Part] = []
     for ranks, found in alike(survived).items():
         for member, sender in enumerate(ranks):
-            parts[sender] += [Part(share, ranks) for share in nth(found, member, len(ranks))]
+            parts[sender] += [Part.of(share, ranks) for share in nth(found, member, len(ranks))]
         if rank in ranks:
-            own += [Part(share, ()) for share in found]
+            own += map(Part.of, found)
 
     def fetch(wanted: Sequence[Part]) -> list[Tensor]:
         return [read(part.share) for part in wanted]
@@ -136,14 +131,4 @@ def recover(
     pass_on(([[part]] for part in own), fetch, here, blocks, 0, alone)
     placed = sum(box.size * t.itemsize * len(ranks) for t in state for box, ranks in t.holders.items())
     count = -(-placed // max(PIECE, budget * world_size))
-    pass_on(zip(*(_turns(count, p) for p in parts), strict=True), fetch, state, blocks, rank, exchange)
-
-
-def _turns(count: int, parts: Sequence[Part]) -> list[list[Part]]:
-    """Divide `parts`, in order, into `count` stretches of about equal bytes."""
-    total, at = sum(part.share.nbytes for part in parts), 0
-    out: list[list[Part]] = [[] for _ in range(count)]
-    for part in parts:
-        out[at * count // total].append(part)
-        at += part.share.nbytes
-    return out
+    pass_on(zip(*(divide(p, count) for p in parts), strict=True), fetch, state, blocks, rank, exchange)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,13 +40,13 @@ class Route:
 
 
 class Snapshot:
-    """State at one step: a rank's `own` blocks, the `copies` it keeps for peers, and `values` that are not tensors.
+    """State at one step: a rank's `own` blocks, the `copies` it keeps for peers, and numbers by name (`values`).
     `step` is None unless the snapshot is complete. `handed`: parts from ranks that leave before the next generation."""
 
     def __init__(self, own: Sequence[Share], route: Route, pinned: bool):
         self.own, self.copies, self.handed = Buffer.aligned(own, pinned), route.buffer(), Buffer([])
         self.step: int | None = None
-        self.values: dict[str, Any] = {}
+        self.values: dict[str, float] = {}
 
     def read(self, part: Share) -> Tensor:
         """Return the bytes of a part that this rank holds: uint8 [*extent, bytes of an element]."""
@@ -90,7 +89,7 @@ class Memory:
         """Free every snapshot but that of `step`."""
         self._snapshots = [self.at(step)]
 
-    def hold(self, step: int, blocks: Sequence[Block], values: dict[str, Any], transfer: Transfer) -> None:
+    def hold(self, step: int, blocks: Sequence[Block], values: dict[str, float], transfer: Transfer) -> None:
         """Take a snapshot: copy this rank's blocks, and send the parts that peers keep; all ranks call it together. The
         previous snapshot stays intact even if this fails."""
         snapshot = self._free()

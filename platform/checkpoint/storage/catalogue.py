@@ -9,15 +9,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from platform.boundary import documents
 from platform.boundary.redaction import redact
 from platform.checkpoint.storage import manifest as manifests
 from platform.checkpoint.storage.manifest import Corrupt, Manifest, Meta, Newer, Refused
 from platform.checkpoint.storage.read import units, verify_units
-from platform.checkpoint.storage.storage import UNKNOWN, Storage
+from platform.checkpoint.storage.storage import UNKNOWN, Storage, read_note, write_note
 
 _DIRECTORY = r"step-([0-9]{8,15})-([0-9]{6,15})-([0-9a-f]{6})"
-_NOTE = 4096  # bytes of BAD.txt that are read
 _LOOKS = 5  # times that a storage is listed if it changes while it is read
 BAD = "BAD.txt"  # holds the reason in a quarantined checkpoint. Removing it by hand lifts the quarantine
 
@@ -92,7 +90,7 @@ def load(storage: Storage, directory: str) -> Manifest:
     """
     names = storage.list(directory)
     if BAD in names:
-        raise Refused(f"quarantined: {documents.line(storage.read(f'{directory}/{BAD}', 0, _NOTE))}")
+        raise Refused(f"quarantined: {read_note(storage, f'{directory}/{BAD}')}")
     if manifests.NAME not in names:
         raise Refused(f"incomplete, or not a checkpoint: it has no {manifests.NAME}")
     if names[manifests.NAME] > manifests.LARGEST:
@@ -135,7 +133,7 @@ def _check(storage: Storage, directory: str, manifest: Manifest) -> None:
 
 def quarantine(storage: Storage, directory: str, reason: str) -> None:
     """Mark a checkpoint as unusable. Deletes nothing: people may want to look at it."""
-    storage.write(f"{directory}/{BAD}", [memoryview(f"{redact(reason)}\n".encode())])
+    write_note(storage, f"{directory}/{BAD}", redact(reason))
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ class State:
         here = self._communicator.coordinates
         return [block for kind, tensors in kinds.items() for block in blocks(self._plan, kind, tensors, here)]
 
-    def values(self) -> dict[str, Any]:
+    def values(self) -> dict[str, float]:
         """Return the optimizer's numbers, plain data, equal for all parameters; {} on a rank without parameters."""
         return {name: float(self._of(w)[name]) for w in list(self._trainer.weights.owned.values())[:1]
                 for name in self._numbers}  # fmt: skip
@@ -86,7 +86,7 @@ class State:
         communicator = self._communicator
         return {"rank": communicator.rank, "world_size": self._plan.mesh.size, "exchange": communicator.exchange}
 
-    def _agreed(self, values: dict[str, Any]) -> dict[str, Any]:
+    def _agreed(self, values: dict[str, float]) -> dict[str, float]:
         """Share the optimizer's numbers, known to some ranks, with all; {} if none knows them."""
         mine = torch.frombuffer(bytearray(json.dumps(values).encode()), dtype=torch.uint8)
         received = self._communicator.exchange([mine] * self._plan.mesh.size)
@@ -94,7 +94,7 @@ class State:
         assert all(found == known[0] for found in known), "the optimizer's numbers are alike on all ranks"
         return known[0] if known else {}
 
-    def _prepare(self, values: Mapping[str, Any]) -> None:
+    def _prepare(self, values: Mapping[str, float]) -> None:
         """Prepare the optimizer's state: zero moments, to be filled, and its numbers from `values`."""
         for w in self._trainer.weights.owned.values():
             state = self._of(w)
