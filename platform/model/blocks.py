@@ -272,6 +272,49 @@ class Head:
         return ops.cross_entropy("loss", self.logits(ops, x), LOGITS, labels, self.config.label_smoothing)
 
 
+class Transformer:
+    """Base of Transformers with one table of token embeddings. `parts`: those with parameters of their own, in order;
+    `units`: the names of what pipeline stages are made of."""
+
+    inputs: tuple[str, ...] = ("tokens", "labels")
+    parts: tuple[Embedding | Stack | Head, ...]
+    units: tuple[str, ...]
+
+    def __init__(self, c: ModelConfig):
+        self.config, self.sizes, self.table = c, sizes(c), embedding_table(c)
+
+    def parameters(self) -> list[Parameter]:
+        return [self.table, *(p for part in self.parts for p in part.parameters())]
+
+    def forward(self, ops: Ops, inputs: Mapping[str, Any]) -> Any:
+        return self.part(ops, inputs, {}, self.units)["loss"]
+
+    def part(self, ops: Ops, inputs: Mapping[str, Any], flow: Mapping[str, Any], units: Sequence[str]) -> Flow:
+        """Run `units` on `flow`, the activations by name from the units before; return those for the units after. The
+        head returns the `loss` if there are labels, else `logits` [length, batch, vocab] in its region's layout."""
+        raise NotImplementedError
+
+
+class SingleStack(Transformer):
+    """Base of Transformers with one stack of blocks, `causal` or reading both ways except for padding."""
+
+    causal: bool
+
+    def __init__(self, c: ModelConfig):
+        super().__init__(c)
+        shapes = Shapes()
+        self.embedding = Embedding("", c, shapes, self.table)
+        self.stack = Stack("", c, shapes, causal=self.causal)
+        self.head = Head(c, shapes, self.table)
+        self.parts = (self.embedding, self.stack, self.head)
+        self.units = ("embedding", *self.stack.units, "head")
+
+    def part(self, ops: Ops, inputs: Mapping[str, Any], flow: Mapping[str, Any], units: Sequence[str]) -> Flow:
+        x = self.embedding(ops, inputs["tokens"]) if "embedding" in units else flow["stream"]
+        x = self.stack(ops, x, units, mask=None if self.causal else inputs.get("tokens"))
+        return self.head(ops, x, inputs.get("labels")) if "head" in units else {"stream": x}
+
+
 def embedding_table(c: ModelConfig) -> Parameter:
     """Return the table of the token embedding. With sinusoidal positions it starts as N(0, 1 / d_model), scaled by
     sqrt(d_model) on use (`Embedding`), so that tokens are as large as positions."""

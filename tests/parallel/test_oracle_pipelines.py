@@ -11,7 +11,7 @@ import pytest
 from torch.autograd.graph import get_gradient_edge
 
 from platform.parallel.communicator.base import Alone
-from platform.parallel.pipeline import Pipeline
+from platform.parallel.pipeline import PipelineExecutor
 from platform.plan.core.step_collectives import communication
 from platform.plan.schedule.simulate import simulate
 from platform.planning.choose_schedule import schedule_of
@@ -175,7 +175,7 @@ def test_an_output_is_freed_when_it_was_sent(monkeypatch):
     c = configure(pipeline="gpipe", stages=2, microbatch=2, tied=False)
     plan = make_plan(c)
     made, alive = [], []  # on stage 0; how many of them there are when each of its backward passes begins
-    input_gradient, send = Pipeline._input_gradient, ThreadGroups.send
+    input_gradient, send = PipelineExecutor._input_gradient, ThreadGroups.send
     mine = lambda: threading.current_thread().name == "rank0"  # noqa: E731
 
     def edge(x):
@@ -193,7 +193,7 @@ def test_an_output_is_freed_when_it_was_sent(monkeypatch):
     monkeypatch.setattr("platform.parallel.pipeline.get_gradient_edge", edge)
     monkeypatch.setattr("platform.parallel.pipeline.SENDS_IN_FLIGHT", 0)
     monkeypatch.setattr(ThreadGroups, "send", sending)
-    monkeypatch.setattr(Pipeline, "_input_gradient", beginning)
+    monkeypatch.setattr(PipelineExecutor, "_input_gradient", beginning)
     run_threads(plan.mesh, lambda communicator: trainer_of(c, plan, communicator).compute_gradients(1))
     assert plan.microbatches == len(alive) == 4 and len(made) == 8 and alive[0] == 0
 

@@ -53,8 +53,9 @@ class Reduction:
                 continue
             steps, parts = plan.reduction(b), plan.mesh.extent(plan.scattered(b.axes))
             for bucket in _buckets([p for p in b.parameters if p.name in gradients], gradients):
-                rows = [shards.flatten(gradients[p.name], parts).view(parts, -1) for p in bucket]  # a row per rank
-                self._under_way.append((bucket, convert(communicator, torch.cat(rows, 1), steps, owned=True)))
+                flat = (shards.flatten_padded(gradients[p.name], parts) for p in bucket)
+                rows = torch.cat([part.view(parts, -1) for part in flat], 1)  # a row per rank
+                self._under_way.append((bucket, convert(communicator, rows, steps, owned=True)))
 
     @torch.no_grad()
     def wait(self) -> dict[str, Tensor]:
@@ -109,4 +110,4 @@ def gather(plan: Plan, communicator: Communicator, masters: Mapping[str, Tensor]
         parts = ranks.split([masters[p.name].numel() for p in bucket], 1)
         for p, part in zip(bucket, parts, strict=True):
             block = blocks[p.name]
-            block.copy_(shards.unflatten(part, block.shape))
+            block.copy_(shards.unflatten_padded(part, block.shape))

@@ -25,7 +25,7 @@ from platform.parallel.communicator.clock import Clock
 from platform.parallel.kernels import random
 from platform.parallel.kernels.einsum import Deferred
 from platform.parallel.parallel_ops import ParallelOps, Position
-from platform.parallel.pipeline import Forward, Pipeline, sum_tied
+from platform.parallel.pipeline import Forward, PipelineExecutor, sum_tied
 from platform.parallel.sharding import gradients
 from platform.parallel.sharding.gradients import Reduction
 from platform.plan.core.chunks import Chunk
@@ -168,9 +168,11 @@ class Trainer:
         self.peak_live = pipeline.peak_live
         return total, predicted, reductions
 
-    def _pipeline(self, forward: Forward, accumulated: Callable[[int | None], None] = lambda done: None) -> Pipeline:
+    def _pipeline(
+        self, forward: Forward, accumulated: Callable[[int | None], None] = lambda done: None
+    ) -> PipelineExecutor:
         dtype = DTYPES[self.plan.precision][0]
-        return Pipeline(self.stage, self.communicator, dtype, forward, accumulated)
+        return PipelineExecutor(self.stage, self.communicator, dtype, forward, accumulated)
 
     def _part(self, chunk: Chunk, flow: Flow, split: str, first: int, end: int) -> Flow:
         """Run a model chunk on the microbatch (of all replicas together) that starts at sequence `first` of a global

@@ -39,7 +39,7 @@ class Weights:
             block = torch.empty(shape, dtype=self._high, device=communicator.device)
             if not absent(block):
                 initialise(plan, communicator, p, seed, block)
-            master = shards.own(plan, communicator, block) if plan.sharded else block
+            master = shards.own_part(communicator, block, plan.sharded) if plan.sharded else block
             stored = master if plan.storage else block
             self.master[p.name] = master.requires_grad_()
             same = stored is master and low == self._high
