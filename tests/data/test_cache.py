@@ -93,7 +93,7 @@ def test_a_build_that_fails_leaves_nothing(tmp_path):
 
 
 def test_an_entry_that_does_not_read_back_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(cache, "_verified", lambda entry: None)
+    monkeypatch.setattr(cache, "_verified", lambda entry, check: None)
     with pytest.raises(OSError, match="does not hold what was just written"):
         cache.fetch(tmp_path / "key", lambda folder: {"a": 1})
 

@@ -98,7 +98,8 @@ def load(storage: Storage, directory: str) -> Manifest:
     manifest = Manifest.decode(bytes(storage.read(f"{directory}/{manifests.NAME}", 0, manifests.LARGEST + 1)))
     try:
         _check(storage, directory, manifest)
-        _check_step(directory, manifest.meta.step)
+        if (named := re.fullmatch(_DIRECTORY, directory)) and int(named[1]) != manifest.meta.step:
+            raise Refused(f"{manifests.NAME} is of step {manifest.meta.step}, its directory of another")
     except Refused as error:
         if manifests.NAME not in storage.list(directory):  # `discard` deletes it first
             raise Refused("it was deleted while it was read") from None
@@ -111,11 +112,6 @@ def verify(storage: Storage, directory: str) -> Manifest:
     manifest = load(storage, directory)
     verify_units(storage, directory, units(manifest))
     return manifest
-
-
-def _check_step(directory: str, step: int) -> None:
-    if (named := re.fullmatch(_DIRECTORY, directory)) and int(named[1]) != step:
-        raise Refused(f"{manifests.NAME} is of step {step}, its directory of another")
 
 
 def _check(storage: Storage, directory: str, manifest: Manifest) -> None:
