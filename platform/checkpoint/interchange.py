@@ -17,19 +17,19 @@ from torch import Tensor
 from platform.boundary import documents, schema
 from platform.boundary.schema import Malformed, Many, Span
 from platform.checkpoint.blocks.box import Box
-from platform.checkpoint.blocks.placement import DTYPES, Block, Held, shares
+from platform.checkpoint.blocks.placement import DTYPES, Block, HeldTensor, shares
 from platform.checkpoint.moves.reshard import read_tensor
 from platform.checkpoint.storage.catalogue import begin, commit
 from platform.checkpoint.storage.image import Image
 from platform.checkpoint.storage.manifest import LARGEST, VALUES, Bytes, Manifest, Meta, Name, Refused
-from platform.checkpoint.storage.storage import Local, Storage, connect
+from platform.checkpoint.storage.storage import Local, Storage, open_storage
 
 META = "elastic_platform_meta"  # key of a checkpoint's `Meta` in the other formats
 SAFETENSORS = {
     "float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16", "int64": "I64", "int32": "I32",
     "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
-HEADER = 100_000_000  # bytes: the largest safetensors header, by its specification
+LARGEST_HEADER = 100_000_000  # bytes: the largest safetensors header, by its specification
 _FROM_SAFETENSORS = {short: name for name, short in SAFETENSORS.items()}
 
 Tensors = Iterable[tuple[str, Tensor]]
@@ -65,7 +65,7 @@ def import_safetensors(source: str) -> tuple[Meta | None, Tensors]:
     size = folder.list("")[file]
     if 8 + length > size:
         raise Malformed(f"a header of {length} bytes is longer than the file")
-    header = documents.from_json(folder.read(file, 8, 8 + min(length, HEADER + 1)), HEADER, VALUES)
+    header = documents.from_json(folder.read(file, 8, 8 + min(length, LARGEST_HEADER + 1)), LARGEST_HEADER, VALUES)
     if type(header) is not dict or type(metadata := header.pop("__metadata__", {})) is not dict:
         raise Malformed("its header is no map")
     if type(meta := metadata.get(META, "")) is not str:
@@ -147,13 +147,13 @@ def import_dcp(source: str) -> tuple[Meta | None, Tensors]:
     return meta, ((name, tensor(name)) for name in names)
 
 
-def store(storage: Storage, tensors: Tensors, meta: Meta) -> str:
+def store_tensors(storage: Storage, tensors: Tensors, meta: Meta) -> str:
     """Make a checkpoint of whole tensors, a file for each, one in memory at a time; return its directory."""
     directory = begin(storage, meta.step)
     reports, shapes = [], {}
     for number, (name, tensor) in enumerate(tensors):
         box = Box.whole(tensor.shape)
-        held = Held.of(name, tensor.dtype, tensor.shape, [(0, box)])
+        held = HeldTensor.of(name, tensor.dtype, tensor.shape, [(0, box)])
         image = Image(number, shares([held], 0))
         image.fill([Block(name, box, tensor)])
         reports.append(image.write(storage, directory))
@@ -187,5 +187,5 @@ def _split(url: str) -> tuple[Storage, str]:
     """Split into (the folder as a storage, the file's name in it)."""
     if "://" in url:
         folder, _, name = url.rpartition("/")
-        return connect(folder, "target"), name
+        return open_storage(folder, "target"), name
     return Local(Path(url).absolute().parent), Path(url).name

@@ -20,10 +20,10 @@ import torch.distributed as dist
 
 from platform import data
 from platform.boundary.terminal import say, tolerated
-from platform.checkpoint.in_memory.snapshots import Memory
-from platform.checkpoint.storage.catalogue import load
+from platform.checkpoint.in_memory.snapshots import RankSnapshots
+from platform.checkpoint.storage.catalogue import load_manifest
 from platform.checkpoint.storage.manifest import Corrupt, Refused
-from platform.checkpoint.storage.storage import connect
+from platform.checkpoint.storage.storage import open_storage
 from platform.config.extensions import load_extensions
 from platform.config.fields import Config, ConfigError
 from platform.optimizer.optimizers import warm
@@ -65,7 +65,7 @@ class Worker:
         self._configure(config)
         self.number, self.run_dir, self.device = number, Path(run_dir), device
         self.communicator: Communicator | None = None
-        self.memories: dict[int, Memory] = {}  # by generation; older ones until the newest takes a step
+        self.memories: dict[int, RankSnapshots] = {}  # by generation; older ones until the newest takes a step
         torch.set_num_threads(threads)
         warm(self.config.optimizer)
 
@@ -149,7 +149,7 @@ class Worker:
         self.report = Report(self.plan, self.communicator, c.elastic.slow)
         if c.elastic.snapshot_every:
             homes, pinned = domains or [""] * self.world_size, self.device == "cuda"
-            self.memories[self.generation] = Memory(self.state.held, homes, self.rank, pinned)
+            self.memories[self.generation] = RankSnapshots(self.state.held, homes, self.rank, pinned)
         device = torch.cuda.get_device_properties() if self.device == "cuda" else None
         return {
             "parameters": self.plan.parameters_at(self.communicator.coordinates),
@@ -187,7 +187,7 @@ class Worker:
         self.memories = {g: memory for g, memory in self.memories.items() if g == self.generation}
 
     def _hold(self, step: int) -> float:
-        """Copy the state to a snapshot in memory, see `Memory.hold`. Returns the seconds taken."""
+        """Copy the state to a snapshot in memory, see `RankSnapshots.hold`. Returns the seconds taken."""
         assert self.communicator
         begin = time.perf_counter()
         with self.trainer.clock.section("checkpoint"):
@@ -236,7 +236,7 @@ class Worker:
 
     def write(self, directory: str) -> None:
         """Start writing the copy of the last `snapshot` to a checkpoint directory; `written` returns the outcome."""
-        storage = connect(places.home(self.config))
+        storage = open_storage(places.home(self.config))
         writer = futures.ThreadPoolExecutor(1, "checkpoint")
         self._written = writer.submit(self.state.image.write, storage, directory)
         writer.shutdown(wait=False)  # its thread ends after the write
@@ -254,8 +254,8 @@ class Worker:
     def restore(self, directory: str, own: bool = False) -> dict[str, str]:
         """Restore the state from a checkpoint of any plan, in the storage that the run resumes from or, if `own`, saves
         to. Returns, alike on all ranks, {} or {"corrupt" | "refused" | "failed": why}, with the state undefined."""
-        storage = connect(places.home(self.config) if own else places.source(self.config)[0])
-        manifest = load(storage, directory)  # an error here concerns this rank alone, and fails it
+        storage = open_storage(places.home(self.config) if own else places.source(self.config)[0])
+        manifest = load_manifest(storage, directory)  # an error here concerns this rank alone, and fails it
         try:
             self.state.restore(storage, directory, manifest)
         except Corrupt as error:

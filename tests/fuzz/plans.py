@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from platform.checkpoint.storage.catalogue import begin, commit, load
+from platform.checkpoint.storage.catalogue import begin, commit, load_manifest
 from platform.checkpoint.storage.manifest import Meta
-from platform.checkpoint.storage.storage import Storage, connect
+from platform.checkpoint.storage.storage import Storage, open_storage
 from platform.config.checks import violations
 from platform.config.fields import Config, ConfigError
 from platform.parallel.communicator.base import Alone, Communicator
@@ -109,7 +109,7 @@ def check(r: Random, configs: Sequence[Config], plans: Sequence[Plan]) -> None:
     ends = r.choice(ENDS[len(plans)])
     phases = [range(first + 1, end + 1) for first, end in pairwise((0, *ends))]
     expected = alone(configs[0], phases)
-    storage, directory = connect("memory://plans"), ""
+    storage, directory = open_storage("memory://plans"), ""
     before = expected[0].initial
     try:
         for number, (c, plan, steps) in enumerate(zip(configs, plans, phases, strict=True)):
@@ -169,7 +169,7 @@ def run_phase(
     def work(communicator: Communicator) -> tuple[Result, Any]:
         trainer = trainer_of(c, plan, communicator)
         if start:
-            State(trainer).restore(storage, start, load(storage, start))
+            State(trainer).restore(storage, start, load_manifest(storage, start))
         found = steps_of(trainer, communicator, steps)
         if not end:
             return found, None

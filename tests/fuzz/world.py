@@ -13,7 +13,7 @@ from platform.checkpoint.interchange import export_safetensors
 from platform.checkpoint.moves.reshard import read_tensor
 from platform.checkpoint.storage import manifest as manifests
 from platform.checkpoint.storage.catalogue import verify
-from platform.checkpoint.storage.storage import connect
+from platform.checkpoint.storage.storage import open_storage
 from platform.cluster.run.directory import RunDirectory
 from platform.config.fields import Config, ConfigError, Data
 from platform.data import prepare
@@ -29,7 +29,7 @@ class World:
 
     def __init__(self, root: Path):
         self.root = root
-        self.storage = connect(str(root / "checkpoints"))
+        self.storage = open_storage(str(root / "checkpoints"))
         first = Job.whole(values(SHAPES, 1), 2)
         first.save(self.storage, 1)
         self.directory = Job.whole(values(SHAPES, 2), 2).save(self.storage, 2)

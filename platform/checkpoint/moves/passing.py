@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from platform.checkpoint.blocks.box import Box
-from platform.checkpoint.blocks.placement import DTYPES, Block, Held
+from platform.checkpoint.blocks.placement import DTYPES, Block, HeldTensor
 from platform.checkpoint.storage.manifest import Corrupt, Refused
 
 BUDGET = 256 << 20  # bytes that a worker receives per exchange, on average
 FAILURES = (Corrupt, Refused, OSError)  # of which every rank raises the one that any rank met
-HEADER = 8  # bytes before the payload: its first is 0, or 1 + the index of a failure. The largest item size: aligned
+HEADER_BYTES = 8  # the largest item size, which keeps the payload aligned; the first is 0, or 1 + a failure's index
 
 
 class Piece(Protocol):
-    """Unit that one rank fetches and passes on as a whole. `had`: the ranks that need not receive it."""
+    """Part of a tensor that one rank fetches and passes on as a whole. `had`: the ranks that need not receive it."""
 
     @property
     def name(self) -> str: ...
@@ -55,12 +55,12 @@ def nbytes(pieces: Iterable[Piece]) -> int:
     return sum(piece.box.size * DTYPES[piece.dtype].itemsize for piece in pieces)
 
 
-def alone(messages: list[Tensor]) -> list[Tensor]:
+def exchange_alone(messages: list[Tensor]) -> list[Tensor]:
     """Return `messages`: the exchange of a job of one process."""
     return messages
 
 
-def clear_padding(state: Sequence[Held], blocks: Sequence[Block]) -> None:
+def clear_padding(state: Sequence[HeldTensor], blocks: Sequence[Block]) -> None:
     """Set the blocks that reach beyond their global tensor to zero."""
     shapes = {t.name: t.shape for t in state}
     for name, box, tensor in blocks:
@@ -71,7 +71,7 @@ def clear_padding(state: Sequence[Held], blocks: Sequence[Block]) -> None:
 def pass_on(
     turns: Iterable[Sequence[Sequence[P]]],
     fetch: Fetch[P],
-    state: Sequence[Held],
+    state: Sequence[HeldTensor],
     blocks: Sequence[Block],
     rank: int,
     exchange: Exchange,
@@ -114,18 +114,18 @@ def _messages(pieces: Sequence[P], fetch: Fetch[P], holders: Holders, world_size
 
 
 def _message(status: int, parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat([torch.tensor([status] + [0] * (HEADER - 1), dtype=torch.uint8), *parts])
+    return torch.cat([torch.tensor([status] + [0] * (HEADER_BYTES - 1), dtype=torch.uint8), *parts])
 
 
 def _raise_failures(received: Sequence[Tensor]) -> None:
     for message in received:
         if status := int(message[0]):
-            raise FAILURES[status - 1](bytes(message[HEADER:].tolist()).decode())
+            raise FAILURES[status - 1](bytes(message[HEADER_BYTES:].tolist()).decode())
 
 
 def _unpack(message: Tensor, pieces: Sequence[Piece], mine: dict[str, list[Block]]) -> None:
     """Copy a message into this rank's blocks. The sender packed its parts by piece, then by block of this rank."""
-    at = HEADER
+    at = HEADER_BYTES
     for piece in pieces:
         dtype = DTYPES[piece.dtype]
         for _, outer, tensor in mine.get(piece.name, ()):

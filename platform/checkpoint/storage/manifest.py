@@ -12,7 +12,7 @@ from typing import Annotated, Any, NamedTuple
 from platform.boundary import documents, schema
 from platform.boundary.schema import Known, Malformed, Many, OneOf, Span, Text
 from platform.checkpoint.blocks.box import Box, gaps
-from platform.checkpoint.blocks.placement import DTYPES, PIECE
+from platform.checkpoint.blocks.placement import DTYPES, LARGEST_BLOCK
 
 KIND = "elastic-platform checkpoint"
 FORMAT = 1  # tests/checkpoint/format_1 holds a checkpoint in it: every later version reads every earlier one
@@ -144,7 +144,11 @@ class Manifest:
             f"{name}: {line}" for name, t in self.tensors.items() for line in gaps(t.shape, [b.box for b in t.blocks])
         ]
         largest = {name: max(map(t.nbytes, t.blocks), default=0) for name, t in self.tensors.items()}
-        lines += [f"{name}: a block of {size} bytes is too large" for name, size in largest.items() if size > 2 * PIECE]
+        lines += [
+            f"{name}: a block of {size} bytes is too large"
+            for name, size in largest.items()
+            if size > 2 * LARGEST_BLOCK
+        ]
         spans: dict[str, list[tuple[int, int]]] = {name: [] for name in self.files}
         for t in self.tensors.values():
             for b in t.blocks:

@@ -38,7 +38,7 @@ class Saver:
         pause: float = 1.0,
         lease: Lease | None = None,
     ):
-        """Configure the saver. `last`, `every`: see `superseded`. `pause`: seconds before the second try, doubled
+        """Configure the saver. `last`, `every`: see `dispensable`. `pause`: seconds before the second try, doubled
         before every further one. `lease`: once it is lost, nothing is committed or deleted any more."""
         self._storage, self._last, self._every, self._tries, self._pause = storage, last, every, tries, pause
         self._check = lease.check if lease else lambda: None

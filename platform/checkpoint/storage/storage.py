@@ -49,7 +49,7 @@ def write_note(storage: Storage, path: str, text: str) -> None:
     storage.write(path, [memoryview(f"{text}\n".encode())])
 
 
-def connect(url: str, key: str = "checkpoint.url") -> Storage:
+def open_storage(url: str, key: str = "checkpoint.url") -> Storage:
     """Open the storage at a path or fsspec URL. Raises ConfigError, naming `key`, if it cannot be used."""
     learn_urls(url)  # its secrets are then redacted from whatever its client reports
     if reason := wrong_protocol(url, key == "checkpoint.url"):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from platform.checkpoint.blocks.box import Box
-from platform.checkpoint.blocks.placement import Block, Held, Share
+from platform.checkpoint.blocks.placement import Block, HeldTensor, Share
 from platform.checkpoint.in_memory.snapshots import Snapshot
 from platform.parallel.communicator.base import Communicator
 from platform.parallel.sharding import gradients
@@ -129,7 +129,7 @@ def _changed(state: State, before: Snapshot | None, names: Collection[str]) -> l
     return sorted({block.name for block in mine if before and not _same(block, held[block.name], before)})
 
 
-def _same(block: Block, held: Held, before: Snapshot) -> bool:
+def _same(block: Block, held: HeldTensor, before: Snapshot) -> bool:
     real = block.box.overlap(Box.whole(held.shape))
     if real is None:
         return True

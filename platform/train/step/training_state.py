@@ -12,7 +12,7 @@ from torch import Tensor
 
 from platform.boundary import schema
 from platform.boundary.schema import Known, Malformed
-from platform.checkpoint.blocks.placement import Block, Held, Share, blocks, planned, shares
+from platform.checkpoint.blocks.placement import Block, HeldTensor, Share, blocks, planned, shares
 from platform.checkpoint.in_memory.recover import recover
 from platform.checkpoint.in_memory.snapshots import Snapshot
 from platform.checkpoint.moves.reshard import restore
@@ -26,7 +26,7 @@ from platform.train.step.trainer import Trainer
 from platform.train.step.weights import DTYPES
 
 
-def held_of(config: Config, plan: Plan, device: torch.device | str = "cpu") -> list[Held]:
+def held_of(config: Config, plan: Plan, device: torch.device | str = "cpu") -> list[HeldTensor]:
     """List all tensors of a run's state, each with the ranks that keep its blocks."""
     dtype = DTYPES[plan.precision][1]
     moments, _ = state_of(config.optimizer, dtype, torch.device(device))
@@ -73,7 +73,7 @@ class State:
         restore(storage, directory, manifest, self.held, self.blocks(), **self._world)
         self._trainer.weights.refresh()
 
-    def recover(self, survived: Sequence[Held], snapshot: Snapshot | None) -> None:
+    def recover(self, survived: Sequence[HeldTensor], snapshot: Snapshot | None) -> None:
         """Recover the state from the snapshots of survivors of any plan; all ranks call it together. `snapshot`: this
         rank's own, None if it has none; see `platform.checkpoint.in_memory.recover.recover`."""
         values = self._agreed(snapshot.values if snapshot else {})
