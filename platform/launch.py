@@ -204,7 +204,7 @@ def _planned(args: Namespace) -> list[tuple[list[str], Config, Plan]]:
 
     Raises ConfigError with the mistakes of all jobs.
     """
-    from platform import data
+    from platform.data.corpus import check_data
     from platform.planning.make_plan import make_plan
 
     jobs: list[tuple[list[str], Config, Plan]] = []
@@ -215,7 +215,7 @@ def _planned(args: Namespace) -> list[tuple[list[str], Config, Plan]]:
             if experiment_of(arguments) is None:
                 names = composer.options("experiment")
                 wrong.insert(0, f"experiment: none is chosen; write +experiment=NAME, NAME one of {', '.join(names)}")
-            lines += wrong or [*wrong_surroundings(config), *data.check(config.data, vocab=config.model.vocab)]
+            lines += wrong or [*wrong_surroundings(config), *check_data(config.data, vocab=config.model.vocab)]
             if not plannable:
                 continue
             try:

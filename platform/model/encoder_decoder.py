@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from platform.config.fields import Model as ModelConfig
-from platform.model.blocks import Embedding, Flow, Head, Shapes, Stack, Transformer
+from platform.model.blocks import Activations, Embedding, Head, Stack, StackSpecs, Transformer
 from platform.plan.language.ops import Ops
 
 
@@ -20,7 +20,7 @@ class EncoderDecoder(Transformer):
 
     def __init__(self, c: ModelConfig):
         super().__init__(c)
-        source, target = Shapes(c.source_length or None), Shapes()
+        source, target = StackSpecs(c.source_length or None), StackSpecs()
         self.source = Embedding("encoder.", c, source, self.table)
         self.encoder = Stack("encoder.", c, source, causal=False)
         self.target = Embedding("decoder.", c, target, self.table)
@@ -30,7 +30,7 @@ class EncoderDecoder(Transformer):
         self.units = (*encoder, "decoder.embedding", *self.decoder.units, "head")
         self.parts = (self.source, self.encoder, self.target, self.decoder, self.head)
 
-    def part(self, ops: Ops, inputs: Mapping[str, Any], flow: Mapping[str, Any], units: Sequence[str]) -> Flow:
+    def part(self, ops: Ops, inputs: Mapping[str, Any], flow: Mapping[str, Any], units: Sequence[str]) -> Activations:
         """Run some of the `units`: see `Transformer.part`. The encoder's output flows on as `memory` beside the
         decoder's `stream`."""
         source, flow = inputs.get("source"), dict(flow)

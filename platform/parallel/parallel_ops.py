@@ -23,7 +23,7 @@ from platform.plan.core.plan import Plan
 from platform.plan.language.layout import Layout
 from platform.plan.language.ops import Ops, Parameter, Spec
 
-POINTWISE: dict[str, Callable[..., Tensor]] = {
+POINTWISE_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "gelu": lambda x: F.gelu(x),
     "relu": lambda x: F.relu(x),
     "silu": lambda x: F.silu(x),
@@ -48,7 +48,7 @@ def where_present(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 @dataclass
-class Position:
+class PassPosition:
     """Place of a forward pass in the run: everything that dropout masks depend on besides the global element."""
 
     seed: int = 0
@@ -67,7 +67,7 @@ class ParallelOps(Ops):
     def __init__(self, plan: Plan, communicator: Communicator, tensors: Mapping[str, Tensor], dropout: float = 0.0):
         self.plan, self.communicator, self.tensors = plan, communicator, tensors
         self.dropout_rate = dropout
-        self.position = Position()
+        self.position = PassPosition()
         self.deferred: Deferred | None = None  # collects weight gradient computations that a schedule runs later
         self.recompute = plan.recompute
         tensors_of = (t for o in plan.operations.values() for t in (*o.operation.inputs, *o.operation.outputs))
@@ -297,14 +297,14 @@ class ParallelOps(Ops):
         return apply(self.communicator, x, conversion)
 
     def pointwise(self, function, *x):
-        return POINTWISE[function](*x)
+        return POINTWISE_FUNCTIONS[function](*x)
 
     @where_present
     def pointwise_each(self, functions, x, spec, dim):
         i = spec.dims.index(dim)
         first, n = self._blocks[spec][i]
         mine = functions[first : first + n]
-        return torch.stack([POINTWISE[f](part) for f, part in zip(mine, x.unbind(i), strict=True)], i)
+        return torch.stack([POINTWISE_FUNCTIONS[f](part) for f, part in zip(mine, x.unbind(i), strict=True)], i)
 
     @where_present
     def dropout(self, name, x, spec):
@@ -334,7 +334,7 @@ class ParallelOps(Ops):
 
     def squared_error(self, name, y, target, spec, ids):
         padding = ids["squared_error", name] < 0
-        error = statistics.accumulate(y) - statistics.accumulate(target.detach())
+        error = statistics.widened(y) - statistics.widened(target.detach())
         if not absent(y):
             kept = [d for d in spec.dims if d in ("length", "batch")]
             rows = padding if kept == ["length", "batch"] else padding.t()

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from platform import data
 from platform.boundary.terminal import say, tolerated
 from platform.checkpoint.in_memory.snapshots import RankSnapshots
 from platform.checkpoint.storage.catalogue import load_manifest
@@ -26,7 +25,8 @@ from platform.checkpoint.storage.manifest import Corrupt, Refused
 from platform.checkpoint.storage.storage import open_storage
 from platform.config.extensions import load_extensions
 from platform.config.fields import Config, ConfigError
-from platform.optimizer.optimizers import warm
+from platform.data.corpus import corpus_of
+from platform.optimizer.optimizers import warm_up
 from platform.parallel.communicator.base import Alone, Communicator, Launch
 from platform.parallel.communicator.progress import PROGRESS
 from platform.parallel.communicator.sockets import open_sockets
@@ -67,7 +67,7 @@ class Worker:
         self.communicator: Communicator | None = None
         self.memories: dict[int, RankSnapshots] = {}  # by generation; older ones until the newest takes a step
         torch.set_num_threads(threads)
-        warm(self.config.optimizer)
+        warm_up(self.config.optimizer)
 
     def _configure(self, config: dict[str, Any]) -> None:
         self.config = Config.from_dict(config)
@@ -144,7 +144,7 @@ class Worker:
         `platform.plan.schedule.rows.Rows.plain`; `domains`: the node of every rank, () if all run on one."""
         assert self.communicator
         c = self.config
-        self.trainer = Trainer(c, self.plan, self.communicator, data.of(c), Rows.from_plain(rows))
+        self.trainer = Trainer(c, self.plan, self.communicator, corpus_of(c), Rows.from_plain(rows))
         self.state = State(self.trainer)
         self.report = Report(self.plan, self.communicator, c.elastic.slow)
         if c.elastic.snapshot_every:

@@ -68,7 +68,9 @@ def text(world: World, draw: Random, kind: str) -> None:
         raw = lines_of(draw)
         path.write_bytes(gzip.compress(raw) if draw.random() < 0.3 else raw)
     data = Data(kind="text", path=str(path))
-    consumed(pairs.read_pairs(pairs.files(data), data) if kind == "pairs" else sources.documents([path], data))
+    consumed(
+        pairs.read_pairs(pairs.pair_files(data), data) if kind == "pairs" else sources.read_documents([path], data)
+    )
 
 
 def tokens(world: World, draw: Random) -> None:

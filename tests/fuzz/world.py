@@ -16,7 +16,7 @@ from platform.checkpoint.storage.catalogue import verify
 from platform.checkpoint.storage.storage import open_storage
 from platform.cluster.run.directory import RunDirectory
 from platform.config.fields import Config, ConfigError, Data
-from platform.data import prepare
+from platform.data.corpus import open_corpus
 from platform.monitor import Journal, MetricsLog
 from tests.checkpoint.job import Job, values
 
@@ -50,7 +50,7 @@ class World:
         self.text = root / "text.txt"
         self.text.write_text("".join(f"line {i} of {i * i} sheep\n" for i in range(200)))
         self.data = Data(kind="text", path=str(self.text), validation=0.2, cache=str(root / "cache"))
-        prepare(self.data, **SIZES)
+        open_corpus(self.data, **SIZES)
         (self.entry,) = (root / "cache").iterdir()
 
     def _record(self) -> None:

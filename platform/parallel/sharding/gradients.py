@@ -16,7 +16,7 @@ from platform.plan.language.layout import at_zero
 from platform.plan.language.ops import Parameter
 
 BUCKET_BYTES = 32 << 20
-PIECE = {"cpu": 1 << 16, "cuda": 1 << 24}  # elements squared at a time: fits a cache, or pays a launch
+ELEMENTS_AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 24}  # to be reduced: what fits a cache, or pays a launch
 
 
 def _buckets(parameters: Sequence[Parameter], tensors: Mapping[str, Tensor]) -> Iterator[list[Parameter]]:
@@ -93,12 +93,14 @@ def squared_norm(plan: Plan, communicator: Communicator, gradients: Mapping[str,
 
 def _squares(g: Tensor) -> Tensor:
     """Sum the squares of a tensor in fp64, converting one piece at a time to bound memory."""
-    wide = (piece.double() for piece in g.flatten().split(PIECE[g.device.type]))
+    wide = (piece.double() for piece in g.flatten().split(ELEMENTS_AT_ONCE[g.device.type]))
     return torch.stack([piece.dot(piece) for piece in wide]).sum()
 
 
 @torch.no_grad()
-def gather(plan: Plan, communicator: Communicator, masters: Mapping[str, Tensor], blocks: Mapping[str, Tensor]) -> None:
+def gather_masters(
+    plan: Plan, communicator: Communicator, masters: Mapping[str, Tensor], blocks: Mapping[str, Tensor]
+) -> None:
     """Gather the shards of all ranks' master copies, cast to the dtype of `blocks`, into the whole local blocks; the
     all-gathers of all buckets run at once."""
     under_way = []

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from platform.config.fields import Config
-from platform.data import END_OF_TEXT
-from platform.model import build as build_model
-from platform.model.blocks import LOGITS, Flow
+from platform.data.tokenizer import END_OF_TEXT
+from platform.model import build_model as build_model
+from platform.model.blocks import LOGITS, Activations
 from platform.model.encoder import Encoder
 from platform.optimizer.learning_rate import learning_rate
 from platform.optimizer.optimizers import OPTIMIZERS
@@ -24,7 +24,7 @@ from platform.parallel.communicator.base import Communicator
 from platform.parallel.communicator.clock import Clock
 from platform.parallel.kernels import random
 from platform.parallel.kernels.einsum import Deferred
-from platform.parallel.parallel_ops import ParallelOps, Position
+from platform.parallel.parallel_ops import ParallelOps, PassPosition
 from platform.parallel.pipeline import Forward, PipelineExecutor, sum_tied
 from platform.parallel.sharding import gradients
 from platform.parallel.sharding.gradients import Reduction
@@ -144,8 +144,8 @@ class Trainer:
         predicted = self.corpus.predicted("train", first, end)
         total = torch.zeros((), dtype=torch.float64, device=self.communicator.device)
 
-        def forward(chunk: Chunk, m: int, flow: Flow, deferred: Deferred | None) -> Flow:
-            self.ops.position = Position(self.config.seed, step, m * self.plan.sizes["batch"])
+        def forward(chunk: Chunk, m: int, flow: Activations, deferred: Deferred | None) -> Activations:
+            self.ops.position = PassPosition(self.config.seed, step, m * self.plan.sizes["batch"])
             self.ops.deferred = deferred
             out = self._part(chunk, flow, "train", first + m * self.plan.sizes["batch"], end)
             if "loss" in out:
@@ -174,14 +174,14 @@ class Trainer:
         dtype = DTYPES[self.plan.precision][0]
         return PipelineExecutor(self.stage, self.communicator, dtype, forward, accumulated)
 
-    def _part(self, chunk: Chunk, flow: Flow, split: str, first: int, end: int) -> Flow:
+    def _part(self, chunk: Chunk, flow: Activations, split: str, first: int, end: int) -> Activations:
         """Run a model chunk on the microbatch (of all replicas together) that starts at sequence `first` of a global
         batch that ends before `end`."""
         with self.clock.section("data"):
             inputs = self.load(split, first, end, chunk)
         return self._run(chunk, flow, inputs)
 
-    def _run(self, chunk: Chunk, flow: Flow, inputs: Blocks) -> Flow:
+    def _run(self, chunk: Chunk, flow: Activations, inputs: Blocks) -> Activations:
         if chunk.units:
             return self.model.part(self.ops, inputs, flow, chunk.units)
         return {"loss": self.model.forward(self.ops, inputs)}
@@ -224,10 +224,12 @@ class Trainer:
         total = torch.zeros((), dtype=torch.float64, device=self.communicator.device)
         together = self.plan.sizes["batch"]
         end = self.config.eval.batches * self.config.train.global_batch
-        self.ops.position = Position(training=False)
+        self.ops.position = PassPosition(training=False)
         for first in range(0, end, together):
 
-            def forward(chunk: Chunk, _: int, flow: Flow, deferred: Deferred | None, first: int = first) -> Flow:
+            def forward(
+                chunk: Chunk, _: int, flow: Activations, deferred: Deferred | None, first: int = first
+            ) -> Activations:
                 out = self._part(chunk, flow, "validation", first, end)
                 total.add_(out.get("loss", 0.0))
                 return out
@@ -244,7 +246,7 @@ class Trainer:
         answers = "source" in self.model.inputs
         ids = [END_OF_TEXT] if answers else given[: length - 1]
         source = self._row(given, self.config.model.source_length or length)
-        self.ops.position = Position(training=False)
+        self.ops.position = PassPosition(training=False)
         for i in range(count):
             window = ids[-length:]
             logits = self._logits({"source": source, "tokens": self._row(window, length)}, len(window) - 1)
@@ -260,7 +262,7 @@ class Trainer:
             self.plan.sizes["vocab"], dtype=DTYPES[self.plan.precision][0], device=self.communicator.device
         )
 
-        def forward(chunk: Chunk, _: int, flow: Flow, deferred: Deferred | None) -> Flow:
+        def forward(chunk: Chunk, _: int, flow: Activations, deferred: Deferred | None) -> Activations:
             same = lambda i, j: {k: v.expand(j - i, -1) for k, v in data.items()}  # noqa: E731
             inputs = place(self._parts[chunk.number], self.communicator, same, only=data)
             out = self._run(chunk, flow, inputs)

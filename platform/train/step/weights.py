@@ -88,7 +88,7 @@ class Weights:
         """Update the compute copies from the master copies and drop the gradients."""
         self.drop_gradients()
         if self._plan.sharded and not self._plan.storage:
-            gradients.gather(self._plan, self._communicator, self.master, self.compute)
+            gradients.gather_masters(self._plan, self._communicator, self.master, self.compute)
             return
         for name, w in self.compute.items():
             if w is not self.master[name]:
