@@ -30,7 +30,7 @@ SAFETENSORS = {
     "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
 LARGEST_HEADER = 100_000_000  # bytes: the largest safetensors header, by its specification
-_FROM_SAFETENSORS = {short: name for name, short in SAFETENSORS.items()}
+_FROM_SAFETENSORS = {short: DTYPES[name] for name, short in SAFETENSORS.items()}
 
 Tensors = Iterable[tuple[str, Tensor]]
 
@@ -53,8 +53,7 @@ def export_safetensors(storage: Storage, directory: str, manifest: Manifest, tar
             tensor = read_tensor(storage, directory, manifest, name)
             yield memoryview(tensor.view(-1).view(torch.uint8).numpy().data)
 
-    folder, file = _split(target)
-    _refuse_existing(folder, file, target)
+    folder, file = _new_target(target)
     folder.write(file, chunks())
 
 
@@ -78,7 +77,7 @@ def import_safetensors(source: str) -> tuple[Meta | None, Tensors]:
         for name, t in described.items():
             start, end = (8 + length + o for o in t.data_offsets)
             data = bytearray(folder.read(file, start, end))
-            dtype = DTYPES[_FROM_SAFETENSORS[t.dtype]]
+            dtype = _FROM_SAFETENSORS[t.dtype]
             flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
             yield name, flat.view(t.shape)
 
@@ -98,7 +97,7 @@ class _Foreign:
         if self.dtype not in _FROM_SAFETENSORS:
             raise Refused(f"{name}: type {schema.shown(self.dtype)} is not one of {', '.join(_FROM_SAFETENSORS)}")
         start, end = self.data_offsets
-        size = prod(self.shape) * DTYPES[_FROM_SAFETENSORS[self.dtype]].itemsize
+        size = prod(self.shape) * _FROM_SAFETENSORS[self.dtype].itemsize
         if end - start != size or end > there:
             raise Malformed(f"{size} bytes do not lie from {start} to {end} of {there}", name)
 
@@ -114,7 +113,7 @@ def export_dcp(storage: Storage, directory: str, manifest: Manifest, target: str
     import torch.distributed.checkpoint as dcp  # imported here: it is slow, and rarely needed
     from torch.distributed.checkpoint.api import CheckpointException
 
-    _refuse_existing(*_split(target), target)
+    _new_target(target)
     state = {name: read_tensor(storage, directory, manifest, name) for name in names}
     meta = json.dumps(asdict(manifest.meta)).encode()
     state[META] = torch.frombuffer(bytearray(meta), dtype=torch.uint8)
@@ -177,10 +176,12 @@ def _no_process_group() -> Iterator[None]:
         yield
 
 
-def _refuse_existing(folder: Storage, name: str, target: str) -> None:
-    """Raise FileExistsError if the target exists: a failure midway would destroy it."""
+def _new_target(target: str) -> tuple[Storage, str]:
+    """Split the URL of a target. Raises FileExistsError if it exists: a failure midway would destroy it."""
+    folder, name = _split(target)
     if name in folder.list(""):
         raise FileExistsError(f"{target} exists; name another target")
+    return folder, name
 
 
 def _split(url: str) -> tuple[Storage, str]:

@@ -149,7 +149,7 @@ def _tokenised(data: Data, objective: Objective, vocab: int, seed: int) -> Corpu
     decides about its tokens name."""
     if data.kind == "pairs":
         files, build = pairs.pair_files(data), _build_pairs
-        decisive = [[pairs.contents(data), *map(cache.sha256, files)], data.validation, vocab]
+        decisive = [[pairs.deciding_options(data), *map(cache.sha256, files)], data.validation, vocab]
     else:
         files, build = sources.files_of(data), _build
         contents = [[sources.is_jsonl(file), cache.sha256(file)] for file in files]

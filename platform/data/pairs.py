@@ -125,6 +125,6 @@ def write_pairs(folder: Path, bpe: "Tokenizer", pairs: Iterator[tuple[str, str]]
     return [place, pairs_written]
 
 
-def contents(data: Data) -> str:
+def deciding_options(data: Data) -> str:
     """Return, as JSON, the part of the configuration that decides which pairs the files hold."""
     return json.dumps([bool(data.path), bool(data.target_path), data.field, data.target_field])

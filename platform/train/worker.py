@@ -27,7 +27,7 @@ from platform.config.extensions import load_extensions
 from platform.config.fields import Config, ConfigError
 from platform.data.corpus import corpus_of
 from platform.optimizer.optimizers import warm_up
-from platform.parallel.communicator.base import Alone, Communicator, Launch
+from platform.parallel.communicator.base import Communicator, Launch, SingleRank
 from platform.parallel.communicator.progress import PROGRESS
 from platform.parallel.communicator.sockets import open_sockets
 from platform.parallel.communicator.torch_distributed import CONNECT, ProcessGroups
@@ -106,7 +106,7 @@ class Worker:
         mesh = self.plan.mesh
         device = self._local_device()
         if world_size == 1:
-            self.communicator = Alone(mesh, device)
+            self.communicator = SingleRank(mesh, device)
         else:
             with PROGRESS.waiting("form"):
                 before = open_sockets()

@@ -33,7 +33,7 @@ from platform.checkpoint.storage.image import Image
 from platform.checkpoint.storage.manifest import Meta
 from platform.checkpoint.storage.storage import open_storage
 from platform.config.fields import Config, Model  # noqa: E402
-from platform.parallel.communicator.base import Alone  # noqa: E402
+from platform.parallel.communicator.base import SingleRank  # noqa: E402
 from platform.planning.make_plan import make_plan  # noqa: E402
 from platform.train.step.trainer import Trainer  # noqa: E402
 from tests.oracle import Tokens, read  # noqa: E402
@@ -126,7 +126,7 @@ def main() -> None:
             f" {min(busy for _, busy in found_times) / size * 1e9:17.2f}"
         )
     if arguments.step:
-        trainer = Trainer(c, plan, Alone(plan.mesh), Tokens(c))
+        trainer = Trainer(c, plan, SingleRank(plan.mesh), Tokens(c))
         trainer.step(1)
         step = min(trainer.step(k)["step_seconds"] for k in (2, 3))
         stall = statistics.median(wall for wall, _ in times["copy"])

@@ -20,7 +20,7 @@ import torch  # noqa: E402
 
 from platform.config.fields import Config, Model  # noqa: E402
 from platform.model.blocks import FeedForward, StackSpecs  # noqa: E402
-from platform.parallel.communicator.base import Alone  # noqa: E402
+from platform.parallel.communicator.base import SingleRank  # noqa: E402
 from platform.planning.make_plan import make_plan  # noqa: E402
 from platform.train.step.trainer import Trainer  # noqa: E402
 from tests.oracle import Tokens, trainer_of  # noqa: E402
@@ -106,7 +106,7 @@ def main() -> None:
         c.train.global_batch = c.train.microbatch = batch
         c.optimizer.schedule = "constant"
         plan = make_plan(c)
-        ours = trainer_of(c, plan, Alone(plan.mesh, args.device))
+        ours = trainer_of(c, plan, SingleRank(plan.mesh, args.device))
         plain = PlainLoop(c, args.device, ours.weights.master)
         for k in (1, 2):  # warm-up; the losses agree
             a, b = ours.step(k)["loss"], plain.step(k)

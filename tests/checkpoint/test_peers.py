@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from platform.checkpoint.blocks.box import Box
-from platform.checkpoint.blocks.placement import LARGEST_ROW, HeldTensor, group_by_holders, planned
+from platform.checkpoint.blocks.placement import LARGEST_ROW, HeldTensor, group_by_holders, planned_tensors
 from platform.checkpoint.in_memory.copies import Copy, copies, kept_bytes
 from platform.checkpoint.in_memory.recover import is_recoverable, keepers, lost_to
 from platform.planning.make_plan import make_plan
@@ -115,7 +115,7 @@ def test_the_load_is_even():
 @pytest.mark.parametrize("plan", [name for name in PLANS if name != "serial"])
 def test_every_plan_survives_the_loss_of_a_worker_and_of_a_node(plan):
     made = make_plan(configure(layers=4, **PLANS[plan]))
-    state = [held for kind, dtype in KINDS.items() for held in planned(made, kind, dtype)]
+    state = [held for kind, dtype in KINDS.items() for held in planned_tensors(made, kind, dtype)]
     size = made.mesh.size
     for domains in ([0] * size, [rank * 2 // size for rank in range(size)], [rank % 2 for rank in range(size)]):
         home = homes(domains)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from platform.checkpoint.blocks.placement import blocks, planned, shares
+from platform.checkpoint.blocks.placement import local_blocks, planned_tensors, shares
 from platform.checkpoint.storage.catalogue import load_manifest
 from platform.checkpoint.storage.manifest import Manifest
 from platform.checkpoint.storage.storage import Storage, open_storage
@@ -72,11 +72,11 @@ def job(model: str, name: str) -> Job:
     holds: dict[str, list] = {}
     for rank, kind in product(range(p.mesh.size), KINDS):
         shapes = {q.name: torch.empty(p.master_shape(q), device="meta") for q in p.parameters}
-        for block in blocks(p, kind, shapes, p.mesh.coordinates(rank)):
+        for block in local_blocks(p, kind, shapes, p.mesh.coordinates(rank)):
             assert block.tensor.shape == block.box.extent
             holds.setdefault(block.name, []).append((rank, block.box))
     made = Job(tensors(model), holds, p.mesh.size)
-    assert made.state == [held for kind, dtype in KINDS.items() for held in planned(p, kind, dtype)]
+    assert made.state == [held for kind, dtype in KINDS.items() for held in planned_tensors(p, kind, dtype)]
     return made
 
 

@@ -12,7 +12,7 @@ from platform.checkpoint.blocks.placement import Block
 from platform.checkpoint.in_memory.copies import copies
 from platform.checkpoint.in_memory.recover import lost_to, recover, surviving
 from platform.checkpoint.in_memory.snapshots import RankSnapshots, Snapshot
-from platform.parallel.communicator.base import Alone
+from platform.parallel.communicator.base import SingleRank
 from platform.plan.language.mesh import Mesh
 from tests.checkpoint.job import Job, values
 from tests.checkpoint.test_peers import SHAPES
@@ -31,7 +31,7 @@ def small_pieces(monkeypatch):
 
 def on_all(world_size: int, work) -> list:
     mesh = Mesh.of({"data": world_size})
-    return [work(Alone(mesh))] if world_size == 1 else run_threads(mesh, work)
+    return [work(SingleRank(mesh))] if world_size == 1 else run_threads(mesh, work)
 
 
 def hold(jobs: list[Job], domains: list[int]) -> list[RankSnapshots]:
@@ -105,7 +105,7 @@ def test_what_fails_while_it_is_held_leaves_the_step_before():
         assert memory.steps == [1]
     jobs[1].check(pass_to(jobs[1], jobs[1].state, {0: memory.at(1)}, 1 << 20))
     memory.keep_only(1)
-    memory.hold(2, jobs[2].blocks(0), {}, Alone(Mesh.of({"data": 1})).transfer)
+    memory.hold(2, jobs[2].blocks(0), {}, SingleRank(Mesh.of({"data": 1})).transfer)
     assert memory.steps == [1, 2]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from platform.config.fields import Model as ModelConfig
 from platform.model import register_model
 from platform.model.blocks import STD, Attention, Embedding, Head, StackSpecs, dim_sizes, embedding_table
-from platform.model.branches import Branches, different
+from platform.model.branches import Branches, pointwise_per_branch
 from platform.plan.language.ops import Spec
 
 FUNCTIONS = ("gelu", "relu", "silu", "tanh")
@@ -53,7 +53,7 @@ class Branched:
 class Mixed(Branched):
     def branched(self, ops, x):
         functions = [FUNCTIONS[i % len(FUNCTIONS)] for i in range(self.config.heads)]
-        return ops.pointwise("add", x, self.branches(ops, x, different(functions, INNER)))
+        return ops.pointwise("add", x, self.branches(ops, x, pointwise_per_branch(functions, INNER)))
 
 
 class Grouped(Branched):

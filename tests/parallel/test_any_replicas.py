@@ -10,7 +10,7 @@ import torch
 from platform.checkpoint.storage.catalogue import begin, commit, load_manifest
 from platform.checkpoint.storage.manifest import Meta
 from platform.checkpoint.storage.storage import open_storage
-from platform.parallel.communicator.base import Alone
+from platform.parallel.communicator.base import SingleRank
 from platform.parallel.parallel_ops import ParallelOps
 from platform.plan.reports.describe import describe
 from platform.plan.schedule.generators import SCHEDULES
@@ -105,7 +105,7 @@ def trained(c, steps, start: str = "", end: str = "", storage=None) -> list[floa
             tensors.update({h.name: h.shape for h in state.held})
         return found, state.values()
 
-    ranks = [work(Alone(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, work)
+    ranks = [work(SingleRank(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, work)
     assert all(found == ranks[0][0] for found, _ in ranks)
     if end:
         values = {"optimizer": ranks[0][1]}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from platform.model import build_model
-from platform.parallel.communicator.base import Alone
+from platform.parallel.communicator.base import SingleRank
 from platform.parallel.parallel_ops import PassPosition
 from platform.plan.memory.worker_bytes import saved_for_backward, weight_bytes
 from platform.planning.make_plan import make_plan
@@ -52,7 +52,7 @@ def measured(c) -> tuple[Any, list[int]]:
     plan = make_plan(c)
     trainer = lambda communicator: trainer_of(c, plan, communicator)  # noqa: E731
     if plan.mesh.size == 1:
-        return plan, [measure(trainer(Alone(plan.mesh)), c.seed)]
+        return plan, [measure(trainer(SingleRank(plan.mesh)), c.seed)]
     return plan, run_threads(plan.mesh, lambda communicator: measure(trainer(communicator), c.seed))
 
 

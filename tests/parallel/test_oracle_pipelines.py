@@ -10,7 +10,7 @@ from math import prod
 import pytest
 from torch.autograd.graph import get_gradient_edge
 
-from platform.parallel.communicator.base import Alone
+from platform.parallel.communicator.base import SingleRank
 from platform.parallel.pipeline import PipelineExecutor
 from platform.plan.core.step_collectives import communication
 from platform.plan.schedule.simulate import simulate
@@ -205,7 +205,7 @@ def test_evaluation_and_text_are_those_of_one_process(schedule):
             trainer = trainer_of(c, plan, communicator)
             return trainer.evaluate()["val_loss"], trainer.sample(6, "ab")
 
-        return run_threads(plan.mesh, run_) if plan.mesh.size > 1 else [run_(Alone(plan.mesh))]
+        return run_threads(plan.mesh, run_) if plan.mesh.size > 1 else [run_(SingleRank(plan.mesh))]
 
     c = configure(microbatch=4, **MODELS["t5"])
     ((loss, text),) = work(c, make_plan(c))

@@ -12,7 +12,7 @@ import torch
 
 from platform.checkpoint.blocks.placement import Block
 from platform.checkpoint.in_memory.snapshots import RankSnapshots
-from platform.parallel.communicator.base import Alone, Communicator
+from platform.parallel.communicator.base import Communicator, SingleRank
 from platform.plan.language.mesh import Mesh
 from platform.planning.make_plan import make_plan
 from platform.train.recovery.source import find_source, gathering, take_seats, who_has
@@ -68,7 +68,7 @@ def ranks(name: str, work) -> list:
         torch.set_num_threads(1)
         return work(trainer_of(c, plan, communicator), communicator)
 
-    return [one(Alone(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, one)
+    return [one(SingleRank(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, one)
 
 
 def numbers(trainer, step: int) -> tuple[float, float]:

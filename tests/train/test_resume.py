@@ -16,7 +16,7 @@ from platform.checkpoint.storage.catalogue import begin, commit, load_manifest
 from platform.checkpoint.storage.manifest import Meta
 from platform.checkpoint.storage.storage import open_storage
 from platform.config.fields import Config
-from platform.parallel.communicator.base import Alone, Communicator
+from platform.parallel.communicator.base import Communicator, SingleRank
 from platform.planning.make_plan import make_plan
 from platform.train.step.training_state import State
 from tests.oracle import configure, trainer_of
@@ -113,7 +113,7 @@ def ranks(c: Config, work) -> list[Part]:
         work(State(trainer), part, trainer)
         return part
 
-    return [one(Alone(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, one)
+    return [one(SingleRank(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, one)
 
 
 def whole(blocks_of_ranks: list[list[Block]], shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:

@@ -59,7 +59,7 @@ class HeldTensor:
         return DTYPES[self.dtype].itemsize
 
 
-def planned(plan: Plan, kind: str, dtype: torch.dtype) -> list[HeldTensor]:
+def planned_tensors(plan: Plan, kind: str, dtype: torch.dtype) -> list[HeldTensor]:
     """Return who holds what, under the plan, of state laid out like the master copies: these (`kind` = model) or a
     moment of the optimizer. The tensors are named KIND.PARAMETER."""
     ranks = [(rank, plan.mesh.coordinates(rank)) for rank in range(plan.mesh.size)]
@@ -73,8 +73,8 @@ def planned(plan: Plan, kind: str, dtype: torch.dtype) -> list[HeldTensor]:
     return out
 
 
-def blocks(plan: Plan, kind: str, tensors: Mapping[str, Tensor], coordinates: Mapping[str, int]) -> list[Block]:
-    """Return views of the local tensors of the rank at `coordinates` as its blocks of the `planned` tensors. `tensors`:
+def local_blocks(plan: Plan, kind: str, tensors: Mapping[str, Tensor], coordinates: Mapping[str, int]) -> list[Block]:
+    """Return views of the local tensors of the rank at `coordinates` as its blocks of the `planned_tensors`. `tensors`:
     by parameter, each of `plan.master_shape`."""
     out = []
     for p in plan.parameters:

@@ -115,8 +115,7 @@ def verify(storage: Storage, directory: str) -> Manifest:
 
 
 def _check(storage: Storage, directory: str, manifest: Manifest) -> None:
-    if faults := manifest.faults():
-        raise Refused(faults[0] + (f", and {len(faults) - 1} more" if faults[1:] else ""))
+    manifests.refuse(manifest.faults())
     there = storage.list(directory)
     for name, size in manifest.files.items():
         if there.get(name) != size:

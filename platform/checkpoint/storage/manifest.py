@@ -218,5 +218,10 @@ def check_against(manifest: Manifest, tensors: Mapping[str, Sequence[int]]) -> N
         for n, shape in tensors.items()
         if n in manifest.tensors and manifest.tensors[n].shape != tuple(shape)
     ]
-    if wrong:
-        raise Refused(wrong[0] + (f", and {len(wrong) - 1} more" if wrong[1:] else ""))
+    refuse(wrong)
+
+
+def refuse(faults: Sequence[str]) -> None:
+    """Raise Refused with the first of the faults and the number of the others, if there is any."""
+    if faults:
+        raise Refused(faults[0] + (f", and {len(faults) - 1} more" if faults[1:] else ""))

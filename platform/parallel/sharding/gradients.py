@@ -34,7 +34,7 @@ def _buckets(parameters: Sequence[Parameter], tensors: Mapping[str, Tensor]) -> 
         yield bucket
 
 
-class Reduction:
+class GradientReduction:
     """Deferred reductions of partial gradients in progress: every bucket's first collective is issued at once.
 
     `gradients`: parameter name -> gradient summed over the microbatches, shaped as the compute copy, of some or all

@@ -27,7 +27,7 @@ from platform.parallel.kernels.einsum import Deferred
 from platform.parallel.parallel_ops import ParallelOps, PassPosition
 from platform.parallel.pipeline import Forward, PipelineExecutor, sum_tied
 from platform.parallel.sharding import gradients
-from platform.parallel.sharding.gradients import Reduction
+from platform.parallel.sharding.gradients import GradientReduction
 from platform.plan.core.chunks import Chunk
 from platform.plan.core.plan import Plan
 from platform.plan.schedule.rows import Rows
@@ -107,7 +107,7 @@ class Trainer:
             with clock.section("optimizer"):
                 lr = learning_rate(self.config.optimizer, step, self.config.train.steps)
                 self.weights.drop_gradients() if skipped else self._update(norm, lr)
-        seconds, spans = clock.read_spans()
+        seconds, spans = clock.read()
         report = {
             "step": step,
             "loss": loss,
@@ -137,7 +137,7 @@ class Trainer:
             total, square = self._sum_over_world(loss, squares + self._poison)
         return total / predicted, sqrt(square)
 
-    def _forward_backward(self, step: int) -> tuple[Tensor, int, list[Reduction]]:
+    def _forward_backward(self, step: int) -> tuple[Tensor, int, list[GradientReduction]]:
         """Accumulate this rank's gradient of the global mean loss. Returns its summed loss, the number of tokens over
         which the mean is taken, and the gradient reductions, which overlap the backward passes of other chunks."""
         first, end = (k * self.config.train.global_batch for k in (step - 1, step))
@@ -161,7 +161,7 @@ class Trainer:
             if done is not None:
                 complete = left.pop(done) - set().union(*left.values())
                 sums = {name: g for name, g in self.weights.sums.items() if name in complete}
-                reductions.append(Reduction(self.stage, self.communicator, sums))
+                reductions.append(GradientReduction(self.stage, self.communicator, sums))
 
         pipeline = self._pipeline(forward, accumulated)
         pipeline.run(self.rows.step)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from platform.boundary import schema
 from platform.boundary.schema import Known, Malformed
-from platform.checkpoint.blocks.placement import Block, HeldTensor, Share, blocks, planned, shares
+from platform.checkpoint.blocks.placement import Block, HeldTensor, Share, local_blocks, planned_tensors, shares
 from platform.checkpoint.in_memory.recover import recover
 from platform.checkpoint.in_memory.snapshots import Snapshot
 from platform.checkpoint.moves.reshard import restore
@@ -30,7 +30,7 @@ def held_of(config: Config, plan: Plan, device: torch.device | str = "cpu") -> l
     """List all tensors of a run's state, each with the ranks that keep its blocks."""
     dtype = DTYPES[plan.precision][1]
     moments, _ = state_of(config.optimizer, dtype, torch.device(device))
-    masters = planned(plan, "model", dtype)  # moments are laid out like them
+    masters = planned_tensors(plan, "model", dtype)  # moments are laid out like them
     return masters + [replace(h, name=kind + h.name.removeprefix("model")) for kind in moments for h in masters]
 
 
@@ -59,7 +59,7 @@ class State:
         for moment in self._moments:
             kinds[moment] = {n: self._of(w)[moment] for n, w in self._trainer.weights.owned.items()}
         here = self._communicator.coordinates
-        return [block for kind, tensors in kinds.items() for block in blocks(self._plan, kind, tensors, here)]
+        return [block for kind, tensors in kinds.items() for block in local_blocks(self._plan, kind, tensors, here)]
 
     def values(self) -> dict[str, float]:
         """Return the optimizer's numbers, plain data, equal for all parameters; {} on a rank without parameters."""

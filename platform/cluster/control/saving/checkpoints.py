@@ -66,6 +66,7 @@ class Checkpoints:
         self._corpus = ""
         self._own: set[str] = set()  # directories of the checkpoints that this driver made
         self._failed, self._failing = 0, 0.0  # failed saves in a row; time of the first one
+        self._why = ""  # reason of the last failed save
         self._told: dict[str, Any] = {}  # extra fields for the next event of the save under way
         if self._held and found:
             self._origin = origin(config, held=True)  # again, under the lease: an older driver could save and delete
