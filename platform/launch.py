@@ -227,10 +227,10 @@ def _planned(args: Namespace) -> list[tuple[list[str], Config, Plan]]:
 def prepare(config: Config, wrong: Sequence[str]) -> tuple[Plan | None, list[str]]:
     """Plan a job of which the mistakes `wrong` are known; return the plan, None if there is none, and all its mistakes.
     Settles parallel.data=-1 in `config`, so that workers make the same plan."""
-    from platform import data
+    from platform.data.corpus import check_data
     from platform.planning.make_plan import make_plan
 
-    lines = [*wrong] or [*wrong_surroundings(config), *data.check(config.data, vocab=config.model.vocab)]
+    lines = [*wrong] or [*wrong_surroundings(config), *check_data(config.data, vocab=config.model.vocab)]
     if any(key.startswith(PLANNED) for key in wrong_values(config)) or [*too_many_workers(config)]:
         return None, lines
     try:

@@ -9,7 +9,6 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from platform import data
 from platform.boundary.redaction import learned
 from platform.boundary.undo import missing, remove_empty
 from platform.cluster.control.forming.context import Run
@@ -26,6 +25,8 @@ from platform.cluster.run.directory import RunDirectory
 from platform.cluster.run.time_limit import seconds_left
 from platform.config.fields import Config, ConfigError, violation
 from platform.data import cache
+from platform.data.corpus import check_data, corpus_of
+from platform.data.sources import stdlib_bytes
 from platform.monitor import Journal, open_monitor
 from platform.plan.core.plan import Plan
 from platform.plan.core.plan_data import plan_summary
@@ -85,10 +86,10 @@ def _run(config: Config, plan: Plan, worker: str, signals: StopSignals, known: K
     if directory.finished(steps):
         known.say(f"already done: {steps} steps, in {directory.path}")
         return DONE
-    if mistakes := [*data.check(config.data, vocab=config.model.vocab), *_impossible(config, plan)]:
+    if mistakes := [*check_data(config.data, vocab=config.model.vocab), *_impossible(config, plan)]:
         raise ConfigError(mistakes)
     _check_memory(config, plan, config.cluster.device, known.say, stated=True)
-    if config.data.kind == "stdlib" and (line := demonstration(config, plan, data.stdlib_bytes(config.data))):
+    if config.data.kind == "stdlib" and (line := demonstration(config, plan, stdlib_bytes(config.data))):
         known.say(f"warning: {line}")
     size, spares, least = plan.mesh.size, config.elastic.spares, config.elastic.min_workers
     if config.cluster.kind != "ray" and not config.cluster.wait:  # refuse early: importing torch takes seconds
@@ -123,7 +124,7 @@ def _corpus(config: Config, say: Callable[[str], None]) -> str:
     made = missing(cache.root(config.data.cache))
     with _messages("platform.data", say):
         try:
-            return data.of(config).digest
+            return corpus_of(config).digest
         except ConfigError:
             remove_empty(made)
             raise

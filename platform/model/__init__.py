@@ -36,7 +36,7 @@ def register_model(
     allow_dims(dims)
 
 
-def build(config: ModelConfig) -> Any:
+def build_model(config: ModelConfig) -> Any:
     """Build the configured model. Raises ModelMistake in place of any error from a user's own model class."""
     with as_model_mistakes(MODELS[config.kind]):
         return MODELS[config.kind](config)

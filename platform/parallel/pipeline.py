@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from platform.parallel.communicator.base import Communicator, Handle
 from platform.parallel.kernels.einsum import Deferred
 from platform.parallel.sharding.convert import absent
-from platform.parallel.sharding.share import gather, scatter
+from platform.parallel.sharding.share import gather_parts, keep_part
 from platform.plan.core.chunks import Chunk, FlowSpecs
 from platform.plan.core.plan import Plan
 from platform.plan.schedule.table import BACKWARD, SENDS_IN_FLIGHT, Action, Kind, with_completed
@@ -40,7 +40,7 @@ class _Live:
 
 
 @dataclass
-class Pipeline:
+class PipelineExecutor:
     """Runs schedule rows on the rank of `communicator`, timing each action as a section. `plan`: that of its stage.
 
     `forward(chunk, microbatch, flow, deferred)` runs a model chunk on received activations and returns its output
@@ -127,32 +127,24 @@ class Pipeline:
             while live.deferred:
                 live.deferred.pop(0)()
 
-    def _send_forward(self, action: Action) -> None:
-        flow = self._flow.pop((action.chunk + 1, action.microbatch))
-        self._send(flow, self._chunks[action.chunk].sends, action.peer)
-
-    def _send_backward(self, action: Action) -> None:
-        gradients = self._gradients.pop((action.chunk - 1, action.microbatch))
-        self._send(gradients, self._chunks[action.chunk].receives, action.peer)
-
-    def _send(self, tensors: Mapping[str, Tensor], flow: FlowSpecs, peer: int | None) -> None:
-        assert peer is not None
+    def _send(self, way: str, action: Action) -> None:
+        assert action.peer is not None
+        chunk = self._chunks[action.chunk]
+        if way == "forward":
+            tensors, flow = self._flow.pop((chunk.number + 1, action.microbatch)), chunk.sends
+        else:
+            tensors, flow = self._gradients.pop((chunk.number - 1, action.microbatch)), chunk.receives
         for name, spec in self._present(flow):
-            axes, elements = self.plan.shared_axes(spec), self.plan.sent_elements(spec)
-            x = scatter(self.communicator, tensors[name], axes, elements)
-            self._sending.append(self.communicator.send(x, peer))
+            x = keep_part(self.communicator, tensors[name], self.plan.shared_axes(spec))
+            self._sending.append(self.communicator.send(x, action.peer))
         # Waiting here cannot deadlock: a schedule that would deadlock with blocking sends is refused.
         while len(self._sending) > SENDS_IN_FLIGHT:
             self._sending.popleft().wait()
 
-    def _receive_forward(self, action: Action) -> None:
-        self._receive("forward", action, self._chunks[action.chunk].receives)
-
-    def _receive_backward(self, action: Action) -> None:
-        self._receive("backward", action, self._chunks[action.chunk].sends)
-
-    def _receive(self, way: str, action: Action, flow: FlowSpecs) -> None:
+    def _receive(self, way: str, action: Action) -> None:
         assert action.peer is not None
+        chunk = self._chunks[action.chunk]
+        flow = chunk.receives if way == "forward" else chunk.sends
         shapes = {
             name: (self.plan.sent_elements(spec),) if self.plan.shared_axes(spec) else self.plan.local_shape(spec)
             for name, spec in self._present(flow)
@@ -167,7 +159,7 @@ class Pipeline:
         for name, spec in flow:
             if name in coming:
                 axes, shape = self.plan.shared_axes(spec), self.plan.local_shape(spec)
-                out[name] = gather(self.communicator, coming[name].wait(), axes, shape)
+                out[name] = gather_parts(self.communicator, coming[name].wait(), axes, shape)
             else:
                 out[name] = torch.empty(0, dtype=self.dtype, device=self.communicator.device)
         return out
@@ -179,15 +171,15 @@ class Pipeline:
 
 # Unbound and outside the instance: bound methods stored in it would form a reference cycle, which keeps its tensors
 # alive until Python's cycle collector runs.
-_ACTIONS: Mapping[Kind, Callable[[Pipeline, Action], None]] = {
-    Kind.FORWARD: Pipeline._forward,
-    Kind.BACKWARD: Pipeline._backward,
-    Kind.INPUT: Pipeline._input_gradient,
-    Kind.WEIGHT: Pipeline._weight_gradient,
-    Kind.SEND_F: Pipeline._send_forward,
-    Kind.RECV_F: Pipeline._receive_forward,
-    Kind.SEND_B: Pipeline._send_backward,
-    Kind.RECV_B: Pipeline._receive_backward,
+_ACTIONS: Mapping[Kind, Callable[[PipelineExecutor, Action], None]] = {
+    Kind.FORWARD: PipelineExecutor._forward,
+    Kind.BACKWARD: PipelineExecutor._backward,
+    Kind.INPUT: PipelineExecutor._input_gradient,
+    Kind.WEIGHT: PipelineExecutor._weight_gradient,
+    Kind.SEND_F: lambda self, action: self._send("forward", action),
+    Kind.RECV_F: lambda self, action: self._receive("forward", action),
+    Kind.SEND_B: lambda self, action: self._send("backward", action),
+    Kind.RECV_B: lambda self, action: self._receive("backward", action),
 }
 
 

@@ -9,8 +9,8 @@ from math import prod
 
 from platform.config.fields import Config, ConfigError, closest, violation
 from platform.config.layout_map import axes_of
-from platform.model import build as build_model
-from platform.optimizer.whole import splits
+from platform.model import build_model as build_model
+from platform.optimizer.whole import split_violations
 from platform.plan.communication.legality import IllegalPlan
 from platform.plan.core.build import build
 from platform.plan.core.plan import Plan
@@ -71,7 +71,7 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
         meshes = [str(m).replace("'", "") for m in islice(_legal_meshes(config, data), MESHES_SHOWN)]
         also = f"; tensor.axes of as many workers that do: {' or '.join(meshes)}" if meshes else ""
         raise ConfigError([*lines, last + also]) from None
-    if refused := list(splits(config, plan)):
+    if refused := list(split_violations(config, plan)):
         raise ConfigError(refused)
     return plan
 

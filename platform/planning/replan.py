@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from platform.config.fields import Config
 from platform.config.layout_map import axes_of
-from platform.model import build as build_model
+from platform.model import build_model as build_model
 from platform.plan.communication.legality import IllegalPlan
 from platform.plan.core.build import build
 from platform.plan.core.plan import Plan

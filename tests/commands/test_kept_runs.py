@@ -14,7 +14,7 @@ import torch
 
 from platform.checkpoint.moves.reshard import read_tensor
 from platform.checkpoint.storage.catalogue import attempts, verify
-from platform.checkpoint.storage.storage import Storage, connect
+from platform.checkpoint.storage.storage import Storage, open_storage
 from platform.monitor import Journal, MetricsLog
 from tests.commands.test_end_to_end import command, in_this_process
 
@@ -48,7 +48,7 @@ def equals_the_uninterrupted(run: Path, kept: Path, tmp_path: Path, typed: list[
         for key in numbers:
             assert found[step][key] == pytest.approx(want[key], rel=1e-9, abs=0), (step, key)
         assert (found[step]["samples"], found[step]["tokens"]) == (want["samples"], want["tokens"])
-    here, there = (newest(connect(str(where / "checkpoints"))) for where in (run, whole))
+    here, there = (newest(open_storage(str(where / "checkpoints"))) for where in (run, whole))
     assert here.keys() == there.keys()
     for name, tensor in there.items():
         assert torch.allclose(here[name], tensor, rtol=1e-8, atol=1e-11), name

@@ -17,7 +17,7 @@ import torch
 
 from platform.checkpoint.moves.reshard import read_tensor
 from platform.checkpoint.storage.catalogue import attempts, find, verify
-from platform.checkpoint.storage.storage import connect
+from platform.checkpoint.storage.storage import open_storage
 from platform.monitor import Journal, MetricsLog
 from tests.commands.test_end_to_end import QUICK, SMALL, TIMEOUT
 from tests.doubles import killer
@@ -50,7 +50,7 @@ class Run:
 
     @property
     def storage(self):
-        return connect(str(self.directory / "checkpoints"))
+        return open_storage(str(self.directory / "checkpoints"))
 
     def journal(self) -> list[dict]:
         path = self.directory / "journal.jsonl"

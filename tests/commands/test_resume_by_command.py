@@ -17,7 +17,7 @@ import torch
 
 from platform.checkpoint.moves.reshard import read_tensor
 from platform.checkpoint.storage.catalogue import attempts, verify
-from platform.checkpoint.storage.storage import Storage, connect
+from platform.checkpoint.storage.storage import Storage, open_storage
 from platform.launch import compose, main
 from platform.monitor import Journal, MetricsLog
 from platform.optimizer.learning_rate import learning_rate
@@ -74,7 +74,7 @@ def test_two_halves_under_two_plans_are_the_whole(tmp_path, through):
 @pytest.mark.parametrize("start", [pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.full]), "torchrun"])
 def test_ray_and_torchrun_go_on_and_save_too(tmp_path, through, start):
     """From what one worker saved after step 4, two that are started so go on, and what they save after step 5 holds."""
-    storage = connect(str(through / "checkpoints"))
+    storage = open_storage(str(through / "checkpoints"))
     fourth, fifth, _ = checkpoints(storage)
     origin = f"checkpoint.resume={through}/checkpoints/{fourth}"
     here = ["tensor=1d", "tensor.axes.t=2", STEPS, "train.stop_at=5", origin, "run.dir=run"]
@@ -87,7 +87,7 @@ def test_ray_and_torchrun_go_on_and_save_too(tmp_path, through, start):
         assert done.returncode == 0, done.stdout + done.stderr
     assert "continues after step 4" in done.stdout
     assert numbers(tmp_path / "run") == [pytest.approx(numbers(through)[4], rel=1e-10, abs=0)]
-    saved = connect(str(tmp_path / "run" / "checkpoints"))
+    saved = open_storage(str(tmp_path / "run" / "checkpoints"))
     [mine] = checkpoints(saved)
     found, wanted = verify(saved, mine), verify(storage, fifth)
     assert len(found.files) == 2 and found.tensors.keys() == wanted.tensors.keys()

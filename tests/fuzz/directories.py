@@ -16,7 +16,7 @@ from platform.boundary.schema import Malformed
 from platform.checkpoint.storage import catalogue
 from platform.checkpoint.storage.catalogue import find, verify
 from platform.checkpoint.storage.lease import Lease
-from platform.checkpoint.storage.storage import connect
+from platform.checkpoint.storage.storage import open_storage
 from platform.cluster.run import traces
 from platform.cluster.run.directory import RunDirectory
 from platform.config.fields import Config, ConfigError
@@ -116,7 +116,7 @@ def kinds(world: World, draw: Random) -> None:
 def leases(world: World, draw: Random) -> None:
     """Names beside a lease: whoever takes it holds it, and no file of others is deleted."""
     with TemporaryDirectory(dir=world.root) as folder:
-        root, storage = Path(folder), connect(folder)
+        root, storage = Path(folder), open_storage(folder)
         mine = b"lease-%06d-%08x" % (draw.choice([1, 7, 999_999, 10**9, 10**17]), draw.getrandbits(32))
         odd = [
             b"lease-1-deadbeef",
@@ -138,7 +138,7 @@ def listings(world: World, draw: Random) -> None:
     """Broken entries among checkpoints: the good ones are found, and stay."""
     with TemporaryDirectory(dir=world.root) as folder:
         shutil.copytree(world.storage.root, folder, dirs_exist_ok=True)
-        storage, within = connect(folder), draw.random() < 0.4
+        storage, within = open_storage(folder), draw.random() < 0.4
         there = {a.step: a.directory for a in catalogue.attempts(storage)}
         close = [
             b"step-00000002-000009-abcdef",

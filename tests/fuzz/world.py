@@ -13,10 +13,10 @@ from platform.checkpoint.interchange import export_safetensors
 from platform.checkpoint.moves.reshard import read_tensor
 from platform.checkpoint.storage import manifest as manifests
 from platform.checkpoint.storage.catalogue import verify
-from platform.checkpoint.storage.storage import connect
+from platform.checkpoint.storage.storage import open_storage
 from platform.cluster.run.directory import RunDirectory
 from platform.config.fields import Config, ConfigError, Data
-from platform.data import prepare
+from platform.data.corpus import open_corpus
 from platform.monitor import Journal, MetricsLog
 from tests.harness.storage_job import Job, values
 
@@ -29,7 +29,7 @@ class World:
 
     def __init__(self, root: Path):
         self.root = root
-        self.storage = connect(str(root / "checkpoints"))
+        self.storage = open_storage(str(root / "checkpoints"))
         first = Job.whole(values(SHAPES, 1), 2)
         first.save(self.storage, 1)
         self.directory = Job.whole(values(SHAPES, 2), 2).save(self.storage, 2)
@@ -50,7 +50,7 @@ class World:
         self.text = root / "text.txt"
         self.text.write_text("".join(f"line {i} of {i * i} sheep\n" for i in range(200)))
         self.data = Data(kind="text", path=str(self.text), validation=0.2, cache=str(root / "cache"))
-        prepare(self.data, **SIZES)
+        open_corpus(self.data, **SIZES)
         (self.entry,) = (root / "cache").iterdir()
 
     def _record(self) -> None:

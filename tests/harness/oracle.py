@@ -16,7 +16,7 @@ from torch import Tensor
 from platform.config.fields import Branch, Config, Pipeline
 from platform.config.fields import Model as ModelConfig
 from platform.config.fields import Tensor as TensorConfig
-from platform.parallel.communicator.base import Alone, Communicator, Launch
+from platform.parallel.communicator.base import Communicator, Launch, SingleRank
 from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import communication
 from platform.plan.schedule.rows import stage_rows
@@ -169,7 +169,7 @@ def run(c: Config, plan: Plan | None = None) -> tuple[Plan, list[Result]]:
     """All ranks of a plan, as threads."""
     plan = plan or make_plan(c)
     if plan.mesh.size == 1:
-        return plan, [compute(c, plan, Alone(plan.mesh))]
+        return plan, [compute(c, plan, SingleRank(plan.mesh))]
     return plan, run_threads(plan.mesh, lambda communicator: compute(c, plan, communicator))
 
 

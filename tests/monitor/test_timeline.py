@@ -108,11 +108,11 @@ def test_a_clock_reads_every_section_and_what_is_inside_it():
             pass
         with clock.section("inner"):
             pass
-    seconds, (a, b, outer) = clock.read_spans()
+    seconds, (a, b, outer) = clock.read()
     assert [name for name, _, _ in (a, b, outer)] == ["inner", "inner", "outer"]
     assert 0.0 == outer[1] <= a[1] <= a[2] <= b[1] <= b[2] <= outer[2]
     assert seconds["outer"] + seconds["inner"] == pytest.approx(outer[2])
-    assert clock.read_spans() == ({}, [])
+    assert clock.read() == ({}, [])
 
 
 @pytest.mark.parametrize("kind", ["none", "zb_h1"])

@@ -16,6 +16,7 @@ from platform.boundary.redaction import bare, learn_urls
 from platform.config.fields import ConfigError, violation
 from platform.config.surroundings import wrong_protocol
 
+_NOTE = 4096  # bytes of a note that are read
 UNKNOWN = -1  # size of an entry that cannot be inspected: a dangling link, no permission
 
 
@@ -38,7 +39,17 @@ class Storage(Protocol):
         """Delete a file, or a directory with everything in it; do nothing if there is none."""
 
 
-def connect(url: str, key: str = "checkpoint.url") -> Storage:
+def read_note(storage: Storage, path: str) -> str:
+    """Return the beginning of a file for people as one printable line."""
+    return documents.line(storage.read(path, 0, _NOTE))
+
+
+def write_note(storage: Storage, path: str, text: str) -> None:
+    """Write a line for people."""
+    storage.write(path, [memoryview(f"{text}\n".encode())])
+
+
+def open_storage(url: str, key: str = "checkpoint.url") -> Storage:
     """Open the storage at a path or fsspec URL. Raises ConfigError, naming `key`, if it cannot be used."""
     learn_urls(url)  # its secrets are then redacted from whatever its client reports
     if reason := wrong_protocol(url, key == "checkpoint.url"):

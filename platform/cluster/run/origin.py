@@ -11,9 +11,9 @@ from pathlib import Path
 from platform.boundary.redaction import bare
 from platform.boundary.schema import Malformed
 from platform.boundary.undo import missing, remove_empty
-from platform.checkpoint.storage.catalogue import find, load
+from platform.checkpoint.storage.catalogue import find, load_manifest
 from platform.checkpoint.storage.manifest import Manifest, Refused
-from platform.checkpoint.storage.storage import Local, Storage, connect
+from platform.checkpoint.storage.storage import Local, Storage, open_storage
 from platform.cluster.run import traces
 from platform.config.execution import RESUME
 from platform.config.fields import Config, ConfigError, violation
@@ -31,7 +31,7 @@ class Origin:
     directory: str | None
     manifest: Manifest | None
     refused: tuple[tuple[str, str], ...] = ()
-    sound: tuple[str, ...] = ()  # see `platform.checkpoint.Found`
+    sound: tuple[str, ...] = ()  # see `platform.checkpoint.storage.catalogue.Selection`
 
 
 def origin(config: Config, *, held: bool = False, over: bool = False) -> Origin | None:
@@ -50,7 +50,7 @@ def origin(config: Config, *, held: bool = False, over: bool = False) -> Origin 
     where = os.path.join(storage.url, name) if name else storage.url
     try:
         if name:
-            found = Origin(storage, name, load(storage, name))
+            found = Origin(storage, name, load_manifest(storage, name))
         else:
             found = Origin(storage, **vars(find(storage, deep=False, mark=held)))
     except (Refused, OSError) as error:
@@ -99,7 +99,7 @@ def answering(url: str, key: str) -> Storage:
 
     def ask() -> None:
         try:
-            storage = connect(url, key)
+            storage = open_storage(url, key)
             storage.list("")
             found.append(storage)
         except BaseException as error:

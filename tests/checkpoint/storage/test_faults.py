@@ -18,10 +18,10 @@ import pytest
 from platform.checkpoint.storage import catalogue
 from platform.checkpoint.storage import manifest as manifests
 from platform.checkpoint.storage import storage as storage_module
-from platform.checkpoint.storage.catalogue import find, load, verify
+from platform.checkpoint.storage.catalogue import find, load_manifest, verify
 from platform.checkpoint.storage.manifest import Corrupt, Manifest, Refused
 from platform.checkpoint.storage.saver import Saver
-from platform.checkpoint.storage.storage import Storage, connect
+from platform.checkpoint.storage.storage import Storage, open_storage
 from tests.doubles import faulty_os as faults
 from tests.doubles.faulty_os import FaultyOs, Killed
 from tests.harness.storage_job import Job, meta, values
@@ -33,7 +33,7 @@ SHAPES = {"a": (6, 4), "b": (5,), "c": ()}
 def small_and_fast(monkeypatch):
     """No real fsync; and small tensors are cut as large ones are."""
     monkeypatch.setattr(storage_module, "os", FaultyOs())
-    monkeypatch.setattr("platform.checkpoint.blocks.placement.GRANULE", 16)
+    monkeypatch.setattr("platform.checkpoint.blocks.placement.LARGEST_ROW", 16)
 
 
 @cache
@@ -53,7 +53,7 @@ def newest(storage) -> int:
 @pytest.fixture
 def storage(tmp_path):
     """With a checkpoint of step 1."""
-    storage = connect(str(tmp_path / "checkpoints"))
+    storage = open_storage(str(tmp_path / "checkpoints"))
     job(1).save(storage, 1)
     return storage
 
@@ -68,8 +68,8 @@ def copies(tmp_path) -> Callable[..., Storage]:
         if steps not in made:
             made[steps] = tmp_path / f"steps {steps}"
             for step in steps:
-                job(step).save(connect(str(made[steps])), step)
-        return connect(str(copytree(made[steps], tmp_path / str(next(number)))))
+                job(step).save(open_storage(str(made[steps])), step)
+        return open_storage(str(copytree(made[steps], tmp_path / str(next(number)))))
 
     return copy
 
@@ -151,7 +151,7 @@ def test_a_failure_at_every_operation_of_pruning(copies, kind):
         assert newest(storage) == 3 and not find(storage).refused
         for directory in storage.list(""):
             with suppress(Refused):
-                assert not load(storage, directory).faults()
+                assert not load_manifest(storage, directory).faults()
         catalogue.prune(storage, last=1)
         assert [name[:13] for name in storage.list("")] == ["step-00000003"]
         at, fired = at + 1, system.fired
@@ -310,7 +310,7 @@ def test_a_sealed_manifest_is_still_checked(storage, what):
     directory = job(2).save(storage, 2)
     rewrite(storage, directory, change)
     with pytest.raises(Corrupt, match=reason):
-        load(storage, directory)
+        load_manifest(storage, directory)
     assert newest(storage) == 1
 
 
@@ -430,7 +430,7 @@ def test_what_cannot_be_read_today_is_passed_over_and_not_marked(storage, file):
     assert newest(Unreadable(storage, f"{directory}/{file}")) == 1
     assert newest(storage) == 2
     with pytest.raises(OSError, match="Input/output error"):
-        job(2).restore(Unreadable(storage, "blocks-00001.bin"), directory, load(storage, directory))
+        job(2).restore(Unreadable(storage, "blocks-00001.bin"), directory, load_manifest(storage, directory))
 
 
 def test_a_quarantine_can_be_lifted(storage):
@@ -454,7 +454,7 @@ def test_a_quarantine_can_be_lifted(storage):
 )
 def test_retention(steps, last, every, gone):
     complete = [catalogue.Attempt(100 - i, step, "") for i, step in enumerate(steps)]
-    found = catalogue.superseded(complete, last, every)
+    found = catalogue.dispensable(complete, last, every)
     assert [a.step for a in found] == gone
     assert complete[:1] not in ([a] for a in found)
     if steps == [9, 4, 4, 2]:

@@ -9,7 +9,7 @@ import yaml
 
 from platform.checkpoint.storage.catalogue import begin, commit
 from platform.checkpoint.storage.manifest import Meta
-from platform.checkpoint.storage.storage import connect
+from platform.checkpoint.storage.storage import open_storage
 from platform.cluster.control.saving.checkpoints import Checkpoints
 from platform.cluster.run.directory import RunDirectory
 from platform.cluster.run.origin import origin
@@ -147,7 +147,7 @@ def did(config, *, journal: int = 0, metrics: int = 0, event: str = "first_step"
 
 
 def stored(config, step: int = 2) -> str:
-    storage = connect(str(Path(config.run.dir, "checkpoints")))
+    storage = open_storage(str(Path(config.run.dir, "checkpoints")))
     directory = begin(storage, step)
     meta = {"step": step, "samples": 8, "seed": 0, "corpus": "c", "identity": identity(config), "configuration": ""}
     commit(storage, directory, {}, [], Meta(**meta, plan={}))

@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from platform.model import build
+from platform.model import build_model
 from platform.plan.core.step_collectives import communication, step_collectives
 from platform.plan.language.layout import at_zero
 from platform.plan.reports.describe import describe
@@ -31,7 +31,7 @@ def configured(scheme, axes, branch_axes, **more):
 
 
 def explained(c, plan):
-    return explain(plan, build(c.model), moments=2, workers_per_node=2)
+    return explain(plan, build_model(c.model), moments=2, workers_per_node=2)
 
 
 @pytest.mark.parametrize(("case", "zero"), [*((case, 0) for case in CASES), (CASES[0], 1), (CASES[1], 3)], ids=str)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from platform.config.fields import Config
-from platform.parallel.communicator.base import Alone
+from platform.parallel.communicator.base import SingleRank
 from platform.plan.core.step_collectives import groups as needed_groups
 from platform.planning.make_plan import make_plan
 from platform.train.step.faults import Fault
@@ -50,7 +50,7 @@ def on_all_ranks(c: Config, work) -> list:
     def start(communicator):
         return work(trainer_of(c, plan, communicator))
 
-    return [start(Alone(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, start)
+    return [start(SingleRank(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, start)
 
 
 class Recorder(Tokens):

@@ -18,7 +18,7 @@ from platform.cluster.crew.base.failures import GaveUp, Reform
 from platform.cluster.crew.base.job import Job
 from platform.config.fields import ConfigError
 from platform.monitor import Timeline
-from platform.optimizer.optimizers import warm
+from platform.optimizer.optimizers import warm_up
 from platform.plan.core.plan import Plan
 from platform.plan.core.plan_data import digest, plan_summary
 from platform.plan.memory.hardware import dense_bf16_peak
@@ -62,7 +62,7 @@ class Former:
         self._formed = self._tried = False  # a mesh was formed; a restore from storage was tried
         self._shown = run.plan  # the plan that the user has seen
         if run.config.elastic.snapshot_every:
-            warm(run.config.optimizer)
+            warm_up(run.config.optimizer)
 
     def form(self, crew: Crew) -> Generation:
         """Form the next generation. Raises WorkerFailed, Reform, GaveUp, Stopped; the first time also ConfigError."""

@@ -17,7 +17,7 @@ from platform.checkpoint.storage.catalogue import find, quarantine
 from platform.checkpoint.storage.lease import Lease
 from platform.checkpoint.storage.manifest import Meta
 from platform.checkpoint.storage.saver import Saver
-from platform.checkpoint.storage.storage import connect
+from platform.checkpoint.storage.storage import open_storage
 from platform.cluster.control.saving.cadence import Cadence
 from platform.cluster.crew.base.crew import Crew
 from platform.cluster.crew.base.failures import GaveUp
@@ -48,7 +48,7 @@ class Checkpoints:
 
     def __init__(self, config: Config, plan: Plan, found: Origin | None, journal: Journal, say: Callable[[str], None]):
         self._config, self.plan, self._origin, self._journal, self._say = config, plan, found, journal, say
-        self._storage = connect(places.home(config))
+        self._storage = open_storage(places.home(config))
         lease = (
             Lease.take(self._storage, f"process {os.getpid()} on {socket.gethostname()}")
             if places.saves(config)
@@ -66,6 +66,7 @@ class Checkpoints:
         self._corpus = ""
         self._own: set[str] = set()  # directories of the checkpoints that this driver made
         self._failed, self._failing = 0, 0.0  # failed saves in a row; time of the first one
+        self._why = ""  # reason of the last failed save
         self._told: dict[str, Any] = {}  # extra fields for the next event of the save under way
         if self._held and found:
             self._origin = origin(config, held=True)  # again, under the lease: an older driver could save and delete
