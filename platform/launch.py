@@ -13,13 +13,13 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from platform.boundary.redaction import forget, learn_urls, redact, shielded
-from platform.boundary.terminal import say, settle
+from platform.boundary.redaction import forget_secrets, redact, register_url_secrets, shielded
+from platform.boundary.terminal import flush_streams, print_line
 from platform.cluster.crew.base.signals import Stopped, StopSignals
-from platform.composition.arguments import experiment_of, explain, jobs_of, rewrite, typed_values
-from platform.composition.composer import CONF, Composer, opened
+from platform.composition.arguments import experiment_of, jobs_of, rewrite, translate_error, typed_values
+from platform.composition.composer import CONF, Composer, open_composer
 from platform.config.bounds import impossible_values, wrong_values
-from platform.config.checks import absent_ranks, slices, too_many_workers, violations
+from platform.config.checks import absent_ranks, slices_heads, too_many_workers, wrong_configuration
 from platform.config.execution import RESUME
 from platform.config.extensions import load_extensions
 from platform.config.fields import Config, ConfigError, closest, violation
@@ -55,8 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from hydra._internal.utils import get_args_parser  # accepts all of Hydra's own flags
 
     own, argv = argv is None, list(sys.argv[1:] if argv is None else argv)
-    forget()
-    learn_urls(argv)
+    forget_secrets()
+    register_url_secrets(argv)
     if own:
         sys.argv[1:] = redact(argv)  # libraries such as W&B record sys.argv
     parser = get_args_parser()
@@ -89,7 +89,7 @@ def compose(overrides: Sequence[str], config_dir: str | None = None) -> Config:
 
     Raises ConfigError with one line for each argument that Hydra refuses and each illegal value.
     """
-    with opened(config_dir) as composer:
+    with open_composer(config_dir) as composer:
         config, lines, _ = _compose(composer, overrides)
     if lines:
         raise ConfigError(lines)
@@ -100,22 +100,22 @@ def _compose(composer: Composer, arguments: Sequence[str]) -> tuple[Config, list
     """Return the configuration, one line per mistake in it, and True if planning it is safe."""
     load_extensions(_words(typed_values(arguments).get("extend")))  # first: other arguments may name what they register
     config, accepted, refused = composer.load(arguments)
-    lines = [explain(argument, error) for argument, error in refused]
-    lines += _settle(config, accepted)
+    lines = [translate_error(argument, error) for argument, error in refused]
+    lines += _complete(config, accepted)
     plannable = not any(key.startswith(PLANNED) for key in wrong_values(config)) and not [*too_many_workers(config)]
     if any(type(error).__name__ == "MissingConfigException" for _, error in refused):
         lines += impossible_values(config)  # relations between keys depend on the missing file: not checked
     else:
-        lines += violations(config)
+        lines += wrong_configuration(config)
     return config, list(dict.fromkeys(lines)), plannable
 
 
-def _settle(config: Config, arguments: Sequence[str]) -> list[str]:
+def _complete(config: Config, arguments: Sequence[str]) -> list[str]:
     """Complete `config` in place: import the user's modules, drop settings that an experiment made for another scheme,
     parse `tensor.layout`, and make the paths absolute.
 
-    Typed settings are kept, so that `violations` can refuse them. Returns one line per mistake found on the way; some
-    of them can only be seen by comparing with `arguments`.
+    Typed settings are kept, so that `wrong_configuration` can refuse them. Returns one line per mistake found on the
+    way; some of them can only be seen by comparing with `arguments`.
     """
     typed = typed_values(arguments)
     lines = load_extensions(config.extend)
@@ -132,7 +132,7 @@ def _settle(config: Config, arguments: Sequence[str]) -> list[str]:
     tensor.axes = _own_axes("tensor", tensor.axes, declared, typed)
     tensor.order = list(dict.fromkeys([*tensor.order, *tensor.axes])) if tensor.scheme == "layout" else declared
     branch.axes = _own_axes("branch", branch.axes, [] if branch.kind == "none" else list(branch.axes), typed)
-    if "branch.slice_via" not in typed and not slices(branch):
+    if "branch.slice_via" not in typed and not slices_heads(branch):
         branch.slice_via = "all_to_all"
     warmup, steps = config.optimizer.warmup_steps, config.train.steps
     if "optimizer.warmup_steps" in typed and warmup > steps >= 1:  # untyped it is legal: the run was shortened
@@ -188,12 +188,12 @@ def _run(args: Namespace) -> int:
         with StopSignals():
             jobs = _planned(args)
     except Stopped as stopped:
-        say(f"stopped by {stopped}: nothing was done; the same command does it")
+        print_line(f"stopped by {stopped}: nothing was done; the same command does it")
         return STOPPED
     statuses = []
     for number, (arguments, config, plan) in enumerate(jobs, 1):
         if len(jobs) > 1:
-            say(f"job {number} of {len(jobs)}: {' '.join(arguments)}")
+            print_line(f"job {number} of {len(jobs)}: {' '.join(arguments)}")
         statuses.append(_train(config, plan, command_of(arguments, args.config_dir)))
         if statuses[-1] == STOPPED:  # the stop is meant for the whole command, not for one job
             break
@@ -210,7 +210,7 @@ def _planned(args: Namespace) -> list[tuple[list[str], Config, Plan]]:
 
     jobs: list[tuple[list[str], Config, Plan]] = []
     lines: list[str] = []
-    with opened(args.config_dir) as composer:
+    with open_composer(args.config_dir) as composer:
         for arguments in jobs_of(args.overrides, args.multirun):
             config, wrong, plannable = _compose(composer, arguments)
             if experiment_of(arguments) is None:
@@ -274,7 +274,7 @@ def command_of(arguments: Sequence[str], config_dir: str | None = None) -> Comma
 
 def _refuse(error: ConfigError) -> int:
     for line in "\n".join(error.violations).split("\n"):
-        say(f"config: {line}", sys.stderr)
+        print_line(f"config: {line}", sys.stderr)
     return REFUSED
 
 
@@ -282,7 +282,7 @@ def _show(args: Namespace) -> int:
     """Print the resolved configuration (`--cfg job`), or one group of it (`--package GROUP`), without secrets."""
     from omegaconf import OmegaConf
 
-    with opened(args.config_dir) as composer:
+    with open_composer(args.config_dir) as composer:
         config, lines, _ = _compose(composer, args.overrides)
     if lines:
         raise ConfigError(lines)
@@ -298,7 +298,7 @@ def _inform(argv: Sequence[str], args: Namespace) -> int:
     """Let Hydra answer --help, --hydra-help, --info, --cfg hydra and --cfg all, or shell completion."""
     import hydra
 
-    with opened(args.config_dir) as composer:
+    with open_composer(args.config_dir) as composer:
         if not args.shell_completion:
             _, lines, _ = _compose(composer, args.overrides)
             if lines:
@@ -322,5 +322,5 @@ def _inform(argv: Sequence[str], args: Namespace) -> int:
 
 if __name__ == "__main__":
     status = main()
-    settle()
+    flush_streams()
     sys.exit(status)

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 from platform.boundary import documents, schema
-from platform.boundary.schema import Known, Malformed, Span, Text
+from platform.boundary.schema import Malformed, OpenMap, Span, Text
 from platform.config.fields import ConfigError
 
 _META = "meta.json"
@@ -68,7 +68,7 @@ def fetch(
 
 
 def sha256(file: Path) -> str:
-    with documents.opened(file) as stream:
+    with documents.open_regular(file) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
@@ -90,7 +90,7 @@ class _File:
 class _Meta:
     """File meta.json of an entry: its description, of which `files` is checked, and the description's hash."""
 
-    content: Annotated[dict[str, Any], Known((("files", dict[_Name, _File]),), ("files",))]
+    content: Annotated[dict[str, Any], OpenMap((("files", dict[_Name, _File]),), ("files",))]
     sha256: str
 
 
@@ -120,7 +120,7 @@ def _fits(check: Callable[[Path, dict[str, Any]], None], folder: Path, descripti
 
 
 def _tell(folder: Path, error: Exception) -> None:
-    logger.info("%s is built again: %s", folder, documents.line(str(error).encode(errors="replace")))
+    logger.info("%s is built again: %s", folder, documents.one_line(str(error).encode(errors="replace")))
 
 
 def _hash(content: dict[str, Any]) -> str:

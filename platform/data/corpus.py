@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from platform.boundary import schema
-from platform.boundary.schema import Known, Malformed, OneOf, Span
-from platform.config.fields import Config, ConfigError, Data, digest, objective_of
+from platform.boundary.schema import Malformed, OneOf, OpenMap, Span
+from platform.config.fields import Config, ConfigError, Data, objective_of, short_hash
 from platform.data import cache, pairs, sources, synthetic, tokenizer
 from platform.data.objectives import OBJECTIVES, Objective
 from platform.data.permutation import mix, order
@@ -140,7 +140,7 @@ def held_out(sizes: Sequence[int], fraction: float) -> set[int]:
 def _synthetic(data: Data, objective: Objective, vocab: int, seed: int) -> Corpus:
     return Corpus(
         vocab=vocab,
-        digest=digest(["synthetic", _FORMAT, vocab, seed]),
+        digest=short_hash(["synthetic", _FORMAT, vocab, seed]),
         objective=objective,
         seed=seed,
         streams={split: synthetic.Stream(seed, i, vocab) for i, split in enumerate(("train", "validation"))},
@@ -160,7 +160,7 @@ def _text(data: Data, objective: Objective, vocab: int, seed: int) -> Corpus:
     bpe = tokenizer.load(entry / "tokenizer.json")
     return Corpus(
         vocab=bpe.get_vocab_size(),
-        digest=digest([key, meta["files"]["tokens.bin"]]),
+        digest=short_hash([key, meta["files"]["tokens.bin"]]),
         objective=objective,
         seed=seed,
         streams={split: tokens[start:end] for split, (start, end) in meta["splits"].items()},
@@ -183,7 +183,7 @@ def _pairs(data: Data, objective: Objective, vocab: int, seed: int) -> Corpus:
         place, pair = place + length, pair + count
     return Corpus(
         vocab=bpe.get_vocab_size(),
-        digest=digest([key, meta["files"]["tokens.bin"]]),
+        digest=short_hash([key, meta["files"]["tokens.bin"]]),
         objective=objective,
         seed=seed,
         streams=streams,
@@ -194,9 +194,9 @@ def _pairs(data: Data, objective: Objective, vocab: int, seed: int) -> Corpus:
 
 def _check(folder: Path, meta: dict[str, Any], vocab: int) -> None:
     """Raise Malformed for an entry that `_build` or `_build_pairs` cannot have made, even if its hashes hold."""
-    known = Known((("dtype", _DTYPE), ("splits", dict[_SPLIT, tuple[_PLACE, _PLACE]])), ("dtype", "splits"))
+    known = OpenMap((("dtype", _DTYPE), ("splits", dict[_SPLIT, tuple[_PLACE, _PLACE]])), ("dtype", "splits"))
     schema.read(Annotated[dict[str, Any], known], meta)
-    schema.read(Annotated[dict[str, Any], Known((), ("tokens.bin", "tokenizer.json"))], meta["files"])
+    schema.read(Annotated[dict[str, Any], OpenMap((), ("tokens.bin", "tokenizer.json"))], meta["files"])
     dtype = np.dtype(meta["dtype"])
     try:
         entries: int = tokenizer.load(folder / "tokenizer.json").get_vocab_size()

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from platform.boundary.redaction import bare
+from platform.boundary.redaction import bare_url
 from platform.checkpoint.storage import catalogue
 from platform.checkpoint.storage.catalogue import find, load
 from platform.checkpoint.storage.storage import connect
@@ -94,7 +94,7 @@ def test_a_storage_that_cannot_be_had_is_refused_by_name(monkeypatch):
     )
     with pytest.raises(ConfigError, match=missing):
         connect("s3://bucket/run")
-    assert bare("ftp://user:secret@host/path") == "ftp://host/path"
+    assert bare_url("ftp://user:secret@host/path") == "ftp://host/path"
     assert connect("memory://user:secret@b/c").url == "memory://b/c"
 
 

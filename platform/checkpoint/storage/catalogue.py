@@ -92,7 +92,7 @@ def load(storage: Storage, directory: str) -> Manifest:
     """
     names = storage.list(directory)
     if BAD in names:
-        raise Refused(f"quarantined: {documents.line(storage.read(f'{directory}/{BAD}', 0, _NOTE))}")
+        raise Refused(f"quarantined: {documents.one_line(storage.read(f'{directory}/{BAD}', 0, _NOTE))}")
     if manifests.NAME not in names:
         raise Refused(f"incomplete, or not a checkpoint: it has no {manifests.NAME}")
     if names[manifests.NAME] > manifests.LARGEST:

@@ -59,7 +59,7 @@ class Lease:
 
     def _holder(self, name: str) -> str:
         with suppress(OSError):
-            return f"{documents.line(self._storage.read(name, 0, _NOTE))} ({name})"
+            return f"{documents.one_line(self._storage.read(name, 0, _NOTE))} ({name})"
         return name
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from platform.boundary.redaction import redact
-from platform.boundary.terminal import say
+from platform.boundary.terminal import print_line
 from platform.monitor.records import records
 from platform.monitor.records.json_lines import JsonLines
 
@@ -20,7 +20,7 @@ class Journal:
     Opening an existing journal cuts a torn last line and continues from its last generation; a new one is at 0.
     """
 
-    def __init__(self, path: Path | str, tell: Callable[[str], None] = say):
+    def __init__(self, path: Path | str, tell: Callable[[str], None] = print_line):
         """Open or create the file. `tell`: see JsonLines, which also keeps the events that cannot be written."""
         self.path = Path(path)
         self._lines = JsonLines(path, tell)
