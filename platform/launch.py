@@ -11,9 +11,16 @@ import os
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from platform.boundary.redaction import forget_secrets, redact, register_url_secrets, shielded
+from platform.boundary.redaction import (
+    forget_secrets,
+    known_secrets,
+    own_secrets,
+    redact,
+    register_url_secrets,
+    shielded,
+)
 from platform.boundary.terminal import flush_streams, print_line
 from platform.cluster.crew.base.signals import Stopped, StopSignals
 from platform.composition.arguments import experiment_of, jobs_of, rewrite, translate_error, typed_values
@@ -191,49 +198,68 @@ def _run(args: Namespace) -> int:
         print_line(f"stopped by {stopped}: nothing was done; the same command does it")
         return STOPPED
     statuses = []
-    for number, (arguments, config, plan) in enumerate(jobs, 1):
+    for number, job in enumerate(jobs, 1):
         if len(jobs) > 1:
-            print_line(f"job {number} of {len(jobs)}: {' '.join(arguments)}")
-        statuses.append(_train(config, plan, command_of(arguments, args.config_dir)))
+            print_line(f"job {number} of {len(jobs)}: {' '.join(job.arguments)}")
+        with own_secrets(job.secrets):
+            statuses.append(_train(job.config, job.plan, command_of(job.arguments, args.config_dir)))
         if statuses[-1] == STOPPED:  # the stop is meant for the whole command, not for one job
             break
     return max(statuses, key=SEVERITY.index)
 
 
-def _planned(args: Namespace) -> list[tuple[list[str], Config, Plan]]:
-    """Compose and plan every job of a command; return (arguments, configuration, plan) of each.
+class Job(NamedTuple):
+    """Run that a command starts."""
 
-    Raises ConfigError with the mistakes of all jobs.
-    """
-    from platform import data
-    from platform.planning.make_plan import make_plan
+    arguments: list[str]
+    config: Config
+    plan: Plan
+    secrets: dict[str, str]  # its own, so that it is the same run as that of its arguments alone
 
-    jobs: list[tuple[list[str], Config, Plan]] = []
+
+def _planned(args: Namespace) -> list[Job]:
+    """Compose and plan every job of a command. Raises ConfigError with the mistakes of all jobs."""
+    jobs: list[Job] = []
     lines: list[str] = []
     with open_composer(args.config_dir) as composer:
         for arguments in jobs_of(args.overrides, args.multirun):
-            config, wrong, plannable = _compose(composer, arguments)
-            if experiment_of(arguments) is None:
-                names = composer.options("experiment")
-                wrong.insert(0, f"experiment: none is chosen; write +experiment=NAME, NAME one of {', '.join(names)}")
-            lines += wrong or [*wrong_surroundings(config), *data.check(config.data, vocab=config.model.vocab)]
-            if not plannable:
-                continue
-            try:
-                plan = make_plan(config, _workers(config))
-                lines += absent_ranks(config, plan.mesh.size)
-                config.parallel.data = plan.mesh.axes["data"]  # resolves -1: workers make the same plan
-                jobs.append((arguments, config, plan))
-            except ConfigError as error:
-                lines += error.violations
-            except Exception:
-                if not wrong:  # otherwise an illegal value, reported already, may have broken the planner
-                    raise
-    directories = [config.run.dir for _, config, _ in jobs]
+            with own_secrets():
+                register_url_secrets(arguments)
+                wrong, job = _plan_job(composer, arguments)
+            lines += wrong
+            jobs += [job] if job else []
+    directories = [job.config.run.dir for job in jobs]
     lines += [f"run.dir={d}: several jobs of the sweep share it" for d in directories if directories.count(d) > 1]
     if lines:
         raise ConfigError(list(dict.fromkeys(lines)))
     return jobs
+
+
+def _plan_job(composer: Composer, arguments: list[str]) -> tuple[list[str], Job | None]:
+    """Return one line per mistake in a job, and the job if it has a plan."""
+    from platform import data
+    from platform.planning.make_plan import make_plan
+
+    config, lines, plannable = _compose(composer, arguments)
+    if experiment_of(arguments) is None:
+        names = composer.options("experiment")
+        lines.insert(0, f"experiment: none is chosen; write +experiment=NAME, NAME one of {', '.join(names)}")
+    wrong = bool(lines)
+    if not wrong:
+        lines = [*wrong_surroundings(config), *data.check(config.data, vocab=config.model.vocab)]
+    if not plannable:
+        return lines, None
+    try:
+        plan = make_plan(config, _workers(config))
+    except ConfigError as error:
+        return [*lines, *error.violations], None
+    except Exception:
+        if wrong:  # an illegal value, reported already, may have broken the planner
+            return lines, None
+        raise
+    lines += absent_ranks(config, plan.mesh.size)
+    config.parallel.data = plan.mesh.axes["data"]  # resolves -1: workers make the same plan
+    return lines, Job(arguments, config, plan, known_secrets())
 
 
 def _workers(config: Config) -> int | None:

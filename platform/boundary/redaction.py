@@ -146,6 +146,21 @@ def forget_secrets() -> None:
     _known.clear()
 
 
+@contextmanager
+def own_secrets(secrets: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Know only these secrets, and those registered within the context, until it ends; then all again.
+
+    What `redact` makes of a text is then the same whatever the process did before.
+    """
+    others = known_secrets()
+    _known.clear()
+    _known.update(secrets or {})
+    try:
+        yield
+    finally:
+        _known.update(others)
+
+
 class Shield:
     """Text stream that redacts what is written to it."""
 

@@ -197,8 +197,8 @@ def _planned(arguments: list[str], keys: list[str]) -> tuple[bool, float]:
         return False, 0.0
     except Exception as error:
         raise AssertionError(f"{type(error).__name__}: {error} for {arguments!a}") from error
-    [(_, config, plan)] = jobs
-    return True, SECONDS_PER_LAYER * config.model.layers + SECONDS_PER_MICROBATCH * plan.microbatches
+    [job] = jobs
+    return True, SECONDS_PER_LAYER * job.config.model.layers + SECONDS_PER_MICROBATCH * job.plan.microbatches
 
 
 def _command(arguments: list[str]) -> bool:
