@@ -25,14 +25,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from platform.boundary.redaction import HIDDEN, learn_urls, shielded
+from platform.boundary.redaction import REDACTED, register_url_secrets, shielded
 from platform.boundary.schema import Malformed
 from platform.cluster.run import traces
 from platform.cluster.run.callbacks import CallbackGuard, Callbacks
 from platform.cluster.run.commands import Command
 from platform.composition.composer import CONF
-from platform.config.bounds import leaves
-from platform.config.checks import violations
+from platform.config.bounds import flat_values
+from platform.config.checks import wrong_configuration
 from platform.config.fields import Config, ConfigError, violation
 from platform.data.sources import register_source
 from platform.launch import DONE, STOPPED, prepare
@@ -96,7 +96,7 @@ def compose(*overrides: str, experiment: str = "", config_dir: str | os.PathLike
 def plan(config: Config, workers: int | None = None) -> Plan:
     """Return the plan that `python -m platform.plan` prints: which block of each tensor lies on which rank, and all
     that a step communicates. `workers`: their number, for parallel.data=-1. Starts nothing. Raises ConfigError."""
-    if lines := violations(config):
+    if lines := wrong_configuration(config):
         raise ConfigError(lines)
     return make_plan(config, workers)
 
@@ -113,9 +113,9 @@ def run(config: Config, callbacks: Callbacks | None = None) -> Result:
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("run() handles signals: call it from the main thread")
     config, guard = deepcopy(config), CallbackGuard(callbacks or Callbacks())
-    learn_urls(config.to_dict())
+    register_url_secrets(config.to_dict())
     with shielded(sys.stdout, sys.stderr):
-        made, lines = prepare(config, violations(config))
+        made, lines = prepare(config, wrong_configuration(config))
         if lines or not made:
             raise ConfigError(lines)
         from platform.cluster import driver
@@ -145,8 +145,10 @@ def _stored(directory: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
     if config is None:
         raise ConfigError(violation("run.dir", directory, "holds no run", ["the run directory of an earlier run"]))
     given = {override.partition("=")[0].lstrip("+") for override in overrides}
-    hidden = [key for key, value in leaves(config).items() if HIDDEN in str(value) and key not in given]
-    if lines := [violation(key, HIDDEN, "a secret, which config.yaml does not hold: give it again") for key in hidden]:
+    hidden = [key for key, value in flat_values(config).items() if REDACTED in str(value) and key not in given]
+    if lines := [
+        violation(key, REDACTED, "a secret, which config.yaml does not hold: give it again") for key in hidden
+    ]:
         raise ConfigError(lines)
     config.run.dir, config.checkpoint.resume = str(directory), "auto"
     return config.to_dict()

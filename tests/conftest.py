@@ -63,9 +63,9 @@ def root() -> Path:
 @pytest.fixture(autouse=True)
 def as_a_new_process():
     """Forgets the secrets of the commands that earlier tests gave in this process."""
-    from platform.boundary.redaction import forget
+    from platform.boundary.redaction import forget_secrets
 
-    forget()
+    forget_secrets()
 
 
 @pytest.fixture(scope="session")

@@ -149,7 +149,7 @@ def _import(given: argparse.Namespace) -> int:
     except (Refused, OSError):
         raise
     except Exception as error:  # the libraries raise their own for what they cannot parse
-        reason = documents.line(f"{type(error).__name__}: {error}".encode(errors="replace"))
+        reason = documents.one_line(f"{type(error).__name__}: {error}".encode(errors="replace"))
         raise Refused(f"{given.source} does not hold {given.format}: {reason}") from None
     print(f"{storage.url}/{directory}")
     return 0

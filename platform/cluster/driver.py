@@ -9,8 +9,8 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from platform.boundary.redaction import learned
-from platform.boundary.undo import missing, remove_empty
+from platform.boundary.redaction import known_secrets
+from platform.boundary.undo import missing_directories, remove_empty
 from platform.cluster.control.forming.context import Run
 from platform.cluster.crew.base.job import WORKER, Job
 from platform.cluster.crew.base.signals import Stopped, StopSignals
@@ -121,7 +121,7 @@ def _run(config: Config, plan: Plan, worker: str, signals: StopSignals, known: K
 def _corpus(config: Config, say: Callable[[str], None]) -> str:
     """Open the corpus, before any lease, W&B run or worker exists, and return its digest; workers then find its tokens
     in the cache. Raises ConfigError for an error inside a file, and then leaves no empty directories behind."""
-    made = missing(cache.root(config.data.cache))
+    made = missing_directories(cache.root(config.data.cache))
     with _messages("platform.data", say):
         try:
             return corpus_of(config).digest
@@ -165,7 +165,7 @@ def _drive(
         coordinates=[plan.mesh.coordinates(rank) for rank in range(plan.mesh.size)],
         device=secured.device,
         run_dir=known.directory.path,
-        secrets=learned(),
+        secrets=known_secrets(),
         worker=worker,
     )
     report(changed, journal, monitor.say)

@@ -15,7 +15,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from platform.boundary.redaction import redact
-from platform.boundary.terminal import say
+from platform.boundary.terminal import print_line
 from platform.cluster.crew.base.failures import GaveUp, NoPlaces, WorkerFailed
 from platform.cluster.crew.base.signals import Stopped
 from platform.config.fields import Config
@@ -53,7 +53,7 @@ class Known:
 
     def say(self, text: str) -> None:
         """Send a message to the user: through the monitor if it is open, else to the terminal."""
-        (self.monitor.say if self.monitor else say)(text)
+        (self.monitor.say if self.monitor else print_line)(text)
 
     @property
     def done(self) -> int:
@@ -184,5 +184,5 @@ def _write_down(error: BaseException, known: Known) -> str:
             file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S}\n{text}")
         return str(log)
     except OSError:
-        say(text, sys.stderr)
+        print_line(text, sys.stderr)
         return "above"

@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from platform.config.bounds import KEYS, leaves, not_built
+from platform.config.bounds import KEYS, flat_values, not_built
 from platform.config.durations import nearest_rhythms
 from platform.config.fields import SHOWN, Config, ConfigError, closest, printable, violation
 
@@ -153,7 +153,7 @@ def experiment_of(arguments: Sequence[str]) -> str | None:
 _KINDS = {"Integer": "an integer", "Float": "a number"}
 
 
-def explain(argument: str, error: Exception) -> str:
+def translate_error(argument: str, error: Exception) -> str:
     """Translate an error of Hydra or OmegaConf about one argument into one line for the user."""
     from hydra.core.global_hydra import GlobalHydra
 
@@ -199,13 +199,13 @@ def explain(argument: str, error: Exception) -> str:
 
 def _default(key: str) -> list[Any]:
     """Return the default of a key as a list of one; [] if there is no such key or its default is empty."""
-    value = leaves(Config()).get(key)
+    value = flat_values(Config()).get(key)
     return [str(value).lower() if isinstance(value, bool) else value] if value or value == 0 else []
 
 
 def _similar_keys(key: str) -> list[str]:
     """Return up to three keys or groups that the user may have meant: similar as a whole, or in their last part."""
-    known = [*vars(Config()), *leaves(Config())]
+    known = [*vars(Config()), *flat_values(Config())]
     whole = get_close_matches(key, known, n=3, cutoff=0.7)
     ends = get_close_matches(key.split(".")[-1], {name.split(".")[-1] for name in known}, n=3, cutoff=0.7)
     return list(dict.fromkeys([*whole, *(name for name in known if name.split(".")[-1] in ends)]))[:3]

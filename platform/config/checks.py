@@ -25,7 +25,7 @@ from platform.plan.memory.hardware import MEMORIES, memory_of
 from platform.plan.schedule.generators import ONE_CHUNK
 
 
-def violations(config: Config) -> list[str]:
+def wrong_configuration(config: Config) -> list[str]:
     """Return one line per mistake in a configuration; [] if there is none.
 
     Reads no file, device or cluster. A rule is skipped where one of the keys it relates is already wrong by itself.
@@ -76,13 +76,13 @@ def too_many_workers(config: Config) -> Iterator[str]:
         yield violation(longest, sizes[longest], constraint, legal)
 
 
-def _text(config: Config) -> Iterator[str]:
+def _sample(config: Config) -> Iterator[str]:
     if config.model.kind in ("encoder", "two_layer") and config.monitor.sample:
         constraint = f"model.kind={config.model.kind} generates no text"
         yield violation("monitor.sample", config.monitor.sample, constraint, [0])
 
 
-def _stop(config: Config) -> Iterator[str]:
+def _stop_at(config: Config) -> Iterator[str]:
     if config.train.stop_at > config.train.steps:
         constraint = f"must be <= train.steps={config.train.steps}"
         yield violation("train.stop_at", config.train.stop_at, constraint, [config.train.steps])
@@ -97,7 +97,7 @@ def _time_limit(config: Config) -> Iterator[str]:
         yield violation("run.time_limit", config.run.time_limit, KEYS["run.time_limit"].constraint, legal)
 
 
-def _every(config: Config) -> Iterator[str]:
+def _checkpoint_every(config: Config) -> Iterator[str]:
     every = config.checkpoint.every
     try:
         rhythm_of(every)
@@ -108,7 +108,7 @@ def _every(config: Config) -> Iterator[str]:
             yield violation("checkpoint.every", every, KEYS["checkpoint.every"].constraint, nearest_rhythms(every))
 
 
-def _elastic(config: Config) -> Iterator[str]:
+def _workers(config: Config) -> Iterator[str]:
     e = config.elastic
     if e.max_workers and e.max_workers < e.min_workers:
         constraint = f"must be 0 or >= elastic.min_workers={e.min_workers}"
@@ -155,14 +155,14 @@ def absent_ranks(config: Config, workers: int) -> Iterator[str]:
             yield violation("elastic.faults", fault, f"its rank must be below the {most} that the run has", [nearest])
 
 
-def _verify(config: Config) -> Iterator[str]:
+def _verify_every(config: Config) -> Iterator[str]:
     every = config.train.verify_every
     if every and config.parallel.zero == 3:
         constraint = "parallel.zero=3 keeps each weight once: there are no replicas to compare"
         yield violation("train.verify_every", every, constraint, [0])
 
 
-def _optimizer(config: Config) -> Iterator[str]:
+def _betas(config: Config) -> Iterator[str]:
     if len(config.optimizer.betas) != 2:
         yield violation("optimizer.betas", config.optimizer.betas, "must be two numbers", [[0.9, 0.95]])
 
@@ -240,12 +240,12 @@ def _branch(config: Config) -> Iterator[str]:
 
 def _slice_via(config: Config) -> Iterator[str]:
     branch = config.branch
-    if branch.slice_via != "all_to_all" and not slices(branch):
+    if branch.slice_via != "all_to_all" and not slices_heads(branch):
         constraint = f"branch={branch.kind} has no all-to-all that it would replace"
         yield violation("branch.slice_via", branch.slice_via, constraint, ["all_to_all"])
 
 
-def slices(branch: Branch) -> bool:
+def slices_heads(branch: Branch) -> bool:
     """Return True if this branch kind slices heads by all-to-all around attention, with the batch split before it."""
     return "core" in branch.append and "batch" in branch.append.get("attention", ())
 
@@ -271,13 +271,13 @@ RELATIONS: tuple[tuple[set[str], Callable[[Config], Iterator[str]]], ...] = (
     (set(), _replicas),
     ({"parallel.data", "pipeline.stages", "tensor.axes", "branch.axes"}, too_many_workers),
     ({"train.steps", "elastic.faults"}, _faults),
-    ({"model.kind", "monitor.sample"}, _text),
-    ({"train.steps", "train.stop_at"}, _stop),
+    ({"model.kind", "monitor.sample"}, _sample),
+    ({"train.steps", "train.stop_at"}, _stop_at),
     ({"run.time_limit"}, _time_limit),
-    ({"checkpoint.every"}, _every),
-    ({"elastic.min_workers", "elastic.max_workers"}, _elastic),
-    ({"train.verify_every", "parallel.zero"}, _verify),
-    ({"optimizer.betas"}, _optimizer),
+    ({"checkpoint.every"}, _checkpoint_every),
+    ({"elastic.min_workers", "elastic.max_workers"}, _workers),
+    ({"train.verify_every", "parallel.zero"}, _verify_every),
+    ({"optimizer.betas"}, _betas),
     ({"data.kind", "data.validation", "eval.every"}, _data),
     ({"data.kind", "data.objective", "model.kind", "model.length"}, _objective),
     ({"model.buckets", "model.distance"}, _buckets),

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 
-from platform.boundary.redaction import bare
+from platform.boundary.redaction import bare_url
 from platform.config.execution import RESUME
 from platform.config.fields import Config, violation
 
@@ -42,7 +42,7 @@ def wrong_surroundings(config: Config, environment: Mapping[str, str] | None = N
             lines.append(violation(key, path, reason, ["a directory that you can write to"]))
     for key, url in (("checkpoint.url", checkpoint.url), ("checkpoint.resume", checkpoint.resume)):
         if url not in ("", *RESUME) and (reason := wrong_protocol(url, key == "checkpoint.url")):
-            lines.append(violation(key, bare(url), reason, ["a path", "s3://BUCKET/PATH", "gs://BUCKET/PATH"]))
+            lines.append(violation(key, bare_url(url), reason, ["a path", "s3://BUCKET/PATH", "gs://BUCKET/PATH"]))
     for key, path in {**folders, "data.path": config.data.path}.items():
         if "://" in path:
             lines.append(violation(key, path, "must be a path; only checkpoints go to a URL", ["a path"]))

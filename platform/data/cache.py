@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 from platform.boundary import documents, schema
-from platform.boundary.schema import Known, Malformed, Span, Text
+from platform.boundary.schema import Malformed, OpenMap, Span, Text
 from platform.config.fields import ConfigError
 
 _META = "meta.json"
@@ -70,7 +70,7 @@ def fetch(
 
 
 def sha256(file: Path) -> str:
-    with documents.opened(file) as stream:
+    with documents.open_regular(file) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
@@ -92,7 +92,7 @@ class _File:
 class _Meta:
     """File meta.json of an entry: its description, of which `files` is checked, and the description's hash."""
 
-    content: Annotated[dict[str, Any], Known((("files", dict[_Name, _File]),), ("files",))]
+    content: Annotated[dict[str, Any], OpenMap((("files", dict[_Name, _File]),), ("files",))]
     sha256: str
 
 
@@ -110,7 +110,7 @@ def _verified(folder: Path, check: Check) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, Malformed) as error:
-        logger.info("%s is built again: %s", folder, documents.line(str(error).encode(errors="replace")))
+        logger.info("%s is built again: %s", folder, documents.one_line(str(error).encode(errors="replace")))
         return None
 
 

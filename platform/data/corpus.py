@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from platform.boundary import schema
-from platform.boundary.schema import Known, Malformed, OneOf, Span
-from platform.config.fields import Config, ConfigError, Data, digest, objective_of
+from platform.boundary.schema import Malformed, OneOf, OpenMap, Span
+from platform.config.fields import Config, ConfigError, Data, objective_of, short_hash
 from platform.data import cache, pairs, sources, synthetic, tokenizer
 from platform.data.objectives import OBJECTIVES, Objective
 from platform.data.permutation import mix, order
@@ -135,7 +135,7 @@ def held_out(sizes: Sequence[int], fraction: float) -> set[int]:
 def _synthetic(data: Data, objective: Objective, vocab: int, seed: int) -> Corpus:
     return Corpus(
         vocab=vocab,
-        digest=digest(["synthetic", _FORMAT, vocab, seed]),
+        digest=short_hash(["synthetic", _FORMAT, vocab, seed]),
         objective=objective,
         seed=seed,
         streams={split: synthetic.RandomTokens(seed, i, vocab) for i, split in enumerate(("train", "validation"))},
@@ -162,7 +162,7 @@ def _tokenised(data: Data, objective: Objective, vocab: int, seed: int) -> Corpu
     bpe = tokenizer.load_tokenizer(entry / "tokenizer.json")
     return Corpus(
         vocab=bpe.get_vocab_size(),
-        digest=digest([key, meta["files"]["tokens.bin"]]),
+        digest=short_hash([key, meta["files"]["tokens.bin"]]),
         objective=objective,
         seed=seed,
         streams=_streams(meta["splits"], tokens, ends),
@@ -188,7 +188,7 @@ class _Entry:
 
     dtype: Annotated[str, OneOf(("<u2", "<u4"), "type")]
     splits: dict[Annotated[str, OneOf(("train", "validation"), "split")], tuple[_PLACE, _PLACE]]
-    files: Annotated[dict[str, Any], Known((), ("tokens.bin", "tokenizer.json"))]
+    files: Annotated[dict[str, Any], OpenMap((), ("tokens.bin", "tokenizer.json"))]
 
 
 def _check(folder: Path, meta: dict[str, Any], vocab: int) -> None:

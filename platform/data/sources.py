@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from platform.boundary.documents import from_json, line, opened
+from platform.boundary.documents import from_json, one_line, open_regular
 from platform.boundary.schema import Malformed
 from platform.config.bounds import allow
 from platform.config.fields import ConfigError, Data
@@ -154,7 +154,7 @@ class Bounded:
 @contextmanager
 def open_unpacked(file: Path) -> Iterator[Bounded]:
     """Open a file, decompressed if it is in gzip format."""
-    with opened(file) as raw, io.BufferedReader(raw) as plain:
+    with open_regular(file) as raw, io.BufferedReader(raw) as plain:
         packed = plain.peek(2)[:2] == b"\x1f\x8b"
         stream = gzip.GzipFile(fileobj=plain) if packed else plain
         yield Bounded(cast(BinaryIO, stream), os.fstat(raw.fileno()).st_size)
@@ -166,7 +166,7 @@ def naming_file(file: Path) -> Iterator[None]:
     try:
         yield
     except (ConfigError, OSError, EOFError, zlib.error, UnicodeDecodeError, Malformed) as error:
-        reason = getattr(error, "strerror", None) or line(str(error).encode(errors="replace"))
+        reason = getattr(error, "strerror", None) or one_line(str(error).encode(errors="replace"))
         raise ConfigError(f"data.path={file}: {reason}") from None
 
 

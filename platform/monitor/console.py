@@ -86,7 +86,7 @@ class Console:
         return _duration((now - then) / (last - first) * (self._total - step)) if last > first else "~"
 
     def _write(self, text: str) -> None:
-        terminal.write(self._stream, redact(text))
+        terminal.write_text(self._stream, redact(text))
 
 
 def _duration(seconds: float) -> str:

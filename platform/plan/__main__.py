@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from math import inf
 
-from platform.boundary.redaction import learn_urls, shielded
+from platform.boundary.redaction import register_url_secrets, shielded
 from platform.config.fields import Config, ConfigError
 from platform.launch import REFUSED, compose
 from platform.model import build_model
@@ -36,7 +36,7 @@ def main() -> int:
     arguments = parser.parse_intermixed_args()
     if arguments.workers_per_node < 1:
         parser.error("--workers-per-node must be at least 1")
-    learn_urls(arguments.overrides)
+    register_url_secrets(arguments.overrides)
     with shielded(sys.stdout, sys.stderr):
         return _answer(arguments)
 

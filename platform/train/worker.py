@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from platform.boundary.terminal import say, tolerated
+from platform.boundary.terminal import print_line, tolerated
 from platform.checkpoint.in_memory.snapshots import RankSnapshots
 from platform.checkpoint.storage.catalogue import load_manifest
 from platform.checkpoint.storage.manifest import Corrupt, Refused
@@ -221,7 +221,7 @@ class Worker:
 
     def _write_launches(self, log: list[Launch]) -> None:
         path = self.run_dir / "logs" / f"launches-{self.rank}.jsonl"
-        with tolerated(say, str(path)):
+        with tolerated(print_line, str(path)):
             path.parent.mkdir(0o700, parents=True, exist_ok=True)
             with open(path, "a") as file:
                 file.writelines(json.dumps(vars(launch)) + "\n" for launch in log)

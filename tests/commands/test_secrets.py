@@ -13,7 +13,9 @@ from urllib.parse import quote
 import pytest
 import yaml
 
-from platform.launch import compose
+from platform.cluster import driver
+from platform.config.identity import identity
+from platform.launch import compose, main
 from platform.monitor import Journal
 from tests.commands.test_end_to_end import QUICK, in_this_process
 
@@ -151,6 +153,20 @@ def test_the_default_directory_tells_nothing_of_a_secret_and_is_stable(tmp_path,
         names.add(compose([*TINY, *typed]).run.dir)
     assert len(names) == 1, "whoever knows the rest could try passwords against the name"
     assert compose([*TINY, typed[0], "checkpoint.url=memory://store/other"]).run.dir not in names
+
+
+def test_a_job_of_a_sweep_is_the_run_of_the_same_command_alone(tmp_path, monkeypatch):
+    """Also where an earlier job reads as a secret what a later one types plainly."""
+    monkeypatch.chdir(tmp_path)
+    value = "plain" + "7" * 12
+    monkeypatch.setenv("A_SECRET", value)
+    ran = []
+    monkeypatch.setattr(driver, "run", lambda config, plan, **_: ran.append((config.run.dir, identity(config))) or 0)
+    plain = f"data.target_path=/{value}"
+    assert main(["-m", *TINY, "data.target_path=/${oc.env:A_SECRET}," + plain.partition("=")[2]]) == 0
+    assert main([*TINY, plain]) == 0
+    first, second, alone = ran
+    assert second == alone and first[0] != second[0] and value not in str(first)
 
 
 def test_a_directory_that_keeps_the_resolved_value_is_the_same_run(tmp_path, environment, monkeypatch):

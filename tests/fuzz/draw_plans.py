@@ -9,7 +9,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from platform.config.checks import slices
+from platform.config.checks import slices_heads
 from platform.config.fields import Branch, Config, Model, Parallel, Pipeline, Tensor
 from platform.plan.language.scheme import ROLES, compose_scheme
 from platform.plan.schedule.csv_file import to_csv
@@ -86,7 +86,7 @@ def _branched(r: Random, ranks: int) -> tuple[Tensor, Branch]:
     own = [factors.pop(0) for _ in range(r.choice((1, 1, 2)) if len(factors) > 1 else 1)]
     axes = dict(zip("gh", own, strict=False))
     branch = Branch(**read("branch", kind), axes=axes, order=r.choice(("inner", "outer")))
-    if slices(branch):
+    if slices_heads(branch):
         branch.slice_via = r.choice(("all_to_all", "all_gather"))
     tensor, _ = _shipped(r, prod(factors), ("serial", *SHIPPED) if prod(factors) > 1 else ("serial",))
     return tensor, branch

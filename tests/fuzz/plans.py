@@ -22,7 +22,7 @@ from torch import Tensor
 from platform.checkpoint.storage.catalogue import begin, commit, load_manifest
 from platform.checkpoint.storage.manifest import Meta
 from platform.checkpoint.storage.storage import Storage, open_storage
-from platform.config.checks import violations
+from platform.config.checks import wrong_configuration
 from platform.config.fields import Config, ConfigError
 from platform.parallel.communicator.base import Communicator, SingleRank
 from platform.plan.core.plan import Plan
@@ -86,7 +86,7 @@ def planned(configs: Sequence[Config]) -> list[Plan]:
     """Plan every configuration; [] where one is refused. Any other exception than ConfigError passes."""
     try:
         for c in configs:
-            if lines := violations(c):
+            if lines := wrong_configuration(c):
                 raise ConfigError(lines)
         return [make_plan(c) for c in configs]
     except ConfigError as error:

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Annotated, Any, NamedTuple
 
 from platform.boundary import documents, schema
-from platform.boundary.schema import Known, Malformed, Many, OneOf, Span, Text
+from platform.boundary.schema import Malformed, Many, OneOf, OpenMap, Span, Text
 from platform.checkpoint.blocks.box import Box, gaps
 from platform.checkpoint.blocks.placement import DTYPES, LARGEST_BLOCK
 
@@ -27,7 +27,7 @@ File = Annotated[str, Text(r"[A-Za-z0-9_-]{1,200}\.bin", "the name of a block fi
 Name = Annotated[str, Text(r"[^\x00-\x1f\x7f-\x9f]{1,1000}", "a name")]
 Type = Annotated[str, OneOf(tuple(DTYPES), "type")]
 TensorShape = Annotated[tuple[Annotated[int, Span(1, 1 << 48)], ...], Many(0, 16)]
-PLAN = Known((("mesh", dict[Name, Annotated[int, Span(1, 1 << 31)]]), ("scheme", str)))  # fields that are read
+PLAN = OpenMap((("mesh", dict[Name, Annotated[int, Span(1, 1 << 31)]]), ("scheme", str)))  # fields that are read
 
 
 class Refused(Exception):

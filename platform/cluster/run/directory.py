@@ -16,7 +16,7 @@ import yaml
 from platform.boundary import documents
 from platform.boundary.redaction import redact
 from platform.boundary.schema import Malformed
-from platform.boundary.undo import missing, remove_empty, remove_files
+from platform.boundary.undo import missing_directories, remove_empty, remove_files
 from platform.cluster.run import traces
 from platform.config.fields import Config, ConfigError, violation
 from platform.config.identity import identity, refusal
@@ -72,7 +72,7 @@ class RunDirectory:
 
         Raises ConfigError if the directory cannot be written, another driver is alive, or the identity differs.
         """
-        made, own_logs = missing(self.path), (self.path / "logs").exists()
+        made, own_logs = missing_directories(self.path), (self.path / "logs").exists()
         try:
             self.path.mkdir(0o700, parents=True, exist_ok=True)  # an existing directory keeps its mode
             (self.path / "logs").mkdir(0o700, exist_ok=True)
@@ -119,7 +119,7 @@ class RunDirectory:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            owner = documents.line(os.pread(lock, 1000, 0)) or "another process"
+            owner = documents.one_line(os.pread(lock, 1000, 0)) or "another process"
             raise self._refusal(f"in use by {owner}; wait for it, stop it, or name another directory") from None
         try:
             os.truncate(lock, 0)

@@ -8,9 +8,9 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from platform.boundary.redaction import bare
+from platform.boundary.redaction import bare_url
 from platform.boundary.schema import Malformed
-from platform.boundary.undo import missing, remove_empty
+from platform.boundary.undo import missing_directories, remove_empty
 from platform.checkpoint.storage.catalogue import find, load_manifest
 from platform.checkpoint.storage.manifest import Manifest, Refused
 from platform.checkpoint.storage.storage import Local, Storage, open_storage
@@ -81,7 +81,7 @@ def traced(config: Config) -> int:
 def check_writable(config: Config) -> None:
     """Raise ConfigError if checkpoints cannot be written: writes a probe file to the storage and removes it again."""
     storage = answering(places.home(config), "checkpoint.url")
-    made = missing(storage.root) if isinstance(storage, Local) else []
+    made = missing_directories(storage.root) if isinstance(storage, Local) else []
     name = f".probe-{secrets.token_hex(4)}"
     try:
         storage.write(name, [memoryview(b"x")])
@@ -113,5 +113,5 @@ def answering(url: str, key: str) -> Storage:
         raise outcome
     if isinstance(outcome, BaseException):
         reason = f"cannot be reached: {outcome}"
-        raise ConfigError(violation(key, bare(url), reason, ["a path"])) from None
+        raise ConfigError(violation(key, bare_url(url), reason, ["a path"])) from None
     return outcome

@@ -19,7 +19,7 @@ _DONE = ("first_step", "checkpoint", "restored", "rolled_back", "unsaved", "done
 def configuration(directory: Path) -> Config | None:
     """Return the configuration that the run had last, None if the directory holds no run. Raises Malformed, OSError."""
     try:
-        found: Config = schema.read(Config, documents.from_yaml(documents.content(directory / CONFIG)))
+        found: Config = schema.read(Config, documents.from_yaml(documents.read_bytes(directory / CONFIG)))
         return found
     except FileNotFoundError:
         return None
@@ -30,7 +30,7 @@ def faults(directory: Path) -> list[str]:
     lines = []
     for name in (CONFIG, PLAN, JOURNAL, METRICS, LOCK):
         try:
-            documents.opened(directory / name).close()
+            documents.open_regular(directory / name).close()
             if name == JOURNAL:
                 list(events(directory))
             elif name == METRICS:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from platform.boundary.redaction import redact
-from platform.boundary.terminal import say
+from platform.boundary.terminal import print_line
 from platform.monitor.records import records
 from platform.monitor.records.json_lines import JsonLines
 
@@ -23,7 +23,7 @@ class Journal:
     def __init__(
         self,
         path: Path | str,
-        tell: Callable[[str], None] = say,
+        tell: Callable[[str], None] = print_line,
         on_event: Callable[[dict[str, Any]], None] = lambda entry: None,
     ):
         """Open or create the file. `tell`: see JsonLines, which also keeps the events that cannot be written.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from platform.boundary import documents, schema
-from platform.boundary.schema import Known, Malformed, Span, Text
+from platform.boundary.schema import Malformed, OpenMap, Span, Text
 
 LARGEST = 16 << 20  # bytes of a line: the event `formed` lists every worker
 _TAIL = 1 << 20  # bytes that are read to find the last lines
@@ -31,14 +31,14 @@ _READ = {  # fields of any event that are read
     "useful_seconds": Seconds,
     "lost_seconds": Seconds,
 }
-EVENT = Annotated[dict[str, Any], Known(tuple(_READ.items()), ("generation", "event"))]  # of journal.jsonl
-ROW = Annotated[dict[str, Any], Known((("step", Steps),), ("step",))]  # of metrics.jsonl
+EVENT = Annotated[dict[str, Any], OpenMap(tuple(_READ.items()), ("generation", "event"))]  # of journal.jsonl
+ROW = Annotated[dict[str, Any], OpenMap((("step", Steps),), ("step",))]  # of metrics.jsonl
 
 
 def lines(path: Path | str, kind: Any = ANY) -> Iterator[dict[str, Any]]:
     """Yield the object on every whole line, in order; the file may be in use. Raises Malformed, naming the line, if one
     does not match the schema `kind`; OSError."""
-    with io.BufferedReader(documents.opened(path)) as file:
+    with io.BufferedReader(documents.open_regular(path)) as file:
         number = 0
         while line := file.readline(LARGEST + 2):
             number += 1
@@ -50,7 +50,7 @@ def lines(path: Path | str, kind: Any = ANY) -> Iterator[dict[str, Any]]:
 
 def last(path: Path | str, kind: Any = ANY) -> list[dict[str, Any]]:
     """Return the objects on the last whole lines, as many as lie in the last _TAIL bytes. Raises as `lines` does."""
-    with documents.opened(path) as file:
+    with documents.open_regular(path) as file:
         start = max(0, file.seek(0, io.SEEK_END) - _TAIL)
         file.seek(start)
         tail = file.read(_TAIL + 1) or b""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from platform.boundary import schema
-from platform.boundary.schema import Known, Malformed
+from platform.boundary.schema import Malformed, OpenMap
 from platform.checkpoint.blocks.placement import Block, HeldTensor, Share, local_blocks, planned_tensors, shares
 from platform.checkpoint.in_memory.recover import recover
 from platform.checkpoint.in_memory.snapshots import Snapshot
@@ -116,7 +116,7 @@ def _numbers(manifest: Manifest, names: Iterable[str]) -> Mapping[str, float]:
     """Return the optimizer's numbers in a checkpoint, whose values are not trusted. Raises Refused if one of `names`
     is missing or is not a number."""
     try:
-        kind = Annotated[dict[str, float], Known((), tuple(names))]
+        kind = Annotated[dict[str, float], OpenMap((), tuple(names))]
         found: dict[str, float] = schema.read(kind, manifest.meta.values.get("optimizer"))
         return found
     except Malformed as error:

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from platform.boundary.redaction import bare
+from platform.boundary.redaction import bare_url
 from platform.checkpoint.storage import catalogue
 from platform.checkpoint.storage.catalogue import find, load_manifest
 from platform.checkpoint.storage.storage import open_storage
@@ -94,7 +94,7 @@ def test_a_storage_that_cannot_be_had_is_refused_by_name(monkeypatch):
     )
     with pytest.raises(ConfigError, match=missing):
         open_storage("s3://bucket/run")
-    assert bare("ftp://user:secret@host/path") == "ftp://host/path"
+    assert bare_url("ftp://user:secret@host/path") == "ftp://host/path"
     assert open_storage("memory://user:secret@b/c").url == "memory://b/c"
 
 

@@ -22,7 +22,7 @@ from platform.cluster.control.saving.cadence import Cadence
 from platform.cluster.crew.base.crew import Crew
 from platform.cluster.crew.base.failures import GaveUp
 from platform.cluster.run.origin import Origin, origin, traced
-from platform.config.fields import Config, ConfigError, digest, violation
+from platform.config.fields import Config, ConfigError, short_hash, violation
 from platform.config.identity import identity
 from platform.monitor import Journal
 from platform.plan.core.plan import Plan
@@ -221,7 +221,7 @@ class Checkpoints:
             seed=self._config.seed,
             corpus=self._corpus,
             identity=identity(self._config),
-            configuration=digest(redact(self._config.to_dict())),
+            configuration=short_hash(redact(self._config.to_dict())),
             plan={"mesh": self.plan.mesh.axes, "scheme": self.plan.scheme.name, "digest": plan_digest(self.plan)},
             values=values,
             versions=versions(),
