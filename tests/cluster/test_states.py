@@ -14,7 +14,7 @@ from platform.cluster.crew.base.failures import NoPlaces
 from platform.cluster.crew.base.signals import StopSignals
 from platform.cluster.run.commands import Command
 from platform.config.fields import ConfigError
-from platform.monitor import Journal, MetricsLog
+from platform.monitor import JsonLines, MetricsLog
 from platform.planning.make_plan import make_plan
 from tests.oracle import configure
 
@@ -67,7 +67,7 @@ def at_once(monkeypatch):
 
 def events(config, *names):
     """All, or those of these names."""
-    found = Journal.read(Path(config.run.dir, "journal.jsonl"))
+    found = JsonLines.read(Path(config.run.dir, "journal.jsonl"))
     return [e for e in found if not names or e["event"] in names]
 
 
@@ -710,7 +710,7 @@ def test_a_cluster_without_places_may_be_tried_again(config, drive, monkeypatch)
     def too_few(*_):
         raise NoPlaces("waited 5 s for 4 CPUs, 2 of 4 there (free)")
 
-    monkeypatch.setattr(driver.resources, "secure", too_few)
+    monkeypatch.setattr(driver.resources, "reserve_workers", too_few)
     config.run.dir += "-3"
     assert driver.run(config, make_plan(config), command=TYPED) == 75
     assert not Path(config.run.dir).exists()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from platform.cluster.crew.base.job import Job
 from platform.cluster.crew.base.signals import StopSignals
 from platform.config.fields import Config
-from platform.monitor import Journal, Monitor
+from platform.monitor import Journal, RunMonitor
 from platform.plan.core.plan import Plan
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunContext:
     """Context of a run. `config`, `plan`, `job`: at its start, a generation may have others; `steps`: the last step."""
 
     config: Config
@@ -26,7 +26,7 @@ class Run:
     job: Job
     steps: int
     journal: Journal
-    monitor: Monitor
+    monitor: RunMonitor
     signals: StopSignals
     checkpoints: Checkpoints
     directory: RunDirectory

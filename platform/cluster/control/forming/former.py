@@ -10,7 +10,7 @@ from typing import Any
 
 from platform.boundary.terminal import tolerated
 from platform.cluster.control.forming import preflight
-from platform.cluster.control.forming.context import Run
+from platform.cluster.control.forming.context import RunContext
 from platform.cluster.control.forming.memory_ledger import Held
 from platform.cluster.control.forming.muster import Muster
 from platform.cluster.crew.base.crew import ByRank, Crew
@@ -18,6 +18,7 @@ from platform.cluster.crew.base.failures import GaveUp, Reform
 from platform.cluster.crew.base.job import Job
 from platform.config.fields import ConfigError
 from platform.monitor import Timeline
+from platform.monitor.records import events
 from platform.optimizer.optimizers import warm
 from platform.plan.core.plan import Plan
 from platform.plan.core.plan_data import digest, summary
@@ -54,7 +55,7 @@ class Generation:
 class Former:
     """Forms the generations of a run. `muster` chooses members and plan; `held` records the snapshots in memory."""
 
-    def __init__(self, run: Run):
+    def __init__(self, run: RunContext):
         self._run, self._config, self._job = run, run.config, run.job
         self._journal, self._monitor, self._checkpoints = run.journal, run.monitor, run.checkpoints
         self.muster, self.held = Muster(run), Held()
@@ -71,8 +72,8 @@ class Former:
         schedule = schedule_of(found.config, plan.mesh.axes["data"])
         number = self._journal.next_generation()
         mesh, made = dict(plan.mesh.axes), digest(plan)
-        about = {"world_size": size, "mesh": mesh, "plan": made, "reason": found.reason, "alive": len(members)}
-        self._journal.event("forming", **about)
+        alive = len(members)
+        self._journal.write(events.Forming(world_size=size, mesh=mesh, plan=made, reason=found.reason, alive=alive))
         self._show(plan, schedule, found.reason)
         seats, source = self._seats(members, size)
         if source and source["gathered"]:
@@ -82,7 +83,8 @@ class Former:
         self._prove(crew, seats)
         config, stage_of = found.config.to_dict(), list(schedule.placement)
         workers = crew.call("form", ByRank(range(size)), size, config, crew.store, number, stage_of, made)
-        self._journal.event("formed", workers=[w | {"number": n} for w, n in zip(workers, seats, strict=True)])
+        numbered = [worker | {"number": number} for worker, number in zip(workers, seats, strict=True)]
+        self._journal.write(events.Formed(workers=numbered))
         there = crew.members
         domains = [there[n].node if n in there else "" for n in seats]  # "": gone by now, and the next call fails
         of_stage = rows(schedule)
@@ -94,7 +96,7 @@ class Former:
         self._formed = True
         if source or (step and self._config.elastic.snapshot_every):
             self.held.add(number, step, config, stage_of, domains, seats)
-        self._journal.event("running", step=step + 1, parameters_per_worker=built[0]["parameters"])
+        self._journal.write(events.Running(step=step + 1, parameters_per_worker=built[0]["parameters"]))
         timeline = None
         if self._config.monitor.timeline:
             names, stages = [job.name(rank) for rank in range(size)], [c["stage"] for c in job.coordinates]
@@ -107,7 +109,7 @@ class Former:
         is whole, or a checkpoint is newer."""
         source, reasons = find_source(self.held.by(members), self.held.formed, size)
         for reason in reasons:
-            self._journal.event("not_whole", reason=reason)
+            self._journal.write(events.NotWhole(reason=reason))
         if source is None or source["step"] < self._checkpoints.step:
             return members[:size], None
         having = {member for _, member in source["members"]}
@@ -140,7 +142,7 @@ class Former:
         except ConfigError as error:  # the driver itself cannot write, which does not tell against workers
             if not self._proven:
                 raise
-            self._journal.event("not_proven", numbers=sorted(new), reasons=error.violations)
+            self._journal.write(events.NotProven(numbers=sorted(new), reasons=error.violations))
             return
         reasons = list(dict.fromkeys(line for lines in refused.values() for line in lines))
         if refused and not self._proven:
@@ -149,14 +151,14 @@ class Former:
         self._proven |= new - barred
         if barred:
             self.muster.barred |= barred
-            self._journal.event("barred", numbers=sorted(barred), reasons=reasons)
+            self._journal.write(events.Barred(numbers=sorted(barred), reasons=reasons))
             raise Reform(f"a new worker gets no seat: {reasons[0]}")
 
     def _recover(self, crew: Crew, source: dict[str, Any]) -> int:
         start = perf_counter()
         crew.call("recover", source)
         step: int = source["step"]
-        self._journal.event("restored", step=step, source="memory", seconds=perf_counter() - start)
+        self._journal.write(events.Restored(step=step, source="memory", seconds=perf_counter() - start))
         return step
 
     def _restore(self, crew: Crew, build: tuple[Any, ...]) -> int:

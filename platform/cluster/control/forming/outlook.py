@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from platform.cluster.control.forming.context import Run
+from platform.cluster.control.forming.context import RunContext
 from platform.cluster.control.forming.former import Generation
 from platform.cluster.control.forming.muster import Muster
 from platform.cluster.crew.base.crew import Crew
+from platform.monitor.records import events
 
 STEPS = 5  # consecutive steps in which a worker must be slow to be reported
 
@@ -23,7 +24,7 @@ class Wish(NamedTuple):
 class Outlook:
     """Watches a run between steps and proposes re-forming the mesh."""
 
-    def __init__(self, run: Run, muster: Muster):
+    def __init__(self, run: RunContext, muster: Muster):
         self._replace, self._muster = run.config.elastic.replace_slow, muster
         self._journal, self._say = run.journal, run.monitor.say
         self._slow: dict[int, int] = {}  # member -> consecutive steps in which it was slow
@@ -33,7 +34,7 @@ class Outlook:
         leaving = sorted(crew.leaving & set(generation.seats))
         if not leaving:
             return None
-        self._journal.event("notice", numbers=leaving)
+        self._journal.write(events.Notice(numbers=leaving))
         return Wish(f"{len(leaving)} of {generation.size} workers are about to be taken away")
 
     def better(self, crew: Crew, generation: Generation, report: Mapping[str, Any]) -> Wish | None:
@@ -57,6 +58,6 @@ class Outlook:
         for number in (n for n, steps in self._slow.items() if steps == STEPS):
             rank, ratio = generation.seats.index(number), ratios[number]
             node = generation.domains[rank]
-            self._journal.event("slow", number=number, rank=rank, node=node, ratio=ratio)
+            self._journal.write(events.Slow(number=number, rank=rank, node=node, ratio=ratio))
             self._say(f"rank {rank} on {node} is slow: {ratio:.1f} times its stage's median")
         return [number for number, steps in self._slow.items() if steps >= STEPS]
