@@ -26,7 +26,7 @@ from platform.checkpoint.storage.manifest import Corrupt, Refused
 from platform.checkpoint.storage.storage import connect
 from platform.config.extensions import load_extensions
 from platform.config.fields import Config, ConfigError
-from platform.optimizer.optimizers import warm
+from platform.optimizer.optimizers import preload_imports
 from platform.parallel.communicator.base import Alone, Communicator, Launch
 from platform.parallel.communicator.progress import PROGRESS
 from platform.parallel.communicator.sockets import open_sockets
@@ -67,7 +67,7 @@ class Worker:
         self.communicator: Communicator | None = None
         self.memories: dict[int, Memory] = {}  # by generation; older ones until the newest takes a step
         torch.set_num_threads(threads)
-        warm(self.config.optimizer)
+        preload_imports(self.config.optimizer)
 
     def _configure(self, config: dict[str, Any]) -> None:
         self.config = Config.from_dict(config)

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from fake_plan import run_fake
+from fake_plan import fake_plan, run_fake
 from process_tree import descendants, gone
 
 from platform.cluster.crew.base.signals import Stopped, StopSignals
@@ -58,7 +58,7 @@ def test_a_run_from_end_to_end(kind, config, capsys):
     assert row["peak_memory_bytes"] == 101
     assert row["mfu"] is None
     assert row["tokens_per_second"] == pytest.approx(4 * config.model.length / row["step_seconds"])
-    assert row["tflops_per_worker"] == pytest.approx(row["tokens_per_second"] * 1e6 / 2 / 1e12)
+    assert row["tflops_per_worker"] == pytest.approx(row["tokens_per_second"] * fake_plan(2).flops_per_token / 2 / 1e12)
 
 
 def test_a_finished_run_says_so_and_starts_nothing(config, capsys):
@@ -126,7 +126,7 @@ def test_mistakes_come_before_anything_is_written_or_started(config):
 
 SCRIPT = """
 import json, sys
-from fake_plan import run_fake
+from fake_plan import fake_plan, run_fake
 from platform.cluster.crew.base.signals import Stopped, StopSignals
 from platform.config.fields import Config
 if __name__ == "__main__":

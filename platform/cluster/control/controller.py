@@ -10,9 +10,9 @@ from time import perf_counter
 from typing import Any
 
 from platform.boundary.terminal import tolerated
-from platform.cluster.control.forming.context import RunContext
-from platform.cluster.control.forming.former import Former, Generation
-from platform.cluster.control.forming.outlook import Outlook
+from platform.cluster.control.forming.context import Generation, RunContext
+from platform.cluster.control.forming.former import Former
+from platform.cluster.control.forming.reform_advisor import ReformAdvisor
 from platform.cluster.control.metrics_row import metrics_row
 from platform.cluster.control.pace import Pace
 from platform.cluster.control.spikes import Spikes
@@ -24,7 +24,7 @@ from platform.train.step.faults import Faults
 
 FIRST_STEP_SECONDS = 120.0  # for a run's first step, which allocates buffers and opens connections
 COLD = 4  # times the usual: for a generation's first step, as the mesh may have shrunk and buffers are allocated
-STEPS = 5  # usual durations that a step may last before a worker in it counts as hung
+HUNG_AFTER = 5  # usual durations that a step may last before a worker in it counts as hung
 
 
 class Controller:
@@ -39,7 +39,7 @@ class Controller:
         self._useful = 0.0  # seconds of steps committed since the last event that reported them
         self._failures: Counter[int] = Counter()  # number of failures, by the step that failed
         self._stall = 0.0  # seconds that saving has stalled the run since the last metrics row
-        self._outlook = Outlook(run, former.muster)
+        self._advisor = ReformAdvisor(run, former.recruiter)
         self._failed: float | None = None  # time of the first failure since the last step
         self.worked = False  # at least one step has been done
         self.done = 0
@@ -126,7 +126,7 @@ class Controller:
             faults = [str(fault) for fault in self._faults.take(step, generation.size)]
             if faults:
                 self._journal.write(events.Injected(step=step, faults=faults))
-            self._former.held.only(generation.number)  # workers drop the others when they take a step
+            self._former.ledger.only(generation.number)  # workers drop the others when they take a step
             limit, start = self._spikes.limit, perf_counter()
             reports = crew.call("step", step, limit, faults, within=self._deadline(generation))
             seconds, report = perf_counter() - start, reports[0]
@@ -163,7 +163,7 @@ class Controller:
             damaged.setdefault(rank, []).append(tensor)
         if not damaged:
             return
-        self._former.held.distrust(generation.number, [generation.seats[rank] for rank in damaged])
+        self._former.ledger.distrust(generation.number, [generation.seats[rank] for rank in damaged])
         self._journal.write(events.Damaged(step=step, ranks=list(damaged.items())))
         raise WorkerFailed([self._damage(crew, generation, step, *item) for item in damaged.items()])
 
@@ -176,28 +176,27 @@ class Controller:
         return Failure(member, "damaged", f"step({step})", cause, rank, job.name(rank), job.coordinates[rank])
 
     def _deadline(self, generation: Generation) -> float:
-        """Return the seconds that a step may last before a worker in it counts as hung: STEPS times the usual of this
-        generation (until that is known, COLD times the run's usual), and at least elastic.hang_seconds."""
+        """Return the seconds that a step may last before a worker in it counts as hung: HUNG_AFTER times the usual of
+        this generation (until that is known, COLD times the run's usual), and at least elastic.hang_seconds."""
         usual, ever = self._pace.usual(generation.step), self._pace.usual(0)
         if usual is None:
-            usual = FIRST_STEP_SECONDS / STEPS if ever is None else COLD * ever
-        return max(self._config.elastic.hang_seconds, STEPS * usual)
+            usual = FIRST_STEP_SECONDS / HUNG_AFTER if ever is None else COLD * ever
+        return max(self._config.elastic.hang_seconds, HUNG_AFTER * usual)
 
     def _commit(self, generation: Generation, row: MetricsRow) -> None:
         """Commit a step that every rank has acknowledged: count it, record it, and write its row."""
         self.done, self.worked = row.step, True
         self._stall, self._failed = 0.0, None
         self._failures = Counter({step: n for step, n in self._failures.items() if step > row.step})
-        if self._held:
-            g = generation
-            self._former.held.add(g.number, row.step, g.config, g.stage_of, g.domains, g.seats)
+        if self._in_memory:
+            self._former.ledger.add(generation, row.step)
         self._pace.add(row.step, row.step_seconds)
         self._useful += row.step_seconds
         self._spikes.add(row.loss)
         self._monitor.step(row)
 
     @property
-    def _held(self) -> bool:
+    def _in_memory(self) -> bool:
         """Return True if the workers' memory holds a snapshot of the state after the last step; see `Worker.step`."""
         every = self._config.elastic.snapshot_every
         return bool(every) and self.done % every == 0
@@ -235,22 +234,22 @@ class Controller:
 
     def _watch(self, crew: Crew, generation: Generation, report: dict[str, Any]) -> None:
         """Look, between two steps, whether another generation is needed or would be better: raises Reform if so."""
-        if wish := self._outlook.needed(crew, generation):
-            if not self._former.muster.count(crew):
+        if proposal := self._advisor.needed_reform(crew, generation):
+            if not self._former.recruiter.count(crew):
                 self._signals.request("a notice that all workers are about to be taken away")
                 self._drain(crew)
             self._keep(crew)  # memory may not hold the whole state without the members that leave
-            raise Reform(wish.reason)
-        if (wish := self._outlook.better(crew, generation, report)) and self._loses_nothing(crew):
+            raise Reform(proposal.reason)
+        if (proposal := self._advisor.optional_reform(crew, generation, report)) and self._loses_nothing(crew):
             self._checkpoints.finish(crew)
-            self._former.muster.barred |= wish.barred
-            raise Reform(wish.reason)
+            self._former.recruiter.barred |= proposal.barred
+            raise Reform(proposal.reason)
 
     def _loses_nothing(self, crew: Crew) -> bool:
         """Return True if a generation formed now would lose no step, saving first if there are no snapshots; optional
         re-forming waits until that is so."""
         if self._config.elastic.snapshot_every:
-            return self._held
+            return self._in_memory
         return bool(self._config.checkpoint.every) and self._keep(crew)
 
     # RELEASING

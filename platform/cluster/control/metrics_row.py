@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from platform.cluster.control.forming.former import Generation
+from platform.cluster.control.forming.context import Generation
 from platform.monitor import MetricsRow
 
 

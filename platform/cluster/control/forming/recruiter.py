@@ -15,7 +15,7 @@ LOOK_SECONDS = 0.05  # between two looks at the members
 HIRE_AGAIN_SECONDS = 10.0  # pause after a new worker did not start
 
 
-class Muster:
+class Recruiter:
     """Chooses the members and the plan of a run's next generation, and hires workers. `barred`: members that get no
     seat any more; `memory`: bytes of the smallest device of all workers, inf if unknown."""
 
