@@ -38,7 +38,8 @@ from platform.data.sources import register_source
 from platform.launch import DONE, STOPPED, prepare
 from platform.launch import compose as compose_arguments
 from platform.model import register_model
-from platform.monitor.records.metrics import MetricsLog
+from platform.monitor.records.events import JournalEvent
+from platform.monitor.records.metrics import MetricsLog, MetricsRow
 from platform.optimizer.learning_rate import register_schedule
 from platform.optimizer.optimizers import register_optimizer
 from platform.plan.core.plan import Plan
@@ -73,13 +74,13 @@ class Result:
     status: int  # exit status of the same command: 0, 1 or 75 (docs/design.md, section 7)
     outcome: str  # done | failed | stopped (by a signal or its time limit: `resume` continues it)
     directory: Path  # the run directory
-    metrics: list[dict[str, Any]]  # rows of metrics.jsonl, one per committed step
-    events: list[dict[str, Any]]  # entries of journal.jsonl
+    metrics: list[MetricsRow]  # of metrics.jsonl, one per committed step
+    events: list[JournalEvent]  # of journal.jsonl
 
     @property
     def loss(self) -> float | None:
         """Return the loss of the last step, None if no step was done."""
-        return self.metrics[-1]["loss"] if self.metrics else None
+        return self.metrics[-1].loss if self.metrics else None
 
 
 def compose(*overrides: str, experiment: str = "", config_dir: str | os.PathLike[str] | None = None) -> Config:
@@ -160,8 +161,8 @@ def _result(status: int, directory: Path) -> Result:
         status=status,
         outcome={DONE: "done", STOPPED: "stopped"}.get(status, "failed"),
         directory=directory,
-        metrics=MetricsLog.read(metrics) if metrics.exists() else [],
-        events=list(traces.events(directory)),
+        metrics=list(MetricsLog.read(metrics)) if metrics.exists() else [],
+        events=list(traces.happened(directory)),
     )
 
 

@@ -26,7 +26,7 @@ from platform.checkpoint.storage.storage import open_storage
 from platform.config.extensions import load_extensions
 from platform.config.fields import Config, ConfigError
 from platform.data.corpus import corpus_of
-from platform.optimizer.optimizers import warm_up
+from platform.optimizer.optimizers import preload_imports
 from platform.parallel.communicator.base import Communicator, Launch, SingleRank
 from platform.parallel.communicator.progress import PROGRESS
 from platform.parallel.communicator.sockets import open_sockets
@@ -67,7 +67,7 @@ class Worker:
         self.communicator: Communicator | None = None
         self.memories: dict[int, RankSnapshots] = {}  # by generation; older ones until the newest takes a step
         torch.set_num_threads(threads)
-        warm_up(self.config.optimizer)
+        preload_imports(self.config.optimizer)
 
     def _configure(self, config: dict[str, Any]) -> None:
         self.config = Config.from_dict(config)

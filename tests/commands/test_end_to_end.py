@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from platform.launch import main
-from platform.monitor.records.metrics import METRICS
+from platform.monitor import MetricsRow
 
 QUICK = "+experiment=gpt_quick"
 SMALL = "model.layers=1 model.d_model=32 model.length=16 model.vocab=300 eval.every=0 monitor.sample=0".split()
@@ -91,7 +91,9 @@ def test_a_run_on_ray(tmp_path, own_text):
     assert [row["tokens"] for row in rows] == [16 * 128 * k for k in (1, 2, 3)]
     for row in rows:
         unusual = {"bubble", "skipped", "recovery_seconds"}
-        assert set(row) == set(METRICS) - unusual - ({"val_loss"} if row["step"] != 2 else set())
+        assert set(row) == MetricsRow.__dataclass_fields__.keys() - unusual - (
+            {"val_loss"} if row["step"] != 2 else set()
+        )
         assert set(row["seconds"]) == SECTIONS
         assert row["comm_bytes"] == plan["communication"]
         assert (row["world_size"], row["generation"], row["mfu"]) == (4, 1, None)

@@ -15,7 +15,7 @@ import torch
 from platform.checkpoint.moves.reshard import read_tensor
 from platform.checkpoint.storage.catalogue import attempts, verify
 from platform.checkpoint.storage.storage import Storage, open_storage
-from platform.monitor import Journal, MetricsLog
+from platform.monitor import JsonLines, MetricsLog
 from tests.commands.test_end_to_end import command, in_this_process
 
 KEPT = sorted(path for path in (Path(__file__).parent / "kept_runs").iterdir() if path.is_dir())
@@ -62,11 +62,11 @@ def copied(kept: Path, tmp_path: Path) -> tuple[Path, list[str]]:
 @pytest.mark.parametrize("kept", KEPT, ids=lambda path: path.name)
 def test_a_kept_run_goes_on_and_equals_the_uninterrupted(tmp_path, kept):
     run, typed = copied(kept, tmp_path)
-    last, generation = max(rows(run)), max(e["generation"] for e in Journal.read(run / "journal.jsonl"))
+    last, generation = max(rows(run)), max(e["generation"] for e in JsonLines.read(run / "journal.jsonl"))
     done = in_this_process(*without_plan(typed), *ONE_PROCESS, f"run.dir={run}", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"continues after step {last}" in done.stdout
-    restored = [e for e in Journal.read(run / "journal.jsonl") if e["event"] == "restored"][-1]
+    restored = [e for e in JsonLines.read(run / "journal.jsonl") if e["event"] == "restored"][-1]
     assert restored["step"] == last and restored["generation"] > generation, "generations do not go on"
     equals_the_uninterrupted(run, kept / "run", tmp_path, typed)
 

@@ -18,7 +18,7 @@ import torch
 from platform.checkpoint.moves.reshard import read_tensor
 from platform.checkpoint.storage.catalogue import attempts, find, verify
 from platform.checkpoint.storage.storage import open_storage
-from platform.monitor import Journal, MetricsLog
+from platform.monitor import JsonLines, MetricsLog
 from tests.commands.test_end_to_end import QUICK, SMALL, TIMEOUT
 from tests.doubles import killer
 
@@ -54,7 +54,7 @@ class Run:
 
     def journal(self) -> list[dict]:
         path = self.directory / "journal.jsonl"
-        return Journal.read(path) if path.exists() else []
+        return JsonLines.read(path) if path.exists() else []
 
     def start(self) -> subprocess.Popen[str]:
         line = [sys.executable, "-m", "platform.launch", QUICK, *SMALL, *COMMAND, f"train.steps={self.steps}"]

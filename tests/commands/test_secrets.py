@@ -16,7 +16,7 @@ import yaml
 from platform.cluster import driver
 from platform.config.identity import identity
 from platform.launch import compose, main
-from platform.monitor import Journal
+from platform.monitor import JsonLines
 from tests.commands.test_end_to_end import QUICK, in_this_process
 
 TINY = [
@@ -191,5 +191,5 @@ def test_the_same_command_finds_the_run_that_an_earlier_version_named(tmp_path):
     assert other.returncode == 0 and "continues after" not in other.stdout
     second = in_this_process(*TINY, cwd=tmp_path)
     assert second.returncode == 0 and "continues after step 1" in second.stdout, second.stdout + second.stderr
-    steps = [e["event"] for e in Journal.read(tmp_path / "runs" / "gpt_quick-0123456789ab" / "journal.jsonl")]
+    steps = [e["event"] for e in JsonLines.read(tmp_path / "runs" / "gpt_quick-0123456789ab" / "journal.jsonl")]
     assert steps.count("done") == 2

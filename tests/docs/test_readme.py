@@ -45,7 +45,7 @@ def here(tmp_path, monkeypatch) -> Path:
 
     def run(config, plan, *, command):
         if config.cluster.kind != "ray":
-            resources.secure(config.cluster, plan.mesh.size, print)
+            resources.reserve_workers(config.cluster, plan.mesh.size, print)
         return launch.DONE
 
     for block, path in re.findall(r"```yaml\n(# @package _global_\n# ([\w/.]+)\n.*?)```", README, re.S):

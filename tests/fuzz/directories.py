@@ -21,6 +21,8 @@ from platform.cluster.run import traces
 from platform.cluster.run.directory import RunDirectory
 from platform.config.fields import Config, ConfigError
 from platform.monitor import Journal, MetricsLog, goodput
+from platform.monitor import told as told_cost
+from platform.monitor.records.records import JOURNAL, METRICS
 from tests.fuzz import mutations
 from tests.fuzz.world import World, broken, changed, told
 
@@ -47,7 +49,7 @@ def checked(world: World) -> bool:
     finally:
         assert sorted(os.listdir(world.run)) == before, "something was written"
     assert 0 <= traces.steps(world.run) <= 10**15
-    str(goodput(traces.events(world.run)))
+    told_cost(goodput(traces.happened(world.run)))
     with suppress(Malformed, FileNotFoundError):  # the launch looks at the end of the metrics alone
         MetricsLog.read(world.run / "metrics.jsonl")
     Journal(world.run / "journal.jsonl").close()
@@ -99,7 +101,7 @@ def configuration(world: World, draw: Random) -> None:
 
 def kinds(world: World, draw: Random) -> None:
     """A file of a run directory that is something else."""
-    name = draw.choice([traces.CONFIG, traces.PLAN, traces.JOURNAL, traces.METRICS, traces.LOCK])
+    name = draw.choice([traces.CONFIG, traces.PLAN, JOURNAL, METRICS, traces.LOCK])
     path = world.run / name
     with changed(path, b"") if name == traces.PLAN else changed(path, path.read_bytes()):
         kept = path.with_name("kept")

@@ -18,6 +18,7 @@ from platform.cluster.run.directory import RunDirectory
 from platform.config.fields import Config, ConfigError, Data
 from platform.data.corpus import open_corpus
 from platform.monitor import Journal, MetricsLog
+from platform.monitor.records import events
 from tests.harness.storage_job import Job, values
 
 SHAPES = {"a": (6, 4), "b": (5,), "c": (), "d": (2, 3, 4)}
@@ -55,14 +56,16 @@ class World:
 
     def _record(self) -> None:
         journal, metrics = Journal(self.run / "journal.jsonl"), MetricsLog(self.run / "metrics.jsonl")
-        journal.event("starting", world_size=2)
+        journal.write(events.Starting(world_size=2, cluster="processes", device="cpu"))
         journal.next_generation()
-        journal.event("formed", workers=[{"rank": 0, "node": "n", "coordinates": {"data": 0}}])
+        journal.write(events.Formed(workers=[{"rank": 0, "node": "n", "coordinates": {"data": 0}}]))
         for step in (1, 2, 3):
-            journal.event("checkpoint", step=step, useful_seconds=0.5, seconds=0.25)
+            journal.write(events.Checkpoint(step=step, directory="d", bytes=9, seconds=0.25, useful_seconds=0.5))
             metrics.append({"step": step, "loss": 2.5 / step, "comm_bytes": {"send/stage": 5}, "samples": [0, 4]})
-        journal.event("failure", rank=1, kind="died", method="step", cause="killed", steps_lost=1, lost_seconds=0.5)
-        journal.event("done", step=3)
+        failed = {"number": 1, "rank": 1, "coordinates": {"data": 1}, "node": "n", "method": "step(3)", "kind": "died"}
+        journal.write(events.Failure(**failed, cause="killed", log=None, step=3))
+        journal.write(events.RolledBack(step=2, steps_lost=1, lost_seconds=0.5))
+        journal.write(events.Done(step=3))
         journal.close(), metrics.close()
 
 

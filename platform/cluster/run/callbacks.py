@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
 
 from platform.cluster.crew.base.signals import Stopped
+from platform.monitor.records.events import JournalEvent
+from platform.monitor.records.metrics import MetricsRow
 
 
 @dataclass(frozen=True)
@@ -18,8 +19,8 @@ class Callbacks:
     the run, with its entry in journal.jsonl. The run waits until they return, and ignores what they return.
     """
 
-    on_step: Callable[[dict[str, Any]], object] | None = None
-    on_event: Callable[[dict[str, Any]], object] | None = None
+    on_step: Callable[[MetricsRow], object] | None = None
+    on_event: Callable[[JournalEvent], object] | None = None
 
 
 class CallbackGuard:
@@ -31,13 +32,13 @@ class CallbackGuard:
         self.error: BaseException | None = None
         self.stop: Callable[[str], None] = lambda reason: None  # set by the driver
 
-    def step(self, row: dict[str, Any]) -> None:
+    def step(self, row: MetricsRow) -> None:
         self._call("on_step", row)
 
-    def event(self, entry: dict[str, Any]) -> None:
-        self._call("on_event", entry)
+    def event(self, event: JournalEvent) -> None:
+        self._call("on_event", event)
 
-    def _call(self, name: str, value: dict[str, Any]) -> None:
+    def _call(self, name: str, value: MetricsRow | JournalEvent) -> None:
         function = getattr(self._callbacks, name)
         if function is None or self.error:
             return

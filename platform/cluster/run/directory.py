@@ -20,8 +20,9 @@ from platform.boundary.undo import missing_directories, remove_empty, remove_fil
 from platform.cluster.run import traces
 from platform.config.fields import Config, ConfigError, violation
 from platform.config.identity import identity, refusal
+from platform.monitor.records.records import JOURNAL, METRICS
 
-OURS = ("journal.jsonl", "metrics.jsonl", "driver.lock", "wandb")  # may exist before the first step; see `claim`
+OURS = (JOURNAL, METRICS, traces.LOCK, "wandb")  # may exist before the first step; see `claim`
 
 
 class RunDirectory:
@@ -30,9 +31,8 @@ class RunDirectory:
     def __init__(self, path: Path | str):
         """Take the path only: nothing is read or created."""
         self.path = Path(path)
-        self.journal = self.path / "journal.jsonl"
-        self._config, self._plan = self.path / "config.yaml", self.path / "plan.json"
-        self._lock = self.path / "driver.lock"
+        self.journal = self.path / JOURNAL
+        self._config, self._plan, self._lock = (self.path / name for name in (traces.CONFIG, traces.PLAN, traces.LOCK))
 
     def check(self, config: Config) -> dict[str, Any] | None:
         """Return the configuration that the directory's run had last, None if it holds no run. Raises ConfigError if
@@ -100,7 +100,7 @@ class RunDirectory:
         try:
             yield
         except ConfigError:
-            metrics = self.path / "metrics.jsonl"
+            metrics = self.path / METRICS
             if not begun and not (metrics.exists() and metrics.stat().st_size):
                 remove_files(self.path, OURS if own_logs else (*OURS, "logs"))
                 checkpoints = self.path / "checkpoints"

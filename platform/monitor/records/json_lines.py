@@ -107,7 +107,7 @@ class JsonLines:
     @staticmethod
     def read(path: Path | str) -> list[dict[str, Any]]:
         """Return all whole lines, in order; the file may be in use. Raises Malformed if a line is no JSON object."""
-        return list(records.lines(path))
+        return list(records.lines(path, dict))
 
 
 def _end_of_last_line(file: int, block: int = 1 << 16) -> int:

@@ -13,7 +13,7 @@ from platform.cluster.crew.base.failures import Failure, Member, WorkerFailed
 from platform.cluster.run.origin import origin
 from platform.config.fields import ConfigError
 from platform.config.identity import identity
-from platform.monitor import Journal
+from platform.monitor import Journal, JsonLines
 from tests.doubles.fake_plan import fake_plan
 
 
@@ -49,7 +49,7 @@ def checkpoints(config, said, monkeypatch, tmp_path):
 
 
 def events(tmp_path):
-    return [event["event"] for event in Journal.read(tmp_path / "journal.jsonl")]
+    return [event["event"] for event in JsonLines.read(tmp_path / "journal.jsonl")]
 
 
 def save(checkpoints, step, *written):

@@ -9,6 +9,7 @@ from platform.checkpoint.storage.storage import open_storage
 from platform.cluster.run.directory import RunDirectory
 from platform.config.fields import Config, ConfigError
 from platform.monitor import Journal
+from platform.monitor.records import events
 
 
 @pytest.fixture
@@ -142,9 +143,9 @@ def test_a_run_is_finished_when_its_journal_says_so(directory):
     assert not directory.finished(5)
     directory.path.mkdir()
     journal = Journal(directory.journal)
-    journal.event("first_step", step=1)
+    journal.write(events.FirstStep(step=1))
     assert not directory.finished(5)
-    journal.event("done", step=5)
+    journal.write(events.Done(step=5))
     assert directory.finished(5) and directory.finished(4) and not directory.finished(6)
 
 

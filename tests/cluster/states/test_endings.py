@@ -139,7 +139,7 @@ PLACES = {  # where it happens -> (the last step done, the newest saved)
     "platform.cluster.control.forming.former.Former.form": (0, 0),
     "platform.cluster.control.controller.metrics_row": (3, 2),
     "platform.cluster.control.saving.checkpoints.Checkpoints.advance": (3, 2),
-    "platform.cluster.control.forming.outlook.Outlook.needed": (4, 4),
+    "platform.cluster.control.forming.reform_advisor.ReformAdvisor.needed_reform": (4, 4),
     "platform.monitor.console.Console.step": (4, 2),
 }
 

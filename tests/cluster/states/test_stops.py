@@ -80,7 +80,7 @@ def test_while_the_data_is_made(config, drive, signals, monkeypatch):
     goes_on(config, drive, 0)
 
 
-@pytest.mark.parametrize("place", ["resources.secure", "check_data", "RunDirectory.check"])
+@pytest.mark.parametrize("place", ["resources.reserve_workers", "check_data", "RunDirectory.check"])
 def test_before_the_run_has_a_journal(config, drive, signals, monkeypatch, place):
     def stopped(*args, **keywords):
         assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL, "it would end this process"
