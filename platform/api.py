@@ -157,11 +157,12 @@ def _stored(directory: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
 
 def _result(status: int, directory: Path) -> Result:
     metrics = directory / traces.METRICS
+    rows = MetricsLog.read(metrics) if metrics.exists() else []
     return Result(
         status=status,
         outcome={DONE: "done", STOPPED: "stopped"}.get(status, "failed"),
         directory=directory,
-        metrics=list(MetricsLog.read(metrics)) if metrics.exists() else [],
+        metrics=[MetricsRow(**{key: row.get(key) for key in MetricsRow.__dataclass_fields__}) for row in rows],
         events=list(traces.happened(directory)),
     )
 

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from happenings import EXAMPLES
+from tests.harness.happenings import EXAMPLES
 
 from platform.boundary.schema import Malformed
 from platform.monitor import Journal, JsonLines

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from happenings import happening
+from tests.harness.happenings import happening
 
 from platform.monitor.goodput import goodput, told
 

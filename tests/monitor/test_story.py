@@ -1,6 +1,6 @@
 """What happened, for people."""
 
-from happenings import happening
+from tests.harness.happenings import happening
 
 from platform.monitor.records import events
 from platform.monitor.story import story
