@@ -15,7 +15,7 @@ import yaml
 
 from platform.launch import compose
 from platform.monitor import Journal
-from tests.commands.test_end_to_end import QUICK, in_this_process
+from tests.harness.commands import QUICK, in_this_process
 
 TINY = [
     *(QUICK, "data=synthetic", "cluster=inline", "tensor=serial", "parallel.data=1", "model.layers=1"),
