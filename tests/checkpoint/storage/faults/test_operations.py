@@ -1,4 +1,4 @@
-"""Operations that fail while a checkpoint is saved or pruned: no wrong value is restored, the newest whole one is found."""
+"""Operations that fail while a checkpoint is saved or pruned: nothing wrong is restored, the newest whole one is found."""
 
 import errno
 import os
