@@ -5,7 +5,28 @@ from __future__ import annotations
 import pytest
 
 from platform.plan.language.mesh import Mesh
-from platform.plan.reports.node_messages import aware_messages, messages, naive_messages, with_axes
+from platform.plan.reports.node_messages import messages, with_axes
+
+
+def naive_messages(n: int, g: int, workers_per_node: int) -> tuple[int, int]:
+    """Return `messages` in closed form for g sub-grids of n / g consecutive ranks each; all arguments powers of two.
+
+    Equations 4 and 5 of SUPER, whose two cases are printed the wrong way round there.
+    """
+    if n // g >= workers_per_node:
+        return n, n * (g - 1)
+    return min(n, workers_per_node) * g, max(0, n - workers_per_node) * g
+
+
+def aware_messages(n: int, g: int, workers_per_node: int) -> tuple[int, int]:
+    """Return `messages` in closed form if the g ranks of a group are consecutive; all arguments powers of two.
+
+    Equations 6 and 7 of SUPER.
+    """
+    if g <= workers_per_node:
+        return n * g, 0
+    return n * workers_per_node, n * (g - workers_per_node)
+
 
 POWERS = [1, 2, 4, 8, 16, 32]
 CASES = [(n, g, node) for n in POWERS for g in POWERS for node in POWERS if g <= n and node <= n]

@@ -136,12 +136,7 @@ class Ops(ABC):
 
     @abstractmethod
     def project(
-        self,
-        x: Any,
-        spec: Spec,
-        weights: Sequence[Parameter],
-        outs: Sequence[Spec],
-        biases: Sequence[Parameter] = (),
+        self, x: Any, spec: Spec, weights: Sequence[Parameter], outs: Sequence[Spec], biases: Sequence[Parameter] = ()
     ) -> tuple[Any, ...]:
         """Return the einsums of one activation with several weights; those with equal compute layouts share one gather
         of x and one reduction of its gradient. `biases`, one per weight or none, are added once, in the output layout.

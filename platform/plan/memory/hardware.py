@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 
+Table = tuple[tuple[str, float], ...]
+
 # Device name -> dense bf16 matrix FLOP/s; more specific names first. Sources: the data sheets of NVIDIA (half of the
 # figure with sparsity where that is the only one) and AMD.
-DENSE_BF16_PEAKS: tuple[tuple[str, float], ...] = (
+DENSE_BF16_PEAKS: Table = (
     ("GB200", 2.5e15),
     ("B200", 2.25e15),
     ("GH200", 989e12),
@@ -34,7 +36,7 @@ DENSE_BF16_PEAKS: tuple[tuple[str, float], ...] = (
 
 # Device name, or the accelerator type that Ray gives a node -> bytes; more specific names first. Nominal: a driver
 # shows a few percent more or less. A name that does not tell its size gets the largest that was sold under it.
-MEMORIES: tuple[tuple[str, float], ...] = (
+MEMORIES: Table = (
     ("GB200", 186e9),
     ("B200", 180e9),
     ("GH200", 96e9),
@@ -70,8 +72,7 @@ def memory_of(device: str) -> float | None:
     >>> memory_of("NVIDIA A100-SXM4-80GB")
     80000000000.0
     """
-    words = set(re.findall(r"\w+", device))
-    return next((size for name, size in MEMORIES if words.issuperset(name.split())), None)
+    return _entry(MEMORIES, device)
 
 
 def dense_bf16_peak(device: str) -> float | None:
@@ -83,5 +84,9 @@ def dense_bf16_peak(device: str) -> float | None:
     >>> dense_bf16_peak("NVIDIA A10G") is None
     True
     """
+    return _entry(DENSE_BF16_PEAKS, device)
+
+
+def _entry(table: Table, device: str) -> float | None:
     words = set(re.findall(r"\w+", device))
-    return next((peak for name, peak in DENSE_BF16_PEAKS if words.issuperset(name.split())), None)
+    return next((value for name, value in table if words.issuperset(name.split())), None)

@@ -12,7 +12,7 @@ def messages(mesh: Mesh, axes: Sequence[str], workers_per_node: int, *, from_zer
     `axes`, a rank and itself included, with consecutive ranks on a node. Counted one by one: exact for any sizes.
 
     `from_zero`: only from each group's first rank to all (in a join, the other way round), as when the common layers
-    are on sub-grid 0 alone: 1/g of the closed forms below.
+    are on sub-grid 0 alone: one in g of them.
     """
     inside = between = 0
     for group in mesh.groups(axes):
@@ -21,26 +21,6 @@ def messages(mesh: Mesh, axes: Sequence[str], workers_per_node: int, *, from_zer
             inside += near
             between += len(group) - near
     return inside, between
-
-
-def naive_messages(n: int, g: int, workers_per_node: int) -> tuple[int, int]:
-    """Return `messages` in closed form for g sub-grids of n / g consecutive ranks each; all arguments powers of two.
-
-    Equations 4 and 5 of SUPER, whose two cases are printed the wrong way round there.
-    """
-    if n // g >= workers_per_node:
-        return n, n * (g - 1)
-    return min(n, workers_per_node) * g, max(0, n - workers_per_node) * g
-
-
-def aware_messages(n: int, g: int, workers_per_node: int) -> tuple[int, int]:
-    """Return `messages` in closed form if the g ranks of a group are consecutive; all arguments powers of two.
-
-    Equations 6 and 7 of SUPER.
-    """
-    if g <= workers_per_node:
-        return n * g, 0
-    return n * workers_per_node, n * (g - workers_per_node)
 
 
 def with_axes(mesh: Mesh, axes: Sequence[str], *, outer: bool) -> Mesh:
