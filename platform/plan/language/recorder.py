@@ -7,7 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from platform.plan.language.mistakes import ModelMistake, check_specs
-from platform.plan.language.ops import KEEP, POINTWISE, Operation, Ops, Parameter, Recompute, Spec, scores_of
+from platform.plan.language.ops import (
+    NO_RECOMPUTATION,
+    POINTWISE,
+    Operation,
+    Ops,
+    Parameter,
+    Recompute,
+    Spec,
+    scores_of,
+)
 from platform.plan.language.scheme import Scheme
 
 
@@ -25,7 +34,7 @@ class Recorder(Ops):
 
     scheme: Scheme
     dropout_rate: float = 0.0
-    recompute: Recompute = KEEP
+    recompute: Recompute = NO_RECOMPUTATION
     operations: list[Operation] = field(default_factory=list)
     kept: list[Spec] = field(default_factory=list)  # type of x of every recomputed function
     sizes: Mapping[str, int] = field(default_factory=dict)  # dim -> size; {}: dims are not checked

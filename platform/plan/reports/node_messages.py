@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from platform.plan.language.mesh import Mesh
 
 
-def messages(mesh: Mesh, axes: Sequence[str], workers_per_node: int, *, from_zero: bool = False) -> tuple[int, int]:
+def count_messages(
+    mesh: Mesh, axes: Sequence[str], workers_per_node: int, *, from_zero: bool = False
+) -> tuple[int, int]:
     """Return the number of messages (inside a node, between nodes): one per ordered pair of ranks of each group along
     `axes`, a rank and itself included, with consecutive ranks on a node. Counted one by one: exact for any sizes.
 
@@ -23,7 +25,7 @@ def messages(mesh: Mesh, axes: Sequence[str], workers_per_node: int, *, from_zer
     return inside, between
 
 
-def with_axes(mesh: Mesh, axes: Sequence[str], *, outer: bool) -> Mesh:
+def with_axes_moved(mesh: Mesh, axes: Sequence[str], *, outer: bool) -> Mesh:
     """Return the mesh with `axes` moved outside of all other axes, or inside of them."""
     moved = tuple(pair for pair in mesh.shape if pair[0] in axes)
     others = tuple(pair for pair in mesh.shape if pair[0] not in axes)

@@ -27,7 +27,7 @@ class Kind(StrEnum):
 COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
 SENDS = (Kind.SEND_F, Kind.SEND_B)
 RECEIVES = (Kind.RECV_F, Kind.RECV_B)
-BACKWARD = (Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
+BACKWARD_KINDS = (Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
 SENDS_IN_FLIGHT = 8  # sends of a stage whose buffers are kept: gloo reports one as done only when it is waited for
 PASS = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.INPUT: "B", Kind.WEIGHT: "W", Kind.SEND_F: "F", Kind.SEND_B: "B"}
 
