@@ -1,4 +1,4 @@
-"""Operations that fail while a checkpoint is saved or pruned: nothing wrong is restored, the newest whole one is found."""
+"""Operations that fail while a checkpoint is saved or pruned: what is found afterwards is whole, and the newest."""
 
 import errno
 import os
