@@ -69,6 +69,7 @@ def fetch(
 
 
 def sha256(file: Path) -> str:
+    """Hash a file's content."""
     with documents.opened(file) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

@@ -24,7 +24,7 @@ from platform.checkpoint.moves.passing import (
     exchange_alone,
     pass_on,
 )
-from platform.checkpoint.storage.manifest import Manifest, Stored, check_against
+from platform.checkpoint.storage.manifest import Manifest, StoredBlock, check_against
 from platform.checkpoint.storage.read import read_pieces, stored_pieces
 from platform.checkpoint.storage.storage import Storage
 
@@ -69,8 +69,8 @@ def read_tensor(storage: Storage, directory: str, manifest: Manifest, name: str)
     return out
 
 
-def _fetch(storage: Storage, directory: str) -> Fetch[Stored]:
-    def fetch(wanted: Sequence[Piece[Stored]]) -> list[Tensor]:
+def _fetch(storage: Storage, directory: str) -> Fetch[StoredBlock]:
+    def fetch(wanted: Sequence[Piece[StoredBlock]]) -> list[Tensor]:
         found = zip(wanted, read_pieces(storage, directory, wanted), strict=True)
         return [torch.frombuffer(data, dtype=torch.uint8).view(*piece.box.extent, -1) for piece, data in found]
 

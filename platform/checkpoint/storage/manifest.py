@@ -55,7 +55,7 @@ class Meta:
     versions: dict[str, str] = field(default_factory=dict)  # library -> version
 
 
-class Stored(NamedTuple):
+class StoredBlock(NamedTuple):
     """Block in a file: its bytes are [at, at + size) of the file, row-major and little-endian."""
 
     box: Box
@@ -71,13 +71,13 @@ class StoredTensor:
     name: Name
     dtype: Annotated[str, OneOf(tuple(DTYPES), "type")]
     shape: TensorShape
-    blocks: tuple[Stored, ...]
+    blocks: tuple[StoredBlock, ...]
 
     @property
     def itemsize(self) -> int:
         return DTYPES[self.dtype].itemsize
 
-    def nbytes(self, block: Stored) -> int:
+    def nbytes(self, block: StoredBlock) -> int:
         return block.box.size * self.itemsize
 
 
@@ -98,13 +98,13 @@ class Manifest:
         """Assemble the manifest from the workers' reports; see `Image.write`."""
         files: dict[str, int] = {}
         kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
-        blocks: dict[str, list[Stored]] = {}
+        blocks: dict[str, list[StoredBlock]] = {}
         for report in reports:
             files[report["file"]] = report["bytes"]
             for name, dtype, shape, offset, extent, at, sha256 in report["blocks"]:
                 if kinds.setdefault(name, (dtype, tuple(shape))) != (dtype, tuple(shape)):
                     raise Refused(f"{name} has several shapes or types in the workers' reports")
-                stored = Stored(Box(tuple(offset), tuple(extent)), report["file"], at, sha256)
+                stored = StoredBlock(Box(tuple(offset), tuple(extent)), report["file"], at, sha256)
                 blocks.setdefault(name, []).append(stored)
         tensors = {n: StoredTensor(n, *kinds[n], tuple(sorted(found))) for n, found in blocks.items()}
         return cls(meta, files, tensors)

@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 from platform.checkpoint.blocks.placement import LARGEST_BLOCK, Piece
 from platform.checkpoint.storage.image import THREADS
-from platform.checkpoint.storage.manifest import NAME, Corrupt, Manifest, Refused, Stored
+from platform.checkpoint.storage.manifest import NAME, Corrupt, Manifest, Refused, StoredBlock
 from platform.checkpoint.storage.storage import Storage
 
 
-def stored_pieces(manifest: Manifest, names: Iterable[str] | None = None) -> list[Piece[Stored]]:
+def stored_pieces(manifest: Manifest, names: Iterable[str] | None = None) -> list[Piece[StoredBlock]]:
     """Return the stored blocks of these tensors (default: of all), each read as a whole, ordered by file and by place
     in it."""
     chosen = [manifest.tensors[name] for name in (manifest.tensors if names is None else names)]
@@ -20,7 +20,7 @@ def stored_pieces(manifest: Manifest, names: Iterable[str] | None = None) -> lis
     return sorted(found, key=lambda piece: (piece.source.file, piece.source.at, piece.nbytes))
 
 
-def read_pieces(storage: Storage, directory: str, wanted: Sequence[Piece[Stored]]) -> list[memoryview]:
+def read_pieces(storage: Storage, directory: str, wanted: Sequence[Piece[StoredBlock]]) -> list[memoryview]:
     """Read the bytes of every piece. Raises Corrupt if they differ from what was written, Refused if the checkpoint is
     deleted meanwhile, OSError if the storage fails."""
     with ThreadPoolExecutor(THREADS, "checkpoint-read") as pool:
@@ -28,16 +28,16 @@ def read_pieces(storage: Storage, directory: str, wanted: Sequence[Piece[Stored]
         return [data for part in parts for data in part]
 
 
-def verify_pieces(storage: Storage, directory: str, wanted: Sequence[Piece[Stored]]) -> None:
+def verify_pieces(storage: Storage, directory: str, wanted: Sequence[Piece[StoredBlock]]) -> None:
     """Verify every piece as `read_pieces` does, but keep nothing: at most THREADS x LARGEST_BLOCK are in memory."""
     with ThreadPoolExecutor(THREADS, "checkpoint-verify") as pool:
         for _ in pool.map(lambda run: bool(_read(storage, directory, run)), _runs(wanted)):
             pass
 
 
-def _runs(wanted: Sequence[Piece[Stored]]) -> list[list[Piece[Stored]]]:
+def _runs(wanted: Sequence[Piece[StoredBlock]]) -> list[list[Piece[StoredBlock]]]:
     """Group pieces that are adjacent in a file, up to LARGEST_BLOCK bytes a group: one request each."""
-    out: list[list[Piece[Stored]]] = []
+    out: list[list[Piece[StoredBlock]]] = []
     file, start, end = "", 0, 0
     for piece in wanted:
         place = piece.source
@@ -50,7 +50,7 @@ def _runs(wanted: Sequence[Piece[Stored]]) -> list[list[Piece[Stored]]]:
     return out
 
 
-def _read(storage: Storage, directory: str, run: Sequence[Piece[Stored]]) -> list[memoryview]:
+def _read(storage: Storage, directory: str, run: Sequence[Piece[StoredBlock]]) -> list[memoryview]:
     file, start = run[0].source.file, run[0].source.at
     try:
         data = memoryview(storage.read(f"{directory}/{file}", start, start + sum(piece.nbytes for piece in run)))
