@@ -45,16 +45,7 @@ DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 75  # exit status; after STOPPED the s
 SEVERITY = (DONE, STOPPED, REFUSED, FAILED)  # least to most severe: a sweep exits with the worst status of its jobs
 # Keys that planning reads. If one has an illegal value, planning could run for ever, so no plan is made to look for
 # further mistakes.
-PLANNED = (
-    "model.",
-    "tensor.",
-    "branch.",
-    "pipeline.",
-    "parallel.",
-    "train.global_batch",
-    "train.microbatch",
-    "recompute",
-)
+PLANNED = tuple("model. tensor. branch. pipeline. parallel. train.global_batch train.microbatch recompute".split())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -308,11 +299,7 @@ def _show(args: Namespace) -> int:
     """Print the resolved configuration (`--cfg job`), or one group of it (`--package GROUP`), without secrets."""
     from omegaconf import OmegaConf
 
-    with open_composer(args.config_dir) as composer:
-        config, lines, _ = _compose(composer, args.overrides)
-    if lines:
-        raise ConfigError(lines)
-    values = OmegaConf.create(config.to_dict())
+    values = OmegaConf.create(compose(args.overrides, args.config_dir).to_dict())
     part = OmegaConf.select(values, args.package) if args.package else values
     if not OmegaConf.is_config(part):
         raise ConfigError(violation("--package", args.package, "no such part", closest(args.package, values)))
@@ -324,11 +311,9 @@ def _inform(argv: Sequence[str], args: Namespace) -> int:
     """Let Hydra answer --help, --hydra-help, --info, --cfg hydra and --cfg all, or shell completion."""
     import hydra
 
-    with open_composer(args.config_dir) as composer:
-        if not args.shell_completion:
-            _, lines, _ = _compose(composer, args.overrides)
-            if lines:
-                raise ConfigError(lines)
+    if not args.shell_completion:
+        compose(args.overrides, args.config_dir)
+    with open_composer(args.config_dir):
         overrides = [rewrite(a) for a in args.overrides]
     command = sys.argv
     try:
