@@ -96,7 +96,8 @@ def compose(overrides: Sequence[str], config_dir: str | None = None) -> Config:
 
 def _compose(composer: Composer, arguments: Sequence[str]) -> tuple[Config, list[str], bool]:
     """Return the configuration, one line per mistake in it, and True if planning it is safe."""
-    load_extensions(_words(typed_values(arguments).get("extend")))  # first: other arguments may name what they register
+    modules = typed_values(arguments).get("extend")  # first: other arguments may name what they register
+    load_extensions([name for name in modules if isinstance(name, str)] if isinstance(modules, list) else [])
     config, accepted, refused = composer.load(arguments)
     lines = [translate_error(argument, error) for argument, error in refused]
     lines += _complete(config, accepted)
@@ -148,10 +149,6 @@ def _complete(config: Config, arguments: Sequence[str]) -> list[str]:
         lines.append(violation("resume.allow", ",".join(config.resume.allow), constraint, ["run.dir=DIRECTORY"]))
     config.run.dir = config.run.dir or os.path.abspath(default_directory(config, name))
     return lines
-
-
-def _words(value: Any) -> list[str]:
-    return [word for word in value if isinstance(word, str)] if isinstance(value, list) else []
 
 
 def _own_axes(group: str, axes: Mapping[str, int], declared: Sequence[str], typed: Mapping[str, Any]) -> dict[str, int]:
