@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Mapping
 
+from platform.config.bounds import SECONDS
 from platform.config.durations import seconds_of
 from platform.config.fields import Run
 
@@ -22,4 +23,5 @@ def seconds_left(run: Run, environment: Mapping[str, str] = os.environ, now: flo
     end = environment.get("SLURM_JOB_END_TIME", "")
     if not (end.isascii() and end.isdigit() and len(end) <= 12):  # absent, or no plausible time in seconds
         return None
-    return max(0.0, int(end) - run.time_margin - (time.time() if now is None else now))
+    left = int(end) - run.time_margin - (time.time() if now is None else now)
+    return min(max(0.0, left), SECONDS)  # what a timer can wait for
