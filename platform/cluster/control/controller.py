@@ -113,7 +113,7 @@ class Controller:
 
     def _train(self, crew: Crew, generation: Generation) -> None:
         every, first = self._config.eval.every, self.done + 1
-        self._save(crew, self.done)  # a failure or a signal may have left a save undone
+        self._save_if_due(crew, self.done)  # a failure or a signal may have left a save undone
         for step in range(first, self._steps + 1):
             start = perf_counter()
             reports, seconds = self._step(crew, generation, step)
@@ -137,9 +137,9 @@ class Controller:
             self._commit(generation, row)
             if step == first:
                 self._journal.write(events.FirstStep(step=step))
-            self._save(crew, step)
+            self._save_if_due(crew, step)
             if step < self._steps:
-                self._watch(crew, generation, report)
+                self._reform_if_needed(crew, generation, report)
         self._checkpoints.finish(crew)
 
     def _step(self, crew: Crew, generation: Generation, step: int) -> tuple[list[dict[str, Any]], float]:
@@ -154,7 +154,7 @@ class Controller:
             limit, start = self._spikes.limit, perf_counter()
             reports = crew.call("step", step, limit, faults, within=self._deadline(generation))
             seconds, report = perf_counter() - start, reports[0]
-            self._agree(crew, generation, step, report)
+            self._check_replicas(crew, generation, step, report)
             if not report["skipped"]:
                 return reports, seconds
             loss, norm = report["loss"], report["grad_norm"]
@@ -171,7 +171,7 @@ class Controller:
             self._monitor.say(f"{why}: it is done again")
         raise GaveUp(f"{why}, {self._config.elastic.attempts} times in a row")
 
-    def _agree(self, crew: Crew, generation: Generation, step: int, report: dict[str, Any]) -> None:
+    def _check_replicas(self, crew: Crew, generation: Generation, step: int, report: dict[str, Any]) -> None:
         """Raise WorkerFailed naming the ranks whose state differs from their replicas': it is restored from those, and
         nothing of theirs is used. Raises GaveUp if replicas differ and nothing tells which is right. `Trainer.step` has
         updated nothing in either case."""
@@ -225,7 +225,7 @@ class Controller:
         every = self._config.elastic.snapshot_every
         return bool(every) and self.done % every == 0
 
-    def _save(self, crew: Crew, step: int) -> None:
+    def _save_if_due(self, crew: Crew, step: int) -> None:
         """Advance the save under way, begin one if due, and end the run if a stop was requested."""
         start = perf_counter()
         self._checkpoints.advance(crew)
@@ -240,7 +240,7 @@ class Controller:
         """Save what is unsaved and raise Stopped if the run was asked to end."""
         if self._signals.requested:
             self._checkpoints.confirm()
-            self._keep(crew)
+            self._save_now(crew)
             self._signals.check()
 
     @property
@@ -248,7 +248,7 @@ class Controller:
         """Return True if the state after the last step is not saved yet and a stop would save it."""
         return bool(self.done) and self._checkpoints.due(self.done, last=False, stopping=True)
 
-    def _keep(self, crew: Crew) -> bool:
+    def _save_now(self, crew: Crew) -> bool:
         """Save the state after the last step if the run keeps checkpoints; return True if storage holds it now."""
         self._checkpoints.finish(crew)
         if self._unsaved:
@@ -256,13 +256,13 @@ class Controller:
             self._checkpoints.finish(crew)
         return self._checkpoints.step == self.done
 
-    def _watch(self, crew: Crew, generation: Generation, report: dict[str, Any]) -> None:
+    def _reform_if_needed(self, crew: Crew, generation: Generation, report: dict[str, Any]) -> None:
         """Look, between two steps, whether another generation is needed or would be better: raises Reform if so."""
         if proposal := self._advisor.needed_reform(crew, generation):
             if not self._former.recruiter.count(crew):
                 self._signals.request("a notice that all workers are about to be taken away")
                 self._drain(crew)
-            self._keep(crew)  # memory may not hold the whole state without the members that leave
+            self._save_now(crew)  # memory may not hold the whole state without the members that leave
             raise Reform(proposal.reason)
         if (proposal := self._advisor.optional_reform(crew, generation, report)) and self._loses_nothing(crew):
             self._checkpoints.finish(crew)
@@ -274,7 +274,7 @@ class Controller:
         re-forming waits until that is so."""
         if self._config.elastic.snapshot_every:
             return self._in_memory
-        return bool(self._config.checkpoint.every) and self._keep(crew)
+        return bool(self._config.checkpoint.every) and self._save_now(crew)
 
     # RELEASING
 
