@@ -1,4 +1,4 @@
-"""Operations that fail while a checkpoint is saved or pruned: no wrong value is restored, the newest that holds is found."""
+"""Operations that fail while one saves or prunes: no wrong value is restored, the newest that holds is found."""
 
 import errno
 import os
