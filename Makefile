@@ -6,9 +6,6 @@ export OMP_NUM_THREADS := 1
 # Two workers; tests of one group, which start many processes themselves, go to one of them (tests/conftest.py).
 PARALLEL := --numprocesses 2 --dist loadgroup
 
-# import-linter's own command fails where a package is called `platform`: rich, which it uses, imports the other one.
-IMPORT_CONTRACT := import sys; from importlinter import cli; sys.modules.pop("platform", None); sys.exit(cli.lint_imports())
-
 .PHONY: train test test-all lint
 
 train: $(READY)  ## a small GPT on real text, 4 workers, about two minutes
@@ -24,7 +21,7 @@ lint: $(READY)
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
 	$(PY) -m mypy
-	$(PY) -c '$(IMPORT_CONTRACT)'
+	.venv/bin/lint-imports
 
 $(READY): pyproject.toml requirements.txt $(wildcard platform/_startup.*)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'

@@ -2,6 +2,8 @@
 
 Importing this package replaces it in `sys.modules` with the standard library's module object, whose `__path__` is set
 to this directory: `platform.system()` keeps working for all other code, and `platform.launch` can be imported.
+Its `__spec__` stays this package's, so that tools which look for the package by its spec (import-linter) find it.
+`__init__.pyi` says the same to type checkers.
 """
 
 import sys
@@ -13,3 +15,4 @@ _spec = spec_from_file_location("platform", _file, submodule_search_locations=li
 assert _spec is not None and _spec.loader is not None
 _std = sys.modules[__name__] = module_from_spec(_spec)
 _spec.loader.exec_module(_std)  # loads the standard library's cached .pyc
+_std.__spec__ = __spec__

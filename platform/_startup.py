@@ -26,5 +26,5 @@ def install():
     std = sys.modules.get("platform")
     if std is not None and not hasattr(std, "__path__"):  # another .pth imported it first
         spec = PlatformFirst.find_spec("platform")
-        if spec is not None and std.__spec__ is not None:
-            std.__path__ = std.__spec__.submodule_search_locations = spec.submodule_search_locations
+        if spec is not None:
+            std.__spec__, std.__path__ = spec, spec.submodule_search_locations

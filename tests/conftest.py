@@ -33,6 +33,9 @@ MANY = {
 }
 
 
+EVERY_ONE = "`make test-all` runs every one"
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that start many processes form one group, so that never two of them run at a time. Tests marked `gpu` are
@@ -40,6 +43,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "pool" in getattr(item, "fixturenames", ()) or item.path.name in MANY or item.get_closest_marker("ray"):
             item.add_marker(pytest.mark.xdist_group("processes"))
+        if counted := item.get_closest_marker("counted"):
+            item.user_properties.append(("count", (*counted.args, EVERY_ONE)))
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu:
         import torch
@@ -58,9 +63,19 @@ def root() -> Path:
 @pytest.fixture(autouse=True)
 def as_a_new_process():
     """Forgets the secrets of the commands that earlier tests gave in this process."""
-    from platform.boundary.redaction import forget
+    from platform.boundary.redaction import forget_secrets
 
-    forget()
+    forget_secrets()
+
+
+@pytest.fixture(scope="session")
+def pool():
+    """Eight gloo processes."""
+    from tests.harness.pool import Pool
+
+    pool = Pool()
+    yield pool
+    pool.close()
 
 
 _counts: dict[str, tuple[int, int, str]] = {}
@@ -70,7 +85,7 @@ _counts: dict[str, tuple[int, int, str]] = {}
 def record_count(request):
     """`record_count(what, ran, of, how)`: how many of how many cases ran, printed once at the end of the session."""
 
-    def record(what, ran, of, how="`make test-all` runs every one"):
+    def record(what, ran, of, how=EVERY_ONE):
         request.node.user_properties.append(("count", (what, ran, of, how)))
 
     return record

@@ -85,7 +85,7 @@ class Many(NamedTuple):
             raise Malformed(f"has {len(value)} entries, not {self.least} to {self.most}")
 
 
-class Known(NamedTuple):
+class OpenMap(NamedTuple):
     """Bound on a map that may have other keys too: the types of its known keys, and the keys that it must have."""
 
     kinds: tuple[tuple[str, Any], ...]
@@ -131,9 +131,9 @@ def reader(kind: Any) -> Reader:
     if origin is dict:
         return _map(*arguments)
     if origin is list:
-        return _many(arguments[0], list)
+        return _sequence(arguments[0], list)
     if origin is tuple:
-        return _many(arguments[0], tuple) if arguments[1:] == (...,) else _row(tuple, dict(enumerate(arguments)))
+        return _sequence(arguments[0], tuple) if arguments[1:] == (...,) else _row(tuple, dict(enumerate(arguments)))
     if is_dataclass(kind):
         return _record(kind)
     assert issubclass(kind, tuple), f"no reader of {kind}"
@@ -241,10 +241,10 @@ def _map(key: Any, item: Any) -> Reader:
     return read_map
 
 
-def _many(item: Any, kind: type) -> Reader:
+def _sequence(item: Any, kind: type) -> Reader:
     read_item = reader(item)
 
-    def read_many(value: Any) -> Any:
+    def read_sequence(value: Any) -> Any:
         if type(value) is not list:
             raise Malformed(f"{shown(value)} is no list")
         found: list[Any] = []
@@ -255,7 +255,7 @@ def _many(item: Any, kind: type) -> Reader:
             raise error.within(len(found)) from None
         return kind(found)
 
-    return read_many
+    return read_sequence
 
 
 def _row(made: Callable[[list[Any]], Any], hints: dict[Any, Any]) -> Reader:

@@ -9,8 +9,8 @@ from functools import lru_cache
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from platform.config.bounds import CHOICES, leaves, not_built
-from platform.config.durations import RHYTHM, nearest_rhythms
+from platform.config.bounds import KEYS, flat_values, not_built
+from platform.config.durations import nearest_rhythms
 from platform.config.fields import SHOWN, Config, ConfigError, closest, printable, violation
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def _is_registered(group: str, name: str) -> bool:
     from hydra.core.global_hydra import GlobalHydra
 
     hydra = GlobalHydra.instance()
-    if name not in CHOICES.get(f"{group}.kind", ()) or not hydra.is_initialized():
+    if f"{group}.kind" not in KEYS or name not in KEYS[f"{group}.kind"].choices or not hydra.is_initialized():
         return False
     return name not in hydra.config_loader().get_group_options(group)
 
@@ -153,7 +153,7 @@ def experiment_of(arguments: Sequence[str]) -> str | None:
 _KINDS = {"Integer": "an integer", "Float": "a number"}
 
 
-def explain(argument: str, error: Exception) -> str:
+def translate_error(argument: str, error: Exception) -> str:
     """Translate an error of Hydra or OmegaConf about one argument into one line for the user."""
     from hydra.core.global_hydra import GlobalHydra
 
@@ -162,9 +162,10 @@ def explain(argument: str, error: Exception) -> str:
     if option := re.search(r"Could not (?:find|load) '(.+)/(.*?)'", text):
         group, name = option.groups()
         legal = GlobalHydra.instance().config_loader().get_group_options(group)
-        registered = [f"{group}.kind={name} where a module in extend=[MODULE] registers it"]
-        legal = [*closest(name, legal), *(registered if f"{group}.kind" in CHOICES else [])]
-        return violation(group, name, not_built(group, name) or "unknown", legal)
+        kind = f"{group}.kind"
+        registered = [f"{kind}={name} where a module in extend=[MODULE] registers it"]
+        legal = [*closest(name, legal), *(registered if kind in KEYS and KEYS[kind].open else [])]
+        return violation(group, name, kind in KEYS and not_built(kind, name) or "unknown", legal)
     if re.search("Error parsing override|Lexer|mismatched input|extraneous input|no viable", text) or key.startswith(
         "~"
     ):
@@ -178,7 +179,7 @@ def explain(argument: str, error: Exception) -> str:
     if re.search(r"' not in '|is not in struct|unknown key|Could not override", text):
         return violation(key, value, f"{within}unknown key", _similar_keys(where))
     if "incompatible with type hint 'Union[int, str]'" in text:
-        return violation(key, value, f"{within}must be {RHYTHM}", nearest_rhythms(value))
+        return violation(key, value, within + KEYS["checkpoint.every"].constraint, nearest_rhythms(value))
     if "is not a valid bool" in text:
         return violation(key, value, f"{within}must be true or false", ["true", "false"])
     if wrong := re.search(r"Value '(.*)' of type '(\w+)' could not be converted to (\w+)", text, re.S):
@@ -198,13 +199,13 @@ def explain(argument: str, error: Exception) -> str:
 
 def _default(key: str) -> list[Any]:
     """Return the default of a key as a list of one; [] if there is no such key or its default is empty."""
-    value = leaves(Config()).get(key)
+    value = flat_values(Config()).get(key)
     return [str(value).lower() if isinstance(value, bool) else value] if value or value == 0 else []
 
 
 def _similar_keys(key: str) -> list[str]:
     """Return up to three keys or groups that the user may have meant: similar as a whole, or in their last part."""
-    known = [*vars(Config()), *leaves(Config())]
+    known = [*vars(Config()), *flat_values(Config())]
     whole = get_close_matches(key, known, n=3, cutoff=0.7)
     ends = get_close_matches(key.split(".")[-1], {name.split(".")[-1] for name in known}, n=3, cutoff=0.7)
     return list(dict.fromkeys([*whole, *(name for name in known if name.split(".")[-1] in ends)]))[:3]

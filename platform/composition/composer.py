@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from platform.boundary.redaction import learn_urls
+from platform.boundary.redaction import register_url_secrets
 from platform.composition.arguments import NOT_OURS, parse, quote, rewrite
 from platform.composition.references import resolve, watch_environment
 from platform.config.fields import Config, ConfigError, violation
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 HERE = Path(__file__).resolve().parents[1]
 CONF = next(p for p in (HERE / "conf", HERE.parent / "conf") if p.is_dir())  # in a wheel, in a checkout
 
-Refused = list[tuple[str, Exception]]  # (argument, error that Hydra, OmegaConf or YAML raised for it)
+RefusedArguments = list[tuple[str, Exception]]  # (argument, error that Hydra, OmegaConf or YAML raised for it)
 
 
 @contextmanager
-def opened(config_dir: str | None) -> Iterator[Composer]:
+def open_composer(config_dir: str | None, stored: Mapping[str, Any] | None = None) -> Iterator[Composer]:
     """Open Hydra on our files and the user's own in `config_dir`. Raises ConfigError if that is no directory."""
     from hydra import initialize_config_dir
     from hydra.core.config_store import ConfigStore
@@ -39,10 +39,10 @@ def opened(config_dir: str | None) -> Iterator[Composer]:
     scheme = register()
     own = [f"hydra.searchpath=[{quote(f'{scheme}://{os.path.abspath(config_dir)}')}]"] if config_dir else []
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-        yield Composer(own)
+        yield Composer(own, stored or {})
 
 
-def mistakes() -> tuple[type[Exception], ...]:
+def user_errors() -> tuple[type[Exception], ...]:
     """Return the exception types that Hydra, OmegaConf and YAML raise for mistakes of a user."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
@@ -54,25 +54,26 @@ def mistakes() -> tuple[type[Exception], ...]:
 
 
 class Composer:
-    """Composes configurations while Hydra is open; `own` is the argument that adds the user's files, if any."""
+    """Composes configurations while Hydra is open. `own`: the argument that adds the user's files, if any. `stored`: a
+    whole configuration that takes the place of the files, but for the groups of which an argument chooses another."""
 
-    def __init__(self, own: Sequence[str]):
-        self.own = list(own)
+    def __init__(self, own: Sequence[str], stored: Mapping[str, Any]):
+        self.own, self.stored = list(own), stored
         self._options: dict[str, list[str]] = {}  # group -> its options; [] if it is no group
         self._chosen: dict[tuple[str, ...], DictConfig] = {}  # choices -> composed files, as jobs of a sweep share them
 
-    def load(self, arguments: Sequence[str]) -> tuple[Config, list[str], Refused]:
+    def load(self, arguments: Sequence[str]) -> tuple[Config, list[str], RefusedArguments]:
         """Return the configuration of the accepted arguments, these arguments, and the refused ones with errors."""
         choices, values, refused = self._sorted(arguments)
         try:
             base, accepted = self._choose(choices), list(choices)
-        except mistakes():
+        except user_errors():
             base, accepted = self._choose([]), []
             for argument in choices:
                 try:
                     base = self._choose([*accepted, argument])
                     accepted.append(argument)
-                except mistakes() as error:
+                except user_errors() as error:
                     refused.append((argument, error))
         config, wrong = _with_values(base, values)
         wrong_values = [argument for argument, _ in wrong]
@@ -88,13 +89,13 @@ class Composer:
             self._options[group] = GlobalHydra.instance().config_loader().get_group_options(group)
         return self._options[group]
 
-    def _sorted(self, arguments: Sequence[str]) -> tuple[list[str], list[str], Refused]:
+    def _sorted(self, arguments: Sequence[str]) -> tuple[list[str], list[str], RefusedArguments]:
         """Return the arguments that choose files, those that set values, and those refused as neither."""
         from hydra.errors import HydraException
 
         choices: list[str] = []
         values: list[str] = []
-        refused: Refused = []
+        refused: RefusedArguments = []
         for argument in arguments:
             try:
                 parsed = parse(argument)
@@ -105,27 +106,30 @@ class Composer:
                 group = bool(self.options(parsed.key_or_group)) and not isinstance(parsed.value(), dict)
                 if parsed.is_sweep_override() or parsed.package is not None:
                     group = True  # composing raises Hydra's own error for these
-            except mistakes() as error:
+            except user_errors() as error:
                 refused.append((argument, error))
                 continue
             (choices if group else values).append(argument)
         return choices, values, refused
 
     def _choose(self, choices: Sequence[str]) -> DictConfig:
-        """Compose the chosen files into one configuration. Raises any of `mistakes`."""
+        """Compose the chosen files into one configuration. Raises any of `user_errors`."""
         import hydra
         from omegaconf import OmegaConf
 
         key = tuple(choices)
         if key not in self._chosen:
             found = hydra.compose("config", [rewrite(a) for a in (*self.own, *choices)])
+            OmegaConf.set_struct(found, False)  # axes of the stored configuration are new keys
+            chosen = {parse(choice).key_or_group for choice in choices}
+            found.merge_with({group: values for group, values in self.stored.items() if group not in chosen})
             _plain(found)
             OmegaConf.set_struct(found, True)
             self._chosen[key] = found
         return self._chosen[key]
 
 
-def _with_values(base: DictConfig, values: Sequence[str]) -> tuple[Config, Refused]:
+def _with_values(base: DictConfig, values: Sequence[str]) -> tuple[Config, RefusedArguments]:
     """Return `base` with every value that it accepts, and the refused ones with their errors."""
     from copy import deepcopy
 
@@ -134,8 +138,8 @@ def _with_values(base: DictConfig, values: Sequence[str]) -> tuple[Config, Refus
         for argument in values:
             _apply(config, argument)
         return _plain(config), []
-    except mistakes():
-        refused: Refused = []
+    except user_errors():
+        refused: RefusedArguments = []
         good = deepcopy(base)
         for argument in values:
             config = deepcopy(good)
@@ -143,13 +147,13 @@ def _with_values(base: DictConfig, values: Sequence[str]) -> tuple[Config, Refus
                 _apply(config, argument)
                 _plain(config)
                 good = config
-            except mistakes() as error:
+            except user_errors() as error:
                 refused.append((argument, error))
         return _plain(good), refused
 
 
 def _apply(config: DictConfig, argument: str) -> None:
-    """Set one value in `config`, as Hydra does. Raises any of `mistakes`."""
+    """Set one value in `config`, as Hydra does. Raises any of `user_errors`."""
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
 
     ConfigLoaderImpl._apply_overrides_to_config([parse(argument)], config)
@@ -158,8 +162,8 @@ def _apply(config: DictConfig, argument: str) -> None:
 def _plain(config: DictConfig) -> Config:
     """Convert to our own dataclasses, with references resolved and secrets in URLs learned.
 
-    Raises any of `mistakes`: an unknown key, an interpolation of a missing key, a value left as ???.
+    Raises any of `user_errors`: an unknown key, an interpolation of a missing key, a value left as ???.
     """
     values = resolve(config)
-    learn_urls(values)
+    register_url_secrets(values)
     return Config.from_dict(values)

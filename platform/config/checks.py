@@ -6,13 +6,8 @@ import re
 from collections.abc import Callable, Iterator
 from math import prod
 
-from platform.config.bounds import (
-    SECONDS,
-    WORKERS,
-    not_built,
-    wrong_values,
-)
-from platform.config.durations import RHYTHM, nearest_rhythms, rhythm_of, seconds_of
+from platform.config.bounds import KEYS, wrong_values
+from platform.config.durations import nearest_rhythms, rhythm_of, seconds_of
 from platform.config.fields import (
     OBJECTIVES,
     Branch,
@@ -22,15 +17,15 @@ from platform.config.fields import (
     violation,
 )
 from platform.config.identity import wrong_allowances
-from platform.config.layout_map import KNOWN_DIMS, axes_of
-from platform.config.tables import wrong_tables
+from platform.config.key import SECONDS, WORKERS
+from platform.config.layout_map import axes_of, wrong_tables
 from platform.plan.language.numbers import divisors
 from platform.plan.language.scheme import RESERVED
 from platform.plan.memory.hardware import MEMORIES, memory_of
 from platform.plan.schedule.generators import ONE_CHUNK
 
 
-def violations(config: Config) -> list[str]:
+def wrong_configuration(config: Config) -> list[str]:
     """Return one line per mistake in a configuration; [] if there is none.
 
     Reads no file, device or cluster. A rule is skipped where one of the keys it relates is already wrong by itself.
@@ -61,7 +56,7 @@ def _attention(config: Config) -> Iterator[str]:
 def _replicas(config: Config) -> Iterator[str]:
     data = config.parallel.data
     if data == 0 or data < -1:
-        yield violation("parallel.data", data, "must be >= 1, or -1 for as many as the workers give", [1, -1])
+        yield violation("parallel.data", data, KEYS["parallel.data"].constraint, [1, -1])
 
 
 def too_many_workers(config: Config) -> Iterator[str]:
@@ -81,13 +76,13 @@ def too_many_workers(config: Config) -> Iterator[str]:
         yield violation(longest, sizes[longest], constraint, legal)
 
 
-def _text(config: Config) -> Iterator[str]:
+def _sample(config: Config) -> Iterator[str]:
     if config.model.kind in ("encoder", "two_layer") and config.monitor.sample:
         constraint = f"model.kind={config.model.kind} generates no text"
         yield violation("monitor.sample", config.monitor.sample, constraint, [0])
 
 
-def _stop(config: Config) -> Iterator[str]:
+def _stop_at(config: Config) -> Iterator[str]:
     if config.train.stop_at > config.train.steps:
         constraint = f"must be <= train.steps={config.train.steps}"
         yield violation("train.stop_at", config.train.stop_at, constraint, [config.train.steps])
@@ -98,11 +93,11 @@ def _time_limit(config: Config) -> Iterator[str]:
         if seconds_of(config.run.time_limit) > SECONDS:
             yield violation("run.time_limit", config.run.time_limit, f"must be <= {SECONDS} seconds", [SECONDS])
     except ValueError:
-        constraint = "must be seconds or H:MM:SS"
-        yield violation("run.time_limit", config.run.time_limit, constraint, ["3600", "1:00:00"])
+        legal = ["3600", "1:00:00"]
+        yield violation("run.time_limit", config.run.time_limit, KEYS["run.time_limit"].constraint, legal)
 
 
-def _every(config: Config) -> Iterator[str]:
+def _checkpoint_every(config: Config) -> Iterator[str]:
     every = config.checkpoint.every
     try:
         rhythm_of(every)
@@ -110,10 +105,10 @@ def _every(config: Config) -> Iterator[str]:
         if isinstance(every, int):
             yield violation("checkpoint.every", every, "must be >= 0", [0])
         else:
-            yield violation("checkpoint.every", every, f"must be {RHYTHM}", nearest_rhythms(every))
+            yield violation("checkpoint.every", every, KEYS["checkpoint.every"].constraint, nearest_rhythms(every))
 
 
-def _elastic(config: Config) -> Iterator[str]:
+def _workers(config: Config) -> Iterator[str]:
     e = config.elastic
     if e.max_workers and e.max_workers < e.min_workers:
         constraint = f"must be 0 or >= elastic.min_workers={e.min_workers}"
@@ -160,14 +155,14 @@ def absent_ranks(config: Config, workers: int) -> Iterator[str]:
             yield violation("elastic.faults", fault, f"its rank must be below the {most} that the run has", [nearest])
 
 
-def _verify(config: Config) -> Iterator[str]:
+def _verify_every(config: Config) -> Iterator[str]:
     every = config.train.verify_every
     if every and config.parallel.zero == 3:
         constraint = "parallel.zero=3 keeps each weight once: there are no replicas to compare"
         yield violation("train.verify_every", every, constraint, [0])
 
 
-def _optimizer(config: Config) -> Iterator[str]:
+def _betas(config: Config) -> Iterator[str]:
     if len(config.optimizer.betas) != 2:
         yield violation("optimizer.betas", config.optimizer.betas, "must be two numbers", [[0.9, 0.95]])
 
@@ -221,8 +216,7 @@ def _zero(config: Config) -> Iterator[str]:
 def _scheme(config: Config) -> Iterator[str]:
     tensor, declared = config.tensor, axes_of(config.tensor)
     if tensor.scheme not in ("serial", "layout") and not (tensor.regions or tensor.parameters):
-        constraint = not_built("tensor", tensor.scheme) or "a scheme's name without its table; write tensor=NAME"
-        yield violation("tensor.scheme", tensor.scheme, constraint)
+        yield violation("tensor.scheme", tensor.scheme, "a scheme's name without its table; write tensor=NAME")
     elif tensor.scheme != "layout":
         for name, size in tensor.axes.items():
             if name not in declared:
@@ -230,14 +224,13 @@ def _scheme(config: Config) -> Iterator[str]:
                 yield violation(f"tensor.axes.{name}", size, f"tensor={tensor.scheme} has no such axis", legal)
         if tensor.layout is not None:
             yield violation("tensor.layout", tensor.layout, "only for tensor=layout")
-    yield from wrong_tables(config, KNOWN_DIMS)
+    yield from wrong_tables(config)
 
 
 def _branch(config: Config) -> Iterator[str]:
     tensor, branch = config.tensor, config.branch
     if branch.kind != "none" and not (branch.append or branch.prepend):
-        constraint = not_built("branch", branch.kind) or "a branch's name without its table; write branch=NAME"
-        yield violation("branch.kind", branch.kind, constraint)
+        yield violation("branch.kind", branch.kind, "a branch's name without its table; write branch=NAME")
     for name, size in branch.axes.items():
         if branch.kind == "none":
             yield violation(f"branch.axes.{name}", size, "branch=none has no axes", ["none"])
@@ -247,12 +240,12 @@ def _branch(config: Config) -> Iterator[str]:
 
 def _slice_via(config: Config) -> Iterator[str]:
     branch = config.branch
-    if branch.slice_via != "all_to_all" and not slices(branch):
+    if branch.slice_via != "all_to_all" and not slices_heads(branch):
         constraint = f"branch={branch.kind} has no all-to-all that it would replace"
         yield violation("branch.slice_via", branch.slice_via, constraint, ["all_to_all"])
 
 
-def slices(branch: Branch) -> bool:
+def slices_heads(branch: Branch) -> bool:
     """Return True if this branch kind slices heads by all-to-all around attention, with the batch split before it."""
     return "core" in branch.append and "batch" in branch.append.get("attention", ())
 
@@ -278,13 +271,13 @@ RELATIONS: tuple[tuple[set[str], Callable[[Config], Iterator[str]]], ...] = (
     (set(), _replicas),
     ({"parallel.data", "pipeline.stages", "tensor.axes", "branch.axes"}, too_many_workers),
     ({"train.steps", "elastic.faults"}, _faults),
-    ({"model.kind", "monitor.sample"}, _text),
-    ({"train.steps", "train.stop_at"}, _stop),
+    ({"model.kind", "monitor.sample"}, _sample),
+    ({"train.steps", "train.stop_at"}, _stop_at),
     ({"run.time_limit"}, _time_limit),
-    ({"checkpoint.every"}, _every),
-    ({"elastic.min_workers", "elastic.max_workers"}, _elastic),
-    ({"train.verify_every", "parallel.zero"}, _verify),
-    ({"optimizer.betas"}, _optimizer),
+    ({"checkpoint.every"}, _checkpoint_every),
+    ({"elastic.min_workers", "elastic.max_workers"}, _workers),
+    ({"train.verify_every", "parallel.zero"}, _verify_every),
+    ({"optimizer.betas"}, _betas),
     ({"data.kind", "data.validation", "eval.every"}, _data),
     ({"data.kind", "data.objective", "model.kind", "model.length"}, _objective),
     ({"model.buckets", "model.distance"}, _buckets),

@@ -1,5 +1,8 @@
 """Typed configuration: one dataclass per Hydra group, and ConfigError, the one exception for a user's mistakes.
 
+A key is said once, at its field: type, default, legal values and a line of guidance (`platform.config.key`).
+`docs/configuration.md` and `--help` are made of them, and values are checked against them.
+
 Mistakes are found in three steps, all before any process starts: unknown keys and wrong types while the configuration
 is composed, illegal values by `platform.config.checks`, and all that needs the whole plan (divisibility by axes, legal
 layouts) by `platform.planning.make_plan`.
@@ -10,9 +13,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import Field, asdict, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from typing import Any, get_args, get_origin, get_type_hints
+
+from platform.config.execution import Checkpoint, Cluster, Elastic, Monitor, Resume, Run
+from platform.config.key import WORKERS, key
+from platform.plan.language.scheme import GATHERED, SLICE_VIA
 
 Rules = dict[str, dict[str, list[str]]]  # region or parameter role -> tensor dim -> mesh axes, major to minor
 
@@ -27,169 +34,141 @@ class ConfigError(ValueError):
 
 
 @dataclass
-class Run:
-    dir: str = ""  # "" = runs/EXPERIMENT-HASH
-    time_limit: str = ""  # seconds or H:MM:SS, then the run stops as by a signal; "" = the Slurm allocation; 0 = none
-    time_margin: float = 120.0  # seconds reserved before the limit for the last checkpoint
-
-
-@dataclass
 class Train:
-    steps: int = 100  # updates; the learning-rate schedule spans them
-    stop_at: int = 0  # end after this step, with a checkpoint; 0 = run to `steps`
-    global_batch: int = 16  # sequences per update, over all replicas
-    microbatch: int = 4  # sequences per microbatch of one data-parallel replica
-    spike: float = 0.0  # a loss above this factor times the median of the last 32 is a spike; 0 = detect none
-    verify_every: int = 0  # steps between comparisons of the replicas' weights and optimizer state; 0 = never
-    on_spike: str = "rollback"  # on a spike or a non-finite loss or gradient: rollback (redo the step) | skip | stop
+    """Steps, batches, and what happens to a step whose numbers are wrong."""
+
+    steps: int = key(100, "updates; the learning-rate schedule spans them", ">= 1")
+    stop_at: int = key(0, "end after this step, with a checkpoint; 0 = run to train.steps", ">= 0")
+    global_batch: int = key(16, "sequences per update, over all replicas", ">= 1", most=10**8)
+    microbatch: int = key(4, "sequences per microbatch of one data-parallel replica", ">= 1", most=10**6)
+    spike: float = key(0.0, "a loss above this factor times the median of the last 32 is a spike; 0 = never", ">= 0")
+    verify_every: int = key(0, "steps between comparisons of the replicas' weights and moments; 0 = never", ">= 0")
+    on_spike: str = key("rollback", "at a spike or non-finite number: redo, skip or stop", ("rollback", "skip", "stop"))
 
 
 @dataclass
 class Model:
-    kind: str = "decoder"  # decoder | encoder | encoder_decoder | two_layer, or a registered one
-    layers: int = 2  # Transformer layers; encoder_decoder: in each of its two stacks
-    d_model: int = 64  # width of the residual stream
-    heads: int = 4  # attention heads
-    kv_heads: int = 0  # key and value heads of grouped-query attention; 0 = heads
-    d_kv: int = 0  # width of one head; 0 = d_model / heads
-    d_ff: int = 0  # width of the feed-forward layer; 0 = 4 * d_model
-    length: int = 64  # tokens per sequence
-    source_length: int = 0  # encoder_decoder: tokens per sequence of the encoder; 0 = length
-    vocab: int = 512  # rows of the embedding, before any padding
-    io: int = 64  # two_layer: width of its input and output
-    hidden: int = 256  # two_layer: width between its layers
-    dropout: float = 0.0  # probability that an activation is set to 0; 0 = no dropout
-    fused_dropout: bool = False  # not built yet: draw attention masks in a fused kernel; they differ between layouts
-    norm: str = "layernorm"  # layernorm | rmsnorm
-    post_norm: bool = False  # normalise after the residual connection, as in the original Transformer
-    activation: str = "gelu"  # gelu | relu | swiglu | geglu
-    positions: str = "learned"  # learned | rope | sinusoidal | relative
-    rope_theta: float = 10000.0  # positions=rope: base of the rotation frequencies
-    buckets: int = 32  # positions=relative: entries of the bias table per head
-    distance: int = 128  # positions=relative: positions farther apart than this share one entry
-    bias: bool = True  # linear layers have biases
-    tied: bool = True  # the output projection shares the weights of the embedding
-    label_smoothing: float = 0.0  # share of the target probability spread over the vocabulary
+    """Kind, sizes and parts of the model."""
+
+    kind: str = key("decoder", "the model", ("decoder", "encoder", "encoder_decoder", "two_layer"), open=True)
+    layers: int = key(2, "Transformer layers; encoder_decoder: in each of its two stacks", ">= 1", most=1000)
+    d_model: int = key(64, "width of the residual stream", ">= 1", most=2**20)
+    heads: int = key(4, "attention heads", ">= 1", most=2**16)
+    kv_heads: int = key(0, "key and value heads of grouped-query attention; 0 = model.heads", ">= 0", most=2**16)
+    d_kv: int = key(0, "width of one head; 0 = d_model / heads", ">= 0", most=2**16)
+    d_ff: int = key(0, "width of the feed-forward layer; 0 = 4 * d_model", ">= 0", most=2**24)
+    length: int = key(64, "tokens per sequence", ">= 1", most=2**24)
+    source_length: int = key(0, "encoder_decoder: tokens per encoder sequence; 0 = model.length", ">= 0", most=2**24)
+    vocab: int = key(512, "rows of the embedding, before any padding", ">= 1", most=2**24)
+    io: int = key(64, "two_layer: width of its input and output", ">= 1", most=2**24)
+    hidden: int = key(256, "two_layer: width between its layers", ">= 1", most=2**24)
+    dropout: float = key(0.0, "probability that an activation is set to 0; 0 = no dropout", ">= 0 and < 1")
+    fused_dropout: bool = key(
+        False,
+        "draw attention masks in a fused kernel",
+        (False,),
+        not_built={True: "attention masks drawn inside a fused kernel"},
+    )
+    norm: str = key("layernorm", "normalisation", ("layernorm", "rmsnorm"))
+    post_norm: bool = key(False, "normalise after the residual connection, as in the original Transformer")
+    activation: str = key("gelu", "pointwise function of the feed-forward layer", ("gelu", "relu", "swiglu", "geglu"))
+    positions: str = key("learned", "how attention knows positions", ("learned", "rope", "sinusoidal", "relative"))
+    rope_theta: float = key(10000.0, "positions=rope: base of the rotation frequencies", "> 0")
+    buckets: int = key(32, "positions=relative: entries of the bias table per head", ">= 4", most=2**16)
+    distance: int = key(128, "positions=relative: positions farther apart than this share one entry", ">= 1")
+    bias: bool = key(True, "linear layers have biases")
+    tied: bool = key(True, "the output projection shares the weights of the embedding")
+    label_smoothing: float = key(0.0, "share of the target probability spread over the vocabulary", ">= 0 and < 1")
 
 
 @dataclass
 class Data:
-    kind: str = "stdlib"  # stdlib | text | pairs | synthetic, or a registered one
-    path: str = ""  # data=text, data=pairs: a file, a folder, a glob, or .jsonl
-    field: str = "text"  # .jsonl: name of the field that holds the text
-    target_path: str = ""  # data=pairs: file whose lines translate the lines of `path`
-    target_field: str = "target"  # data=pairs from .jsonl: name of the field that translates `field`
-    objective: str = ""  # causal | masked | span_denoising | pairs; "" = the default for model.kind and the data
-    validation: float = 0.05  # fraction of the documents held out for validation; 0 = none
-    cache: str = ""  # folder for tokenised corpora; "" = ~/.cache/elastic-platform
+    """Training data, and what the model predicts in it."""
+
+    kind: str = key("stdlib", "source of the data", ("stdlib", "text", "pairs", "synthetic"), open=True)
+    path: str = key("", "data=text, data=pairs: a file, a folder, a glob, or .jsonl")
+    field: str = key("text", ".jsonl: name of the field that holds the text")
+    target_path: str = key("", "data=pairs: file whose lines translate the lines of data.path")
+    target_field: str = key("target", "data=pairs from .jsonl: name of the field that translates data.field")
+    objective: str = key(
+        "",
+        'what is predicted; "" = the default for model.kind and the data',
+        ("", "causal", "masked", "span_denoising", "pairs"),
+    )
+    validation: float = key(0.05, "fraction of the documents held out for validation; 0 = none", ">= 0 and < 1")
+    cache: str = key("", 'folder for tokenised corpora; "" = ~/.cache/elastic-platform')
 
 
 @dataclass
 class Optimizer:
-    kind: str = "adamw"  # adamw, or a registered one
-    lr: float = 1e-3  # peak learning rate, reached after warm-up
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # Adam's decay rates of the first and second moment
-    eps: float = 1e-8  # Adam's epsilon, added to the denominator
-    weight_decay: float = 0.1  # decoupled weight decay; never applied to vectors (norms, biases)
-    clip: float = 1.0  # largest global gradient norm; 0 = no clipping
-    schedule: str = "cosine"  # constant | cosine | inverse_sqrt, or a registered one
-    warmup_steps: int = 0  # updates of linear warm-up from 0 to lr
-    min_lr: float = 0.1  # the cosine schedule ends at this fraction of lr
+    """Update rule, and the schedule of its learning rate."""
+
+    kind: str = key("adamw", "the optimizer", ("adamw",), open=True)
+    lr: float = key(1e-3, "peak learning rate, reached after warm-up", ">= 0 and < inf", most=1e6)
+    betas: list[float] = key([0.9, 0.95], "Adam's decay rates of the first and second moment", ">= 0 and < 1")
+    eps: float = key(1e-8, "Adam's epsilon, added to the denominator", "> 0 and < inf", most=1e6)
+    weight_decay: float = key(0.1, "decoupled weight decay; not of vectors (norms, biases)", ">= 0 and < inf", most=1e6)
+    clip: float = key(1.0, "largest global gradient norm; 0 = no clipping", ">= 0")
+    schedule: str = key("cosine", "learning rate after warm-up", ("constant", "cosine", "inverse_sqrt"), open=True)
+    warmup_steps: int = key(0, "updates of linear warm-up from 0 to optimizer.lr", ">= 0")
+    min_lr: float = key(0.1, "the cosine schedule ends at this fraction of optimizer.lr", ">= 0 and <= 1")
 
 
 @dataclass
 class Parallel:
-    data: int = 1  # data-parallel replicas; -1 = as many as the workers allow
-    zero: int = 0  # ZeRO over the replicas: 0 = off | 1 = shard optimizer state | 3 = parameters and gradients too
+    """Data parallelism and ZeRO."""
+
+    data: int = key(
+        1, "data-parallel replicas", most=WORKERS, constraint="must be >= 1, or -1 for as many as the workers give"
+    )
+    zero: int = key(0, "ZeRO shards over replicas: 1 = optimizer state, 3 = parameters and gradients too", (0, 1, 3))
 
 
 @dataclass
 class Tensor:
-    scheme: str = "serial"  # name of the tensor-parallel scheme: set by tensor=NAME
-    order: list[str] = field(default_factory=list)  # axes of the scheme, outer to inner; [] = in order of mention
-    axes: dict[str, int] = field(default_factory=dict)  # size of each axis; an axis not given has size 1
-    regions: Rules = field(default_factory=dict)  # activations: region -> dim -> axes
-    parameters: Rules = field(default_factory=dict)  # parameters: role (all | in | out | vector) -> dim -> axes
-    gathered: str = "keep"  # gathered operands: keep | again (gather again in backward) | panels (SUMMA where legal)
-    layout: Any = None  # tensor=layout: your own map from dims to axes, one line or YAML
+    """Tensor parallelism: a table from tensor dims to mesh axes."""
+
+    scheme: str = key("serial", "name of the scheme: set by tensor=NAME")
+    order: list[str] = key([], "axes of the scheme, outer to inner; [] = in order of mention")
+    axes: dict[str, int] = key({}, "size of each axis; an axis not given has size 1", ">= 1", most=WORKERS)
+    regions: Rules = key({}, "activations: region -> dim -> axes")
+    parameters: Rules = key({}, "parameters: role (all, in, out, vector) -> dim -> axes")
+    gathered: str = key("keep", "gathered operands: keep, gather again in backward, or SUMMA's panels", tuple(GATHERED))
+    layout: Any = key(None, "tensor=layout: your own map from dims to axes, one line or YAML")
 
 
 @dataclass
 class Branch:
-    kind: str = "none"  # name of the branch scheme (D&SP): set by branch=NAME
-    axes: dict[str, int] = field(default_factory=dict)  # size of each branch axis; an axis not given has size 1
-    order: str = "inner"  # inner: branch axes innermost in the mesh, inside a node | outer: D&SP's naive order
-    append: dict[str, list[str]] = field(default_factory=dict)  # region -> dims split by the branch axes last
-    prepend: dict[str, list[str]] = field(default_factory=dict)  # region -> dims split by the branch axes first
-    only: list[str] = field(default_factory=list)  # regions (and `parameters`) that exist on sub-grid 0 alone
-    slice_via: str = "all_to_all"  # slice heads by: all_to_all | all_gather (as many bytes as SUPER, Jain et al.)
+    """Branch splitting (D&SP): a table of dims that are split over sub-grids."""
+
+    kind: str = key("none", "name of the branch scheme: set by branch=NAME")
+    axes: dict[str, int] = key({}, "size of each branch axis; an axis not given has size 1", ">= 1", most=WORKERS)
+    order: str = key("inner", "place of its axes inside the mesh; outer = D&SP's naive order", ("inner", "outer"))
+    append: dict[str, list[str]] = key({}, "region -> dims split by the branch axes last")
+    prepend: dict[str, list[str]] = key({}, "region -> dims split by the branch axes first")
+    only: list[str] = key([], "regions (and `parameters`) that exist on sub-grid 0 alone")
+    slice_via: str = key(
+        "all_to_all", "collective that slices heads; all_gather = as in SUPER (Jain et al.)", tuple(SLICE_VIA)
+    )
 
 
 @dataclass
 class Pipeline:
-    kind: str = "none"  # none | gpipe | 1f1b | interleaved | zb_h1 | file, or a registered one
-    stages: int = 1  # pipeline stages
-    chunks: int = 1  # model chunks per stage
-    file: str = ""  # pipeline=file: path of the schedule table, one line per stage (platform.plan.schedule.csv_file)
-    scatter_gather: bool = True  # between stages, send 1/n of a tensor that n ranks replicate, and gather it after
+    """Stages of the model, and the schedule of their microbatches."""
 
-
-@dataclass
-class Checkpoint:
-    url: str = ""  # a path or any fsspec URL; "" = run.dir/checkpoints
-    every: int | str = 0  # steps, or a duration such as 30m or 1h30m; also one at the end; 0 = neither
-    on_stop: bool = True  # save when a signal, a time limit or a notice ends the run, whatever `every` is
-    keep: int = 2  # number of newest checkpoints to keep; older ones are deleted
-    keep_every: int = 0  # keep checkpoints at multiples of this many steps for good; 0 = none
-    timeout: float = 3600.0  # seconds that a save may take before the run ends; 0 = no limit
-    resume: str = "auto"  # auto | never | must, or the path or URL of a checkpoint
-
-
-@dataclass
-class Resume:
-    allow: list[str] = field(default_factory=list)  # keys or groups of the identity that may change on resume
+    kind: str = key("none", "the schedule", ("none", "gpipe", "1f1b", "interleaved", "zb_h1", "file"), open=True)
+    stages: int = key(1, "pipeline stages", ">= 1", most=1000)
+    chunks: int = key(1, "model chunks per stage", ">= 1", most=1000)
+    file: str = key("", "pipeline=file: path of the schedule's table, one line of actions per stage")
+    scatter_gather: bool = key(True, "send 1/n of a tensor that n ranks replicate, and gather it after")
 
 
 @dataclass
 class Eval:
-    every: int = 0  # steps between evaluations of the validation loss; 0 = never
-    batches: int = 4  # global batches of the held-out split per evaluation
+    """Evaluation on the held-out split."""
 
-
-@dataclass
-class Elastic:
-    min_workers: int = 0  # fewest workers to start and continue with; 0 = start with all, continue with any number
-    max_workers: int = 0  # most workers that the mesh may grow to; 0 = its size at the start
-    spares: int = 0  # extra workers kept ready to replace lost ones
-    replace: bool = True  # start a new worker for each lost one
-    wait: float = 600.0  # seconds to wait for min_workers, or for storage that fails to save, before the run ends
-    hang_seconds: float = 10.0  # a worker hangs if silent so long, or if a step takes longer and over 5 usual steps
-    snapshot_every: int = 1  # steps between snapshots of the state in host memory, own and of peers; 0 = none
-    slow: float = 1.5  # report a worker whose own work takes this factor times its stage's median; 0 = never
-    replace_slow: bool = False  # replace a slow worker if a spare is ready
-    attempts: int = 3  # failures of the same step after which the run ends
-    faults: list[str] = field(default_factory=list)  # faults to inject, once each: STEP:KIND:RANK[:SECTION]
-
-
-@dataclass
-class Cluster:
-    kind: str = "local"  # local | ray | processes | inline
-    device: str = "auto"  # auto | cpu | cuda
-    wait: float = 0.0  # seconds to wait at the start until there is a place for each worker; 0 = refuse at once
-    memory: str = "refuse"  # if the plan needs more memory than a device has: refuse | warn
-    gpu: str = ""  # GPU type to plan for, such as A100-80GB: its memory counts where no GPU is seen
-    device_memory: float = 0.0  # GB of memory of a worker's device; 0 = as seen, else as cluster.gpu says
-    threads: int = 0  # CPU threads per worker; 0 = the machine's cores divided among its workers
-
-
-@dataclass
-class Monitor:
-    kind: str = "console"  # console | wandb
-    every: int = 10  # steps between console lines
-    sample: int = 0  # tokens of text to generate at the end of the run; 0 = none
-    timeline: bool = False  # write timeline.json and timeline.svg: what every worker really did
-    log_launches: bool = False  # write every collective that every worker launches to logs/
-    project: str = "elastic-platform"  # name of the W&B project
+    every: int = key(0, "steps between evaluations of the validation loss; 0 = never", ">= 0")
+    batches: int = key(4, "global batches of the held-out split per evaluation", ">= 1", most=10**6)
 
 
 @dataclass
@@ -197,11 +176,20 @@ class Config:
     """Whole configuration of a run; `platform.config.identity` tells which keys a resumed run must keep."""
 
     run: Run = field(default_factory=Run)
-    extend: list[str] = field(default_factory=list)  # your own modules, imported by the driver and by every worker
-    seed: int = 0  # seed of all that is random: weights, data order, dropout, samples
-    precision: str = "fp32"  # fp64 | fp32 | bf16
-    recompute: str = "none"  # recomputed in backward: none | selective (inside of attention) | full (whole blocks)
-    recompute_every: int = 1  # recompute=full: blocks recomputed at a time; the input of each group is kept
+    extend: list[str] = key(
+        [],
+        "your own modules, imported by the driver and by every worker",
+        pattern=r"[^\W\d]\w*(\.[^\W\d]\w*)*",
+        constraint="must be the name of a module, such as my_package.my_module",
+    )
+    seed: int = key(0, "seed of all that is random: weights, data order, dropout, samples", ">= 0", most=2**63 - 1)
+    precision: str = key(
+        "fp32", "type to compute in", ("fp64", "fp32", "bf16"), not_built={"fp16": "float16 with a loss scale"}
+    )
+    recompute: str = key(
+        "none", "recomputed in backward: nothing, the inside of attention, or blocks", ("none", "selective", "full")
+    )
+    recompute_every: int = key(1, "recompute=full: blocks recomputed at a time", ">= 1", most=10_000)
     train: Train = field(default_factory=Train)
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
@@ -229,19 +217,33 @@ class Config:
         return _build(cls, values, "")
 
 
+def key_fields() -> dict[str, Field[Any]]:
+    """Return the field of every key by the key's full name, such as `train.steps`, in the order of declaration."""
+    found: dict[str, Field[Any]] = {}
+    for f in fields(Config):
+        group = _group(f)
+        found |= {f"{f.name}.{inner.name}": inner for inner in fields(group)} if group else {f.name: f}
+    return found
+
+
+def _group(f: Field[Any]) -> Any:
+    """Return the dataclass of a field that is a group of keys, else None."""
+    return f.default_factory if is_dataclass(f.default_factory) else None
+
+
 def _build(cls: type, values: dict[str, Any], prefix: str) -> Any:
     known = {f.name: f for f in fields(cls)}
     if unknown := [f"{prefix}{k}" for k in values if k not in known]:
         raise ConfigError([f"{key}: unknown key" for key in unknown])
-    parts = {k: part for k, f in known.items() if is_dataclass(part := globals().get(str(f.type)))}
+    parts = {k: group for k, f in known.items() if (group := _group(f))}
     hints = get_type_hints(cls)
     if wrong := [
-        violation(f"{prefix}{k}", v, f"must be {_words(hints[k], k in parts)}")
+        violation(f"{prefix}{k}", v, f"must be {'keys with values' if k in parts else type_in_words(hints[k])}")
         for k, v in values.items()
         if not (isinstance(v, dict) if k in parts else _fits(v, hints[k]))
     ]:
         raise ConfigError(wrong)
-    return cls(**{k: _build(parts[k], v, f"{k}.") if k in parts else v for k, v in values.items()})  # type: ignore[arg-type]
+    return cls(**{k: _build(parts[k], v, f"{k}.") if k in parts else v for k, v in values.items()})
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -256,17 +258,17 @@ def _fits(value: Any, hint: Any) -> bool:
     return isinstance(value, (int, float) if hint is float else hint)
 
 
-_WORDS = {str: "text", int: "an integer", float: "a number", bool: "true or false"}
+_WORDS = {str: "text", int: "an integer", float: "a number", bool: "true or false", Any: "anything"}
 
 
-def _words(hint: Any, group: bool) -> str:
-    kind, inner = get_origin(hint), get_args(hint)
-    if kind is list:
-        return "a list, each of it " + _words(inner[0], False)
-    return "keys with values" if group or kind is dict else _WORDS.get(hint, str(hint))
+def type_in_words(hint: Any) -> str:
+    """Return the type of a key as the user reads it."""
+    if get_origin(hint) is list:
+        return "a list, each of it " + type_in_words(get_args(hint)[0])
+    if get_origin(hint) is dict:
+        return "keys with values"
+    return _WORDS.get(hint) or " or ".join(map(type_in_words, get_args(hint)))
 
-
-RESUME = ("auto", "never", "must")  # checkpoint.resume; anything else is a path or URL
 
 # model.kind -> legal values of data.objective; the first is the default
 OBJECTIVES: dict[str, Sequence[str]] = {
@@ -283,7 +285,7 @@ def objective_of(config: Config) -> str:
     return config.data.objective or default
 
 
-def digest(values: Any) -> str:
+def short_hash(values: Any) -> str:
     """Return a short hash of plain data, the same in every process: 12 hexadecimal digits."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 

@@ -1,12 +1,17 @@
-"""Identity of a run: the keys that must stay the same when it resumes, and those that `resume.allow` may free."""
+"""Identity of a run: the keys that must stay the same when it resumes, those that `resume.allow` may free, and the
+default run directory, which is derived from the configuration, so that the same command resumes the same run.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import yaml
+
 from platform.boundary.redaction import redact
-from platform.config.fields import Config, closest, violation
+from platform.config.fields import Config, closest, short_hash, violation
 
 # Keys of the identity that `resume.allow` can free: changing them leaves the saved tensors, the samples and their order
 # as they are. The corpus itself is always compared by its hash.
@@ -24,6 +29,8 @@ _BECAUSE = (  # (prefix of a key, why it is fixed); the first prefix that matche
     ("model.", "the saved tensors are another model's"),
     ("", _ORDER),
 )
+_MOST = 100  # directories of one experiment to search for a run
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def identity(config: Config) -> dict[str, Any]:
@@ -100,3 +107,36 @@ def _freed(key: str, allow: Sequence[str]) -> bool:
 
 def _reason(key: str) -> str:
     return next(why for start, why in _BECAUSE if key.startswith(start))
+
+
+def default_directory(config: Config, experiment: str) -> str:
+    """Return `runs/EXPERIMENT-HASH`, the hash being over the configuration without secrets.
+
+    If that does not exist, returns the directory in which an earlier version, which hashed other keys, began this run.
+    """
+    values = _of_the_run(config)
+    found = Path("runs") / f"{experiment}-{short_hash(values)}"
+    if not found.is_dir():
+        older = sorted(Path("runs").glob(f"{experiment}-{'[0-9a-f]' * 12}"))[:_MOST]
+        found = next((path for path in older if _began_as(path, values)), found)
+    return str(found)
+
+
+def _of_the_run(config: Config) -> dict[str, Any]:
+    values: dict[str, Any] = redact(config.to_dict())
+    for key in ("run", "resume"):  # a resumed run is the same run
+        del values[key]
+    del values["train"]["stop_at"], values["checkpoint"]["resume"], values["checkpoint"]["on_stop"]
+    if not isinstance(config.checkpoint.every, int):  # a duration does not affect the steps
+        values["checkpoint"]["every"] = 0
+    return values
+
+
+def _began_as(path: Path, values: Mapping[str, Any]) -> bool:
+    """Return True if the run in `path` has these values, keys unknown to its version being at their defaults."""
+    try:
+        there = _of_the_run(Config.from_dict(yaml.load((path / "config.yaml").read_bytes(), _LOADER)))  # noqa: S506
+    except (OSError, yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError):
+        return False
+    as_many = {"parallel.data"} if values["parallel"]["data"] == -1 else set()
+    return not differences(there, values).keys() - as_many

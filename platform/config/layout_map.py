@@ -1,17 +1,27 @@
-"""Parser for `tensor.layout`, a user's own map from tensor dims to mesh axes, and the axes that a scheme declares."""
+"""Maps from tensor dims to mesh axes: the parser of `tensor.layout`, the axes that a scheme declares, and validation of
+scheme tables (conf/tensor, conf/branch and the user's own files), as strict as for typed arguments.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from platform.config.fields import ConfigError, Rules, Tensor, closest, violation
-from platform.config.tables import read_yaml
+import yaml
+
+from platform.config.fields import Branch, Config, ConfigError, Rules, Tensor, closest, violation
 from platform.plan.language.layout import DIMS
-from platform.plan.language.scheme import REGIONS
+from platform.plan.language.scheme import REGIONS, ROLES
 
 KNOWN_DIMS = list(DIMS)  # tensor dims that tensor.layout may name
+_REGIONS = (*REGIONS, "parameters")  # those of tensor.layout and of branches
+_PARTS = {  # key -> (what its entries are called, their legal names)
+    "tensor.regions": ("region", REGIONS),
+    "tensor.parameters": ("role", ("all", *ROLES)),
+    "branch.append": ("region", _REGIONS),
+    "branch.prepend": ("region", _REGIONS),
+}
 
 
 def allow_dims(names: Iterable[str]) -> None:
@@ -21,12 +31,8 @@ def allow_dims(names: Iterable[str]) -> None:
 
 def axes_of(tensor: Tensor) -> list[str]:
     """Return the axes that the chosen scheme declares, outer to inner: `tensor.order`, else those in its tables."""
-    return tensor.order or _mentioned(tensor)
-
-
-def _mentioned(tensor: Tensor) -> list[str]:
     tables = [*tensor.regions.values(), *tensor.parameters.values()]
-    return list(dict.fromkeys(a for table in tables for axes in table.values() for a in axes))
+    return tensor.order or list(dict.fromkeys(a for table in tables for axes in table.values() for a in axes))
 
 
 def parse_layout(layout: str | Mapping[str, Any], axes: Iterable[str]) -> tuple[Rules, Rules]:
@@ -41,18 +47,15 @@ def parse_layout(layout: str | Mapping[str, Any], axes: Iterable[str]) -> tuple[
     table = _read_layout(layout)
     if not isinstance(table, Mapping):
         raise ConfigError(violation("tensor.layout", layout, "must be dim:axis, or a map", ["batch:rows;heads:cols"]))
-    regions = (*REGIONS, "parameters")
-    named = table if any(isinstance(v, Mapping) for v in table.values()) else dict.fromkeys(regions, table)
+    named = table if any(isinstance(v, Mapping) for v in table.values()) else dict.fromkeys(_REGIONS, table)
     known = list(axes)
     rules: Rules = {}
-    lines = []
+    lines: list[str] = []
     for region, part in named.items():
-        if region not in regions:
-            lines.append(violation("tensor.layout", region, "no such region", closest(region, regions)))
+        lines += _unknown("tensor.layout", [region], "region", _REGIONS)
         rules[region] = {dim: _axis_list(dim, value) for dim, value in (part or {}).items()}
         for dim, names in rules[region].items():
-            if dim not in KNOWN_DIMS:
-                lines.append(violation("tensor.layout", dim, "no such dim", closest(dim, KNOWN_DIMS)))
+            lines += _unknown("tensor.layout", [dim], "dim", KNOWN_DIMS)
             if len(set(names)) < len(names):
                 legal = [f"{dim}:{'+'.join(dict.fromkeys(names))}"]
                 lines.append(violation("tensor.layout", f"{dim}:{'+'.join(names)}", "an axis splits a dim once", legal))
@@ -66,10 +69,8 @@ def parse_layout(layout: str | Mapping[str, Any], axes: Iterable[str]) -> tuple[
 
 def _read_layout(layout: str | Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(layout, str) and layout.lstrip().startswith("{"):
-        import yaml
-
         try:
-            layout = read_yaml(layout)
+            layout = yaml.load(layout, _Strict)  # noqa: S506
         except yaml.YAMLError as error:
             raise ConfigError(violation("tensor.layout", layout, f"not YAML ({str(error).splitlines()[0]})")) from None
     if not isinstance(layout, str):
@@ -93,3 +94,55 @@ def _axis_list(dim: str, value: Any) -> list[str]:
             violation("tensor.layout", f"{dim}:{value}", "must be the name of an axis, or a list of names")
         )
     return list(names)
+
+
+def wrong_tables(config: Config) -> Iterator[str]:
+    """Yield a line for each region, role, dim or axis that is unknown or named twice."""
+    tensor, branch = config.tensor, config.branch
+    yield from _nameless(tensor, branch)
+    yield from _repeated("tensor.order", tensor.order)
+    yield from _repeated("branch.only", branch.only)
+    yield from _unknown("branch.only", branch.only, "region", _REGIONS)
+    for key, (what, legal) in _PARTS.items():
+        group, name = key.split(".")
+        table: Mapping[str, Any] = getattr(getattr(config, group), name)
+        yield from _unknown(key, table, what, legal)
+        for part, rules in table.items():
+            yield from _unknown(f"{key}.{part}", rules, "dim", KNOWN_DIMS)
+            if group == "branch":
+                yield from _repeated(f"{key}.{part}", rules)
+                continue
+            for dim, axes in rules.items():
+                yield from _repeated(f"{key}.{part}.{dim}", axes)
+                if tensor.order:
+                    yield from _unknown(f"{key}.{part}.{dim}", axes, "axis in tensor.order", tensor.order)
+
+
+def _nameless(tensor: Tensor, branch: Branch) -> Iterator[str]:
+    if tensor.scheme == "serial" and (tensor.regions or tensor.parameters or tensor.order):
+        constraint = "a table that splits something needs a name of its own"
+        yield violation("tensor.scheme", tensor.scheme, constraint, ["a line `scheme: NAME` in its file"])
+    if branch.kind == "none" and (branch.append or branch.prepend or branch.only):
+        constraint = "a table that splits something needs a name of its own"
+        yield violation("branch.kind", branch.kind, constraint, ["a line `kind: NAME` in its file"])
+
+
+def _unknown(key: str, names: Iterable[str], what: str, legal: Sequence[str]) -> Iterator[str]:
+    for name in names:
+        if name not in legal:
+            yield violation(key, name, f"no such {what}", closest(name, legal))
+
+
+def _repeated(key: str, names: Sequence[str]) -> Iterator[str]:
+    for name in dict.fromkeys(name for name in names if list(names).count(name) > 1):
+        yield violation(key, name, "named twice; once is enough", [",".join(dict.fromkeys(names))])
+
+
+class _Strict(yaml.SafeLoader):
+    """YAML loader that refuses a key given twice in one mapping."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        if twice := next((key for key in keys if keys.count(key) > 1), None):
+            raise yaml.constructor.ConstructorError(None, None, f"{twice} is given twice", node.start_mark)
+        return super().construct_mapping(node, deep)

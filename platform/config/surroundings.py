@@ -6,8 +6,9 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 
-from platform.boundary.redaction import bare
-from platform.config.fields import RESUME, Config, violation
+from platform.boundary.redaction import bare_url
+from platform.config.execution import RESUME
+from platform.config.fields import Config, violation
 
 # fsspec protocols under which a file appears only when it is committed, as checkpoints need.
 WRITABLE = tuple("file local memory s3 s3a gs gcs abfs abfss az adl sftp ssh oci oss obs cos tos hf dbfs".split())
@@ -41,7 +42,7 @@ def wrong_surroundings(config: Config, environment: Mapping[str, str] | None = N
             lines.append(violation(key, path, reason, ["a directory that you can write to"]))
     for key, url in (("checkpoint.url", checkpoint.url), ("checkpoint.resume", checkpoint.resume)):
         if url not in ("", *RESUME) and (reason := wrong_protocol(url, key == "checkpoint.url")):
-            lines.append(violation(key, bare(url), reason, ["a path", "s3://BUCKET/PATH", "gs://BUCKET/PATH"]))
+            lines.append(violation(key, bare_url(url), reason, ["a path", "s3://BUCKET/PATH", "gs://BUCKET/PATH"]))
     for key, path in {**folders, "data.path": config.data.path}.items():
         if "://" in path:
             lines.append(violation(key, path, "must be a path; only checkpoints go to a URL", ["a path"]))

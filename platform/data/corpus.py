@@ -3,37 +3,32 @@
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from platform.boundary import schema
-from platform.boundary.schema import Known, Malformed, OneOf, Span
-from platform.config.fields import Config, ConfigError, Data, digest, objective_of
+from platform.boundary.schema import Malformed, OneOf, OpenMap, Span
+from platform.config.fields import Config, ConfigError, Data, objective_of, short_hash
 from platform.data import cache, pairs, sources, synthetic, tokenizer
 from platform.data.objectives import OBJECTIVES, Objective
 from platform.data.permutation import mix, order
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
 _FORMAT = 1  # of a cache entry: raise it when the same documents would give other tokens or other files
-_CHUNK = 1 << 22  # tokens that are checked at once
-_DTYPE = Annotated[str, OneOf(("<u2", "<u4"), "type")]
-_SPLIT = Annotated[str, OneOf(("train", "validation"), "split")]
+_WINDOW = 1 << 22  # tokens that are checked at once
 _PLACE = Annotated[int, Span(0, 1 << 50)]
 _TRAINING = 16_000_000  # characters that the tokenizer is trained on: evenly spaced pieces of a longer corpus
 
 logger = logging.getLogger(__name__)
-
-
-class Tokens(Protocol):
-    """Stream of tokens: the ids at an array of positions (or, for the objective `pairs`, a `pairs.Stream`)."""
-
-    def __len__(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -48,7 +43,7 @@ class Corpus:
     digest: str  # of documents, tokenizer and splits: equal digests, equal samples
     objective: Objective
     seed: int
-    streams: Mapping[str, Any]  # by split (train, validation): `Tokens`
+    streams: Mapping[str, Any]  # by split (train, validation): ids at an array of positions, or a `PairStream`
     encode: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]  # ids outside [0, vocab) are left out
 
@@ -77,7 +72,7 @@ class Corpus:
         return index
 
 
-def check(data: Data, *, vocab: int = tokenizer.SMALLEST) -> list[str]:
+def check_data(data: Data, *, vocab: int = tokenizer.SMALLEST) -> list[str]:
     """Return the mistakes in `data` that show without tokenising, in well under a second: one line per violation."""
     violations = []
     if data.kind not in (kinds := [*sources.SOURCES, "pairs", "synthetic"]):
@@ -92,17 +87,17 @@ def check(data: Data, *, vocab: int = tokenizer.SMALLEST) -> list[str]:
         return violations
     if vocab < tokenizer.SMALLEST:
         violations.append(f"model.vocab={vocab}: a byte-level tokenizer needs at least {tokenizer.SMALLEST}")
-    return violations + (pairs.check(data) if data.kind == "pairs" else sources.check(data))
+    return violations + (pairs.check_pairs(data) if data.kind == "pairs" else sources.check_files(data))
 
 
-def of(config: Config) -> Corpus:
-    """Open the corpus of a run; see `prepare`."""
+def corpus_of(config: Config) -> Corpus:
+    """Open the corpus of a run; see `open_corpus`."""
     m = config.model
     shape = {"length": m.length, "source_length": m.source_length, "vocab": m.vocab}
-    return prepare(config.data, **shape, seed=config.seed, objective=objective_of(config))
+    return open_corpus(config.data, **shape, seed=config.seed, objective=objective_of(config))
 
 
-def prepare(
+def open_corpus(
     data: Data, *, length: int, vocab: int, seed: int, source_length: int = 0, objective: str = "causal"
 ) -> Corpus:
     """Open the corpus of `data` in samples of `length` tokens, from a vocabulary of at most `vocab`.
@@ -110,12 +105,12 @@ def prepare(
     `source_length`: tokens per sequence of the encoder in an encoder-decoder; 0 = length.
 
     Text is tokenised by the first process that asks, and cached. Raises ConfigError for a user's mistakes: those that
-    `check` finds, a fault deep inside a file, a split without one whole sample.
+    `check_data` finds, a fault deep inside a file, a split without one whole sample.
     """
     goal = OBJECTIVES[objective](length, source_length or length, vocab)
-    if violations := check(data, vocab=vocab - goal.reserved):
+    if violations := check_data(data, vocab=vocab - goal.reserved):
         raise ConfigError(violations)
-    make = {"synthetic": _synthetic, "pairs": _pairs}.get(data.kind, _text)
+    make = _synthetic if data.kind == "synthetic" else _tokenised
     corpus = make(data, goal, vocab - goal.reserved, seed)
     if violations := _too_small(corpus, data, length):
         raise ConfigError(violations)
@@ -140,77 +135,78 @@ def held_out(sizes: Sequence[int], fraction: float) -> set[int]:
 def _synthetic(data: Data, objective: Objective, vocab: int, seed: int) -> Corpus:
     return Corpus(
         vocab=vocab,
-        digest=digest(["synthetic", _FORMAT, vocab, seed]),
+        digest=short_hash(["synthetic", _FORMAT, vocab, seed]),
         objective=objective,
         seed=seed,
-        streams={split: synthetic.Stream(seed, i, vocab) for i, split in enumerate(("train", "validation"))},
-        encode=partial(synthetic.encode, vocab=vocab),
-        decode=synthetic.decode,
+        streams={split: synthetic.RandomTokens(seed, i, vocab) for i, split in enumerate(("train", "validation"))},
+        encode=partial(synthetic.encode_bytes, vocab=vocab),
+        decode=synthetic.show_ids,
     )
 
 
-def _text(data: Data, objective: Objective, vocab: int, seed: int) -> Corpus:
-    files = sources.files_of(data)
-    contents = [[sources.is_jsonl(file), cache.sha256(file)] for file in files]
-    what = json.dumps([_FORMAT, contents, data.field, data.validation, vocab])
-    key = hashlib.sha256(what.encode()).hexdigest()
+def _tokenised(data: Data, objective: Objective, vocab: int, seed: int) -> Corpus:
+    """Open a corpus of text, tokenised by the first process that asks: the cache entry that its files and all that
+    decides about its tokens name."""
+    if data.kind == "pairs":
+        files, build = pairs.pair_files(data), _build_pairs
+        decisive = [[pairs.deciding_options(data), *map(cache.sha256, files)], data.validation, vocab]
+    else:
+        files, build = sources.files_of(data), _build
+        contents = [[sources.is_jsonl(file), cache.sha256(file)] for file in files]
+        decisive = [contents, data.field, data.validation, vocab]
+    key = hashlib.sha256(json.dumps([_FORMAT, *decisive]).encode()).hexdigest()
     entry = cache.root(data.cache) / key
-    meta = cache.fetch(entry, lambda folder: _build(folder, files, data, vocab), partial(_check, vocab=vocab))
+    meta = cache.fetch(entry, lambda folder: build(folder, files, data, vocab), partial(_check, vocab=vocab))
     tokens = np.memmap(entry / "tokens.bin", meta["dtype"], mode="r").view(np.ndarray)
-    bpe = tokenizer.load(entry / "tokenizer.json")
+    ends = np.fromfile(entry / "ends.bin", "<i8").reshape(-1, 2) if data.kind == "pairs" else None
+    bpe = tokenizer.load_tokenizer(entry / "tokenizer.json")
     return Corpus(
         vocab=bpe.get_vocab_size(),
-        digest=digest([key, meta["files"]["tokens.bin"]]),
+        digest=short_hash([key, meta["files"]["tokens.bin"]]),
         objective=objective,
         seed=seed,
-        streams={split: tokens[start:end] for split, (start, end) in meta["splits"].items()},
+        streams=_streams(meta["splits"], tokens, ends),
         encode=lambda text: bpe.encode(text).ids,
         decode=lambda ids: bpe.decode(ids, skip_special_tokens=False),
     )
 
 
-def _pairs(data: Data, objective: Objective, vocab: int, seed: int) -> Corpus:
-    contents = [pairs.contents(data), *(cache.sha256(file) for file in pairs.files(data))]
-    key = hashlib.sha256(json.dumps([_FORMAT, contents, data.validation, vocab]).encode()).hexdigest()
-    entry = cache.root(data.cache) / key
-    meta = cache.fetch(entry, lambda folder: _build_pairs(folder, data, vocab), partial(_check, vocab=vocab))
-    tokens = np.memmap(entry / "tokens.bin", meta["dtype"], mode="r").view(np.ndarray)
-    ends = np.fromfile(entry / "ends.bin", "<i8").reshape(-1, 2)
-    bpe = tokenizer.load(entry / "tokenizer.json")
+def _streams(splits: Mapping[str, Sequence[int]], tokens: NDArray[Any], ends: NDArray[Any] | None) -> dict[str, Any]:
+    """Cut the tokens into splits: (start, end) each, or, of pairs, whose `ends` are given, (tokens, pairs)."""
+    if ends is None:
+        return {split: tokens[start:end] for split, (start, end) in splits.items()}
     streams, place, pair = {}, 0, 0
-    for split, (length, count) in meta["splits"].items():
-        streams[split] = pairs.Stream(tokens[place : place + length], ends[pair : pair + count])
+    for split, (length, count) in splits.items():
+        streams[split] = pairs.PairStream(tokens[place : place + length], ends[pair : pair + count])
         place, pair = place + length, pair + count
-    return Corpus(
-        vocab=bpe.get_vocab_size(),
-        digest=digest([key, meta["files"]["tokens.bin"]]),
-        objective=objective,
-        seed=seed,
-        streams=streams,
-        encode=lambda text: bpe.encode(text).ids,
-        decode=lambda ids: bpe.decode(ids, skip_special_tokens=False),
-    )
+    return streams
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """Description of a cache entry: the type of tokens.bin, and the splits as `_streams` takes them."""
+
+    dtype: Annotated[str, OneOf(("<u2", "<u4"), "type")]
+    splits: dict[Annotated[str, OneOf(("train", "validation"), "split")], tuple[_PLACE, _PLACE]]
+    files: Annotated[dict[str, Any], OpenMap((), ("tokens.bin", "tokenizer.json"))]
 
 
 def _check(folder: Path, meta: dict[str, Any], vocab: int) -> None:
     """Raise Malformed for an entry that `_build` or `_build_pairs` cannot have made, even if its hashes hold."""
-    known = Known((("dtype", _DTYPE), ("splits", dict[_SPLIT, tuple[_PLACE, _PLACE]])), ("dtype", "splits"))
-    schema.read(Annotated[dict[str, Any], known], meta)
-    schema.read(Annotated[dict[str, Any], Known((), ("tokens.bin", "tokenizer.json"))], meta["files"])
-    dtype = np.dtype(meta["dtype"])
+    entry: _Entry = schema.read(_Entry, meta)
     try:
-        entries: int = tokenizer.load(folder / "tokenizer.json").get_vocab_size()
-        tokens = np.memmap(folder / "tokens.bin", dtype, mode="r")
+        entries: int = tokenizer.load_tokenizer(folder / "tokenizer.json").get_vocab_size()
+        tokens = np.memmap(folder / "tokens.bin", entry.dtype, mode="r")
     except Exception as error:  # the library raises its own for a file that it cannot parse
         raise Malformed(str(error)) from None
-    train, held = (meta["splits"].get(split, (-1, -1)) for split in ("train", "validation"))
+    train, held = (entry.splits.get(split, (-1, -1)) for split in ("train", "validation"))
     if (folder / "ends.bin").exists():
         fits = _pairs_fit(np.fromfile(folder / "ends.bin", "<i8"), train, held, len(tokens))
     else:
         fits = 0 == train[0] <= train[1] == held[0] <= held[1] == len(tokens)
     if not fits:
         raise Malformed("its splits are not its tokens")
-    if entries > vocab or any(int(tokens[i : i + _CHUNK].max()) >= entries for i in range(0, len(tokens), _CHUNK)):
+    if entries > vocab or any(int(tokens[i : i + _WINDOW].max()) >= entries for i in range(0, len(tokens), _WINDOW)):
         raise Malformed("a token is not in the vocabulary")
 
 
@@ -222,31 +218,28 @@ def _pairs_fit(ends: NDArray[np.int64], train: Sequence[int], held: Sequence[int
     return all((np.diff(part, prepend=0) >= 0).all() and int(part.max(initial=0)) == size for part, size in parts)
 
 
-def _build_pairs(folder: Path, data: Data, vocab: int) -> dict[str, Any]:
+def _build_pairs(folder: Path, files: list[Path], data: Data, vocab: int) -> dict[str, Any]:
     """Write tokens.bin and ends.bin (the training pairs, then those held out) and tokenizer.json."""
-    found = list(pairs.read(data))
+    found = list(pairs.read_pairs(files, data))
     if not found:
         raise ConfigError(f"data.path={data.path}: no pair of texts in it")
-    held = held_out([len(a) + len(b) for a, b in found], data.validation)
+    sizes = [len(a) + len(b) for a, b in found]
+    held = held_out(sizes, data.validation)
     splits = {
         "train": [pair for n, pair in enumerate(found) if n not in held],
         "validation": [found[n] for n in sorted(held)],
     }
-    texts = (text for pair in splits["train"] for text in pair)
-    characters = sum(len(a) + len(b) for a, b in splits["train"])
-    share = min(1.0, _TRAINING / characters)
-    bpe = tokenizer.train((t for i, t in enumerate(texts) if int((i + 1) * share) > int(i * share)), vocab)
-    bpe.save(str(folder / "tokenizer.json"))
-    dtype = np.dtype("<u2" if vocab <= 1 << 16 else "<u4")
-    sizes = {split: pairs.write(folder, bpe, iter(part), dtype) for split, part in splits.items()}
-    return {"dtype": dtype.str, "splits": sizes}
+    characters = sum(size for n, size in enumerate(sizes) if n not in held)
+    bpe, dtype = _train(folder, (text for pair in splits["train"] for text in pair), characters, vocab)
+    written = {split: pairs.write_pairs(folder, bpe, iter(part), dtype) for split, part in splits.items()}
+    return {"dtype": dtype.str, "splits": written}
 
 
 def _build(folder: Path, files: list[Path], data: Data, vocab: int) -> dict[str, Any]:
     """Write tokens.bin (the training documents, then those held out) and tokenizer.json. The documents are read once
     for their sizes and their faults, once to train the tokenizer, and once per split to encode them."""
     sizes: list[int] = []
-    for number, piece in sources.documents(files, data):
+    for number, piece in sources.read_documents(files, data):
         if number == len(sizes):
             sizes.append(0)
         sizes[number] += len(piece)
@@ -256,23 +249,28 @@ def _build(folder: Path, files: list[Path], data: Data, vocab: int) -> dict[str,
     logger.info("tokenising %d documents, %.1f million characters", len(sizes), sum(sizes) / 1e6)
 
     def split(validation: bool) -> Iterator[tuple[int, str]]:
-        return ((n, piece) for n, piece in sources.documents(files, data) if (n in held) == validation)
+        return ((n, piece) for n, piece in sources.read_documents(files, data) if (n in held) == validation)
 
-    share = min(1.0, _TRAINING / sum(sizes))
-    pieces = (piece for i, (_, piece) in enumerate(split(False)) if int((i + 1) * share) > int(i * share))
-    bpe = tokenizer.train(pieces, vocab)
-    bpe.save(str(folder / "tokenizer.json"))
-    dtype = np.dtype("<u2" if vocab <= 1 << 16 else "<u4")
+    bpe, dtype = _train(folder, (piece for _, piece in split(False)), sum(sizes), vocab)
     ends = []
     with (folder / "tokens.bin").open("wb") as file:
         for validation in (False, True):
-            for ids in tokenizer.encode(bpe, split(validation)):
+            for ids in tokenizer.encode_documents(bpe, split(validation)):
                 file.write(ids.astype(dtype).tobytes())
             ends.append(file.tell() // dtype.itemsize)
     train, end = ends
     if not held:
         train = end - round(end * data.validation)
     return {"dtype": dtype.str, "splits": {"train": [0, train], "validation": [train, end]}}
+
+
+def _train(folder: Path, texts: Iterable[str], characters: int, vocab: int) -> tuple["Tokenizer", np.dtype]:
+    """Train a tokenizer on texts, evenly spaced ones if they have many `characters`; save it, and return it with the
+    type of its tokens in files."""
+    share = min(1.0, _TRAINING / characters)
+    bpe = tokenizer.train_tokenizer((t for i, t in enumerate(texts) if int((i + 1) * share) > int(i * share)), vocab)
+    bpe.save(str(folder / "tokenizer.json"))
+    return bpe, np.dtype("<u2" if vocab <= 1 << 16 else "<u4")
 
 
 def _too_small(corpus: Corpus, data: Data, length: int) -> list[str]:

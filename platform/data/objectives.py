@@ -148,7 +148,7 @@ class SpanDenoising:
 @dataclass(frozen=True)
 class Pairs:
     """Sequence-to-sequence objective: predicts the target of every pair of texts from its source; both end with
-    END_OF_TEXT and are cut at their length. The stream is a `platform.data.pairs.Stream`."""
+    END_OF_TEXT and are cut at their length. The stream is a `platform.data.pairs.PairStream`."""
 
     source_length: int
     length: int

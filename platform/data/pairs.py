@@ -6,7 +6,7 @@ import inspect
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ _BATCH = 4096  # pairs that are encoded at once
 
 
 @dataclass(frozen=True)
-class Stream:
+class PairStream:
     """Tokenised pairs: `tokens` holds source and target of each pair in turn, `ends` [pairs, 2] where they end."""
 
     tokens: NDArray[Any]
@@ -45,66 +45,61 @@ class Stream:
         return np.where(offset < size, ids, np.where(offset == size, END_OF_TEXT, PADDING))
 
 
-def files(data: Data) -> list[Path]:
-    """Find the files that `read` reads. Raises ConfigError if a path is missing or they do not make pairs."""
+def pair_files(data: Data) -> list[Path]:
+    """Find the files that `read_pairs` reads. Raises ConfigError if a path is missing or they do not make pairs."""
     if not data.path:
-        return sources.stdlib(data)
-    found = [sources.text(replace(data, path=path)) for path in filter(None, (data.path, data.target_path))]
+        return sources.stdlib_files(data)
+    found = [sources.text_files(replace(data, path=path)) for path in filter(None, (data.path, data.target_path))]
     if [len(f) for f in found] == [1, 1] or (len(found) == 1 and all(map(sources.is_jsonl, found[0]))):
         return [file for part in found for file in part]
     raise ConfigError(f"data.path={data.path}: data=pairs needs .jsonl files, or one file and data.target_path=FILE")
 
 
-def check(data: Data) -> list[str]:
+def check_pairs(data: Data) -> list[str]:
     """Return what is wrong with the paths: one line per violation."""
     try:
-        return [] if files(data) else [f"data={data.kind}: no file"]
+        return [] if pair_files(data) else [f"data={data.kind}: no file"]
     except ConfigError as error:
         return error.violations
 
 
-def read(data: Data) -> Iterator[tuple[str, str]]:
-    """Yield (source, target), neither blank. Raises ConfigError for files of unequal lengths and faults in them."""
+def read_pairs(files: Sequence[Path], data: Data) -> Iterator[tuple[str, str]]:
+    """Yield (source, target), neither blank, of the `files` of `data`. Raises ConfigError for files of unequal lengths
+    and faults in them."""
     if not data.path:
-        yield from _stdlib(files(data))
+        found = _stdlib(files)
     elif data.target_path:
-        yield from _lines(*files(data))
+        found = _lines(*files)
     else:
-        for file in files(data):
-            yield from _objects(file, data)
+        found = (pair for file in files for pair in _objects(file, data))
+    return ((source, target) for source, target in found if source.strip() and target.strip())
 
 
-def _lines(source: Path, other: Path) -> Iterator[tuple[str, str]]:
-    sides = [list(_text_lines(file)) for file in (source, other)]
-    if len(sides[0]) != len(sides[1]):
-        raise ConfigError(
-            f"data.target_path={other}: {len(sides[1])} lines beside the {len(sides[0])} of data.path={source}"
-        )
-    yield from ((a, b) for a, b in zip(*sides, strict=True) if a.strip() and b.strip())
+def _lines(source: Path, target: Path) -> Iterator[tuple[str, str]]:
+    lines = [0, 0]
+    for pair in zip_longest(_text_lines(source), _text_lines(target)):
+        lines = [n + (text is not None) for n, text in zip(lines, pair, strict=True)]
+        if None not in pair:
+            yield pair
+    if lines[0] != lines[1]:
+        raise ConfigError(f"data.target_path={target}: {lines[1]} lines beside the {lines[0]} of data.path={source}")
 
 
 def _text_lines(file: Path) -> Iterator[str]:
-    with sources.told(file), sources.unpacked(file) as stream:
+    with sources.naming_file(file), sources.open_unpacked(file) as stream:
         for line in stream:
             yield from line.decode().splitlines()
 
 
 def _objects(file: Path, data: Data) -> Iterator[tuple[str, str]]:
-    with sources.told(file), sources.unpacked(file) as stream:
+    with sources.naming_file(file), sources.open_unpacked(file) as stream:
         for number, line in enumerate(stream, 1):
             try:
                 values = documents.from_json(line, sources.LINE + 1, strict=False)
-                source, other = _text(values[data.field]), _text(values[data.target_field])
-                if source.strip() and other.strip():
-                    yield source, other
+                yield sources.encodable(values[data.field]), sources.encodable(values[data.target_field])
             except (ValueError, LookupError, TypeError, AttributeError):
                 wanted = f"data.field={data.field} and data.target_field={data.target_field}"
                 raise ConfigError(f"line {number} has no texts {wanted}") from None
-
-
-def _text(value: str) -> str:
-    """Replace lone surrogates, which JSON may escape and UTF-8 cannot hold."""
-    return value.encode(errors="replace").decode()
 
 
 def _stdlib(modules: Sequence[Path]) -> Iterator[tuple[str, str]]:
@@ -117,7 +112,7 @@ def _stdlib(modules: Sequence[Path]) -> Iterator[tuple[str, str]]:
                 yield ast.unparse(node).rsplit(":\n", 1)[0] + ":", " ".join(text.split())
 
 
-def write(folder: Path, bpe: "Tokenizer", pairs: Iterator[tuple[str, str]], dtype: np.dtype) -> list[int]:
+def write_pairs(folder: Path, bpe: "Tokenizer", pairs: Iterator[tuple[str, str]], dtype: np.dtype) -> list[int]:
     """Append to tokens.bin and ends.bin; return the numbers of tokens and pairs that were written."""
     place = pairs_written = 0
     with (folder / "tokens.bin").open("ab") as tokens, (folder / "ends.bin").open("ab") as ends:
@@ -130,6 +125,6 @@ def write(folder: Path, bpe: "Tokenizer", pairs: Iterator[tuple[str, str]], dtyp
     return [place, pairs_written]
 
 
-def contents(data: Data) -> str:
+def deciding_options(data: Data) -> str:
     """Return, as JSON, the part of the configuration that decides which pairs the files hold."""
     return json.dumps([bool(data.path), bool(data.target_path), data.field, data.target_field])

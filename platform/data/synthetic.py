@@ -11,7 +11,7 @@ from platform.data.permutation import mix
 
 
 @dataclass(frozen=True)
-class Stream:
+class RandomTokens:
     """Endless stream of uniform random tokens in [0, vocab), indexed like an array."""
 
     seed: int
@@ -25,11 +25,11 @@ class Stream:
         return mix(self.seed, self.number, index) % np.uint64(self.vocab)
 
 
-def encode(text: str, vocab: int) -> list[int]:
+def encode_bytes(text: str, vocab: int) -> list[int]:
     """Encode the text's bytes as ids, modulo the vocabulary: a prompt to generate text from."""
     return [byte % vocab for byte in text.encode()]
 
 
-def decode(ids: Sequence[int]) -> str:
+def show_ids(ids: Sequence[int]) -> str:
     """Return the ids as printable placeholders."""
     return " ".join(f"<{i}>" for i in ids)

@@ -2,8 +2,8 @@
 
 Isomorphic branches are stacked: their weights have a dim that enumerates them (`branch`; `heads` in a Transformer). The
 layout rule splits that dim over whatever axis a layout gives it, and joining by sum is a contraction. Branches that
-differ only in their pointwise function stay stacked (`different`); branches of other shapes get a `Branches` of their
-own, and the results are added.
+differ only in their pointwise function stay stacked (`pointwise_per_branch`); branches of other shapes get a `Branches`
+of their own, and the results are added.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Branches:
     def __call__(self, ops: Ops, x: Any, inside: Inside | None = None) -> Any:
         """Project x into the branches, apply `inside`, join. `inside(ops, *projected)` computes all branches of this
         rank at once, with any ops on tensors that have the branch dim; for branches that differ only in their
-        pointwise function see `different`.
+        pointwise function see `pointwise_per_branch`.
         """
         read = self.slices or self.source
         if self.slices:
@@ -74,6 +74,6 @@ class Branches:
         return ops.reshape(f"{self.name}.join", y, self.inner, self.out)
 
 
-def different(functions: Sequence[str], inner: Spec, dim: str = "branch") -> Inside:
+def pointwise_per_branch(functions: Sequence[str], inner: Spec, dim: str = "branch") -> Inside:
     """Return an `inside` that applies pointwise function i to branch i, on the ranks that hold that branch."""
     return lambda ops, x: ops.pointwise_each(functions, x, inner, dim)

@@ -23,7 +23,7 @@ from platform.plan.core.plan import Plan
 from platform.plan.language.layout import Layout
 from platform.plan.language.ops import Ops, Parameter, Spec
 
-POINTWISE: dict[str, Callable[..., Tensor]] = {
+POINTWISE_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "gelu": lambda x: F.gelu(x),
     "relu": lambda x: F.relu(x),
     "silu": lambda x: F.silu(x),
@@ -48,7 +48,7 @@ def where_present(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 @dataclass
-class Position:
+class PassPosition:
     """Place of a forward pass in the run: everything that dropout masks depend on besides the global element."""
 
     seed: int = 0
@@ -67,10 +67,11 @@ class ParallelOps(Ops):
     def __init__(self, plan: Plan, communicator: Communicator, tensors: Mapping[str, Tensor], dropout: float = 0.0):
         self.plan, self.communicator, self.tensors = plan, communicator, tensors
         self.dropout_rate = dropout
-        self.position = Position()
+        self.position = PassPosition()
         self.deferred: Deferred | None = None  # collects weight gradient computations that a schedule runs later
         self.recompute = plan.recompute
         tensors_of = (t for o in plan.operations.values() for t in (*o.operation.inputs, *o.operation.outputs))
+        # activation -> (offset, extent) per dim of this rank's block
         self._blocks = {t: plan.block(t, communicator.coordinates) for t in tensors_of if isinstance(t, Spec)}
 
     def recomputed(self, kind, function, spec, x, *more):
@@ -85,20 +86,14 @@ class ParallelOps(Ops):
             yield
             self.position, self.deferred = now
 
-        axes = self.plan.kept_axes(spec)
-        elements = self.plan.shared_elements(spec, axes)
-        return recomputed(self.communicator, function, restore, axes, elements, x, *more)
+        return recomputed(self.communicator, function, restore, self.plan.kept_axes(spec), x, *more)
 
     def _planned(self, kind: str, name: str) -> PlannedOperation:
         return self.plan.operations[kind, name]
 
-    def _block(self, spec: Spec) -> list[tuple[int, int]]:
-        """Return (offset, extent) per dim of this rank's block of an activation."""
-        return self._blocks[spec]
-
     def _range(self, spec: Spec, dim: str, device: torch.device) -> Tensor:
         """Return the global positions along `dim` of this rank's block of an activation."""
-        first, n = self._block(spec)[spec.dims.index(dim)]
+        first, n = self._blocks[spec][spec.dims.index(dim)]
         return torch.arange(first, first + n, device=device)
 
     def lookup(self, name, table, tokens, out):
@@ -118,21 +113,18 @@ class ParallelOps(Ops):
         return apply(self.communicator, x.view(*tokens.shape, *weight.shape[1:]), leave)
 
     def features(self, name, ids, out):
-        ids = ids["features", name]
-        dtype = next(iter(self.tensors.values())).dtype
-        if absent(ids):
-            return ids.to(dtype).requires_grad_()
-        *_, (first, n) = self._block(out)
-        columns = torch.arange(first, first + n, device=ids.device)
-        elements = ids.unsqueeze(-1) * self.plan.sizes[out.dims[-1]] + columns
-        return random.normal(random.key("features", name), elements).to(dtype).requires_grad_()
+        size, key = self.plan.sizes[out.dims[-1]], random.key("features", name)
+        return self._of_ids("features", name, ids, out, lambda ids, column: random.normal(key, ids * size + column))
 
     def one_hot(self, name, ids, out):
-        ids = ids["one_hot", name]
-        dtype = next(iter(self.tensors.values())).dtype
-        if absent(ids):
-            return ids.to(dtype).requires_grad_()
-        return (ids.unsqueeze(-1) == self._range(out, out.dims[-1], ids.device)).to(dtype).requires_grad_()
+        return self._of_ids("one_hot", name, ids, out, lambda ids, column: ids == column)
+
+    def _of_ids(self, kind, name, ids, out, compute):
+        """Return the activation that `compute` makes of ids and the positions along the last dim of `out`."""
+        found, dtype = ids[kind, name], next(iter(self.tensors.values())).dtype
+        if not absent(found):
+            found = compute(found.unsqueeze(-1), self._range(out, out.dims[-1], found.device))
+        return found.to(dtype).requires_grad_()
 
     def project(self, x, spec, weights, outs, biases=()):
         tensors = [self.tensors[w.name] for w in weights]
@@ -162,11 +154,11 @@ class ParallelOps(Ops):
     ) -> tuple[Tensor, ...]:
         results: dict[int, Tensor] = {}
         for group in planned.groups:
-            members = [m.index for m in group.members]
-            added = [biases[i] for i in members] if biases else ()
-            mine = [operands[i] for i in members]
+            indices = [e.index for e in group.einsums]
+            added = [biases[i] for i in indices] if biases else ()
+            mine = [operands[i] for i in indices]
             found = einsums(self.communicator, group, x, mine, added, deferred=deferred)
-            results.update((m.index, y) for m, y in zip(group.members, found, strict=True))
+            results.update(zip(indices, found, strict=True))
         return tuple(results[i] for i in range(len(operands)))
 
     def reduce(self, name, function, x, spec, out):
@@ -190,7 +182,7 @@ class ParallelOps(Ops):
         """Return x with `value` where this rank's block extends beyond the size of a dim; only vocab is ever padded."""
         for i, dim in enumerate(spec.dims):
             if dim in dims:
-                first, n = self._block(spec)[i]
+                first, n = self._blocks[spec][i]
                 real = self.plan.global_shape(spec)[i] - first
                 if real < n:
                     padding = torch.arange(n, device=x.device) >= real
@@ -209,7 +201,7 @@ class ParallelOps(Ops):
         if absent(x):
             return apply(self.communicator, x, leave)
         i = next(i for i, (a, b) in enumerate(zip(spec.dims, out.dims, strict=False)) if a != b)
-        x = x.flatten(i, i + 1) if len(spec.dims) > len(out.dims) else x.unflatten(i, (self._block(out)[i][1], -1))
+        x = x.flatten(i, i + 1) if len(spec.dims) > len(out.dims) else x.unflatten(i, (self._blocks[out][i][1], -1))
         return apply(self.communicator, x, leave)
 
     @where_present
@@ -261,11 +253,11 @@ class ParallelOps(Ops):
         (conversion,) = planned.conversions
         x = apply(self.communicator, x, conversion)
         dim = out.dims.index("heads")
-        first_head, heads = self._block(out)[dim]
+        first_head, heads = self._blocks[out][dim]
         per_group = self.plan.sizes["heads"] // self.plan.sizes["kv_heads"]
         if first_head % per_group == 0 and heads == x.shape[dim] * per_group:  # whole groups: a plain repeat
             return x.repeat_interleave(per_group, dim)
-        have, _ = self._block(spec)[dim]
+        have, _ = self._blocks[spec][dim]
         index = torch.arange(first_head, first_head + heads, device=x.device) // per_group - have
         return x.index_select(dim, index)
 
@@ -305,21 +297,21 @@ class ParallelOps(Ops):
         return apply(self.communicator, x, conversion)
 
     def pointwise(self, function, *x):
-        return POINTWISE[function](*x)
+        return POINTWISE_FUNCTIONS[function](*x)
 
     @where_present
     def pointwise_each(self, functions, x, spec, dim):
         i = spec.dims.index(dim)
-        first, n = self._block(spec)[i]
+        first, n = self._blocks[spec][i]
         mine = functions[first : first + n]
-        return torch.stack([POINTWISE[f](part) for f, part in zip(mine, x.unbind(i), strict=True)], i)
+        return torch.stack([POINTWISE_FUNCTIONS[f](part) for f, part in zip(mine, x.unbind(i), strict=True)], i)
 
     @where_present
     def dropout(self, name, x, spec):
         if not self.dropout_rate or not self.position.training:
             return x
         p = self.position
-        where = dict(zip(spec.dims, self._block(spec), strict=True))
+        where = dict(zip(spec.dims, self._blocks[spec], strict=True))
         first, n = where["batch"]
         where["batch"] = (first + p.first_sequence, n)
         order = sorted(range(len(spec.dims)), key=lambda i: spec.dims[i] != "batch")  # batch first: its size is unused
@@ -333,7 +325,7 @@ class ParallelOps(Ops):
 
     def cross_entropy(self, name, logits, spec, labels, smoothing=0.0):
         planned = self._planned("cross_entropy", name)
-        first, _ = self._block(spec)[spec.dims.index("vocab")]
+        first, _ = self._blocks[spec][spec.dims.index("vocab")]
         vocab, labels = self.plan.sizes["vocab"], labels["cross_entropy", name]
         if absent(logits):
             return logits.sum()
@@ -342,7 +334,7 @@ class ParallelOps(Ops):
 
     def squared_error(self, name, y, target, spec, ids):
         padding = ids["squared_error", name] < 0
-        error = statistics.accumulate(y) - statistics.accumulate(target.detach())
+        error = statistics.widened(y) - statistics.widened(target.detach())
         if not absent(y):
             kept = [d for d in spec.dims if d in ("length", "batch")]
             rows = padding if kept == ["length", "batch"] else padding.t()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import inf, prod
 
 from platform.config.fields import Config
-from platform.model import build as build_model
+from platform.model import build_model as build_model
 from platform.optimizer.optimizers import OPTIMIZERS
 from platform.plan.core.plan import Plan
 from platform.plan.memory.footprint import Footprint, footprint
@@ -17,7 +17,7 @@ from platform.planning.choose_schedule import schedule_of
 from platform.planning.make_plan import make_plan
 
 
-class Room:
+class MemoryBudget:
     """Memory budget of a worker: tells which configurations fit. `memory`: bytes; inf: unknown, everything fits. The
     budget is at least what the plan of `config` needs by our count: the run was started with it, and the count is an
     estimate."""

@@ -20,18 +20,16 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PATHS = [str(ROOT), str(ROOT / "tests" / "cluster")]
-sys.path[:0] = PATHS
-os.environ["PYTHONPATH"] = os.pathsep.join(PATHS)
-
-import simulated_worker  # noqa: E402
-from simulated_crew import Call, SimulatedCrew  # noqa: E402
+sys.path.insert(0, str(ROOT))
+os.environ["PYTHONPATH"] = str(ROOT)
 
 from platform.cluster import driver  # noqa: E402
 from platform.config.fields import Config  # noqa: E402
 from platform.launch import compose  # noqa: E402
-from platform.monitor import Journal  # noqa: E402
+from platform.monitor import JsonLines  # noqa: E402
 from platform.planning.make_plan import make_plan  # noqa: E402
+from tests.doubles import simulated_worker  # noqa: E402
+from tests.doubles.simulated_crew import Call, SimulatedCrew  # noqa: E402
 
 STEPS, KILLED = 30, 16
 REPLICA = 128  # workers of gpt175b
@@ -85,12 +83,12 @@ def measure(workers: int, per_node: int, zero: int) -> tuple[float, float]:
         begin = time.perf_counter()
         plan = make_plan(config)
         print(f"plan: {time.perf_counter() - begin:.2f} s, {plan.mesh}")
-        worker = "simulated_worker:SimulatedWorker"
+        worker = "tests.doubles.simulated_worker:SimulatedWorker"
         with open(f"{directory}/said", "w") as said, redirect_stdout(said):
             status = driver.run(config, plan, experiment="gpt175b", worker=worker)
         assert status == driver.DONE, status
         run = Path(config.run.dir)
-        events = Journal.read(run / "journal.jsonl")
+        events = JsonLines.read(run / "journal.jsonl")
         struck = float((run / "struck").read_text())
     calls = crews[0].calls
 

@@ -20,9 +20,8 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PATHS = [str(ROOT), str(ROOT / "tests" / "cluster")]
-sys.path[:0] = PATHS
-os.environ["PYTHONPATH"] = os.pathsep.join(PATHS)
+sys.path.insert(0, str(ROOT))
+os.environ["PYTHONPATH"] = str(ROOT)
 
 from platform.cluster.crew.base.crew import ByRank, Crew  # noqa: E402
 from platform.cluster.crew.base.failures import WorkerFailed  # noqa: E402
@@ -72,7 +71,7 @@ def main() -> None:
     coordinates = [{"data": rank} for rank in range(options.workers)]
     found: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as directory:
-        job = Job(Config().to_dict(), coordinates, "cpu", Path(directory), "gloo_worker:GlooWorker")
+        job = Job(Config().to_dict(), coordinates, "cpu", Path(directory), "tests.doubles.gloo_worker:GlooWorker")
         with open_crew("processes", job) as crew:
             for generation in range(1, options.trials + 1):
                 numbers = sorted(crew.members)[: options.workers]

@@ -23,11 +23,10 @@ from pathlib import Path
 from statistics import median
 
 ROOT = Path(__file__).parents[2]
-PATHS = [str(ROOT), str(ROOT / "tests" / "cluster")]
-sys.path[:0] = PATHS
-os.environ["PYTHONPATH"] = os.pathsep.join(PATHS)
+sys.path.insert(0, str(ROOT))
+os.environ["PYTHONPATH"] = str(ROOT)
 
-import chaos  # noqa: E402
+from tests.harness import chaos  # noqa: E402
 
 WORKERS = 8
 GOALS = {"known": ("p99", 0.5), "released": ("p99", 1.0), "spare": ("p50", 3.0), "shrink": ("p50", 3.0),

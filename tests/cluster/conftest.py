@@ -1,20 +1,7 @@
-import os
-from pathlib import Path
-
 import pytest
 
 from platform.cluster.crew.base.job import Job
 from platform.config.fields import Config
-
-HERE = str(Path(__file__).parent)
-
-
-@pytest.fixture(autouse=True)
-def find_fake_worker(monkeypatch):
-    """In this process, in spawned ones and in Ray's workers."""
-    monkeypatch.syspath_prepend(HERE)
-    paths = [HERE, str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
 
 
 @pytest.fixture
@@ -30,7 +17,7 @@ def config(tmp_path):
 
 @pytest.fixture
 def job(config, tmp_path):
-    def make(size, worker="fake_worker:FakeWorker"):
+    def make(size, worker="tests.doubles.fake_worker:FakeWorker"):
         coordinates = [{"stage": 0, "data": rank} for rank in range(size)]
         return Job(config.to_dict(), coordinates, "cpu", tmp_path, worker)
 

@@ -7,8 +7,9 @@ import shutil
 import signal
 import tempfile
 
-import chaos
 import pytest
+
+from tests.harness import chaos
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -109,6 +110,6 @@ def test_a_wrong_recovery_is_found(tmp_path, worker):
     """The control of the comparison."""
     config = chaos.configured(tmp_path / "run", 6, data=2)
     config.elastic.replace, config.elastic.faults = False, ["4:kill:1:forward"]
-    assert chaos.drive(config, f"stale_worker:{worker}") == 0
+    assert chaos.drive(config, f"tests.doubles.stale_worker:{worker}") == 0
     found = chaos.differences(chaos.rows(config), chaos.undisturbed(config, tmp_path / "alone"))
     assert found and all(line.startswith(("step 4", "step 5", "step 6")) for line in found)

@@ -7,16 +7,16 @@ import time
 from pathlib import Path
 
 import pytest
-from fake_plan import run_fake
-from process_tree import descendants, gone
 
 from platform.cluster.crew.base.signals import Stopped, StopSignals
 from platform.config.fields import ConfigError
-from platform.monitor import METRICS, Journal, MetricsLog
+from platform.monitor import JsonLines, MetricsLog, MetricsRow
+from tests.doubles.fake_plan import fake_plan, run_fake
+from tests.harness.process_tree import descendants, gone
 
 
 def events(config):
-    return Journal.read(Path(config.run.dir, "journal.jsonl"))
+    return JsonLines.read(Path(config.run.dir, "journal.jsonl"))
 
 
 def names(config):
@@ -51,14 +51,14 @@ def test_a_run_from_end_to_end(kind, config, capsys):
     assert [row["step"] for row in rows(config)] == [1, 2, 3, 4, 5]
     assert [row.get("val_loss") for row in rows(config)] == [None, 2.0, None, 2.0, None]
     row = rows(config)[2]
-    assert row.keys() == METRICS.keys() - {"val_loss", "bubble", "skipped", "recovery_seconds"}
+    assert row.keys() == MetricsRow.__dataclass_fields__.keys() - {"val_loss", "bubble", "skipped", "recovery_seconds"}
     assert row["samples"] == [8, 12] and row["loss"] == 1 / 3 and row["world_size"] == 2 and row["generation"] == 1
     assert row["seconds"] == {"forward": 0.25, "data": 0.0, "checkpoint": 0.0}
     assert row["comm_bytes"] == {"all_reduce/data": 21}
     assert row["peak_memory_bytes"] == 101
     assert row["mfu"] is None
     assert row["tokens_per_second"] == pytest.approx(4 * config.model.length / row["step_seconds"])
-    assert row["tflops_per_worker"] == pytest.approx(row["tokens_per_second"] * 1e6 / 2 / 1e12)
+    assert row["tflops_per_worker"] == pytest.approx(row["tokens_per_second"] * fake_plan(2).flops_per_token / 2 / 1e12)
 
 
 def test_a_finished_run_says_so_and_starts_nothing(config, capsys):
@@ -126,7 +126,7 @@ def test_mistakes_come_before_anything_is_written_or_started(config):
 
 SCRIPT = """
 import json, sys
-from fake_plan import run_fake
+from tests.doubles.fake_plan import run_fake
 from platform.cluster.crew.base.signals import Stopped, StopSignals
 from platform.config.fields import Config
 if __name__ == "__main__":

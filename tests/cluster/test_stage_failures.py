@@ -3,16 +3,16 @@
 from pathlib import Path
 
 import pytest
-from failing_worker import STEP, fail_at, injected
-from process_tree import descendants, gone
 
 from platform.cluster.driver import run
-from platform.monitor import Journal, MetricsLog
+from platform.monitor import JsonLines, MetricsLog
 from platform.parallel import pipeline
 from platform.parallel.pipeline import StageFailed
 from platform.planning.make_plan import make_plan
-from tests.oracle import configure, trainer_of
-from tests.threads import run_threads
+from tests.doubles.failing_worker import STEP, fail_at, injected
+from tests.harness.oracle import configure, trainer_of
+from tests.harness.process_tree import descendants, gone
+from tests.harness.threads import run_threads
 
 # Of the stage in the middle, which has neighbours on both sides, between the first and the last microbatch.
 ACTIONS = {
@@ -63,9 +63,9 @@ def stops(how, kind, tmp_path, monkeypatch, capsys):
     c.elastic.attempts = 1
     monkeypatch.setenv("FAIL", f"{how} {ACTIONS[kind]}")
     before = descendants()
-    assert run(c, make_plan(c), experiment="quick", worker="failing_worker:FailingWorker") == 1
+    assert run(c, make_plan(c), experiment="quick", worker="tests.doubles.failing_worker:FailingWorker") == 1
     assert gone(descendants() - before)
-    failure = next(e for e in Journal.read(Path(c.run.dir, "journal.jsonl")) if e["event"] == "failure")
+    failure = next(e for e in JsonLines.read(Path(c.run.dir, "journal.jsonl")) if e["event"] == "failure")
     assert (failure["rank"], failure["coordinates"]["stage"], failure["method"]) == (1, 1, f"step({STEP})")
     assert [row["step"] for row in MetricsLog.read(Path(c.run.dir, "metrics.jsonl"))] == list(range(1, STEP))
     culprit = {

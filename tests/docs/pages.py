@@ -10,19 +10,8 @@ ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 JOBS = [file for file in sorted((ROOT / "jobs").rglob("*")) if file.is_file()]
-FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")} | {"examples"}
-# Made on branches of their own; to be emptied when these are merged.
-LATER = set(
-    "docs/one-rule.md docs/configuration.md examples platform/api.py tests/boundary tests/commands tests/composition "
-    "tests/config tests/house tests/optimizer tests/planning tests/harness tests/doubles".split()
-)
+FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")}
 LAUNCH = "python -m platform.launch "
-
-
-def there(path: Path) -> bool:
-    """Return True if a file of the repository exists, now or when all branches are merged."""
-    own = path.resolve().relative_to(ROOT)
-    return path.exists() or not LATER.isdisjoint(map(str, [own, *own.parents]))
 
 
 class Typed(NamedTuple):

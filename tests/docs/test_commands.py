@@ -29,7 +29,7 @@ from platform.plan.schedule.simulate import simulate
 from platform.plan.schedule.table import table
 from platform.planning.choose_schedule import schedule_of
 from platform.planning.remedies import lack_of_memory
-from tests.docs.pages import FOLDERS, JOBS, LAUNCH, ROOT, Typed, commands, files, there
+from tests.docs.pages import FOLDERS, JOBS, LAUNCH, ROOT, Typed, commands, files
 
 COMMANDS = commands()
 FROM_WORKERS = re.compile(r" +step +loss|continues after|run directory:|what happened|rank\d")  # starts their output
@@ -65,7 +65,7 @@ def start(config, plan, *, command) -> int:
         device = device_of(config, "cuda", size) if cluster.gpu or cluster.device_memory else None
         if device and (line := lack_of_memory(config, plan, device)):
             raise ConfigError(line)
-        resources.secure(cluster, size, lambda line: None if line.startswith("warning:") else print(line))
+        resources.reserve_workers(cluster, size, lambda line: None if line.startswith("warning:") else print(line))
     print(f"{describe(plan)}\nstarting {size} workers ({cluster.kind}, cpu)")
     if 1 < plan.stages <= 4:  # simulating hundreds of microbatches on many stages takes seconds
         s = schedule_of(config, plan.mesh.axes["data"])
@@ -149,7 +149,12 @@ def applies(typed: Typed, arguments: str, bench: Bench) -> None:
 
 def names_files(typed: Typed, arguments: str, bench: Bench) -> None:
     found = [word for word in shlex.split(arguments) if word.partition("/")[0] in FOLDERS]
-    assert found and all(there(ROOT / path) for path in found)
+    assert found and all((ROOT / path).exists() for path in found)
+
+
+def is_generated(typed: Typed, arguments: str, bench: Bench) -> None:
+    """Accept a command whose output `tests.docs.one_rule` writes into its page and compares with it."""
+    assert typed.file == "one-rule.md"
 
 
 def is_trusted(typed: Typed, arguments: str, bench: Bench) -> None:
@@ -158,7 +163,8 @@ def is_trusted(typed: Typed, arguments: str, bench: Bench) -> None:
 
 KINDS: dict[str, Callable[..., None]] = {  # what a command looks like -> the check of it and of its arguments
     r"python -m platform\.launch (.*)": launches,
-    r"python -m platform\.plan (.*)": plans,
+    r"python -m platform\.plan ([^|]*)": plans,
+    r"python -m platform\.plan ([^|]* \| grep .*)": is_generated,
     r"python -m platform\.checkpoint (.*)": inspects,
     r"torchrun (.*)": starts_processes,
     r"make (.*)": is_a_target,

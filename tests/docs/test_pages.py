@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.docs.pages import FOLDERS, PAGES, README, ROOT, blocks, prose, there
+from tests.docs.pages import FOLDERS, PAGES, README, ROOT, blocks, prose
 
 OPTIONS = {  # Hydra group -> the page whose table has a row for each of its options
     "tensor": "layouts.md",
@@ -37,14 +37,14 @@ def anchors(page: Path) -> set[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_what_a_page_names_is_there(page: Path):
     text = prose(page)
-    missing = [str(path) for path in links(page) if not there(path)]
+    missing = [str(path) for path in links(page) if not path.exists()]
     for path, anchor in re.findall(r"\]\(([^)#:]*)#([^)]*)\)", text):
         other = page.parent / path if path else page
         missing += [f"{path}#{anchor}"] * (other.exists() and anchor not in anchors(other))
     for path in re.findall(r"`([\w.-]+/[\w./-]*)`", text):
-        missing += [path] * (path.split("/")[0] in FOLDERS - {"runs"} and not there(ROOT / path))
+        missing += [path] * (path.split("/")[0] in FOLDERS - {"runs"} and not (ROOT / path).exists())
     for path in re.findall(r"(?<![\w/])tests/[\w./-]*\w", text):  # several in one span
-        missing += [path] * (not there(ROOT / path))
+        missing += [path] * (not (ROOT / path).exists())
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
     missing += [f"make {name}" for name in re.findall(r"`make ([a-z-]+)`", text) if name not in targets]
     assert missing == []
@@ -66,7 +66,7 @@ def test_the_readme_is_short():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_block_says_its_language(page: Path):
-    assert {language for language, _ in blocks(page)} <= {"", "console", "text", "yaml", "python"}
+    assert {language for language, _ in blocks(page)} <= {"", "console", "text", "yaml", "python", "rule"}
 
 
 @pytest.mark.parametrize("group", OPTIONS)

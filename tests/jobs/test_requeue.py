@@ -8,15 +8,15 @@ from math import inf
 from pathlib import Path
 
 import pytest
-from test_rayjob import JOB
-from test_sbatch import job, run  # noqa: F401
 
 from platform.cluster import driver
 from platform.cluster.crew.base.signals import StopSignals
 from platform.cluster.run.resources import Places
 from platform.launch import compose
 from platform.planning.make_plan import make_plan
-from tests.cluster.fake_crew import FakeCrew
+from tests.doubles.fake_crew import FakeCrew
+from tests.jobs.test_rayjob import JOB
+from tests.jobs.test_sbatch import job, run  # noqa: F401
 
 SHRUNK = (
     "model.layers=2 model.d_model=64 model.heads=4 model.length=32 model.vocab=512 tensor.axes.t=2 elastic.spares=0"
@@ -41,7 +41,7 @@ def test_stop_requeue_resume(job, monkeypatch, tmp_path, command, number):
     enter = StopSignals.__enter__
     monkeypatch.setattr(StopSignals, "__enter__", lambda self: found.append(self) or enter(self))
     monkeypatch.setattr("platform.checkpoint.storage.catalogue._check", lambda storage, directory, manifest: None)
-    monkeypatch.setattr(driver.resources, "secure", lambda *arguments: Places("cpu", 2, inf))
+    monkeypatch.setattr(driver.resources, "reserve_workers", lambda *arguments: Places("cpu", 2, inf))
     composed = [word for word in command(job) if not word.startswith(("pipeline.", "elastic.spares", "monitor="))]
     config = compose([*composed, *SHRUNK.split(), f"run.dir={tmp_path}/run"])
     assert config.checkpoint.every == "30m" and config.checkpoint.on_stop and config.checkpoint.resume == "auto"

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from itertools import islice, product
 from math import prod
 
-from platform.boundary.redaction import HIDDEN, redact
-from platform.config.fields import RESUME, Config
+from platform.boundary.redaction import REDACTED, redact
+from platform.config.execution import RESUME
+from platform.config.fields import Config
 
 _LAYOUTS = {"1d": "t", "1d_sp": "t", "3d": "xyz", "2d": "rc", "serial": ""}  # scheme -> axes, best suggestion first
 _MOST = 4  # combinations of axis sizes that are tried for one scheme, besides the experiment's own
 _PLACES = ("run.dir", "checkpoint.url")  # another layout's run writes to other ones
-_SECRET = f"  # {HIDDEN} stands for a secret: type it again"
+_SECRET = f"  # {REDACTED} stands for a secret: type it again"
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Command:
     def _line(self, arguments: Iterable[str]) -> str:
         own = ["--config-dir", self.config_dir] if self.config_dir else []
         words = [*own, *map(_shown, arguments)]
-        secret = any(word.endswith(f"={HIDDEN}") for word in words)
+        secret = any(word.endswith(f"={REDACTED}") for word in words)
         return f"python -m platform.launch {shlex.join(words)}" + (_SECRET if secret else "")
 
 
@@ -59,10 +60,10 @@ def _without(arguments: Iterable[str], keys: Iterable[str]) -> list[str]:
 
 
 def _shown(argument: str) -> str:
-    """Return an argument without its secret: a reference to the environment where it came from there, else HIDDEN."""
+    """Return an argument without its secret: a reference to the environment where it came from there, else REDACTED."""
     shown = redact(argument)
-    hidden = HIDDEN in shown or "://" in shown
-    return argument if shown == argument else f"{argument.partition('=')[0]}={HIDDEN}" if hidden else shown
+    hidden = REDACTED in shown or "://" in shown
+    return argument if shown == argument else f"{argument.partition('=')[0]}={REDACTED}" if hidden else shown
 
 
 def _moved(arguments: Iterable[str], name: str) -> Iterator[str]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 
 from platform.config.durations import seconds_of
-from platform.config.fields import Run
+from platform.config.execution import Run
 
 
 def seconds_left(run: Run, environment: Mapping[str, str] = os.environ, now: float | None = None) -> float | None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -181,21 +182,26 @@ class Communicator(ABC):
     def barrier(self) -> None:
         """Wait for every rank of the mesh. Not counted, not logged."""
         if axes := self.mesh.ordered(self.mesh.axes):
-            moved, log = self.moved.copy(), self.log
-            self.log = None
-            self.launch("all_reduce", torch.zeros(1, device=self.device), axes).wait()
-            self.moved, self.log = moved, log
+            with self._uncounted():
+                self.launch("all_reduce", torch.zeros(1, device=self.device), axes).wait()
 
     def meet(self, neighbours: Iterable[tuple[int, int]]) -> None:
         """Open the connections between pairs of stages (lower first), in one order, before the first send needs one."""
-        moved, log, here = self.moved.copy(), self.log, self.coordinates["stage"]
+        here = self.coordinates["stage"]
+        with self._uncounted():
+            for lower, upper in neighbours:
+                if here in (lower, upper):
+                    there = upper if here == lower else lower
+                    sending = self.send(torch.zeros(1, device=self.device), there)
+                    self.receive((1,), torch.float32, there).wait()
+                    sending.wait()
+
+    @contextmanager
+    def _uncounted(self) -> Iterator[None]:
+        """Suspend counting and logging in the context."""
+        moved, log = self.moved.copy(), self.log
         self.log = None
-        for pair in neighbours:
-            if here in pair:
-                (there,) = set(pair) - {here}
-                sending = self.send(torch.zeros(1, device=self.device), there)
-                self.receive((1,), torch.float32, there).wait()
-                sending.wait()
+        yield
         self.moved, self.log = moved, log
 
     @abstractmethod
@@ -220,7 +226,7 @@ class Communicator(ABC):
         """Leave the groups."""
 
 
-class Alone(Communicator):
+class SingleRank(Communicator):
     """Communicator of a world of one rank: it has no peers and launches no collective."""
 
     def __init__(self, mesh: Mesh, device: torch.device | str = "cpu"):

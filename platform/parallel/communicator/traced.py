@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from platform.plan.communication.rule import APPEAR, VANISH
+from platform.plan.communication.rule import APPEAR, VANISH, Step
 
 COMMUNICATORS: WeakValueDictionary[int, object] = WeakValueDictionary()  # number in compiled graphs -> communicator
 
@@ -29,17 +29,11 @@ def collective(
 
 @collective.register_fake
 def _(x, communicator, op, axes, members, dim, joined, reduce):
-    shape = list(x.shape)
     is_root = COMMUNICATORS[int(communicator)].index(axes.split("+")) == 0  # type: ignore[attr-defined]
     if op in VANISH and not is_root:
         return x.new_empty(0)
-    if op in ("reduce_scatter", "all_to_all") or (op == "scatter" and is_root):
-        shape[dim] //= members
-    if op in ("all_gather", "gather"):
-        shape[dim] *= members
-    if op == "all_to_all":
-        shape[joined] *= members
-    return x.new_empty(shape)
+    step = Step(op, tuple(axes.split("+")), dim, joined)
+    return x.new_empty(x.shape if op in APPEAR and not is_root else step.after(x.shape, members))
 
 
 class Arrived:

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from platform.parallel.communicator.base import Communicator
-from platform.parallel.kernels.leaves import accumulate
+from platform.parallel.kernels.leaves import add_gradient
 from platform.parallel.kernels.products import local_einsum
 from platform.parallel.kernels.summa import summa
 from platform.parallel.sharding.convert import Pending, apply, convert
-from platform.plan.communication.planned import Group, Member
+from platform.plan.communication.planned import Einsum, EinsumGroup
 
 Deferred = list[Callable[[], None]]  # each computes and accumulates gradients of parameters when called
 
@@ -21,60 +21,61 @@ class _Einsums(torch.autograd.Function):
     """Autograd function of a group. Forward: issues the gathers of x and all operands, multiplies, converts results.
 
     Backward: the gradient of x is computed first, and its reduction overlaps the computation of the operands'
-    gradients. Tensors marked `again` in the plan are saved only as stored and gathered again while the output gradients
-    are converted. `deferred`: a list that receives the function computing the operands' gradients (zero bubble); the
-    operands are then parameters.
+    gradients. Tensors marked `regathered` in the plan are saved only as stored and gathered again while the output
+    gradients are converted. `deferred`: a list that receives the function computing the operands' gradients (zero
+    bubble); the operands are then parameters.
     """
 
     @staticmethod
-    def forward(ctx, communicator, group: Group, deferred: Deferred | None, x: Tensor, *operands: Tensor):
+    def forward(ctx, communicator, group: EinsumGroup, deferred: Deferred | None, x: Tensor, *operands: Tensor):
         ctx.communicator, ctx.group, ctx.deferred = communicator, group, deferred
         ctx.leaves = operands if deferred is not None else ()
-        again = [group.again, *(m.again for m in group.members)]
+        regathered = [group.regathered, *(e.regathered for e in group.einsums)]
         stored = (x, *operands)
-        coming = [convert(communicator, w, m.operand.forward) for w, m in zip(operands, group.members, strict=True)]
+        coming = [convert(communicator, w, e.operand.forward) for w, e in zip(operands, group.einsums, strict=True)]
         x = convert(communicator, x, group.x.forward).wait()
         local = [c.wait() for c in coming]
         leaving = [
-            convert(communicator, local_einsum(m.x_dims, m.dims, m.out_dims)(x, w), m.output.forward)
-            for w, m in zip(local, group.members, strict=True)
+            convert(communicator, local_einsum(e.x_dims, e.dims, e.out_dims)(x, w), e.output.forward)
+            for w, e in zip(local, group.einsums, strict=True)
         ]
-        ctx.save_for_backward(*(s if a else t for s, t, a in zip(stored, (x, *local), again, strict=True)))
+        ctx.save_for_backward(*(s if again else t for s, t, again in zip(stored, (x, *local), regathered, strict=True)))
         return tuple(c.wait() for c in leaving)
 
     @staticmethod
     def backward(ctx, *gradients):
         x, *operands = ctx.saved_tensors
-        communicator, members = ctx.communicator, ctx.group.members
-        coming = [convert(communicator, g, m.output.backward) for g, m in zip(gradients, members, strict=True)]
+        communicator, group = ctx.communicator, ctx.group
+        coming = [convert(communicator, g, e.output.backward) for g, e in zip(gradients, group.einsums, strict=True)]
         regathered = [
-            convert(communicator, w, m.operand.forward if m.again else ())
-            for w, m in zip(operands, members, strict=True)
+            convert(communicator, w, e.operand.forward if e.regathered else ())
+            for w, e in zip(operands, group.einsums, strict=True)
         ]
-        if ctx.group.again:
-            x = convert(communicator, x, ctx.group.x.forward).wait()
+        if group.regathered:
+            x = convert(communicator, x, group.x.forward).wait()
         operands = [c.wait() for c in regathered]
         local = [c.wait() for c in coming]
         products = (
-            local_einsum(m.out_dims, m.dims, m.x_dims)(g, w) for g, w, m in zip(local, operands, members, strict=True)
+            local_einsum(e.out_dims, e.dims, e.x_dims)(g, w)
+            for g, w, e in zip(local, operands, group.einsums, strict=True)
         )
-        dx = convert(communicator, _sum(products), ctx.group.x.backward) if ctx.needs_input_grad[3] else None
+        dx = convert(communicator, _sum(products), group.x.backward) if ctx.needs_input_grad[3] else None
 
-        def gradient(m: Member, g: Tensor) -> Pending:
-            return convert(communicator, local_einsum(m.x_dims, m.out_dims, m.dims)(x, g), m.operand.backward)
+        def gradient(e: Einsum, g: Tensor) -> Pending:
+            return convert(communicator, local_einsum(e.x_dims, e.out_dims, e.dims)(x, g), e.operand.backward)
 
         needed = ctx.needs_input_grad[4:]
         if ctx.deferred is not None:
 
             @torch.no_grad()
             def compute() -> None:
-                dws = [gradient(m, g) for g, m in zip(local, members, strict=True)]
+                dws = [gradient(e, g) for g, e in zip(local, group.einsums, strict=True)]
                 for leaf, dw in zip(ctx.leaves, dws, strict=True):
-                    accumulate(leaf, dw.wait())
+                    add_gradient(leaf, dw.wait())
 
             ctx.deferred.append(compute)
             return None, None, None, dx and dx.wait(), *(None for _ in needed)
-        dws = [gradient(m, g) if n else None for g, m, n in zip(local, members, needed, strict=True)]
+        dws = [gradient(e, g) if n else None for g, e, n in zip(local, group.einsums, needed, strict=True)]
         return None, None, None, dx and dx.wait(), *(dw and dw.wait() for dw in dws)
 
 
@@ -87,20 +88,19 @@ def _sum(parts) -> Tensor:
 
 def einsums(
     communicator: Communicator,
-    group: Group,
+    group: EinsumGroup,
     x: Tensor,
     operands: Sequence[Tensor],
     biases: Sequence[Tensor] = (),
     *,
     deferred: Deferred | None = None,
 ) -> Sequence[Tensor]:
-    """Compute the outputs of a group, in the order of its members. A group without conversions is plain local products,
+    """Compute the outputs of a group, in the order of its einsums. A group without conversions is plain local products,
     which may add `biases`. `deferred`: see `_Einsums`; groups with panels (SUMMA) ignore it."""
     if group.panels:
         return summa(communicator, group, apply(communicator, x, group.x), operands)
-    conversions = [group.x, *(c for m in group.members for c in (m.operand, m.output))]
-    if deferred is None and not any(c.forward or c.backward for c in conversions):
-        triples = zip(operands, group.members, biases or [None] * len(operands), strict=True)  # type: ignore[list-item]
-        return [local_einsum(m.x_dims, m.dims, m.out_dims)(x, w, bias) for w, m, bias in triples]
+    if deferred is None and group.local:
+        triples = zip(operands, group.einsums, biases or [None] * len(operands), strict=True)  # type: ignore[list-item]
+        return [local_einsum(e.x_dims, e.dims, e.out_dims)(x, w, bias) for w, e, bias in triples]
     assert not biases
     return _Einsums.apply(communicator, group, deferred, x, *operands)

@@ -18,7 +18,7 @@ from torch import Tensor
 from platform.parallel.communicator.base import Communicator
 from platform.parallel.kernels.products import local_einsum
 from platform.parallel.sharding.convert import absent, convert
-from platform.plan.communication.planned import Group, Member, Panels
+from platform.plan.communication.planned import Einsum, EinsumGroup, Panels
 
 
 class _Split:
@@ -61,12 +61,12 @@ class _Split:
         return finish
 
 
-def _splits(communicator: Communicator, group: Group, x: Tensor, operands: Sequence[Tensor]) -> list[_Split]:
+def _splits(communicator: Communicator, group: EinsumGroup, x: Tensor, operands: Sequence[Tensor]) -> list[_Split]:
     panels = group.panels
     assert panels is not None
     split = [_Split(communicator, panels, panels.x_axes, x, group.x_dims.index(panels.dim))]
-    for m, w in zip(group.members, operands, strict=True):
-        split.append(_Split(communicator, panels, panels.operand_axes, w, m.dims.index(panels.dim)))
+    for e, w in zip(group.einsums, operands, strict=True):
+        split.append(_Split(communicator, panels, panels.operand_axes, w, e.dims.index(panels.dim)))
     return split
 
 
@@ -81,15 +81,15 @@ def _panels_in_turn(splits: Sequence[_Split], count: int):
 
 class _Summa(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, communicator, group: Group, x: Tensor, *operands: Tensor):
+    def forward(ctx, communicator, group: EinsumGroup, x: Tensor, *operands: Tensor):
         ctx.communicator, ctx.group = communicator, group
-        local = _enter(communicator, group.members, operands)
-        kept = (w if m.again else here for w, here, m in zip(operands, local, group.members, strict=True))
+        local = _enter(communicator, group.einsums, operands)
+        kept = (w if e.regathered else here for w, here, e in zip(operands, local, group.einsums, strict=True))
         ctx.save_for_backward(x, *kept)
         assert group.panels is not None
         out: list[Tensor] = []
         for _, (xt, *ws) in _panels_in_turn(_splits(communicator, group, x, local), group.panels.count):
-            products = [_product(m)(xt, w) for m, w in zip(group.members, ws, strict=True)]
+            products = [_product(e)(xt, w) for e, w in zip(group.einsums, ws, strict=True)]
             out = [y.add_(p) for y, p in zip(out, products, strict=True)] if out else products
         return tuple(out)
 
@@ -97,34 +97,34 @@ class _Summa(torch.autograd.Function):
     def backward(ctx, *gradients):
         x, *operands = ctx.saved_tensors
         group = ctx.group
-        if any(m.again for m in group.members):  # then all members: their operands are parameters
-            operands = _enter(ctx.communicator, group.members, operands)
+        if any(e.regathered for e in group.einsums):  # then all einsums: their operands are parameters
+            operands = _enter(ctx.communicator, group.einsums, operands)
         splits = _splits(ctx.communicator, group, x, operands)
         dx, *dws = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, *operands))
         finish = []
         for t, (xt, *ws) in _panels_in_turn(splits, group.panels.count):
-            triples = list(zip(group.members, gradients, ws, strict=True))
-            parts = [local_einsum(m.out_dims, m.dims, m.x_dims)(g, w) for m, g, w in triples]
+            triples = list(zip(group.einsums, gradients, ws, strict=True))
+            parts = [local_einsum(e.out_dims, e.dims, e.x_dims)(g, w) for e, g, w in triples]
             finish.append(splits[0].reduce(t, torch.stack(parts).sum(0) if len(parts) > 1 else parts[0], dx))
-            for split, (m, g, _), dw in zip(splits[1:], triples, dws, strict=True):
-                finish.append(split.reduce(t, local_einsum(m.x_dims, m.out_dims, m.dims)(xt, g), dw))
+            for split, (e, g, _), dw in zip(splits[1:], triples, dws, strict=True):
+                finish.append(split.reduce(t, local_einsum(e.x_dims, e.out_dims, e.dims)(xt, g), dw))
         for done in finish:
             done()
-        leaving = [convert(ctx.communicator, w, m.operand.backward) for w, m in zip(dws, group.members, strict=True)]
+        leaving = [convert(ctx.communicator, w, e.operand.backward) for w, e in zip(dws, group.einsums, strict=True)]
         return None, None, dx, *(c.wait() for c in leaving)
 
 
-def _enter(communicator: Communicator, members: Sequence[Member], operands: Sequence[Tensor]) -> Sequence[Tensor]:
+def _enter(communicator: Communicator, einsums: Sequence[Einsum], operands: Sequence[Tensor]) -> Sequence[Tensor]:
     """Convert the operands to the operation's layout, except along the dim whose panels are broadcast."""
-    coming = [convert(communicator, w, m.operand.forward) for w, m in zip(operands, members, strict=True)]
+    coming = [convert(communicator, w, e.operand.forward) for w, e in zip(operands, einsums, strict=True)]
     return [c.wait() for c in coming]
 
 
-def _product(m: Member) -> Callable[..., Tensor]:
-    return local_einsum(m.x_dims, m.dims, m.out_dims)
+def _product(e: Einsum) -> Callable[..., Tensor]:
+    return local_einsum(e.x_dims, e.dims, e.out_dims)
 
 
-def summa(communicator: Communicator, group: Group, x: Tensor, operands: Sequence[Tensor]) -> Sequence[Tensor]:
+def summa(communicator: Communicator, group: EinsumGroup, x: Tensor, operands: Sequence[Tensor]) -> Sequence[Tensor]:
     """Compute the outputs of a group with panels from the local block of x and the operands as stored."""
     if absent(x):
         return [x + w for w in operands]

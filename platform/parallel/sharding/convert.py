@@ -40,15 +40,13 @@ class Pending:
                 self._x = self._x.narrow(step.dim, index * extent, extent)
             elif step.op == "pad":
                 extent = self._x.shape[step.dim]
-                shape = list(self._x.shape)
-                shape[step.dim] *= communicator.mesh.extent(step.axes)
-                whole = self._x.new_zeros(shape)
+                whole = self._x.new_zeros(step.after(self._x.shape, communicator.mesh.extent(step.axes)))
                 whole.narrow(step.dim, index * extent, extent).copy_(self._x)
                 self._x = whole
             elif step.op == "flatten":
-                self._x = shards.flatten(self._x, communicator.mesh.extent(step.axes))
+                self._x = shards.flatten_padded(self._x, communicator.mesh.extent(step.axes))
             elif step.op == "unflatten":
-                self._x = shards.unflatten(self._x, step.shape)
+                self._x = shards.unflatten_padded(self._x, step.shape)
             elif step.op == "drop":
                 self._x = self._x.new_empty(0) if index else self._x
             else:

@@ -1,4 +1,4 @@
-"""Plans of all kinds of operations: conversions, and every collective with its size, earliest issue and latest wait.
+"""Plans of all kinds of operations: conversions, and every collective with its size.
 
 The forward pass executes these lists and `platform.plan.communication.traffic` prices the same lists.
 """
@@ -6,70 +6,72 @@ The forward pass executes these lists and `platform.plan.communication.traffic` 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import prod
+from typing import Any
 
 from platform.plan.communication.einsums import plan_einsums
 from platform.plan.communication.planned import Collective, PlannedOperation
 from platform.plan.communication.planner import Planner
-from platform.plan.communication.rule import Conversion, Step, contract, leave
+from platform.plan.communication.rule import Conversion, Step
 from platform.plan.language.layout import Layout, prefix
 from platform.plan.language.ops import Operation, Parameter, Spec
 
 
+def _planned(
+    planner: Planner,
+    operation: Operation,
+    layout: Layout,
+    conversions: Sequence[Conversion] = (),
+    statistics: Sequence[Collective] = (),
+    **more: Any,
+) -> PlannedOperation:
+    """Return the plan of an operation that computes in `layout`, with the collectives of its conversions and its
+    statistics; `more`: further fields."""
+    moved = [c for conversion in conversions for c in planner.collectives(conversion)]
+    at = {"compute_axes": layout.axes, "only": layout.only, **more}
+    return PlannedOperation(operation, (*moved, *statistics), conversions=tuple(conversions), **at)
+
+
+def _read(planner: Planner, spec: Spec | Parameter, tokens: Layout, length: str = "length") -> dict[str, Any]:
+    """Return the fields of an operation that reads a data tensor in layout `tokens`: it is as long as dim `length` of
+    `spec`."""
+    sizes = {"batch": planner.sizes["batch"], "length": planner.sizes_of(spec)[length]}
+    return {"tokens": tokens, "token_count": prod(n // planner.mesh.extent(tokens[d]) for d, n in sizes.items())}
+
+
 def _lookup(planner: Planner, operation: Operation) -> PlannedOperation:
     table, out = operation.parameters[0], operation.outputs[0]
-    c = planner.lookup_contraction(operation)
-    conversion = planner.parameter_conversion(operation, table, c.inputs[1])
-    inner = planner.shape(table, c.compute.restrict(table.dims))
-    local = planner.shape(out, c.compute.restrict(out.dims))
-    found = [
-        *planner.collectives(conversion.forward, planner.stored(table), "forward", "operation", "contraction"),
-        *planner.collectives(c.output.forward, local, "forward", "contraction", "end"),
-        *planner.collectives(c.output.backward, planner.shape(out), "backward", "operation", "contraction"),
-        *planner.collectives(conversion.backward, inner, "backward", "operand gradient", "end"),
-    ]
-    token_dims = [d for d in out.dims if d not in table.dims]
-    return PlannedOperation(
-        operation,
-        tuple(found),
-        conversions=(conversion, c.output),
-        over=c.compute[table.dims[0]],
-        tokens=c.compute.restrict(token_dims),
-        compute_axes=c.axes,
-        only=c.compute.only,
-    )
+    c = planner.lookup(operation)
+    conversions = planner.parameter_conversion(operation, table, c.inputs[1]), c.output
+    tokens = c.compute.restrict([d for d in out.dims if d not in table.dims])
+    over = c.compute[table.dims[0]]
+    return _planned(planner, operation, c.compute, conversions, over=over, **_read(planner, out, tokens))
 
 
 def _vectors(planner: Planner, operation: Operation) -> PlannedOperation:
     """Plan a shift, norm or relative_bias: its parameters take the activation's layout; a norm merges statistics."""
     spec = operation.inputs[0]
     have = planner.layout(spec)
-    found: list[Collective] = []
-    conversions = []
-    for p in operation.parameters:
-        target = have.restrict(p.dims)
-        conversion = planner.parameter_conversion(operation, p, planner.enter(p, target, have.axes))
-        conversions.append(conversion)
-        inner = planner.shape(p, target)
-        found += planner.collectives(conversion.forward, planner.stored(p), "forward", "operation", "use")
-        found += planner.collectives(conversion.backward, inner, "backward", "operand gradient", "end")
-    over: tuple[str, ...] = ()
-    if operation.kind == "norm" and (over := have[spec.dims[-1]]):
-        rows = prod(planner.shape(spec)[:-1])
-        if operation["norm"] == "layernorm":
-            found += planner.statistics(over, have.only, 2 * rows, "forward", "all_gather")
-            found += planner.statistics(over, have.only, 2 * rows, "backward")
-        else:
-            found += planner.statistics(over, have.only, rows, "forward")
-            found += planner.statistics(over, have.only, rows, "backward")
-    return PlannedOperation(
-        operation, tuple(found), conversions=tuple(conversions), over=over, compute_axes=have.axes, only=have.only
-    )
+    conversions = [
+        planner.parameter_conversion(operation, p, planner.enter(p, have.restrict(p.dims), have.axes))
+        for p in operation.parameters
+    ]
+    if operation.kind != "norm":
+        return _planned(planner, operation, have, conversions)
+    over, rows = have[spec.dims[-1]], prod(planner.shape(spec)[:-1])
+    op = "all_reduce"
+    if operation["norm"] == "layernorm":
+        op, rows = "all_gather", 2 * rows
+    found = [
+        *planner.statistics(over, have.only, rows, "forward", op),
+        *planner.statistics(over, have.only, rows, "backward"),
+    ]
+    return _planned(planner, operation, have, conversions, found, over=over)
 
 
 def _local(planner: Planner, operation: Operation) -> PlannedOperation:
-    layout = planner.layout(operation.outputs[0])
-    return PlannedOperation(operation, compute_axes=layout.axes, only=layout.only)
+    return _planned(planner, operation, planner.layout(operation.outputs[0]))
 
 
 def _hidden(layout: Layout) -> Layout:
@@ -78,31 +80,23 @@ def _hidden(layout: Layout) -> Layout:
 
 
 def _fused_attention(planner: Planner, operation: Operation) -> PlannedOperation:
-    layout = planner.layout(operation.outputs[0])
-    return PlannedOperation(operation, tokens=_hidden(layout), compute_axes=layout.axes, only=layout.only)
+    layout, key = planner.layout(operation.outputs[0]), operation.inputs[1]
+    return _planned(planner, operation, layout, **_read(planner, key, _hidden(layout)))
 
 
 def _from_data(planner: Planner, operation: Operation) -> PlannedOperation:
     """Plan features or one_hot: every rank makes its block of the output from its own block of the data tensor."""
-    layout = planner.layout(operation.outputs[0])
-    tokens = layout.restrict(("length", "batch"))
-    return PlannedOperation(operation, tokens=tokens, compute_axes=layout.axes, only=layout.only)
+    out = operation.outputs[0]
+    layout = planner.layout(out)
+    return _planned(planner, operation, layout, **_read(planner, out, layout.restrict(("length", "batch"))))
 
 
 def _rotate(planner: Planner, operation: Operation) -> PlannedOperation:
     """Plan a rotate: rotated pairs lie half of d_kv apart, so a split d_kv is gathered first and split again."""
-    spec = operation.inputs[0]
-    have = planner.layout(spec)
-    whole = have.restrict([d for d in spec.dims if d != "d_kv"])
-    into, leaving = planner.enter(spec, whole, whole.axes), leave(spec.dims, whole, have, ())
-    shape = planner.shape(spec)
-    found = [
-        *planner.collectives(into.forward, shape, "forward", "operation", "at once"),
-        *planner.collectives(leaving.backward, shape, "backward", "gradient", "at once"),
-    ]
-    return PlannedOperation(
-        operation, tuple(found), conversions=(into, leaving), compute_axes=whole.axes, only=whole.only
-    )
+    spec = operation.outputs[0]
+    whole = planner.layout(spec).restrict([d for d in spec.dims if d != "d_kv"])
+    conversions = planner.enter(spec, whole, whole.axes), planner.split(spec, whole)
+    return _planned(planner, operation, whole, conversions)
 
 
 def _expand_kv(planner: Planner, operation: Operation) -> PlannedOperation:
@@ -116,25 +110,18 @@ def _expand_kv(planner: Planner, operation: Operation) -> PlannedOperation:
             f"kv_heads ({have['kv_heads']}) must be split over a prefix of the axes of heads {goal['heads']}"
         )
     lacking = goal["heads"][len(have["kv_heads"]) :]
-    conversion = Conversion((), (Step("all_reduce", lacking, only=goal.only),) if lacking else ())
-    found = planner.collectives(conversion.backward, planner.shape(spec), "backward", "gradient", "at once")
-    return PlannedOperation(operation, tuple(found), conversions=(conversion,), compute_axes=goal.axes, only=goal.only)
+    backward = (Step("all_reduce", lacking, only=goal.only),) if lacking else ()
+    return _planned(planner, operation, goal, [planner.shaped(Conversion((), backward), spec, have, have)])
 
 
 def _softmax(planner: Planner, operation: Operation) -> PlannedOperation:
-    spec = operation.inputs[0]
-    layout, shape, dim = planner.layout(spec), planner.shape(spec), operation["dim"]
+    spec, dim = operation.inputs[0], operation["dim"]
+    layout, shape = planner.layout(spec), planner.shape(spec)
     rows = prod(shape) // shape[spec.dims.index(dim)]
     over, only = layout[dim], layout.only
     found = [*planner.statistics(over, only, rows, "forward") * 2, *planner.statistics(over, only, rows, "backward")]
-    return PlannedOperation(
-        operation,
-        tuple(found),
-        over=over,
-        tokens=_hidden(layout),
-        compute_axes=layout.axes,
-        only=layout.only,
-    )
+    mask = _read(planner, spec, _hidden(layout), "memory_length")
+    return _planned(planner, operation, layout, statistics=found, over=over, **mask)
 
 
 def _relayout(planner: Planner, operation: Operation) -> PlannedOperation:
@@ -145,12 +132,7 @@ def _relayout(planner: Planner, operation: Operation) -> PlannedOperation:
     conversion = planner.enter(out, goal, goal.axes, source=source)
     if planner.scheme.slice_via == "all_gather":
         conversion = _without_all_to_all(conversion, planner.scheme.branches)
-    found = [
-        *planner.collectives(conversion.forward, planner.shape(spec), "forward", "operation", "at once"),
-        *planner.collectives(conversion.backward, planner.shape(out), "backward", "gradient", "at once"),
-    ]
-    only = tuple(a for a in goal.only if a in have.only)
-    return PlannedOperation(operation, tuple(found), conversions=(conversion,), compute_axes=goal.axes, only=only)
+    return _planned(planner, operation, goal, [conversion], only=tuple(a for a in goal.only if a in have.only))
 
 
 def _without_all_to_all(conversion: Conversion, axes: Sequence[str]) -> Conversion:
@@ -165,60 +147,29 @@ def _without_all_to_all(conversion: Conversion, axes: Sequence[str]) -> Conversi
                 out.append(s)
         return tuple(out)
 
-    return Conversion(replaced(conversion.forward), replaced(conversion.backward))
+    return replace(conversion, forward=replaced(conversion.forward), backward=replaced(conversion.backward))
 
 
 def _reduce(planner: Planner, operation: Operation) -> PlannedOperation:
     """Plan a reduce, an einsum of one operand. A maximum over split dims is all-reduced like a statistic, as is the
     number of elements that share it, which its gradient needs; after that every rank has the result."""
     spec, out = operation.inputs[0], operation.outputs[0]
-    goal = planner.layout(out)
-    c = contract([(spec.dims, planner.layout(spec), False)], (out.dims, goal))
-    inner = c.compute.restrict(out.dims)
-    local = planner.shape(out, inner)
+    c = planner.contraction([(spec, planner.layout(spec))], out)
     over = tuple(a for d in spec.dims if d not in out.dims for a in c.compute[d])
-    into = planner.shaped(c.inputs[0], spec, c.compute.restrict(spec.dims))
-    leaving = planner.leaving(c, out)
+    leaving, found = c.output, []
     if operation["function"] == "max":
-        leaving = planner.shaped(leave(out.dims, inner, goal, ()), out, goal, inner)
-    found = _entering(planner, spec, c.compute.restrict(spec.dims), into)
-    if operation["function"] == "max":
-        found += planner.statistics(over, c.compute.only, prod(local), "forward") * 2
-    found += planner.collectives(leaving.forward, local, "forward", "operation", "at once")
-    found += planner.collectives(leaving.backward, planner.shape(out), "backward", "gradient", "at once")
-    return PlannedOperation(
-        operation,
-        tuple(found),
-        conversions=(into, leaving),
-        over=over,
-        compute_axes=c.axes,
-        only=c.compute.only,
-    )
-
-
-def _entering(planner: Planner, spec: Spec | Parameter, inside: Layout, conversion: Conversion) -> list[Collective]:
-    """Return the collectives that convert an activation to the layout `inside` an operation, and its gradient back."""
-    return [
-        *planner.collectives(conversion.forward, planner.shape(spec), "forward", "operation", "at once"),
-        *planner.collectives(conversion.backward, planner.shape(spec, inside), "backward", "gradient", "at once"),
-    ]
+        leaving = planner.split(out, c.compute.restrict(out.dims))
+        found = planner.statistics(over, c.compute.only, prod(leaving.before), "forward") * 2
+    return _planned(planner, operation, c.compute, (*c.inputs, leaving), found, over=over)
 
 
 def _concatenate(planner: Planner, operation: Operation) -> PlannedOperation:
     out, dim = operation.outputs[0], operation["dim"]
     assert dim != "vocab", "vocab may be padded: its parts would not lie side by side"
-    goal = planner.layout(out)
-    whole = goal.restrict([d for d in out.dims if d != dim])
-    leaving = planner.shaped(leave(out.dims, whole, goal, ()), out, goal, whole)
-    conversions, found = [], []
-    for spec in operation.inputs:
-        assert isinstance(spec, Spec) and spec.dims == out.dims, "the parts and the whole have the same dims"
-        conversions.append(planner.enter(spec, whole, whole.axes))
-        found += _entering(planner, spec, whole, conversions[-1])
-    found += planner.collectives(leaving.backward, planner.shape(out), "backward", "gradient", "at once")
-    return PlannedOperation(
-        operation, tuple(found), conversions=(*conversions, leaving), compute_axes=whole.axes, only=whole.only
-    )
+    assert all(spec.dims == out.dims for spec in operation.inputs), "the parts and the whole have the same dims"
+    whole = planner.layout(out).restrict([d for d in out.dims if d != dim])
+    entering = [planner.enter(spec, whole, whole.axes) for spec in operation.inputs]
+    return _planned(planner, operation, whole, [*entering, planner.split(out, whole)])
 
 
 def _reshape(planner: Planner, operation: Operation) -> PlannedOperation:
@@ -226,7 +177,6 @@ def _reshape(planner: Planner, operation: Operation) -> PlannedOperation:
     merged dim is split over the major dim's axes, then over the minor's if a block's extent along the major is 1. A
     conversion before and one after it do the rest."""
     spec, out = operation.inputs[0], operation.outputs[0]
-    assert isinstance(spec, Spec)
     merges = len(spec.dims) > len(out.dims)
     fine, coarse = (spec, out) if merges else (out, spec)
     (merged,) = (d for d in coarse.dims if d not in fine.dims)
@@ -243,43 +193,30 @@ def _reshape(planner: Planner, operation: Operation) -> PlannedOperation:
         steps = (spec, have, common), (out, joint, planner.layout(out))
     else:
         steps = (spec, planner.layout(spec), joint), (out, common, have)
-    conversions, found = [], []
-    for tensor, source, target in steps:
-        conversions.append(planner.enter(tensor, target, target.axes, source=source))
-        forward, backward = conversions[-1].forward, conversions[-1].backward
-        shapes = planner.shape(tensor, source), planner.shape(tensor, target)
-        found += planner.collectives(forward, shapes[0], "forward", "operation", "at once")
-        found += planner.collectives(backward, shapes[1], "backward", "gradient", "at once")
-    return PlannedOperation(
-        operation, tuple(found), conversions=tuple(conversions), compute_axes=common.axes, only=common.only
-    )
+    conversions = [planner.enter(tensor, target, target.axes, source=source) for tensor, source, target in steps]
+    return _planned(planner, operation, common, conversions)
 
 
 def _cross_entropy(planner: Planner, operation: Operation) -> PlannedOperation:
     spec = operation.inputs[0]
-    layout = planner.layout(spec)
+    layout, shape = planner.layout(spec), planner.shape(spec)
     over = layout["vocab"]
-    rows = prod(planner.shape(spec)) // planner.shape(spec)[spec.dims.index("vocab")]
+    rows = prod(shape) // shape[spec.dims.index("vocab")]
     sums = 3 if operation["smoothing"] else 2
     found = [
         *planner.statistics(over, layout.only, rows, "forward"),
         *planner.statistics(over, layout.only, sums * rows, "forward"),
     ]
-    return PlannedOperation(
-        operation,
-        tuple(found),
-        over=over,
-        tokens=layout.restrict([d for d in spec.dims if d != "vocab"]),
-        compute_axes=layout.axes,
-        only=layout.only,
-    )
+    labels = _read(planner, spec, layout.restrict([d for d in spec.dims if d != "vocab"]))
+    return _planned(planner, operation, layout, statistics=found, over=over, **labels)
 
 
 def _squared_error(planner: Planner, operation: Operation) -> PlannedOperation:
     """Plan a squared_error, which is local: a rank's loss is over its own elements, so `tokens` has all axes that split
     them."""
-    layout = planner.layout(operation.inputs[0])
-    return PlannedOperation(operation, tokens=layout, compute_axes=layout.axes, only=layout.only)
+    spec = operation.inputs[0]
+    layout = planner.layout(spec)
+    return _planned(planner, operation, layout, **_read(planner, spec, layout))
 
 
 _PLANS: dict[str, Callable[[Planner, Operation], PlannedOperation]] = {

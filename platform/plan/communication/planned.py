@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from math import prod
+from dataclasses import dataclass
 
-from platform.plan.communication.rule import APPEAR, COLLECTIVES, Conversion, Step
-from platform.plan.language.layout import Layout, padded
+from platform.plan.communication.rule import Conversion, Step
+from platform.plan.language.layout import Layout
 from platform.plan.language.mesh import Mesh
 from platform.plan.language.ops import Operation
 
@@ -18,8 +17,7 @@ class Collective:
     for a scatter, of one rank's output.
 
     `dtype` is `compute` (activations, weights), `accumulate` (statistics, summed gradients) or `metrics` (fp64 sums of
-    a step). `phase` is forward or backward inside an operation, `reduce` or `update` at the end of a step. `issue` and
-    `wait` name the earliest point of issue and the latest wait.
+    a step). `phase` is forward or backward inside an operation, `reduce` or `update` at the end of a step.
     """
 
     op: str
@@ -27,16 +25,14 @@ class Collective:
     elements: int
     dtype: str
     phase: str
-    issue: str
-    wait: str
     only: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Member:
+class Einsum:
     """Einsum of a group: an operand [dims], converted by `operand`, times the shared x gives output number `index`.
 
-    `again`: the converted operand is not kept but converted again for the backward pass.
+    `regathered`: the converted operand is not kept but converted again for the backward pass.
     """
 
     index: int
@@ -45,12 +41,12 @@ class Member:
     out_dims: tuple[str, ...]
     operand: Conversion
     output: Conversion
-    again: bool = False
+    regathered: bool = False
 
 
 @dataclass(frozen=True)
 class Panels:
-    """SUMMA in place of two gathers: `dim`, which every member contracts, is split over `x_axes` in x and over
+    """SUMMA in place of two gathers: `dim`, which every einsum contracts, is split over `x_axes` in x and over
     `operand_axes` in the operands (either may be empty), and comes in `count` panels, each broadcast by its owners."""
 
     dim: str
@@ -58,23 +54,33 @@ class Panels:
     operand_axes: tuple[str, ...]
     count: int
 
+    def elements(self, local: int, axes: Sequence[str], mesh: Mesh) -> int:
+        """Return the elements of a panel of x or an operand, split over `axes`, of which each rank has `local`."""
+        return local * mesh.extent(axes) // self.count
+
 
 @dataclass(frozen=True)
-class Group:
+class EinsumGroup:
     """Einsums that read x in one compute layout, so that they share one gather of x and one reduction of its gradient.
 
-    With `panels`, the conversions leave out the gathers of the contracted dim and their adjoints. `again`: x is
-    converted again for the backward pass, as in `Member`.
+    With `panels`, the conversions leave out the gathers of the contracted dim and their adjoints. `regathered`: x is
+    converted again for the backward pass, as in `Einsum`.
     """
 
     x: Conversion
-    members: tuple[Member, ...]
+    einsums: tuple[Einsum, ...]
     panels: Panels | None = None
-    again: bool = False
+    regathered: bool = False
 
     @property
     def x_dims(self) -> tuple[str, ...]:
-        return self.members[0].x_dims
+        return self.einsums[0].x_dims
+
+    @property
+    def local(self) -> bool:
+        """Return True if the group is plain local products: nothing is converted, in either pass."""
+        conversions = [self.x, *(c for e in self.einsums for c in (e.operand, e.output))]
+        return not self.panels and not any(c.forward or c.backward for c in conversions)
 
 
 @dataclass(frozen=True)
@@ -83,50 +89,25 @@ class PlannedOperation:
 
     project and einsum have `groups`; other operations have `conversions`, one per parameter or moved operand. `over`:
     the axes that split the dim of a norm, softmax or cross-entropy, over which its statistics are merged. `tokens`: the
-    layout over batch and length in which the operation reads a data tensor. Only ranks at index 0 of the axes `only`
-    compute the operation.
+    layout over batch and length in which the operation reads a data tensor, and `token_count` the integers in a rank's
+    block of it. Only ranks at index 0 of the axes `only` compute the operation.
     """
 
     operation: Operation
     collectives: tuple[Collective, ...] = ()
-    groups: tuple[Group, ...] = ()
+    groups: tuple[EinsumGroup, ...] = ()
     conversions: tuple[Conversion, ...] = ()
     over: tuple[str, ...] = ()
     tokens: Layout = Layout()
+    token_count: int = 0
     compute_axes: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
 
 
-def walk(steps: Sequence[Step], shape: Sequence[int], mesh: Mesh) -> list[tuple[Step, int]]:
-    """Return the collectives among `steps`, each with its `Collective.elements`, for a local tensor of `shape`."""
-    out = []
-    for step, before, after in shapes(steps, shape, mesh):
-        if step.op in COLLECTIVES:
-            out.append((step, prod(after if step.op == "scatter" else before)))
-    return out
-
-
 def shapes(
-    steps: Sequence[Step], shape: Sequence[int], mesh: Mesh
+    steps: Sequence[Step], shape: tuple[int, ...], mesh: Mesh
 ) -> Iterator[tuple[Step, tuple[int, ...], tuple[int, ...]]]:
     """Yield every step with the local shapes before and after it."""
-    now = list(shape)
     for step in steps:
-        before, n = tuple(now), mesh.extent(step.axes)
-        if step.op in ("all_gather", "gather", "pad"):
-            now[step.dim] *= n
-        elif step.op in ("reduce_scatter", "scatter", "slice", "all_to_all"):
-            now[step.dim] //= n
-        if step.op == "all_to_all":
-            now[step.joined] *= n
-        elif step.op == "flatten":
-            now = [padded(prod(now), n)]
-        elif step.op == "unflatten":
-            now = list(step.shape)
-        yield step, before, tuple(now)
-
-
-def shaped(steps: Sequence[Step], shape: Sequence[int], mesh: Mesh) -> tuple[Step, ...]:
-    """Return the steps with `Step.shape` filled in for those that give a block to ranks that had nothing."""
-    found = shapes(steps, shape, mesh)
-    return tuple(replace(step, shape=after) if step.op in APPEAR else step for step, _, after in found)
+        before, shape = shape, step.after(shape, mesh.extent(step.axes))
+        yield step, before, shape

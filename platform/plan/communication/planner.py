@@ -6,8 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from platform.plan.communication.planned import Collective, shaped, walk
-from platform.plan.communication.rule import Contraction, Conversion, Step, contract, enter, partial_axes
+from platform.plan.communication.planned import Collective, shapes
+from platform.plan.communication.rule import (
+    APPEAR,
+    COLLECTIVES,
+    Contraction,
+    Conversion,
+    Step,
+    contract,
+    enter,
+    leave,
+    partial_axes,
+)
 from platform.plan.language.layout import Layout, local_shape, padded
 from platform.plan.language.mesh import Mesh
 from platform.plan.language.ops import Operation, Parameter, Spec
@@ -66,7 +76,7 @@ class Planner:
         layout = self.layout(tensor) if layout is None else layout
         return local_shape(tensor.dims, self.sizes_of(tensor), layout, self.mesh)
 
-    def shard(self, p: Parameter, axes: Sequence[str]) -> int:
+    def shard_elements(self, p: Parameter, axes: Sequence[str]) -> int:
         """Return the elements of one of the equal shards over `axes` of the flattened local block, with padding."""
         n = self.mesh.extent(axes)
         return padded(prod(self.shape(p)), n) // n
@@ -74,7 +84,7 @@ class Planner:
     def stored(self, tensor: Spec | Parameter) -> tuple[int, ...]:
         """Return the shape kept on a rank between uses: a block, or a parameter's shard if there are storage axes."""
         if isinstance(tensor, Parameter) and self.storage:
-            return (self.shard(tensor, self.storage),)
+            return (self.shard_elements(tensor, self.storage),)
         return self.shape(tensor)
 
     def partial(self, operation: Operation) -> dict[str, tuple[str, ...]]:
@@ -82,22 +92,35 @@ class Planner:
         partial."""
         parameters = operation.parameters
         if operation.kind == "project":
-            spec = operation.inputs[0]
             pairs = zip(parameters, operation.outputs, strict=True)
-            axes = {p.name: self.contraction(spec, p, out).axes for p, out in pairs}
+            axes = [self.einsum(operation.inputs[0], p, out).axes for p, out in pairs]
         elif operation.kind == "lookup":
-            axes = {p.name: self.lookup_contraction(operation).axes for p in parameters}
+            axes = [self.lookup(operation).axes]
         else:
-            axes = {p.name: self.layout(operation.outputs[0]).axes for p in parameters}
-        found = {p.name: partial_axes(self.layout(p), axes[p.name]) for p in parameters}
+            axes = [self.layout(operation.outputs[0]).axes for _ in parameters]
+        found = {p.name: partial_axes(self.layout(p), used) for p, used in zip(parameters, axes, strict=True)}
         assert all(a in over for a in self.storage for over in found.values()), "every use sums over a storage axis"
         return {name: tuple(a for a in over if a not in self.storage) for name, over in found.items()}
 
-    def contraction(self, x: Spec | Parameter, y: Spec | Parameter, out: Spec) -> Contraction:
-        operands = [(t.dims, self.layout(t), isinstance(t, Parameter)) for t in (x, y)]
-        c = contract(operands, (out.dims, self.layout(out)))
-        inputs = [self.shaped(have, t, c.compute.restrict(t.dims)) for have, t in zip(c.inputs, (x, y), strict=True)]
-        return replace(c, inputs=tuple(inputs), output=self.leaving(c, out))
+    def contraction(self, operands: Sequence[tuple[Spec | Parameter, Layout]], out: Spec) -> Contraction:
+        """Apply the rule's `contract` to (tensor, its layout) operands and an activation in its own layout."""
+        c = contract([(t.dims, have, isinstance(t, Parameter)) for t, have in operands], (out.dims, self.layout(out)))
+        pairs = zip(c.inputs, operands, strict=True)
+        inputs = tuple(self.shaped(found, t, have, c.compute.restrict(t.dims)) for found, (t, have) in pairs)
+        output = self.shaped(c.output, out, c.compute.restrict(out.dims), self.layout(out))
+        return replace(c, inputs=inputs, output=output)
+
+    def einsum(self, x: Spec | Parameter, y: Spec | Parameter, out: Spec) -> Contraction:
+        return self.contraction([(t, self.layout(t)) for t in (x, y)], out)
+
+    def lookup(self, operation: Operation) -> Contraction:
+        """Return the contraction of a lookup's one-hot tokens with its table. The one-hot is never materialised, so its
+        layout is free: rows split as the table's are, tokens whole."""
+        table, out = operation.parameters[0], operation.outputs[0]
+        row, layout = table.dims[0], self.layout(table)
+        token_dims = tuple(d for d in out.dims if d not in table.dims)
+        one_hot = Spec(out.region, (*token_dims, row), (*out.sizes, *table.sizes))
+        return self.contraction([(one_hot, layout.restrict((row,))), (table, layout)], out)
 
     def enter(
         self, tensor: Spec | Parameter, target: Layout, axes: Sequence[str], *, source: Layout | None = None
@@ -105,29 +128,22 @@ class Planner:
         """Return the rule's `enter` for a tensor, from its own layout or another `source`."""
         source = self.layout(tensor) if source is None else source
         found = enter(tensor.dims, source, target, axes, parameter=isinstance(tensor, Parameter))
-        return self.shaped(found, tensor, target, source)
+        return self.shaped(found, tensor, source, target)
 
-    def leaving(self, c: Contraction, out: Spec) -> Conversion:
-        """Return the conversion of an einsum's local result to the layout of `out`, with shapes."""
-        return self.shaped(c.output, out, self.layout(out), c.compute.restrict(out.dims))
+    def split(self, out: Spec, source: Layout) -> Conversion:
+        """Return the rule's `leave` for a result that is whole in `source`: it is only split as its own layout is."""
+        return self.shaped(leave(out.dims, source, self.layout(out), ()), out, source, self.layout(out))
 
-    def shaped(
-        self, conversion: Conversion, tensor: Spec | Parameter, target: Layout, source: Layout | None = None
-    ) -> Conversion:
-        """Return a conversion of `tensor` from its own layout or `source` to `target` with `Step.shape` filled in."""
-        forward = shaped(conversion.forward, self.shape(tensor, source), self.mesh)
-        return Conversion(forward, shaped(conversion.backward, self.shape(tensor, target), self.mesh))
+    def shaped(self, conversion: Conversion, tensor: Spec | Parameter, source: Layout, target: Layout) -> Conversion:
+        """Return a conversion of `tensor` between two layouts with its local shapes filled in, and `Step.shape` where a
+        step gives a block to ranks that had nothing."""
+        before, after = self.shape(tensor, source), self.shape(tensor, target)
 
-    def lookup_contraction(self, operation: Operation) -> Contraction:
-        table, out = operation.inputs[0], operation.outputs[0]
-        token_dims = tuple(d for d in out.dims if d not in table.dims)
-        one_hot = (*token_dims, table.dims[0])
-        # the one-hot is never materialised, so its layout is free: rows split as the table's are, tokens whole
-        rows = self.layout(table).restrict(table.dims[:1])
-        operands = [(one_hot, rows, False), (table.dims, self.layout(table), True)]
-        c = contract(operands, (out.dims, self.layout(out)))
-        into = self.shaped(c.inputs[1], table, c.compute.restrict(table.dims))
-        return replace(c, inputs=(c.inputs[0], into), output=self.leaving(c, out))
+        def filled(steps: Sequence[Step], shape: tuple[int, ...]) -> tuple[Step, ...]:
+            found = shapes(steps, shape, self.mesh)
+            return tuple(replace(step, shape=then) if step.op in APPEAR else step for step, _, then in found)
+
+        return Conversion(filled(conversion.forward, before), filled(conversion.backward, after), before, after)
 
     def parameter_conversion(self, operation: Operation, p: Parameter, conversion: Conversion) -> Conversion:
         """Add to a parameter's conversion the gather over the storage axes and, if the parameter's uses differ in their
@@ -153,18 +169,27 @@ class Planner:
             return conversion
         gather = (Step("all_gather", self.storage), Step("unflatten", (), shape=self.shape(p)))
         scatter = (Step("flatten", self.storage), Step("reduce_scatter", self.storage))
-        return Conversion(gather + conversion.forward, conversion.backward + scatter)
+        c = conversion
+        return Conversion(gather + c.forward, c.backward + scatter, self.stored(p), c.after)
 
-    def collectives(
-        self, steps: Sequence[Step], shape: Sequence[int], phase: str, issue: str, wait: str, dtype: str = "compute"
+    def collectives(self, conversion: Conversion, regathered: bool = False) -> list[Collective]:
+        """Return the collectives of a conversion in both passes; `regathered`: the backward pass first repeats it."""
+        forward = self.launches(conversion.forward, conversion.before, "forward")
+        repeated = [replace(c, phase="backward") for c in forward] if regathered else []
+        return [*forward, *repeated, *self.launches(conversion.backward, conversion.after, "backward")]
+
+    def launches(
+        self, steps: Sequence[Step], shape: tuple[int, ...], phase: str, dtype: str = "compute"
     ) -> list[Collective]:
-        found = walk(steps, shape, self.mesh)
-        return [Collective(s.op, s.axes, n, dtype, phase, issue, wait, s.only) for s, n in found]
+        """Return the collectives among `steps`, taken by a local tensor of `shape`."""
+        return [
+            Collective(step.op, step.axes, prod(after if step.op == "scatter" else before), dtype, phase, step.only)
+            for step, before, after in shapes(steps, shape, self.mesh)
+            if step.op in COLLECTIVES
+        ]
 
     def statistics(
         self, over: Sequence[str], only: tuple[str, ...], elements: int, phase: str, op: str = "all_reduce"
     ) -> list[Collective]:
         """Return the collective that merges statistics over the axes `over`, at index 0 of the axes `only`, if any."""
-        if not over:
-            return []
-        return [Collective(op, tuple(over), elements, "accumulate", phase, "statistics ready", "at once", only)]
+        return [Collective(op, tuple(over), elements, "accumulate", phase, only)] if over else []

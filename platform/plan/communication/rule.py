@@ -31,8 +31,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
-from platform.plan.language.layout import Layout, prefix
+from platform.plan.language.layout import Layout, padded, prefix
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,23 @@ class Step:
     only: tuple[str, ...] = ()
     shape: tuple[int, ...] = ()
 
+    def after(self, shape: Sequence[int], ranks: int) -> tuple[int, ...]:
+        """Return the shape that a block of `shape` has after the step; `ranks`: those along `axes` together."""
+        if self.shape:
+            return self.shape
+        if self.op == "flatten":
+            return (padded(prod(shape), ranks),)
+        out = list(shape)
+        if self.op in SPLIT:
+            out[self.dim] //= ranks
+        if self.op in JOIN:
+            out[self.joined if self.op == "all_to_all" else self.dim] *= ranks
+        return tuple(out)
+
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce", "scatter", "gather")
+SPLIT = ("reduce_scatter", "scatter", "slice", "all_to_all")  # a dim of the block gets shorter
+JOIN = ("all_gather", "gather", "pad", "all_to_all")  # a dim of the block gets longer
 APPEAR = ("broadcast", "scatter")  # ranks that had nothing get a block
 VANISH = ("reduce", "gather", "drop")  # ranks at an index other than 0 lose their block
 WIDEN = ("all_gather", "gather", "broadcast")  # blocks grow, or more ranks have one
@@ -73,13 +89,15 @@ WIDEN = ("all_gather", "gather", "broadcast")  # blocks grow, or more ranks have
 
 @dataclass(frozen=True)
 class Conversion:
-    """Steps that one operand takes between two layouts (forward), and its gradient's steps back (backward)."""
+    """Steps that one operand takes between two layouts (forward), and its gradient's steps back (backward).
+
+    `before`, `after`: local shapes in the two layouts, which the planner fills in.
+    """
 
     forward: tuple[Step, ...] = ()
     backward: tuple[Step, ...] = ()
-
-    def reversed(self) -> Conversion:
-        return Conversion(self.backward, self.forward)
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
 
 
 def relayout_steps(dims: Sequence[str], source: Layout, target: Layout) -> tuple[Step, ...]:

@@ -10,7 +10,7 @@ from platform.plan.communication.traffic import label
 from platform.plan.core.plan import Plan
 from platform.plan.language.ops import Spec
 
-METRICS = 2  # fp64 numbers summed over the world once a step: loss and squared gradient norm
+WORLD_SUMS = 2  # fp64 numbers summed over the world once a step: loss and squared gradient norm
 
 
 def step_collectives(plan: Plan) -> list[tuple[str, Collective, int]]:
@@ -27,8 +27,7 @@ def step_collectives(plan: Plan) -> list[tuple[str, Collective, int]]:
         for spec in chunk.kept:
             if axes := plan.kept_axes(spec):
                 n = plan.shared_elements(spec, axes)
-                when = "compute", "backward", "recomputation", "at once"
-                c = Collective("all_gather", axes, n, *when, plan.layout(spec).only)
+                c = Collective("all_gather", axes, n, "compute", "backward", plan.layout(spec).only)
                 found.append((f"kept {spec}", c, plan.microbatches))
     for here, there in zip(plan.chunks, plan.chunks[1:], strict=False):
         if here.stage != there.stage:
@@ -40,11 +39,10 @@ def step_collectives(plan: Plan) -> list[tuple[str, Collective, int]]:
     for p in plan.parameters:
         if others := len(plan.tied.get(p.name, ())[1:]):
             elements = prod(plan.master_shape(p))
-            when = "accumulate", "reduce", "gradients", "optimizer"
-            c = Collective("send", ("stage",), elements, *when, plan.layout(p).only)
+            c = Collective("send", ("stage",), elements, "accumulate", "reduce", plan.layout(p).only)
             found.append((f"tied {p.name}", c, 2 * others))
     if world := plan.mesh.ordered(plan.mesh.axes):
-        c = Collective("all_reduce", world, METRICS, "metrics", "reduce", "gradients", "clipping")
+        c = Collective("all_reduce", world, WORLD_SUMS, "metrics", "reduce")
         found.append(("loss and norm", c, 1))
     return found
 
@@ -57,13 +55,11 @@ def update_collectives(plan: Plan) -> list[tuple[str, Collective, int]]:
     found = []
     for b in plan.buckets:
         shape = plan.mesh.extent(plan.scattered(b.axes)), sum(prod(plan.master_shape(p)) for p in b.parameters)
-        when = "reduce", "last backward", "clipping"
-        planned = plan.planner.collectives(plan.reduction(b), shape, *when, "accumulate")
+        planned = plan.planner.launches(plan.reduction(b), shape, "reduce", "accumulate")
         found += [("gradients", c, 1) for c in planned]
     if plan.sharded and not plan.storage:
-        when = "update", "optimizer", "next step"
         elements = sum(prod(plan.master_shape(p)) for p in plan.parameters)
-        planned = plan.planner.collectives(plan.gathering, (elements,), *when)
+        planned = plan.planner.launches(plan.gathering, (elements,), "update")
         found += [("parameters", c, 1) for c in planned]
     return found
 
@@ -73,9 +69,9 @@ def _transfer(plan: Plan, spec: Spec) -> list[Collective]:
     found = []
     elements, axes, only = plan.sent_elements(spec), plan.shared_axes(spec), plan.layout(spec).only
     for phase in ("forward", "backward"):
-        found.append(Collective("send", ("stage",), elements, "compute", phase, phase, "next stage", only))
+        found.append(Collective("send", ("stage",), elements, "compute", phase, only))
         if axes:
-            found.append(Collective("all_gather", axes, elements, "compute", phase, "received", "next stage", only))
+            found.append(Collective("all_gather", axes, elements, "compute", phase, only))
     return found
 
 

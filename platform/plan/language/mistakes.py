@@ -20,7 +20,7 @@ class ModelMistake(ValueError):
 
     def __init__(self, name: str, reason: str, legal: Iterable[str] = (), place: str = ""):
         self.name, self.legal = name, list(legal)
-        self.reason = f"{reason} (at {place or _calling()})"
+        self.reason = f"{reason} (at {place or _place_of_call()})"
         super().__init__(f"{name}: {self.reason}")
 
 
@@ -38,7 +38,7 @@ def check_specs(name: str, tensors: Sequence[Spec | Parameter], sizes: Mapping[s
 
 def check_parameters(declared: Sequence[Parameter], model: Any, sizes: Mapping[str, int]) -> None:
     """Raise ModelMistake for a duplicate parameter name or an unknown role, initialiser or dim of a parameter."""
-    place = defined(model)
+    place = defined_at(model)
     names = [p.name for p in declared]
     for p in declared:
         if names.count(p.name) > 1:
@@ -58,11 +58,11 @@ def check_used(declared: Sequence[Parameter], used: Iterable[str], model: Any) -
     there = set(used)
     for p in declared:
         if p.name not in there:
-            raise ModelMistake(p.name, "a declared parameter that nothing uses", place=defined(model))
+            raise ModelMistake(p.name, "a declared parameter that nothing uses", place=defined_at(model))
 
 
 @contextmanager
-def of_the_user(model: Any) -> Iterator[None]:
+def as_model_mistakes(model: Any) -> Iterator[None]:
     """Raise a ModelMistake with file and line for any exception of a model from outside this package.
 
     Exceptions of this package's own models, ModelMistake and MemoryError pass unchanged.
@@ -92,7 +92,7 @@ def _is_ours_by_name(module: str) -> bool:
     return module.startswith("platform.") or module == "contextlib"
 
 
-def _calling() -> str:
+def _place_of_call() -> str:
     """Return file:line of the model's call: the innermost frame outside this package, else outside platform.plan."""
     frame: FrameType | None = sys._getframe(2)
     frames = []
@@ -104,7 +104,7 @@ def _calling() -> str:
     return _place(found, found.f_lineno)
 
 
-def defined(model: Any) -> str:
+def defined_at(model: Any) -> str:
     """Return file:line of the model's `parameters` method, or the name of its class."""
     code = getattr(getattr(type(model), "parameters", None), "__code__", None)
     return f"{_short(code.co_filename)}:{code.co_firstlineno}" if code else type(model).__name__

@@ -31,16 +31,16 @@ class Recorder(Ops):
     sizes: Mapping[str, int] = field(default_factory=dict)  # dim -> size; {}: dims are not checked
     declared: Mapping[str, Parameter] = field(default_factory=dict)  # by name; {}: parameters are not checked
     _names: set[tuple[str, str]] = field(default_factory=set)
-    _again: bool = False
+    _recomputing: bool = False
 
     def recomputed(self, kind, function, spec, x, *more):
         if kind != self.recompute.kind:
             return function(x, *more)
         self._check(x, spec)
         self.kept.append(spec)
-        self._again = True
+        self._recomputing = True
         out = function(x, *more)
-        self._again = False
+        self._recomputing = False
         return out
 
     def _record(
@@ -54,7 +54,7 @@ class Recorder(Ops):
     ) -> Any:
         self._judge(kind, name, inputs, outputs)
         rest = tuple(sorted(attributes.items()))
-        self.operations.append(Operation(kind, name, tuple(inputs), tuple(outputs), rest, reads, self._again))
+        self.operations.append(Operation(kind, name, tuple(inputs), tuple(outputs), rest, reads, self._recomputing))
         symbols = tuple(Symbol(s) for s in outputs)
         return symbols[0] if len(symbols) == 1 else symbols
 

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 
-from platform.plan.communication.planned import PlannedOperation
-from platform.plan.communication.rule import APPEAR, VANISH, Conversion, Step
+from platform.plan.communication.planned import PlannedOperation, shapes
+from platform.plan.communication.rule import VANISH, Conversion, Step
 from platform.plan.core.plan import Plan
 from platform.plan.language.layout import at_zero
 from platform.plan.language.ops import Ops, Parameter, Spec
-from platform.plan.memory.storages import Backward, Gradients, Key, Ledger, Saved, Storage, Tape, Value
+from platform.plan.memory.storages import Backward, Gradients, Key, Ledger, MeteredStorage, Saved, Tape, Value
 
 INTEGER = 8  # bytes of a token id, and of an element's index
 
@@ -27,19 +27,19 @@ class Meter(Ops):
     def __init__(self, plan: Plan, dropout: float, at: Mapping[str, int]):
         self.plan, self.dropout_rate, self.recompute, self.at = plan, dropout, plan.recompute, at
         self.ledger, self.tape = Ledger(), Tape()
-        self.leaves: dict[Key, Storage] = {}
+        self.leaves: dict[Key, MeteredStorage] = {}
         self.deferred: list[Callable[[], None]] | None = None
         self.wide = plan.itemsize["accumulate"]
         self.grad = True
 
-    def new(self, elements: int, itemsize: int = 0, *, parameter: bool = False) -> Storage:
+    def new(self, elements: int, itemsize: int = 0, *, parameter: bool = False) -> MeteredStorage:
         """Allocate `elements` floating-point numbers, of the compute type unless `itemsize` is given."""
-        return Storage(self.ledger, elements * (itemsize or self.plan.itemsize["compute"]), elements, parameter)
+        return MeteredStorage(self.ledger, elements * (itemsize or self.plan.itemsize["compute"]), elements, parameter)
 
-    def integers(self, elements: int, itemsize: int = INTEGER) -> Storage:
-        return Storage(self.ledger, elements * itemsize, 0)
+    def integers(self, elements: int, itemsize: int = INTEGER) -> MeteredStorage:
+        return MeteredStorage(self.ledger, elements * itemsize, 0)
 
-    def widened(self, x: Storage | None, elements: int) -> Storage | None:
+    def widened(self, x: MeteredStorage | None, elements: int) -> MeteredStorage | None:
         """Cast x to the accumulate type, in which statistics are computed: a copy only if that differs."""
         return x if self.wide == self.plan.itemsize["compute"] else self.new(elements, self.wide)
 
@@ -64,45 +64,52 @@ class Meter(Ops):
         return out
 
     def convert(
-        self, x: Storage | None, elements: int, steps: Sequence[Step], parameter: bool = False
-    ) -> tuple[Storage | None, int]:
-        """Return the storage and the elements of a tensor after `steps`, as `platform.parallel.sharding.convert` does
-        them. A slice, and a block without its padding, are views of the same memory; a collective writes new memory,
-        except a broadcast on its root."""
-        for step in steps:
-            n, index = self.plan.mesh.extent(step.axes), self.plan.mesh.index(self.at, step.axes)
-            if step.op in ("all_gather", "gather", "pad"):
-                elements *= n
-            elif step.op in ("slice", "reduce_scatter"):
-                elements //= n
-            elif step.op in APPEAR or step.op == "unflatten":
-                elements = prod(step.shape)
+        self,
+        storage: MeteredStorage | None,
+        elements: int,
+        steps: Sequence[Step],
+        shape: tuple[int, ...],
+        parameter: bool = False,
+    ) -> tuple[MeteredStorage | None, int]:
+        """Return the storage and the elements of a tensor of `shape` after `steps`, as
+        `platform.parallel.sharding.convert` does them; absent tensors have 0 elements. A slice, and a block without its
+        padding, are views of the same memory; a collective writes new memory, except a broadcast on its root."""
+        for step, _, after in shapes(steps, shape, self.plan.mesh):
             if not at_zero(step.only, self.at):
                 continue
+            index = self.plan.mesh.index(self.at, step.axes)
             if step.op in VANISH and index:
-                x, elements = self.new(0, parameter=parameter), 0
-            elif step.op not in ("slice", "drop", "flatten", "unflatten") and (step.op != "broadcast" or index):
-                x = self._moved(elements, n, step, parameter)
-        return x, elements
+                storage, elements = self.new(0, parameter=parameter), 0
+                continue
+            elements = prod(after)
+            if step.op not in ("slice", "drop", "flatten", "unflatten") and (step.op != "broadcast" or index):
+                storage = self._moved(elements, step, parameter)
+        return storage, elements
 
-    def _moved(self, elements: int, n: int, step: Step, parameter: bool) -> Storage:
+    def _moved(self, elements: int, step: Step, parameter: bool) -> MeteredStorage:
         """Allocate a collective's result. A split or joined dim that is not first in memory costs a copy, before or
         after."""
         last = step.joined if step.op == "all_to_all" else step.dim
         before = step.op in ("reduce_scatter", "all_to_all", "scatter") and step.dim
         after = step.op in ("all_gather", "gather", "all_to_all") and last
-        copy = self.new(elements * (n if step.op == "reduce_scatter" else 1)) if before else None
+        larger = self.plan.mesh.extent(step.axes) if step.op == "reduce_scatter" else 1
+        copy = self.new(elements * larger) if before else None
         out = self.new(elements, parameter=parameter)
         del copy
         return self.new(elements, parameter=parameter) if after else out
+
+    def forward(self, x: Value, conversion: Conversion) -> Value:
+        """Return a tensor after the forward steps of a conversion."""
+        steps, shape = conversion.forward, conversion.before
+        return Value(*self.convert(x.storage, x.elements, steps, shape, isinstance(x.key, str)))
 
     def apply(self, x: Value, conversion: Conversion) -> Value:
         """Apply a differentiable conversion."""
         if not conversion.forward and not conversion.backward:
             return x
-        out = Value(*self.convert(x.storage, x.elements, conversion.forward, isinstance(x.key, str)))
-        size = out.elements
-        self.note([out], [x], (), lambda gs, _: [self.convert(gs[0], size, conversion.backward)[0]])
+        out = self.forward(x, conversion)
+        size, steps, shape = out.elements, conversion.backward, conversion.after
+        self.note([out], [x], (), lambda gs, _: [self.convert(gs[0], size, steps, shape)[0]])
         return out
 
     def parameter(self, p: Parameter, conversion: Conversion | None = None) -> Value:
@@ -114,11 +121,10 @@ class Meter(Ops):
     def planned(self, kind: str, name: str) -> PlannedOperation:
         return self.plan.operations[kind, name]
 
-    def inner(self, planned: PlannedOperation, out: Spec, leave: Conversion) -> int:
-        """Return the elements of an operation's local result, before `leave` splits it into the layout of `out`."""
-        splits = (s.axes for s in leave.forward if s.op in ("slice", "reduce_scatter"))
-        there = at_zero(planned.only, self.at)
-        return there * prod(self.plan.local_shape(out)) * prod(self.plan.mesh.extent(axes) for axes in splits)
+    def inner(self, planned: PlannedOperation, leave: Conversion) -> Value:
+        """Allocate an operation's local result, before `leave` converts it."""
+        elements = prod(leave.before) * at_zero(planned.only, self.at)
+        return Value(self.new(elements), elements)
 
     def recomputed(self, kind, function, spec, x, *more):
         if kind != self.recompute.kind or not self.grad:
@@ -137,14 +143,14 @@ class Meter(Ops):
         def backward(gs: Gradients, saved: Saved) -> Gradients:
             others = iter(saved[1:])
             whole = Value(self.new(elements) if axes else saved[0], elements)
-            again = [None if n is None else Value(next(others), n) for n in sizes]
+            arguments = [None if n is None else Value(next(others), n) for n in sizes]
             before, self.tape, self.deferred = (self.tape, self.deferred), Tape(), deferred
-            out = function(whole, *again)
+            out = function(whole, *arguments)
             (self.tape, self.deferred), tape = before, self.tape
             assert gs[0]
             gradients = {out.key: gs[0]}
             tape.unwind(gradients, self.leaves)
-            return [gradients.get(v.key) for v in (whole, *again) if v]
+            return [gradients.get(v.key) for v in (whole, *arguments) if v]
 
         self.note([out], given, (kept, *(v.storage for v in given[1:])), backward)
         return out

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from platform.plan.communication.planned import Group
+from platform.plan.communication.planned import EinsumGroup, Panels
 from platform.plan.memory.meter import Meter
-from platform.plan.memory.storages import Gradients, Saved, Storage, Value
+from platform.plan.memory.storages import Gradients, MeteredStorage, Saved, Value
 
 _DRAWING = 4  # integers per element alive while random bits are drawn
 _OF_RESULT = {"relu", "tanh"}  # functions that save their result, not their input
@@ -24,12 +24,10 @@ class Metered(Meter):
         planned = self.planned("lookup", name)
         into, leave = planned.conversions
         weight = self.parameter(table, into)
-        elements = self.inner(planned, out, leave)
-        sizes = self.plan.planner.sizes_of(out)
-        rows = prod(sizes[d] // self.plan.mesh.extent(planned.tokens[d]) for d in ("length", "batch"))
-        x = self.plain(Value(self.new(elements), elements), [weight], (self.integers(rows),))
+        rows = planned.token_count
+        x = self.plain(self.inner(planned, leave), [weight], (self.integers(rows),))
         if planned.over:  # the mask of this rank's rows
-            x = self.plain(Value(self.new(elements), elements), [x], (self.new(rows),))
+            x = self.plain(self.inner(planned, leave), [x], (self.new(rows),))
         return self.apply(x, leave)
 
     def features(self, name, ids, out):
@@ -54,60 +52,51 @@ class Metered(Meter):
     def _einsums(self, planned, x, spec, operands, outs, biases=(), deferred=None):
         results: dict[int, Value] = {}
         for group in planned.groups:
-            mine = [operands[m.index] for m in group.members]
-            there = [self.block(outs[m.index]) for m in group.members] if not self._moves(group, deferred) else []
+            mine = [operands[e.index] for e in group.einsums]
             if group.panels:
-                found = self._panels(planned, group, self.apply(x, group.x), mine, outs)
-            elif there:
-                added = [[biases[m.index]] if biases else [] for m in group.members]
+                found = self._panels(group, group.panels, self.apply(x, group.x), mine, outs)
+            elif deferred is None and group.local:
+                there = [self.block(outs[e.index]) for e in group.einsums]
+                added = [[biases[e.index]] if biases else [] for e in group.einsums]
                 found = [
                     self.plain(y, [x, w, *b], (x.storage, w.storage))
                     for y, w, b in zip(there, mine, added, strict=True)
                 ]
             else:
-                found = self._moving(planned, group, x, mine, outs, deferred)
-            results.update((m.index, y) for m, y in zip(group.members, found, strict=True))
+                found = self._moving(planned, group, x, mine, deferred)
+            results.update((e.index, y) for e, y in zip(group.einsums, found, strict=True))
         return tuple(results[i] for i in range(len(operands)))
 
-    @staticmethod
-    def _moves(group: Group, deferred: Any) -> bool:
-        conversions = [group.x, *(c for m in group.members for c in (m.operand, m.output))]
-        return deferred is not None or bool(group.panels) or any(c.forward or c.backward for c in conversions)
-
-    def _moving(self, planned, group: Group, x: Value, operands: Sequence[Value], outs, deferred) -> list[Value]:
+    def _moving(self, planned, group: EinsumGroup, x: Value, operands: Sequence[Value], deferred) -> list[Value]:
         """Follow `platform.parallel.kernels.einsum._Einsums`: gather, multiply, convert the results."""
-        members = group.members
-        local, sizes = zip(
-            *(
-                self.convert(w.storage, w.elements, m.operand.forward, isinstance(w.key, str))
-                for w, m in zip(operands, members, strict=True)
-            ),
-            strict=True,
-        )
-        whole, width = self.convert(x.storage, x.elements, group.x.forward)
-        inner = [self.inner(planned, outs[m.index], m.output) for m in members]
-        products = [self.new(n) for n in inner]
-        leaving = [self.convert(p, n, m.output.forward) for p, n, m in zip(products, inner, members, strict=True)]
+        einsums = group.einsums
+        local = [self.forward(w, e.operand) for w, e in zip(operands, einsums, strict=True)]
+        whole = self.forward(x, group.x)
+        products = [self.inner(planned, e.output) for e in einsums]
+        found = [self.forward(y, e.output) for y, e in zip(products, einsums, strict=True)]
         del products
-        stored = (x.storage, *(w.storage for w in operands))
-        again = [group.again, *(m.again for m in members)]
-        saved = tuple(s if a else t for s, t, a in zip(stored, (whole, *local), again, strict=True))
-        widths = [x.elements, *(w.elements for w in operands)]
-        found = [Value(*there) for there in leaving]
-        lengths = [y.elements for y in found]
+        stored, regathered = [x, *operands], [group.regathered, *(e.regathered for e in einsums)]
+        saved = tuple(
+            (s if again else t).storage for s, t, again in zip(stored, [whole, *local], regathered, strict=True)
+        )
+        widths, lengths = [w.elements for w in stored], [y.elements for y in found]
+        width, *sizes = [w.elements for w in (whole, *local)]
+        keys = [w.key for w in operands]
 
         def backward(gs: Gradients, saved: Saved) -> Gradients:
-            local = [self.convert(g, n, m.output.backward)[0] for g, n, m in zip(gs, lengths, members, strict=True)]
-            kept = [
-                self.convert(w, n, m.operand.forward if m.again else ())[0]
-                for w, n, m in zip(saved[1:], widths[1:], members, strict=True)
+            local = [
+                self.convert(g, n, e.output.backward, e.output.after)[0]
+                for g, n, e in zip(gs, lengths, einsums, strict=True)
             ]
-            x = self.convert(saved[0], widths[0], group.x.forward)[0] if group.again else saved[0]
-            dx = self.convert(self._sum(width, len(members)), width, group.x.backward)[0]
+            pairs = zip(saved[1:], widths[1:], einsums, strict=True)
+            kept = [self.forward(Value(w, n), e.operand).storage if e.regathered else w for w, n, e in pairs]
+            x = self.forward(Value(saved[0], widths[0]), group.x).storage if group.regathered else saved[0]
+            dx = self.convert(self._sum(width, len(einsums)), width, group.x.backward, group.x.after)[0]
 
-            def weights() -> list[Storage | None]:
+            def weights() -> list[MeteredStorage | None]:
                 return [
-                    self.convert(self.new(n), n, m.operand.backward)[0] for n, m in zip(sizes, members, strict=True)
+                    self.convert(self.new(n), n, e.operand.backward, e.operand.after)[0]
+                    for n, e in zip(sizes, einsums, strict=True)
                 ]
 
             if deferred is None:
@@ -120,13 +109,12 @@ class Metered(Meter):
                     self.leaves.setdefault(key, dw)
 
             deferred.append(compute)
-            return [dx, *(None for _ in members)]
+            return [dx, *(None for _ in einsums)]
 
-        keys = [w.key for w in operands]
         self.note(found, [x, *operands], saved, backward)
         return found
 
-    def _sum(self, elements: int, parts: int) -> Storage:
+    def _sum(self, elements: int, parts: int) -> MeteredStorage:
         total = self.new(elements)
         for _ in range(parts - 1):
             part = self.new(elements)
@@ -134,40 +122,33 @@ class Metered(Meter):
             del part
         return total
 
-    def _panels(self, planned, group: Group, x: Value, operands: Sequence[Value], outs) -> list[Value]:
+    def _panels(self, group: EinsumGroup, panels: Panels, x: Value, operands: Sequence[Value], outs) -> list[Value]:
         """Follow `platform.parallel.kernels.summa`: current and next panel of both operands, and a product."""
-        panels, members = group.panels, group.members
-        assert panels is not None
-        local = [
-            self.convert(w.storage, w.elements, m.operand.forward, isinstance(w.key, str))
-            for w, m in zip(operands, members, strict=True)
-        ]
-        widths = [x.elements, *(n for _, n in local)]
-        axes = [panels.x_axes, *(panels.operand_axes for _ in members)]
-        pairs = zip(widths, axes, strict=True)
-        one = [n * self.plan.mesh.extent(a) // panels.count if a else 0 for n, a in pairs]  # no axes: a view
-        found = [self.block(outs[m.index]) for m in members]
-        self.new(2 * sum(one) + sum(y.elements for y in found))
-        saved = (
-            x.storage,
-            *(w.storage if m.again else s for w, (s, _), m in zip(operands, local, members, strict=True)),
-        )
+        einsums, mesh = group.einsums, self.plan.mesh
+        local = [self.forward(w, e.operand) for w, e in zip(operands, einsums, strict=True)]
+        sizes = [w.elements for w in local]
+        axes = [panels.x_axes, *(panels.operand_axes for _ in einsums)]
+        pairs = zip([x.elements, *sizes], axes, strict=True)
+        one = sum(panels.elements(n, a, mesh) if a else 0 for n, a in pairs)  # no axes: a view
+        found = [self.block(outs[e.index]) for e in einsums]
+        self.new(2 * one + sum(y.elements for y in found))
+        kept = [w if e.regathered else here for w, here, e in zip(operands, local, einsums, strict=True)]
+        width = x.elements
 
         def backward(gs: Gradients, saved: Saved) -> Gradients:
-            dx, *dws = (self.new(n) for n in widths)
-            self.new(sum(one) * (panels.count + 1))  # parts of all panels until reduced, and the last panel
-            pairs = zip(dws, widths[1:], members, strict=True)
-            return [dx, *(self.convert(w, n, m.operand.backward)[0] for w, n, m in pairs)]
+            dx, *dws = (self.new(n) for n in (width, *sizes))
+            self.new(one * (panels.count + 1))  # parts of all panels until reduced, and the last panel
+            triples = zip(dws, sizes, einsums, strict=True)
+            return [dx, *(self.convert(w, n, e.operand.backward, e.operand.after)[0] for w, n, e in triples)]
 
-        self.note(found, [x, *operands], saved, backward)
+        self.note(found, [x, *operands], (x.storage, *(w.storage for w in kept)), backward)
         return found
 
     def reduce(self, name, function, x, spec, out):
         planned = self.planned("reduce", name)
         into, leave = planned.conversions
         x = self.apply(x, into)
-        elements = self.inner(planned, out, leave)
-        y = Value(self.new(elements), elements)
+        y = self.inner(planned, leave)
         saved: Saved = ()
         if function == "max":
             # each element's share of the gradient where a reduced dim is split, else input and result
@@ -178,9 +159,7 @@ class Metered(Meter):
         planned = self.planned("concatenate", name)
         *into, leave = planned.conversions
         parts = [self.apply(part, c) for part, c in zip(x, into, strict=True)]
-        elements = self.inner(planned, out, leave)
-        whole = Value(self.new(elements), elements)
-        count = len(parts)
+        whole, count = self.inner(planned, leave), len(parts)
         self.note([whole], parts, (), lambda gs, _: [gs[0]] * count)
         return self.apply(whole, leave)
 

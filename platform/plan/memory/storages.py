@@ -25,7 +25,7 @@ class Ledger:
         self.peak = max(self.peak, self.now)
 
 
-class Storage:
+class MeteredStorage:
     """Memory under one or more tensors, counted until the last reference to it is gone. `counted`: its floating-point
     elements, 0 for integers; `parameter`: True for a gathered copy of a parameter."""
 
@@ -48,13 +48,13 @@ class Value:
 
     __slots__ = ("elements", "key", "storage")
 
-    def __init__(self, storage: Storage | None, elements: int, key: Key | None = None):
+    def __init__(self, storage: MeteredStorage | None, elements: int, key: Key | None = None):
         self.storage, self.elements = storage, elements
         self.key: Key = next(_KEYS) if key is None else key
 
 
-Gradients = Sequence[Storage | None]
-Saved = tuple[Storage | None, ...]
+Gradients = Sequence[MeteredStorage | None]
+Saved = tuple[MeteredStorage | None, ...]
 Backward = Callable[[Gradients, Saved], Gradients]  # (gradients of results, saved) -> gradients of inputs
 
 
@@ -75,11 +75,11 @@ class Tape:
     def note(self, outs: Sequence[Value], ins: Sequence[Value], saved: Saved, backward: Backward) -> None:
         self._nodes.append(_Node([x.key for x in outs], [x.key for x in ins], saved, backward))
 
-    def saved(self) -> list[Storage]:
+    def saved(self) -> list[MeteredStorage]:
         """Return the distinct storages that the operations save."""
         return list({id(s): s for node in self._nodes for s in node.saved if s}.values())
 
-    def unwind(self, gradients: dict[Key, Storage], leaves: dict[Key, Storage]) -> None:
+    def unwind(self, gradients: dict[Key, MeteredStorage], leaves: dict[Key, MeteredStorage]) -> None:
         """Run the operations' backward passes in reverse order, freeing what was saved. `gradients`: on entry of the
         outputs, in the end of the inputs; `leaves`: of parameters. A further gradient of the same tensor is added in
         place.

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from platform.plan.core.chunks import Model
+from platform.plan.core.chunks import RecordableModel
 from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import communication, groups, step_collectives, update_collectives
 from platform.plan.memory.footprint import Footprint
@@ -24,7 +24,7 @@ _LAYER = re.compile(r".*\blayers\.\d+\.")
 
 def explain(
     plan: Plan,
-    model: Model,
+    model: RecordableModel,
     *,
     moments: int,
     workers_per_node: int,
@@ -82,8 +82,8 @@ def collectives(plan: Plan) -> list[dict[str, Any]]:
     for where, c, launches in step_collectives(plan):
         axes = "+".join(plan.mesh.ordered(c.axes))
         folded = re.sub(r"\.\d+\.", ".*.", re.sub(r"^stage \d+ to \d+ ", "stage * to * ", where))
-        key = (folded, c.op, axes, c.elements, c.dtype, c.phase, c.issue, c.wait)
-        names = ("operation", "op", "axes", "elements", "dtype", "phase", "issue", "wait")
+        key = (folded, c.op, axes, c.elements, c.dtype, c.phase)
+        names = ("operation", "op", "axes", "elements", "dtype", "phase")
         row = rows.setdefault(key, {**dict(zip(names, key, strict=True)), "times": 0, "launches": 0, "bytes": 0})
         row["times"] += 1
         row["launches"] += launches
@@ -93,9 +93,14 @@ def collectives(plan: Plan) -> list[dict[str, Any]]:
 
 def bytes_per_layer(plan: Plan) -> float:
     """Return the bytes that all workers move per step for one layer, on average over the layers: its collectives in
-    every microbatch, and its share of gradient reductions and parameter gathers."""
+    every microbatch, gathers of what is kept for its recomputation, and its share of gradient reductions and parameter
+    gathers."""
     layers = {match[0] for p in plan.parameters if (match := _LAYER.match(p.name))}
-    moved = sum(n * plan.moved_bytes(c) for where, c, n in step_collectives(plan) if _LAYER.match(where.split()[-1]))
+    moved = sum(
+        n * plan.moved_bytes(c)
+        for where, c, n in step_collectives(plan)
+        if where.startswith("kept ") or _LAYER.match(where.split()[-1])
+    )
     of_layers = replace(plan, parameters=tuple(p for p in plan.parameters if _LAYER.match(p.name)))
     for stage in range(plan.stages):
         moved += sum(n * plan.moved_bytes(c) for _, c, n in update_collectives(of_layers.at(stage)))
@@ -130,10 +135,10 @@ def _ranks(groups: Sequence[Sequence[int]]) -> str:
 
 
 def _collectives(rows: Sequence[dict[str, Any]]) -> list[str]:
-    head = ["operation", "collective", "elements", "times", "launches", "bytes per step", "phase", "issue", "wait"]
+    head = ["operation", "collective", "elements", "times", "launches", "bytes per step", "phase"]
     cells = [
         [r["operation"], f"{r['op']}/{r['axes']}", f"{r['elements']:,}", f"x{r['times']}"]
-        + [f"{r['launches']:,}", f"{r['bytes']:,}", r["phase"], r["issue"], r["wait"]]
+        + [f"{r['launches']:,}", f"{r['bytes']:,}", r["phase"]]
         for r in rows
     ]
     return ["collectives", *(_table([head, *cells]) if rows else [])]

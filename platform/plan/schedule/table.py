@@ -5,7 +5,7 @@ A table has no communication: `platform.plan.schedule.lowering` adds it. See doc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -27,6 +27,8 @@ class Kind(StrEnum):
 COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
 SENDS = (Kind.SEND_F, Kind.SEND_B)
 RECEIVES = (Kind.RECV_F, Kind.RECV_B)
+BACKWARD = (Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
+SENDS_IN_FLIGHT = 8  # sends of a stage whose buffers are kept: gloo reports one as done only when it is waited for
 PASS = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.INPUT: "B", Kind.WEIGHT: "W", Kind.SEND_F: "F", Kind.SEND_B: "B"}
 
 
@@ -98,6 +100,14 @@ class Schedule:
         """Return the same table without its backward passes: for evaluation."""
         rows = tuple(tuple(a for a in row if a.kind is Kind.FORWARD) for row in self.rows)
         return Schedule(self.name, self.stages, self.chunks, self.microbatches, rows)
+
+
+def with_completed(row: Sequence[Action]) -> Iterator[tuple[Action, int | None]]:
+    """Yield the actions of a row, each with the chunk whose parameter gradients it completes, None if it completes
+    none."""
+    last = {a.chunk: i for i, a in enumerate(row) if a.kind in (Kind.BACKWARD, Kind.WEIGHT)}
+    for i, action in enumerate(row):
+        yield action, action.chunk if last.get(action.chunk) == i else None
 
 
 def needs(action: Action, total_chunks: int) -> list[tuple[str, int, int]]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 
-from platform.checkpoint.storage.catalogue import split
-from platform.config.fields import RESUME, Config
+from platform.checkpoint.storage.catalogue import split_url
+from platform.config.execution import RESUME
+from platform.config.fields import Config
 
 
 def home(config: Config) -> str:
@@ -20,4 +21,4 @@ def saves(config: Config) -> bool:
 
 def source(config: Config) -> tuple[str, str | None]:
     """Return the URL of the storage that the run resumes from, and the name of a checkpoint in it or None."""
-    return (home(config), None) if config.checkpoint.resume in RESUME else split(config.checkpoint.resume)
+    return (home(config), None) if config.checkpoint.resume in RESUME else split_url(config.checkpoint.resume)

@@ -52,10 +52,14 @@ class StopSignals:
     def request(self, reason: str) -> None:
         """Request a stop as a first signal does; callable from any thread. A first signal after it does not count as a
         second one: Slurm sends its own at about the time limit too."""
-        self._requested = self._requested or reason
+        self.note(reason)
         if not self._deferred:
             self._interrupting = True
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+
+    def note(self, reason: str) -> None:
+        """Record a request to stop for the next `check`, even if nothing is deferred yet: nothing is interrupted."""
+        self._requested = self._requested or reason
 
     def check(self) -> None:
         """Raise Stopped if a stop was requested."""

@@ -1,0 +1,175 @@
+"""The platform from Python: compose a configuration, look at its plan, run it, and resume it.
+
+    from platform.api import Callbacks, compose, plan, resume, run
+
+    if __name__ == "__main__":  # the workers of cluster=processes import this script too
+        config = compose("train.steps=20", "cluster=processes", experiment="gpt_quick")
+        print(plan(config).mesh)
+        result = run(config, Callbacks(on_step=lambda row: print(row["step"], row["loss"])))
+        print(result.outcome, result.loss, result.directory)
+
+Overrides are the arguments of `python -m platform.launch`; a run from Python and one by command are the same run. Code
+of your own joins by the `register_*` functions: call them in a module that is named in `extend=[my_module]`, which the
+workers import as well. A mistake raises ConfigError, a ValueError, with one line per violation, before any process
+starts. `examples/` shows all of it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import threading
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from platform.boundary.redaction import REDACTED, register_url_secrets, shielded
+from platform.boundary.schema import Malformed
+from platform.cluster.run import traces
+from platform.cluster.run.callbacks import CallbackGuard, Callbacks
+from platform.cluster.run.commands import Command
+from platform.composition.composer import CONF
+from platform.config.bounds import flat_values
+from platform.config.checks import wrong_configuration
+from platform.config.fields import Config, ConfigError, violation
+from platform.data.sources import register_source
+from platform.launch import DONE, STOPPED, prepare
+from platform.launch import compose as compose_arguments
+from platform.model import register_model
+from platform.monitor.records.events import JournalEvent
+from platform.monitor.records.metrics import MetricsLog, MetricsRow
+from platform.optimizer.learning_rate import register_schedule
+from platform.optimizer.optimizers import register_optimizer
+from platform.plan.core.plan import Plan
+from platform.planning.choose_schedule import register_pipeline
+from platform.planning.make_plan import make_plan
+
+__all__ = [
+    "FILES",
+    "Callbacks",
+    "Config",
+    "ConfigError",
+    "Plan",
+    "Result",
+    "compose",
+    "plan",
+    "register_model",
+    "register_optimizer",
+    "register_pipeline",
+    "register_schedule",
+    "register_source",
+    "resume",
+    "run",
+]
+
+FILES = CONF.parent  # the folder of conf/, jobs/ (Kubernetes, Slurm) and dashboards/: the checkout, or the package
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run left behind. `metrics` and `events` are those of the whole run, earlier drivers' included."""
+
+    status: int  # exit status of the same command: 0, 1 or 75 (docs/design.md, section 7)
+    outcome: str  # done | failed | stopped (by a signal or its time limit: `resume` continues it)
+    directory: Path  # the run directory
+    metrics: list[MetricsRow]  # of metrics.jsonl, one per committed step
+    events: list[JournalEvent]  # of journal.jsonl
+
+    @property
+    def loss(self) -> float | None:
+        """Return the loss of the last step, None if no step was done."""
+        return self.metrics[-1].loss if self.metrics else None
+
+
+def compose(*overrides: str, experiment: str = "", config_dir: str | os.PathLike[str] | None = None) -> Config:
+    """Return the configuration of `+experiment=EXPERIMENT OVERRIDE ...`, checked: "train.steps=4", "tensor=1d".
+    `config_dir`: a folder of your own files, laid out as conf/. The values of the result may be changed; `plan` and
+    `run` check them again.
+
+    Raises ConfigError.
+    """
+    chosen = [f"+experiment={experiment}"] if experiment else []
+    return compose_arguments([*chosen, *overrides], None if config_dir is None else os.fspath(config_dir))
+
+
+def plan(config: Config, workers: int | None = None) -> Plan:
+    """Return the plan that `python -m platform.plan` prints: which block of each tensor lies on which rank, and all
+    that a step communicates. `workers`: their number, for parallel.data=-1. Starts nothing. Raises ConfigError."""
+    if lines := wrong_configuration(config):
+        raise ConfigError(lines)
+    return make_plan(config, workers)
+
+
+def run(config: Config, callbacks: Callbacks | None = None) -> Result:
+    """Train to the last step, or go on where the run directory of `config` stopped, and return what became of it.
+
+    Prints what the command prints. Signals stop it as they stop the command, so it must be called from the main thread.
+    After an exception in a callback the run ends at the next safe moment, saved as after a signal, and the exception is
+    raised here. Raises ConfigError for a run that cannot start.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise RuntimeError('a worker imports this script: call run() under `if __name__ == "__main__":`')
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError("run() handles signals: call it from the main thread")
+    config, guard = deepcopy(config), CallbackGuard(callbacks or Callbacks())
+    register_url_secrets(config.to_dict())
+    with shielded(sys.stdout, sys.stderr):
+        made, lines = prepare(config, wrong_configuration(config))
+        if lines or not made:
+            raise ConfigError(lines)
+        from platform.cluster import driver
+
+        status = driver.run(config, made, command=_FromPython([config.run.dir]), guard=guard)
+    if guard.error:
+        guard.error.add_note(f"raised in a callback of the run in {config.run.dir}; resume() continues it")
+        raise guard.error
+    return _result(status, Path(config.run.dir))
+
+
+def resume(run_dir: str | os.PathLike[str], *overrides: str, callbacks: Callbacks | None = None) -> Result:
+    """Continue the run in `run_dir` from its newest checkpoint with the configuration that it had last, as `run` does;
+    it may have been started by command. `overrides` change it: "train.stop_at=0", "tensor=1d", "tensor.axes.t=4".
+
+    Raises ConfigError also for a directory that holds no run.
+    """
+    return run(compose_arguments(overrides, stored=_stored(Path(run_dir).absolute(), overrides)), callbacks)
+
+
+def _stored(directory: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
+    """Read the configuration of the run in `directory`. Raises ConfigError for one that has none that is whole."""
+    try:
+        config = traces.configuration(directory)
+    except (OSError, Malformed) as error:
+        raise ConfigError(violation("run.dir", directory, f"its config.yaml cannot be read ({error})")) from None
+    if config is None:
+        raise ConfigError(violation("run.dir", directory, "holds no run", ["the run directory of an earlier run"]))
+    given = {override.partition("=")[0].lstrip("+") for override in overrides}
+    hidden = [key for key, value in flat_values(config).items() if REDACTED in str(value) and key not in given]
+    if lines := [
+        violation(key, REDACTED, "a secret, which config.yaml does not hold: give it again") for key in hidden
+    ]:
+        raise ConfigError(lines)
+    config.run.dir, config.checkpoint.resume = str(directory), "auto"
+    return config.to_dict()
+
+
+def _result(status: int, directory: Path) -> Result:
+    metrics = directory / traces.METRICS
+    rows = MetricsLog.read(metrics) if metrics.exists() else []
+    return Result(
+        status=status,
+        outcome={DONE: "done", STOPPED: "stopped"}.get(status, "failed"),
+        directory=directory,
+        metrics=[MetricsRow(**{key: row.get(key) for key in MetricsRow.__dataclass_fields__}) for row in rows],
+        events=list(traces.happened(directory)),
+    )
+
+
+class _FromPython(Command):
+    """Start of a run from Python, in the place of a command line; its only argument is the run directory."""
+
+    def again(self, override: str = "") -> str:
+        words = ", ".join(map(repr, [*self.arguments, *filter(None, [override])]))
+        return f"from platform.api import resume; resume({words})"

@@ -1,0 +1,98 @@
+"""Choice of the members and the plan of the next generation, and hiring of missing workers."""
+
+from __future__ import annotations
+
+from math import inf
+from time import monotonic, sleep
+
+from platform.cluster.control.forming.context import RunContext
+from platform.cluster.crew.base.crew import Crew, seating
+from platform.cluster.crew.base.failures import GaveUp
+from platform.monitor.records import events
+from platform.planning.replan import Replanned, most_workers, replan
+
+LOOK_SECONDS = 0.05  # between two looks at the members
+HIRE_AGAIN_SECONDS = 10.0  # pause after a new worker did not start
+
+
+class Recruiter:
+    """Chooses the members and the plan of a run's next generation, and hires workers. `barred`: members that get no
+    seat any more; `memory`: bytes of the smallest device of all workers, inf if unknown."""
+
+    def __init__(self, run: RunContext):
+        self._config, self._plan = run.config, run.plan
+        self._journal, self._say, self._signals = run.journal, run.monitor.say, run.signals
+        self._most = max(run.plan.mesh.size, most_workers(run.config))
+        self._limit = run.places.limit
+        self._least = run.config.elastic.min_workers or run.plan.mesh.size  # workers that the first generation needs
+        self._plans: dict[tuple[int, float], Replanned | None] = {}
+        self._hire_from = -inf  # time from which to hire again
+        self.barred: set[int] = set()
+        self.memory = inf
+
+    def usable(self, crew: Crew) -> list[int]:
+        """Return the members that may get a seat (not barred or leaving), in the order in which they best get ranks."""
+        out = self.barred | crew.leaving
+        return [number for number in seating(crew.members) if number not in out]
+
+    def count(self, crew: Crew) -> int:
+        """Return the number of usable members."""
+        return len(crew.members.keys() - self.barred - crew.leaving)
+
+    def best(self, members: int) -> Replanned | None:
+        """Return the best configuration and plan for at most `members` workers; None if there is no legal plan."""
+        size = self._plan.mesh.size
+        if members == size or members > size == self._most:
+            return Replanned(self._config, self._plan, "")
+        key = members, self.memory
+        if key not in self._plans:
+            self._plans[key] = replan(self._config, members, memory=self.memory) if members else None
+        return self._plans[key]
+
+    def wait(self, crew: Crew) -> tuple[list[int], Replanned]:
+        """Wait for enough members, at most elastic.wait seconds; return those that may be seated, and their plan.
+        Enough is elastic.min_workers; if that is not set, the whole mesh at the start, and later any number. If a stop
+        is requested one member is enough, because only the last checkpoint remains to be saved.
+
+        Raises GaveUp, Stopped.
+        """
+        e, begin, said = self._config.elastic, monotonic(), False
+        while True:
+            members = self.usable(crew)
+            found = self.best(len(members))
+            least = 1 if self._signals.requested else self._least
+            if found and found.plan.mesh.size >= least:
+                self._least = max(1, e.min_workers)
+                return members, found
+            self._signals.check()
+            self.refill(crew)
+            unset = f"{len(members)} workers are there of {least}, and elastic.min_workers is not set"
+            lack = f"{len(members)} workers are there, and elastic.min_workers={least}" if e.min_workers else unset
+            if found is None and len(members) >= least:
+                lack = f"there is no legal plan for {len(members)} workers"
+            hope = bool(crew.starting or (e.replace and crew.can_hire))
+            if hope and not said:
+                self._journal.write(events.Waiting(alive=len(members), reason=lack))
+                self._say(f"{lack}: waiting up to {e.wait:g} s for more")
+                said = True
+            waited = monotonic() - begin
+            if waited >= e.wait or not hope:
+                raise GaveUp(f"{lack}; waited {waited:.0f} s for more")
+            sleep(LOOK_SECONDS)
+
+    def refill(self, crew: Crew) -> None:
+        """Hire a worker for every one that the largest mesh and the spares lack. Barred members are not replaced: a new
+        worker might be no better, and the run would be re-formed for ever."""
+        for failure in crew.unstarted:
+            self._journal.write(events.NotStarted(number=failure.member.number, cause=failure.cause))
+            self._say(f"a new worker did not start: {failure}")
+            self._hire_from = monotonic() + HIRE_AGAIN_SECONDS
+        crew.unstarted = []
+        e = self._config.elastic
+        if not (e.replace and crew.can_hire) or monotonic() < self._hire_from:
+            return
+        coming = len(crew.starting)  # read first: a worker that gets ready meanwhile counts twice, not never
+        missing = int(min(self._most + e.spares, self._limit)) - coming - len(crew.members.keys() - crew.leaving)
+        if missing > 0:
+            self._journal.write(events.Hiring(count=missing))
+            crew.hire(missing)

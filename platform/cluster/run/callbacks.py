@@ -1,0 +1,51 @@
+"""Callbacks of a run that Python code starts: the user's functions, called with what the run records of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+
+from platform.cluster.crew.base.signals import Stopped
+from platform.monitor.records.events import JournalEvent
+from platform.monitor.records.metrics import MetricsRow
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """Functions that a run calls in the process that drives it, each with a copy of what was just recorded.
+
+    `on_step(row)`: after every committed step, with its row of metrics.jsonl. `on_event(event)`: after every event of
+    the run, with its entry in journal.jsonl. The run waits until they return, and ignores what they return.
+    """
+
+    on_step: Callable[[MetricsRow], object] | None = None
+    on_event: Callable[[JournalEvent], object] | None = None
+
+
+class CallbackGuard:
+    """Keeps the exceptions of callbacks out of the run. The first one is kept as `error` and asks `stop` to end the run
+    at the next safe moment, as a signal does; afterwards nothing is called any more."""
+
+    def __init__(self, callbacks: Callbacks):
+        self._callbacks = callbacks
+        self.error: BaseException | None = None
+        self.stop: Callable[[str], None] = lambda reason: None  # set by the driver
+
+    def step(self, row: MetricsRow) -> None:
+        self._call("on_step", row)
+
+    def event(self, event: JournalEvent) -> None:
+        self._call("on_event", event)
+
+    def _call(self, name: str, value: MetricsRow | JournalEvent) -> None:
+        function = getattr(self._callbacks, name)
+        if function is None or self.error:
+            return
+        try:
+            function(deepcopy(value))
+        except Stopped:  # a second signal, which came during the call
+            raise
+        except BaseException as error:  # SystemExit too: it would leave the workers behind
+            self.error = error
+            self.stop(f"{name}, which raised {type(error).__name__}")

@@ -1,0 +1,100 @@
+"""Groups of keys that say how a run executes: none of them changes what is computed, all may change on resume."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from platform.config.durations import RHYTHM
+from platform.config.key import SECONDS, WORKERS, key
+
+RESUME = ("auto", "never", "must")  # checkpoint.resume; anything else is a path or URL
+
+
+@dataclass
+class Run:
+    """Place and time limit of a run."""
+
+    dir: str = key("", 'the run directory; "" = runs/EXPERIMENT-HASH')
+    time_limit: str = key(
+        "",
+        'stop as by a signal after; "" = at the end of the Slurm allocation, 0 = never',
+        constraint="must be seconds or H:MM:SS",
+    )
+    time_margin: float = key(120.0, "seconds reserved before the limit for the last checkpoint", ">= 0", most=SECONDS)
+
+
+@dataclass
+class Checkpoint:
+    """Place and time of checkpoints, and which of them a run goes on from."""
+
+    url: str = key("", 'a path or any fsspec URL; "" = checkpoints/ in the run directory')
+    every: int | str = key(
+        0, "time between checkpoints; also one at the end; 0 = neither", constraint=f"must be {RHYTHM}"
+    )
+    on_stop: bool = key(True, "save when a signal, a time limit or a notice ends the run, whatever `every` is")
+    keep: int = key(2, "number of newest checkpoints to keep; older ones are deleted", ">= 1")
+    keep_every: int = key(0, "keep checkpoints at multiples of this many steps for good; 0 = none", ">= 0")
+    timeout: float = key(3600.0, "seconds that a save may take before the run ends; 0 = no limit", ">= 0", most=SECONDS)
+    resume: str = key("auto", "checkpoint to go on from", constraint=f"{', '.join(RESUME)}, or a path or URL")
+
+
+@dataclass
+class Resume:
+    """Changes that a resumed run may make."""
+
+    allow: list[str] = key([], "keys or groups of the run's identity that may change on resume")
+
+
+@dataclass
+class Elastic:
+    """Failures, spares, and how far the mesh may shrink and grow."""
+
+    min_workers: int = key(
+        0, "fewest workers to go on with; 0 = start with all, go on with any number", ">= 0", most=WORKERS
+    )
+    max_workers: int = key(0, "most workers that the mesh may grow to; 0 = its size at the start", ">= 0", most=WORKERS)
+    spares: int = key(0, "extra workers kept ready to replace lost ones", ">= 0", most=WORKERS)
+    replace: bool = key(True, "start a new worker for each lost one")
+    wait: float = key(
+        600.0, "seconds to wait for min_workers, or for a storage that fails, before the end", ">= 0", most=SECONDS
+    )
+    hang_seconds: float = key(
+        10.0, "a worker hangs if silent so long, or if a step takes longer and over 5 usual ones", "> 0", most=SECONDS
+    )
+    snapshot_every: int = key(1, "steps between snapshots of the state in host memory; 0 = none", ">= 0")
+    slow: float = key(1.5, "report a worker that takes this factor times its stage's median; 0 = never", ">= 0")
+    replace_slow: bool = key(False, "replace a slow worker if a spare is ready")
+    attempts: int = key(3, "failures of the same step after which the run ends", ">= 1", most=10**6)
+    faults: list[str] = key([], "faults to inject, once each: STEP:KIND:RANK[:SECTION]")
+
+
+@dataclass
+class Cluster:
+    """Start of the workers, and their devices."""
+
+    kind: str = key("local", "how workers are started", ("local", "ray", "processes", "inline"))
+    device: str = key("auto", "auto takes GPUs if there is one per worker", ("auto", "cpu", "cuda"))
+    wait: float = key(0.0, "seconds to wait at the start for places; 0 = refuse at once", ">= 0", most=SECONDS)
+    memory: str = key("refuse", "if a plan needs more memory than a device has", ("refuse", "warn"))
+    gpu: str = key("", "GPU type to plan for, such as A100-80GB: its memory counts where no GPU is seen")
+    device_memory: float = key(
+        0.0, "GB of memory per device; 0 = as seen, else as cluster.gpu says", ">= 0", most=10**6
+    )
+    threads: int = key(0, "CPU threads per worker; 0 = cores divided among a machine's workers", ">= 0", most=4096)
+
+
+@dataclass
+class Monitor:
+    """Display and records of a run."""
+
+    kind: str = key("console", "display of metrics", ("console", "wandb"))
+    every: int = key(10, "steps between console lines", ">= 1")
+    sample: int = key(0, "tokens of text to generate at the end of the run; 0 = none", ">= 0", most=10**6)
+    timeline: bool = key(False, "write timeline.json and timeline.svg: what every worker really did")
+    log_launches: bool = key(False, "write every collective that every worker launches to logs/")
+    project: str = key(
+        "elastic-platform",
+        "name of the W&B project",
+        pattern=r"[^\\/#?%:]{1,128}",
+        constraint="W&B takes 1 to 128 characters, none of them \\ / # ? % :",
+    )

@@ -1,0 +1,51 @@
+"""Declaration of a key at its field: type, default, legal values and one line of guidance, each said there alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+WORKERS = 10**6  # most workers in a mesh, and along each of its axes
+SECONDS = 10**8  # longest duration (three years): clocks and timers take no more
+
+
+@dataclass(frozen=True)
+class Key:
+    """Legal values of a key by itself; in a list or map, of each value in it.
+
+    `platform.config.bounds` refuses other values, `platform.config.reference` prints the rest for people.
+    """
+
+    guidance: str  # one line: what the key means, in which unit, and what 0 or "" stands for
+    bounds: str = ""  # of a number, as the user reads it: ">= 0 and < 1"
+    most: float = 10**12  # upper limit of a number whose bounds have none: beyond it memory, clocks or time run out
+    choices: tuple[Any, ...] = ()  # all legal values, but for those that a user's module registers
+    open: bool = False  # a module named in `extend` may register another choice
+    not_built: Mapping[Any, str] = field(default_factory=dict)  # planned value -> the missing capability
+    pattern: str = ""  # regular expression that all of a text must match
+    constraint: str = ""  # pattern, or rule of `platform.config.checks`, in words
+
+    def legal(self) -> str:
+        """Return the legal values in words, "" if every value of the type is legal."""
+        if self.choices:
+            names = [str(choice).lower() if isinstance(choice, bool) else str(choice) for choice in self.choices]
+            return ", ".join(name or '""' for name in names) + (", or a registered name" if self.open else "")
+        if self.constraint or self.most == Key.most:
+            return self.constraint.removeprefix("must be ") or self.bounds
+        least = self.bounds.removesuffix(" and < inf")
+        most = f"{self.most:,}".removesuffix(".0")
+        return f"{least[3:]} to {most}" if least.startswith(">=") else f"{least} and <= {most}"
+
+
+def key(default: Any, guidance: str, legal: str | tuple[Any, ...] = "", **more: Any) -> Any:
+    """Return the dataclass field of a key: its default, and its `Key` as metadata. Lists and maps are copied.
+
+    `legal` gives the choices as a tuple, or the bounds of a number as a text; `more` the other fields of the `Key`.
+    """
+    said: dict[str, Any] = {"choices": legal} if isinstance(legal, tuple) else {"bounds": legal}
+    metadata = {"key": Key(guidance, **said, **more)}
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: copy(default), metadata=metadata)
+    return field(default=default, metadata=metadata)

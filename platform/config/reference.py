@@ -1,0 +1,81 @@
+"""Reference of all keys, made of their declarations: `python -m platform.config.reference` prints the page
+`docs/configuration.md`, and `--help` ends with the same keys.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import textwrap
+from collections.abc import Iterator
+from dataclasses import Field
+from typing import Any, NamedTuple, get_type_hints
+
+from platform.config.fields import Config, key_fields, type_in_words
+from platform.config.key import Key
+
+_WIDTH = 118  # characters of a line of `--help`
+_INDENT = 36  # its column where the meaning of a key begins
+_PAGE = (
+    "# Configuration\n\n"
+    "Every key of a run, as `platform/config/fields.py` and `platform/config/execution.py` declare it: "
+    "type `KEY=VALUE` after `+experiment=NAME`, or write it in a file of your own (`--config-dir`). "
+    "`python -m platform.launch --help` shows the same. Rules that relate keys are in `platform/config/checks.py`. "
+    "A value that breaks one of them is refused with the nearest legal ones. "
+    "(`python -m platform.config.reference` prints this page.)\n"
+)
+
+
+class Entry(NamedTuple):
+    """Key as a reader wants it."""
+
+    name: str
+    type: str
+    default: str
+    key: Key
+
+
+def page() -> str:
+    """Return the text of `docs/configuration.md`: one table per group."""
+    lines = [_PAGE]
+    for group, says, entries in _groups():
+        lines += [f"## {group or 'The run as a whole'}", "", says, ""]
+        lines += ["| key | type | default | legal | meaning |", "|---|---|---|---|---|"]
+        for name, kind, default, key in entries:
+            cells = [f"`{name}`", kind, f"`{default}`", key.legal(), key.guidance]
+            lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def summary() -> str:
+    """Return the keys for a terminal: default, meaning and legal values of each."""
+    lines = []
+    for group, says, entries in _groups():
+        lines += ["", f"{group}: {says}" if group else says]
+        for name, _, default, key in entries:
+            legal = f" ({key.legal()})" if key.legal() else ""
+            start = f"  {name}={default}".ljust(_INDENT - 1) + " "
+            lines += textwrap.wrap(start + key.guidance + legal, _WIDTH, subsequent_indent=" " * _INDENT)
+    return "\n".join(lines[1:])
+
+
+def _groups() -> Iterator[tuple[str, str, list[Entry]]]:
+    """Yield (name, responsibility, keys) of every group; "" for the keys without a group, which come first."""
+    fields = key_fields()
+    classes = {name: hint for name, hint in get_type_hints(Config).items() if name not in fields}
+    for group, kind in {"": Config, **classes}.items():
+        hints = get_type_hints(kind)
+        own = {name: f for name, f in fields.items() if name.rpartition(".")[0] == group}
+        entries = [_entry(name, f, hints[f.name]) for name, f in own.items()]
+        yield group, (group and inspect.getdoc(kind)) or "Keys without a group.", entries
+
+
+def _entry(name: str, f: Field[Any], hint: Any) -> Entry:
+    default = f.default_factory() if callable(f.default_factory) else f.default
+    shown = default if isinstance(default, str) and default else json.dumps(default)
+    return Entry(name, type_in_words(hint), shown, f.metadata["key"])
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,0 +1,157 @@
+"""What any job holds in memory, the survivors of a failure pass to any other job, bit by bit, without storage."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from platform.checkpoint.blocks.placement import Block
+from platform.checkpoint.in_memory.copies import copies
+from platform.checkpoint.in_memory.recover import lost_to, recover, surviving
+from platform.checkpoint.in_memory.snapshots import RankSnapshots, Snapshot
+from platform.parallel.communicator.base import SingleRank
+from platform.plan.language.mesh import Mesh
+from tests.checkpoint.in_memory.test_peers import SHAPES
+from tests.harness.storage_job import Job, values
+from tests.harness.threads import run_threads
+
+DOMAINS = st.lists(st.integers(0, 3), min_size=1, max_size=6)
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    """Small tensors are cut as large ones are."""
+    for name in ("blocks.placement", "in_memory.recover"):
+        monkeypatch.setattr(f"platform.checkpoint.{name}.LARGEST_BLOCK", 64)
+    monkeypatch.setattr("platform.checkpoint.blocks.placement.LARGEST_ROW", 16)
+
+
+def on_all(world_size: int, work) -> list:
+    mesh = Mesh.of({"data": world_size})
+    return [work(SingleRank(mesh))] if world_size == 1 else run_threads(mesh, work)
+
+
+def hold(jobs: list[Job], domains: list[int]) -> list[RankSnapshots]:
+    """Job k is the state at step k."""
+
+    def work(communicator) -> RankSnapshots:
+        memory = RankSnapshots(jobs[0].state, domains, communicator.rank)
+        for step, job in enumerate(jobs):
+            blocks = job.blocks(communicator.rank)
+            memory.hold(step, blocks, {"step": step}, communicator.transfer)
+            for block in blocks:
+                block.tensor.zero_()  # what is held does not change with it
+        return memory
+
+    return on_all(jobs[0].world_size, work)
+
+
+def pass_to(job: Job, survived, own: dict[int, Snapshot], budget: int) -> list[list[Block]]:
+    def work(communicator) -> list[Block]:
+        rank, world = communicator.rank, job.world_size
+        blocks = job.blocks(rank, empty=True)
+        read = own[rank].read if rank in own else None
+        recover(survived, read, job.state, blocks, rank=rank, world_size=world, exchange=communicator.exchange,
+                budget=budget)  # fmt: skip
+        return blocks
+
+    return on_all(job.world_size, work)
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 2**32), domains=DOMAINS, new=st.integers(1, 6), budget=st.integers(16, 3000))
+def test_any_tiling_to_any_other_after_the_loss_of_a_domain(seed, domains, new, budget):
+    draw = np.random.default_rng(seed)
+    tensors, old = values(SHAPES, seed % 1000), len(domains)
+    before = Job.random(tensors, old, draw)
+    memories = hold([before], domains)
+    homes = domains if len(set(domains)) > 1 else list(range(old))
+    gone = draw.choice(homes) if old > 1 else None
+    alive = [rank for rank in range(old) if homes[rank] != gone][:new]
+    kept = copies(before.state, domains)
+    if lost_to(before.state, kept, alive):
+        assert len([rank for rank in range(old) if homes[rank] != gone]) > new  # fewer seats than survivors
+        return
+    seats = dict(zip(alive, draw.permutation(new).tolist(), strict=False))
+    after = Job.random(tensors, new, draw)
+    own = {seats[rank]: memories[rank].at(0) for rank in alive}
+    after.check(pass_to(after, surviving(before.state, kept, seats), own, budget))
+
+
+def test_the_last_two_steps_are_held():
+    jobs = [Job.whole(values({"w": (8, 8)}, step), 2) for step in range(4)]
+    memories = hold(jobs, [0, 0])
+    assert [memory.steps for memory in memories] == [[2, 3]] * 2
+    for step in (2, 3):
+        own = {rank: memory.at(step) for rank, memory in enumerate(memories)}
+        assert own[0].values == {"step": step}
+        jobs[step].check(pass_to(jobs[step], jobs[step].state, own, 1 << 20))
+
+
+def test_what_fails_while_it_is_held_leaves_the_step_before():
+    """Twice in a row: the torn one is written to again, never the whole one."""
+    jobs = [Job.whole(values({"w": (8, 8)}, step), 1) for step in range(3)]
+    memory = hold(jobs[:2], [0])[0]
+
+    def fail(sent, received):
+        raise ConnectionError
+
+    for _ in range(2):
+        with pytest.raises(ConnectionError):
+            memory.hold(2, jobs[2].blocks(0), {}, fail)
+        assert memory.steps == [1]
+    jobs[1].check(pass_to(jobs[1], jobs[1].state, {0: memory.at(1)}, 1 << 20))
+    memory.keep_only(1)
+    memory.hold(2, jobs[2].blocks(0), {}, SingleRank(Mesh.of({"data": 1})).transfer)
+    assert memory.steps == [1, 2]
+
+
+def test_rounds_are_bounded_and_senders_even():
+    """Three of four replicas survive, and a fresh rank gets everything: a third from each, 1 KiB at a time."""
+    tensors = values({f"w{i}": (16, 8) for i in range(9)})
+    job = Job.whole(tensors, 4)
+    memories = hold([job], [0, 1, 2, 3])
+    survived = surviving(job.state, copies(job.state, [0, 1, 2, 3]), {0: 0, 1: 1, 3: 2})
+    own = {0: memories[0].at(0), 1: memories[1].at(0), 2: memories[3].at(0)}
+    got: list[list[int]] = []
+
+    def work(communicator) -> list[Block]:
+        def exchange(messages):
+            received = communicator.exchange(messages)
+            if communicator.rank == 3:
+                got.append([len(message) for message in received])
+            return received
+
+        rank, blocks = communicator.rank, job.blocks(communicator.rank, empty=True)
+        read = own[rank].read if rank in own else None
+        recover(survived, read, job.state, blocks, rank=rank, world_size=4, exchange=exchange, budget=256)
+        return blocks
+
+    job.check(on_all(4, work))
+    total = sum(t.numel() * t.element_size() for t in tensors.values())
+    sums = np.array(got).sum(0)
+    assert len(got) == -(-4 * total // 1024) and max(map(sum, got)) <= 1024 + 4 * 80
+    assert all(abs(s - total / 3) <= 16 + 8 * len(got) for s in sums[:3]) and sums[3] == 8 * len(got)
+
+
+@pytest.mark.parametrize(("dtype", "extent"), list(product([torch.float64, torch.bfloat16, torch.int64], [(3, 5), ()])))
+def test_bytes_are_those_of_the_type(dtype, extent):
+    tensors = {"odd": torch.arange(7).to(torch.bfloat16), "w": torch.ones(extent, dtype=dtype) * 3}
+    job = Job.whole(tensors)
+    job.check(pass_to(job, job.state, {0: hold([job], [0])[0].at(0)}, 1 << 20))
+
+
+def test_negative_control_without_the_copies_nothing_can_be_recovered():
+    tensors = values(SHAPES)
+    job = Job.random(tensors, 4, np.random.default_rng(5))
+    kept = copies(job.state, [0, 1, 2, 3])
+    seats = {0: 0, 2: 1, 3: 2}
+    own = {seats[rank]: memory.at(0) for rank, memory in enumerate(hold([job], [0, 1, 2, 3])) if rank in seats}
+    after = Job.whole(tensors, 3)
+    after.check(pass_to(after, surviving(job.state, kept, seats), own, 1 << 20))
+    assert lost_to(job.state, [], [0, 2, 3])
+    with pytest.raises(AssertionError):
+        after.check(pass_to(after, surviving(job.state, [], seats), own, 1 << 20))

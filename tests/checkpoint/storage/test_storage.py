@@ -1,0 +1,104 @@
+"""Every kind of storage keeps the same promises."""
+
+import importlib
+import sys
+
+import pytest
+
+from platform.boundary.redaction import bare_url
+from platform.checkpoint.storage import catalogue
+from platform.checkpoint.storage.catalogue import find, load_manifest
+from platform.checkpoint.storage.storage import open_storage
+from platform.config.fields import ConfigError
+from tests.harness.storage_job import Counting, Job, values
+
+
+def chunks(*parts: bytes):
+    return [memoryview(part) for part in parts]
+
+
+def test_files(url):
+    storage = open_storage(url)
+    assert storage.list("") == storage.list("step") == {}
+    storage.write("step/a.bin", chunks(b"0123", b"", b"456789"))
+    storage.write("step/b", chunks(b""))
+    storage.write("top", chunks(b"x"))
+    assert storage.list("").keys() == {"step", "top"} and storage.list("step") == {"a.bin": 10, "b": 0}
+    assert storage.read("step/a.bin") == b"0123456789" and storage.read("step/a.bin", 3, 5) == b"34"
+    assert storage.read("step/a.bin", 8, 20) == b"89"
+    assert storage.read("step/b") == b""
+    storage.write("top", chunks(b"yz"))
+    assert storage.read("top") == b"yz"
+    for gone in ("step/none", "none"):
+        with pytest.raises(FileNotFoundError):
+            storage.read(gone)
+        storage.delete(gone)
+    storage.delete("step/a.bin")
+    assert open_storage(url).list("step") == {"b": 0}
+    storage.delete("step")
+    assert open_storage(url).list("") == {"top": 2}
+
+
+def test_a_write_that_fails_midway_leaves_nothing(url):
+    def failing():
+        yield memoryview(b"half")
+        raise KeyError("the worker")
+
+    storage = open_storage(url)
+    with pytest.raises((KeyError, OSError), match="the worker"):
+        storage.write("step/a.bin", failing())
+    assert storage.list("step") == {}
+
+
+def test_a_checkpoint_lives_there(url):
+    """Save, damage, fall back, restore under another plan, prune."""
+    storage = Counting(open_storage(url))
+    old, new = (Job.whole(values({"a": (300, 20), "b": (7,)}, step), 2) for step in (1, 2))
+    first, second = old.save(storage, 1), new.save(storage, 2)
+    found = find(storage)
+    assert found.directory == second
+    other = Job.whole(new.tensors, 3)
+    storage.read_bytes = 0
+    other.check(other.restore(storage, second, found.manifest))
+    assert storage.read_bytes == found.manifest.nbytes
+    data = bytearray(storage.read(f"{second}/blocks-00001.bin"))
+    data[5] ^= 1
+    storage.write(f"{second}/blocks-00001.bin", chunks(bytes(data)))
+    found = find(storage)
+    assert found.directory == first and "not what was written" in found.refused[0][1]
+    third = old.save(storage, 3)
+    assert catalogue.prune(storage, last=1) == [first]
+    assert open_storage(url).list("").keys() == {second, third} and load_manifest(storage, third)
+
+
+def test_several_parts_make_one_file(url):
+    """More than one part of a multipart upload, which S3 wants to be 5 MiB at least."""
+    storage = open_storage(url)
+    part = bytes(range(256)) * (3 << 12)
+    storage.write("big", chunks(*[part] * 20))
+    assert (
+        storage.list("") == {"big": 20 * len(part)} and storage.read("big", len(part) - 1, len(part) + 1) == b"\xff\x00"
+    )
+
+
+def test_a_storage_that_cannot_be_had_is_refused_by_name(monkeypatch):
+    with pytest.raises(
+        ConfigError, match=r"^checkpoint.url=nowhere://b/c: cannot be used: .*nowhere.*; nearest legal: a path$"
+    ):
+        open_storage("nowhere://user:secret@b/c")
+    fsspec_registry = importlib.import_module("fsspec.registry")  # a name in fsspec hides it
+    monkeypatch.delitem(fsspec_registry._registry, "s3", raising=False)
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    missing = (
+        r"cannot be used: Install s3fs to access S3 \(pip install 'elastic-platform\[s3\]'\); nearest legal: a path$"
+    )
+    with pytest.raises(ConfigError, match=missing):
+        open_storage("s3://bucket/run")
+    assert bare_url("ftp://user:secret@host/path") == "ftp://host/path"
+    assert open_storage("memory://user:secret@b/c").url == "memory://b/c"
+
+
+def test_a_bucket_that_does_not_exist(s3):
+    storage = open_storage("s3://nobody-has-this/run")
+    with pytest.raises(OSError):
+        storage.write("a", chunks(b"x"))

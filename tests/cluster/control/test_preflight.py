@@ -1,0 +1,124 @@
+"""Before a run forms, every node proves that it is of one mind with the driver."""
+
+import copy
+from pathlib import Path
+
+import pytest
+
+from platform.checkpoint.storage.storage import open_storage
+from platform.cluster.control.forming import preflight
+from platform.cluster.crew.open import open_crew
+from platform.config.fields import Config, ConfigError
+from platform.train.recovery.proof import proof, source_digest, versions
+from tests.doubles.fake_plan import run_fake
+from tests.harness.process_tree import descendants, gone
+
+OWN = {
+    "node": "head",
+    "sees": {"run.dir": "11", "checkpoint.url": "22"},
+    "code": {"platform": "aa", "mine": "bb"},
+    "versions": {"python": "3.11.2", "torch": "2.13.0"},
+}
+
+
+def proofs(**changes):
+    """Those of four workers on two nodes, of which the second differs."""
+    other = copy.deepcopy(OWN) | {"node": "n2"}
+    for key, value in changes.items():
+        part, _, name = key.partition("__")
+        other[part][name] = value
+    good = copy.deepcopy(OWN) | {"node": "n1"}
+    return [good, good, other, other]
+
+
+def test_equal_proofs_say_nothing():
+    assert preflight.disagreements(OWN, proofs(), Config()) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "line"),
+    [
+        ("sees__run.dir", "unreadable (FileNotFoundError)",
+         "run.dir=/r: unreadable (FileNotFoundError) on node n2, 11 at the driver; all nodes must see the same"),
+        ("sees__checkpoint.url", "33",
+         "checkpoint.url=s3://b/c: 33 on node n2, 22 at the driver; all nodes must see the same"),
+        ("code__mine", "cc", "cluster: code of mine: cc on node n2, bb at the driver; all nodes must run the same"),
+        ("versions__torch", "2.12.0",
+         "cluster: versions of torch: 2.12.0 on node n2, 2.13.0 at the driver; all nodes must run the same"),
+    ],
+)  # fmt: skip
+def test_one_line_per_node_and_disagreement(key, value, line):
+    config = Config()
+    config.run.dir, config.checkpoint.url = "/r", "s3://user:secret@b/c"
+    assert preflight.disagreements(OWN, proofs(**{key: value}), config) == [line]
+
+
+def test_all_at_once():
+    lines = preflight.disagreements(
+        OWN, proofs(code__platform="x", versions__torch="y", versions__python="z"), Config()
+    )
+    assert [line.split(":")[1] for line in lines] == [" code of platform", " versions of python", " versions of torch"]
+
+
+def test_source_is_hashed_by_content_and_name(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    digests = {}
+    for package, text in (("one_a", "x = 1"), ("one_b", "x = 1"), ("two", "x = 2")):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("")
+        (tmp_path / package / "inner.py").write_text(text)
+        __import__(package)
+        digests[package] = source_digest(package)
+    assert digests["one_a"] == digests["one_b"] != digests["two"]
+    (tmp_path / "one_a" / "inner.py").rename(tmp_path / "one_a" / "other.py")
+    assert source_digest("one_a") != digests["one_a"]
+    (tmp_path / "module.py").write_text("y = 1")
+    __import__("module")
+    before = source_digest("module")
+    (tmp_path / "module.py").write_text("y = 2")
+    assert source_digest("module") != before
+    assert source_digest("platform") == source_digest("platform") and len(source_digest("platform")) == 12
+
+
+def test_a_proof_is_plain_and_names_what_cannot_be_read(config, tmp_path):
+    config.checkpoint.every, config.checkpoint.resume = 1, str(tmp_path / "step-00000002-000001-aaaaaa")
+    found = proof(config, tmp_path, "probe")
+    assert found["sees"] == dict.fromkeys(
+        ("run.dir", "checkpoint.url", "checkpoint.resume"), "unreadable (FileNotFoundError)"
+    )
+    (tmp_path / "probe").write_text("x")
+    assert len(proof(config, tmp_path, "probe")["sees"]["run.dir"]) == 12
+    assert found["versions"] == versions() and versions()["torch"].startswith("2.")
+
+
+def test_a_run_on_nodes_that_disagree_is_refused_and_leaves_nothing_behind(config):
+    config.checkpoint.every = 1
+    there, before = Path(config.run.dir), descendants()
+    with pytest.raises(ConfigError) as caught:
+        run_fake(config, 2, "OnAnotherNode")
+    assert gone(descendants() - before)
+    directory, storage, code = caught.value.violations
+    assert directory.startswith(f"run.dir={there}: unreadable (FileNotFoundError) on node n2, ")
+    assert storage.startswith(f"checkpoint.url={there}/checkpoints: unreadable (FileNotFoundError) on node n2, ")
+    assert code.startswith("cluster: code of platform: 0123 on node n2, ")
+    assert not there.exists()
+
+
+def test_probes_are_gone_whether_it_agrees_or_fails(config, job, tmp_path, monkeypatch):
+    config.checkpoint.every = 1
+    with open_crew("inline", job(1)) as crew:
+        assert preflight.refused(crew, config, tmp_path) == {}
+        assert not list(tmp_path.rglob(".probe-*"))
+        seen = []
+        monkeypatch.setattr(crew, "call", lambda *a: seen.append(list(tmp_path.rglob(".probe-*"))) or 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            preflight.refused(crew, config, tmp_path)
+        assert len(seen[0]) == 2 and not list(tmp_path.rglob(".probe-*"))
+
+
+def test_a_local_run_that_saves_nothing_proves_no_storage(config, job, tmp_path):
+    config.checkpoint.on_stop = False
+    with open_crew("inline", job(1)) as crew:
+        assert preflight.refused(crew, config, tmp_path) == {}
+        assert proof(config, tmp_path, "x")["sees"].keys() == {"run.dir"}
+    assert open_storage(str(tmp_path)).list("checkpoints") == {} and not Path(config.run.dir, "checkpoints").exists()

@@ -1,0 +1,102 @@
+import os
+import signal
+import time
+
+import pytest
+
+from platform.cluster.crew.base.crew import ByRank, seating
+from platform.cluster.crew.open import open_crew
+from platform.cluster.run import resources
+from platform.config.execution import Cluster
+from platform.config.fields import ConfigError
+from tests.harness.process_tree import descendants, gone
+from tests.harness.ray_machines import drain, private_cluster
+
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture(scope="module")
+def two_machines():
+    """A Ray cluster of its own that looks like two machines of 2 CPUs each, at RAY_ADDRESS."""
+    with private_cluster(head_cpus=2, PYTHONPATH=os.environ["PYTHONPATH"]) as cluster:
+        cluster.add_node(num_cpus=2)
+        yield cluster
+
+
+def wait(what, seconds=60):
+    """`seconds` only bound a failing test."""
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.full
+def test_a_crew_in_a_cluster_that_is_already_there(two_machines, job, monkeypatch):
+    import ray
+
+    said = []
+    with pytest.raises(ConfigError, match="cluster=ray: needs 5 CPUs, 4 there"):
+        resources.reserve_workers(Cluster(kind="ray", device="cpu"), 5, said.append)
+    assert resources.available_workers(Cluster(kind="ray")) == 4
+    assert resources.reserve_workers(Cluster(kind="ray"), 4, said.append).device == "cpu"
+    with open_crew("ray", job(4)) as crew:
+        crew.seat(job(4), seating(crew.members))
+        crew.call("form", ByRank(range(4)), 4, job(4).config, crew.store, 1, [0])
+        places = crew.call("place")
+        workers = {place["pid"] for place in places}
+        assert workers < descendants()
+    assert [place["GROUP_RANK"] for place in places] == ["0", "0", "1", "1"]
+    assert [place["LOCAL_RANK"] for place in places] == ["0", "1", "0", "1"]
+    assert {place["LOCAL_WORLD_SIZE"] for place in places} == {"2"}
+    assert not ray.is_initialized()
+    assert gone(workers)
+    ray.init(address=os.environ["RAY_ADDRESS"], logging_level="error")  # the cluster is still there, and free
+    two_machines.wait_for_nodes()
+    while ray.available_resources().get("CPU") != 4:
+        pass
+    ray.shutdown()
+
+
+def test_machines_go_and_come(two_machines, job, monkeypatch):
+    """Hired members wait for a place without keeping anybody; one on a machine about to go is known."""
+    other = next(iter(two_machines.worker_nodes))
+    assert resources.reserve_workers(Cluster(kind="ray"), 3, print).device == "cpu"
+    with open_crew("ray", job(3)) as crew:  # two on one machine, one on the other
+        nodes = {number: member.node.rpartition("/")[2] for number, member in crew.members.items()}
+        there = {number for number, node in nodes.items() if node == other.node_id}
+        assert len(there) in (1, 2) and crew.leaving == set()
+
+        crew.hire(3)  # there is room for one
+        wait(lambda: len(crew.members) == 4)
+        began = time.monotonic()
+        assert [crew.members.keys() for _ in range(20)] and crew.starting
+        assert time.monotonic() - began < 1
+
+        drain(two_machines, other)
+        wait(lambda: crew.leaving)
+        assert crew.leaving == {n for n, m in crew.members.items() if m.node.endswith(other.node_id)}
+        pids = {crew.members[number].pid for number in crew.leaving}
+        two_machines.remove_node(other, allow_graceful=False)
+        assert gone(pids)
+        wait(lambda: len(crew.members) == 2)
+        assert not crew.leaving
+
+        stopped = crew.members[min(crew.members)]
+        os.kill(stopped.pid, signal.SIGSTOP)
+        crew._dispose(stopped.number)
+        assert gone([stopped.pid])
+        wait(lambda: len(crew.members) == 2)  # its place is taken
+        two_machines.add_node(num_cpus=1)
+        wait(lambda: len(crew.members) == 3)
+        assert not crew.starting and not crew.unstarted
+
+        crew._notices.close()  # as if it had heard that the driver's own machine goes
+        crew._notices.nodes = frozenset([crew._here])
+        assert crew.leaving == crew.members.keys()
+
+
+def test_no_cluster_at_the_address(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with pytest.raises(ConfigError, match="cluster=ray: no Ray cluster at RAY_ADDRESS=127.0.0.1:1"):
+        resources.reserve_workers(Cluster(kind="ray"), 1, print)

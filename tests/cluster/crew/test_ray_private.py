@@ -1,0 +1,48 @@
+"""The embedded Ray is ours alone: who may connect, read or list."""
+
+import os
+import re
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from platform.cluster.crew.launchers import leftovers, ray_session
+from platform.cluster.crew.open import open_crew
+from tests.harness.process_tree import descendants
+
+pytestmark = pytest.mark.ray
+
+
+def listening(processes):
+    """The addresses on which these processes listen, as /proc has them: little-endian hexadecimal."""
+    inodes = {}
+    for process in processes:
+        for file in Path(f"/proc/{process}/fd").iterdir():
+            with suppress(OSError):  # it was closed meanwhile
+                if found := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(file)):
+                    inodes[found[1]] = process
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and words[9] in inodes:
+                found.add(words[1].partition(":")[0])
+    return found
+
+
+def test_an_embedded_ray_listens_on_loopback_asks_for_a_token_and_hides_its_files(job, monkeypatch):
+    made, make = [], ray_session._short_temporary_directory
+    monkeypatch.setattr(
+        "platform.cluster.crew.launchers.ray_session._short_temporary_directory",
+        lambda: made.append(Path(make())) or str(made[0]),
+    )
+    with open_crew("local", job(1)):
+        loopback = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+        ours = {*leftovers.marked(str(made[0])), *descendants(), os.getpid()}
+        found = listening(ours)
+        assert found and found <= loopback, found
+        assert stat.S_IMODE(made[0].stat().st_mode) == 0o700
+        assert os.environ["RAY_AUTH_MODE"] == "token"
+    assert not made[0].exists() and "RAY_AUTH_MODE" not in os.environ

@@ -1,0 +1,75 @@
+"""Generations of real collectives and a real model: survivors are freed by each other, and go on in their processes."""
+
+import time
+
+import pytest
+
+from platform.cluster.crew.base.crew import ByRank
+from platform.cluster.crew.base.failures import WorkerFailed
+from platform.cluster.crew.base.job import Job
+from platform.cluster.crew.open import open_crew
+from platform.plan.schedule.rows import stage_rows
+from platform.planning.choose_schedule import schedule_of
+from platform.planning.make_plan import make_plan
+from tests.cluster.crew.test_generations import fails, form
+from tests.harness.oracle import configure
+
+
+def left(tmp_path, generation, count, seconds):
+    """How many members have left by themselves, after at most this time."""
+    deadline = time.monotonic() + seconds
+    while (found := len([*tmp_path.glob(f"left-{generation}-*")])) < count and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return found
+
+
+def test_survivors_free_each_other(job, tmp_path):
+    """Gloo tells only the neighbours of a dead rank; the others are freed by those, without the driver's doing."""
+    six, five = job(6, "tests.doubles.gloo_worker:GlooWorker"), job(5, "tests.doubles.gloo_worker:GlooWorker")
+    with open_crew("processes", six) as crew:
+        form(crew, six, range(6), 1)
+        assert crew.call("turn") == [36.0] * 6
+        assert fails(crew, "turn", 2).kind == "died"
+        start = time.monotonic()
+        assert left(tmp_path, 1, count=5, seconds=20) == 5
+        print(f"5 of 5 survivors were free {time.monotonic() - start:.3f} s after the driver knew")
+        assert [failure.member.number for failure in crew.release()] == [2]
+        survivors = [*crew.members]
+        assert survivors == [0, 1, 3, 4, 5]
+        form(crew, five, survivors, 2)
+        assert crew.call("turn") == [25.0] * 5
+        with pytest.raises(WorkerFailed):  # the control: where nobody leaves, who is no neighbour waits on
+            crew.call("turn", 2, True)
+        assert left(tmp_path, 2, count=4, seconds=1) < 4
+
+
+def test_the_same_processes_train_under_another_plan(tmp_path):
+    """4 replicas lose one in a step and are 3, in place: the step has the same loss and gradient."""
+
+    def generation(crew, number, members):
+        c = configure(data=len(members), zero=1, microbatch=1, global_batch=12, vocab=300)
+        c.run.dir, c.data.kind = str(tmp_path), "synthetic"
+        plan, schedule = make_plan(c), schedule_of(c, len(members))
+        coordinates = [plan.mesh.coordinates(rank) for rank in range(plan.mesh.size)]
+        crew.seat(Job(c.to_dict(), coordinates, "cpu", tmp_path), members)
+        size, ranks = len(members), ByRank(range(len(members)))
+        formed = crew.call("form", ranks, size, c.to_dict(), crew.store, number, list(schedule.placement))
+        assert [worker["pid"] for worker in formed] == [crew.members[member].pid for member in members]
+        crew.call("build", [stage.plain() for stage in stage_rows(schedule)][0])
+
+    c = configure(data=4, global_batch=12, vocab=300)
+    job = Job(
+        c.to_dict(), [{"data": rank} for rank in range(4)], "cpu", tmp_path, "tests.doubles.failing_worker:KilledWorker"
+    )
+    with open_crew("processes", job) as crew:
+        generation(crew, 1, [0, 1, 2, 3])
+        [expected, *_] = crew.call("step", 1)
+        culprit = fails(crew, "step", 2)
+        assert (culprit.member.number, culprit.kind) == (1, "died"), culprit.cause
+        assert [failure.member.number for failure in crew.release()] == [1]
+        generation(crew, 2, [0, 2, 3])
+        report, *others = crew.call("step", 1)
+        assert others == [{"step": 1}, {"step": 1}]
+        for key in ("loss", "grad_norm"):
+            assert report[key] == pytest.approx(expected[key], rel=1e-12)
+        assert crew.call("step", 2)[0]["loss"] != expected["loss"]

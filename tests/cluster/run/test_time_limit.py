@@ -1,0 +1,25 @@
+"""When a run has to end by itself."""
+
+import pytest
+
+from platform.cluster.run.time_limit import seconds_left
+from platform.config.execution import Run
+
+SLURM = {"SLURM_JOB_END_TIME": "5000"}
+
+
+@pytest.mark.parametrize(
+    ("limit", "environment", "expected"),
+    [
+        ("", {}, None),
+        ("0", SLURM, None),  # typed: no limit
+        ("3600", SLURM, 3480.0),
+        ("1:00:00", {}, 3480.0),
+        ("1:30", {}, 45.0),  # of a short one half is left to run
+        ("", SLURM, 3880.0),
+        ("", {"SLURM_JOB_END_TIME": "100"}, 0.0),
+        ("", {"SLURM_JOB_END_TIME": "unlimited"}, None),
+    ],
+)
+def test_seconds(limit, environment, expected):
+    assert seconds_left(Run(time_limit=limit), environment, now=1000.0) == expected

@@ -1,0 +1,196 @@
+import math
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from platform.cluster.crew.base.watch import Watch
+from platform.cluster.wire.channel import Decoder, Garbled, encode
+from platform.cluster.wire.switchboard import Switchboard
+from tests.harness.dialled import dialled, frame, greeting
+
+
+@pytest.fixture
+def board():
+    board = Switchboard("127.0.0.1")
+    board.expect([0, 1])
+    yield board
+    board.close()
+
+
+def until(board, count, seconds=20):
+    events, deadline = [], time.monotonic() + seconds
+    while len(events) < count and time.monotonic() < deadline:
+        events += board.poll(0.5)
+    return events
+
+
+def test_messages_survive_any_cutting():
+    messages = [{"a": [1.5, math.inf, -math.inf]}, {"b": "é" * 5000}, {}]
+    stream = b"".join(map(encode, messages))
+    for size in (1, 7, 4096, len(stream)):
+        decoder, found = Decoder(), []
+        for at in range(0, len(stream), size):
+            found += decoder.feed(stream[at : at + size])
+        assert found == messages
+    [nan] = Decoder().feed(encode({"x": math.nan}))
+    assert math.isnan(nan["x"])
+    with pytest.raises(TypeError):
+        encode({"x": object()})
+
+
+@pytest.mark.parametrize("payload", [b"[]", b"\xff", b"[" * 3000, b'{"a":', b"9" * 4000])
+def test_what_is_no_message_is_garbled(payload):
+    with pytest.raises(Garbled):
+        list(Decoder().feed(frame(payload)))
+
+
+def test_large_messages_both_ways_at_once(board):
+    """8 MiB each: more than any socket buffer, so that both sides write in parts."""
+    (line, heard), large = dialled(board, 0, "here"), "x" * (8 << 20)
+    received = []
+
+    def member():
+        for message in line.messages():
+            received.append(message)
+            line.send(encode({"answer": 1, "value": large}))
+
+    threading.Thread(target=member, daemon=True).start()
+    assert heard == [(0, {"hello": {"number": 0, "node": "here", "pid": os.getpid()}})]
+    call = encode({"call": large})
+    for _ in range(3):
+        board.send(0, call)
+    assert until(board, 3) == [(0, {"answer": 1, "value": large})] * 3
+    assert received == [{"call": large}] * 3
+
+
+def hello(board, **changes):
+    return greeting(board.token(1), 1, **changes)
+
+
+def test_strangers_are_cut_off_and_harm_nobody(board, monkeypatch):
+    good, [(number, _)] = dialled(board, 0)
+    assert number == 0
+    hostile = {
+        "wrong proof": hello(board, proof="0" * 64),
+        "no proof": hello(board, proof=None),
+        "a proof that is no text": hello(board, proof=[1]),
+        "the proof for another nonce": hello(board, nonce="0" * 64),
+        "a number that nobody expects": greeting(board.token(7), 7),
+        "the number of another": greeting(board.token(1), 0),
+        "the number of who is there": greeting(board.token(0), 0),
+        "a number that is none": greeting(board.token(1), "1"),
+        "oversized": struct.pack("!I", 0xFFFFFFFF) + b"x",
+        "garbage": os.urandom(3000),
+        "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        "deep": frame(b"[" * 3000),
+        "no greeting": frame(b'{"answer": 0}'),
+    }
+    for what, data in hostile.items():
+        stranger = socket.create_connection(board.address)
+        stranger.settimeout(20)
+        stranger.sendall(data)
+        assert board.poll(0.2) == [], what
+        try:
+            assert stranger.recv(1) == b"", what
+        except ConnectionResetError:
+            pass
+    monkeypatch.setattr("platform.cluster.wire.switchboard._GREETING_SECONDS", 0.3)
+    silent = socket.create_connection(board.address)
+    silent.settimeout(20)
+    assert board.poll(0.1) == board.poll(0.5) == board.poll(0.1) == []
+    assert silent.recv(1) == b""
+    good.send(encode({"answer": 5, "value": None}))
+    assert until(board, 1) == [(0, {"answer": 5, "value": None})]
+    late, [(number, _)] = dialled(board, 1)  # the number that they tried is still free
+    assert number == 1
+    late.close()
+    assert until(board, 1) == [(1, None)]
+
+
+def test_a_member_that_speaks_nonsense_is_lost_alone(board):
+    (line, _), (other, _) = dialled(board, 0), dialled(board, 1)
+    line.send(b"\xff" * 100)
+    assert until(board, 1) == [(0, None)]
+    board.send(0, encode({}))  # to somebody who is gone
+    other.send(encode({"answer": 5, "value": None}))
+    assert until(board, 1) == [(1, {"answer": 5, "value": None})]
+
+
+def test_many_connections_from_one_process(board):
+    """More than the usual limit of 1024 descriptors; the members live in a process of their own."""
+    count = 1200
+    board.expect(range(count))
+    script = """
+import sys
+from platform.cluster.wire.channel import dial, encode
+from platform.cluster.wire.files import allow_many_files
+allow_many_files()
+port, tokens = int(sys.argv[1]), sys.stdin.read().split()
+lines = [dial(("127.0.0.1", port), token, number) for number, token in enumerate(tokens)]
+for line in lines:
+    line.send(encode({"answer": next(line.messages())["call"], "value": None}))
+lines[0]._connection.recv(1)
+"""
+    process = subprocess.Popen([sys.executable, "-c", script, str(board.address[1])], stdin=subprocess.PIPE)
+    try:
+        with process.stdin:
+            process.stdin.write("\n".join(map(board.token, range(count))).encode())
+        assert {number for number, message in until(board, count)} == set(range(count))
+        call = encode({"call": 1})
+        for number in range(count):
+            board.send(number, call)
+        answers = until(board, count)
+        assert {number for number, message in answers if message == {"answer": 1, "value": None}} == set(range(count))
+        process.kill()
+        assert {number for number, message in until(board, count) if message is None} == set(range(count))
+    finally:
+        process.kill()
+        process.wait()
+
+
+def beat(seconds, waiting=False, section="forward"):
+    return {"call": "step(3)", "section": section, "seconds": seconds, "waiting": waiting}
+
+
+def test_who_hangs():
+    watch, pending = Watch(10.0, start=0.0), {0, 1, 2}
+    assert not watch.ask(pending, 8.9) and watch.patience(8.0) == 1.0
+    assert set(watch.ask(pending, 9.0)) == pending and not watch.ask(pending, 9.1)
+    watch.heard(0, beat(9.0, waiting=True), 9.0)
+    watch.heard(1, beat(2.0), 9.0)
+    assert watch.hung(pending, 9.9) == ({}, set())
+    assert watch.hung(pending, 10.0) == ({2: "no sign of life for 1.0 s"}, {2})
+    watch.heard(2, beat(10.0, waiting=True), 10.0)
+    assert watch.hung(pending, 16.9) == ({}, set())  # rank 1 goes on
+    watch.heard(1, beat(10.0), 17.0)
+    assert watch.hung(pending, 17.0) == ({1: "10.0 s at step(3): forward"}, {1})
+    watch.heard(1, beat(6.0, waiting=True), 24.0)  # it went on at 18.0, and has waited since
+    assert watch.hung(pending, 27.9) == ({}, set())
+    hung, blamed = watch.hung(pending, 28.0)
+    assert hung.keys() == pending and not blamed
+    watch.answered(27.0)  # another one: those that waited for it may go on
+    assert watch.hung(pending, 36.9) == ({}, set()) and watch.hung(pending, 37.0)[0]
+    watch.heard(1, {"call": "", "section": "", "seconds": 50.0, "waiting": False}, 37.0)  # its answer is under way
+    assert watch.hung(pending, 37.0) == ({}, set())
+
+
+def test_silence_in_a_call_without_a_limit():
+    """A stopped process is found in a call that may take as long as it likes."""
+    watch, pending = Watch(math.inf, start=0.0, silence=10.0), {0, 1}
+    assert watch.patience(0.0) == 9.0 and set(watch.ask(pending, 9.0)) == pending
+    watch.heard(0, beat(9.0), 9.1)
+    assert watch.hung(pending, 18.9) == ({}, set())
+    assert watch.hung(pending, 19.0) == ({1: "no sign of life for 10.0 s"}, {1})
+    watch.heard(1, beat(1000.0), 19.0)
+    assert watch.hung(pending, 2000.0) == ({}, set())
+
+
+def test_no_limit_asks_nobody():
+    watch = Watch(math.inf, start=0.0)
+    assert watch.patience(1e9) == math.inf and not watch.ask({0}, 1e9) and watch.hung({0}, 1e9) == ({}, set())

@@ -1,0 +1,136 @@
+"""What anybody can send to the driver's listener, and what a member can that is out of its mind: it is their end."""
+
+import errno
+import os
+import random
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
+
+import pytest
+
+from platform.cluster.crew.base.rendezvous import Rendezvous
+from platform.cluster.wire import switchboard
+from platform.cluster.wire.channel import dial, encode
+from platform.cluster.wire.files import OWN, PER_MEMBER
+from platform.cluster.wire.switchboard import Switchboard
+from tests.harness.dialled import dialled, frame, greeting
+
+
+@pytest.fixture
+def board():
+    board = Switchboard("127.0.0.1")
+    board.expect([0, 1])
+    yield board
+    board.close()
+
+
+def cut_off(board, data):
+    """Sends `data` as a stranger and asserts that nobody hears of it and that its connection ends."""
+    with socket.create_connection(board.address) as stranger:
+        stranger.settimeout(20)
+        stranger.sendall(data)
+        assert board.poll(0.2) == []
+        with suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
+
+
+def test_a_lone_surrogate_for_a_token(board):
+    cut_off(board, frame(b'{"hello":{"token":"\\ud800","number":0}}'))
+    for field in ("proof", "nonce", "node"):
+        cut_off(board, greeting(board.token(0), 0, **{field: "\ud800"}))
+
+
+def test_a_number_is_neither_a_bool_nor_a_float(board):
+    for number in (True, 1.0, "1", None, [1], 10**3000):
+        cut_off(board, greeting(board.token(1), number))
+
+
+def test_who_has_one_token_cannot_claim_another_number(board):
+    cut_off(board, greeting(board.token(0), 1))
+    member, _ = dialled(board, 1)
+    cut_off(board, greeting(board.token(1), 1))  # nor its own again
+    member.close()
+
+
+def test_who_answers_without_the_token_is_not_taken_for_the_driver(board):
+    with socket.create_server(("127.0.0.1", 0)) as fake, ThreadPoolExecutor(1) as pool:
+        line = pool.submit(dial, fake.getsockname(), board.token(0), 0)
+        with fake.accept()[0] as connection:
+            connection.sendall(encode({"welcome": "0" * 64}))
+            with pytest.raises(PermissionError):
+                line.result(20)
+
+
+def test_a_member_that_a_flood_pushed_out_dials_again(board, monkeypatch):
+    monkeypatch.setattr(board, "_most_strangers", lambda: 0)
+    with ThreadPoolExecutor(1) as pool:
+        line = pool.submit(dial, board.address, board.token(0), 0)
+        for _ in range(5):
+            assert board.poll(0.1) == []
+        monkeypatch.undo()
+        while not (heard := board.poll(0.1)):
+            pass
+        assert [number for number, _ in heard] == [0] and line.result(20)
+
+
+def test_strangers_leave_the_members_their_descriptors(monkeypatch):
+    monkeypatch.setattr(switchboard, "allow_many_files", lambda: OWN + PER_MEMBER * 2 + 40)
+    board = Switchboard("127.0.0.1")
+    board.expect([0, 1])
+    with closing(board), ExitStack() as opened:
+        for _ in range(100):
+            opened.enter_context(socket.create_connection(board.address))
+        board.poll(0.2)
+        assert len(board._strangers) == 40
+
+
+def test_a_driver_without_a_free_descriptor_does_not_spin(board, monkeypatch):
+    tries = []
+
+    def none_free(listener):
+        tries.append(listener)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with socket.create_connection(board.address):
+        monkeypatch.setattr(socket.socket, "accept", none_free)
+        assert board.poll(0.5) == []
+    assert 1 <= len(tries) < 20
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {},
+        {"answer": 1},
+        {"answer": True, "value": 1},
+        {"answer": "1", "value": 1},
+        {"answer": 1, "error": 5},
+        {"answer": 1, "error": "x", "value": 1},
+        {"beat": 1},
+        {"beat": 1, "progress": {}},
+        {"beat": 1, "progress": {"call": "", "section": "", "seconds": "long", "waiting": False}},
+        {"hello": {}},
+    ],
+    ids=str,
+)
+def test_a_member_that_says_what_no_member_says_is_lost_alone(board, message):
+    line, _ = dialled(board, 0)
+    line.send(encode(message))
+    assert board.poll(1.0) == [(0, None)]
+
+
+def test_the_store_of_a_generation_outlives_what_strangers_send():
+    """torch's own server, in the driver's process."""
+    from torch.distributed import TCPStore
+
+    rendezvous = Rendezvous("127.0.0.1")
+    rendezvous.start()
+    member = TCPStore(*rendezvous.address, is_master=False)
+    draw = random.Random(0)
+    for number in range(300):
+        with socket.create_connection(rendezvous.address) as stranger, suppress(ConnectionError):
+            head = draw.choice((b"", b"\0", b"\x3c\x85\xf7\x09", draw.randbytes(1)))
+            stranger.sendall(head + draw.choice((draw.randbytes(90), b"\xff" * 90, b"\1" + b"\x7f" * 16)))
+        member.set("alive", str(number))
+        assert member.get("alive") == str(number).encode()

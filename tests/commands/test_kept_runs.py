@@ -1,0 +1,89 @@
+"""Runs that earlier versions left behind, kept in `kept_runs`, go on under this one and end as if never interrupted.
+
+Each folder there holds `arguments.txt`, what was typed, and `run`, the run directory after `train.stop_at`. Nothing in
+them is ever changed: a later version adds a folder of its own where it writes something new.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from platform.checkpoint.moves.reshard import read_tensor
+from platform.checkpoint.storage.catalogue import attempts, verify
+from platform.checkpoint.storage.storage import Storage, open_storage
+from platform.monitor import JsonLines, MetricsLog
+from tests.commands.test_end_to_end import command, in_this_process
+
+KEPT = sorted(path for path in (Path(__file__).parent / "kept_runs").iterdir() if path.is_dir())
+ONE_PROCESS = ["cluster=inline", "tensor=serial", "parallel.data=1", "parallel.zero=0"]
+
+
+def rows(run: Path) -> dict[int, dict]:
+    """The metrics by step; after a rollback the last row counts."""
+    return {row["step"]: row for row in MetricsLog.read(run / "metrics.jsonl")}
+
+
+def without_plan(typed: list[str]) -> list[str]:
+    return [a for a in typed if not a.startswith(("cluster=", "tensor=", "tensor.axes", "parallel.", "pipeline"))]
+
+
+def newest(storage: Storage) -> dict[str, torch.Tensor]:
+    directory = max(attempt.directory for attempt in attempts(storage))
+    manifest = verify(storage, directory)
+    return {name: read_tensor(storage, directory, manifest, name) for name in manifest.tensors}
+
+
+def equals_the_uninterrupted(run: Path, kept: Path, tmp_path: Path, typed: list[str]) -> None:
+    whole = tmp_path / "whole"
+    done = in_this_process(*without_plan(typed), *ONE_PROCESS, f"run.dir={whole}", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found, wanted = rows(run), rows(whole)
+    assert found.keys() == wanted.keys() and len(rows(kept)) < len(wanted)
+    for step, want in wanted.items():
+        numbers = [key for key in ("loss", "grad_norm", "lr", "val_loss") if key in want]
+        for key in numbers:
+            assert found[step][key] == pytest.approx(want[key], rel=1e-9, abs=0), (step, key)
+        assert (found[step]["samples"], found[step]["tokens"]) == (want["samples"], want["tokens"])
+    here, there = (newest(open_storage(str(where / "checkpoints"))) for where in (run, whole))
+    assert here.keys() == there.keys()
+    for name, tensor in there.items():
+        assert torch.allclose(here[name], tensor, rtol=1e-8, atol=1e-11), name
+
+
+def copied(kept: Path, tmp_path: Path) -> tuple[Path, list[str]]:
+    shutil.copytree(kept / "run", tmp_path / "run")
+    return tmp_path / "run", (kept / "arguments.txt").read_text().splitlines()
+
+
+@pytest.mark.parametrize("kept", KEPT, ids=lambda path: path.name)
+def test_a_kept_run_goes_on_and_equals_the_uninterrupted(tmp_path, kept):
+    run, typed = copied(kept, tmp_path)
+    last, generation = max(rows(run)), max(e["generation"] for e in JsonLines.read(run / "journal.jsonl"))
+    done = in_this_process(*without_plan(typed), *ONE_PROCESS, f"run.dir={run}", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"continues after step {last}" in done.stdout
+    restored = [e for e in JsonLines.read(run / "journal.jsonl") if e["event"] == "restored"][-1]
+    assert restored["step"] == last and restored["generation"] > generation, "generations do not go on"
+    equals_the_uninterrupted(run, kept / "run", tmp_path, typed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kept", KEPT, ids=lambda path: path.name)
+def test_a_kept_run_goes_on_by_its_own_command(tmp_path, kept):
+    run, typed = copied(kept, tmp_path)
+    done = command(*typed, f"run.dir={run}", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    changed = {line.split()[1] for line in done.stdout.splitlines() if line.startswith("changed  ")}
+    assert changed == {"elastic.faults:", "train.stop_at:"}, done.stdout
+    equals_the_uninterrupted(run, kept / "run", tmp_path, typed)
+
+
+@pytest.mark.parametrize("kept", KEPT, ids=lambda path: path.name)
+def test_a_kept_run_of_another_identity_is_refused(tmp_path, kept):
+    run, typed = copied(kept, tmp_path)
+    done = in_this_process(*typed, "seed=1", f"run.dir={run}", cwd=tmp_path)
+    assert done.returncode == 2 and "seed: 0 there, 1 here" in done.stderr, done.stderr

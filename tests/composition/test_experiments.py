@@ -1,0 +1,135 @@
+"""Every file under conf/ composes, alone and with each other; the models are those that the papers print."""
+
+import re
+import shlex
+
+import pytest
+
+from platform.launch import CONF, compose
+from platform.planning.make_plan import make_plan
+from tests.harness.pairwise import product
+from tests.harness.suite import suite
+
+EXPERIMENTS, MODELS, TENSORS, BRANCHES = (
+    sorted(path.stem for path in (CONF / group).glob("*.yaml")) for group in ("experiment", "model", "tensor", "branch")
+)
+
+
+CASES = product({"experiment": EXPERIMENTS, "tensor": TENSORS, "branch": BRANCHES}, lambda case: True)
+
+
+@suite("experiments x schemes x branches", CASES)
+def test_every_experiment_with_every_scheme(case):
+    config = compose(
+        [f"+{group}={option}" if group == "experiment" else f"{group}={option}" for group, option in case.items()]
+    )
+    assert (config.tensor.scheme, config.branch.kind) == (case["tensor"], case["branch"])
+    assert make_plan(config).mesh.size >= config.parallel.data
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_an_experiment_begins_with_its_command(experiment):
+    package, first, *_ = (CONF / "experiment" / f"{experiment}.yaml").read_text().splitlines()
+    assert package == "# @package _global_"
+    command, expected = re.fullmatch(r"# (python -m platform\.launch .*?)   +(.+)", first).groups()
+    arguments = shlex.split(command)[3:]
+    assert arguments[0] == f"+experiment={experiment}" and expected
+    make_plan(compose(arguments))
+
+
+def test_what_runs_for_hours_saves_by_the_clock():
+    """A crash of the driver costs half an hour at most; a laptop's minutes may be done again."""
+    every = {e: compose([f"+experiment={e}"]).checkpoint.every for e in EXPERIMENTS}
+    short = {"gpt_quick", "elastic_demo", "two_layer"}
+    assert every == {e: 0 if e in short else "30m" for e in EXPERIMENTS}
+
+
+@pytest.mark.parametrize(("group", "option"), [(p.parent.name, p.stem) for p in sorted(CONF.glob("*/*.yaml"))])
+def test_every_file_says_what_it_is_and_composes(group, option):
+    assert (CONF / group / f"{option}.yaml").read_text().startswith("# ")
+    if group != "experiment":
+        own = {"text": ["data.path=x"], "pairs": ["model=t5_tiny"], "file": ["pipeline.file=x"]}.get(option, [])
+        compose([f"{group}={option}", *own])
+
+
+def size(model: str) -> int:
+    """The number of its parameters."""
+    return make_plan(compose([f"model={model}"])).parameter_count
+
+
+# Megatron's table 1 (Narayanan et al. 2021) as printed: billions of parameters, heads, d_model, layers.
+TABLE_1 = """
+1.7 24 2304 24
+3.6 32 3072 30
+7.5 32 4096 36
+18.4 48 6144 40
+39.1 64 8192 48
+76.1 80 10240 60
+145.6 96 12288 80
+310.1 128 16384 96
+529.6 128 20480 105
+1008.0 160 25600 128
+"""
+
+
+@pytest.mark.parametrize("row", TABLE_1.split("\n")[1:-1])
+def test_table_1(row):
+    billions, heads, d_model, layers = row.split()
+    name = "1t" if billions == "1008.0" else billions.replace(".", "_") + "b"
+    model = compose([f"model=gpt_{name}"]).model
+    assert (model.heads, model.d_model, model.layers) == (int(heads), int(d_model), int(layers))
+    assert f"{size(f'gpt_{name}') / 1e9:.1f}" == billions
+
+
+# Mesh-TensorFlow's table 2 (Shazeer et al. 2018) as printed, but for d_ff 65516, which is 65536: d_ff, heads, billions.
+TABLE_2 = """
+4096 4 0.14
+8192 8 0.22
+16384 16 0.37
+32768 32 0.67
+65536 64 1.28
+131072 128 2.48
+262144 256 4.90
+"""
+
+
+@pytest.mark.parametrize("row", TABLE_2.split("\n")[1:-1])
+def test_mesh_tensorflows_table_2(row):
+    d_ff, heads, billions = row.split()
+    model = compose([f"model=mesh_lm_{heads}"]).model
+    assert (model.d_model, model.d_kv, model.d_ff, model.heads) == (1024, 256, int(d_ff), int(heads))
+    assert f"{size(f'mesh_lm_{heads}') / 1e9:.2f}" == billions
+
+
+@pytest.mark.parametrize(
+    ("model", "billions"),
+    [
+        ("transformer_base", 0.0631),
+        ("t5_large_mod", 0.7377),
+        ("cube_bert", 1.272),
+        ("gpt2_124m", 0.1244),
+        ("gpt3_125m", 0.1252),
+        ("gpt3_1_3b", 1.316),
+        ("gpt3_6_7b", 6.658),
+        ("gpt3_13b", 12.85),
+        ("gpt_175b", 174.6),
+        ("llama_8b", 8.030),
+    ],
+)
+def test_the_sizes_of_models(model, billions):
+    assert size(model) / 1e9 == pytest.approx(billions, rel=1e-3)
+
+
+def test_every_model_has_its_size_in_its_name_or_comment():
+    assert len(MODELS) >= 18
+    for model in MODELS:
+        assert re.search(r"\d(\.\d+)?[MB]\b", (CONF / "model" / f"{model}.yaml").read_text()), model
+
+
+def test_gpt175b_shrinks_to_a_laptop():
+    shrunk = "model.layers=2 model.d_model=64 model.heads=4 model.length=32 model.vocab=512 tensor.axes.t=2"
+    shrunk += " pipeline.stages=2 pipeline.chunks=2"
+    rest = "train.steps=5 train.global_batch=8 train.microbatch=2 cluster.device=cpu"
+    config = compose(["+experiment=gpt175b", *shrunk.split(), *rest.split()])
+    assert (config.model.layers, config.tensor.axes, config.precision) == (2, {"t": 2}, "bf16")
+    assert make_plan(config).mesh.size == 4

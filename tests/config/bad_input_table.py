@@ -1,0 +1,251 @@
+"""Command lines that are refused, and how: the table of tests/config/test_bad_input.py."""
+
+# key | the least | the most. One below and one above are refused, with the bound as the nearest legal.
+NUMBERS = """
+seed 0 9223372036854775807
+recompute_every 1 10000
+train.steps 1 1000000000000
+train.stop_at 0 1000000000000
+train.global_batch 1 100000000
+train.microbatch 1 1000000
+model.layers 1 1000
+model.d_model 1 1048576
+model.heads 1 65536
+model.kv_heads 0 65536
+model.d_kv 0 65536
+model.d_ff 0 16777216
+model.length 1 16777216
+model.source_length 0 16777216
+model.vocab 1 16777216
+model.io 1 16777216
+model.hidden 1 16777216
+model.buckets 4 65536
+model.distance 1 1000000000000
+optimizer.warmup_steps 0 1000000000000
+parallel.data -1 1000000
+tensor.axes.t 1 1000000
+branch.axes.g 1 1000000
+pipeline.stages 1 1000
+pipeline.chunks 1 1000
+checkpoint.keep 1 1000000000000
+checkpoint.keep_every 0 1000000000000
+eval.every 0 1000000000000
+eval.batches 1 1000000
+elastic.min_workers 0 1000000
+elastic.max_workers 0 1000000
+elastic.spares 0 1000000
+elastic.attempts 1 1000000
+elastic.snapshot_every 0 1000000000000
+cluster.threads 0 4096
+monitor.every 1 1000000000000
+monitor.sample 0 1000000
+"""
+
+# key | a value below, as it is shown | the nearest legal | a value above | the nearest legal
+REALS = """
+optimizer.lr -1.0 0 1e+308 1000000.0
+optimizer.eps 0.0 - 1e+300 1000000.0
+optimizer.weight_decay -0.5 0 1e+308 1000000.0
+optimizer.clip -1e-09 0 1e+300 1000000000000
+optimizer.min_lr -0.1 0 1.5 1
+model.dropout -0.1 0 1.0 -
+model.label_smoothing -0.1 0 1.0 -
+model.rope_theta 0.0 - 1e+300 1000000000000
+data.validation -0.1 0 1.0 -
+train.spike -1.0 0 1e+300 1000000000000
+run.time_margin -1.0 0 1e+300 100000000
+elastic.wait -1.0 0 1e+300 100000000
+elastic.hang_seconds 0.0 - 1e+300 100000000
+elastic.slow -1.0 0 1e+300 1000000000000
+cluster.wait -1.0 0 1e+300 100000000
+"""
+
+# what is typed | how a line begins | what is in it further on
+TABLE = r"""
+train.stepz=5 | train.stepz=5: unknown key | train.steps
+modle.layers=5 | modle.layers=5: unknown key | model.layers
+Seed=5 | Seed=5: unknown key | seed
+optimzer.lr=5 | optimzer.lr=5: unknown key | optimizer.lr
+tensor.axis.t=2 | tensor.axis.t=2: unknown key | tensor
+precision=fp8 | precision=fp8: unknown | fp64
+recompute=all | recompute=all: unknown | full
+model.norm=batch | model.norm=batch: unknown | layernorm
+model.activation=gulu | model.activation=gulu: unknown | gelu
+model.positions=learnt | model.positions=learnt: unknown | learned
+model.kind=decodr | model.kind=decodr: unknown | decoder
+data.kind=txt | data.kind=txt: unknown | text
+data.objective=casual | data.objective=casual: unknown | causal
+optimizer.kind=adam | optimizer.kind=adam: unknown | adamw
+optimizer.schedule=cosin | optimizer.schedule=cosin: unknown | cosine
+parallel.zero=2 | parallel.zero=2: unknown | 1, 3, 0
+parallel.zero=-1 | parallel.zero=-1: unknown | 0
+branch.order=middle | branch.order=middle: unknown | inner
+branch.slice_via=gather | branch.slice_via=gather: unknown | all_gather
+pipeline.kind=1f1c | pipeline.kind=1f1c: unknown | 1f1b
+train.on_spike=ignore | train.on_spike=ignore: unknown | rollback
+tensor.gathered=never | tensor.gathered=never: unknown | keep
+cluster.kind=rey | cluster.kind=rey: unknown | ray
+cluster.device=gpu | cluster.device=gpu: unknown | cuda
+monitor.kind=tensorboard | monitor.kind=tensorboard: unknown | console
+model=gpt_tinny | model=gpt_tinny: unknown | gpt_tiny
+tensor=4d | tensor=4d: unknown | 3d
+branch=dps | branch=dps: unknown | dsp
+pipeline=gpip | pipeline=gpip: unknown | gpipe
+data=stdlb | data=stdlb: unknown | stdlib
+optimizer=adamv | optimizer=adamv: unknown | adamw
+cluster=slurm | cluster=slurm: unknown | local
+monitor=wanbd | monitor=wanbd: unknown | wandb
+experiment=gpt_quik | experiment=gpt_quik: unknown | gpt_quick
+experiment=[gpt_quick,nope] | experiment=nope: unknown | gpt_quick
+experiment=3 | experiment=3: must be a name
+experiment={a:1} | experiment={a:1}: 
+experiment=[gpt_quick,[a]] | experiment=[gpt_quick,[a]]: must be a name
+model.layers=??? | model.layers=???: must be given | 2
+model=null | model=null: must be a name
+train=5 | train=5: 
+train=null | train=null: must be given
+elastic.faults=null | elastic.faults=null: must be given
+tensor.axes={t:null} | tensor.axes={t:null}: 
+tensor.axes={t:a} | tensor.axes={t:a}: 
+tensor.axes=[1] | tensor.axes=[1]: 
+elastic.faults=[[5:kill:1]] | elastic.faults=[[5:kill:1]]: | must be a list, each of it text
+elastic.faults=[{a:1}] | elastic.faults=[{a:1}]: 
+elastic.faults=5:kill:1 | elastic.faults=5:kill:1: 
+resume.allow=[[a]] | resume.allow=[[a]]: 
+extend=[[a]] | extend=[[a]]: 
+extend=[1] | extend=1: must be the name of a module
+extend=["a b"] | extend=a b: must be the name of a module
+extend=[no_such_module_here] | extend=no_such_module_here: cannot be imported
+extend=["../evil"] | extend=../evil: must be the name of a module
+optimizer.betas=[a,b] | optimizer.betas=[a,b]: 
+optimizer.betas=[nan,0.9] | optimizer.betas.0=nan: must be >= 0
+optimizer.betas=[0.9,inf] | optimizer.betas.1=inf: must be >= 0
+optimizer.betas=[] | optimizer.betas=[]: must be two numbers | [0.9, 0.95]
+seed=nan | seed=nan: must be an integer | 0
+seed=inf | seed=inf: must be an integer | 0
+seed=1e400 | seed=1e400: must be an integer | 0
+seed=1.0 | seed=1.0: must be an integer | 1
+seed=true | seed=true: must be an integer
+seed='' | seed='': must be an integer | 0
+seed= | seed=: must be an integer | 0
+seed=[1] | seed=[1]: must be an integer | 0
+seed={a:1} | seed={a:1}: must be an integer | 0
+seed=0x10 | seed=0x10: must be an integer
+seed=٣x | seed=٣x: must be an integer
+seed=🐍 | seed=🐍: must be an integer | 0
+seed=1,2 | seed=1,2: several values
+seed=range(3) | seed=range(3): several values
+seed=${nope} | seed=${nope}: 
+seed=${seed} | seed=${seed}: 
+seed=${oc.env:NO_SUCH_VARIABLE} | seed=${oc.env:NO_SUCH_VARIABLE}: 
+seed=${oc.nope:1} | seed=${oc.nope:1}: 
+seed | seed: must be KEY=VALUE | train.steps
+~seed=5 | ~seed=5: must be KEY=VALUE
+=5 | =5: must be KEY=VALUE
+seed@x=5 | seed@x=5: 
+model@x=gpt_tiny | model@x=gpt_tiny: 
+hydra.run.dir=x | hydra.run.dir=x: Hydra's own keys do nothing here | --config-dir
+hydra.searchpath=[/] | hydra.searchpath=[/]: Hydra's own keys do nothing here | --config-dir
+hydra/launcher=basic | hydra/launcher=basic: Hydra's own keys | --config-dir
+model.heads=5 | model.heads=5: must divide model.d_model=128 | 4, 
+model.heads=3 model.d_model=1000003 | model.heads=3: must divide model.d_model=1000003 | 1, 1000003
+model.kv_heads=3 | model.kv_heads=3: must divide model.heads=4 | 2, 4, 1
+model.positions=rope model.d_kv=17 | model.d_kv=17: | 16, 18
+model.positions=rope model.heads=128 | model.heads=128: | 64, 32, 16
+model.positions=relative model.distance=8 | model.distance=8: must be more than half
+model.source_length=8 | model.source_length=8: | 0
+model.kind=encoder | monitor.sample=64: model.kind=encoder generates no text | 0
+data.objective=masked | data.objective=masked: | causal
+data=pairs | data.objective=pairs: 
+train.stop_at=301 | train.stop_at=301: must be <= train.steps=300 | 300
+optimizer.warmup_steps=400 | optimizer.warmup_steps=400: must be <= train.steps=300 | 300
+eval.every=5 data.validation=0 | data.validation=0: eval.every=5 needs a held-out split | 0.05
+data=text | data.path=: data=text needs a file | FILE
+pipeline.stages=4 | pipeline.stages=4: pipeline=none has one | 1
+pipeline.chunks=2 | pipeline.chunks=2: pipeline=none has one | 1
+pipeline=gpipe pipeline.chunks=2 | pipeline.chunks=2: pipeline=gpipe has one chunk | interleaved
+pipeline=1f1b pipeline.chunks=1000 | pipeline.chunks=1000: pipeline=1f1b has one chunk | 1
+pipeline=file | pipeline.file=: 
+pipeline.file=/a.csv | pipeline.file=/a.csv: only for pipeline=file
+branch.axes.g=2 | branch.axes.g=2: branch=none has no axes | none
+branch=dsp branch.axes.t=2 | branch.axes.t=2: tensor=1d has an axis t
+branch=dsp branch.axes.data=2 | branch.axes.data=2: the names stage and data
+tensor.axes.q=2 | tensor.axes.q=2: tensor=1d has no such axis | t
+tensor=serial tensor.axes.t=2 | tensor.axes.t=2: tensor=serial has no such axis | none
+tensor=3d tensor.axes.t=2 | tensor.axes.t=2: tensor=3d has no such axis | x, y, z
+tensor=layout tensor.axes.stage=2 | tensor.axes.stage=2: the names stage and data
+tensor=layout tensor.axes={a-b:2} | tensor.axes.a-b=2: an axis is named by letters
+tensor.layout=batch:t | tensor.layout=batch:t: only for tensor=layout
+tensor=layout tensor.axes.a=2 tensor.layout=batch:b | tensor.layout=batch:b: no such axis | a
+tensor=layout tensor.axes.a=2 tensor.layout=hedas:a | tensor.layout=hedas: no such dim | heads
+tensor=layout tensor.axes.a=2 tensor.layout={mpl:{d_ff:a}} | tensor.layout=mpl: no such region | mlp
+tensor=layout tensor.axes.a=2 tensor.layout={batch: 3} | tensor.layout=batch:3: must be the name of an axis
+tensor=layout tensor.axes.a=2 tensor.layout={batch:[[a]]} | tensor.layout=batch:
+tensor=layout tensor.axes.a=2 tensor.layout=5 | tensor.layout=5: must be dim:axis
+tensor=layout tensor.axes.a=2 tensor.layout={batch:[a | tensor.layout={batch:[a: not YAML
+tensor.order=[a] | tensor.regions.attention.heads=t: no such axis in tensor.order
+tensor.axes.t=3 | model.heads=4 is not divisible by tensor.axes.t=3 | tensor.axes.t=2 or 4
+tensor.axes.t=999983 parallel.data=1 | model.heads=4 is not divisible | tensor.axes.t=4
+tensor.axes.t=720720 parallel.data=1 | model.heads=4 is not divisible | tensor.axes.t=4
+tensor.axes.t=1000 parallel.data=1001 | parallel.data=1001: | 1000
+parallel.data=1000000 | parallel.data=1000000: | 500000
+parallel.data=0 | parallel.data=0: must be >= 1 | 1, -1
+train.global_batch=100000000 train.microbatch=1 | train.global_batch=100000000: is 50000000 microbatches | 400000
+pipeline=interleaved pipeline.stages=1000 pipeline.chunks=1000 | train.global_batch=16: is 2 microbatches
+pipeline=1f1b pipeline.stages=7 | pipeline.stages x pipeline.chunks=7 is more than the 6 units | 6
+elastic.faults=[3:burn:1] | elastic.faults=3:burn:1: must be STEP:KIND:RANK | 20:kill:3:backward
+elastic.faults=[-1:kill:1] | elastic.faults=-1:kill:1: must be STEP:KIND:RANK | 20:kill:3
+elastic.faults=["٣:kill:1"] | elastic.faults=٣:kill:1: must be STEP:KIND:RANK | 20:kill:3
+elastic.faults=[0:kill:1] | elastic.faults=0:kill:1: its step must be from 1 | 1:kill:1
+elastic.faults=[301:kill:1] | elastic.faults=301:kill:1: its step must be from 1 to train.steps=300 | 300:kill:1
+elastic.faults=[5:kill:4] | elastic.faults=5:kill:4: its rank must be below the 4 | 5:kill:3
+elastic.faults=[5:kill:999999] | elastic.faults=5:kill:999999: its rank must be below the 4 | 5:kill:3
+elastic.faults=[5:kill:1:bakward] | elastic.faults=5:kill:1:bakward: a step has no section | 5:kill:1:backward
+elastic.max_workers=2 elastic.min_workers=3 | elastic.max_workers=2: must be 0 or >= elastic.min_workers=3 | 0, 3
+elastic.spares=1 cluster=inline | elastic.spares=1: cluster=inline is a world of one | 0
+run.time_limit=soon | run.time_limit=soon: must be seconds or H:MM:SS | 3600
+run.time_limit=1:2:3:4 | run.time_limit=1:2:3:4: must be seconds | 3600
+run.time_limit=-5 | run.time_limit=-5: must be seconds | 3600
+run.time_limit=nan | run.time_limit=nan: must be seconds | 3600
+run.time_limit=1e300 | run.time_limit=1e+300: must be <= 100000000 seconds | 100000000
+resume.allow=[model.layers] run.dir=x | resume.allow=model.layers: | model.dropout
+resume.allow=[nope] run.dir=x | resume.allow=nope: no key of a run's identity
+resume.allow=[optimizer.lr] | resume.allow=optimizer.lr: needs the run to go on from | run.dir=DIRECTORY
+monitor.project='a/b c#' | monitor.project=a/b c#: W&B takes
+monitor.project='' | monitor.project=: W&B takes
+run.dir=/ | run.dir=/: is the root of the file system | a directory
+run.dir=//// | run.dir=/: is the root
+run.dir=~nosuchuser/x | run.dir=~nosuchuser/x: there is no user nosuchuser | ./~nosuchuser/x
+run.dir=/dev/null | run.dir=/dev/null: cannot be used (/dev/null is no directory) | a directory
+run.dir=/dev/null/x | run.dir=/dev/null/x: cannot be used | a directory
+run.dir=s3://a/b | run.dir=s3://a/b: must be a path | a path
+data.cache=/dev/null | data.cache=/dev/null: cannot be used (/dev/null is no directory) | a directory
+data.cache=/ | data.cache=/: is the root | a directory
+data.cache=~nosuchuser | data.cache=~nosuchuser: there is no user | ./~nosuchuser
+data=text data.path=~nosuchuser/x | data.path=~nosuchuser/x: there is no user | ./~nosuchuser/x
+data=text data.path=https://a/b | data.path=https://a/b: must be a path | a path
+checkpoint.url=/ | checkpoint.url=/: is the root | a directory
+checkpoint.url=/dev/null/x | checkpoint.url=/dev/null/x: cannot be used | a directory
+checkpoint.url=ftp://host/x | checkpoint.url=ftp://host/x: cannot be used: nothing can be saved through ftp | s3://
+checkpoint.url=github://x | checkpoint.url=github://x: cannot be used: nothing can be saved through github | s3:
+checkpoint.url=zip://x | checkpoint.url=zip://x: cannot be used: nothing can be saved through zip | a path
+checkpoint.url=reference://x | checkpoint.url=reference://x: cannot be used: nothing can be saved | a path
+checkpoint.url=http://x/y | checkpoint.url=http://x/y: cannot be used: nothing can be saved through http | a path
+checkpoint.url=https://u:secret@x/y | checkpoint.url=https://x/y: cannot be used: nothing can be saved | a path
+checkpoint.url=tar://x | checkpoint.url=tar://x: cannot be used: nothing can be saved | a path
+checkpoint.url=git://x | checkpoint.url=git://x: cannot be used: nothing can be saved | a path
+checkpoint.url=simplecache://x | checkpoint.url=simplecache://x: cannot be used: nothing can be saved | a path
+checkpoint.url=data://x | checkpoint.url=data://x: cannot be used: nothing can be saved | a path
+checkpoint.url=nosuch://x | checkpoint.url=nosuch://x: cannot be used: no storage is known by nosuch | a path
+checkpoint.url=s3:// | checkpoint.url=s3://: cannot be used: names no place | s3://BUCKET/PATH
+checkpoint.url=simplecache::s3://a/b | checkpoint.url=simplecache::s3://a/b: cannot be used: nothing | a path
+checkpoint.resume=s3:// | checkpoint.resume=s3://: cannot be used: names no | a path
+checkpoint.resume=nosuch://x | checkpoint.resume=nosuch://x: cannot be used: no storage is known | a path
+tensor.axes={} tensor=1d tensor.axes.q=2 | tensor.axes.q=2: tensor=1d has no such axis | t
+model.d_model=${model.heads}x | model.d_model=${model.heads}x: must be an integer
+model.dropout=half | model.dropout=half: must be a number | 0.0
+model.bias=maybe | model.bias=maybe: must be true or false | true
+model.tied=2 model.bias=x | model.bias=x: must be true or false | false
+elastic.replace=perhaps | elastic.replace=perhaps: must be true or false | true
+monitor.timeline=[] | monitor.timeline=[]: must be true or false | true
+"""

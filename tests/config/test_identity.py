@@ -1,0 +1,84 @@
+"""What a run's identity is, and what of it `resume.allow` frees."""
+
+import json
+
+import pytest
+
+from platform.config.bounds import flat_values
+from platform.config.checks import wrong_configuration
+from platform.config.fields import Config
+from platform.config.identity import FREE, MAY_CHANGE, differences, identity, refusal
+
+
+def refused(allow, **changes):
+    """What is said of a run of the default configuration when it goes on with these changes."""
+    there, here = identity(Config()), Config()
+    for key, value in changes.items():
+        *group, name = key.split("__")
+        setattr(getattr(here, group[0]) if group else here, name, value)
+    here.resume.allow = allow
+    return refusal(json.loads(json.dumps(there)), here, "run.dir", "here", "is of another run")  # as it was stored
+
+
+@pytest.mark.parametrize("allow", [["optimizer.lr", "optimizer.betas"], ["optimizer"]])
+def test_an_allowed_key_or_group_may_change(allow):
+    changes = {"optimizer__lr": 0.5, "optimizer__betas": [0.9, 0.99]}
+    assert refused(allow, **changes) == []
+    first, *keys = refused([], **changes)
+    assert first == (
+        "run.dir=here: is of another run, or go on with resume.allow=[optimizer.betas,optimizer.lr]. What differs:"
+    )
+    assert keys == ["optimizer.betas: [0.9, 0.95] there, [0.9, 0.99] here", "optimizer.lr: 0.001 there, 0.5 here"]
+
+
+def test_a_key_that_an_earlier_version_did_not_have_had_its_default():
+    there = identity(Config())
+    for group, name in (("model", "label_smoothing"), ("data", "validation"), ("optimizer", "min_lr")):
+        del there[group][name]
+    here = Config()
+    assert refusal(there, here, "run.dir", "here", "is of another run") == []
+    here.data.validation = 0.5
+    _, line = refusal(there, here, "run.dir", "here", "is of another run")
+    assert line.startswith("data.validation: 0.05 there, 0.5 here")
+
+
+def test_the_cure_keeps_what_is_allowed_already():
+    first, *keys = refused(["optimizer.lr"], optimizer__lr=0.5, model__dropout=0.1)
+    assert "resume.allow=[optimizer.lr,model.dropout]" in first and keys == ["model.dropout: 0.0 there, 0.1 here"]
+
+
+@pytest.mark.parametrize("key", ["model__d_model", "model__length", "seed", "data__validation", "optimizer__kind"])
+def test_what_is_fixed_cannot_be_allowed(key):
+    first, line = refused(["model", "data", "optimizer"], **{key: 7})
+    assert "resume.allow" not in first
+    assert line.startswith(key.replace("__", ".")) and "; fixed: " in line
+
+
+@pytest.mark.parametrize(
+    ("key", "reason", "legal"),
+    [
+        ("optimizr.lr", "no key of a run's identity", "optimizer.lr"), ("train.steps", "no key of a run", ""),
+        ("model.d_model", "the saved tensors are another model's", "model."), ("data.cache", "no key", "data."),
+        ("seed", "some would come twice, some never", ""), ("train.global_batch", "some would come twice", ""),
+        ("model.length", "some would come twice", ""), ("optimizer.kind", "another optimizer's", "optimizer."),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_allowed_is_refused_by_name(key, reason, legal):
+    config = Config()
+    config.resume.allow = ["optimizer", "model.dropout", key]
+    (line,) = wrong_configuration(config)
+    assert line.startswith(f"resume.allow={key}: ") and reason in line and f"; nearest legal: {legal}" in line
+
+
+def test_what_may_change_exists_and_is_of_the_identity():
+    config = Config()
+    keys = differences({}, identity(config)).keys()
+    assert {*FREE} < keys <= flat_values(config).keys()
+    config.resume.allow = [*FREE, *MAY_CHANGE]
+    assert wrong_configuration(config) == []
+
+
+def test_differences():
+    there, here = {"a": {"b": 1, "c": [1]}, "d": 2, "e": None}, {"a": {"b": 1, "c": [2]}, "d": {"x": 1}, "f": {"g": 3}}
+    assert differences(there, here) == {"a.c": ([1], [2]), "d": (2, {"x": 1}), "f.g": (None, 3)}
+    assert differences(there, there) == {}

@@ -1,0 +1,96 @@
+"""A crew of simulated workers, many per process, that notes what its calls cost the driver."""
+
+import multiprocessing
+import signal
+import time
+from dataclasses import dataclass, replace
+
+from platform.cluster.crew.base.job import assign
+from platform.cluster.crew.base.remote import RemoteCrew
+from tests.doubles.simulated_worker import node
+
+EXIT_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class Meter:
+    """Readings at one moment: seconds of the clock and of the driver's CPU (all threads), bytes to and from members."""
+
+    clock: float
+    cpu: float
+    sent: int
+    received: int
+
+    def __sub__(self, before):
+        return Meter(*(a - b for a, b in zip(vars(self).values(), vars(before).values(), strict=True)))
+
+
+@dataclass(frozen=True)
+class Call:
+    """`number`: as messages have it; `failed`: it raised."""
+
+    number: int
+    method: str
+    args: tuple
+    begin: Meter
+    end: Meter
+    failed: bool
+
+
+class SimulatedCrew(RemoteCrew):
+    """`per_node` members are threads of one process, which is a node: they die together."""
+
+    can_hire = True
+
+    def __init__(self, job, spares=0, *, per_node):
+        self.per_node, self.calls = per_node, []
+        super().__init__(job, spares)
+
+    def meter(self):
+        return Meter(time.monotonic(), time.process_time(), self._board.sent, self._board.received)
+
+    def call(self, method, *args, **keywords):
+        begin, failed = self.meter(), True
+        try:
+            values = super().call(method, *args, **keywords)
+            failed = False
+            return values
+        finally:
+            self.calls.append(Call(self._call, method, args, begin, self.meter(), failed))
+
+    def _open(self):
+        self._nodes = {}  # number -> its process
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["tests.doubles.simulated_worker"])  # torch is imported once
+        return "127.0.0.1"
+
+    def _launch(self, numbers):
+        for at in range(0, len(numbers), self.per_node):
+            of_node = numbers[at : at + self.per_node]
+            name = f"node{of_node[0] // self.per_node}"
+            places = [assign(self.job, n, local_rank=0, local_world_size=1, group_rank=0) for n in of_node]
+            # what is a process's own, its members have not
+            places = [replace(place, log="", environment={}, node=name) for place in places]
+            told = (places, self._board.address, [self._board.token(number) for number in of_node])
+            process = self._context.Process(target=node, args=told, name=name, daemon=True)
+            process.start()
+            self._nodes |= dict.fromkeys(of_node, process)
+
+    def _ended(self, number, seconds):
+        self._nodes[number].join(seconds)
+        code = self._nodes[number].exitcode
+        if code is None:
+            return None
+        return f"its node was killed by {signal.Signals(-code).name}" if code < 0 else f"its node's status is {code}"
+
+    def _kill(self, number):
+        """It ends when its connection is closed."""
+
+    def _dismiss(self, polite):
+        deadline = time.monotonic() + (EXIT_SECONDS if polite else 0.0)
+        processes = set(self._nodes.values())
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        for process in processes:
+            process.kill()
+            process.join()

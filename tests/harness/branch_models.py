@@ -1,0 +1,118 @@
+"""Small models of branches, each between an embedding and a head over vocab (model.heads branches of width model.d_kv):
+
+resnext   cardinality branches of bottleneck projections, summed, with a residual connection (Xie et al. 2017)
+mixed     the same with a function of its own in every branch
+grouped   branches that read slices of x and are concatenated: a grouped projection
+heads     multi-head attention as branches over the dim `heads`: equal to platform.model.blocks.Attention
+summed    a linear layer cut into slices and summed: the SUMMA remark of paper 002
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from platform.config.fields import Model as ModelConfig
+from platform.model import register_model
+from platform.model.blocks import STD, Attention, Embedding, Head, StackSpecs, dim_sizes, embedding_table
+from platform.model.branches import Branches, pointwise_per_branch
+from platform.plan.language.ops import Spec
+
+FUNCTIONS = ("gelu", "relu", "silu", "tanh")
+INNER = Spec.of("mlp", "length batch branch d_branch")
+STREAM = StackSpecs().stream
+
+
+class Branched:
+    """Embedding, one block of branches, head. `forward` as a decoder's."""
+
+    inputs = ("tokens", "labels")
+
+    def __init__(self, c: ModelConfig):
+        self.config = c
+        self.sizes = {**dim_sizes(c), "branch": c.heads, "d_branch": c.d_kv}
+        self.table = embedding_table(c)
+        self.embedding = Embedding("", c, StackSpecs(), self.table)
+        self.head = Head(c, StackSpecs(), self.table)
+        self.branches = self.block(c)
+
+    def block(self, c: ModelConfig) -> Any:
+        return Branches("block", STREAM, INNER, STREAM, std=STD)
+
+    def parameters(self):
+        parts = (self.embedding, self.branches, self.head)
+        return [self.table, *(p for part in parts for p in part.parameters())]
+
+    def forward(self, ops, inputs):
+        x = self.embedding(ops, inputs["tokens"])
+        return self.head.loss(ops, self.branched(ops, x), inputs["labels"])
+
+    def branched(self, ops, x):
+        return ops.pointwise("add", x, self.branches(ops, x, lambda ops, h: ops.pointwise("relu", h)))
+
+
+class Mixed(Branched):
+    def branched(self, ops, x):
+        functions = [FUNCTIONS[i % len(FUNCTIONS)] for i in range(self.config.heads)]
+        return ops.pointwise("add", x, self.branches(ops, x, pointwise_per_branch(functions, INNER)))
+
+
+class Grouped(Branched):
+    """d_model = branches x d_branch, on either side."""
+
+    def block(self, c):
+        part = Spec.of("mlp", "length batch branch d_part")
+        self.sizes["d_part"] = c.d_model // c.heads
+        return Branches("block", STREAM, INNER, STREAM, slices=part, join="concatenate", std=STD)
+
+
+class Summed(Branched):
+    def block(self, c):
+        part = Spec.of("mlp", "length batch branch d_branch")
+        return Branches("block", STREAM, part, STREAM, projections=(), slices=part, std=STD)
+
+    def branched(self, ops, x):
+        return self.branches(ops, x)
+
+
+class Heads(Branched):
+    """Attention as in blocks.Attention without norms, biases and residual connection."""
+
+    def block(self, c):
+        query = StackSpecs().query
+        self.attention = Attention("layers.0.attention", c, StackSpecs(), causal=True)
+        names = ("query", "key", "value")
+        out_std = STD / (2 * c.layers) ** 0.5
+        more = {"dim": "heads", "projections": names, "std": STD, "out_std": out_std}
+        return Branches("layers.0.attention", STREAM, query, STREAM, **more)
+
+    def branched(self, ops, x):
+        core = StackSpecs().core_query
+        query = StackSpecs().query
+
+        def inside(ops, q, k, v):
+            q, k, v = (ops.relayout(f"core.{n}", t, query, core) for n, t in (("q", q), ("k", k), ("v", v)))
+            a = ops.attention("attention", q, k, v, core, core, scale=self.attention.scale, causal=True)
+            return ops.relayout("core.context", a, core, query)
+
+        return self.branches(ops, x, inside)
+
+
+class Plain(Branched):
+    """What `heads` is equal to: the attention of platform.model.blocks, alone."""
+
+    def block(self, c):
+        return Attention("layers.0.attention", c, StackSpecs(), causal=True)
+
+    def parameters(self):
+        weights = [self.branches.query, self.branches.key, self.branches.value, self.branches.output]
+        return [self.table, *self.embedding.parameters(), *weights, *self.head.parameters()]
+
+    def branched(self, ops, x):
+        block = self.branches
+        block.enter, block.leave = (lambda ops, x: x), (lambda ops, x, y: y)
+        return block(ops, x)
+
+
+MODELS = {"resnext": Branched, "mixed": Mixed, "grouped": Grouped, "summed": Summed, "heads": Heads, "plain": Plain}
+for kind, model in MODELS.items():
+    register_model(kind, model)

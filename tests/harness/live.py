@@ -1,0 +1,118 @@
+"""Bytes of the storages that live on one rank: what `platform.planning.memory_budget.needed_bytes` predicts, counted.
+
+A rank is a thread (`tests.harness.threads`), and so is the mode that sees its operations.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from platform.config.fields import Config
+from platform.parallel.communicator.base import Communicator, SingleRank
+from platform.plan.core.plan import Plan
+from tests.harness.oracle import trainer_of
+from tests.harness.threads import run_threads
+
+
+class Live(TorchDispatchMode):
+    """Counts every storage that an operation of this thread gives, until nothing holds it any more.
+
+    `now` and `peak` are bytes. Whatever is inside a kernel, and what a copy that only the threads' transport makes, is
+    not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._hidden = 0
+        self._known: dict[int, weakref.finalize] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if not self._hidden:
+            for leaf in tree_leaves(out):
+                if isinstance(leaf, torch.Tensor):
+                    self._see(leaf.untyped_storage())
+        return out
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._known:
+            return
+        nbytes = storage.nbytes()
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)
+        self._known[key] = weakref.finalize(storage, self._gone, key, nbytes)
+
+    def _gone(self, key: int, nbytes: int) -> None:
+        del self._known[key]
+        self.now -= nbytes
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        self._hidden += 1
+        try:
+            yield
+        finally:
+            self._hidden -= 1
+
+    def without_transport(self, communicator: Communicator) -> None:
+        """The copies that threads pass one another stand for no memory of a device."""
+
+        def quiet(method: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any) -> Any:
+                with self.hidden():
+                    wait = method(*args)
+
+                def finish() -> Any:
+                    with self.hidden():
+                        return wait()
+
+                return finish
+
+            return run
+
+        for name in ("_start", "_send", "_receive"):
+            setattr(communicator, name, quiet(getattr(communicator, name)))
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Bytes on one rank. `peak`: the most at once after the first step, which makes the optimizer's state;
+    `after`: what lives when each of the steps is done."""
+
+    peak: int
+    after: tuple[int, ...]
+
+
+def count(c: Config, plan: Plan, steps: int = 2) -> list[Counted]:
+    """By rank. Nothing is collected meanwhile: what only a collection frees counts as held."""
+
+    def work(communicator: Communicator) -> Counted:
+        torch.set_num_threads(1)
+        with Live() as live:
+            live.without_transport(communicator)
+            trainer = trainer_of(c, plan, communicator)
+            trainer.step(1)
+            after = [live.now]
+            live.peak = live.now
+            for step in range(2, steps + 1):
+                trainer.step(step)
+                after.append(live.now)
+            return Counted(live.peak, tuple(after))
+
+    gc.collect()
+    gc.disable()
+    try:
+        return [work(SingleRank(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, work)
+    finally:
+        gc.enable()

@@ -1,0 +1,258 @@
+"""The oracle: one process, no sharding, fp64 (DESIGN section 5). What ranks computed must equal it, gradients too."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from torch import Tensor
+
+from platform.config.fields import Branch, Config, Pipeline
+from platform.config.fields import Model as ModelConfig
+from platform.config.fields import Tensor as TensorConfig
+from platform.parallel.communicator.base import Communicator, Launch, SingleRank
+from platform.plan.core.plan import Plan
+from platform.plan.core.step_collectives import communication
+from platform.plan.schedule.rows import stage_rows
+from platform.planning.choose_schedule import schedule_of
+from platform.planning.make_plan import make_plan
+from platform.train.step.trainer import Trainer
+from tests.harness.replay import replay
+from tests.harness.threads import run_threads
+
+CONF = Path(__file__).parents[2] / "conf"
+STEPS = 3
+
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt": {},
+    "gpt_untied": {"tied": False, "vocab": 64},
+    "llama": {"kv_heads": 2, "norm": "rmsnorm", "activation": "swiglu", "positions": "rope", "bias": False,
+              "tied": False, "d_ff": 48},
+    "gqa_tied": {"kv_heads": 2, "norm": "rmsnorm", "activation": "swiglu", "vocab": 63},
+    "bert": {"kind": "encoder", "post_norm": True},
+    "original": {"kind": "encoder_decoder", "post_norm": True, "positions": "sinusoidal", "activation": "relu",
+                 "label_smoothing": 0.1, "layers": 1},
+    "t5": {"kind": "encoder_decoder", "norm": "rmsnorm", "positions": "relative", "activation": "geglu", "bias": False,
+           "source_length": 8, "buckets": 8, "distance": 12},
+}  # fmt: skip
+
+
+def read(group: str, option: str) -> dict[str, Any]:
+    return yaml.safe_load((CONF / group / f"{option}.yaml").read_text())
+
+
+def configure(
+    tensor: str = "serial",
+    axes: Mapping[str, int] | None = None,
+    *,
+    rules: Mapping[str, Any] | None = None,
+    branch: str = "none",
+    branch_axes: Mapping[str, int] | None = None,
+    data: int = 1,
+    zero: int = 0,
+    microbatch: int = 4,
+    global_batch: int = 8,
+    precision: str = "fp64",
+    pipeline: str = "none",
+    stages: int = 1,
+    chunks: int = 1,
+    scatter_gather: bool = True,
+    recompute: str = "none",
+    every: int = 1,
+    **model: Any,
+) -> Config:
+    """A small model under any scheme; `rules` is the map of tensor=layout, for all regions and parameters."""
+    c = Config(precision=precision, recompute=recompute, recompute_every=every)
+    c.model = ModelConfig(**{"layers": 2, "d_model": 32, "heads": 8, "length": 16, "vocab": 61, **model})
+    c.tensor = TensorConfig(**{**read("tensor", tensor), "axes": dict(axes or {})})
+    if rules is not None:
+        regions = ("stream", "attention", "mlp", "logits")
+        c.tensor.regions, c.tensor.parameters = {r: dict(rules) for r in regions}, {"all": dict(rules)}
+    c.branch = Branch(**{**read("branch", branch), "axes": dict(branch_axes or {})})
+    c.parallel.data, c.parallel.zero = data, zero
+    c.pipeline = Pipeline(pipeline, stages, chunks, scatter_gather=scatter_gather)
+    c.train.microbatch, c.train.global_batch, c.train.steps = microbatch, global_batch, STEPS
+    c.optimizer.lr, c.optimizer.clip = 1e-2, 0.5
+    return c
+
+
+class Tokens:
+    """A corpus of pseudo-random tokens, with padding and labels that do not count unless the model is a decoder."""
+
+    def __init__(self, c: Config):
+        self.model, self.vocab = c.model, c.model.vocab
+
+    def batch(self, split: str, start: int, end: int) -> dict[str, np.ndarray]:
+        draws = (np.random.default_rng([split == "train", i]) for i in range(start, end))
+        samples = [self.sample(draw) for draw in draws]
+        return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
+
+    def sample(self, draw: np.random.Generator) -> dict[str, np.ndarray]:
+        c = self.model
+        row = draw.integers(0, self.vocab, c.length + 1)
+        if c.kind not in ("encoder", "encoder_decoder"):
+            return {"tokens": row[:-1], "labels": row[1:]}
+        source = draw.integers(0, self.vocab, c.source_length or c.length)
+        source[draw.integers(1, len(source) + 1) :] = -1
+        end = draw.integers(1, c.length + 1)
+        row[end:] = -1
+        if c.kind == "encoder":
+            return {"tokens": row[:-1], "labels": np.where(draw.random(c.length) < 0.5, row[:-1], -1)}
+        return {"source": source, "tokens": row[:-1], "labels": row[1:]}
+
+    def predicted(self, split: str, start: int, end: int) -> int:
+        return int((self.batch(split, start, end)["labels"] >= 0).sum())
+
+    def encode(self, text: str) -> list[int]:
+        return [b % self.vocab for b in text.encode()]
+
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+@dataclass
+class Result:
+    """What one rank computed. Tensors are local: blocks, or chunks of them; `moved` and `log` are those of the first
+    step."""
+
+    rank: int
+    loss: float
+    grad_norm: float
+    gradients: dict[str, Tensor]
+    initial: dict[str, Tensor]
+    final: dict[str, Tensor]
+    losses: list[float]
+    moved: Counter[str]
+    log: list[Launch]
+
+
+def trainer_of(c: Config, plan: Plan, communicator: Communicator, corpus: Any = None) -> Trainer:
+    """A rank's trainer, with the rows that the driver would hand it."""
+    stage = communicator.coordinates["stage"]
+    return Trainer(c, plan, communicator, corpus or Tokens(c), stage_rows(schedule_of(c, c.parallel.data))[stage])
+
+
+def with_operations(plan: Plan, operations: Mapping[tuple[str, str], Any]) -> Plan:
+    """The plan with other operations of the same names."""
+    chunks = (replace(chunk, operations={key: operations[key] for key in chunk.operations}) for chunk in plan.chunks)
+    return replace(plan, chunks=tuple(chunks))
+
+
+def compute(c: Config, plan: Plan, communicator: Communicator) -> Result:
+    """Gradients of the first step and parameters after three, on one rank."""
+    torch.set_num_threads(1)
+    trainer = trainer_of(c, plan, communicator)
+    initial = {n: w.detach().clone() for n, w in trainer.weights.master.items()}
+    gradients: dict[str, Tensor] = {}
+
+    def keep() -> dict[str, Any]:
+        """Copies the gradients when they are reduced and not yet clipped."""
+        gradients.update((n, g.clone()) for n, g in trainer.weights.gradients.items())
+        return {}
+
+    communicator.log = []
+    first = trainer.step(1, verify=keep)
+    log, communicator.log = communicator.log, None
+    moved = Counter(first["comm_bytes"])
+    losses = [first["loss"], *(trainer.step(k)["loss"] for k in range(2, STEPS + 1))]
+    final = {n: w.detach().clone() for n, w in trainer.weights.master.items()}
+    return Result(communicator.rank, first["loss"], first["grad_norm"], gradients, initial, final, losses, moved, log)
+
+
+def run(c: Config, plan: Plan | None = None) -> tuple[Plan, list[Result]]:
+    """All ranks of a plan, as threads."""
+    plan = plan or make_plan(c)
+    if plan.mesh.size == 1:
+        return plan, [compute(c, plan, SingleRank(plan.mesh))]
+    return plan, run_threads(plan.mesh, lambda communicator: compute(c, plan, communicator))
+
+
+def assemble(
+    plan: Plan, results: Sequence[Result], pick: Callable[[Result], Mapping[str, Tensor]]
+) -> dict[str, Tensor]:
+    """Whole tensors from what all ranks hold, without padding. Raises AssertionError where replicas disagree."""
+    out = {}
+    for p in plan.parameters:
+        padded = [plan.planner.sizes_of(p)[d] for d in p.dims]
+        whole = torch.full(padded, torch.nan, dtype=torch.float64)
+        for r in results:
+            here = plan.mesh.coordinates(r.rank)
+            if not plan.present(p, here):
+                assert not pick(r).get(p.name, torch.empty(0)).numel(), f"rank {r.rank} has a block of {p.name}"
+                continue
+            where = tuple(slice(o, o + n) for o, n in plan.block(p, here))
+            start, stop = plan.shard_range(p, here)
+            shard, padding = pick(r)[p.name].double().flatten().tensor_split([stop - start])
+            assert not padding.any(), f"padding of a shard of {p.name} is not zero"
+            block = whole[where].flatten()
+            seen = block[start:stop]
+            assert seen.isnan().all() or torch.allclose(seen, shard, rtol=1e-10, atol=1e-13), f"replicas of {p.name}"
+            block[start:stop] = shard
+            whole[where] = block.clone().view_as(whole[where])  # torch refuses to copy a view onto itself
+        for i, n in enumerate(plan.global_shape(p)):
+            assert not whole.narrow(i, n, whole.shape[i] - n).any(), f"padding of {p.name} is not zero"
+            whole = whole.narrow(i, 0, n)
+        assert not whole.isnan().any(), f"the blocks of {p.name} leave a hole"
+        out[p.name] = whole
+    return out
+
+
+def compare(c: Config, plan: Plan, results: Sequence[Result], expected: Result) -> None:
+    """Tolerances of DESIGN section 5, for every rank. Raises AssertionError naming the tensor."""
+    lr = c.optimizer.lr
+    largest = max(g.abs().max() for g in expected.gradients.values())
+    parts = {
+        "initial": (lambda r: r.initial, 0.0, 0.0),
+        "gradient": (lambda r: r.gradients, 1e-10, 1e-13 * largest),
+        "final": (lambda r: r.final, 1e-10, 1e-10 * lr),
+    }
+    for what, (pick, relative, absolute) in parts.items():
+        found, wanted = assemble(plan, results, pick), pick(expected)
+        for name, value in found.items():
+            error = (value - wanted[name]).abs().max()
+            bound = relative * wanted[name].abs().max() + absolute
+            assert error <= bound, f"{what} of {name}: {error:.1e} > {bound:.1e}"
+    for r in results:
+        numbers = zip(
+            (r.loss, r.grad_norm, *r.losses), (expected.loss, expected.grad_norm, *expected.losses), strict=True
+        )
+        for have, want in numbers:
+            assert abs(have - want) <= 1e-10 * abs(want), f"rank {r.rank}: {have} != {want}"
+
+
+def counted(results: Sequence[Result]) -> dict[str, int]:
+    """Bytes moved in the first step, summed over the ranks."""
+    return dict(sorted(sum((r.moved for r in results), Counter()).items()))
+
+
+_serial: dict[str, Result] = {}
+
+
+def serial(c: Config) -> Result:
+    """One process: the same model, batch and optimizer without any parallelism. Computed once per model."""
+    key = repr((c.model, c.train.global_batch, c.optimizer, c.seed))
+    if key not in _serial:
+        one = configure(global_batch=c.train.global_batch, microbatch=c.train.global_batch)
+        one.model, one.optimizer, one.seed = c.model, c.optimizer, c.seed
+        _serial[key] = run(one)[1][0]
+    return _serial[key]
+
+
+def prove(c: Config) -> tuple[Plan, list[Result]]:
+    """Runs all ranks as threads; `examine`s what they computed."""
+    plan, results = run(c)
+    examine(c, plan, results)
+    return plan, results
+
+
+def examine(c: Config, plan: Plan, results: Sequence[Result]) -> None:
+    """Equal to one process, the bytes those of the plan, the launches in one order."""
+    compare(c, plan, results, serial(c))
+    assert counted(results) == communication(plan)
+    assert replay([r.log for r in results]) is None

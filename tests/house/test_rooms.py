@@ -1,0 +1,35 @@
+"""The tree can be held in the head: rooms are small, say what lives in them, and no name stands for two things."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.house.rooms import PACKAGE, ROOT, files, rooms, says, tree
+
+MOST = 11  # files of a room
+TWICE = {"__main__.py"}  # names that say the same thing in every room
+
+
+@pytest.mark.parametrize("room", rooms()[1:], ids=lambda room: str(room.relative_to(PACKAGE)))
+def test_a_room_is_small_and_says_what_lives_there(room):
+    assert len(files(room)) <= MOST
+    first = says(room).split("\n\n")[0]
+    assert 0 < len(first.splitlines()) <= 3
+
+
+def test_no_name_stands_for_two_files():
+    names = Counter(name for room in rooms() for name in files(room) if name not in TWICE)
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_no_file_is_long():
+    long = {f"{room.name}/{name}" for room in rooms() for name in files(room)
+            if len((room / name).read_text().splitlines()) > 400}  # fmt: skip
+    assert long == set()
+
+
+def test_the_design_shows_the_tree():
+    shown = (ROOT / "docs" / "design.md").read_text().partition("```\nplatform/")[2].partition("\n```")[0]
+    assert f"platform/{shown}" == tree(), "`python -m tests.house.rooms` prints it"

@@ -1,0 +1,65 @@
+"""One language: a docstring starts with a verb, or names what it is about; papers are named."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+
+from tests.house.rooms import PACKAGE, ROOT
+from tests.house.verbs import VERBS
+
+RIDDLES = frozenset(
+    "Of By Than Those What Whether Who That It Without From Which Where When How As For To Some One With Until Between "
+    "Before After This Each Whatever".split()
+)
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def opening(docstring: str) -> str:
+    """Return the first word of a docstring."""
+    return docstring.split()[0].strip(".,:;`\"'")
+
+
+def strange(source: str) -> list[str]:
+    """Return a line per docstring that breaks the rules: `NAME: opens with WORD`."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
+            if not (docstring := ast.get_docstring(node)):
+                continue
+            word, name = opening(docstring), getattr(node, "name", "the module")
+            function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            if word in RIDDLES or (function and word not in VERBS):
+                found.append(f"{name}: opens with {word}")
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_docstrings_are_plain(path):
+    assert strange(path.read_text()) == []
+
+
+def test_every_class_and_file_says_what_it_is_for():
+    silent = [str(path.relative_to(ROOT)) for path in FILES if not ast.get_docstring(ast.parse(path.read_text()))]
+    assert silent == []
+
+
+def test_papers_are_named():
+    texts = [*FILES, *ROOT.glob("docs/*.md"), ROOT / "README.md", *ROOT.glob("conf/**/*.yaml")]
+    numbered = [str(path) for path in texts if re.search(r"papers? 00\d|\bnotes/\w+\.md", path.read_text())]
+    assert numbered == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'def f():\n    """Of one run."""',
+        'def f():\n    """The seats."""',
+        'class A:\n    """Those that remain."""',
+        '"""What is left."""',
+    ],
+)
+def test_a_riddle_is_seen(source):
+    assert len(strange(source)) == 1

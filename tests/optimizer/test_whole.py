@@ -1,0 +1,107 @@
+"""An optimizer that needs whole tensors gets them, or the plan is refused: never other numbers in silence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from platform.config.bounds import KEYS
+from platform.config.fields import Config, ConfigError
+from platform.optimizer import optimizers, whole
+from platform.optimizer.optimizers import register_optimizer
+from platform.planning.make_plan import make_plan
+from tests.harness.oracle import compare, configure, run
+
+
+class Orthogonal(torch.optim.Optimizer):
+    """Momentum whose matrices are orthogonalised by Newton and Schulz, as Muon does."""
+
+    def __init__(self, groups, lr):
+        super().__init__(groups, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for w in group["params"]:
+                momentum = self.state[w].setdefault("momentum", torch.zeros_like(w)).mul_(0.9).add_(w.grad)
+                x = momentum.flatten(1) if w.ndim > 1 else momentum
+                if w.ndim > 1:
+                    x = x / x.norm()
+                    for _ in range(5):
+                        x = 1.5 * x - 0.5 * x @ x.t() @ x
+                w.sub_(x.view_as(w), alpha=group["lr"])
+
+
+def make(groups, o):
+    return Orthogonal(groups, o.lr)
+
+
+@pytest.fixture(autouse=True)
+def registry(monkeypatch):
+    """Optimizers that are known for a test alone."""
+    monkeypatch.setattr(optimizers, "OPTIMIZERS", optimizers.OPTIMIZERS.copy())
+    monkeypatch.setattr("platform.train.step.trainer.OPTIMIZERS", optimizers.OPTIMIZERS)
+    for name, value in whole.NEEDS.copy().items():
+        monkeypatch.setitem(whole.NEEDS, name, value)
+    monkeypatch.setitem(KEYS, "optimizer.kind", KEYS["optimizer.kind"])
+    yield
+    for name in [n for n in whole.NEEDS if n != "adamw"]:
+        del whole.NEEDS[name]
+
+
+def configured(needs, *scheme, **more) -> Config:
+    register_optimizer("orthogonal", make, 1, **({"needs": needs} if needs else {}))
+    c = configure(*scheme, **more)
+    c.optimizer.kind = "orthogonal"
+    return c
+
+
+SPLIT = {
+    "t": (("1d", {"t": 2}), {}),
+    "data": (("serial", {}), {"data": 2, "zero": 1}),
+    "data ": (("serial", {}), {"data": 2, "zero": 3}),
+    "t+data": (("1d", {"t": 2}), {"data": 2, "zero": 1}),
+}
+
+
+@pytest.mark.parametrize("needs", ["tensor", "matrix", None])
+@pytest.mark.parametrize("axes", SPLIT)
+def test_a_plan_that_splits_tensors_is_refused(axes, needs):
+    scheme, more = SPLIT[axes]
+    with pytest.raises(ConfigError) as refused:
+        make_plan(configured(needs, *scheme, **more))
+    [line] = refused.value.violations
+    assert line.startswith("optimizer.kind=orthogonal: updates each ") and "as a whole, and " in line
+    assert {*line.partition("is split over ")[2].partition(";")[0].split("+")} == {*axes.strip().split("+")}
+    assert "nearest legal: adamw" in line and ("parallel.zero=0" in line) == ("t" not in axes.split("+"))
+
+
+@pytest.mark.parametrize("more", [{"data": 2}, {"pipeline": "1f1b", "stages": 2, "microbatch": 2}], ids=str)
+def test_whole_tensors_give_the_numbers_of_one_process(more):
+    c = configured("matrix", bias=False, **more)  # the gradient of a key bias is noise around zero
+    plan, results = run(c)
+    compare(c, plan, results, run(configured("matrix", bias=False))[1][0])
+
+
+def test_padded_rows_are_no_part_of_a_tensor():
+    c = configured("tensor", "layout", {"a": 2}, vocab=61)
+    c.tensor.regions, c.tensor.parameters = {"logits": {"vocab": ["a"]}}, {"all": {}}
+    with pytest.raises(ConfigError, match=r"embedding.* is split over padding"):
+        make_plan(c)
+
+
+def test_what_is_not_declared_is_found_by_trying():
+    assert whole.need_of(configured(None).optimizer) == "tensor"
+    o = Config().optimizer
+    for name, elementwise in {"sgd": torch.optim.SGD, "rms": torch.optim.RMSprop, "lion": torch.optim.Adam}.items():
+        register_optimizer(name, lambda groups, o, kind=elementwise: kind(groups, o.lr), 1)
+        o.kind = name
+        assert whole.need_of(o) == "element"
+    register_optimizer("factor", lambda groups, o: torch.optim.Adafactor(groups, o.lr), 1)
+    o.kind = "factor"
+    assert whole.need_of(o) == "tensor"
+
+
+def test_other_words_are_refused():
+    with pytest.raises(ValueError, match="must be element, tensor or matrix"):
+        register_optimizer("orthogonal", make, 1, needs="row")

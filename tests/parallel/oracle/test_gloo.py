@@ -1,0 +1,64 @@
+"""The oracle again on real processes with gloo, and gloo beside threads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from platform.planning.make_plan import make_plan
+from tests.harness.oracle import MODELS, compute, configure, examine, run
+from tests.harness.pairwise import product
+from tests.harness.suite import suite
+
+FACTORS = {
+    "scheme": [
+        ("serial", {}),
+        ("1d", {"t": 2}),
+        ("1d", {"t": 4}),
+        ("1d_sp", {"t": 2}),
+        ("3d", {"x": 1, "y": 2, "z": 2}),
+        ("3d", {"x": 2, "y": 1, "z": 2}),
+        ("3d", {"x": 2, "y": 2, "z": 2}),
+    ],
+    "g": [1, 2],
+    "data": [1, 2],
+    "model": ["gpt", "llama"],
+    "dropout": [0.0, 0.1],
+}
+
+
+def world(case) -> int:
+    size = case["g"] * case["data"]
+    for n in case["scheme"][1].values():
+        size *= n
+    return size
+
+
+CASES = product(FACTORS, lambda case: 1 < world(case) <= 8)
+
+
+@suite("oracle (gloo processes)", CASES)
+def test_equals_one_process(case, pool):
+    c = configure(
+        *case["scheme"],
+        branch="dsp" if case["g"] > 1 else "none",
+        branch_axes={"g": case["g"]} if case["g"] > 1 else {},
+        data=case["data"],
+        global_batch=8,
+        dropout=case["dropout"],
+        **MODELS[case["model"]],
+    )
+    plan = make_plan(c)
+    results = pool.run(compute, c, plan)
+    examine(c, plan, results)
+
+
+def test_threads_and_gloo_count_and_launch_the_same(pool):
+    """The in-process backend stands for the real one: same launches in the same order, same bytes, same numbers."""
+    c = configure("3d", {"x": 2, "y": 1, "z": 2}, data=2)
+    plan, threads = run(c)
+    processes = pool.run(compute, c, plan)
+    for a, b in zip(threads, processes, strict=True):
+        assert a.log == b.log and a.moved == b.moved
+        assert a.loss == pytest.approx(b.loss, rel=1e-14)
+        assert all(torch.equal(a.initial[n], b.initial[n]) for n in a.initial)

@@ -1,0 +1,98 @@
+"""Gradients that are kept: each owns its storage and is laid out as its parameter, whatever computed it."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from platform.config.fields import Config
+from platform.parallel.communicator.base import SingleRank
+from platform.planning.make_plan import make_plan
+from tests.harness.oracle import MODELS, assemble, configure, prove, serial, trainer_of
+from tests.harness.threads import run_threads
+
+
+def strided(pipeline: str, precision: str = "fp64", **more) -> Config:
+    """Configure parameters that are split over an axis which no activation has: their gradients are slices."""
+    stages = 1 if pipeline == "none" else 2
+    sizes = {"length": 8, "vocab": 64, "microbatch": 2, "global_batch": 8, **more}
+    c = configure("layout", {"a": 2}, pipeline=pipeline, stages=stages, precision=precision, **sizes)
+    c.tensor.regions, c.tensor.parameters = {"stream": {}}, {"all": {"d_ff": "a"}}
+    return c
+
+
+def one_token(pipeline: str, length: int = 1, **more) -> Config:
+    """Configure biases of activations that have one token per rank: a bias' gradient is a view of the activation's."""
+    stages = 1 if pipeline == "none" else 2
+    chunks = 2 if pipeline == "interleaved" else 1
+    axes, rules = ({"a": length}, {"length": "a"}) if length > 1 else ({}, None)
+    scheme = "layout" if rules else "serial"
+    sizes = {"length": length, "microbatch": 1, "global_batch": 7, "layers": 2 * chunks, **more}
+    return configure(scheme, axes, rules=rules, pipeline=pipeline, stages=stages, chunks=chunks, **sizes)
+
+
+def test_slices_of_gradients_update_the_right_elements():
+    prove(strided("zb_h1"))
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_one_token_per_rank(length):
+    prove(one_token("zb_h1", length))
+
+
+def drawn(seed: int) -> Config:
+    """Draw a plan under which gradients come as views: of slices, or of activations of one token."""
+    draw = random.Random(seed)
+    model = draw.choice(["gpt", "gpt_untied", "gqa_tied", "bert"])
+    more = {
+        **MODELS[model],
+        "layers": 4,
+        "dropout": draw.choice([0.0, 0.1]),
+        "recompute": draw.choice(["none", "selective", "full"]),
+        "data": draw.choice([1, 2]),
+    }
+    more["zero"] = draw.choice([0, 1, 3]) if more["data"] == 2 else 0
+    pipeline = draw.choice(["none", "1f1b", "interleaved", "zb_h1", "zb_h1", "zb_h1"])
+    if draw.random() < 0.3:
+        return strided(pipeline, **{**more, "chunks": 2 if pipeline == "interleaved" else 1, "vocab": 64})
+    return one_token(pipeline, draw.choice([1, 1, 2]), **more)
+
+
+def poisoned(trainer) -> SimpleNamespace:
+    """Gradients of a step in which every kept gradient is taken, and its memory overwritten, as soon as it is there."""
+    weights, sums, taken, send = trainer.weights, {}, [], trainer.communicator.send
+
+    def checked_send(x: Tensor, stage: int):
+        assert x.untyped_storage().data_ptr() not in {g.untyped_storage().data_ptr() for g in taken}
+        return send(x, stage)
+
+    def accumulate() -> None:
+        for name, w in weights.compute.items():
+            if w.grad is not None:
+                assert w.grad.stride() == w.stride()
+                sums[name] = sums.get(name, 0.0) + w.grad
+                taken.append(w.grad.fill_(torch.nan))
+                w.grad = None
+        weights._sums = sums
+
+    weights.accumulate, trainer.communicator.send = accumulate, checked_send
+    trainer.compute_gradients(1)
+    return SimpleNamespace(rank=trainer.communicator.rank, gradients=weights.gradients)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_kept_gradient_shares_memory_with_nothing_that_is_read_later(seed):
+    """What is added into it next, here as poison, reaches nothing else: no activation, other gradient or send."""
+    c = drawn(seed)
+    plan = make_plan(c)
+    work = lambda communicator: poisoned(trainer_of(c, plan, communicator))  # noqa: E731
+    results = [work(SingleRank(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, work)
+    expected = serial(c).gradients
+    largest = max(g.abs().max() for g in expected.values())
+    for name, found in assemble(plan, results, lambda r: r.gradients).items():
+        error = (found - expected[name]).abs().max()
+        assert error <= 1e-10 * expected[name].abs().max() + 1e-13 * largest, f"{name}: {error}"

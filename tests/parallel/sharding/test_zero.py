@@ -1,0 +1,273 @@
+"""parallel.zero=1 and 3: what is sharded over `data`, under every scheme and model, against one process in fp64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+from math import prod
+
+import pytest
+import torch
+
+from platform.config.fields import ConfigError
+from platform.parallel.communicator.base import SingleRank
+from platform.parallel.sharding import shards
+from platform.parallel.sharding.gradients import GradientReduction
+from platform.plan.core.step_collectives import communication
+from platform.plan.memory.worker_bytes import weight_bytes
+from platform.planning.make_plan import make_plan
+from tests.harness.oracle import (
+    MODELS,
+    assemble,
+    compare,
+    compute,
+    configure,
+    counted,
+    examine,
+    prove,
+    run,
+    serial,
+    trainer_of,
+)
+from tests.harness.pairwise import product
+from tests.harness.suite import suite
+from tests.harness.threads import run_threads
+
+ROWS_COLS = {"batch": ["rows"], "heads": ["cols"], "d_ff": ["cols"], "vocab": ["cols"]}
+SCHEMES = {
+    "serial": ("serial", {}, None),
+    "1d": ("1d", {"t": 2}, None),
+    "1d_sp": ("1d_sp", {"t": 2}, None),
+    "2d": ("2d", {"r": 2, "c": 2}, None),
+    "3d": ("3d", {"x": 2, "y": 1, "z": 2}, None),
+    "layout": ("layout", {"rows": 2, "cols": 2}, ROWS_COLS),
+}
+FACTORS = {
+    "scheme": list(SCHEMES),
+    "branch": ["none", "dsp", "dsp_slice"],
+    "zero": [0, 1, 3],
+    "data": [2, 3, 4],
+    "microbatches": [1, 2],
+    "model": ["gpt", "llama", "t5", "bert"],
+    "dropout": [0.0, 0.2],
+}
+BATCH = 24
+
+
+def configured(case):
+    tensor, axes, rules = SCHEMES[case["scheme"]]
+    return configure(
+        tensor,
+        axes,
+        rules=rules,
+        branch=case["branch"],
+        branch_axes={} if case["branch"] == "none" else {"g": 2},
+        data=case["data"],
+        zero=case["zero"],
+        microbatch=BATCH // (case["data"] * case["microbatches"]),
+        global_batch=BATCH,
+        dropout=case["dropout"],
+        **{"layers": 1, "length": 8, **MODELS[case["model"]]},
+    )
+
+
+@cache
+def plannable(scheme: str, branch: str, data: int, microbatches: int) -> bool:
+    case = {"scheme": scheme, "branch": branch, "data": data, "microbatches": microbatches}
+    c = configured({**case, "zero": 0, "dropout": 0.0, "model": "gpt"})
+    if prod([*c.tensor.axes.values(), *c.branch.axes.values(), data]) > 8:
+        return False
+    try:
+        make_plan(c)
+    except ConfigError:
+        return False
+    return True
+
+
+CASES = product(FACTORS, lambda case: plannable(*(case[k] for k in ("scheme", "branch", "data", "microbatches"))))
+
+
+@suite("oracle of parallel.zero (threads)", CASES)
+def test_equals_one_process(case):
+    prove(configured(case))
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_uses_that_disagree(zero):
+    """The tied embedding's gradient is partial over `rows` where it is looked up, and not where it gives the logits;
+    there, it is reduced at its use."""
+    c = configure("layout", {"rows": 2, "cols": 2}, rules={}, data=2, zero=zero, layers=1)
+    c.tensor.regions = {r: {"length": ["rows"]} for r in ("stream", "mlp")} | {"attention": {}, "logits": {}}
+    c.tensor.parameters = {"all": {"d_model": ["cols"]}}
+    plan, results = run(c)
+    assert "rows" in plan.planner.reduced_at_use["embedding", "lookup", "embedding"]
+    examine(c, plan, results)
+
+
+# What a rank keeps.
+
+
+def on_all_ranks(c, work):
+    """The plan, and `work(trainer)` of every rank."""
+    plan = make_plan(c)
+    start = lambda communicator: work(trainer_of(c, plan, communicator))  # noqa: E731
+    return plan, [start(SingleRank(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, start)
+
+
+def held(trainer) -> dict[str, int]:
+    """Bytes after one step: the optimizer's state without its counters, and the gradients that a microbatch leaves."""
+    trainer._forward_backward(1)
+    sums = sum(g.nbytes for g in trainer.weights.sums.values())
+    trainer.step(1)
+    tensors = {w.data_ptr(): w for w in (*trainer.weights.master.values(), *trainer.weights.compute.values())}
+    state = [s for of in trainer.optimizer.state.values() for s in of.values() if s.numel() > 1 or s.dim()]
+    return {
+        "parameters": sum(w.nbytes for w in tensors.values()),
+        "gradients": sums,
+        "optimizer": sum(s.nbytes for s in state),
+    }
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_memory_is_what_the_plan_says(zero, precision):
+    c = configure("1d", {"t": 2}, data=3, zero=zero, microbatch=2, global_batch=6, layers=1, precision=precision)
+    plan, found = on_all_ranks(c, held)
+    assert all(rank == weight_bytes(plan, 2) for rank in found)
+    whole = make_plan(configure("1d", {"t": 2}, data=3, microbatch=2, global_batch=6, layers=1)).local_parameter_count
+    padding = 2 * len(plan.parameters)  # at most two elements each
+    assert 0 <= 3 * plan.masters_at(plan.mesh.coordinates(0)) - whole <= 3 * whole * (zero == 0) + padding
+    assert 0 <= 3 * plan.local_parameter_count - whole <= 3 * whole * (zero != 3) + padding
+
+
+@pytest.mark.parametrize("case", [("serial", {}, 4), ("1d", {"t": 2}, 3), ("3d", {"x": 2, "y": 1, "z": 2}, 2)], ids=str)
+def test_chunks_tile_every_block_exactly_once(case):
+    tensor, axes, data = case
+    plan = make_plan(configure(tensor, axes, data=data, zero=1, global_batch=4 * data, vocab=61))
+    for p in plan.parameters:
+        ranges = [plan.shard_range(p, {**plan.mesh.coordinates(0), "data": i}) for i in range(data)]
+        assert ranges[0][0] == 0 and ranges[-1][1] == prod(plan.local_shape(p))
+        assert all(a[1] == b[0] for a, b in pairwise(ranges))
+        assert all(0 <= stop - start <= prod(plan.master_shape(p)) for start, stop in ranges)
+
+
+@pytest.mark.parametrize("shape", [(1,), (2, 3), (7,), (4, 2)], ids=str)
+@pytest.mark.parametrize("parts", [1, 2, 3, 4])
+def test_a_block_comes_back_from_its_chunks(shape, parts):
+    block = torch.randn(shape)
+    flat = shards.flatten_padded(block, parts)
+    assert flat.numel() % parts == 0 and flat.numel() - block.numel() < parts
+    assert torch.equal(shards.unflatten_padded(flat, shape), block)
+
+
+def test_one_replica_has_nothing_to_share():
+    c = configure("1d", {"t": 2}, zero=0)
+    plans = []
+    for zero in (0, 1, 3):
+        c.parallel.zero = zero
+        plans.append(make_plan(c))
+    assert plans[0] == plans[1] == plans[2]
+
+
+def test_bytes_of_a_step():
+    """Rajbhandari et al. 2020: sharding the optimizer moves what data parallelism moves; sharding the parameters
+    gathers them twice and scatters their gradients, once per use and microbatch. In bf16 a gathered parameter is half
+    as large as a gradient."""
+    dims = {"d_model": 32, "length": 16, "vocab": 64, "tied": False, "layers": 2}  # no padding
+    moved = {}
+    for precision in ("fp64", "bf16"):
+        for zero in (0, 1, 3):
+            plan = make_plan(configure(data=2, zero=zero, microbatch=2, global_batch=8, precision=precision, **dims))
+            moved[precision, zero] = communication(plan)
+    metrics = {"all_reduce/data": 2 * 2 * 8}
+    n = plan.parameter_count
+    assert moved["fp64", 0] == {"all_reduce/data": 2 * 8 * n + 32}
+    assert moved["fp64", 1] == {"all_gather/data": 8 * n, "reduce_scatter/data": 8 * n, **metrics}
+    assert moved["bf16", 1] == {"all_gather/data": 2 * n, "reduce_scatter/data": 4 * n, **metrics}
+    multiplied = {p.name for o in plan.operations.values() if o.groups for p in o.operation.parameters}
+    twice = n + sum(prod(plan.global_shape(p)) for p in plan.parameters if p.name in multiplied)
+    assert moved["fp64", 3] == {"all_gather/data": 2 * 8 * twice, "reduce_scatter/data": 2 * 8 * n, **metrics}
+    assert moved["bf16", 3] == {"all_gather/data": 2 * 2 * twice, "reduce_scatter/data": 2 * 2 * n, **metrics}
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_buckets(zero, monkeypatch):
+    """Many small ones move the same bytes to the same gradients; so do parameters that are reduced in two halves."""
+    c = configure("1d_sp", {"t": 2}, data=2, zero=zero, layers=1)
+
+    def halves(trainer):
+        trainer._forward_backward(1)
+        names = list(trainer.weights.sums)
+        parts = [{n: trainer.weights.sums[n].clone() for n in names[i::2]} for i in (0, 1)]
+        under_way = [GradientReduction(trainer.plan, trainer.communicator, part) for part in parts]
+        trainer.weights.receive({n: g for reduction in under_way for n, g in reduction.wait().items()})
+        return trainer.weights.gradients
+
+    plan, (one, *_) = run(c)
+    _, (found, *_) = on_all_ranks(c, halves)
+    assert set(found) == set(one.gradients) and all(torch.equal(g, one.gradients[n]) for n, g in found.items())
+    monkeypatch.setattr("platform.parallel.sharding.gradients.BUCKET_BYTES", 4096)
+    _, many = run(c)
+    compare(c, plan, many, serial(c))
+    assert counted(many) == communication(plan)
+    assert len(many[0].log) > len(one.log) + 4
+
+
+# Lower precisions, real processes, and what must fail.
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_sharding_the_optimizer_changes_no_bit_of_a_gradient(precision):
+    """With two replicas a sum has one order. The norm, and so clipping, is rounded in another."""
+    shared = {"data": 2, "precision": precision, "layers": 1, **MODELS["llama"]}
+    plain, sharded = (run(configure("1d", {"t": 2}, zero=zero, **shared)) for zero in (0, 1))
+    for pick in (lambda r: r.initial, lambda r: r.gradients):
+        expected, found = assemble(*plain, pick), assemble(*sharded, pick)
+        assert all(torch.equal(found[n], expected[n]) for n in expected)
+    assert sharded[1][0].losses == pytest.approx(plain[1][0].losses, rel=1e-6 if precision == "fp32" else 1e-3)
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("bf16", 2e-2)])
+def test_sharded_parameters_train_alike_in_a_lower_precision(precision, tolerance):
+    plan, results = run(configure("1d_sp", {"t": 2}, data=2, zero=3, precision=precision))
+    assert results[0].losses == pytest.approx(serial(configure()).losses, rel=tolerance)
+    assert counted(results) == communication(plan)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [("1d_sp", {"t": 2}, 2, 1), ("3d", {"x": 1, "y": 1, "z": 2}, 2, 3), ("serial", {}, 3, 1)],
+    ids=str,
+)
+def test_on_gloo(case, pool):
+    tensor, axes, data, zero = case
+    c = configure(tensor, axes, data=data, zero=zero, microbatch=4, global_batch=4 * data, layers=1, dropout=0.1)
+    plan = make_plan(c)
+    results = pool.run(compute, c, plan)
+    examine(c, plan, results)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_negative_controls(zero):
+    """The oracle sees a chunk that is scaled, one that lies elsewhere, and padding that is not zero."""
+    c = configure(data=2, zero=zero, layers=1, d_model=24, d_ff=33)
+    plan, results = run(c)
+    compare(c, plan, results, serial(c))
+    name = "layers.0.mlp.up_bias"  # 33 elements: a chunk has 17
+    good = [r.gradients[name] for r in results]
+    wrong = [good[0], good[1] / 2], [good[1], good[0]], [good[0], good[1] + torch.eye(17)[16]]
+    for chunks_, message in zip(wrong, ("gradient of", "padding of|gradient of", "padding of"), strict=True):
+        for r, chunk in zip(results, chunks_, strict=True):
+            r.gradients = {**r.gradients, name: chunk}
+        with pytest.raises(AssertionError, match=message):
+            compare(c, plan, results, serial(c))
+
+
+def test_negative_control_forgotten_reduction():
+    """The chunks of norm vectors are partial over the sequence axis, too."""
+    c = configure("1d_sp", {"t": 2}, data=2, zero=1)
+    plan = make_plan(c)
+    broken = replace(plan, reductions={n: ("data",) for n in plan.reductions})
+    with pytest.raises(AssertionError, match="gradient of|replicas of"):
+        compare(c, *run(c, broken), serial(c))

@@ -1,0 +1,100 @@
+"""A plan is data: what it is written as gives the same plan back, and its digest tells every difference."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from platform.launch import compose
+from platform.plan.core.plan import Plan
+from platform.plan.core.plan_data import PARTS, digest, plan_summary, to_dict
+from platform.planning.make_plan import make_plan
+from tests.fuzz.draw_plans import SCHEDULES, SCHEMES, draw_case
+from tests.fuzz.plans import planned
+
+CLASSES = {part.__name__: part for part in PARTS}
+
+
+def from_dict(data) -> Plan:
+    """The plan that `to_dict` made `data` of. Raises ValueError for anything else."""
+    try:
+        plan = decoded(data)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"is no plan: {type(error).__name__}: {error}") from None
+    if not isinstance(plan, Plan):
+        raise ValueError("is no plan")
+    return plan
+
+
+def decoded(value):
+    if isinstance(value, list):
+        return tuple(map(decoded, value))
+    if not isinstance(value, Mapping):
+        return value
+    given = dict(value)
+    if (kind := given.pop("is")) == "map":
+        return {decoded(key): decoded(item) for key, item in given["items"]}
+    return CLASSES[kind](**{name: decoded(item) for name, item in given.items()})
+
+
+def plans(count: int):
+    """Yield plans of every scheme and schedule, as the fuzzer draws them."""
+    with TemporaryDirectory() as folder:
+        for seed in range(count):
+            r = Random(seed)
+            yield from planned(draw_case(r, r.choice(SCHEMES), r.choice(SCHEDULES), "", Path(folder)))
+
+
+def test_random_plans_come_back_equal_and_have_digests_of_their_own():
+    found = list(plans(60))
+    assert len(found) > 30
+    digests = {}
+    for plan in found:
+        again = from_dict(json.loads(json.dumps(to_dict(plan))))
+        assert again == plan and digest(again) == digest(plan) == plan_summary(again)["digest"]
+        digests.setdefault(digest(plan), plan)
+        assert digests[digest(plan)] == plan, "one digest, two plans"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"precision": "fp64"},
+        {"microbatches": 3},
+        {"sharded": ("data",)},
+        {"scatter_gather": False},
+        {"parameters": ()},
+        {"chunks": ()},
+        {"sizes": {"batch": 1}},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_every_difference_has_another_digest(change):
+    plan = make_plan(compose(["+experiment=gpt_quick"]))
+    assert digest(replace(plan, **change)) != digest(plan)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {},
+        [],
+        {"is": "Plan"},
+        {"is": "map", "items": []},
+        {"is": "system"},
+        {"is": "Plan", "more": 1},
+        None,
+        {"is": []},
+        {"items": 3},
+    ],
+    ids=repr,
+)
+def test_what_is_no_plan_is_refused(data):
+    with pytest.raises(ValueError, match="is no plan"):
+        from_dict(data)

@@ -1,0 +1,68 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from platform.plan.language.layout import Layout, block, local_shape, padded, prefix
+from platform.plan.language.mesh import Mesh
+from tests.harness.numpy_blocks import layouts
+
+MESHES = [Mesh.of({"a": 2, "b": 3}), Mesh.of({"a": 2, "b": 2, "c": 2}), Mesh.of({"a": 1, "b": 4})]
+DIMS = ("length", "heads", "vocab")
+
+
+@given(st.data(), st.sampled_from(MESHES), st.integers(1, 20))
+def test_blocks_tile_every_tensor_exactly_once(data, mesh, vocab):
+    """Replicas share a block; vocab is padded."""
+    layout = data.draw(layouts(mesh, DIMS))
+    sizes = {"length": 12, "heads": 24, "vocab": vocab}
+    shape = [12, 24, padded(vocab, mesh.extent(layout["vocab"]))]
+    count = np.zeros(shape, int)
+    for rank in range(mesh.size):
+        found = block(DIMS, sizes, layout, mesh, mesh.coordinates(rank))
+        assert tuple(n for _, n in found) == local_shape(DIMS, sizes, layout, mesh)
+        count[tuple(slice(o, o + n) for o, n in found)] += 1
+    assert (count == mesh.size // mesh.extent(layout.axes)).all()
+
+
+def test_the_first_axis_is_major():
+    mesh = Mesh.of({"a": 2, "b": 3})
+    offsets = [
+        block(["heads"], {"heads": 12}, Layout.of({"heads": ["b", "a"]}), mesh, mesh.coordinates(rank))[0][0]
+        for rank in range(6)
+    ]
+    assert offsets == [0, 4, 8, 2, 6, 10]
+
+
+def test_a_layout_is_a_value():
+    layout = Layout.of({"heads": ["y", "z"], "batch": ["x"], "length": []})
+    assert layout == Layout.of({"batch": ["x"], "heads": ("y", "z")})
+    assert hash(layout) == hash(Layout.of(dict(layout)))
+    assert layout["length"] == () and "length" not in list(layout) and layout.axes == ("x", "y", "z")
+    assert layout.restrict(["heads", "d_kv"]) == Layout.of({"heads": ["y", "z"]})
+    assert str(layout) == "batch: x, heads: y+z" and str(Layout()) == "whole"
+
+
+def test_a_tensor_may_exist_at_index_0_alone():
+    layout = Layout.of({"heads": ["y"]}, ["g", "y"])
+    assert layout.only == ("g",) and layout.axes == ("y",) and layout != Layout.of({"heads": ["y"]})
+    assert str(layout) == "heads: y; only at g=0" and layout.restrict(["d_kv"]).only == ("g",)
+    assert layout.present({"y": 1, "g": 0}) and not layout.present({"y": 0, "g": 1})
+
+
+@pytest.mark.parametrize(
+    ("rules", "clash"),
+    [
+        ({"batch": ["x"], "heads": ["y"]}, None),
+        ({"batch": ["x"], "heads": ["y", "x"]}, ("x", "batch", "heads")),
+        ({"batch": ["x", "x"]}, ("x", "batch", "batch")),
+    ],
+)
+def test_an_axis_serves_one_dim(rules, clash):
+    assert Layout.of(rules).conflict() == clash
+
+
+def test_the_longest_common_prefix():
+    assert prefix("abc", "abd", "ab") == ("a", "b")
+    assert prefix("abc") == ("a", "b", "c")
+    assert prefix("abc", "") == prefix("ab", "ba") == ()

@@ -1,0 +1,47 @@
+"""What a plan needs is what its workers hold, counted storage by storage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from platform.planning.make_plan import make_plan
+from platform.planning.memory_budget import needed_bytes
+from tests.harness.live import count
+from tests.harness.oracle import MODELS, configure
+
+MODEL: dict[str, Any] = {"layers": 3, "d_model": 64, "length": 32, "vocab": 256, "heads": 4, "precision": "fp32"}
+STAGES: dict[str, Any] = {"stages": 2, "microbatch": 2, "global_batch": 16, "layers": 4}
+PLANS: dict[str, dict[str, Any]] = {
+    "serial": {},
+    "serial, bf16, one microbatch": {"precision": "bf16", "microbatch": 8},
+    "1d": {"tensor": "1d", "axes": {"t": 2}},
+    "1d_sp, bf16": {"tensor": "1d_sp", "axes": {"t": 2}, "precision": "bf16"},
+    "2d": {"tensor": "2d", "axes": {"r": 2, "c": 2}},
+    "3d": {"tensor": "3d", "axes": {"x": 2, "y": 2, "z": 1}},
+    "dsp": {"branch": "dsp", "branch_axes": {"g": 2}, **MODELS["t5"], "layers": 2},
+    "1f1b": {"pipeline": "1f1b", **STAGES},
+    "interleaved, bf16": {"pipeline": "interleaved", "chunks": 2, **STAGES, "precision": "bf16"},
+    "zb_h1, 1d": {"pipeline": "zb_h1", **STAGES, "tensor": "1d", "axes": {"t": 2}},
+    "zero 1, bf16": {"data": 2, "zero": 1, "microbatch": 2, "precision": "bf16"},
+    "zero 3": {"data": 2, "zero": 3, "microbatch": 2},
+    "selective, bf16": {"tensor": "1d_sp", "axes": {"t": 2}, "recompute": "selective", "dropout": 0.1,
+                        "precision": "bf16"},
+    "full, 1d": {"tensor": "1d", "axes": {"t": 2}, "recompute": "full", "vocab": 64},
+}  # fmt: skip
+
+
+def configured(**more: Any):
+    return configure(**{"global_batch": 8, **MODEL, **more})
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_what_is_needed_is_what_is_held(name):
+    """Within 5 % of the largest worker's peak; and when a step is done, nothing of it lives on."""
+    c = configured(**PLANS[name])
+    plan = make_plan(c)
+    found = count(c, plan)
+    peak = max(rank.peak for rank in found)
+    assert abs(needed_bytes(c, plan) - peak) <= 0.05 * peak
+    assert all(len(set(rank.after)) == 1 for rank in found)

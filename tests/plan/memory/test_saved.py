@@ -1,0 +1,45 @@
+"""What a layer keeps for its backward pass, against closed formulas (Korthikanti et al. 2022, table 2, per scheme).
+
+In elements of b s h, without dropout: the inputs of two norms (2), what the linear layers read (1 + 1 + 1 + 4), Q, K
+and V (3), and what the activation reads (4): 16. Split evenly that is 16/P, the 3-D paper's O(1/P).
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+
+from platform.model import build_model
+from platform.plan.memory.worker_bytes import saved_for_backward
+from platform.planning.make_plan import make_plan
+from tests.harness.oracle import configure
+
+B, S, H, HEADS = 8, 16, 32, 8
+CUBE = {"x": 2, "y": 2, "z": 2}
+CASES = [
+    ("serial", {}, "keep", 16),
+    ("1d", {"t": 4}, "keep", 4 + 12 / 4),  # norms are replicated
+    ("1d_sp", {"t": 4}, "again", 16 / 4),
+    ("2d", {"r": 2, "c": 2}, "panels", 16 / 4),
+    ("2d_gather", {"r": 2, "c": 2}, "again", 16 / 4),
+    ("2p5d", {"d": 2, "r": 2, "c": 2}, "again", 16 / 8),
+    ("3d", CUBE, "again", 16 / 8),
+    ("3d_literal", CUBE, "again", 16 / 8),
+    # What linear layers read is kept gathered, p times larger; attention keeps its result once more, as it made it.
+    ("3d", CUBE, "keep", (10 + 7 * 2) / 8),
+    ("3d_literal", CUBE, "keep", (10 + 7 * 2) / 8),
+]
+
+
+@pytest.mark.parametrize(("scheme", "axes", "gathered", "expected"), CASES, ids=str)
+def test_a_layer_keeps_what_the_formula_says(scheme, axes, gathered, expected):
+    def saved(layers: int) -> int:
+        c = configure(scheme, axes, layers=layers, microbatch=B, global_batch=B, length=S, d_model=H, heads=HEADS)
+        c.tensor.gathered = gathered
+        return saved_for_backward(make_plan(c), build_model(c.model)).activations
+
+    workers = prod(axes.values())
+    replicated = workers if scheme == "1d" else 1
+    statistics = (4 * replicated + HEADS) * B * S // workers  # two numbers a row of each norm; one a row of attention
+    assert saved(2) - saved(1) == expected * B * S * H + statistics

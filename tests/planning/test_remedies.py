@@ -1,0 +1,125 @@
+"""A plan that needs more than a device has is refused with changes that fit."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from platform.cluster.run.demonstration import demonstration
+from platform.config.fields import ConfigError
+from platform.launch import CONF, compose, main
+from platform.plan.memory.hardware import memory_of
+from platform.planning.make_plan import make_plan
+from platform.planning.memory_budget import needed_bytes
+from platform.planning.remedies import SHOWN, Device, fits, lack_of_memory
+from tests.harness.oracle import configure
+
+EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_fits_the_gpu_that_it_names(name):
+    """Within 90 %: the rest is the driver's, the libraries' and what lies in pieces."""
+    config = compose([f"+experiment={name}"])
+    if config.cluster.device != "cuda":
+        assert not config.cluster.gpu
+        return
+    memory = memory_of(config.cluster.gpu)
+    assert memory and needed_bytes(config, make_plan(config)) <= 0.9 * memory
+
+
+def test_gpt175b_keeps_its_model_and_batch():
+    config = compose(["+experiment=gpt175b"])
+    m = config.model
+    assert (m.layers, m.d_model, m.heads, m.length, m.vocab) == (96, 12288, 96, 2048, 51200)
+    assert (config.train.global_batch, config.train.steps) == (1536, 95000)
+    assert (config.tensor.axes, config.pipeline.stages, config.pipeline.chunks) == ({"t": 8}, 16, 3)
+
+
+def configured(**more):
+    base = {"tensor": "1d", "axes": {"t": 2}, "precision": "fp32", "microbatch": 8, "layers": 4, "length": 64}
+    return configure(**{**base, **more})
+
+
+@pytest.mark.parametrize("share", [0.98, 0.7, 0.5, 0.3])
+def test_what_is_suggested_fits(share):
+    c = configured()
+    plan = make_plan(c)
+    memory = share * needed_bytes(c, plan)
+    line = lack_of_memory(c, plan, Device(memory, "a GPU"))
+    assert line.startswith("cluster.memory=refuse: a worker needs ") and "a GPU has" in line
+    changes = list(fits(c, memory))
+    assert changes and all(needed <= memory for _, needed in changes)
+    assert all(change in line for change, _ in changes[:SHOWN]) or share == 0.3
+    assert lack_of_memory(c, plan, Device(needed_bytes(c, plan), "a GPU")) == ""
+
+
+def test_each_change_is_what_it_says():
+    """The bytes after a change are those of the plan that the changed configuration makes."""
+    c = configured()
+    found = dict(fits(c, 1e18))
+    assert found["train.microbatch=4"] == needed(configured(microbatch=4))
+    assert found["tensor=1d_sp"] == needed(configured(tensor="1d_sp"))
+    assert found["recompute=full"] == needed(configured(recompute="full"))
+    assert found["tensor.axes.t=4"] == needed(configured(axes={"t": 4}))
+    assert found["pipeline=1f1b pipeline.stages=2"] == needed(configured(pipeline="1f1b", stages=2))
+
+
+def test_zero_is_for_weights():
+    c = configured(tensor="serial", axes={}, data=4, microbatch=1, length=4)
+    assert next(fits(c, needed(c) - 1))[0] == "parallel.zero=1"
+
+
+TIGHT = ["+experiment=gpt_quick", "cluster=inline", "cluster.device=cpu", "parallel.data=1", "tensor=serial",
+         "data=synthetic", "train.steps=1", "eval.every=0", "monitor.sample=0"]  # fmt: skip
+
+
+def test_the_launcher_refuses_before_anything_is_written(tmp_path, capsys):
+    status = main([*TIGHT, f"run.dir={tmp_path}/run", "cluster.device_memory=0.035"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert status == 2 and not list(tmp_path.iterdir())
+    assert line.startswith("config: cluster.memory=refuse: a worker needs 0.0")
+    assert "cluster.device_memory=0.035: it has 0.035 GB; nearest legal: train.microbatch=2 (" in line
+
+
+def test_the_launcher_refuses_what_the_named_gpu_lacks(tmp_path, capsys):
+    more = ["recompute=none", "train.global_batch=128"]
+    assert main(["+experiment=gpt175b", *more, f"run.dir={tmp_path}/run"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "of stage 0 needs" in line and "A100-80GB has 80 GB; nearest legal: train.microbatch=1" in line
+
+
+def test_the_launcher_warns_where_it_shall(tmp_path, capsys):
+    status = main([*TIGHT, f"run.dir={tmp_path}/run", "cluster.device_memory=0.01", "cluster.memory=warn"])
+    assert status == 0 and "warning: cluster.memory=warn: a worker needs 0.0" in capsys.readouterr().out
+
+
+def test_an_unknown_gpu_is_refused():
+    with pytest.raises(ConfigError, match="cluster.gpu=A999: unknown; nearest legal: "):
+        compose(["+experiment=one_gpu", "cluster.gpu=A999"])
+
+
+def needed(c):
+    return needed_bytes(c, make_plan(c))
+
+
+@pytest.mark.parametrize(("experiment", "said"), [("gpt175b", True), ("one_gpu", False), ("gpt_quick", False)])
+def test_a_long_run_on_the_demonstration_text_is_told(experiment, said):
+    config = compose([f"+experiment={experiment}"])
+    line = demonstration(config, make_plan(config), 9e6)
+    assert bool(line) == said
+    if said:
+        assert "299 G tokens" in line
+        assert "data=text data.path=" in line and "times over" in line
+        config.data.kind = "text"
+        assert demonstration(config, make_plan(config), 9e6) == ""
+
+
+def test_the_numbers_add_up():
+    c = configured()
+    plan = make_plan(c)
+    line = lack_of_memory(c, plan, Device(1.0, "a GPU"))
+    shares = re.search(r"\((.*?)\), a GPU", line)[1].split(", ")
+    assert len(shares) == 5 and abs(sum(float(s.split()[-1]) for s in shares) * 1e9 - needed_bytes(c, plan)) < 1e5
+    assert line.endswith("nearest legal: warn")

@@ -1,0 +1,181 @@
+"""Two steps, the loss of workers, and two more steps under another plan out of the survivors' memory: what four steps
+in one go give."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from functools import cache
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from platform.checkpoint.blocks.placement import Block
+from platform.checkpoint.in_memory.snapshots import RankSnapshots
+from platform.parallel.communicator.base import Communicator, SingleRank
+from platform.plan.language.mesh import Mesh
+from platform.planning.make_plan import make_plan
+from platform.train.recovery.source import find_source, gathering, take_seats, who_has
+from platform.train.step.training_state import State
+from tests.harness.oracle import trainer_of
+from tests.harness.pairwise import cover, product
+from tests.harness.threads import run_threads
+from tests.train.recovery.test_resume import NAMES, config
+from tests.train.recovery.test_resume import copies as live_copies
+from tests.train.recovery.test_resume import whole as assemble
+
+NODES = {"one node": 1, "two nodes": 2}
+FACTORS: dict[str, list[Any]] = {"old": NAMES, "new": NAMES, "nodes": list(NODES), "lost": ["first", "last", "nobody"]}
+SIZES = {name: make_plan(config(name)).mesh.size for name in NAMES}
+
+
+def domains(name: str, nodes: str) -> list[str]:
+    return [f"node {rank * NODES[nodes] // SIZES[name]}" for rank in range(SIZES[name])]
+
+
+def lost(case: dict[str, Any]) -> set[int]:
+    """Old ranks: those of the first or the last failure domain."""
+    if case["lost"] == "nobody":
+        return set()
+    homes = domains(case["old"], case["nodes"])
+    homes = homes if len(set(homes)) > 1 else [str(rank) for rank in range(len(homes))]
+    return {rank for rank, home in enumerate(homes) if home == homes[0 if case["lost"] == "first" else -1]}
+
+
+def legal(case: dict[str, Any]) -> bool:
+    return len(lost(case)) < SIZES[case["old"]]
+
+
+CASES = product(FACTORS, legal)
+COVER = cover(product({**FACTORS, "old": NAMES[2:5], "new": NAMES[5:9]}, legal))
+SAME = [case for case in CASES if case["old"] == case["new"] and case["lost"] != "nobody"]
+
+
+class Undisturbed(NamedTuple):
+    """A rank's four steps: loss and gradient norm, blocks after the second and the fourth, and what it held, by nodes,
+    when the third began."""
+
+    numbers: list[tuple[float, float]]
+    after: list[list[Block]]
+    memories: dict[str, RankSnapshots]
+
+
+def ranks(name: str, work) -> list:
+    c = config(name)
+    plan = make_plan(c)
+
+    def one(communicator: Communicator):
+        torch.set_num_threads(1)
+        return work(trainer_of(c, plan, communicator), communicator)
+
+    return [one(SingleRank(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, one)
+
+
+def numbers(trainer, step: int) -> tuple[float, float]:
+    report = trainer.step(step)
+    return report["loss"], report["grad_norm"]
+
+
+@cache
+def undisturbed(name: str) -> list[Undisturbed]:
+    def work(trainer, communicator) -> Undisturbed:
+        state, found, after = State(trainer), [], []
+        memories = {nodes: RankSnapshots(state.held, domains(name, nodes), communicator.rank) for nodes in NODES}
+        for step in (1, 2, 3, 4):
+            found.append(numbers(trainer, step))
+            if step < 3:
+                for memory in memories.values():
+                    memory.hold(step, state.blocks(), state.values(), communicator.transfer)
+            if step % 2 == 0:
+                after.append(live_copies(state))
+        return Undisturbed(found, after, memories)
+
+    return ranks(name, work)
+
+
+def source_of(case: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
+    """The members (numbered by old rank, fresh ones from 100) at every new rank, and what they recover from."""
+    before, size = undisturbed(case["old"]), SIZES[case["new"]]
+    members = list(range(len(before)))
+    homes = domains(case["old"], case["nodes"])
+    formed = {0: {"config": asdict(config(case["old"])), "stage_of": None, "domains": homes, "seats": members}}
+    held = {m: [(0, before[m].memories[case["nodes"]].steps)] for m in members if m not in lost(case)}
+    source, reasons = find_source(held, formed, size)
+    assert source and source["step"] == 2 and not reasons
+    return take_seats(source, list(range(100, 100 + size)), size)
+
+
+def gather(source: dict[str, Any], before: list[Undisturbed], nodes: str) -> None:
+    """Survivors without a seat pass on what only they have."""
+    _, handed = gathering(source)
+
+    def work(communicator) -> None:
+        snapshot = before[source["gathered"][communicator.rank][1]].memories[nodes].at(source["step"])
+        snapshot.take_over(handed, communicator.rank, communicator.transfer)
+
+    run_threads(Mesh.of({"data": len(source["gathered"])}), work)
+
+
+def recovered(case: dict[str, Any], forget: str = "") -> bool:
+    """Returns whether survivors without a seat had to pass on what they have. `forget`: a kind of tensor that is lost
+    on the way."""
+    seats, source = source_of(case)
+    before = undisturbed(case["old"])
+    if source["gathered"]:
+        gather(source, before, case["nodes"])
+    memories = {new: before[seats[new]].memories[case["nodes"]] for _, new in source["ranks"]}
+    survived = who_has(source)
+
+    def work(trainer, communicator):
+        state = State(trainer)
+        memory = memories.get(communicator.rank)
+        state.recover(survived, memory.at(source["step"]) if memory else None)
+        start, values = live_copies(state), state.values()
+        for block in state.blocks():
+            if block.name.split(".")[0] == forget:
+                block.tensor.zero_()
+        return start, values, [numbers(trainer, step) for step in (3, 4)], live_copies(state)
+
+    parts = ranks(case["new"], work)
+    shapes = {held.name: held.shape for held in survived}
+    assert {name.split(".")[0] for name in shapes} == {"model", "exp_avg", "exp_avg_sq"}
+    found_, wanted = (assemble(blocks, shapes) for blocks in ([p[0] for p in parts], [u.after[0] for u in before]))
+    assert all(torch.equal(found_[name], wanted[name]) for name in shapes)
+    found_, wanted = (assemble(blocks, shapes) for blocks in ([p[3] for p in parts], [u.after[1] for u in before]))
+    for name in shapes:
+        bound = 1e-10 * wanted[name].abs().max() + (1e-10 * 1e-2 if name.startswith("model.") else 1e-14)
+        assert (found_[name] - wanted[name]).abs().max() <= bound, name
+    for _, values, have, _ in parts:
+        assert values == {"step": 2.0}
+        for mine, theirs in zip(have, before[0].numbers[2:], strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-10, abs=0)
+    if case["old"] == case["new"]:
+        for part, there in zip(parts, before, strict=True):
+            assert part[2] == there.numbers[2:]
+            assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(part[3], there.after[1], strict=True))
+    return bool(source["gathered"])
+
+
+def test_survivors_go_on_under_another_plan(record_count):
+    gathered = [recovered(case) for case in COVER]
+    assert 0 < sum(gathered) < len(gathered) / 2
+    record_count("training continued out of memory", len(COVER), len(CASES))
+
+
+@pytest.mark.parametrize("case", SAME[::9], ids=lambda case: " ".join(case.values()))
+def test_a_fresh_worker_takes_the_place_of_a_lost_one_bit_by_bit(case):
+    assert not recovered(case)
+
+
+@pytest.mark.parametrize("forget", ["model", "exp_avg", "exp_avg_sq"])
+def test_negative_control_what_is_forgotten_shows(forget):
+    with pytest.raises(AssertionError):
+        recovered({"old": "dsp", "new": "serial", "nodes": "one node", "lost": "first"}, forget)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("old", NAMES)
+def test_every_loss_of_every_plan_to_every_other(old):
+    for case in CASES:
+        if case["old"] == old:
+            recovered(case)

@@ -1,0 +1,68 @@
+"""State in memory on real processes: gloo carries the copies, and what survivors pass on."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+
+from platform.checkpoint.in_memory.snapshots import RankSnapshots
+from platform.config.fields import Config
+from platform.planning.make_plan import make_plan
+from platform.train.recovery.source import find_source, take_seats, who_has
+from platform.train.step.training_state import State
+from tests.harness.oracle import trainer_of
+from tests.train.recovery.test_resume import config
+
+HELD: dict[str, RankSnapshots] = {}  # of a process of the pool; outlives a generation
+
+
+def first(given: tuple[Config, list[str]], plan, communicator) -> tuple[list[float], list[int], int]:
+    """Three steps, the first two held: their losses, the steps held, and how many parts were sent to peers."""
+    torch.set_num_threads(1)
+    c, domains = given
+    trainer = trainer_of(c, plan, communicator)
+    state = State(trainer)
+    HELD["memory"] = memory = RankSnapshots(state.held, domains, communicator.rank)
+    numbers = []
+    for step in (1, 2, 3):
+        numbers.append(trainer.step(step)["loss"])
+        moved = dict(communicator.moved)
+        if step < 3:
+            memory.hold(step, state.blocks(), state.values(), communicator.transfer)
+        assert dict(communicator.moved) == moved, "copies at peers are no part of the step's communication"
+    return numbers, memory.steps, sum(len(parts) for parts in memory._route.sent.values())
+
+
+def second(given: tuple[Config, dict[str, Any]], plan, communicator) -> float:
+    torch.set_num_threads(1)
+    c, source = given
+    memory = HELD.pop("memory", None)
+    trainer = trainer_of(c, plan, communicator)
+    here = communicator.rank in dict(source["ranks"]).values()
+    State(trainer).recover(who_has(source), memory.at(2) if memory and here else None)
+    return trainer.step(3)["loss"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "gone"),
+    [("1d, data 2, zero 3", "interleaved, v = 2", {1}), ("1f1b, zero 1", "data 3, zero 1", {2, 3})],
+)
+def test_gloo_carries_the_copies(pool, old, new, gone):
+    plans = {name: make_plan(config(name)) for name in (old, new)}
+    members, size = list(range(plans[old].mesh.size)), plans[new].mesh.size
+    domains = [f"node {rank // 2}" for rank in members] if len(gone) == 2 else ["node"] * len(members)
+    parts = pool.run(first, (config(old), domains), plans[old])
+    assert all(steps == [1, 2] for _, steps, _ in parts) and sum(sent for _, _, sent in parts)
+    formed = {1: {"config": asdict(config(old)), "stage_of": None, "domains": domains, "seats": members}}
+    held = {member: [(1, parts[member][1])] for member in members if member not in gone}
+    source, _ = find_source(held, formed, size)
+    assert source and not source["gathered"]
+    seats, source = take_seats(source, sorted(gone), size)
+    assert seats == list(
+        range(size)
+    )  # the pool's processes keep their ranks; those that are gone come back with nothing
+    for loss in pool.run(second, (config(new), source), plans[new]):
+        assert loss == pytest.approx(parts[0][0][2], rel=1e-10, abs=0)

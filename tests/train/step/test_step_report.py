@@ -1,0 +1,93 @@
+"""The ranks' reports as one: the same numbers that every rank's own report gives."""
+
+from __future__ import annotations
+
+from collections import Counter
+from statistics import fmean
+
+import pytest
+
+from platform.parallel.communicator.base import SingleRank
+from platform.planning.make_plan import make_plan
+from platform.train.step.step_report import OWN_WORK, Report
+from platform.train.step.trainer import SECTIONS
+from tests.harness.oracle import configure, trainer_of
+from tests.harness.threads import run_threads
+
+CASES = {
+    "zero 3": configure("1d_sp", {"t": 2}, data=2, zero=3, global_batch=8),
+    "3d": configure("3d", {"x": 2, "y": 2, "z": 2}, microbatch=8, global_batch=8),
+    "pipeline": configure(
+        "1d", {"t": 2}, data=2, pipeline="interleaved", stages=2, chunks=2, layers=4, global_batch=16, microbatch=2
+    ),
+    "csub": configure("1d", {"t": 2}, branch="dsp_csub", branch_axes={"g": 2}, data=2, global_batch=8),
+}
+
+
+def steps(config, communicator):
+    plan = make_plan(config)
+    trainer, report = trainer_of(config, plan, communicator), Report(plan, communicator, slow=1.5)
+    found = []
+    for step in (1, 2):
+        mine = trainer.step(step)
+        found.append((mine, report.together(mine)))
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_threads(name):
+    check(run_threads(make_plan(CASES[name]).mesh, lambda communicator: steps(CASES[name], communicator)))
+
+
+def test_alone():
+    config = configure()
+    check([steps(config, SingleRank(make_plan(config).mesh))])
+
+
+def check(ranks):
+    for step in (1, 2):
+        own = [rank[step - 1][0] for rank in ranks]
+        together, *others = (rank[step - 1][1] for rank in ranks)
+        assert others == [{"step": step}] * (len(ranks) - 1)
+        moved: Counter[str] = Counter()
+        for report in own:
+            moved.update(report["comm_bytes"])
+        assert together["comm_bytes"] == dict(moved)
+        assert all(type(n) is int for n in together["comm_bytes"].values())
+        for section in SECTIONS:
+            assert together["seconds"][section] == pytest.approx(fmean(r["seconds"][section] for r in own))
+        assert together["peak_memory_bytes"] == max(r["peak_memory_bytes"] for r in own)
+        assert together["world_size"] == len(ranks)
+        for key in ("loss", "grad_norm", "lr", "samples", "tokens", "skipped"):
+            assert together[key] == own[0][key]
+
+
+def test_a_slow_rank_is_named():
+    """Rank 2 takes four times as long as its stage's others; that stage 1 takes twice as long is its layers'."""
+    plan = make_plan(CASES["pipeline"])
+    base = {"step": 1, "peak_memory_bytes": 1, "comm_bytes": {}}
+
+    def work(communicator):
+        seconds = dict.fromkeys(SECTIONS, 0.0)
+        seconds["forward"] = {0: 1.0, 1: 2.0}[communicator.coordinates["stage"]] * (4 if communicator.rank == 2 else 1)
+        seconds["exposed_comm"] = 100.0 * communicator.rank
+        return Report(plan, communicator, slow=1.5).together(base | {"seconds": seconds})
+
+    assert run_threads(plan.mesh, work)[0]["slow"] == [[2, 4.0]]
+    assert "exposed_comm" not in OWN_WORK
+
+
+def test_a_collective_that_was_not_planned_is_ours_to_mend():
+    plan = make_plan(configure())
+    with pytest.raises(AssertionError, match="not planned"):
+        seconds = dict.fromkeys(SECTIONS, 0.0)
+        mine = {"step": 1, "peak_memory_bytes": 1, "comm_bytes": {"all_reduce/moon": 8}, "seconds": seconds}
+        Report(plan, SingleRank(plan.mesh), 0).together(mine)
+
+
+def on_gloo(config, plan, communicator):
+    return steps(config, communicator)
+
+
+def test_processes(pool):
+    check(pool.run(on_gloo, CASES["zero 3"], make_plan(CASES["zero 3"])))

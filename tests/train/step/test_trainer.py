@@ -1,0 +1,237 @@
+"""One training step: which samples it consumes, how it clips, and what evaluation and sampling give in every layout."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from math import isfinite
+
+import pytest
+import torch
+
+from platform.config.fields import Config
+from platform.parallel.communicator.base import SingleRank
+from platform.plan.core.step_collectives import groups as needed_groups
+from platform.planning.make_plan import make_plan
+from platform.train.step.faults import Fault
+from platform.train.step.trainer import SECTIONS
+from tests.harness.oracle import MODELS, Tokens, configure, trainer_of
+from tests.harness.threads import run_threads
+
+B, STEPS = 16, 3
+
+
+def case(*scheme, **more) -> Config:
+    c = configure(*scheme, **{"global_batch": B, "layers": 1, **more})
+    c.train.steps = STEPS
+    return c
+
+
+ROWS_COLS = {"batch": ["rows"], "heads": ["cols"], "d_ff": ["cols"], "vocab": ["cols"]}
+CASES = {
+    "serial": case(),
+    "one microbatch": case(microbatch=16),
+    "data": case(data=4, microbatch=2),
+    "1d": case("1d", {"t": 2}, data=2),
+    "1d_sp": case("1d_sp", {"t": 2}),
+    "zero 1": case("1d", {"t": 2}, data=2, zero=1),
+    "zero 3": case("1d_sp", {"t": 2}, data=2, zero=3),
+    "3d": case("3d", {"x": 2, "y": 2, "z": 2}, microbatch=8),
+    "layout": case("layout", {"rows": 2, "cols": 2}, rules=ROWS_COLS),
+    "dsp": case("1d", {"t": 2}, branch="dsp", branch_axes={"g": 2}, data=2, dropout=0.1),
+}
+PARALLEL = [name for name in CASES if name not in ("serial", "one microbatch")]
+
+
+def on_all_ranks(c: Config, work) -> list:
+    """`work(trainer)` on every rank."""
+    plan = make_plan(c)
+
+    def start(communicator):
+        return work(trainer_of(c, plan, communicator))
+
+    return [start(SingleRank(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, start)
+
+
+class Recorder(Tokens):
+    """Notes every sample that was asked for."""
+
+    def __init__(self, c: Config):
+        super().__init__(c)
+        self.asked: list[tuple[str, int]] = []
+
+    def batch(self, split, start, end):
+        self.asked += [(split, i) for i in range(start, end)]
+        return super().batch(split, start, end)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_consumes_its_samples_exactly(name):
+    """Together [k B, (k+1) B) and nothing else, every sample equally often (twice per replica: tokens and labels)."""
+    c = CASES[name]
+
+    def work(trainer):
+        trainer.corpus = Recorder(c)
+        by_step = []
+        for step in range(1, STEPS + 1):
+            report = trainer.step(step)
+            assert report["samples"] == [(step - 1) * B, step * B]
+            assert report["tokens"] == step * B * c.model.length
+            by_step.append(Counter(trainer.corpus.asked))
+            trainer.corpus.asked.clear()
+        return by_step
+
+    ranks = on_all_ranks(c, work)
+    for k in range(STEPS):
+        together = sum((r[k] for r in ranks), Counter())
+        assert set(together) == {("train", i) for i in range(k * B, (k + 1) * B)}
+        assert len(set(together.values())) == 1
+
+
+def test_the_report_is_plain_and_complete():
+    (report,) = on_all_ranks(case(), lambda trainer: trainer.step(1))
+    assert set(report["seconds"]) == set(SECTIONS)
+    assert 0 < sum(report["seconds"].values()) <= report["step_seconds"]
+    assert report["comm_bytes"] == {} and report["peak_memory_bytes"] > 0
+    assert all(type(report[k]) is float for k in ("loss", "grad_norm", "lr", "step_seconds"))
+
+
+def with_clip(c: Config, clip: float) -> Config:
+    return replace(c, optimizer=replace(c.optimizer, clip=clip))
+
+
+def clipped(c: Config) -> list[tuple[float, dict, dict]]:
+    """(norm, gradients as they are, gradients that the optimizer gets) of the first step on every rank."""
+
+    def work(trainer):
+        _, norm = trainer.compute_gradients(1)
+        before = {n: g.clone() for n, g in trainer.weights.gradients.items()}
+        after = {}
+        trainer.optimizer.register_step_pre_hook(
+            lambda *_: after.update({n: g.clone() for n, g in trainer.weights.gradients.items()})
+        )
+        trainer._update(norm, 1e-3)
+        assert not trainer.weights.gradients
+        return norm, before, after
+
+    return on_all_ranks(c, work)
+
+
+@pytest.mark.parametrize("name", ["serial", "1d", "3d", "zero 1", "zero 3"])
+def test_clipping_scales_every_gradient_to_the_global_norm(name):
+    for norm, before, after in clipped(with_clip(CASES[name], 0.01)):
+        assert norm > 0.01
+        assert all(torch.allclose(after[n], before[n] * (0.01 / norm), rtol=1e-3, atol=0) for n in before)
+        if name == "serial":
+            assert sum(g.square().sum() for g in after.values()) == pytest.approx(0.01**2, rel=1e-3)
+
+
+@pytest.mark.parametrize("clip", [0.0, 1e6])
+def test_no_clipping(clip):
+    ((norm, before, after),) = clipped(with_clip(case(), clip))
+    assert norm > 0.01 and all(torch.equal(after[n], before[n]) for n in before)
+
+
+def look(trainer) -> tuple[float, str, float, set]:
+    """Validation loss, a sample, the loss of a step after both, and the groups that they launch in."""
+    trainer.communicator.log = log = []
+    loss = trainer.evaluate()["val_loss"]
+    text = trainer.sample(20)
+    trainer.communicator.log = None
+    return loss, text, trainer.step(1)["loss"], {launch.axes for launch in log}
+
+
+@pytest.fixture(scope="module")
+def serial() -> tuple:
+    return on_all_ranks(CASES["serial"], look)[0]
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+def test_evaluation_and_sampling_are_the_same_in_every_layout(name, serial):
+    c = CASES[name]
+    if c.model.dropout:  # off in both: the numbers are those of a run without, but not those of the step
+        serial = (*serial[:2], None, None)
+    for loss, text, step, _ in on_all_ranks(c, look):
+        assert loss == pytest.approx(serial[0], rel=1e-10)
+        assert text == serial[1]
+        assert serial[2] is None or step == pytest.approx(serial[2], rel=1e-10)
+    assert len(serial[1].split()) == len(b"def ") + 20 and len(set(serial[1].split())) > 5
+
+
+@pytest.mark.parametrize("model", ["original", "t5"])
+def test_an_encoder_decoder_answers_the_same_in_every_layout(model):
+    """The prompt goes to the encoder; the answer is longer than the decoder's window."""
+
+    def answer(trainer, prompt: str = "x" * 30) -> str:
+        with torch.no_grad():
+            for w in trainer.weights.compute.values():
+                w.mul_(8)  # an untrained model hardly hears its encoder
+        return trainer.sample(20, prompt=prompt)
+
+    sizes = {**MODELS[model], "layers": 1}
+    (expected,) = on_all_ranks(case(**sizes), answer)
+    assert len(expected.split()) == 20
+    for scheme in (("1d", {"t": 2}), ("3d", {"x": 1, "y": 2, "z": 2})):
+        assert set(on_all_ranks(case(*scheme, **sizes), answer)) == {expected}
+    (other,) = on_all_ranks(case(**sizes), lambda trainer: answer(trainer, "y"))
+    assert other != expected  # it reads its prompt
+
+
+TWO_ON_BATCH = case("layout", {"rows": 2}, rules={"batch": ["rows"]}, data=2)
+
+
+@pytest.mark.parametrize(
+    "c", [CASES["3d"], CASES["dsp"], CASES["zero 3"], TWO_ON_BATCH], ids=["3d", "dsp", "zero 3", "two axes on batch"]
+)
+def test_the_plan_names_every_group_that_a_run_launches_in(c):
+    """Sampling and evaluation too: real process groups exist only where the plan says so."""
+    groups = set(needed_groups(make_plan(c)))
+    for *_, used in on_all_ranks(c, look):
+        assert used <= groups
+
+
+def test_evaluation_reads_the_first_held_out_batches_only():
+    c = case()
+    c.eval.batches = 2
+
+    def work(trainer):
+        trainer.corpus = Recorder(c)
+        trainer.evaluate()
+        return trainer.corpus.asked
+
+    (asked,) = on_all_ranks(c, work)
+    assert set(asked) == {("validation", i) for i in range(2 * B)}
+
+
+def test_a_prompt_longer_than_the_window_and_a_text_longer_than_it():
+    (text,) = on_all_ranks(case(), lambda trainer: trainer.sample(40, prompt="x" * 100))
+    assert len(text.split()) == 15 + 40
+
+
+def test_the_same_step_gives_the_same_numbers():
+    def work(trainer):
+        return [trainer.step(k)["loss"] for k in (1, 2)]
+
+    first, second = (on_all_ranks(case(dropout=0.2), work) for _ in range(2))
+    assert first == second
+
+
+@pytest.mark.parametrize("name", ["serial", "1d", "zero 3", "dsp"])
+@pytest.mark.parametrize("cause", ["a spike", "not finite"])
+def test_a_step_that_is_skipped_changes_nothing(name, cause):
+    """All ranks alike, also where one alone computed what is not finite; afterwards the step gives what it would have
+    given."""
+
+    def work(trainer):
+        fault = Fault(1, "nan", 1) if trainer.communicator.rank == trainer.plan.mesh.size - 1 else None
+        before = {n: w.detach().clone() for n, w in trainer.weights.master.items()}
+        report = trainer.step(1, 0.1) if cause == "a spike" else trainer.step(1, fault=fault)
+        assert report["skipped"] and not trainer.weights.gradients
+        assert isfinite(report["grad_norm"]) == (cause == "a spike")
+        assert all(torch.equal(w, before[n]) for n, w in trainer.weights.master.items())
+        again = trainer.step(1)
+        assert not again["skipped"]
+        return again["loss"], again["grad_norm"]
+
+    undisturbed = on_all_ranks(CASES[name], lambda trainer: trainer.step(1))
+    assert on_all_ranks(CASES[name], work) == [(r["loss"], r["grad_norm"]) for r in undisturbed]
