@@ -69,7 +69,7 @@ FILES = CONF.parent  # the folder of conf/, jobs/ (Kubernetes, Slurm) and dashbo
 
 @dataclass(frozen=True)
 class Result:
-    """What a run left behind. `metrics` and `events` are those of the whole run, earlier drivers' included."""
+    """Holds the outcome of a run. `metrics` and `events` are those of the whole run, earlier drivers' included."""
 
     status: int  # exit status of the same command: 0, 1 or 75 (docs/design.md, section 7)
     outcome: str  # done | failed | stopped (by a signal or its time limit: `resume` continues it)

@@ -22,6 +22,8 @@ MANY = {
     "test_driver.py",
     "test_crew.py",
     "test_extend.py",
+    "test_api.py",
+    "test_examples.py",
     "test_ray_cluster.py",
     "test_name.py",
     "test_stage_failures.py",

@@ -25,11 +25,12 @@ class Callbacks:
 
 class CallbackGuard:
     """Keeps the exceptions of callbacks out of the run. The first one is kept as `error` and asks `stop` to end the run
-    at the next safe moment, as a signal does; afterwards nothing is called any more."""
+    at the next safe moment, as a signal does; a callback that has raised is not called again."""
 
     def __init__(self, callbacks: Callbacks):
         self._callbacks = callbacks
         self.error: BaseException | None = None
+        self._failed: set[str] = set()
         self.stop: Callable[[str], None] = lambda reason: None  # set by the driver
 
     def step(self, row: MetricsRow) -> None:
@@ -40,12 +41,13 @@ class CallbackGuard:
 
     def _call(self, name: str, value: MetricsRow | JournalEvent) -> None:
         function = getattr(self._callbacks, name)
-        if function is None or self.error:
+        if function is None or name in self._failed:
             return
         try:
             function(deepcopy(value))
         except Stopped:  # a second signal, which came during the call
             raise
         except BaseException as error:  # SystemExit too: it would leave the workers behind
-            self.error = error
+            self._failed.add(name)
+            self.error = self.error or error
             self.stop(f"{name}, which raised {type(error).__name__}")
