@@ -5,11 +5,11 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.harness.happenings import EXAMPLES
 
 from platform.boundary.schema import Malformed
 from platform.monitor import Journal, JsonLines
 from platform.monitor.records import events
+from tests.harness.happenings import EXAMPLES
 
 ROOT = Path(__file__).parents[2]
 KEPT = sorted(ROOT.glob("tests/kept_runs/*/run/journal.jsonl"))

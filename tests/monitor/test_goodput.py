@@ -2,9 +2,8 @@
 
 from dataclasses import replace
 
-from tests.harness.happenings import happening
-
 from platform.monitor.goodput import goodput, told
+from tests.harness.happenings import happening
 
 
 def events(*found):

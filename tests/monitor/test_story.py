@@ -1,9 +1,8 @@
 """What happened, for people."""
 
-from tests.harness.happenings import happening
-
 from platform.monitor.records import events
 from platform.monitor.story import story
+from tests.harness.happenings import happening
 
 JOURNAL = [
     happening(0.0, "starting"),
