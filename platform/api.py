@@ -162,9 +162,14 @@ def _result(status: int, directory: Path) -> Result:
         status=status,
         outcome={DONE: "done", STOPPED: "stopped"}.get(status, "failed"),
         directory=directory,
-        metrics=[MetricsRow(**{key: row.get(key) for key in MetricsRow.__dataclass_fields__}) for row in rows],
+        metrics=[_row(row) for row in rows],
         events=list(traces.happened(directory)),
     )
+
+
+def _row(found: dict[str, Any]) -> MetricsRow:
+    values: dict[str, Any] = {key: found.get(key) for key in MetricsRow.__dataclass_fields__}
+    return MetricsRow(**values)
 
 
 class _FromPython(Command):

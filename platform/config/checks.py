@@ -21,7 +21,7 @@ from platform.config.key import SECONDS, WORKERS
 from platform.config.layout_map import axes_of, wrong_tables
 from platform.plan.language.numbers import divisors
 from platform.plan.language.scheme import RESERVED
-from platform.plan.memory.hardware import MEMORIES, memory_of
+from platform.plan.memory.hardware import ACCELERATORS, memory_of
 from platform.plan.schedule.generators import ONE_CHUNK
 
 
@@ -261,7 +261,7 @@ def _axis_names(config: Config) -> Iterator[str]:
 
 def _gpu(config: Config) -> Iterator[str]:
     if config.cluster.gpu and memory_of(config.cluster.gpu) is None:
-        names = ["-".join(name.split()) for name, _ in MEMORIES]
+        names = ["-".join(known.name.split()) for known in ACCELERATORS]
         yield violation("cluster.gpu", config.cluster.gpu, "unknown", closest(config.cluster.gpu, names)[:3])
 
 

@@ -20,7 +20,7 @@ from platform.parallel.sharding.convert import absent
 from platform.parallel.sharding.share import gather_parts, keep_part
 from platform.plan.core.chunks import Chunk, FlowSpecs
 from platform.plan.core.plan import Plan
-from platform.plan.schedule.table import BACKWARD, SENDS_IN_FLIGHT, Action, Kind, with_completed
+from platform.plan.schedule.table import BACKWARD_KINDS, SENDS_IN_FLIGHT, Action, Kind, with_completed
 
 Key = tuple[int, int]  # chunk, microbatch
 Forward = Callable[[Chunk, int, dict[str, Tensor], Deferred | None], dict[str, Tensor]]
@@ -74,7 +74,7 @@ class PipelineExecutor:
             try:
                 with c.clock.section(str(action)):
                     _ACTIONS[action.kind](self, action)
-                    if action.kind in BACKWARD:
+                    if action.kind in BACKWARD_KINDS:
                         self.accumulated(completed)
             except Exception as error:
                 stage = c.coordinates["stage"]

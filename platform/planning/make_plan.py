@@ -12,7 +12,7 @@ from platform.config.layout_map import axes_of
 from platform.model import build_model as build_model
 from platform.optimizer.whole import split_violations
 from platform.plan.communication.legality import IllegalPlan
-from platform.plan.core.build import build
+from platform.plan.core.build import build_plan
 from platform.plan.core.plan import Plan
 from platform.plan.language.mistakes import ModelMistake
 from platform.plan.language.numbers import factorizations
@@ -46,8 +46,8 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
     try:
         if config.model.layers > DEEP:  # all layers are alike
             shallow = build_model(replace(config.model, layers=2))
-            build(shallow, scheme, data=data, microbatch=train.microbatch, microbatches=1)
-        plan = build(
+            build_plan(shallow, scheme, data=data, microbatch=train.microbatch, microbatches=1)
+        plan = build_plan(
             build_model(config.model),
             scheme,
             data=data,
@@ -96,11 +96,17 @@ def _legal_meshes(config: Config, data: int) -> Iterator[dict[str, int]]:
         dict(zip(given, sizes, strict=True)) for sizes in islice(factorizations(workers, len(given)), FACTORIZATIONS)
     )
     for axes in sorted(found, key=lambda axes: sum(abs(axes[a] - n) for a, n in given.items()))[:MESHES_TRIED]:
-        tensor = {**asdict(config.tensor), "axes": axes}
-        scheme = compose_scheme(tensor, asdict(config.branch), data)
-        model = build_model(replace(config.model, layers=1))  # all layers are alike
-        try:
-            build(model, scheme, data=data, microbatch=config.train.microbatch, microbatches=1)
-        except IllegalPlan:
-            continue
-        yield axes
+        if is_legal(replace(config, tensor=replace(config.tensor, axes=axes)), data):
+            yield axes
+
+
+def is_legal(config: Config, data: int) -> bool:
+    """Return True if the model has a legal plan with these axes over `data` replicas. One layer is planned, as all
+    layers are alike."""
+    scheme = compose_scheme(asdict(config.tensor), asdict(config.branch), data)
+    model = build_model(replace(config.model, layers=1))
+    try:
+        build_plan(model, scheme, data=data, microbatch=config.train.microbatch, microbatches=1)
+    except IllegalPlan:
+        return False
+    return True

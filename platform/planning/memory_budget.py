@@ -10,7 +10,7 @@ from platform.optimizer.optimizers import OPTIMIZERS
 from platform.plan.core.plan import Plan
 from platform.plan.memory.footprint import Footprint, footprint
 from platform.plan.memory.worker_bytes import weight_bytes
-from platform.plan.schedule.generators import generate, representative
+from platform.plan.schedule.generators import generate, representative_microbatches
 from platform.plan.schedule.lowering import lower
 from platform.plan.schedule.table import Schedule
 from platform.planning.choose_schedule import schedule_of
@@ -65,7 +65,7 @@ def _schedule(config: Config, plan: Plan) -> Schedule:
     if pipeline.kind == "file":
         return schedule_of(config, config.parallel.data)
     kind = "1f1b" if pipeline.kind == "none" else pipeline.kind
-    few = representative(kind, pipeline.stages, pipeline.chunks, plan.microbatches)
+    few = representative_microbatches(kind, pipeline.stages, pipeline.chunks, plan.microbatches)
     return generate(kind, pipeline.stages, pipeline.chunks, few)
 
 

@@ -43,12 +43,14 @@ def lack_of_memory(config: Config, plan: Plan, device: Device) -> str:
         f"a worker {where}needs {most.total / 1e9:.4g} GB ({shares}), {device.name} has {device.memory / 1e9:.4g} GB"
     )
     weights = most.parameters + most.optimizer + most.gradients
-    fitting = [f"{change} ({n / 1e9:.3g} GB)" for change, n in islice(fits(config, device.memory, weights), SHOWN)]
+    fitting = [
+        f"{change} ({n / 1e9:.3g} GB)" for change, n in islice(fitting_changes(config, device.memory, weights), SHOWN)
+    ]
     legal = [*fitting, *(["warn"] if not fitting else [])]
     return violation("cluster.memory", config.cluster.memory, reason, legal)
 
 
-def fits(config: Config, memory: float, weights: int = 0) -> Iterator[tuple[str, int]]:
+def fitting_changes(config: Config, memory: float, weights: int = 0) -> Iterator[tuple[str, int]]:
     """Yield (change as typed, bytes then needed) for changes that fit `memory`, the smallest first. `weights`: bytes of
     parameters, gradients and optimizer state now; where these alone are too much, only changes that lessen them are
     tried."""

@@ -7,7 +7,7 @@ shrinks and grows again returns to the same plan.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import product
 from math import inf, prod
@@ -15,13 +15,9 @@ from typing import NamedTuple
 
 from platform.config.fields import Config
 from platform.config.layout_map import axes_of
-from platform.model import build_model as build_model
-from platform.plan.communication.legality import IllegalPlan
-from platform.plan.core.build import build
 from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import communication
-from platform.plan.language.scheme import compose_scheme
-from platform.planning.make_plan import plan_quickly
+from platform.planning.make_plan import is_legal, plan_quickly
 from platform.planning.memory_budget import MemoryBudget
 
 FEW_LAYERS = 4  # deeper models get a bound first, and are counted exactly only if it leaves them a chance
@@ -80,13 +76,13 @@ def _one_replica(config: Config) -> int:
     return prod((*config.tensor.axes.values(), *config.branch.axes.values(), config.pipeline.stages))
 
 
-def _useful(config: Config) -> int:
+def _most_replicas(config: Config) -> int:
     """Return how many replicas can get a sequence; any further one would see padding alone."""
     return -(-config.train.global_batch // config.train.microbatch)
 
 
 def _with_fewer_replicas(config: Config, workers: int, budget: MemoryBudget) -> ConfiguredPlan | None:
-    data = min(workers // _one_replica(config), max(config.parallel.data, _useful(config)))
+    data = min(workers // _one_replica(config), max(config.parallel.data, _most_replicas(config)))
     if not data:
         return None
     smaller = replace(config, parallel=replace(config.parallel, data=data))
@@ -145,7 +141,7 @@ class _Search:
         """Yield all sizes whose product is `ranks`."""
         for (tensor, branch), stages in product(self._scheme_sizes, range(1, self.own.stages + 1)):
             data, rest = divmod(ranks, prod(tensor) * prod(branch) * stages)
-            if not rest and data <= _useful(self.config):
+            if not rest and data <= _most_replicas(self.config):
                 yield _Sizes(tensor, branch, stages, data)
 
     @cached_property
@@ -164,17 +160,9 @@ class _Search:
         return self.budget.may_hold(self.configured(sizes)) and self._allowed(sizes.tensor, sizes.branch)
 
     def _allowed(self, tensor: tuple[int, ...], branch: tuple[int, ...]) -> bool:
-        """Return True if the model has a legal plan at these sizes. One layer is planned, as all layers are alike, and
-        data=1, as `data` always divides."""
+        """Return True if the model has a legal plan at these sizes; `data` always divides, so data=1 tells."""
         if (tensor, branch) not in self._legal:
-            c = self.configured(_Sizes(tensor, branch, 1, 1))
-            scheme = compose_scheme(asdict(c.tensor), asdict(c.branch), 1)
-            model = build_model(replace(c.model, layers=1))
-            try:
-                build(model, scheme, data=1, microbatch=c.train.microbatch, microbatches=1)
-                self._legal[tensor, branch] = True
-            except IllegalPlan:
-                self._legal[tensor, branch] = False
+            self._legal[tensor, branch] = is_legal(self.configured(_Sizes(tensor, branch, 1, 1)), 1)
         return self._legal[tensor, branch]
 
     def _bound(self, sizes: _Sizes) -> float:

@@ -32,7 +32,7 @@ from platform.parallel.communicator.progress import PROGRESS
 from platform.parallel.communicator.sockets import open_sockets
 from platform.parallel.communicator.torch_distributed import CONNECT, ProcessGroups
 from platform.plan.core.plan_data import digest
-from platform.plan.core.step_collectives import groups as needed_groups
+from platform.plan.core.step_collectives import process_groups
 from platform.plan.language.mesh import Mesh
 from platform.plan.schedule.rows import StageRows
 from platform.planning.make_plan import make_plan
@@ -111,7 +111,7 @@ class Worker:
             with PROGRESS.waiting("form"):
                 before = open_sockets()
                 self._join(rank, world_size, store, generation)
-                groups = ProcessGroups(mesh, rank, needed_groups(self.plan), device)
+                groups = ProcessGroups(mesh, rank, process_groups(self.plan), device)
                 groups.meet(self.plan.neighbours)
                 if self.device == "cpu":
                     groups.connections = dict(open_sockets().items() - before.items())

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from platform.monitor import JsonLines, MetricsLog
-from tests.commands.test_end_to_end import QUICK, SMALL, TIMEOUT
+from tests.harness.commands import QUICK, SMALL, TIMEOUT
 
 COMMAND = (
     "cluster=processes tensor=serial parallel.data=2 data=synthetic train.steps=3 train.verify_every=1 "

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from platform.monitor import JsonLines, MetricsLog
-from tests.commands.test_end_to_end import QUICK, SMALL, TIMEOUT
+from tests.harness.commands import QUICK, SMALL, TIMEOUT
 from tests.harness.process_tree import descendants, gone
 
 COMMAND = (

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from platform.monitor import JsonLines, MetricsLog
-from tests.commands.test_end_to_end import QUICK, SMALL, TIMEOUT, command
+from tests.harness.commands import QUICK, SMALL, TIMEOUT, command
 from tests.harness.process_tree import descendants, gone
 from tests.harness.ray_machines import drain, private_cluster
 

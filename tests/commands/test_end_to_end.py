@@ -5,44 +5,16 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
 import sys
-from contextlib import chdir, redirect_stderr, redirect_stdout
-from io import StringIO
 from pathlib import Path
 
 import pytest
 import yaml
 
-from platform.launch import main
 from platform.monitor import MetricsRow
+from tests.harness.commands import QUICK, SMALL, command, in_this_process, lines, refused
 
-QUICK = "+experiment=gpt_quick"
-SMALL = "model.layers=1 model.d_model=32 model.length=16 model.vocab=300 eval.every=0 monitor.sample=0".split()
 SECTIONS = set("data forward backward exposed_comm bubble reduce optimizer checkpoint".split())
-TIMEOUT = 280  # seconds; a loaded machine is slow, and a hang must still end
-
-
-def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "platform.launch", *arguments],
-        cwd=cwd,
-        env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0"},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-    )
-
-
-def in_this_process(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """`command` of a run that starts no process, or is refused: importing torch takes seconds."""
-    with chdir(cwd), redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as error:
-        status = main(list(arguments) or None)
-    return subprocess.CompletedProcess(arguments, status, out.getvalue(), error.getvalue())
-
-
-def lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.fixture(scope="session")
@@ -180,20 +152,6 @@ def test_the_rest_of_the_layouts(case, tmp_path, one_process):
 
 
 # Bad input.
-
-
-def refused(*arguments: str, cwd: Path) -> list[str]:
-    """The lines of a command that ends with status 2 and leaves everything as it was."""
-
-    def there() -> dict[Path, bytes | None]:
-        return {p: p.read_bytes() if p.is_file() else None for p in cwd.rglob("*")}
-
-    before = there()
-    done = in_this_process(QUICK, *SMALL, "cluster=processes", *arguments, cwd=cwd)
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-    assert there() == before
-    return done.stderr.splitlines()
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from platform.checkpoint.moves.reshard import read_tensor
 from platform.checkpoint.storage.catalogue import attempts, verify
 from platform.checkpoint.storage.storage import Storage, open_storage
 from platform.monitor import JsonLines, MetricsLog
-from tests.commands.test_end_to_end import command, in_this_process
+from tests.harness.commands import command, in_this_process
 
 KEPT = sorted(path for path in (Path(__file__).parent / "kept_runs").iterdir() if path.is_dir())
 ONE_PROCESS = ["cluster=inline", "tensor=serial", "parallel.data=1", "parallel.zero=0"]

@@ -19,8 +19,8 @@ from platform.checkpoint.moves.reshard import read_tensor
 from platform.checkpoint.storage.catalogue import attempts, find, verify
 from platform.checkpoint.storage.storage import open_storage
 from platform.monitor import JsonLines, MetricsLog
-from tests.commands.test_end_to_end import QUICK, SMALL, TIMEOUT
 from tests.doubles import killer
+from tests.harness.commands import QUICK, SMALL, TIMEOUT
 
 COMMAND = (
     "cluster=processes tensor=1d tensor.axes.t=2 parallel.data=1 data=synthetic model.dropout=0.1 "

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from platform.plan.language.ops import POINTWISE
-from tests.commands.test_end_to_end import QUICK, in_this_process
+from tests.harness.commands import QUICK, in_this_process
 
 MODEL = """
 from platform.model import register_model

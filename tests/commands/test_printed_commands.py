@@ -13,8 +13,8 @@ import pytest
 from platform.launch import compose, main
 from platform.monitor import MetricsLog
 from platform.planning.make_plan import make_plan
-from tests.commands.test_end_to_end import QUICK, in_this_process
 from tests.commands.test_extend import MODULE, SCHEME
+from tests.harness.commands import QUICK, in_this_process
 
 INLINE = ["cluster=inline", "tensor=serial", "parallel.data=1", "cluster.device=cpu"]
 SIZES = ["train.global_batch=2", "train.microbatch=2", "model.d_model=12", "model.heads=3", "model.length=8"]

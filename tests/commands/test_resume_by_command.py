@@ -21,7 +21,7 @@ from platform.checkpoint.storage.storage import Storage, open_storage
 from platform.launch import compose, main
 from platform.monitor import JsonLines, MetricsLog
 from platform.optimizer.learning_rate import learning_rate
-from tests.commands.test_end_to_end import QUICK, SMALL, TIMEOUT, command, in_this_process, refused
+from tests.harness.commands import QUICK, SMALL, TIMEOUT, command, in_this_process, refused
 
 FIXED = "optimizer.warmup_steps=2 parallel.data=1 data=synthetic precision=fp64 model.dropout=0.1".split()
 STEPS = "train.steps=6"

@@ -17,7 +17,7 @@ from platform.cluster import driver
 from platform.config.identity import identity
 from platform.launch import compose, main
 from platform.monitor import JsonLines
-from tests.commands.test_end_to_end import QUICK, in_this_process
+from tests.harness.commands import QUICK, in_this_process
 
 TINY = [
     *(QUICK, "data=synthetic", "cluster=inline", "tensor=serial", "parallel.data=1", "model.layers=1"),

@@ -16,7 +16,7 @@ from platform.plan.core.plan import Plan
 from platform.plan.language.layout import padded
 from platform.plan.language.mesh import Mesh
 from platform.plan.language.mistakes import ModelMistake, as_model_mistakes, check_parameters, check_used, defined_at
-from platform.plan.language.ops import KEEP, Operation, Parameter, Recompute
+from platform.plan.language.ops import NO_RECOMPUTATION, Operation, Parameter, Recompute
 from platform.plan.language.recorder import Recorder
 from platform.plan.language.scheme import Scheme
 
@@ -24,7 +24,7 @@ Reductions = dict[str, tuple[str, ...]]  # parameter -> axes
 ReducedAtUse = dict[tuple[str, str, str], tuple[str, ...]]  # operation's name and kind, parameter -> axes
 
 
-def build(
+def build_plan(
     model: RecordableModel,
     scheme: Scheme,
     *,
@@ -34,7 +34,7 @@ def build(
     sequences: int | None = None,
     stage_of: Sequence[int] = (0,),
     scatter_gather: bool = True,
-    recompute: Recompute = KEEP,
+    recompute: Recompute = NO_RECOMPUTATION,
     precision: str = "fp32",
     zero: int = 0,
     dropout: float = 0.0,

@@ -15,7 +15,7 @@ from platform.plan.communication.traffic import moved_bytes
 from platform.plan.core.chunks import Chunk, einsum_flops, replicated_axes
 from platform.plan.language.layout import Layout, block, padded
 from platform.plan.language.mesh import Mesh
-from platform.plan.language.ops import KEEP, LOSSES, Parameter, Recompute, Spec
+from platform.plan.language.ops import LOSSES, NO_RECOMPUTATION, Parameter, Recompute, Spec
 from platform.plan.language.scheme import Scheme
 
 # precision -> bytes per element of each dtype class (`master`: parameters and optimizer state)
@@ -58,7 +58,7 @@ class Plan:
     chunks: tuple[Chunk, ...]
     sharded: tuple[str, ...] = ()
     scatter_gather: bool = True
-    recompute: Recompute = KEEP
+    recompute: Recompute = NO_RECOMPUTATION
     warnings: tuple[str, ...] = ()
 
     @cached_property

@@ -18,7 +18,7 @@ from platform.plan.core.plan import Plan
 from platform.plan.language.layout import at_zero, padded
 from platform.plan.memory.metered import Metered
 from platform.plan.memory.storages import Key, MeteredStorage
-from platform.plan.memory.worker_bytes import forward, weight_bytes
+from platform.plan.memory.worker_bytes import run_chunk, weight_bytes
 from platform.plan.schedule.table import SENDS_IN_FLIGHT, Action, Kind, with_completed
 
 
@@ -90,7 +90,7 @@ def measure(
     readers = (o for o in chunk.operations.values() if o.operation.reads is not None)
     read = {(o.operation.reads, o.tokens): o.token_count for o in readers}  # a tensor is read once per layout
     tokens = meter.integers(sum(read.values()))
-    out = forward(meter, model, chunk, flow)
+    out = run_chunk(meter, model, chunk, flow)
     del tokens
     most, full, results = ledger.peak - before, ledger.now, [(v.key, v.elements) for v in out.values()]
     del out

@@ -52,12 +52,12 @@ def saved_for_backward(
     at = at or plan.mesh.coordinates(0)
     meter = Metered(plan, dropout, at)
     for chunk in plan.at(at["stage"]).chunks:
-        forward(meter, model, chunk, {name: meter.block(spec) for name, spec in chunk.receives})
+        run_chunk(meter, model, chunk, {name: meter.block(spec) for name, spec in chunk.receives})
     saved = meter.tape.saved()
     return SavedElements(*(sum(s.counted for s in saved if s.parameter == copies) for copies in (False, True)))
 
 
-def forward(meter: Metered, model: RecordableModel, chunk: Chunk, flow: Mapping[str, Value]) -> dict[str, Value]:
+def run_chunk(meter: Metered, model: RecordableModel, chunk: Chunk, flow: Mapping[str, Value]) -> dict[str, Value]:
     """Run a chunk of the model; return its outputs by name."""
     inputs = {name: name for name in model.inputs}
     if chunk.units:

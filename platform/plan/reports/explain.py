@@ -12,11 +12,11 @@ from typing import Any
 
 from platform.plan.core.chunks import RecordableModel
 from platform.plan.core.plan import Plan
-from platform.plan.core.step_collectives import communication, groups, step_collectives, update_collectives
+from platform.plan.core.step_collectives import communication, process_groups, step_collectives, update_collectives
 from platform.plan.memory.footprint import Footprint
 from platform.plan.memory.worker_bytes import saved_for_backward, weight_bytes
 from platform.plan.reports.describe import describe, human
-from platform.plan.reports.node_messages import messages, with_axes
+from platform.plan.reports.node_messages import count_messages, with_axes_moved
 
 GROUPS_SHOWN = 8
 _LAYER = re.compile(r".*\blayers\.\d+\.")
@@ -57,9 +57,9 @@ def explain(
     if plan.elsewhere:  # common layers are on sub-grid 0 alone, so other workers hold less
         out["elsewhere"] = holds(plan.elsewhere)
     if branches := plan.mesh.ordered(plan.scheme.branches):
-        meshes = {order: with_axes(plan.mesh, branches, outer=order == "outer") for order in ("inner", "outer")}
+        meshes = {order: with_axes_moved(plan.mesh, branches, outer=order == "outer") for order in ("inner", "outer")}
         rooted = bool(plan.elsewhere)
-        found = {o: messages(mesh, branches, workers_per_node, from_zero=rooted) for o, mesh in meshes.items()}
+        found = {o: count_messages(mesh, branches, workers_per_node, from_zero=rooted) for o, mesh in meshes.items()}
         out["branch_messages"] = {
             "workers_per_node": workers_per_node,
             "order": "outer" if plan.scheme.branches_outer else "inner",
@@ -71,7 +71,7 @@ def explain(
 def _groups(plan: Plan) -> list[tuple[str, ...]]:
     """Return every axis by itself, then the joint axes of the groups that a run uses."""
     single = [(a,) for a, n in plan.mesh.shape if n > 1]
-    return [*single, *(axes for axes in groups(plan) if axes not in single)]
+    return [*single, *(axes for axes in process_groups(plan) if axes not in single)]
 
 
 def collectives(plan: Plan) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The faults of test_faults.py, as an object store has them: requests that are lost, and answers that are."""
+"""The faults of `faults`, as an object store has them: requests that are lost, and answers that are."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import torch
 
 from platform.config.fields import Config
 from platform.parallel.communicator.base import SingleRank
-from platform.plan.core.step_collectives import groups as needed_groups
+from platform.plan.core.step_collectives import process_groups
 from platform.planning.make_plan import make_plan
 from platform.train.step.faults import Fault
 from platform.train.step.trainer import SECTIONS
@@ -185,7 +185,7 @@ TWO_ON_BATCH = case("layout", {"rows": 2}, rules={"batch": ["rows"]}, data=2)
 )
 def test_the_plan_names_every_group_that_a_run_launches_in(c):
     """Sampling and evaluation too: real process groups exist only where the plan says so."""
-    groups = set(needed_groups(make_plan(c)))
+    groups = set(process_groups(make_plan(c)))
     for *_, used in on_all_ranks(c, look):
         assert used <= groups
 

@@ -1,0 +1,30 @@
+"""Checkpoints of a few numbers, whose values tell their step."""
+
+from functools import cache
+
+from platform.checkpoint.storage import storage as storage_module
+from platform.checkpoint.storage.catalogue import find
+from tests.doubles.faulty_os import FaultyOs
+from tests.harness.storage_job import Job, values
+
+SHAPES = {"a": (6, 4), "b": (5,), "c": ()}
+
+
+@cache
+def job(step: int) -> Job:
+    return Job.whole(values(SHAPES, step), 2)
+
+
+def newest(storage) -> int:
+    """The step of the newest checkpoint that can be trusted, once its values are seen to be those of that step."""
+    found = find(storage)
+    assert found.manifest is not None and found.directory is not None
+    step = found.manifest.meta.step
+    job(step).check(job(step).restore(storage, found.directory, found.manifest))
+    return step
+
+
+def faulty(monkeypatch, *args, **kwargs) -> FaultyOs:
+    system = FaultyOs(*args, **kwargs)
+    monkeypatch.setattr(storage_module, "os", system)
+    return system
