@@ -1,4 +1,4 @@
-"""Every kind of event is written as it is read, and the README lists them all."""
+"""Every kind of event is written as it is read, and the page of the run directory lists them all."""
 
 import json
 import re
@@ -58,8 +58,8 @@ def test_secrets_stay_out_and_the_word_stays(tmp_path, monkeypatch):
     assert (line["event"], line["reason"]) == ("waiting", "*** for more")
 
 
-def test_the_readme_lists_every_event():
-    [listed] = re.findall(
-        r"^\| `journal.jsonl` \| one object per event: (.*) \|$", (ROOT / "README.md").read_text(), re.M
-    )
-    assert listed.split(", ") == list(events.EVENTS)
+def test_the_page_of_the_run_directory_lists_every_event():
+    page = (ROOT / "docs" / "run-directory.md").read_text()
+    [rows] = re.findall(r"^\| events \| when \|\n\|---\|---\|\n((?:\|.*\n)+)", page, re.M)
+    listed = [name for row in rows.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert sorted(listed) == sorted(events.EVENTS)
