@@ -130,16 +130,29 @@ def test_installed(bare, root, elsewhere, how):
 INLINE = "+experiment=two_layer cluster=inline train.steps=2 optimizer.warmup_steps=0 tensor.axes.rows=1".split()
 
 
-@pytest.mark.full
-def test_the_wheel_alone_trains_and_is_typed(bare, root, elsewhere):
+@pytest.fixture
+def from_wheel(bare, root, elsewhere) -> Path:
+    """The interpreter of an environment into which the wheel is installed."""
     install = (sys.executable, "-m", "pip", "--python", bare, "install", "--quiet", "--no-deps", "--no-build-isolation")
     succeed(*install, "--no-index", root, cwd=elsewhere)
-    assert "run directory:" in succeed(bare, "-m", "platform.launch", *INLINE, "tensor.axes.cols=1", cwd=elsewhere)
+    return bare
+
+
+@pytest.mark.full
+def test_the_wheel_alone_trains(from_wheel, root, elsewhere):
+    assert "run directory:" in succeed(
+        from_wheel, "-m", "platform.launch", *INLINE, "tensor.axes.cols=1", cwd=elsewhere
+    )
     shutil.copy(root / "examples" / "callbacks_and_resume.py", elsewhere)
-    assert "done: 6 steps" in succeed(bare, "callbacks_and_resume.py", cwd=elsewhere)
-    done = mypy(bare, elsewhere, elsewhere, USER, "--strict")
+    assert "done: 6 steps" in succeed(from_wheel, "callbacks_and_resume.py", cwd=elsewhere)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)  # mypy reads torch
+def test_the_wheel_is_typed(from_wheel, elsewhere):
+    done = mypy(from_wheel, elsewhere, elsewhere, USER, "--strict")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert mistakes(mypy(bare, elsewhere, elsewhere, WRONG, "--strict")) == ["3", "4"]
+    assert mistakes(mypy(from_wheel, elsewhere, elsewhere, WRONG, "--strict")) == ["3", "4"]
 
 
 def test_a_pth_that_imports_the_standard_module_before_ours(bare, root, elsewhere):
