@@ -9,7 +9,7 @@ from math import prod
 
 from platform.config.fields import Config, ConfigError, closest, violation
 from platform.config.layout_map import axes_of
-from platform.model import build_model as build_model
+from platform.model import build_model
 from platform.optimizer.whole import split_violations
 from platform.plan.communication.legality import IllegalPlan
 from platform.plan.core.build import build_plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import inf, prod
 
 from platform.config.fields import Config
-from platform.model import build_model as build_model
+from platform.model import build_model
 from platform.optimizer.optimizers import OPTIMIZERS
 from platform.plan.core.plan import Plan
 from platform.plan.memory.footprint import Footprint, footprint

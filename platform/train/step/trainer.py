@@ -15,7 +15,7 @@ from torch import Tensor
 
 from platform.config.fields import Config
 from platform.data.tokenizer import END_OF_TEXT
-from platform.model import build_model as build_model
+from platform.model import build_model
 from platform.model.blocks import LOGITS, Activations
 from platform.model.encoder import Encoder
 from platform.optimizer.learning_rate import learning_rate
