@@ -18,6 +18,7 @@ from torch import Tensor
 
 from platform.parallel.communicator.clock import Clock
 from platform.parallel.communicator.traced import COMMUNICATORS, Arrived, collective
+from platform.plan.communication.rule import COLLECTIVES, JOIN, SPLIT
 from platform.plan.communication.traffic import TRAFFIC, label
 from platform.plan.language.mesh import Mesh
 
@@ -104,34 +105,28 @@ class Communicator(ABC):
             self.moved[label(op, axes)] += moved
         if self.log is not None:
             self.log.append(Launch(op, axes, group, elements))
-        if op == "all_gather":
-            given = x.contiguous()
-            out = given.new_empty((n, *given.shape))
-            finish = lambda: out.movedim(0, dim).flatten(dim, dim + 1)  # noqa: E731
-        elif op == "reduce_scatter":
+        assert op in COLLECTIVES, op
+        splits = op in SPLIT and (op != "scatter" or is_root)
+        joins = op in JOIN and (op != "gather" or is_root)
+        if splits:
             given = x.unflatten(dim, (n, -1)).movedim(dim, 0).contiguous()
-            out = given.new_empty(given.shape[1:])
-            finish = lambda: out  # noqa: E731
-        elif op == "all_to_all":
-            given = x.unflatten(dim, (n, -1)).movedim(dim, 0).contiguous()
-            out = torch.empty_like(given)
-            finish = lambda: out.movedim(0, joined).flatten(joined, joined + 1)  # noqa: E731
-        elif op == "scatter" and is_root:
-            given = x.unflatten(dim, (n, -1)).movedim(dim, 0).contiguous()
-            out = given.new_empty(given.shape[1:])
-            finish = lambda: out  # noqa: E731
-        elif op == "gather":
-            given = x.contiguous()
-            out = given.new_empty((n, *given.shape) if is_root else 0)
-            finish = lambda: out.movedim(0, dim).flatten(dim, dim + 1) if is_root else out  # noqa: E731
-        elif op in ("broadcast", "scatter"):
-            given = out = x.contiguous()
-            finish = lambda: out  # noqa: E731
+        elif op in ("all_reduce", "reduce") and not owned:
+            given = x.detach().clone(memory_format=torch.contiguous_format)
         else:
-            assert op in ("all_reduce", "reduce"), op
-            given = x.contiguous() if owned else x.detach().clone(memory_format=torch.contiguous_format)
-            out = given
-            finish = lambda: out if op == "all_reduce" or is_root else out.new_empty(0)  # noqa: E731
+            given = x.contiguous()
+        if joins:  # a part of every member, as `given` has where it is split too
+            out = torch.empty_like(given) if splits else given.new_empty((n, *given.shape))
+        elif splits:
+            out = given.new_empty(given.shape[1:])
+        else:
+            out = given.new_empty(0) if op == "gather" else given
+        place = joined if op == "all_to_all" else dim
+
+        def finish() -> Tensor:
+            if joins:
+                return out.movedim(0, place).flatten(place, place + 1)
+            return out.new_empty(0) if op == "reduce" and not is_root else out
+
         return Handle(self.clock, self._start(op, given, out, axes, group, reduce, root), finish)
 
     @abstractmethod
