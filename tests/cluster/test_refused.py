@@ -97,7 +97,7 @@ def test_an_answer_is_waited_for_so_long():
 
 def test_a_storage_that_answers_slowly_is_none_that_is_dead(monkeypatch, tmp_path):
     monkeypatch.setattr(origin, "ANSWER_SECONDS", 5.0)
-    real = origin.connect
+    real = origin.open_storage
 
     def slow(url, key):
         threading.Event().wait(0.5)
