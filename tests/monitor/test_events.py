@@ -1,4 +1,4 @@
-"""Every kind of event is written as it is read, and the README lists them all."""
+"""Every kind of event is written as it is read, and the README lists them all, and every key of the metrics."""
 
 import json
 import re
@@ -8,7 +8,7 @@ import pytest
 from happenings import EXAMPLES
 
 from platform.boundary.schema import Malformed
-from platform.monitor import Journal, JsonLines
+from platform.monitor import Journal, JsonLines, MetricsRow
 from platform.monitor.records import events
 
 ROOT = Path(__file__).parents[2]
@@ -63,3 +63,9 @@ def test_the_readme_lists_every_event():
         r"^\| `journal.jsonl` \| one object per event: (.*) \|$", (ROOT / "README.md").read_text(), re.M
     )
     assert listed.split(", ") == list(events.EVENTS)
+
+
+def test_the_readme_lists_every_key_of_the_metrics():
+    [table] = re.findall(r"^The keys of `metrics.jsonl`:\n\n(.*?)\n\n", (ROOT / "README.md").read_text(), re.M | re.S)
+    listed = [key for row in table.splitlines()[2:] for key in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert sorted(listed) == sorted(MetricsRow.__dataclass_fields__)
