@@ -1,4 +1,4 @@
-"""Every kind of event is written as it is read, and the page of the run directory lists them all."""
+"""Every kind of event is written as it is read, and the page of the run directory lists them all, and every key of the metrics."""
 
 import json
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from platform.boundary.schema import Malformed
-from platform.monitor import Journal, JsonLines
+from platform.monitor import Journal, JsonLines, MetricsRow
 from platform.monitor.records import events
 from tests.harness.happenings import EXAMPLES
 
@@ -58,8 +58,16 @@ def test_secrets_stay_out_and_the_word_stays(tmp_path, monkeypatch):
     assert (line["event"], line["reason"]) == ("waiting", "*** for more")
 
 
-def test_the_page_of_the_run_directory_lists_every_event():
+def listed(header: str) -> list[str]:
+    """Return the words in the first column of a table of docs/run-directory.md."""
     page = (ROOT / "docs" / "run-directory.md").read_text()
-    [rows] = re.findall(r"^\| events \| when \|\n\|---\|---\|\n((?:\|.*\n)+)", page, re.M)
-    listed = [name for row in rows.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])]
-    assert sorted(listed) == sorted(events.EVENTS)
+    [rows] = re.findall(rf"^\| {header} \|\n\|---\|---\|\n((?:\|.*\n)+)", page, re.M)
+    return sorted(name for row in rows.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1]))
+
+
+def test_the_page_of_the_run_directory_lists_every_event():
+    assert listed(r"events \| when") == sorted(events.EVENTS)
+
+
+def test_the_page_of_the_run_directory_lists_every_key_of_the_metrics():
+    assert listed(r"key \| meaning") == sorted(MetricsRow.__dataclass_fields__)
