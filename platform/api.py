@@ -163,7 +163,7 @@ def _result(status: int, directory: Path) -> Result:
         outcome={DONE: "done", STOPPED: "stopped"}.get(status, "failed"),
         directory=directory,
         metrics=[_row(row) for row in rows],
-        events=list(traces.happened(directory)),
+        events=list(traces.journal(directory)),
     )
 
 

@@ -45,16 +45,7 @@ DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 75  # exit status; after STOPPED the s
 SEVERITY = (DONE, STOPPED, REFUSED, FAILED)  # least to most severe: a sweep exits with the worst status of its jobs
 # Keys that planning reads. If one has an illegal value, planning could run for ever, so no plan is made to look for
 # further mistakes.
-PLANNED = (
-    "model.",
-    "tensor.",
-    "branch.",
-    "pipeline.",
-    "parallel.",
-    "train.global_batch",
-    "train.microbatch",
-    "recompute",
-)
+PLANNED = tuple("model. tensor. branch. pipeline. parallel. train.global_batch train.microbatch recompute".split())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -106,7 +97,8 @@ def compose(overrides: Sequence[str], config_dir: str | None = None, stored: Map
 
 def _compose(composer: Composer, arguments: Sequence[str]) -> tuple[Config, list[str]]:
     """Return the configuration and one line per mistake in it."""
-    load_extensions(_words(typed_values(arguments).get("extend")))  # first: other arguments may name what they register
+    modules = typed_values(arguments).get("extend")  # first: other arguments may name what they register
+    load_extensions([name for name in modules if isinstance(name, str)] if isinstance(modules, list) else [])
     config, accepted, refused = composer.load(arguments)
     lines = [translate_error(argument, error) for argument, error in refused]
     lines += _complete(config, accepted)
@@ -157,10 +149,6 @@ def _complete(config: Config, arguments: Sequence[str]) -> list[str]:
         lines.append(violation("resume.allow", ",".join(config.resume.allow), constraint, ["run.dir=DIRECTORY"]))
     config.run.dir = config.run.dir or os.path.abspath(default_directory(config, name))
     return lines
-
-
-def _words(value: Any) -> list[str]:
-    return [word for word in value if isinstance(word, str)] if isinstance(value, list) else []
 
 
 def _own_axes(group: str, axes: Mapping[str, int], declared: Sequence[str], typed: Mapping[str, Any]) -> dict[str, int]:
@@ -312,11 +300,7 @@ def _show(args: Namespace) -> int:
     """Print the resolved configuration (`--cfg job`), or one group of it (`--package GROUP`), without secrets."""
     from omegaconf import OmegaConf
 
-    with open_composer(args.config_dir) as composer:
-        config, lines = _compose(composer, args.overrides)
-    if lines:
-        raise ConfigError(lines)
-    values = OmegaConf.create(config.to_dict())
+    values = OmegaConf.create(compose(args.overrides, args.config_dir).to_dict())
     part = OmegaConf.select(values, args.package) if args.package else values
     if not OmegaConf.is_config(part):
         raise ConfigError(violation("--package", args.package, "no such part", closest(args.package, values)))
@@ -328,11 +312,9 @@ def _inform(argv: Sequence[str], args: Namespace) -> int:
     """Let Hydra answer --help, --hydra-help, --info, --cfg hydra and --cfg all, or shell completion."""
     import hydra
 
-    with open_composer(args.config_dir) as composer:
-        if not args.shell_completion:
-            _, lines = _compose(composer, args.overrides)
-            if lines:
-                raise ConfigError(lines)
+    if not args.shell_completion:
+        compose(args.overrides, args.config_dir)
+    with open_composer(args.config_dir):
         overrides = [rewrite(a) for a in args.overrides]
     command = sys.argv
     try:

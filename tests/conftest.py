@@ -1,5 +1,6 @@
 """Lets a bare `pytest` find our `platform` in an uninstalled checkout, here and in every child process."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -35,6 +36,12 @@ MANY = {
 }
 
 
+def pytest_collection_finish() -> None:
+    """Thousands of tests live as long as the session: the garbage collector need not look at them again and again."""
+    gc.collect()
+    gc.freeze()
+
+
 EVERY_ONE = "`make test-all` runs every one"
 
 
@@ -68,6 +75,24 @@ def as_a_new_process():
     from platform.boundary.redaction import forget_secrets
 
     forget_secrets()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def files_composed_once():
+    """Keeps what our own files compose to for all tests, as the jobs of one sweep share it; every test sets its values
+    anew."""
+    from platform.composition.composer import Composer
+
+    init, chosen, options = Composer.__init__, {}, {}
+
+    def share(self, own, stored):
+        init(self, own, stored)
+        if not own and not stored:
+            self._chosen, self._options = chosen, options
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Composer, "__init__", share)
+        yield
 
 
 @pytest.fixture(scope="session")

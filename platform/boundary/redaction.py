@@ -109,7 +109,7 @@ def register_secrets(secrets: Mapping[str, str]) -> None:
 
 
 def register_url_secrets(value: Any) -> None:
-    """Learn the secrets in the URLs among these texts; a URL extends to the end of its text, spaces included."""
+    """Register the secrets in the URLs among these texts; a URL extends to the end of its text, spaces included."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list | tuple):
@@ -148,7 +148,7 @@ def forget_secrets() -> None:
 
 @contextmanager
 def own_secrets(secrets: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Know only these secrets, and those registered within the context, until it ends; then all again.
+    """Forget, within the context, all secrets but these and those registered in it; after it, all are known again.
 
     What `redact` makes of a text is then the same whatever the process did before.
     """

@@ -69,7 +69,7 @@ def import_safetensors(source: str) -> tuple[Meta | None, Tensors]:
         raise Malformed("its header is no map")
     if type(meta := metadata.get(META, "")) is not str:
         raise Malformed("is no text", META)
-    described: dict[str, _Foreign] = schema.read(dict[Name, _Foreign], header)
+    described: dict[str, _ForeignTensor] = schema.read(dict[Name, _ForeignTensor], header)
     for name, t in described.items():
         t.check(name, size - 8 - length)
 
@@ -85,7 +85,7 @@ def import_safetensors(source: str) -> tuple[Meta | None, Tensors]:
 
 
 @dataclass(frozen=True)
-class _Foreign:
+class _ForeignTensor:
     """Tensor as an entry of a safetensors header."""
 
     dtype: str

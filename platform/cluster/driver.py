@@ -135,7 +135,7 @@ def _corpus(config: Config, say: Callable[[str], None]) -> str:
     """Open the corpus, before any lease, W&B run or worker exists, and return its digest; workers then find its tokens
     in the cache. Raises ConfigError for an error inside a file, and then leaves no empty directories behind."""
     made = missing_directories(cache.root(config.data.cache))
-    with _telling("platform.data", say):
+    with _relay_log("platform.data", say):
         try:
             return corpus_of(config).digest
         except ConfigError:
@@ -171,7 +171,7 @@ def _drive(run: RunContext, corpus: str, state: DriverState) -> None:
     say(f"starting {job.world_size + min(0, beside)} workers{spares} ({kind}, {job.device})")
     run.journal.write(events.Starting(world_size=job.world_size, cluster=kind, device=job.device))
     try:
-        with _telling("platform.cluster", say), open_crew(kind, job, beside) as crew:
+        with _relay_log("platform.cluster", say), open_crew(kind, job, beside) as crew:
             controller.run(crew)
     finally:
         run.journal.write(events.Released())
@@ -228,7 +228,7 @@ def _check_memory(config: Config, plan: Plan, kind: str, say: Callable[[str], No
 
 
 @contextmanager
-def _telling(name: str, say: Callable[[str], None]) -> Iterator[None]:
+def _relay_log(name: str, say: Callable[[str], None]) -> Iterator[None]:
     """Pass to `say` what is logged under `name` during the block, at INFO or above."""
 
     class Handler(logging.Handler):

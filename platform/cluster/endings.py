@@ -19,7 +19,7 @@ from platform.boundary.terminal import print_line
 from platform.cluster.crew.base.failures import GaveUp, NoPlaces, WorkerFailed
 from platform.cluster.crew.base.signals import Stopped
 from platform.config.fields import Config
-from platform.monitor import Journal, RunMonitor, goodput, story, told
+from platform.monitor import Journal, RunMonitor, cost_line, goodput, story
 from platform.monitor.records import events
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def _unexpected(error: BaseException, state: DriverState) -> Ending:
     return events.GaveUp(cause=cause), f"{text}:{state.resume}"
 
 
-HOW: tuple[tuple[type, Callable[[Any, DriverState], Ending]], ...] = (  # the first whose type matches ends the run
+ENDINGS: tuple[tuple[type, Callable[[Any, DriverState], Ending]], ...] = (  # the first whose type matches ends the run
     (type(None), _done),
     (Stopped, _stopped),
     (NoPlaces, _no_places),
@@ -139,7 +139,7 @@ def end(error: BaseException | None, state: DriverState) -> int:
     """Report to journal and user how the run ended, what is saved and what failures cost; return the exit status."""
     if state.checkpoints and error:
         state.checkpoints.confirm()
-    event, text = next(how for kind, how in HOW if isinstance(error, kind))(error, state)
+    event, text = next(how for kind, how in ENDINGS if isinstance(error, kind))(error, state)
     state.status = STATUS.get(type(event), FAILED)
     if state.journal:
         state.journal.write(replace(event, **_progress(error, state)))
@@ -165,7 +165,7 @@ def _account(journal: Journal, monitor: RunMonitor) -> None:
     try:
         happened = journal.events()
         cost = goodput(happened)
-        text = f"{story(happened)}\n{told(cost)}" if cost.failures or cost.transitions else ""
+        text = f"{story(happened)}\n{cost_line(cost)}" if cost.failures or cost.transitions else ""
     except Exception as error:  # affects the account alone: the end of the run is already recorded
         return monitor.say(f"WARNING: what failures cost cannot be told ({type(error).__name__}: {error})")
     journal.write(cost)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from platform.boundary.redaction import register_url_secrets
-from platform.composition.arguments import NOT_OURS, parse, quote, rewrite
+from platform.composition.arguments import NOT_OURS, loader, parse, quote, rewrite
 from platform.composition.references import resolve, watch_environment
 from platform.config.fields import Config, ConfigError, violation
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+
+T = TypeVar("T")
 
 HERE = Path(__file__).resolve().parents[1]
 CONF = next(p for p in (HERE / "conf", HERE.parent / "conf") if p.is_dir())  # in a wheel, in a checkout
@@ -65,28 +67,16 @@ class Composer:
     def load(self, arguments: Sequence[str]) -> tuple[Config, list[str], RefusedArguments]:
         """Return the configuration of the accepted arguments, these arguments, and the refused ones with errors."""
         choices, values, refused = self._sorted(arguments)
-        try:
-            base, accepted = self._choose(choices), list(choices)
-        except user_errors():
-            base, accepted = self._choose([]), []
-            for argument in choices:
-                try:
-                    base = self._choose([*accepted, argument])
-                    accepted.append(argument)
-                except user_errors() as error:
-                    refused.append((argument, error))
-        config, wrong = _with_values(base, values)
-        wrong_values = [argument for argument, _ in wrong]
-        accepted += [argument for argument in values if argument not in wrong_values]
+        base, chosen, no_choices = _accepted(self._choose, choices)
+        config, given, no_values = _accepted(lambda some: _with_values(base, some), values)
         order = {argument: number for number, argument in enumerate(arguments)}
-        return config, sorted(accepted, key=order.__getitem__), sorted([*refused, *wrong], key=lambda e: order[e[0]])
+        wrong = sorted([*refused, *no_choices, *no_values], key=lambda pair: order[pair[0]])
+        return config, sorted([*chosen, *given], key=order.__getitem__), wrong
 
     def options(self, group: str) -> list[str]:
         """Return the names of the options in a group of files; [] if there is no such group."""
-        from hydra.core.global_hydra import GlobalHydra
-
         if group not in self._options:
-            self._options[group] = GlobalHydra.instance().config_loader().get_group_options(group)
+            self._options[group] = loader().get_group_options(group)
         return self._options[group]
 
     def _sorted(self, arguments: Sequence[str]) -> tuple[list[str], list[str], RefusedArguments]:
@@ -129,34 +119,34 @@ class Composer:
         return self._chosen[key]
 
 
-def _with_values(base: DictConfig, values: Sequence[str]) -> tuple[Config, RefusedArguments]:
-    """Return `base` with every value that it accepts, and the refused ones with their errors."""
+def _accepted(make: Callable[[list[str]], T], arguments: list[str]) -> tuple[T, list[str], RefusedArguments]:
+    """Return what `make` makes of the arguments that it accepts, these, and the refused ones with their errors.
+
+    Each argument is tried after those before it, but only if they are not accepted all at once.
+    """
+    with suppress(*user_errors()):
+        return make(arguments), arguments, []
+    accepted: list[str] = []
+    refused: RefusedArguments = []
+    for argument in arguments:
+        try:
+            make([*accepted, argument])
+            accepted.append(argument)
+        except user_errors() as error:
+            refused.append((argument, error))
+    return make(accepted), accepted, refused
+
+
+def _with_values(base: DictConfig, values: Sequence[str]) -> Config:
+    """Set values in a copy of `base`, as Hydra does. Raises any of `user_errors`."""
     from copy import deepcopy
 
-    try:
-        config = deepcopy(base)
-        for argument in values:
-            _apply(config, argument)
-        return _plain(config), []
-    except user_errors():
-        refused: RefusedArguments = []
-        good = deepcopy(base)
-        for argument in values:
-            config = deepcopy(good)
-            try:
-                _apply(config, argument)
-                _plain(config)
-                good = config
-            except user_errors() as error:
-                refused.append((argument, error))
-        return _plain(good), refused
-
-
-def _apply(config: DictConfig, argument: str) -> None:
-    """Set one value in `config`, as Hydra does. Raises any of `user_errors`."""
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
 
-    ConfigLoaderImpl._apply_overrides_to_config([parse(argument)], config)
+    config = deepcopy(base)
+    for argument in values:
+        ConfigLoaderImpl._apply_overrides_to_config([parse(argument)], config)
+    return _plain(config)
 
 
 def _plain(config: DictConfig) -> Config:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from errno import EEXIST, ENOTEMPTY
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from platform.boundary import documents, schema
 from platform.boundary.schema import Malformed, OpenMap, Span, Text
@@ -19,7 +19,7 @@ from platform.config.fields import ConfigError
 _META = "meta.json"
 _Name = Annotated[str, Text(r"[a-z]{1,40}\.(bin|json)", "the name of a file of a cache entry")]
 
-Check = Callable[[Path, dict[str, Any]], None]
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -34,17 +34,17 @@ def root(cache: str) -> Path:
 def fetch(
     entry: Path,
     build: Callable[[Path], dict[str, Any]],
-    check: Check = lambda folder, description: None,
-) -> dict[str, Any]:
-    """Return the description of the folder `entry`, which is built first if it is missing, torn or corrupt.
+    read: Callable[[Path, dict[str, Any]], T],
+) -> T:
+    """Return what `read` makes of the folder `entry`, which is built first if it is missing, torn or corrupt.
 
     `build(folder)` fills an empty private folder and returns the description (plain JSON), to which
-    `files: {name: {bytes, sha256}}` is added. `check(folder, description)` raises Malformed for an entry that
-    `build` cannot have made. Of several processes that build at once, the first to finish wins. Raises ConfigError if
-    the cache cannot be written.
+    `files: {name: {bytes, sha256}}` is added. `read(folder, description)` raises Malformed for an entry that `build`
+    cannot have made. Of several processes that build at once, the first to finish wins. Raises ConfigError if the cache
+    cannot be written.
     """
-    if description := _verified(entry, check):
-        return description
+    if found := _verified(entry, read):
+        return found
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
         workshop = TemporaryDirectory(dir=entry.parent, prefix=".building-")
@@ -63,13 +63,13 @@ def fetch(
         except OSError as error:
             if error.errno not in (EEXIST, ENOTEMPTY):  # these two: another process was faster
                 raise
-    description = _verified(entry, check)
-    if not description:
+    if not (found := _verified(entry, read)):
         raise OSError(f"{entry} does not hold what was just written into it")
-    return description
+    return found
 
 
 def sha256(file: Path) -> str:
+    """Hash a file's content."""
     with documents.open_regular(file) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -96,8 +96,8 @@ class _Meta:
     sha256: str
 
 
-def _verified(folder: Path, check: Check) -> dict[str, Any] | None:
-    """Return the description of an entry if it holds what was written and `check` accepts it, None otherwise."""
+def _verified(folder: Path, read: Callable[[Path, dict[str, Any]], T]) -> T | None:
+    """Return what `read` makes of an entry if it holds what was written and `read` accepts it, None otherwise."""
     try:
         meta: _Meta = schema.read(_Meta, documents.json_file(folder / _META))
         if meta.sha256 != _hash(meta.content):
@@ -105,8 +105,7 @@ def _verified(folder: Path, check: Check) -> dict[str, Any] | None:
         for name, file in meta.content["files"].items():
             if (folder / name).stat().st_size != file["bytes"] or sha256(folder / name) != file["sha256"]:
                 raise Malformed("is not what was written", name)
-        check(folder, meta.content)
-        return meta.content
+        return read(folder, meta.content)
     except FileNotFoundError:
         return None
     except (OSError, Malformed) as error:

@@ -156,16 +156,16 @@ def _tokenised(data: Data, objective: Objective, vocab: int, seed: int) -> Corpu
         decisive = [contents, data.field, data.validation, vocab]
     key = hashlib.sha256(json.dumps([_FORMAT, *decisive]).encode()).hexdigest()
     entry = cache.root(data.cache) / key
-    meta = cache.fetch(entry, lambda folder: build(folder, files, data, vocab), partial(_check, vocab=vocab))
-    tokens = np.memmap(entry / "tokens.bin", meta["dtype"], mode="r").view(np.ndarray)
+    found = cache.fetch(entry, lambda folder: build(folder, files, data, vocab), partial(_read_entry, vocab=vocab))
+    tokens = np.memmap(entry / "tokens.bin", found.dtype, mode="r").view(np.ndarray)
     ends = np.fromfile(entry / "ends.bin", "<i8").reshape(-1, 2) if data.kind == "pairs" else None
     bpe = tokenizer.load_tokenizer(entry / "tokenizer.json")
     return Corpus(
         vocab=bpe.get_vocab_size(),
-        digest=short_hash([key, meta["files"]["tokens.bin"]]),
+        digest=short_hash([key, found.files["tokens.bin"]]),
         objective=objective,
         seed=seed,
-        streams=_streams(meta["splits"], tokens, ends),
+        streams=_streams(found.splits, tokens, ends),
         encode=lambda text: bpe.encode(text).ids,
         decode=lambda ids: bpe.decode(ids, skip_special_tokens=False),
     )
@@ -191,8 +191,9 @@ class _Entry:
     files: Annotated[dict[str, Any], OpenMap((), ("tokens.bin", "tokenizer.json"))]
 
 
-def _check(folder: Path, meta: dict[str, Any], vocab: int) -> None:
-    """Raise Malformed for an entry that `_build` or `_build_pairs` cannot have made, even if its hashes hold."""
+def _read_entry(folder: Path, meta: dict[str, Any], vocab: int) -> _Entry:
+    """Read the description of a cache entry. Raises Malformed for an entry that `_build` or `_build_pairs` cannot have
+    made, even if its hashes hold."""
     entry: _Entry = schema.read(_Entry, meta)
     try:
         entries: int = tokenizer.load_tokenizer(folder / "tokenizer.json").get_vocab_size()
@@ -208,6 +209,7 @@ def _check(folder: Path, meta: dict[str, Any], vocab: int) -> None:
         raise Malformed("its splits are not its tokens")
     if entries > vocab or any(int(tokens[i : i + _WINDOW].max()) >= entries for i in range(0, len(tokens), _WINDOW)):
         raise Malformed("a token is not in the vocabulary")
+    return entry
 
 
 def _pairs_fit(ends: NDArray[np.int64], train: Sequence[int], held: Sequence[int], tokens: int) -> bool:

@@ -5,7 +5,7 @@ They are written against `Ops` and name neither collectives nor ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
 from typing import Any
@@ -49,8 +49,28 @@ def dim_sizes(c: ModelConfig) -> dict[str, int]:
     }
 
 
+class Layer:
+    """Base of a model and its layers. The parameters are those among the attributes and in the layers among them, in
+    the order in which they were set."""
+
+    def parameters(self) -> list[Parameter]:
+        return list(_parameters_in(vars(self).values()))
+
+
+def _parameters_in(values: Iterable[Any]) -> Iterator[Parameter]:
+    for value in values:
+        if isinstance(value, Parameter):
+            yield value
+        elif isinstance(value, Layer):
+            yield from value.parameters()
+        elif isinstance(value, list | dict):
+            yield from _parameters_in(value.values() if isinstance(value, dict) else value)
+
+
 @dataclass(frozen=True)
-class Norm:
+class Norm(Layer):
+    """Normalisation over d_model: `kind` is layernorm or rmsnorm, which has no bias."""
+
     kind: str
     gain: Parameter
     bias: Parameter | None
@@ -60,14 +80,11 @@ class Norm:
         bias = Parameter(f"{name}.bias", ("d_model",), "vector", "zeros") if kind == "layernorm" else None
         return cls(kind, Parameter(f"{name}.gain", ("d_model",), "vector", "ones"), bias)
 
-    def parameters(self) -> list[Parameter]:
-        return [p for p in (self.gain, self.bias) if p]
-
     def __call__(self, ops: Ops, x: Any, spec: Spec) -> Any:
         return ops.norm(x, spec, self.kind, self.gain, self.bias)
 
 
-class Residual:
+class Residual(Layer):
     """Base of layers with a norm and a residual connection: x + layer(norm(x)), or norm(x + layer(x)) as in the
     original Transformer (`post_norm`)."""
 
@@ -102,10 +119,6 @@ class Attention(Residual):
         inner = [Parameter(f"{p.name}_bias", p.dims[1:], "in", "zeros") for p in (self.query, self.key, self.value)]
         self.inner_biases = inner if c.bias else []
         self.output_bias = [Parameter(f"{name}.output_bias", ("d_model",), "vector", "zeros")] if c.bias else []
-
-    def parameters(self) -> list[Parameter]:
-        weights = [self.query, self.key, self.value, self.output]
-        return [*self.norm.parameters(), *weights, *self.inner_biases, *self.output_bias]
 
     def __call__(self, ops: Ops, x: Any, memory: Any = None, *, mask: Any = None, bias: Any = None) -> Any:
         """Apply norm, attention and the residual connection to x. `memory`: the (key, value) of cross-attention, from
@@ -154,10 +167,6 @@ class FeedForward(Residual):
         self.inner_biases = biases if c.bias else []
         self.down_bias = [Parameter(f"{name}.down_bias", ("d_model",), "vector", "zeros")] if c.bias else []
 
-    def parameters(self) -> list[Parameter]:
-        biases = [*self.inner_biases, *self.down_bias]
-        return [*self.norm.parameters(), *self.inner, self.down, *biases]
-
     def __call__(self, ops: Ops, x: Any) -> Any:
         s = self.shapes
         h = ops.project(self.enter(ops, x), s.stream, self.inner, [s.hidden] * len(self.inner), self.inner_biases)
@@ -167,7 +176,7 @@ class FeedForward(Residual):
         return self.leave(ops, x, y)
 
 
-class Embedding:
+class Embedding(Layer):
     """Maps token ids to activations and adds learned or sinusoidal positions, or none. Stacks may share `table`."""
 
     def __init__(self, prefix: str, c: ModelConfig, shapes: StackSpecs, table: Parameter):
@@ -177,7 +186,7 @@ class Embedding:
         self.position = learned if c.positions == "learned" else None
 
     def parameters(self) -> list[Parameter]:
-        return [self.position] if self.position else []
+        return [self.position] if self.position else []  # the table is the model's
 
     def __call__(self, ops: Ops, tokens: Any) -> Any:
         x = ops.lookup(self.name, self.table, tokens, self.spec)
@@ -188,18 +197,14 @@ class Embedding:
         return ops.dropout(self.name, x, self.spec)
 
 
-class TransformerBlock:
+class TransformerBlock(Layer):
     """Transformer block: self-attention, cross-attention if `memory` is given, and a feed-forward layer."""
 
     def __init__(self, name: str, c: ModelConfig, shapes: StackSpecs, *, causal: bool, memory: StackSpecs | None):
         self.name = name
-        self.cross = Attention(f"{name}.cross", c, shapes, causal=False, memory=memory) if memory else None
         self.attention = Attention(f"{name}.attention", c, shapes, causal=causal)
+        self.cross = Attention(f"{name}.cross", c, shapes, causal=False, memory=memory) if memory else None
         self.mlp = FeedForward(f"{name}.mlp", c, shapes)
-
-    def parameters(self) -> list[Parameter]:
-        layers = (self.attention, self.cross, self.mlp)
-        return [p for layer in layers if layer for p in layer.parameters()]
 
     def __call__(self, ops: Ops, x: Any, pair: Any, *, mask: Any, bias: Any, memory_mask: Any) -> Any:
         x = self.attention(ops, x, mask=mask, bias=bias)
@@ -207,7 +212,7 @@ class TransformerBlock:
         return self.mlp(ops, x)
 
 
-class Stack:
+class Stack(Layer):
     """Sequence of blocks with what they share: the relative position bias (T5) and the final norm, which a post-norm
     stack lacks because every layer ends with a norm. `units`: the names of the blocks."""
 
@@ -215,17 +220,12 @@ class Stack:
         self, prefix: str, c: ModelConfig, shapes: StackSpecs, *, causal: bool, memory: StackSpecs | None = None
     ):
         self.config, self.shapes, self.causal = c, shapes, causal
+        table = Parameter(f"{prefix}relative_bias", ("buckets", "heads"), "in", std=STD)
+        self.relative = table if c.positions == "relative" else None
         names = [f"{prefix}layers.{i}" for i in range(c.layers)]
         self.blocks = {name: TransformerBlock(name, c, shapes, causal=causal, memory=memory) for name in names}
         self.units = tuple(names)
         self.norm = None if c.post_norm else Norm.of(f"{prefix}norm", c.norm)
-        table = Parameter(f"{prefix}relative_bias", ("buckets", "heads"), "in", std=STD)
-        self.relative = table if c.positions == "relative" else None
-
-    def parameters(self) -> list[Parameter]:
-        layers = [p for block in self.blocks.values() for p in block.parameters()]
-        shared = [self.relative] if self.relative else []
-        return [*shared, *layers, *(self.norm.parameters() if self.norm else [])]
 
     def __call__(
         self, ops: Ops, x: Any, units: Sequence[str], *, mask: Any = None, memory: Any = None, memory_mask: Any = None
@@ -255,7 +255,7 @@ class Stack:
         return self.norm(ops, x, s.stream) if self.norm and self.units[-1] in units else x
 
 
-class Head:
+class Head(Layer):
     """Computes logits over vocab, with the embedding's table (`tied`) or a table of its own, and their loss."""
 
     def __init__(self, c: ModelConfig, shapes: StackSpecs, embedding: Parameter):
@@ -276,19 +276,14 @@ class Head:
         return ops.cross_entropy("loss", self.logits(ops, x), LOGITS, labels, self.config.label_smoothing)
 
 
-class Transformer:
-    """Base of Transformers with one table of token embeddings. `parts`: those with parameters of their own, in order;
-    `units`: the names of what pipeline stages are made of."""
+class Transformer(Layer):
+    """Base of Transformers with one table of token embeddings. `units`: the names of what stages are made of."""
 
     inputs: tuple[str, ...] = ("tokens", "labels")
-    parts: tuple[Embedding | Stack | Head, ...]
     units: tuple[str, ...]
 
     def __init__(self, c: ModelConfig):
         self.config, self.sizes, self.table = c, dim_sizes(c), embedding_table(c)
-
-    def parameters(self) -> list[Parameter]:
-        return [self.table, *(p for part in self.parts for p in part.parameters())]
 
     def forward(self, ops: Ops, inputs: Mapping[str, Any]) -> Any:
         return self.part(ops, inputs, {}, self.units)["loss"]
@@ -310,7 +305,6 @@ class SingleStack(Transformer):
         self.embedding = Embedding("", c, shapes, self.table)
         self.stack = Stack("", c, shapes, causal=self.causal)
         self.head = Head(c, shapes, self.table)
-        self.parts = (self.embedding, self.stack, self.head)
         self.units = ("embedding", *self.stack.units, "head")
 
     def part(self, ops: Ops, inputs: Mapping[str, Any], flow: Mapping[str, Any], units: Sequence[str]) -> Activations:

@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from platform.model.blocks import Layer
 from platform.plan.language.ops import Ops, Parameter, Spec
 
 Inside = Callable[..., Any]  # (ops, each projection's output) -> the branches' activation before the join
 
 
-class Branches:
+class Branches(Layer):
     """Layer of isomorphic branches: x -> each branch's projections of x -> `inside` -> join.
 
     `source`: the Spec of x; `inner`: of the branches' activation, which has `dim`; `out`: of the result.
@@ -55,9 +56,6 @@ class Branches:
         self.weights = [weight(p, "in", read, inner, std) for p in projections]
         joined = std if out_std is None else out_std
         self.joining = [weight("output", "out", out, inner, joined)] if join == "sum" else []
-
-    def parameters(self) -> list[Parameter]:
-        return [*self.weights, *self.joining]
 
     def __call__(self, ops: Ops, x: Any, inside: Inside | None = None) -> Any:
         """Project x into the branches, apply `inside`, join. `inside(ops, *projected)` computes all branches of this

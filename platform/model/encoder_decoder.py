@@ -28,7 +28,6 @@ class EncoderDecoder(Transformer):
         self.head = Head(c, target, self.table)
         encoder = ("encoder.embedding", *self.encoder.units)
         self.units = (*encoder, "decoder.embedding", *self.decoder.units, "head")
-        self.parts = (self.source, self.encoder, self.target, self.decoder, self.head)
 
     def part(self, ops: Ops, inputs: Mapping[str, Any], flow: Mapping[str, Any], units: Sequence[str]) -> Activations:
         """Run some of the `units`: see `Transformer.part`. The encoder's output flows on as `memory` beside the

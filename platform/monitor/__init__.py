@@ -1,6 +1,6 @@
 """Monitoring of a run, on the driver only: console, journal, metrics, goodput, story, timeline, Weights & Biases."""
 
-from platform.monitor.goodput import goodput, told
+from platform.monitor.goodput import cost_line, goodput
 from platform.monitor.monitor import RunMonitor, open_monitor
 from platform.monitor.records.journal import Journal
 from platform.monitor.records.json_lines import JsonLines
@@ -15,8 +15,8 @@ __all__ = [
     "MetricsRow",
     "RunMonitor",
     "Timeline",
+    "cost_line",
     "goodput",
     "open_monitor",
     "story",
-    "told",
 ]

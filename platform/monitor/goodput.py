@@ -57,7 +57,7 @@ def goodput(journal: Iterable[JournalEvent]) -> Goodput:
     )
 
 
-def told(cost: Goodput) -> str:
+def cost_line(cost: Goodput) -> str:
     """Return the cost of failures as a line for people."""
     recovery = ""
     if cost.recoveries:

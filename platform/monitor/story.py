@@ -21,7 +21,7 @@ def _plural(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
-TELL: dict[
+LINES: dict[
     type[JournalEvent], Callable[[Any], str]
 ] = {  # kind -> line of an event; others are left out, as are empty lines
     events.Injected: lambda e: f"on purpose, in step {e.step}: {', '.join(e.faults)}",
@@ -46,8 +46,8 @@ TELL: dict[
 
 
 def story(journal: Sequence[JournalEvent]) -> str:
-    """Return one line per event of the last driver in a journal that TELL covers: seconds since its start, and text."""
+    """Return the lines of a journal's last driver, as LINES has them, each with the seconds since its start."""
     start = max((i for i, event in enumerate(journal) if isinstance(event, events.Starting)), default=0)
-    told = [(event.time, TELL[type(event)](event)) for event in journal[start:] if type(event) in TELL]
-    lines = [f"{time - journal[start].time:9.2f}  {text}" for time, text in told if text]
+    found = [(event.time, LINES[type(event)](event)) for event in journal[start:] if type(event) in LINES]
+    lines = [f"{time - journal[start].time:9.2f}  {text}" for time, text in found if text]
     return "\n".join(["what happened (seconds since the start)", *lines])

@@ -271,7 +271,7 @@ class ParallelOps(Ops):
             length, memory = (self._range(spec, d, x.device) for d in ("length", "memory_length"))
             x = x.masked_fill(memory > length.unsqueeze(1), -torch.inf)
         if mask is not None:
-            x = x.masked_fill(positions.hidden(mask["softmax", name]), torch.finfo(x.dtype).min)
+            x = x.masked_fill(positions.padding_mask(mask["softmax", name]), torch.finfo(x.dtype).min)
         x = self._without_padding(x, spec, [dim], -torch.inf)
         return statistics.softmax(x, spec.dims.index(dim), self.communicator, planned.over)
 
@@ -280,11 +280,11 @@ class ParallelOps(Ops):
         order = [spec.dims.index(d) for d in ("batch", "heads", "length", "d_kv")]
         back = [("batch", "heads", "length", "d_kv").index(d) for d in spec.dims]
         q, k, v = (t.permute(order) for t in (q, k, v))
-        hidden = None if mask is None else positions.hidden(mask["fused_attention", name])
-        if bias is None and hidden is None:
+        padding = None if mask is None else positions.padding_mask(mask["fused_attention", name])
+        if bias is None and padding is None:
             seen = None
         else:
-            seen, causal = positions.attention_mask(q, k, causal, hidden, bias), False
+            seen, causal = positions.attention_mask(q, k, causal, padding, bias), False
         return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=causal, scale=scale).permute(back)
 
     def can_fuse_attention(self, spec):

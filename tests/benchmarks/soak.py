@@ -36,7 +36,7 @@ os.environ["PYTHONPATH"] = str(ROOT)
 
 from platform.cluster.wire.switchboard import Switchboard  # noqa: E402
 from platform.config.checks import FAULT_KINDS  # noqa: E402
-from platform.monitor import goodput, told  # noqa: E402
+from platform.monitor import cost_line, goodput  # noqa: E402
 from platform.monitor.records.events import from_plain  # noqa: E402
 from tests.harness import chaos  # noqa: E402
 from tests.harness.process_tree import descendants, gone  # noqa: E402
@@ -245,7 +245,7 @@ def main() -> int:
         injected = Counter(f.split(":")[1] for event in events if event["event"] == "injected" for f in event["faults"])
         struck = soak.struck | Counter({kind: injected[kind] for kind in FAULT_KINDS})
         wrong += [f"{kind} never struck" for kind in (*soak.struck, *FAULT_KINDS) if not struck[kind]]
-        print(f"{len(found)} steps; {told(cost)}; {len(lost)} times memory was not whole", file=sys.stderr)
+        print(f"{len(found)} steps; {cost_line(cost)}; {len(lost)} times memory was not whole", file=sys.stderr)
         print("strikes:", ", ".join(f"{kind} {count}" for kind, count in struck.items()), file=sys.stderr)
         print("\n".join(wrong) or "nothing was lost, nothing grew, nothing is left", file=sys.stderr)
     return 1 if wrong else 0

@@ -91,14 +91,14 @@ def test_a_build_that_fails_leaves_nothing(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        cache.fetch(tmp_path / "key", build)
+        cache.fetch(tmp_path / "key", build, lambda folder, content: content)
     assert not list(tmp_path.iterdir())
 
 
 def test_an_entry_that_does_not_read_back_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(cache, "_verified", lambda entry, check: None)
+    monkeypatch.setattr(cache, "_verified", lambda entry, read: None)
     with pytest.raises(OSError, match="does not hold what was just written"):
-        cache.fetch(tmp_path / "key", lambda folder: {"a": 1})
+        cache.fetch(tmp_path / "key", lambda folder: {"a": 1}, lambda folder, content: content)
 
 
 def test_a_cache_that_cannot_be_written_is_named(data, tmp_path):

@@ -20,8 +20,7 @@ from platform.checkpoint.storage.storage import open_storage
 from platform.cluster.run import traces
 from platform.cluster.run.directory import RunDirectory
 from platform.config.fields import Config, ConfigError
-from platform.monitor import Journal, MetricsLog, goodput
-from platform.monitor import told as told_cost
+from platform.monitor import Journal, MetricsLog, cost_line, goodput
 from platform.monitor.records.records import JOURNAL, METRICS
 from tests.fuzz import mutations
 from tests.fuzz.world import World, broken, changed, told
@@ -49,7 +48,7 @@ def checked(world: World) -> bool:
     finally:
         assert sorted(os.listdir(world.run)) == before, "something was written"
     assert 0 <= traces.steps(world.run) <= 10**15
-    told_cost(goodput(traces.happened(world.run)))
+    cost_line(goodput(traces.journal(world.run)))
     with suppress(Malformed, FileNotFoundError):  # the launch looks at the end of the metrics alone
         MetricsLog.read(world.run / "metrics.jsonl")
     Journal(world.run / "journal.jsonl").close()

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from platform.monitor.goodput import goodput, told
+from platform.monitor.goodput import cost_line, goodput
 from tests.harness.happenings import happening
 
 
@@ -34,7 +34,7 @@ def test_a_run_with_failures():
     assert found.recoveries == [2.0, 3.0, 2.5]
     assert found.seconds == 30.0 and found.useful_seconds == 6.0 + 8.0 + 7.0 - 1.5
     assert found.goodput == 19.5 / 30.0
-    assert told(found) == (
+    assert cost_line(found) == (
         "3 failures survived, 2 steps lost; to the first new step 2.50 s median, 3.00 s longest; "
         "goodput 65.0% of 30.0 s"
     )
@@ -47,7 +47,7 @@ def test_only_what_a_step_followed_was_survived():
         (9.0, "starting", {}), (10.0, "first_step", {}), (11.0, "done", {}),
     )  # fmt: skip
     assert goodput(ended).recoveries == [1.0] and goodput(ended).goodput == 2.0 / 6.0
-    assert told(goodput(ended)).startswith("1 of 2 failures survived, 2 steps lost; ")
+    assert cost_line(goodput(ended)).startswith("1 of 2 failures survived, 2 steps lost; ")
 
 
 def test_the_time_between_two_drivers_does_not_count():
@@ -64,7 +64,7 @@ def test_a_driver_that_was_killed_ends_with_its_last_event():
 
 def test_nothing_happened():
     found = goodput([])
-    assert found.goodput == 0.0 and told(found) == "0 failures survived, 0 steps lost; goodput 0.0% of 0.0 s"
+    assert found.goodput == 0.0 and cost_line(found) == "0 failures survived, 0 steps lost; goodput 0.0% of 0.0 s"
 
 
 def test_growth_is_no_failure():

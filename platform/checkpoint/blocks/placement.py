@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ DTYPES = {str(d).removeprefix("torch."): d for d in (
 )}  # fmt: skip
 LARGEST_BLOCK = 16 << 20  # bytes: the largest stored block, which one thread hashes and one worker reads
 LARGEST_ROW = 64 << 10  # bytes: smaller blocks are not cut
+
+S = TypeVar("S")
 
 
 class Block(NamedTuple):
@@ -93,6 +95,21 @@ def _kept(plan: Plan, p: Parameter, coordinates: Mapping[str, int]) -> list[Box]
         return []
     box = Box.of(plan.block(p, coordinates))
     return stretch(box, *plan.shard_range(p, coordinates)) if plan.sharded else [box]
+
+
+class Piece(NamedTuple, Generic[S]):
+    """Part of a global tensor that one rank fetches, from a place on storage or in memory (`source`), and passes on as
+    a whole. `had`: the ranks that need not receive it."""
+
+    name: str
+    dtype: str
+    box: Box
+    source: S
+    had: tuple[int, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.size * DTYPES[self.dtype].itemsize
 
 
 class Share(NamedTuple):

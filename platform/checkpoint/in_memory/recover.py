@@ -6,12 +6,19 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import replace
 from math import prod
-from typing import NamedTuple
 
 from torch import Tensor
 
 from platform.checkpoint.blocks.box import Box
-from platform.checkpoint.blocks.placement import LARGEST_BLOCK, Block, HeldTensor, Share, equal_share, group_by_holders
+from platform.checkpoint.blocks.placement import (
+    LARGEST_BLOCK,
+    Block,
+    HeldTensor,
+    Piece,
+    Share,
+    equal_share,
+    group_by_holders,
+)
 from platform.checkpoint.in_memory.copies import Copy, copies
 from platform.checkpoint.moves.passing import BUDGET, Exchange, clear_padding, divide, exchange_alone, pass_on
 
@@ -84,18 +91,8 @@ def handed_over(survived: Sequence[HeldTensor], stays: Sequence[bool]) -> list[C
     return copies(leaving, stays)
 
 
-class HeldPiece(NamedTuple):
-    """Part of a block that one of its holders passes on; `had`: the ranks that need not receive it."""
-
-    name: str
-    dtype: str
-    box: Box
-    share: Share
-    had: tuple[int, ...]
-
-    @classmethod
-    def of(cls, share: Share, had: tuple[int, ...] = ()) -> HeldPiece:
-        return cls(share.tensor.name, share.tensor.dtype, share.box, share, had)
+def _piece(share: Share, had: tuple[int, ...] = ()) -> Piece[Share]:
+    return Piece(share.tensor.name, share.tensor.dtype, share.box, share, had)
 
 
 def recover(
@@ -117,16 +114,16 @@ def recover(
     all holders send equal shares.
     """
     clear_padding(state, blocks)
-    parts: list[list[HeldPiece]] = [[] for _ in range(world_size)]
-    own: list[HeldPiece] = []
+    parts: list[list[Piece[Share]]] = [[] for _ in range(world_size)]
+    own: list[Piece[Share]] = []
     for ranks, found in group_by_holders(survived).items():
         for member, sender in enumerate(ranks):
-            parts[sender] += [HeldPiece.of(share, ranks) for share in equal_share(found, member, len(ranks))]
+            parts[sender] += [_piece(share, ranks) for share in equal_share(found, member, len(ranks))]
         if rank in ranks:
-            own += map(HeldPiece.of, found)
+            own += map(_piece, found)
 
-    def fetch(wanted: Sequence[HeldPiece]) -> list[Tensor]:
-        return [read(part.share) for part in wanted]
+    def fetch(wanted: Sequence[Piece[Share]]) -> list[Tensor]:
+        return [read(part.source) for part in wanted]
 
     here = [replace(t, holders={box: (0,) for box, ranks in t.holders.items() if rank in ranks}) for t in state]
     pass_on(([[part]] for part in own), fetch, here, blocks, 0, exchange_alone)

@@ -4,35 +4,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from platform.checkpoint.blocks.box import Box
-from platform.checkpoint.blocks.placement import DTYPES, Block, HeldTensor
+from platform.checkpoint.blocks.placement import DTYPES, Block, HeldTensor, Piece, S
 from platform.checkpoint.storage.manifest import Corrupt, Refused
 
 BUDGET = 256 << 20  # bytes that a worker receives per exchange, on average
 FAILURES = (Corrupt, Refused, OSError)  # of which every rank raises the one that any rank met
 HEADER_BYTES = 8  # the largest item size, which keeps the payload aligned; the first is 0, or 1 + a failure's index
 
-
-class Piece(Protocol):
-    """Part of a tensor that one rank fetches and passes on as a whole. `had`: the ranks that need not receive it."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def box(self) -> Box: ...
-    @property
-    def had(self) -> Sequence[int]: ...
-
-
-P = TypeVar("P", bound=Piece)
-Fetch = Callable[[Sequence[P]], Sequence[Tensor]]
+Fetch = Callable[[Sequence[Piece[S]]], Sequence[Tensor]]
 """The bytes of every piece, uint8 [*extent, bytes of an element]. Raises one of FAILURES."""
 Exchange = Callable[[list[Tensor]], list[Tensor]]
 """An all-to-all among the job's ranks: takes one uint8 tensor per receiver, returns one per sender;
@@ -40,19 +24,14 @@ sizes differ."""
 Holders = dict[str, list[tuple[Box, tuple[int, ...]]]]  # tensor -> (block, its holders) in order
 
 
-def divide(pieces: Sequence[P], count: int) -> list[list[P]]:
+def divide(pieces: Sequence[Piece[S]], count: int) -> list[list[Piece[S]]]:
     """Divide `pieces`, in order, into `count` stretches of about equal bytes."""
-    total, at = nbytes(pieces), 0
-    out: list[list[P]] = [[] for _ in range(count)]
+    total, at = sum(piece.nbytes for piece in pieces), 0
+    out: list[list[Piece[S]]] = [[] for _ in range(count)]
     for piece in pieces:
         out[at * count // total].append(piece)
-        at += nbytes([piece])
+        at += piece.nbytes
     return out
-
-
-def nbytes(pieces: Iterable[Piece]) -> int:
-    """Return the bytes of all pieces together."""
-    return sum(piece.box.size * DTYPES[piece.dtype].itemsize for piece in pieces)
 
 
 def exchange_alone(messages: list[Tensor]) -> list[Tensor]:
@@ -69,8 +48,8 @@ def clear_padding(state: Sequence[HeldTensor], blocks: Sequence[Block]) -> None:
 
 
 def pass_on(
-    turns: Iterable[Sequence[Sequence[P]]],
-    fetch: Fetch[P],
+    turns: Iterable[Sequence[Sequence[Piece[S]]]],
+    fetch: Fetch[S],
     state: Sequence[HeldTensor],
     blocks: Sequence[Block],
     rank: int,
@@ -92,7 +71,7 @@ def pass_on(
             _unpack(message, [piece for piece in pieces if rank not in piece.had], mine)
 
 
-def _messages(pieces: Sequence[P], fetch: Fetch[P], holders: Holders, world_size: int) -> list[Tensor]:
+def _messages(pieces: Sequence[Piece[S]], fetch: Fetch[S], holders: Holders, world_size: int) -> list[Tensor]:
     """Return a message per rank: the parts of the pieces that lie in its blocks, or why `fetch` failed. A rank that
     raised here would leave its peers waiting for its message."""
     try:
@@ -123,7 +102,7 @@ def _raise_failures(received: Sequence[Tensor]) -> None:
             raise FAILURES[status - 1](bytes(message[HEADER_BYTES:].tolist()).decode())
 
 
-def _unpack(message: Tensor, pieces: Sequence[Piece], mine: dict[str, list[Block]]) -> None:
+def _unpack(message: Tensor, pieces: Sequence[Piece[S]], mine: dict[str, list[Block]]) -> None:
     """Copy a message into this rank's blocks. The sender packed its parts by piece, then by block of this rank."""
     at = HEADER_BYTES
     for piece in pieces:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from platform.checkpoint.blocks.box import Box
-from platform.checkpoint.blocks.placement import DTYPES, LARGEST_BLOCK, Block, HeldTensor
+from platform.checkpoint.blocks.placement import DTYPES, LARGEST_BLOCK, Block, HeldTensor, Piece
 from platform.checkpoint.moves.passing import (
     BUDGET,
     Exchange,
@@ -22,11 +22,10 @@ from platform.checkpoint.moves.passing import (
     clear_padding,
     divide,
     exchange_alone,
-    nbytes,
     pass_on,
 )
-from platform.checkpoint.storage.manifest import Manifest, check_against
-from platform.checkpoint.storage.read import StoredPiece, read_pieces, stored_pieces
+from platform.checkpoint.storage.manifest import Manifest, StoredBlock, check_against
+from platform.checkpoint.storage.read import read_pieces, stored_pieces
 from platform.checkpoint.storage.storage import Storage
 
 
@@ -53,28 +52,26 @@ def restore(
     placed = sum(
         box.size * len(ranks) * manifest.tensors[t.name].itemsize for t in state for box, ranks in t.holders.items()
     )
-    total = nbytes(wanted)
+    total = sum(piece.nbytes for piece in wanted)
     turns = divide(wanted, -(-total // max(LARGEST_BLOCK, budget * world_size * total // max(placed, 1))))
     clear_padding(state, blocks)
     readers = (divide(turn, world_size) for turn in turns)
     pass_on(readers, _fetch(storage, directory), state, blocks, rank, exchange)
 
 
-def read_tensor(storage: Storage, directory: str, manifest: Manifest, name: str, box: Box | None = None) -> Tensor:
-    """Read a tensor, or a block of it, in this process and in its stored type. Raises Refused or OSError."""
-    tensor = manifest.tensors[name]
-    box = box or Box.whole(tensor.shape)
-    out = torch.empty(box.extent, dtype=DTYPES[tensor.dtype])
-    wanted = [u for u in stored_pieces(manifest, [name]) if u.box.overlap(box)]
-    here = HeldTensor(name, tensor.dtype, tensor.shape, {box: (0,)})
-    turns = divide(wanted, -(-nbytes(wanted) // BUDGET))
-    pass_on(([turn] for turn in turns), _fetch(storage, directory), [here], [Block(name, box, out)], 0, exchange_alone)
+def read_tensor(storage: Storage, directory: str, manifest: Manifest, name: str) -> Tensor:
+    """Read a tensor in this process and in its stored type. Raises Refused or OSError."""
+    stored = manifest.tensors[name]
+    box = Box.whole(stored.shape)
+    out = torch.empty(box.extent, dtype=DTYPES[stored.dtype])
+    held = HeldTensor(name, stored.dtype, stored.shape, {box: (0,)})
+    restore(storage, directory, manifest, [held], [Block(name, box, out)])
     return out
 
 
-def _fetch(storage: Storage, directory: str) -> Fetch[StoredPiece]:
-    def fetch(wanted: Sequence[StoredPiece]) -> list[Tensor]:
+def _fetch(storage: Storage, directory: str) -> Fetch[StoredBlock]:
+    def fetch(wanted: Sequence[Piece[StoredBlock]]) -> list[Tensor]:
         found = zip(wanted, read_pieces(storage, directory, wanted), strict=True)
-        return [torch.frombuffer(data, dtype=torch.uint8).view(*u.box.extent, -1) for u, data in found]
+        return [torch.frombuffer(data, dtype=torch.uint8).view(*piece.box.extent, -1) for piece, data in found]
 
     return fetch

@@ -32,8 +32,10 @@ class Image:
         self._buffer.fill(blocks)
 
     def write(self, storage: Storage, directory: str) -> dict[str, Any]:
-        """Write the file, hashing it meanwhile; return the report for the driver, a `BlockFile` as plain data. Raises
-        OSError."""
+        """Write the file, hashing it meanwhile; return the report for the driver, plain data:
+
+        {file, bytes, blocks: [[name, dtype, shape, offset, extent, at, sha256], ...]}. Raises OSError.
+        """
         view = memoryview(self._buffer.data.numpy().data)
         with ThreadPoolExecutor(THREADS, "checkpoint-hash") as pool:
             hashes = [pool.submit(_sha256, view[at:end]) for _, at, end in self._buffer.places]

@@ -22,10 +22,8 @@ VALUES = 1 << 25  # JSON values in a manifest
 
 Count = Annotated[int, Span(0, 10**18)]
 Bytes = Annotated[int, Span(0, 1 << 60)]
-Sha256 = Annotated[str, Text(r"[0-9a-f]{64}", "a SHA-256")]
 File = Annotated[str, Text(r"[A-Za-z0-9_-]{1,200}\.bin", "the name of a block file")]  # stays in its folder
 Name = Annotated[str, Text(r"[^\x00-\x1f\x7f-\x9f]{1,1000}", "a name")]
-Type = Annotated[str, OneOf(tuple(DTYPES), "type")]
 TensorShape = Annotated[tuple[Annotated[int, Span(1, 1 << 48)], ...], Many(0, 16)]
 PLAN = OpenMap((("mesh", dict[Name, Annotated[int, Span(1, 1 << 31)]]), ("scheme", str)))  # fields that are read
 
@@ -57,13 +55,13 @@ class Meta:
     versions: dict[str, str] = field(default_factory=dict)  # library -> version
 
 
-class Stored(NamedTuple):
+class StoredBlock(NamedTuple):
     """Block in a file: its bytes are [at, at + size) of the file, row-major and little-endian."""
 
     box: Box
     file: File
     at: Bytes
-    sha256: Sha256
+    sha256: Annotated[str, Text(r"[0-9a-f]{64}", "a SHA-256")]
 
 
 @dataclass(frozen=True)
@@ -71,37 +69,16 @@ class StoredTensor:
     """Global tensor and the blocks of which it is stored."""
 
     name: Name
-    dtype: Type
+    dtype: Annotated[str, OneOf(tuple(DTYPES), "type")]
     shape: TensorShape
-    blocks: tuple[Stored, ...]
+    blocks: tuple[StoredBlock, ...]
 
     @property
     def itemsize(self) -> int:
         return DTYPES[self.dtype].itemsize
 
-    def nbytes(self, block: Stored) -> int:
+    def nbytes(self, block: StoredBlock) -> int:
         return block.box.size * self.itemsize
-
-
-class WrittenBlock(NamedTuple):
-    """Block in a worker's report: a part of tensor `name` of `shape`, at byte `at` of the file."""
-
-    name: Name
-    dtype: Type
-    shape: TensorShape
-    offset: tuple[int, ...]
-    extent: tuple[int, ...]
-    at: Bytes
-    sha256: Sha256
-
-
-@dataclass(frozen=True)
-class BlockFile:
-    """Worker's report on the file of blocks that it wrote; it travels to the driver as plain data."""
-
-    file: File
-    bytes: Bytes
-    blocks: list[WrittenBlock]
 
 
 @dataclass(frozen=True)
@@ -118,22 +95,17 @@ class Manifest:
 
     @classmethod
     def of(cls, meta: Meta, reports: Iterable[Mapping[str, Any]]) -> Manifest:
-        """Assemble the manifest from the workers' reports, plain data of a `BlockFile` each. Raises Refused if one is
-        something else, or contradicts another."""
+        """Assemble the manifest from the workers' reports; see `Image.write`."""
         files: dict[str, int] = {}
         kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
-        blocks: dict[str, list[Stored]] = {}
+        blocks: dict[str, list[StoredBlock]] = {}
         for report in reports:
-            try:
-                written: BlockFile = schema.read(BlockFile, report)
-            except Malformed as error:
-                raise Refused(f"a worker's report is malformed: {error}") from None
-            files[written.file] = written.bytes
-            for b in written.blocks:
-                if kinds.setdefault(b.name, (b.dtype, b.shape)) != (b.dtype, b.shape):
-                    raise Refused(f"{b.name} has several shapes or types in the workers' reports")
-                stored = Stored(Box(b.offset, b.extent), written.file, b.at, b.sha256)
-                blocks.setdefault(b.name, []).append(stored)
+            files[report["file"]] = report["bytes"]
+            for name, dtype, shape, offset, extent, at, sha256 in report["blocks"]:
+                if kinds.setdefault(name, (dtype, tuple(shape))) != (dtype, tuple(shape)):
+                    raise Refused(f"{name} has several shapes or types in the workers' reports")
+                stored = StoredBlock(Box(tuple(offset), tuple(extent)), report["file"], at, sha256)
+                blocks.setdefault(name, []).append(stored)
         tensors = {n: StoredTensor(n, *kinds[n], tuple(sorted(found))) for n, found in blocks.items()}
         return cls(meta, files, tensors)
 

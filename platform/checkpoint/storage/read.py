@@ -5,37 +5,22 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
 
-from platform.checkpoint.blocks.box import Box
-from platform.checkpoint.blocks.placement import LARGEST_BLOCK
+from platform.checkpoint.blocks.placement import LARGEST_BLOCK, Piece
 from platform.checkpoint.storage.image import THREADS
-from platform.checkpoint.storage.manifest import NAME, Corrupt, Manifest, Refused
+from platform.checkpoint.storage.manifest import NAME, Corrupt, Manifest, Refused, StoredBlock
 from platform.checkpoint.storage.storage import Storage
 
 
-class StoredPiece(NamedTuple):
-    """Stored block, which is read as a whole: its bytes are [at, end) of `file`. `had`: no rank has it before."""
-
-    name: str
-    dtype: str
-    box: Box
-    file: str
-    at: int
-    end: int
-    sha256: str
-    had: tuple[int, ...] = ()
-
-
-def stored_pieces(manifest: Manifest, names: Iterable[str] | None = None) -> list[StoredPiece]:
-    """Return the stored blocks of these tensors (default: of all), ordered by file and by place in it."""
+def stored_pieces(manifest: Manifest, names: Iterable[str] | None = None) -> list[Piece[StoredBlock]]:
+    """Return the stored blocks of these tensors (default: of all), each read as a whole, ordered by file and by place
+    in it."""
     chosen = [manifest.tensors[name] for name in (manifest.tensors if names is None else names)]
-    blocks = ((t, b) for t in chosen for b in t.blocks)
-    found = [StoredPiece(t.name, t.dtype, b.box, b.file, b.at, b.at + t.nbytes(b), b.sha256) for t, b in blocks]
-    return sorted(found, key=lambda piece: (piece.file, piece.at, piece.end))
+    found = [Piece(t.name, t.dtype, block.box, block) for t in chosen for block in t.blocks]
+    return sorted(found, key=lambda piece: (piece.source.file, piece.source.at, piece.nbytes))
 
 
-def read_pieces(storage: Storage, directory: str, wanted: Sequence[StoredPiece]) -> list[memoryview]:
+def read_pieces(storage: Storage, directory: str, wanted: Sequence[Piece[StoredBlock]]) -> list[memoryview]:
     """Read the bytes of every piece. Raises Corrupt if they differ from what was written, Refused if the checkpoint is
     deleted meanwhile, OSError if the storage fails."""
     with ThreadPoolExecutor(THREADS, "checkpoint-read") as pool:
@@ -43,37 +28,40 @@ def read_pieces(storage: Storage, directory: str, wanted: Sequence[StoredPiece])
         return [data for part in parts for data in part]
 
 
-def verify_pieces(storage: Storage, directory: str, wanted: Sequence[StoredPiece]) -> None:
+def verify_pieces(storage: Storage, directory: str, wanted: Sequence[Piece[StoredBlock]]) -> None:
     """Verify every piece as `read_pieces` does, but keep nothing: at most THREADS x LARGEST_BLOCK are in memory."""
     with ThreadPoolExecutor(THREADS, "checkpoint-verify") as pool:
         for _ in pool.map(lambda run: bool(_read(storage, directory, run)), _runs(wanted)):
             pass
 
 
-def _runs(wanted: Sequence[StoredPiece]) -> list[list[StoredPiece]]:
+def _runs(wanted: Sequence[Piece[StoredBlock]]) -> list[list[Piece[StoredBlock]]]:
     """Group pieces that are adjacent in a file, up to LARGEST_BLOCK bytes a group: one request each."""
-    out: list[list[StoredPiece]] = []
+    out: list[list[Piece[StoredBlock]]] = []
+    file, start, end = "", 0, 0
     for piece in wanted:
-        run = out[-1] if out else [piece]
-        if (run[-1].file, run[-1].end) == (piece.file, piece.at) and piece.end - run[0].at <= LARGEST_BLOCK:
-            run.append(piece)
+        place = piece.source
+        if (place.file, place.at) == (file, end) and end + piece.nbytes - start <= LARGEST_BLOCK:
+            out[-1].append(piece)
         else:
             out.append([piece])
+            file, start = place.file, place.at
+        end = place.at + piece.nbytes
     return out
 
 
-def _read(storage: Storage, directory: str, run: Sequence[StoredPiece]) -> list[memoryview]:
-    file, start = run[0].file, run[0].at
+def _read(storage: Storage, directory: str, run: Sequence[Piece[StoredBlock]]) -> list[memoryview]:
+    file, start = run[0].source.file, run[0].source.at
     try:
-        data = memoryview(storage.read(f"{directory}/{file}", start, run[-1].end))
+        data = memoryview(storage.read(f"{directory}/{file}", start, start + sum(piece.nbytes for piece in run)))
     except FileNotFoundError:
         if NAME not in storage.list(directory):
             raise Refused("it was deleted while it was read") from None
         raise Corrupt(f"{file} is missing") from None
-    out = [data[piece.at - start : piece.end - start] for piece in run]
-    for piece, part in zip(run, out, strict=True):
-        if hashlib.sha256(part).hexdigest() != piece.sha256:
-            raise Corrupt(
-                f"{file}: bytes {piece.at} to {piece.end} ({piece.name} {piece.box}) are not what was written"
-            )
+    out = []
+    for piece in run:
+        at, end = piece.source.at, piece.source.at + piece.nbytes
+        out.append(data[at - start : end - start])
+        if hashlib.sha256(out[-1]).hexdigest() != piece.source.sha256:
+            raise Corrupt(f"{file}: bytes {at} to {end} ({piece.name} {piece.box}) are not what was written")
     return out

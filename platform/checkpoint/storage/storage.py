@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import secrets
 from collections.abc import Iterable, Iterator
@@ -93,14 +94,12 @@ class Local:
             raise
 
     def read(self, path: str, start: int = 0, end: int | None = None) -> bytearray:
-        with documents.open_regular(self.root / path) as file:
-            there = os.fstat(file.fileno()).st_size
+        with documents.open_regular(self.root / path) as raw, io.BufferedReader(raw) as file:
+            there = os.fstat(raw.fileno()).st_size
             data = bytearray(max(0, min(there, there if end is None else end) - start))
             file.seek(start)
-            view, got = memoryview(data), 0
-            while part := file.readinto(view[got:]):  # may be less than asked for
-                got += part
-        return data if got == len(data) else data[:got]
+            del data[file.readinto(data) :]  # less only if the file became shorter
+        return data
 
     def list(self, path: str) -> dict[str, int]:
         place = self.root / path

@@ -1,9 +1,10 @@
-"""The states of a run: FORMING -> RUNNING -> (failure, notice, new capacity) -> RELEASING -> FORMING ... -> DONE."""
+"""Controller of a run: its states, what is done in each, and what leads from one to another."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from enum import Enum
 from math import inf
 from pathlib import Path
 from time import perf_counter
@@ -27,8 +28,17 @@ COLD = 4  # times the usual: for a generation's first step, as the mesh may have
 HUNG_AFTER = 5  # usual durations that a step may last before a worker in it counts as hung
 
 
+class RunState(Enum):
+    """States of a run; the journal's events tell when each began."""
+
+    FORMING = "the live workers become a mesh, which goes on from the newest state"
+    RUNNING = "steps are taken, committed and saved"
+    RELEASING = "the workers leave a generation that a failure, a notice or new capacity has ended"
+    DONE = "the last step is done"
+
+
 class Controller:
-    """Drives one run: forms generations, trains, saves, and re-forms after failures. `done`: updates so far."""
+    """Drives one run from state to state. `done`: updates so far; `worked`: at least one step has been done."""
 
     def __init__(self, run: RunContext, former: Former):
         self._config, self._steps, self._former = run.config, run.steps, former
@@ -41,35 +51,28 @@ class Controller:
         self._stall = 0.0  # seconds that saving has stalled the run since the last metrics row
         self._advisor = ReformAdvisor(run, former.recruiter)
         self._failed: float | None = None  # time of the first failure since the last step
-        self.worked = False  # at least one step has been done
-        self.done = 0
+        self._does = {
+            RunState.FORMING: self._form,
+            RunState.RUNNING: self._train_on,
+            RunState.RELEASING: self._release,
+        }
+        self._generation: Generation | None = None  # the one that runs
+        self.state, self.worked, self.done = RunState.FORMING, False, 0
 
     def run(self, crew: Crew) -> None:
         """Train until the last step, re-forming after failures. Raises GaveUp, Stopped; ConfigError until a mesh has
         formed."""
-        while True:
-            if not self._unsaved:
-                self._signals.check()
+        while self.state is not RunState.DONE:
             try:
-                generation = self._former.form(crew)
-                self._resumed(generation)
-                self._signals.defer()
-                try:
-                    self._train(crew, generation)
-                finally:
-                    if generation.timeline:
-                        with tolerated(self._monitor.say, "the timeline"):
-                            generation.timeline.write(Path(self._config.run.dir))
-                if tokens := self._config.monitor.sample:
-                    self._monitor.say(f"a sample of {tokens} tokens:\n{crew.call('sample', tokens)[0]}")
-                return
+                self.state = self._does[self.state](crew)
             except WorkerFailed as failure:
                 self._survive(crew, failure)
+                self.state = RunState.RELEASING
             except Reform as reason:
                 useful = self.take_useful_seconds()
                 self._journal.write(events.Reforming(reason=str(reason), step=self.done, useful_seconds=useful))
                 self._monitor.say(str(reason))
-                self._release(crew)
+                self.state = RunState.RELEASING
 
     def give_up_unsaved(self) -> tuple[int, float]:
         """Return the number of unsaved steps, which are lost when the driver ends and memory goes, and the seconds that
@@ -77,19 +80,40 @@ class Controller:
         steps = max(0, self.done - self._checkpoints.step)
         return steps, self._pace.take_back(self.done - steps)
 
-    def _resumed(self, generation: Generation) -> None:
-        """Set `done` to the step of the state that was recovered, and report the steps that are lost."""
+    # FORMING
+
+    def _form(self, crew: Crew) -> RunState:
+        """Form a generation; `done` is then the step of its state, and the steps that are lost are reported."""
+        if not self._unsaved:
+            self._signals.check()
+        self._generation = generation = self._former.form(crew)
         if (lost := self.done - generation.step) > 0:
             seconds = self._pace.take_back(generation.step)
             self._journal.write(events.RolledBack(step=generation.step, steps_lost=lost, lost_seconds=seconds))
             self._monitor.say(f"goes on after step {generation.step}: {lost} steps are done again")
         self.done = generation.step
+        self._signals.defer()
+        return RunState.RUNNING
 
     # RUNNING
 
+    def _train_on(self, crew: Crew) -> RunState:
+        """Train to the last step, and write what is to be seen of it: timeline and sample."""
+        generation = self._generation
+        assert generation
+        try:
+            self._train(crew, generation)
+        finally:
+            if generation.timeline:
+                with tolerated(self._monitor.say, "the timeline"):
+                    generation.timeline.write(Path(self._config.run.dir))
+        if tokens := self._config.monitor.sample:
+            self._monitor.say(f"a sample of {tokens} tokens:\n{crew.call('sample', tokens)[0]}")
+        return RunState.DONE
+
     def _train(self, crew: Crew, generation: Generation) -> None:
         every, first = self._config.eval.every, self.done + 1
-        self._save(crew, self.done)  # a failure or a signal may have left a save undone
+        self._save_if_due(crew, self.done)  # a failure or a signal may have left a save undone
         for step in range(first, self._steps + 1):
             start = perf_counter()
             reports, seconds = self._step(crew, generation, step)
@@ -113,9 +137,9 @@ class Controller:
             self._commit(generation, row)
             if step == first:
                 self._journal.write(events.FirstStep(step=step))
-            self._save(crew, step)
+            self._save_if_due(crew, step)
             if step < self._steps:
-                self._watch(crew, generation, report)
+                self._reform_if_needed(crew, generation, report)
         self._checkpoints.finish(crew)
 
     def _step(self, crew: Crew, generation: Generation, step: int) -> tuple[list[dict[str, Any]], float]:
@@ -130,7 +154,7 @@ class Controller:
             limit, start = self._spikes.limit, perf_counter()
             reports = crew.call("step", step, limit, faults, within=self._deadline(generation))
             seconds, report = perf_counter() - start, reports[0]
-            self._agree(crew, generation, step, report)
+            self._check_replicas(crew, generation, step, report)
             if not report["skipped"]:
                 return reports, seconds
             loss, norm = report["loss"], report["grad_norm"]
@@ -147,7 +171,7 @@ class Controller:
             self._monitor.say(f"{why}: it is done again")
         raise GaveUp(f"{why}, {self._config.elastic.attempts} times in a row")
 
-    def _agree(self, crew: Crew, generation: Generation, step: int, report: dict[str, Any]) -> None:
+    def _check_replicas(self, crew: Crew, generation: Generation, step: int, report: dict[str, Any]) -> None:
         """Raise WorkerFailed naming the ranks whose state differs from their replicas': it is restored from those, and
         nothing of theirs is used. Raises GaveUp if replicas differ and nothing tells which is right. `Trainer.step` has
         updated nothing in either case."""
@@ -201,7 +225,7 @@ class Controller:
         every = self._config.elastic.snapshot_every
         return bool(every) and self.done % every == 0
 
-    def _save(self, crew: Crew, step: int) -> None:
+    def _save_if_due(self, crew: Crew, step: int) -> None:
         """Advance the save under way, begin one if due, and end the run if a stop was requested."""
         start = perf_counter()
         self._checkpoints.advance(crew)
@@ -216,7 +240,7 @@ class Controller:
         """Save what is unsaved and raise Stopped if the run was asked to end."""
         if self._signals.requested:
             self._checkpoints.confirm()
-            self._keep(crew)
+            self._save_now(crew)
             self._signals.check()
 
     @property
@@ -224,7 +248,7 @@ class Controller:
         """Return True if the state after the last step is not saved yet and a stop would save it."""
         return bool(self.done) and self._checkpoints.due(self.done, last=False, stopping=True)
 
-    def _keep(self, crew: Crew) -> bool:
+    def _save_now(self, crew: Crew) -> bool:
         """Save the state after the last step if the run keeps checkpoints; return True if storage holds it now."""
         self._checkpoints.finish(crew)
         if self._unsaved:
@@ -232,13 +256,13 @@ class Controller:
             self._checkpoints.finish(crew)
         return self._checkpoints.step == self.done
 
-    def _watch(self, crew: Crew, generation: Generation, report: dict[str, Any]) -> None:
+    def _reform_if_needed(self, crew: Crew, generation: Generation, report: dict[str, Any]) -> None:
         """Look, between two steps, whether another generation is needed or would be better: raises Reform if so."""
         if proposal := self._advisor.needed_reform(crew, generation):
             if not self._former.recruiter.count(crew):
                 self._signals.request("a notice that all workers are about to be taken away")
                 self._drain(crew)
-            self._keep(crew)  # memory may not hold the whole state without the members that leave
+            self._save_now(crew)  # memory may not hold the whole state without the members that leave
             raise Reform(proposal.reason)
         if (proposal := self._advisor.optional_reform(crew, generation, report)) and self._loses_nothing(crew):
             self._checkpoints.finish(crew)
@@ -250,12 +274,12 @@ class Controller:
         re-forming waits until that is so."""
         if self._config.elastic.snapshot_every:
             return self._in_memory
-        return bool(self._config.checkpoint.every) and self._keep(crew)
+        return bool(self._config.checkpoint.every) and self._save_now(crew)
 
     # RELEASING
 
     def _survive(self, crew: Crew, failure: WorkerFailed) -> None:
-        """Journal a failure and release the crew, so that the next generation can form. Raises GaveUp if none can."""
+        """Journal a failure, after which the next generation can form. Raises GaveUp if none can."""
         self._failed = self._failed or perf_counter()
         culprit, step = failure.culprit, self.done + 1
         self._journal.write(
@@ -281,14 +305,14 @@ class Controller:
             where = f"; its log: {culprit.log}" if culprit.log else ""
             often = f" (failure {count} before step {step} was done)" if count > 1 else ""
             raise GaveUp(f"{failure}{often}{where}")
-        self._release(crew)
 
-    def _release(self, crew: Crew) -> None:
+    def _release(self, crew: Crew) -> RunState:
         start = perf_counter()
         self._checkpoints.abandon()
         lost = crew.release()
         seconds, alive = perf_counter() - start, len(crew.members)
         self._journal.write(events.Released(lost=[f.member.number for f in lost], alive=alive, seconds=seconds))
+        return RunState.FORMING
 
     def take_useful_seconds(self) -> float:
         """Return the seconds of the steps committed since the last event that reported them, for the next one."""

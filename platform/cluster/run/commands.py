@@ -29,7 +29,8 @@ class Command:
 
     def again(self, override: str = "") -> str:
         """Return this command line, with `override` replacing any argument for the same key: it continues the run."""
-        return self._line([*_without(self.arguments, [_key(override)]), *filter(None, [override])])
+        others = [argument for argument in self.arguments if _key(argument) != _key(override)]
+        return self._line([*others, override] if override else others)
 
     def other_layout(self, config: Config, workers: int) -> str:
         """Return a command that computes the same numbers under another tensor scheme on `workers` workers, in a run
@@ -53,10 +54,6 @@ class Command:
 
 def _key(argument: str) -> str:
     return argument.partition("=")[0].lstrip("+")
-
-
-def _without(arguments: Iterable[str], keys: Iterable[str]) -> list[str]:
-    return [a for a in arguments if _key(a) not in keys]
 
 
 def _shown(argument: str) -> str:

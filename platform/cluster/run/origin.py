@@ -33,6 +33,10 @@ class Origin:
     refused: tuple[tuple[str, str], ...] = ()
     sound: tuple[str, ...] = ()  # see `platform.checkpoint.storage.catalogue.Selection`
 
+    @property
+    def step(self) -> int:
+        return self.manifest.meta.step if self.manifest else 0
+
 
 def origin(config: Config, *, held: bool = False, over: bool = False) -> Origin | None:
     """Find the checkpoint that checkpoint.resume means now; return None if it is `never`. Only manifests are read, not

@@ -45,7 +45,7 @@ def faults(directory: Path) -> list[str]:
     return lines
 
 
-def happened(directory: Path) -> Iterator[events.JournalEvent]:
+def journal(directory: Path) -> Iterator[events.JournalEvent]:
     """Yield the journal's events; none if there is no journal. Raises Malformed, OSError."""
     with suppress(FileNotFoundError, NotADirectoryError):
         yield from events.read(directory / JOURNAL)
@@ -53,17 +53,17 @@ def happened(directory: Path) -> Iterator[events.JournalEvent]:
 
 def finished(directory: Path, steps: int) -> bool:
     """Return True if the run has already done this many updates. Raises Malformed, OSError."""
-    return any(isinstance(event, events.Done) and event.step >= steps for event in happened(directory))
+    return any(isinstance(event, events.Done) and event.step >= steps for event in journal(directory))
 
 
 def steps(directory: Path) -> int:
     """Return the highest step that the journal, or the end of the metrics, shows as done; 0 if neither shows any.
     Raises Malformed, OSError."""
-    done = [max(e.step, getattr(e, "saved", None) or 0) for e in happened(directory) if isinstance(e, _DONE)]
+    done = [max(e.step, getattr(e, "saved", None) or 0) for e in journal(directory) if isinstance(e, _DONE)]
     with suppress(FileNotFoundError, NotADirectoryError):
         done += [row["step"] for row in _last_rows(directory / METRICS)]
     return max(done, default=0)
 
 
 def _last_rows(path: Path) -> list[dict[str, Any]]:
-    return records.last(path, metrics.checked)
+    return records.last(path, metrics.read_row)

@@ -344,7 +344,7 @@ def to_plain(event: JournalEvent) -> dict[str, Any]:
     return {"time": event.time, "generation": event.generation, "event": event.word} | own(event)
 
 
-def happened(event: str, **fields: Any) -> JournalEvent:
+def named(event: str, **fields: Any) -> JournalEvent:
     """Return an event by its word in the journal."""
     return EVENTS[event](**fields)
 

@@ -58,15 +58,15 @@ class MetricsLog(JsonLines):
     def read(path: Path | str) -> list[dict[str, Any]]:
         """Return one row per step, ascending. After a rollback steps recur: a row replaces all from its step on."""
         rows: list[dict[str, Any]] = []
-        for row in records.lines(path, checked):
+        for row in records.lines(path, read_row):
             while rows and rows[-1]["step"] >= row["step"]:
                 rows.pop()
             rows.append(row)
         return rows
 
 
-def checked(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of a metrics file, whatever version wrote it. Raises Malformed if it is of no step."""
+def read_row(row: dict[str, Any]) -> dict[str, Any]:
+    """Read a row of a metrics file, whatever version wrote it. Raises Malformed if it is of no step."""
     found: dict[str, Any] = schema.read(_ROW, row)
     return found
 

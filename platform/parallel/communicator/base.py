@@ -105,34 +105,7 @@ class Communicator(ABC):
             self.moved[label(op, axes)] += moved
         if self.log is not None:
             self.log.append(Launch(op, axes, group, elements))
-        if op == "all_gather":
-            given = x.contiguous()
-            out = given.new_empty((n, *given.shape))
-            finish = lambda: out.movedim(0, dim).flatten(dim, dim + 1)  # noqa: E731
-        elif op == "reduce_scatter":
-            given = x.unflatten(dim, (n, -1)).movedim(dim, 0).contiguous()
-            out = given.new_empty(given.shape[1:])
-            finish = lambda: out  # noqa: E731
-        elif op == "all_to_all":
-            given = x.unflatten(dim, (n, -1)).movedim(dim, 0).contiguous()
-            out = torch.empty_like(given)
-            finish = lambda: out.movedim(0, joined).flatten(joined, joined + 1)  # noqa: E731
-        elif op == "scatter" and is_root:
-            given = x.unflatten(dim, (n, -1)).movedim(dim, 0).contiguous()
-            out = given.new_empty(given.shape[1:])
-            finish = lambda: out  # noqa: E731
-        elif op == "gather":
-            given = x.contiguous()
-            out = given.new_empty((n, *given.shape) if is_root else 0)
-            finish = lambda: out.movedim(0, dim).flatten(dim, dim + 1) if is_root else out  # noqa: E731
-        elif op in ("broadcast", "scatter"):
-            given = out = x.contiguous()
-            finish = lambda: out  # noqa: E731
-        else:
-            assert op in ("all_reduce", "reduce"), op
-            given = x.contiguous() if owned else x.detach().clone(memory_format=torch.contiguous_format)
-            out = given
-            finish = lambda: out if op == "all_reduce" or is_root else out.new_empty(0)  # noqa: E731
+        given, out, finish = _buffers(op, x, n, dim, joined, is_root, owned)
         return Handle(self.clock, self._start(op, given, out, axes, group, reduce, root), finish)
 
     @abstractmethod
@@ -224,6 +197,31 @@ class Communicator(ABC):
 
     def close(self) -> None:  # noqa: B027  (a default that does nothing)
         """Leave the groups."""
+
+
+def _buffers(
+    op: str, x: Tensor, n: int, dim: int, joined: int, is_root: bool, owned: bool
+) -> tuple[Tensor, Tensor, Callable[[], Tensor]]:
+    """Return what a rank gives to a collective of `n` ranks, where its result arrives, and a function that returns it
+    in its shape."""
+
+    def join(at: int) -> Tensor:
+        return out.movedim(0, at).flatten(at, at + 1)
+
+    if op in ("all_gather", "gather"):
+        given, receives = x.contiguous(), op == "all_gather" or is_root
+        out = given.new_empty((n, *given.shape) if receives else 0)
+        return given, out, lambda: join(dim) if receives else out
+    if op in ("reduce_scatter", "all_to_all") or (op == "scatter" and is_root):
+        given = x.unflatten(dim, (n, -1)).movedim(dim, 0).contiguous()
+        out = given.new_empty(given.shape if op == "all_to_all" else given.shape[1:])
+        return given, out, lambda: join(joined) if op == "all_to_all" else out
+    if op in ("broadcast", "scatter"):
+        out = x.contiguous()
+        return out, out, lambda: out
+    assert op in ("all_reduce", "reduce"), op
+    out = x.contiguous() if owned else x.detach().clone(memory_format=torch.contiguous_format)
+    return out, out, lambda: out if op == "all_reduce" or is_root else out.new_empty(0)
 
 
 class SingleRank(Communicator):

@@ -48,7 +48,7 @@ def relative_bucket(offset: Tensor, buckets: int, distance: int, bidirectional: 
     return ahead + torch.where(back < exact, back, wide.clamp_max(buckets - 1))
 
 
-def hidden(tokens: Tensor) -> Tensor:
+def padding_mask(tokens: Tensor) -> Tensor:
     """Return bool [batch, 1, 1, memory_length] that is True where `tokens` [memory_length, batch] are padding."""
     return (tokens < 0).t()[:, None, None]
 

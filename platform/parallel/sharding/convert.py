@@ -82,6 +82,8 @@ def absent(x: Tensor) -> bool:
 
 
 class _Convert(torch.autograd.Function):
+    """Autograd function behind `apply`."""
+
     @staticmethod
     def forward(ctx, x, communicator, conversion):
         ctx.communicator, ctx.conversion = communicator, conversion

@@ -70,7 +70,7 @@ class GradientReduction:
         return self._done
 
 
-def owns(communicator: Communicator, axes: Iterable[str]) -> bool:
+def counts_here(communicator: Communicator, axes: Iterable[str]) -> bool:
     """Return True if this rank counts its part of a quantity split over `axes` and replicated over all other axes of
     its stage: of the replicas, the one at index 0 counts."""
     split = {"stage", *axes}
@@ -85,7 +85,7 @@ def squared_norm(plan: Plan, communicator: Communicator, gradients: Mapping[str,
     Padded rows of vocab and the padding of shards have zero gradient and add nothing.
     """
     here = [p for p in plan.parameters if plan.stages_of[p.name][0] == communicator.coordinates["stage"]]
-    mine = [gradients[p.name] for p in here if owns(communicator, plan.split_over(p))]
+    mine = [gradients[p.name] for p in here if counts_here(communicator, plan.split_over(p))]
     if not mine:
         return torch.zeros((), dtype=torch.float64, device=communicator.device)
     return torch.stack([_squares(g) for g in mine]).sum()

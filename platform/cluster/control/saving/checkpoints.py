@@ -49,15 +49,11 @@ class Checkpoints:
     def __init__(self, config: Config, plan: Plan, found: Origin | None, journal: Journal, say: Callable[[str], None]):
         self._config, self.plan, self._origin, self._journal, self._say = config, plan, found, journal, say
         self._storage = open_storage(places.home(config))
-        lease = (
-            Lease.take(self._storage, f"process {os.getpid()} on {socket.gethostname()}")
-            if places.saves(config)
-            else None
-        )
-        keep = config.checkpoint
-        self._cadence = Cadence(keep.every)
-        self._held = lease is not None and config.checkpoint.resume in _NEWEST
-        self._saver = Saver(self._storage, last=keep.keep, every=keep.keep_every, lease=lease)
+        c, owner = config.checkpoint, f"process {os.getpid()} on {socket.gethostname()}"
+        lease = Lease.take(self._storage, owner) if places.saves(config) else None
+        self._cadence = Cadence(c.every)
+        self._leased = lease is not None and c.resume in _NEWEST  # this driver alone judges the run's checkpoints
+        self._saver = Saver(self._storage, last=c.keep, every=c.keep_every, lease=lease)
         self._wanted: SimpleQueue[str] = SimpleQueue()  # directory that the saver asks the workers to write
         self._reports: SimpleQueue[Reports] = SimpleQueue()  # the workers' answers
         self._writing = False  # the workers are writing
@@ -68,9 +64,9 @@ class Checkpoints:
         self._failed, self._failing = 0, 0.0  # failed saves in a row; time of the first one
         self._why = ""  # reason of the last failed save
         self._useful: float | None = None  # useful seconds, for the next event of the save under way
-        if self._held and found:
+        if self._leased and found:
             self._origin = origin(config, held=True)  # again, under the lease: an older driver could save and delete
-        self.step = self._origin.manifest.meta.step if self._origin and self._origin.manifest else 0
+        self.step = self._origin.step if self._origin else 0
 
     def due(self, step: int, last: bool, stopping: bool) -> bool:
         """Return True if `step` is to be saved. `last`: it is the run's last; `stopping`: the run was asked to end."""
@@ -92,10 +88,10 @@ class Checkpoints:
     @property
     def kept(self) -> str:
         """Return a line for people: what was saved of the run, and the command that continues it."""
+        with_override = f" with {self.resume}" if self.resume else ""
         if not self.step:
-            told = f" with {self.resume}" if self.resume else ""
-            return f"nothing was saved; the same command{told} starts again from step 1"
-        return f"the same command{' with ' + self.resume if self.resume else ''} continues after step {self.step}"
+            return f"nothing was saved; the same command{with_override} starts again from step 1"
+        return f"the same command{with_override} continues after step {self.step}"
 
     @property
     def resume(self) -> str:
@@ -150,8 +146,8 @@ class Checkpoints:
         """Look for the newest good checkpoint in storage now, of this run's own if it has made one. If there never was
         one, the run starts over. Raises ConfigError, OSError."""
         self._poll()
-        self._origin = self._newest_own() or origin(self._config, held=self._held, over=not self.step)
-        self.step = self._origin.manifest.meta.step if self._origin and self._origin.manifest else 0
+        self._origin = self._newest_own() or origin(self._config, held=self._leased, over=not self.step)
+        self.step = self._origin.step if self._origin else 0
         self.check(self._corpus)
 
     def _newest_own(self) -> Origin | None:
@@ -229,7 +225,7 @@ class Checkpoints:
 
     def _poll(self) -> None:
         for found in self._saver.poll():
-            self._note(events.happened(**found, useful_seconds=self._useful))
+            self._note(events.named(**found, useful_seconds=self._useful))
 
     def _note(self, event: events.JournalEvent) -> None:
         self._useful = None
