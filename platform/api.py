@@ -25,20 +25,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from platform.boundary.redaction import HIDDEN, learn_urls, shielded
+from platform.boundary.redaction import REDACTED, register_url_secrets, shielded
 from platform.boundary.schema import Malformed
 from platform.cluster.run import traces
 from platform.cluster.run.callbacks import CallbackGuard, Callbacks
 from platform.cluster.run.commands import Command
 from platform.composition.composer import CONF
-from platform.config.bounds import leaves
-from platform.config.checks import violations
+from platform.config.bounds import flat_values
+from platform.config.checks import wrong_configuration
 from platform.config.fields import Config, ConfigError, violation
 from platform.data.sources import register_source
 from platform.launch import DONE, STOPPED, prepare
 from platform.launch import compose as compose_arguments
 from platform.model import register_model
-from platform.monitor.records.metrics import MetricsLog
+from platform.monitor.records.events import JournalEvent
+from platform.monitor.records.metrics import MetricsLog, MetricsRow
 from platform.optimizer.learning_rate import register_schedule
 from platform.optimizer.optimizers import register_optimizer
 from platform.plan.core.plan import Plan
@@ -68,18 +69,18 @@ FILES = CONF.parent  # the folder of conf/, jobs/ (Kubernetes, Slurm) and dashbo
 
 @dataclass(frozen=True)
 class Result:
-    """What a run left behind. `metrics` and `events` are those of the whole run, earlier drivers' included."""
+    """Holds the outcome of a run. `metrics` and `events` are those of the whole run, earlier drivers' included."""
 
     status: int  # exit status of the same command: 0, 1 or 75 (docs/design.md, section 7)
     outcome: str  # done | failed | stopped (by a signal or its time limit: `resume` continues it)
     directory: Path  # the run directory
-    metrics: list[dict[str, Any]]  # rows of metrics.jsonl, one per committed step
-    events: list[dict[str, Any]]  # entries of journal.jsonl
+    metrics: list[MetricsRow]  # of metrics.jsonl, one per committed step
+    events: list[JournalEvent]  # of journal.jsonl
 
     @property
     def loss(self) -> float | None:
         """Return the loss of the last step, None if no step was done."""
-        return self.metrics[-1]["loss"] if self.metrics else None
+        return self.metrics[-1].loss if self.metrics else None
 
 
 def compose(*overrides: str, experiment: str = "", config_dir: str | os.PathLike[str] | None = None) -> Config:
@@ -96,7 +97,7 @@ def compose(*overrides: str, experiment: str = "", config_dir: str | os.PathLike
 def plan(config: Config, workers: int | None = None) -> Plan:
     """Return the plan that `python -m platform.plan` prints: which block of each tensor lies on which rank, and all
     that a step communicates. `workers`: their number, for parallel.data=-1. Starts nothing. Raises ConfigError."""
-    if lines := violations(config):
+    if lines := wrong_configuration(config):
         raise ConfigError(lines)
     return make_plan(config, workers)
 
@@ -113,9 +114,9 @@ def run(config: Config, callbacks: Callbacks | None = None) -> Result:
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("run() handles signals: call it from the main thread")
     config, guard = deepcopy(config), CallbackGuard(callbacks or Callbacks())
-    learn_urls(config.to_dict())
+    register_url_secrets(config.to_dict())
     with shielded(sys.stdout, sys.stderr):
-        made, lines = prepare(config, violations(config))
+        made, lines = prepare(config, wrong_configuration(config))
         if lines or not made:
             raise ConfigError(lines)
         from platform.cluster import driver
@@ -145,8 +146,10 @@ def _stored(directory: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
     if config is None:
         raise ConfigError(violation("run.dir", directory, "holds no run", ["the run directory of an earlier run"]))
     given = {override.partition("=")[0].lstrip("+") for override in overrides}
-    hidden = [key for key, value in leaves(config).items() if HIDDEN in str(value) and key not in given]
-    if lines := [violation(key, HIDDEN, "a secret, which config.yaml does not hold: give it again") for key in hidden]:
+    hidden = [key for key, value in flat_values(config).items() if REDACTED in str(value) and key not in given]
+    if lines := [
+        violation(key, REDACTED, "a secret, which config.yaml does not hold: give it again") for key in hidden
+    ]:
         raise ConfigError(lines)
     config.run.dir, config.checkpoint.resume = str(directory), "auto"
     return config.to_dict()
@@ -154,13 +157,19 @@ def _stored(directory: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
 
 def _result(status: int, directory: Path) -> Result:
     metrics = directory / traces.METRICS
+    rows = MetricsLog.read(metrics) if metrics.exists() else []
     return Result(
         status=status,
         outcome={DONE: "done", STOPPED: "stopped"}.get(status, "failed"),
         directory=directory,
-        metrics=MetricsLog.read(metrics) if metrics.exists() else [],
-        events=list(traces.events(directory)),
+        metrics=[_row(row) for row in rows],
+        events=list(traces.journal(directory)),
     )
+
+
+def _row(found: dict[str, Any]) -> MetricsRow:
+    values: dict[str, Any] = {key: found.get(key) for key in MetricsRow.__dataclass_fields__}
+    return MetricsRow(**values)
 
 
 class _FromPython(Command):

@@ -11,15 +11,22 @@ import os
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from platform.boundary.redaction import forget, learn_urls, redact, shielded
-from platform.boundary.terminal import say, settle
+from platform.boundary.redaction import (
+    forget_secrets,
+    known_secrets,
+    own_secrets,
+    redact,
+    register_url_secrets,
+    shielded,
+)
+from platform.boundary.terminal import flush_streams, print_line
 from platform.cluster.crew.base.signals import Stopped, StopSignals
-from platform.composition.arguments import experiment_of, explain, jobs_of, rewrite, typed_values
-from platform.composition.composer import CONF, Composer, opened
+from platform.composition.arguments import experiment_of, jobs_of, rewrite, translate_error, typed_values
+from platform.composition.composer import CONF, Composer, open_composer
 from platform.config.bounds import impossible_values, wrong_values
-from platform.config.checks import absent_ranks, slices, too_many_workers, violations
+from platform.config.checks import absent_ranks, slices_heads, too_many_workers, wrong_configuration
 from platform.config.execution import RESUME
 from platform.config.extensions import load_extensions
 from platform.config.fields import Config, ConfigError, closest, violation
@@ -38,16 +45,7 @@ DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 75  # exit status; after STOPPED the s
 SEVERITY = (DONE, STOPPED, REFUSED, FAILED)  # least to most severe: a sweep exits with the worst status of its jobs
 # Keys that planning reads. If one has an illegal value, planning could run for ever, so no plan is made to look for
 # further mistakes.
-PLANNED = (
-    "model.",
-    "tensor.",
-    "branch.",
-    "pipeline.",
-    "parallel.",
-    "train.global_batch",
-    "train.microbatch",
-    "recompute",
-)
+PLANNED = tuple("model. tensor. branch. pipeline. parallel. train.global_batch train.microbatch recompute".split())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,8 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from hydra._internal.utils import get_args_parser  # accepts all of Hydra's own flags
 
     own, argv = argv is None, list(sys.argv[1:] if argv is None else argv)
-    forget()
-    learn_urls(argv)
+    forget_secrets()
+    register_url_secrets(argv)
     if own:
         sys.argv[1:] = redact(argv)  # libraries such as W&B record sys.argv
     parser = get_args_parser()
@@ -90,7 +88,7 @@ def compose(overrides: Sequence[str], config_dir: str | None = None, stored: Map
 
     Raises ConfigError with one line for each argument that Hydra refuses and each illegal value.
     """
-    with opened(config_dir, stored) as composer:
+    with open_composer(config_dir, stored) as composer:
         config, lines = _compose(composer, overrides)
     if lines:
         raise ConfigError(lines)
@@ -99,23 +97,24 @@ def compose(overrides: Sequence[str], config_dir: str | None = None, stored: Map
 
 def _compose(composer: Composer, arguments: Sequence[str]) -> tuple[Config, list[str]]:
     """Return the configuration and one line per mistake in it."""
-    load_extensions(_words(typed_values(arguments).get("extend")))  # first: other arguments may name what they register
+    modules = typed_values(arguments).get("extend")  # first: other arguments may name what they register
+    load_extensions([name for name in modules if isinstance(name, str)] if isinstance(modules, list) else [])
     config, accepted, refused = composer.load(arguments)
-    lines = [explain(argument, error) for argument, error in refused]
-    lines += _settle(config, accepted)
+    lines = [translate_error(argument, error) for argument, error in refused]
+    lines += _complete(config, accepted)
     if any(type(error).__name__ == "MissingConfigException" for _, error in refused):
         lines += impossible_values(config)  # relations between keys depend on the missing file: not checked
     else:
-        lines += violations(config)
+        lines += wrong_configuration(config)
     return config, list(dict.fromkeys(lines))
 
 
-def _settle(config: Config, arguments: Sequence[str]) -> list[str]:
+def _complete(config: Config, arguments: Sequence[str]) -> list[str]:
     """Complete `config` in place: import the user's modules, drop settings that an experiment made for another scheme,
     parse `tensor.layout`, and make the paths absolute.
 
-    Typed settings are kept, so that `violations` can refuse them. Returns one line per mistake found on the way; some
-    of them can only be seen by comparing with `arguments`.
+    Typed settings are kept, so that `wrong_configuration` can refuse them. Returns one line per mistake found on the
+    way; some of them can only be seen by comparing with `arguments`.
     """
     typed = typed_values(arguments)
     lines = load_extensions(config.extend)
@@ -132,7 +131,7 @@ def _settle(config: Config, arguments: Sequence[str]) -> list[str]:
     tensor.axes = _own_axes("tensor", tensor.axes, declared, typed)
     tensor.order = list(dict.fromkeys([*tensor.order, *tensor.axes])) if tensor.scheme == "layout" else declared
     branch.axes = _own_axes("branch", branch.axes, [] if branch.kind == "none" else list(branch.axes), typed)
-    if "branch.slice_via" not in typed and not slices(branch):
+    if "branch.slice_via" not in typed and not slices_heads(branch):
         branch.slice_via = "all_to_all"
     warmup, steps = config.optimizer.warmup_steps, config.train.steps
     if "optimizer.warmup_steps" in typed and warmup > steps >= 1:  # untyped it is legal: the run was shortened
@@ -150,10 +149,6 @@ def _settle(config: Config, arguments: Sequence[str]) -> list[str]:
         lines.append(violation("resume.allow", ",".join(config.resume.allow), constraint, ["run.dir=DIRECTORY"]))
     config.run.dir = config.run.dir or os.path.abspath(default_directory(config, name))
     return lines
-
-
-def _words(value: Any) -> list[str]:
-    return [word for word in value if isinstance(word, str)] if isinstance(value, list) else []
 
 
 def _own_axes(group: str, axes: Mapping[str, int], declared: Sequence[str], typed: Mapping[str, Any]) -> dict[str, int]:
@@ -188,49 +183,63 @@ def _run(args: Namespace) -> int:
         with StopSignals():
             jobs = _planned(args)
     except Stopped as stopped:
-        say(f"stopped by {stopped}: nothing was done; the same command does it")
+        print_line(f"stopped by {stopped}: nothing was done; the same command does it")
         return STOPPED
     statuses = []
-    for number, (arguments, config, plan) in enumerate(jobs, 1):
+    for number, job in enumerate(jobs, 1):
         if len(jobs) > 1:
-            say(f"job {number} of {len(jobs)}: {' '.join(arguments)}")
-        statuses.append(_train(config, plan, command_of(arguments, args.config_dir)))
+            print_line(f"job {number} of {len(jobs)}: {' '.join(job.arguments)}")
+        with own_secrets(job.secrets):
+            statuses.append(_train(job.config, job.plan, command_of(job.arguments, args.config_dir)))
         if statuses[-1] == STOPPED:  # the stop is meant for the whole command, not for one job
             break
     return max(statuses, key=SEVERITY.index)
 
 
-def _planned(args: Namespace) -> list[tuple[list[str], Config, Plan]]:
-    """Compose and plan every job of a command; return (arguments, configuration, plan) of each.
+class Job(NamedTuple):
+    """Run that a command starts."""
 
-    Raises ConfigError with the mistakes of all jobs.
-    """
-    jobs: list[tuple[list[str], Config, Plan]] = []
+    arguments: list[str]
+    config: Config
+    plan: Plan
+    secrets: dict[str, str]  # its own, so that it is the same run as that of its arguments alone
+
+
+def _planned(args: Namespace) -> list[Job]:
+    """Compose and plan every job of a command. Raises ConfigError with the mistakes of all jobs."""
+    jobs: list[Job] = []
     lines: list[str] = []
-    with opened(args.config_dir) as composer:
+    with open_composer(args.config_dir) as composer:
         for arguments in jobs_of(args.overrides, args.multirun):
-            config, wrong = _compose(composer, arguments)
-            if experiment_of(arguments) is None:
-                names = composer.options("experiment")
-                wrong.insert(0, f"experiment: none is chosen; write +experiment=NAME, NAME one of {', '.join(names)}")
-            plan, found = prepare(config, wrong)
-            lines += found
-            if plan:
-                jobs.append((arguments, config, plan))
-    directories = [config.run.dir for _, config, _ in jobs]
+            with own_secrets():
+                register_url_secrets(arguments)
+                wrong, job = _plan_job(composer, arguments)
+            lines += wrong
+            jobs += [job] if job else []
+    directories = [job.config.run.dir for job in jobs]
     lines += [f"run.dir={d}: several jobs of the sweep share it" for d in directories if directories.count(d) > 1]
     if lines:
         raise ConfigError(list(dict.fromkeys(lines)))
     return jobs
 
 
+def _plan_job(composer: Composer, arguments: list[str]) -> tuple[list[str], Job | None]:
+    """Return one line per mistake in a job, and the job if it has a plan."""
+    config, wrong = _compose(composer, arguments)
+    if experiment_of(arguments) is None:
+        names = composer.options("experiment")
+        wrong.insert(0, f"experiment: none is chosen; write +experiment=NAME, NAME one of {', '.join(names)}")
+    plan, lines = prepare(config, wrong)
+    return lines, Job(arguments, config, plan, known_secrets()) if plan else None
+
+
 def prepare(config: Config, wrong: Sequence[str]) -> tuple[Plan | None, list[str]]:
     """Plan a job of which the mistakes `wrong` are known; return the plan, None if there is none, and all its mistakes.
     Settles parallel.data=-1 in `config`, so that workers make the same plan."""
-    from platform import data
+    from platform.data.corpus import check_data
     from platform.planning.make_plan import make_plan
 
-    lines = [*wrong] or [*wrong_surroundings(config), *data.check(config.data, vocab=config.model.vocab)]
+    lines = [*wrong] or [*wrong_surroundings(config), *check_data(config.data, vocab=config.model.vocab)]
     if any(key.startswith(PLANNED) for key in wrong_values(config)) or [*too_many_workers(config)]:
         return None, lines
     try:
@@ -283,7 +292,7 @@ def command_of(arguments: Sequence[str], config_dir: str | None = None) -> Comma
 
 def _refuse(error: ConfigError) -> int:
     for line in "\n".join(error.violations).split("\n"):
-        say(f"config: {line}", sys.stderr)
+        print_line(f"config: {line}", sys.stderr)
     return REFUSED
 
 
@@ -291,11 +300,7 @@ def _show(args: Namespace) -> int:
     """Print the resolved configuration (`--cfg job`), or one group of it (`--package GROUP`), without secrets."""
     from omegaconf import OmegaConf
 
-    with opened(args.config_dir) as composer:
-        config, lines = _compose(composer, args.overrides)
-    if lines:
-        raise ConfigError(lines)
-    values = OmegaConf.create(config.to_dict())
+    values = OmegaConf.create(compose(args.overrides, args.config_dir).to_dict())
     part = OmegaConf.select(values, args.package) if args.package else values
     if not OmegaConf.is_config(part):
         raise ConfigError(violation("--package", args.package, "no such part", closest(args.package, values)))
@@ -307,11 +312,9 @@ def _inform(argv: Sequence[str], args: Namespace) -> int:
     """Let Hydra answer --help, --hydra-help, --info, --cfg hydra and --cfg all, or shell completion."""
     import hydra
 
-    with opened(args.config_dir) as composer:
-        if not args.shell_completion:
-            _, lines = _compose(composer, args.overrides)
-            if lines:
-                raise ConfigError(lines)
+    if not args.shell_completion:
+        compose(args.overrides, args.config_dir)
+    with open_composer(args.config_dir):
         overrides = [rewrite(a) for a in args.overrides]
     command = sys.argv
     try:
@@ -331,5 +334,5 @@ def _inform(argv: Sequence[str], args: Namespace) -> int:
 
 if __name__ == "__main__":
     status = main()
-    settle()
+    flush_streams()
     sys.exit(status)

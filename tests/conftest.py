@@ -23,6 +23,8 @@ MANY = {
     "test_driver.py",
     "test_crew.py",
     "test_extend.py",
+    "test_api.py",
+    "test_examples.py",
     "test_ray_cluster.py",
     "test_name.py",
     "test_stage_failures.py",
@@ -70,9 +72,9 @@ def root() -> Path:
 @pytest.fixture(autouse=True)
 def as_a_new_process():
     """Forgets the secrets of the commands that earlier tests gave in this process."""
-    from platform.boundary.redaction import forget
+    from platform.boundary.redaction import forget_secrets
 
-    forget()
+    forget_secrets()
 
 
 @pytest.fixture(scope="session", autouse=True)

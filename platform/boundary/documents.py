@@ -24,7 +24,7 @@ VALUES = 1 << 20  # default limit of values in a document; each takes up to abou
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 
 
-def opened(path: str | os.PathLike[str]) -> io.FileIO:
+def open_regular(path: str | os.PathLike[str]) -> io.FileIO:
     """Open the regular file at `path`, unbuffered. Raises OSError for anything else, without waiting (pipe, device)."""
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     mode = os.fstat(file).st_mode
@@ -36,9 +36,9 @@ def opened(path: str | os.PathLike[str]) -> io.FileIO:
     return io.FileIO(file, "rb")
 
 
-def content(path: str | os.PathLike[str], most: int = SMALL) -> bytes:
+def read_bytes(path: str | os.PathLike[str], most: int = SMALL) -> bytes:
     """Return the bytes of a file. Raises Malformed if there are more than `most`."""
-    with opened(path) as file:
+    with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size > most:
             raise Malformed(f"more than {most} bytes")
         parts, room = [], most + 1
@@ -50,7 +50,7 @@ def content(path: str | os.PathLike[str], most: int = SMALL) -> bytes:
     return b"".join(parts)
 
 
-def line(raw: bytes | bytearray, most: int = 300) -> str:
+def one_line(raw: bytes | bytearray, most: int = 300) -> str:
     """Return a note for people as one printable line of at most `most` characters."""
     text = " ".join(bytes(raw[: 4 * most]).decode(errors="replace").split())
     return "".join(c if c.isprintable() else "?" for c in text)[:most]
@@ -63,7 +63,7 @@ def from_json(raw: bytes | bytearray, most: int = SMALL, values: int = VALUES, s
     """
     if len(raw) > most:
         raise Malformed(f"more than {most} bytes")
-    if _many(raw, values):
+    if _too_many(raw, values):
         raise Malformed(f"more than {values} values")
     try:
         text = bytes(raw).decode()
@@ -77,7 +77,7 @@ def from_json(raw: bytes | bytearray, most: int = SMALL, values: int = VALUES, s
         raise Malformed(f"not JSON: {_first_line(error)}") from None
 
 
-def _many(raw: bytes | bytearray, values: int) -> bool:
+def _too_many(raw: bytes | bytearray, values: int) -> bool:
     """Return True if a JSON text has more than `values` values, counted by the marks , [ { outside its strings."""
     if len(raw) <= values:
         return False
@@ -141,9 +141,9 @@ def from_yaml(raw: bytes, most: int = SMALL) -> Any:
 
 
 def _first_line(error: Exception) -> str:
-    return line((str(error).splitlines() or [type(error).__name__])[0].encode(errors="replace"))
+    return one_line((str(error).splitlines() or [type(error).__name__])[0].encode(errors="replace"))
 
 
 def json_file(path: Path, most: int = SMALL, values: int = VALUES) -> Any:
     """Parse the JSON file at `path`. Raises Malformed or OSError."""
-    return from_json(content(path, most), most, values)
+    return from_json(read_bytes(path, most), most, values)

@@ -16,7 +16,7 @@ from urllib.parse import quote, unquote
 
 T = TypeVar("T")
 
-HIDDEN = "***"
+REDACTED = "***"
 SHORTEST = 4  # characters of a secret that is replaced wherever it occurs: a shorter one occurs in innocent words
 _OF_A_QUERY = 8  # the same for a value in a URL's query: many of these are plain words
 _REFERENCE = re.compile(r"\$\{(?:[^{}]|\{[^{}]*\})*\}")
@@ -39,7 +39,7 @@ def redact(value: T) -> T:
 
 def _redact(text: str) -> str:
     text = _with_references(text)
-    return _URL.sub(lambda m: bare(m[0]), text) if "://" in text else text
+    return _URL.sub(lambda m: bare_url(m[0]), text) if "://" in text else text
 
 
 def _with_references(text: str) -> str:
@@ -49,12 +49,12 @@ def _with_references(text: str) -> str:
 @lru_cache(maxsize=8)
 def _pattern(known: tuple[tuple[str, str], ...]) -> re.Pattern[str]:
     """Build a pattern of all known texts: replacements match first, so that they stay, then secrets, longest first."""
-    shown = sorted({shown for _, shown in known if shown != HIDDEN}, key=len, reverse=True)
+    shown = sorted({shown for _, shown in known if shown != REDACTED}, key=len, reverse=True)
     secrets = sorted((secret for secret, _ in known), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, [*shown, *secrets])))
 
 
-def bare(url: str) -> str:
+def bare_url(url: str) -> str:
     """Strip a URL of user and password, the values of its query, and its fragment. References such as
     `${oc.env:NAME}` stay.
 
@@ -67,11 +67,13 @@ def bare(url: str) -> str:
     if ":" not in rest[: max(last, 0)]:  # no password, but a token may stand in front of the host
         last = rest.rfind("@", 0, _first("/?#", rest))
     if query < last:
-        return f"{scheme}{separator}{HIDDEN}"
+        return f"{scheme}{separator}{REDACTED}"
     user, rest = rest[: last + 1], rest[last + 1 :]
     user = user if _is_reference(user[:-1].partition(":")[2] or user[:-1]) else ""
     address, mark, tail = re.fullmatch(r"([^?#]*)([?#]?)(.*)", rest, re.DOTALL).groups()  # type: ignore[union-attr]
-    shown = user + address + mark + ("&".join(map(_hidden, re.split("[&;]", tail))) if mark == "?" else mark and HIDDEN)
+    shown = (
+        user + address + mark + ("&".join(map(_hidden, re.split("[&;]", tail))) if mark == "?" else mark and REDACTED)
+    )
     return f"{scheme}{separator}{shown.translate(masks)}"
 
 
@@ -93,10 +95,10 @@ def _first(characters: str, text: str) -> int:
 
 def _hidden(pair: str) -> str:
     name, equals, value = pair.partition("=")
-    return pair if _is_reference(value) else f"{name}={HIDDEN}" if equals else HIDDEN
+    return pair if _is_reference(value) else f"{name}={REDACTED}" if equals else REDACTED
 
 
-def learn(secrets: Mapping[str, str]) -> None:
+def register_secrets(secrets: Mapping[str, str]) -> None:
     """Register secret -> replacement pairs for `redact`, which also finds a secret in quoted or escaped form."""
     for secret, shown in secrets.items():
         if len(secret) >= SHORTEST:
@@ -106,21 +108,22 @@ def learn(secrets: Mapping[str, str]) -> None:
                 _known.setdefault(repr(form)[1:-1], shown)
 
 
-def learn_urls(value: Any) -> None:
-    """Learn the secrets in the URLs among these texts; a URL extends to the end of its text, spaces included."""
+def register_url_secrets(value: Any) -> None:
+    """Register the secrets in the URLs among these texts; a URL extends to the end of its text, spaces included."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list | tuple):
         for item in value:
-            learn_urls(item)
+            register_url_secrets(item)
     elif isinstance(value, str) and (start := re.search(r"[A-Za-z][\w+.-]*://", value)):
         url = value[start.start() :]
         written = _with_references(url)
-        if bare(written) != written:
-            learn({url: bare(written), **dict.fromkeys(_parts(written.partition("://")[2]), HIDDEN)})
+        if bare_url(written) != written:
+            inside = dict.fromkeys(_secrets_in(written.partition("://")[2]), REDACTED)
+            register_secrets({url: bare_url(written), **inside})
 
 
-def _parts(rest: str) -> Iterator[str]:
+def _secrets_in(rest: str) -> Iterator[str]:
     """Yield the secrets in a URL, for every way in which a client may split it; "" for a part without one."""
     host = re.split("[/?#]", rest, maxsplit=1)[0]
     for credentials in {part.rpartition("@")[0] for part in (rest, host)}:
@@ -133,14 +136,29 @@ def _parts(rest: str) -> Iterator[str]:
         yield secret if len(secret) >= _OF_A_QUERY and not _REFERENCE.fullmatch(secret) else ""
 
 
-def learned() -> dict[str, str]:
-    """Return the known secrets as an argument for `learn` in the processes that this one starts."""
+def known_secrets() -> dict[str, str]:
+    """Return the known secrets as an argument for `register_secrets` in the processes that this one starts."""
     return dict(_known)
 
 
-def forget() -> None:
+def forget_secrets() -> None:
     """Forget all secrets, at the start of another command."""
     _known.clear()
+
+
+@contextmanager
+def own_secrets(secrets: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Forget, within the context, all secrets but these and those registered in it; after it, all are known again.
+
+    What `redact` makes of a text is then the same whatever the process did before.
+    """
+    others = known_secrets()
+    _known.clear()
+    _known.update(secrets or {})
+    try:
+        yield
+    finally:
+        _known.update(others)
 
 
 class Shield:

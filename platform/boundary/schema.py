@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import MISSING, Field, fields, is_dataclass
-from functools import cache
+from functools import cache, partial
 from math import isnan
 from types import NoneType, UnionType
 from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
@@ -85,7 +85,7 @@ class Many(NamedTuple):
             raise Malformed(f"has {len(value)} entries, not {self.least} to {self.most}")
 
 
-class Known(NamedTuple):
+class OpenMap(NamedTuple):
     """Bound on a map that may have other keys too: the types of its known keys, and the keys that it must have."""
 
     kinds: tuple[tuple[str, Any], ...]
@@ -98,10 +98,7 @@ class Known(NamedTuple):
                 raise Malformed(f"lacks {key}")
         for key, kind in self.kinds:
             if key in value:
-                try:
-                    reader(kind)(value[key])
-                except Malformed as error:
-                    raise error.within(key) from None
+                _at(key, reader(kind), value[key])
 
 
 def read(kind: Any, value: Any) -> Any:
@@ -131,9 +128,9 @@ def reader(kind: Any) -> Reader:
     if origin is dict:
         return _map(*arguments)
     if origin is list:
-        return _many(arguments[0], list)
+        return _sequence(arguments[0], list)
     if origin is tuple:
-        return _many(arguments[0], tuple) if arguments[1:] == (...,) else _row(tuple, dict(enumerate(arguments)))
+        return _sequence(arguments[0], tuple) if arguments[1:] == (...,) else _row(tuple, dict(enumerate(arguments)))
     if is_dataclass(kind):
         return _record(kind)
     assert issubclass(kind, tuple), f"no reader of {kind}"
@@ -162,15 +159,23 @@ def _string(value: Any) -> str:
     return value
 
 
-def _bool(value: Any) -> bool:
-    if type(value) is not bool:
-        raise Malformed(f"{shown(value)} is neither true nor false")
-    return value
+def _exactly(kind: type, otherwise: str) -> Reader:
+    """Return the reader of values of one type; others are refused as `otherwise`."""
+
+    def read_exactly(value: Any) -> Any:
+        if type(value) is not kind:
+            raise Malformed(f"{shown(value)} is {otherwise}")
+        return value
+
+    return read_exactly
 
 
-def _none(value: Any) -> None:
-    if value is not None:
-        raise Malformed(f"{shown(value)} is not null")
+def _at(place: Any, read_part: Reader, part: Any) -> Any:
+    """Read one part of a map or list; a mistake in it is said with its place."""
+    try:
+        return read_part(part)
+    except Malformed as error:
+        raise error.within(place) from None
 
 
 def _any(value: Any, depth: int = 0) -> Any:
@@ -178,25 +183,29 @@ def _any(value: Any, depth: int = 0) -> Any:
     kind = type(value)
     if kind in (dict, list) and depth == DEEPEST:
         raise Malformed(f"more than {DEEPEST} maps and lists in each other")
-    key: Any = 0
-    try:
-        if kind is dict:
-            for key, item in value.items():
-                _string(key)
-                _any(item, depth + 1)
-        elif kind is list:
-            for key, item in enumerate(value):  # noqa: B007  key is the place of a failure
-                _any(item, depth + 1)
-    except Malformed as error:
-        raise error.within(key) from None
-    if kind in (int, str):
+    read_part = partial(_any, depth=depth + 1)
+    if kind is dict:
+        for key, item in value.items():
+            _at(key, _string, key)
+            _at(key, read_part, item)
+    elif kind is list:
+        for place, item in enumerate(value):
+            _at(place, read_part, item)
+    elif kind in (int, str):
         _PLAIN[kind](value)
-    elif kind not in (dict, list, float, bool, NoneType):
+    elif kind not in (float, bool, NoneType):
         raise Malformed(f"a {kind.__name__} is no plain data")
     return value
 
 
-_PLAIN: dict[Any, Reader] = {int: _integer, float: _number, str: _string, bool: _bool, NoneType: _none, Any: _any}
+_PLAIN: dict[Any, Reader] = {
+    int: _integer,
+    float: _number,
+    str: _string,
+    bool: _exactly(bool, "neither true nor false"),
+    NoneType: _exactly(NoneType, "not null"),
+    Any: _any,
+}
 
 
 def _bounded(base: Any, *bounds: Any) -> Reader:
@@ -232,30 +241,24 @@ def _map(key: Any, item: Any) -> Reader:
     def read_map(value: Any) -> dict[Any, Any]:
         if type(value) is not dict:
             raise Malformed(f"{shown(value)} is no map")
-        name: Any = ""
-        try:
-            return {read_key(name := k): read_item(v) for k, v in value.items()}
-        except Malformed as error:
-            raise error.within(name if isinstance(name, str) else shown(name)) from None
+        found = {}
+        for name, part in value.items():
+            place = name if isinstance(name, str) else shown(name)
+            found[_at(place, read_key, name)] = _at(place, read_item, part)
+        return found
 
     return read_map
 
 
-def _many(item: Any, kind: type) -> Reader:
+def _sequence(item: Any, kind: type) -> Reader:
     read_item = reader(item)
 
-    def read_many(value: Any) -> Any:
+    def read_sequence(value: Any) -> Any:
         if type(value) is not list:
             raise Malformed(f"{shown(value)} is no list")
-        found: list[Any] = []
-        try:
-            for each in value:
-                found.append(read_item(each))
-        except Malformed as error:
-            raise error.within(len(found)) from None
-        return kind(found)
+        return kind([_at(place, read_item, part) for place, part in enumerate(value)])
 
-    return read_many
+    return read_sequence
 
 
 def _row(made: Callable[[list[Any]], Any], hints: dict[Any, Any]) -> Reader:
@@ -265,13 +268,7 @@ def _row(made: Callable[[list[Any]], Any], hints: dict[Any, Any]) -> Reader:
     def read_row(value: Any) -> Any:
         if type(value) is not list or len(value) != len(names):
             raise Malformed(f"{shown(value)} is no list of {len(names)}")
-        found: list[Any] = []
-        try:
-            for one, each in zip(readers, value, strict=True):
-                found.append(one(each))
-        except Malformed as error:
-            raise error.within(names[len(found)]) from None
-        return made(found)
+        return made([_at(name, one, part) for name, one, part in zip(names, readers, value, strict=True)])
 
     return read_row
 
@@ -289,13 +286,7 @@ def _record(kind: Any) -> Reader:
             raise Malformed("unknown key").within(unknown[0] if isinstance(unknown[0], str) else shown(unknown[0]))
         if missing := [name for name in needed if name not in value]:
             raise Malformed(f"lacks {missing[0]}")
-        found, name = {}, ""
-        try:
-            for name, item in value.items():
-                found[name] = readers[name](item)
-        except Malformed as error:
-            raise error.within(name) from None
-        return kind(**found)
+        return kind(**{name: _at(name, readers[name], part) for name, part in value.items()})
 
     return read_record
 

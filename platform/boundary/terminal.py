@@ -9,12 +9,12 @@ from contextlib import contextmanager, suppress
 from typing import TextIO
 
 
-def say(text: str, stream: TextIO | None = None) -> None:
+def print_line(text: str, stream: TextIO | None = None) -> None:
     """Write a line to `stream` (default: standard output); it is lost if the stream is closed or broken."""
-    write(stream or sys.stdout, text + "\n")
+    write_text(stream or sys.stdout, text + "\n")
 
 
-def write(stream: TextIO | None, text: str) -> None:
+def write_text(stream: TextIO | None, text: str) -> None:
     """Write to a stream, ignoring errors: the text is lost, and the next one is tried again."""
     if stream is not None:  # Python sets a standard stream to None if it was closed at the start
         with suppress(OSError, ValueError):  # ValueError: the stream was closed later
@@ -22,7 +22,7 @@ def write(stream: TextIO | None, text: str) -> None:
             stream.flush()
 
 
-def settle() -> None:
+def flush_streams() -> None:
     """Flush the standard streams, so that this process exits with its own status.
 
     Python exits with 120 if flushing fails at exit; a stream that fails here is redirected to /dev/null.

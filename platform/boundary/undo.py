@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def missing(path: Path) -> list[Path]:
+def missing_directories(path: Path) -> list[Path]:
     """Return the directories, deepest first, that creating `path` would create."""
     return [p for p in (path, *path.parents) if not p.exists()]
 

@@ -15,10 +15,10 @@ from typing import Any
 
 from platform.boundary import documents
 from platform.boundary.redaction import shielded
-from platform.checkpoint.interchange import EXPORT, IMPORT, store
+from platform.checkpoint.interchange import EXPORT, IMPORT, store_tensors
 from platform.checkpoint.storage import catalogue
 from platform.checkpoint.storage.manifest import Manifest, Meta, Refused
-from platform.checkpoint.storage.storage import Storage, connect
+from platform.checkpoint.storage.storage import Storage, open_storage
 from platform.config.fields import ConfigError, closest, violation
 
 
@@ -63,8 +63,8 @@ def _answer(given: argparse.Namespace) -> int:
 
 def _open(url: str) -> tuple[Storage, list[str]]:
     """Open the storage; return it, and the directories in it that the URL names, newest first."""
-    folder, name = catalogue.split(url)
-    storage = connect(folder)
+    folder, name = catalogue.split_url(url)
+    storage = open_storage(folder)
     if name:
         return storage, [name]
     found = [a.directory for a in catalogue.attempts(storage)]
@@ -78,7 +78,7 @@ def _newest(url: str) -> tuple[Storage, str, Manifest]:
     reasons = []
     for directory in directories:
         try:
-            return storage, directory, catalogue.load(storage, directory)
+            return storage, directory, catalogue.load_manifest(storage, directory)
         except Refused as error:
             reasons.append(f"{directory}: {error}")
     raise Refused("; ".join(reasons))
@@ -141,15 +141,15 @@ def _export(given: argparse.Namespace) -> int:
 
 
 def _import(given: argparse.Namespace) -> int:
-    storage = connect(given.url)
+    storage = open_storage(given.url)
     try:
         meta, tensors = IMPORT[given.format](given.source)
         meta = meta or Meta(step=0, samples=0, seed=0, corpus="", identity={}, configuration="", plan={})
-        directory = store(storage, tensors, replace(meta, plan={}))  # its blocks are whole tensors now
+        directory = store_tensors(storage, tensors, replace(meta, plan={}))  # its blocks are whole tensors now
     except (Refused, OSError):
         raise
     except Exception as error:  # the libraries raise their own for what they cannot parse
-        reason = documents.line(f"{type(error).__name__}: {error}".encode(errors="replace"))
+        reason = documents.one_line(f"{type(error).__name__}: {error}".encode(errors="replace"))
         raise Refused(f"{given.source} does not hold {given.format}: {reason}") from None
     print(f"{storage.url}/{directory}")
     return 0

@@ -17,20 +17,20 @@ from torch import Tensor
 from platform.boundary import documents, schema
 from platform.boundary.schema import Malformed, Many, Span
 from platform.checkpoint.blocks.box import Box
-from platform.checkpoint.blocks.placement import DTYPES, Block, Held, shares
+from platform.checkpoint.blocks.placement import DTYPES, Block, HeldTensor, shares
 from platform.checkpoint.moves.reshard import read_tensor
 from platform.checkpoint.storage.catalogue import begin, commit
 from platform.checkpoint.storage.image import Image
 from platform.checkpoint.storage.manifest import LARGEST, VALUES, Bytes, Manifest, Meta, Name, Refused
-from platform.checkpoint.storage.storage import Local, Storage, connect
+from platform.checkpoint.storage.storage import Local, Storage, open_storage
 
 META = "elastic_platform_meta"  # key of a checkpoint's `Meta` in the other formats
 SAFETENSORS = {
     "float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16", "int64": "I64", "int32": "I32",
     "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
-HEADER = 100_000_000  # bytes: the largest safetensors header, by its specification
-_FROM_SAFETENSORS = {short: name for name, short in SAFETENSORS.items()}
+LARGEST_HEADER = 100_000_000  # bytes: the largest safetensors header, by its specification
+_FROM_SAFETENSORS = {short: DTYPES[name] for name, short in SAFETENSORS.items()}
 
 Tensors = Iterable[tuple[str, Tensor]]
 
@@ -53,8 +53,7 @@ def export_safetensors(storage: Storage, directory: str, manifest: Manifest, tar
             tensor = read_tensor(storage, directory, manifest, name)
             yield memoryview(tensor.view(-1).view(torch.uint8).numpy().data)
 
-    folder, file = _split(target)
-    _refuse_existing(folder, file, target)
+    folder, file = _new_target(target)
     folder.write(file, chunks())
 
 
@@ -65,12 +64,12 @@ def import_safetensors(source: str) -> tuple[Meta | None, Tensors]:
     size = folder.list("")[file]
     if 8 + length > size:
         raise Malformed(f"a header of {length} bytes is longer than the file")
-    header = documents.from_json(folder.read(file, 8, 8 + min(length, HEADER + 1)), HEADER, VALUES)
+    header = documents.from_json(folder.read(file, 8, 8 + min(length, LARGEST_HEADER + 1)), LARGEST_HEADER, VALUES)
     if type(header) is not dict or type(metadata := header.pop("__metadata__", {})) is not dict:
         raise Malformed("its header is no map")
     if type(meta := metadata.get(META, "")) is not str:
         raise Malformed("is no text", META)
-    described: dict[str, _Foreign] = schema.read(dict[Name, _Foreign], header)
+    described: dict[str, _ForeignTensor] = schema.read(dict[Name, _ForeignTensor], header)
     for name, t in described.items():
         t.check(name, size - 8 - length)
 
@@ -78,7 +77,7 @@ def import_safetensors(source: str) -> tuple[Meta | None, Tensors]:
         for name, t in described.items():
             start, end = (8 + length + o for o in t.data_offsets)
             data = bytearray(folder.read(file, start, end))
-            dtype = DTYPES[_FROM_SAFETENSORS[t.dtype]]
+            dtype = _FROM_SAFETENSORS[t.dtype]
             flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
             yield name, flat.view(t.shape)
 
@@ -86,7 +85,7 @@ def import_safetensors(source: str) -> tuple[Meta | None, Tensors]:
 
 
 @dataclass(frozen=True)
-class _Foreign:
+class _ForeignTensor:
     """Tensor as an entry of a safetensors header."""
 
     dtype: str
@@ -98,7 +97,7 @@ class _Foreign:
         if self.dtype not in _FROM_SAFETENSORS:
             raise Refused(f"{name}: type {schema.shown(self.dtype)} is not one of {', '.join(_FROM_SAFETENSORS)}")
         start, end = self.data_offsets
-        size = prod(self.shape) * DTYPES[_FROM_SAFETENSORS[self.dtype]].itemsize
+        size = prod(self.shape) * _FROM_SAFETENSORS[self.dtype].itemsize
         if end - start != size or end > there:
             raise Malformed(f"{size} bytes do not lie from {start} to {end} of {there}", name)
 
@@ -114,7 +113,7 @@ def export_dcp(storage: Storage, directory: str, manifest: Manifest, target: str
     import torch.distributed.checkpoint as dcp  # imported here: it is slow, and rarely needed
     from torch.distributed.checkpoint.api import CheckpointException
 
-    _refuse_existing(*_split(target), target)
+    _new_target(target)
     state = {name: read_tensor(storage, directory, manifest, name) for name in names}
     meta = json.dumps(asdict(manifest.meta)).encode()
     state[META] = torch.frombuffer(bytearray(meta), dtype=torch.uint8)
@@ -147,13 +146,13 @@ def import_dcp(source: str) -> tuple[Meta | None, Tensors]:
     return meta, ((name, tensor(name)) for name in names)
 
 
-def store(storage: Storage, tensors: Tensors, meta: Meta) -> str:
+def store_tensors(storage: Storage, tensors: Tensors, meta: Meta) -> str:
     """Make a checkpoint of whole tensors, a file for each, one in memory at a time; return its directory."""
     directory = begin(storage, meta.step)
     reports, shapes = [], {}
     for number, (name, tensor) in enumerate(tensors):
         box = Box.whole(tensor.shape)
-        held = Held.of(name, tensor.dtype, tensor.shape, [(0, box)])
+        held = HeldTensor.of(name, tensor.dtype, tensor.shape, [(0, box)])
         image = Image(number, shares([held], 0))
         image.fill([Block(name, box, tensor)])
         reports.append(image.write(storage, directory))
@@ -177,15 +176,17 @@ def _no_process_group() -> Iterator[None]:
         yield
 
 
-def _refuse_existing(folder: Storage, name: str, target: str) -> None:
-    """Raise FileExistsError if the target exists: a failure midway would destroy it."""
+def _new_target(target: str) -> tuple[Storage, str]:
+    """Split the URL of a target. Raises FileExistsError if it exists: a failure midway would destroy it."""
+    folder, name = _split(target)
     if name in folder.list(""):
         raise FileExistsError(f"{target} exists; name another target")
+    return folder, name
 
 
 def _split(url: str) -> tuple[Storage, str]:
     """Split into (the folder as a storage, the file's name in it)."""
     if "://" in url:
         folder, _, name = url.rpartition("/")
-        return connect(folder, "target"), name
+        return open_storage(folder, "target"), name
     return Local(Path(url).absolute().parent), Path(url).name

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from platform import data
-from platform.boundary.redaction import learned
-from platform.boundary.undo import missing, remove_empty
-from platform.cluster.control.forming.context import Run
+from platform.boundary.redaction import known_secrets
+from platform.boundary.undo import missing_directories, remove_empty
+from platform.cluster.control.forming.context import RunContext
 from platform.cluster.crew.base.job import WORKER, Job
 from platform.cluster.crew.base.signals import Stopped, StopSignals
 from platform.cluster.crew.launchers import torchrun
 from platform.cluster.crew.open import open_crew
-from platform.cluster.endings import DONE, FAILED, Known, Unsaved, end
+from platform.cluster.endings import DONE, FAILED, DriverState, Unsaved, end
 from platform.cluster.run import resources
 from platform.cluster.run.callbacks import CallbackGuard, Callbacks
 from platform.cluster.run.commands import Command
@@ -26,13 +25,13 @@ from platform.cluster.run.directory import RunDirectory
 from platform.cluster.run.time_limit import seconds_left
 from platform.config.fields import Config, ConfigError, violation
 from platform.data import cache
-from platform.monitor import Journal, open_monitor
+from platform.data.corpus import check_data, corpus_of
+from platform.data.sources import stdlib_bytes
+from platform.monitor import Journal, RunMonitor, open_monitor
+from platform.monitor.records import events
 from platform.plan.core.plan import Plan
-from platform.plan.core.plan_data import summary
+from platform.plan.core.plan_data import plan_summary
 from platform.plan.reports.describe import describe
-
-if TYPE_CHECKING:
-    from platform.cluster.run.origin import Origin
 
 
 def run(
@@ -57,21 +56,21 @@ def run(
         return DONE
     steps = config.train.stop_at or config.train.steps
     command = command or Command([f"+experiment={experiment}"])
-    known = Known(config, RunDirectory(config.run.dir), command, steps, guard or CallbackGuard(Callbacks()))
+    state = DriverState(config, RunDirectory(config.run.dir), command, steps, guard or CallbackGuard(Callbacks()))
     try:
         with ExitStack() as opened:
             signals = opened.enter_context(StopSignals())
-            known.guard.stop = signals.note
+            state.guard.stop = signals.note
             try:
                 opened.enter_context(_time_limit(config, signals))
-                return _run(config, plan, worker, signals, known, opened)
+                return _check_and_drive(config, plan, worker, signals, state, opened)
             except ConfigError as error:
-                if known.journal:
-                    known.journal.event("refused", reasons=error.violations)
+                if state.journal:
+                    state.journal.write(events.Refused(reasons=error.violations))
                 raise
             except (Stopped, Exception) as error:
                 signals.finish(FAILED)
-                status = end(error, known)
+                status = end(error, state)
                 signals.finish(status)
                 return status
     finally:
@@ -79,115 +78,106 @@ def run(
             torchrun.dismiss()
 
 
-def _run(config: Config, plan: Plan, worker: str, signals: StopSignals, known: Known, opened: ExitStack) -> int:
-    directory, steps = known.directory, known.steps
+def _check_and_drive(
+    config: Config, plan: Plan, worker: str, signals: StopSignals, state: DriverState, opened: ExitStack
+) -> int:
+    """Refuse what cannot work, cheapest checks first, then drive the run; return the exit status."""
+    directory, steps = state.directory, state.steps
     directory.check(config)
     if directory.finished(steps):
-        known.say(f"already done: {steps} steps, in {directory.path}")
+        state.say(f"already done: {steps} steps, in {directory.path}")
         return DONE
-    if mistakes := [*data.check(config.data, vocab=config.model.vocab), *_impossible(config, plan)]:
+    if mistakes := [*check_data(config.data, vocab=config.model.vocab), *_impossible(config, plan)]:
         raise ConfigError(mistakes)
-    _check_memory(config, plan, config.cluster.device, known.say, stated=True)
-    if config.data.kind == "stdlib" and (line := demonstration(config, plan, data.stdlib_bytes(config.data))):
-        known.say(f"warning: {line}")
+    _check_memory(config, plan, config.cluster.device, state.say, stated=True)
+    if config.data.kind == "stdlib" and (line := demonstration(config, plan, stdlib_bytes(config.data))):
+        state.say(f"warning: {line}")
     size, spares, least = plan.mesh.size, config.elastic.spares, config.elastic.min_workers
-    if config.cluster.kind != "ray" and not config.cluster.wait:  # refuse early: importing torch takes seconds
-        resources.secure(config.cluster, size, lambda line: None, spares, least)
-    from platform.cluster.run.changes import changes
+    reserve = partial(resources.reserve_workers, config.cluster, size, state.say, spares, least)
+    waits = config.cluster.kind == "ray" or config.cluster.wait
+    places = None if waits else reserve()  # refuse early: importing torch takes seconds
+    from platform.cluster.control.saving.checkpoints import Checkpoints
+    from platform.cluster.run.changes import changes, report
     from platform.cluster.run.origin import check_writable, origin
-    from platform.train.recovery import places
+    from platform.train.recovery.places import saves
 
     found = origin(config)
-    meta = found.manifest.meta if found and found.manifest else None
-    secured = resources.secure(config.cluster, size, known.say, spares, least)
-    _check_memory(config, plan, secured.device, known.say)
-    there = opened.enter_context(directory.claim(config, summary(plan)))
-    if places.saves(config):
+    places = places or reserve()
+    _check_memory(config, plan, places.device, state.say)
+    there = opened.enter_context(directory.claim(config, plan_summary(plan)))
+    if saves(config):
         check_writable(config)
-    corpus = _corpus(config, known.say)
-    changed = changes(there, meta, config, plan.mesh.axes)
-    _open(config, known, opened)
-    status = _drive(config, plan, secured, worker, signals, found, changed, corpus, known)
-    if status == DONE:
-        known.say(f"run directory: {directory.path}")
-        if steps < config.train.steps:
-            known.say(f"ended after step {steps}, as train.stop_at says; without it the same command continues")
-        if line := known.command.other_layout(config, plan.mesh.size):
-            known.say(f"next: {line}")
+    corpus = _corpus(config, state.say)
+    changed = changes(there, found.manifest.meta if found and found.manifest else None, config, plan.mesh.axes)
+    journal, monitor = _open_records(config, state, opened)
+    report(changed, journal, monitor.say)
+    state.checkpoints = checkpoints = Checkpoints(config, plan, found, journal, monitor.say)
+    job = Job(
+        config=config.to_dict(),
+        coordinates=[plan.mesh.coordinates(rank) for rank in range(size)],
+        device=places.device,
+        run_dir=directory.path,
+        secrets=known_secrets(),
+        worker=worker,
+    )
+    run = RunContext(config, plan, job, steps, journal, monitor, signals, checkpoints, directory, places)
+    _drive(run, corpus, state)
+    status = end(None, state)
+    state.say(f"run directory: {directory.path}")
+    if steps < config.train.steps:
+        state.say(f"ended after step {steps}, as train.stop_at says; without it the same command continues")
+    if line := state.command.other_layout(config, size):
+        state.say(f"next: {line}")
     return status
 
 
 def _corpus(config: Config, say: Callable[[str], None]) -> str:
     """Open the corpus, before any lease, W&B run or worker exists, and return its digest; workers then find its tokens
     in the cache. Raises ConfigError for an error inside a file, and then leaves no empty directories behind."""
-    made = missing(cache.root(config.data.cache))
-    with _messages("platform.data", say):
+    made = missing_directories(cache.root(config.data.cache))
+    with _relay_log("platform.data", say):
         try:
-            return data.of(config).digest
+            return corpus_of(config).digest
         except ConfigError:
             remove_empty(made)
             raise
 
 
-def _open(config: Config, known: Known, opened: ExitStack) -> None:
+def _open_records(config: Config, state: DriverState, opened: ExitStack) -> tuple[Journal, RunMonitor]:
     """Open the journal and the monitor. Raises ConfigError if the run directory cannot be written."""
-    path = known.directory.path
+    path = state.directory.path
     try:
-        known.journal = opened.enter_context(closing(Journal(known.directory.journal, known.say, known.guard.event)))
-        known.monitor = monitor = open_monitor(config, path, total_steps=known.steps, on_step=known.guard.step)
+        journal = Journal(state.directory.journal, state.say, state.guard.event)
+        state.journal = opened.enter_context(closing(journal))
+        state.monitor = monitor = open_monitor(config, path, total_steps=state.steps, on_step=state.guard.step)
     except OSError as error:
-        raise known.directory.unusable(error) from None
-    opened.callback(lambda: monitor.close(known.status))
+        raise state.directory.unusable(error) from None
+    opened.callback(lambda: monitor.close(state.status))
+    return journal, monitor
 
 
-def _drive(
-    config: Config,
-    plan: Plan,
-    secured: resources.Places,
-    worker: str,
-    signals: StopSignals,
-    found: Origin | None,
-    changed: Mapping[str, tuple[Any, Any]],
-    corpus: str,
-    known: Known,
-) -> int:
-    """Train to the last step, through as many generations as it takes; return the exit status."""
+def _drive(run: RunContext, corpus: str, state: DriverState) -> None:
+    """Train to the last step, through as many generations as it takes. Raises Unsaved if that step is not saved."""
     from platform.cluster.control.controller import Controller
     from platform.cluster.control.forming.former import Former
-    from platform.cluster.control.saving.checkpoints import Checkpoints
-    from platform.cluster.run.changes import report
 
-    journal, monitor = known.journal, known.monitor
-    assert journal and monitor
-    job = Job(
-        config=config.to_dict(),
-        coordinates=[plan.mesh.coordinates(rank) for rank in range(plan.mesh.size)],
-        device=secured.device,
-        run_dir=known.directory.path,
-        secrets=learned(),
-        worker=worker,
-    )
-    report(changed, journal, monitor.say)
-    known.checkpoints = checkpoints = Checkpoints(config, plan, found, journal, monitor.say)
-    records = journal, monitor, signals, checkpoints, known.directory
-    run = Run(config, plan, job, known.steps, *records, secured)
-    known.controller = controller = Controller(run, Former(run))
-    checkpoints.check(corpus)
-    monitor.say(describe(plan))
-    kind = resources.crew_kind(config.cluster)
-    beside = secured.members - job.world_size  # spares; negative if the run starts with fewer workers
+    job, say = run.job, run.monitor.say
+    state.controller = controller = Controller(run, Former(run))
+    run.checkpoints.check(corpus)
+    say(describe(run.plan))
+    kind = resources.crew_kind(run.config.cluster)
+    beside = run.places.members - job.world_size  # spares; negative if the run starts with fewer workers
     spares = f" and {beside} spares" if beside > 0 else ""
-    monitor.say(f"starting {job.world_size + min(0, beside)} workers{spares} ({kind}, {job.device})")
-    journal.event("starting", world_size=job.world_size, cluster=kind, device=job.device)
+    say(f"starting {job.world_size + min(0, beside)} workers{spares} ({kind}, {job.device})")
+    run.journal.write(events.Starting(world_size=job.world_size, cluster=kind, device=job.device))
     try:
-        with _messages("platform.cluster", monitor.say), open_crew(kind, job, beside) as crew:
+        with _relay_log("platform.cluster", say), open_crew(kind, job, beside) as crew:
             controller.run(crew)
     finally:
-        journal.event("released")
-    if checkpoints.lacks(run.steps):
+        run.journal.write(events.Released())
+    if run.checkpoints.lacks(run.steps):
         raise Unsaved
-    signals.finish(DONE)
-    return end(None, known)
+    run.signals.finish(DONE)
 
 
 @contextmanager
@@ -238,7 +228,7 @@ def _check_memory(config: Config, plan: Plan, kind: str, say: Callable[[str], No
 
 
 @contextmanager
-def _messages(name: str, say: Callable[[str], None]) -> Iterator[None]:
+def _relay_log(name: str, say: Callable[[str], None]) -> Iterator[None]:
     """Pass to `say` what is logged under `name` during the block, at INFO or above."""
 
     class Handler(logging.Handler):

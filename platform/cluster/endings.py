@@ -10,16 +10,17 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from platform.boundary.redaction import redact
-from platform.boundary.terminal import say
+from platform.boundary.terminal import print_line
 from platform.cluster.crew.base.failures import GaveUp, NoPlaces, WorkerFailed
 from platform.cluster.crew.base.signals import Stopped
 from platform.config.fields import Config
-from platform.monitor import Journal, Monitor, goodput, story
+from platform.monitor import Journal, RunMonitor, cost_line, goodput, story
+from platform.monitor.records import events
 
 if TYPE_CHECKING:
     from platform.cluster.control.controller import Controller
@@ -36,8 +37,8 @@ class Unsaved(Exception):
 
 
 @dataclass
-class Known:
-    """State of a run that its ending needs; the driver fills it in as the run comes up. `command`: the command line;
+class DriverState:
+    """State of a driver, from which the end is reported; it fills up as the run comes up. `command`: the command line;
     `steps`: the number of the last step; `guard`: the callbacks."""
 
     config: Config
@@ -46,14 +47,14 @@ class Known:
     steps: int
     guard: CallbackGuard
     journal: Journal | None = None
-    monitor: Monitor | None = None
+    monitor: RunMonitor | None = None
     checkpoints: Checkpoints | None = None
     controller: Controller | None = None
     status: int = FAILED
 
     def say(self, text: str) -> None:
         """Send a message to the user: through the monitor if it is open, else to the terminal."""
-        (self.monitor.say if self.monitor else say)(text)
+        (self.monitor.say if self.monitor else print_line)(text)
 
     @property
     def done(self) -> int:
@@ -81,53 +82,48 @@ class Known:
         return f"\n  {self.command.again(self.checkpoints.resume if self.checkpoints else '')}"
 
 
-class Ending(NamedTuple):
-    """Report of an end. `event`: name and fields for the journal; `text`: message to the user."""
-
-    status: int
-    event: dict[str, Any]
-    text: str = ""
+Ending = tuple[events.End, str]  # the journal's event, still without the run's progress, and the message to the user
 
 
-def _done(error: BaseException | None, known: Known) -> Ending:
-    return Ending(DONE, {"event": "done"})
+def _done(error: None, state: DriverState) -> Ending:
+    return events.Done(), ""
 
 
-def _unsaved(error: BaseException, known: Known) -> Ending:
-    return Ending(FAILED, {"event": "unsaved"}, f"step {known.done} could not be saved: {known.kept}:{known.resume}")
+def _unsaved(error: Unsaved, state: DriverState) -> Ending:
+    return events.Unsaved(), f"step {state.done} could not be saved: {state.kept}:{state.resume}"
 
 
-def _stopped(error: BaseException, known: Known) -> Ending:
-    """Describe a requested stop: status STOPPED (resumable), or FAILED if steps were done and none is saved."""
-    if not (known.worked or known.saved):
-        event = {"event": "drained", "signal": str(error)}
-        return Ending(STOPPED, event, f"stopped by {error}: nothing was done; the same command does it")
-    lost = max(0, known.done - known.saved)
-    off = "" if known.config.checkpoint.on_stop else ", as checkpoint.on_stop=false says"
+def _stopped(error: Stopped, state: DriverState) -> Ending:
+    """Describe a requested stop: it can be resumed unless steps were done and none is saved."""
+    if not (state.worked or state.saved):
+        return events.Drained(signal=str(error)), f"stopped by {error}: nothing was done; the same command does it"
+    lost = max(0, state.done - state.saved)
+    off = "" if state.config.checkpoint.on_stop else ", as checkpoint.on_stop=false says"
     how = f" ({lost} step{'' if lost == 1 else 's'} not saved{off})" if lost else ""
-    where = f"after step {known.done}" if known.done else "before its first step"
-    event = {"event": "drained" if known.saved else "stopped", "signal": str(error)}
-    return Ending(STOPPED if known.saved else FAILED, event, f"stopped by {error} {where}{how}: {known.kept}")
+    where = f"after step {state.done}" if state.done else "before its first step"
+    kind = events.Drained if state.saved else events.Stopped
+    return kind(signal=str(error)), f"stopped by {error} {where}{how}: {state.kept}"
 
 
-def _no_places(error: BaseException, known: Known) -> Ending:
-    text = f"{error}; {known.kept}" if known.checkpoints else f"{error}; the same command tries again"
-    return Ending(STOPPED, {"event": "no_places", "cause": str(error)}, text)
+def _no_places(error: NoPlaces, state: DriverState) -> Ending:
+    return events.NoPlaces(
+        cause=str(error)
+    ), f"{error}; {state.kept if state.checkpoints else 'the same command tries again'}"
 
 
-def _gave_up(error: BaseException, known: Known) -> Ending:
-    text = f"{error}\nstopped after step {known.done}: {known.kept}:{known.resume}"
-    return Ending(FAILED, {"event": "gave_up", "cause": str(error)}, text)
+def _gave_up(error: GaveUp | WorkerFailed, state: DriverState) -> Ending:
+    text = f"{error}\nstopped after step {state.done}: {state.kept}:{state.resume}"
+    return events.GaveUp(cause=str(error)), text
 
 
-def _unexpected(error: BaseException, known: Known) -> Ending:
+def _unexpected(error: BaseException, state: DriverState) -> Ending:
     cause = f"{type(error).__name__}: {error}".partition("\n")[0]
-    where = _write_down(error, known)
-    text = f"unexpected: {cause} (where it happened: {where})\nstopped after step {known.done}: {known.kept}"
-    return Ending(FAILED, {"event": "gave_up", "cause": cause}, f"{text}:{known.resume}")
+    where = _write_down(error, state)
+    text = f"unexpected: {cause} (where it happened: {where})\nstopped after step {state.done}: {state.kept}"
+    return events.GaveUp(cause=cause), f"{text}:{state.resume}"
 
 
-HOW: tuple[tuple[type, Callable[[Any, Known], Ending]], ...] = (  # the first whose type matches ends the run
+ENDINGS: tuple[tuple[type, Callable[[Any, DriverState], Ending]], ...] = (  # the first whose type matches ends the run
     (type(None), _done),
     (Stopped, _stopped),
     (NoPlaces, _no_places),
@@ -136,53 +132,56 @@ HOW: tuple[tuple[type, Callable[[Any, Known], Ending]], ...] = (  # the first wh
     (Unsaved, _unsaved),
     (BaseException, _unexpected),
 )
+STATUS: dict[type[events.End], int] = {events.Done: DONE, events.Drained: STOPPED, events.NoPlaces: STOPPED}
 
 
-def end(error: BaseException | None, known: Known) -> int:
+def end(error: BaseException | None, state: DriverState) -> int:
     """Report to journal and user how the run ended, what is saved and what failures cost; return the exit status."""
-    if known.checkpoints and error:
-        known.checkpoints.confirm()
-    ending = next(how for kind, how in HOW if isinstance(error, kind))(error, known)
-    known.status = ending.status
-    if known.journal:
-        known.journal.event(**ending.event | _state(error, known))
-    if ending.text:
-        known.say(ending.text)
-    if known.journal and known.monitor:
-        _account(known.journal, known.monitor)
-    return ending.status
+    if state.checkpoints and error:
+        state.checkpoints.confirm()
+    event, text = next(how for kind, how in ENDINGS if isinstance(error, kind))(error, state)
+    state.status = STATUS.get(type(event), FAILED)
+    if state.journal:
+        state.journal.write(replace(event, **_progress(error, state)))
+    if text:
+        state.say(text)
+    if state.journal and state.monitor:
+        _account(state.journal, state.monitor)
+    return state.status
 
 
-def _state(error: BaseException | None, known: Known) -> dict[str, Any]:
-    """Return the progress of the run, for the journal's last event: steps done, saved and lost, useful seconds."""
-    controller = known.controller
+def _progress(error: BaseException | None, state: DriverState) -> dict[str, Any]:
+    """Return the fields of `End` for the journal's last event: steps done, saved and lost, useful seconds."""
+    controller = state.controller
+    useful = {"useful_seconds": controller.take_useful_seconds()} if controller else {}
     if error is None:
-        return {"step": known.steps} | (controller.told() if controller else {})
-    return {"step": known.done, "saved": known.saved} | (controller.lost() if controller else {})
+        return {"step": state.steps, **useful}
+    lost = dict(zip(("steps_lost", "lost_seconds"), controller.give_up_unsaved(), strict=True)) if controller else {}
+    return {"step": state.done, "saved": state.saved, **lost, **useful}
 
 
-def _account(journal: Journal, monitor: Monitor) -> None:
+def _account(journal: Journal, monitor: RunMonitor) -> None:
     """Report goodput and the cost of failures, computed from the journal; tell the user if there were any."""
     try:
-        events = journal.events()
-        cost = goodput(events)
-        told = f"{story(events)}\n{cost}" if cost.failures or cost.transitions else ""
+        happened = journal.events()
+        cost = goodput(happened)
+        text = f"{story(happened)}\n{cost_line(cost)}" if cost.failures or cost.transitions else ""
     except Exception as error:  # affects the account alone: the end of the run is already recorded
         return monitor.say(f"WARNING: what failures cost cannot be told ({type(error).__name__}: {error})")
-    journal.event("goodput", **cost.to_dict())
-    monitor.summary(cost.to_dict())
-    if told:
-        monitor.say(told)
+    journal.write(cost)
+    monitor.summary(events.own(cost))
+    if text:
+        monitor.say(text)
 
 
-def _write_down(error: BaseException, known: Known) -> str:
+def _write_down(error: BaseException, state: DriverState) -> str:
     """Write the traceback to the run's logs, else to standard error; return the path, or "above"."""
     text = redact("".join(traceback.format_exception(error)))
-    log = known.directory.path / "logs" / "driver.log"
+    log = state.directory.path / "logs" / "driver.log"
     try:
         with open(log, "a") as file:
             file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S}\n{text}")
         return str(log)
     except OSError:
-        say(text, sys.stderr)
+        print_line(text, sys.stderr)
         return "above"

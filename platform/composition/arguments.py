@@ -6,10 +6,10 @@ import re
 from collections.abc import Sequence
 from difflib import get_close_matches
 from functools import lru_cache
-from itertools import product
+from itertools import accumulate, product
 from typing import TYPE_CHECKING, Any
 
-from platform.config.bounds import KEYS, leaves, not_built
+from platform.config.bounds import KEYS, flat_values, not_built
 from platform.config.durations import nearest_rhythms
 from platform.config.fields import SHOWN, Config, ConfigError, closest, printable, violation
 
@@ -48,12 +48,9 @@ def rewrite(argument: str) -> str:
 
 def _is_registered(group: str, name: str) -> bool:
     """Return True if `name` is a legal `group`.kind without a file of its own: a user's module registered it."""
-    from hydra.core.global_hydra import GlobalHydra
-
-    hydra = GlobalHydra.instance()
-    if f"{group}.kind" not in KEYS or name not in KEYS[f"{group}.kind"].choices or not hydra.is_initialized():
-        return False
-    return name not in hydra.config_loader().get_group_options(group)
+    kind, files = f"{group}.kind", loader()
+    registered = kind in KEYS and name in KEYS[kind].choices and files is not None
+    return registered and name not in files.get_group_options(group)
 
 
 def quote(value: str) -> str:
@@ -66,50 +63,45 @@ def quote(value: str) -> str:
 
 NOT_OURS = "Hydra's own keys do nothing here; own files go by --config-dir DIRECTORY"
 LONGEST = 20_000  # most characters of an argument that is given to Hydra's parser
-DEEPEST = 20  # deepest nesting of brackets in such an argument
+DEEPEST = 20  # deepest nesting of brackets in such an argument, those inside quotes included
 
 
 def parse(argument: str) -> Override:
     """Parse an argument as users type it into Hydra's Override. Raises HydraException if Hydra's grammar refuses it."""
+    return _grammar(rewrite(argument), loader())
+
+
+def _parse(argument: str) -> Override | None:
+    """Parse a rewritten argument into Hydra's Override, or return None if Hydra's grammar refuses it."""
+    from hydra.errors import HydraException
+
+    try:
+        return _grammar(argument, loader())
+    except HydraException:
+        return None
+
+
+def loader() -> Any:
+    """Return the loader of groups of files while Hydra is open, else None."""
     from hydra.core.global_hydra import GlobalHydra
 
     hydra = GlobalHydra.instance()
-    loader = hydra.config_loader() if hydra.is_initialized() else None  # expands a glob(...) over a group
-    return _grammar(rewrite(argument), loader)
+    return hydra.config_loader() if hydra.is_initialized() else None
 
 
 @lru_cache(maxsize=4096)
 def _grammar(argument: str, loader: Any) -> Override:
+    """Parse an argument in Hydra's grammar; `loader` expands a glob(...) over a group."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
-    if len(argument) > LONGEST or _depth(argument) > DEEPEST:
+    brackets = accumulate((c in "([{") - (c in ")]}") for c in argument)
+    if len(argument) > LONGEST or any(depth > DEEPEST for depth in brackets):
         raise HydraException("too long, or brackets too deep")
     try:
         return OverridesParser.create(loader).parse_overrides([argument])[0]
     except (ValueError, RecursionError) as error:  # such as an integer of 5,000 digits
         raise HydraException(str(error)) from None
-
-
-def _depth(argument: str) -> int:
-    """Return an upper bound of the nesting depth of brackets: those inside quotes count too."""
-    depth = deepest = 0
-    for character in argument:
-        depth += (character in "([{") - (character in ")]}")
-        deepest = max(deepest, depth)
-    return deepest
-
-
-def _parse(argument: str) -> Override | None:
-    """Parse a rewritten argument into Hydra's Override, or return None if Hydra's grammar refuses it."""
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.errors import HydraException
-
-    hydra = GlobalHydra.instance()
-    try:
-        return _grammar(argument, hydra.config_loader() if hydra.is_initialized() else None)
-    except HydraException:
-        return None
 
 
 def jobs_of(overrides: Sequence[str], multirun: bool) -> list[list[str]]:
@@ -153,15 +145,13 @@ def experiment_of(arguments: Sequence[str]) -> str | None:
 _KINDS = {"Integer": "an integer", "Float": "a number"}
 
 
-def explain(argument: str, error: Exception) -> str:
+def translate_error(argument: str, error: Exception) -> str:
     """Translate an error of Hydra or OmegaConf about one argument into one line for the user."""
-    from hydra.core.global_hydra import GlobalHydra
-
     key, _, value = argument.lstrip("+").partition("=")
     text = str(error) + (f"\n{error.__cause__}" if error.__cause__ else "")
     if option := re.search(r"Could not (?:find|load) '(.+)/(.*?)'", text):
         group, name = option.groups()
-        legal = GlobalHydra.instance().config_loader().get_group_options(group)
+        legal = loader().get_group_options(group)
         kind = f"{group}.kind"
         registered = [f"{kind}={name} where a module in extend=[MODULE] registers it"]
         legal = [*closest(name, legal), *(registered if kind in KEYS and KEYS[kind].open else [])]
@@ -199,13 +189,13 @@ def explain(argument: str, error: Exception) -> str:
 
 def _default(key: str) -> list[Any]:
     """Return the default of a key as a list of one; [] if there is no such key or its default is empty."""
-    value = leaves(Config()).get(key)
+    value = flat_values(Config()).get(key)
     return [str(value).lower() if isinstance(value, bool) else value] if value or value == 0 else []
 
 
 def _similar_keys(key: str) -> list[str]:
     """Return up to three keys or groups that the user may have meant: similar as a whole, or in their last part."""
-    known = [*vars(Config()), *leaves(Config())]
+    known = [*vars(Config()), *flat_values(Config())]
     whole = get_close_matches(key, known, n=3, cutoff=0.7)
     ends = get_close_matches(key.split(".")[-1], {name.split(".")[-1] for name in known}, n=3, cutoff=0.7)
     return list(dict.fromkeys([*whole, *(name for name in known if name.split(".")[-1] in ends)]))[:3]

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from platform.boundary.redaction import learn_urls
-from platform.composition.arguments import NOT_OURS, parse, quote, rewrite
+from platform.boundary.redaction import register_url_secrets
+from platform.composition.arguments import NOT_OURS, loader, parse, quote, rewrite
 from platform.composition.references import resolve, watch_environment
 from platform.config.fields import Config, ConfigError, violation
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+T = TypeVar("T")
+
 HERE = Path(__file__).resolve().parents[1]
 CONF = next(p for p in (HERE / "conf", HERE.parent / "conf") if p.is_dir())  # in a wheel, in a checkout
 
-Refused = list[tuple[str, Exception]]  # (argument, error that Hydra, OmegaConf or YAML raised for it)
+RefusedArguments = list[tuple[str, Exception]]  # (argument, error that Hydra, OmegaConf or YAML raised for it)
 
 
 @contextmanager
-def opened(config_dir: str | None, stored: Mapping[str, Any] | None = None) -> Iterator[Composer]:
+def open_composer(config_dir: str | None, stored: Mapping[str, Any] | None = None) -> Iterator[Composer]:
     """Open Hydra on our files and the user's own in `config_dir`. Raises ConfigError if that is no directory."""
     from hydra import initialize_config_dir
     from hydra.core.config_store import ConfigStore
@@ -42,7 +44,7 @@ def opened(config_dir: str | None, stored: Mapping[str, Any] | None = None) -> I
         yield Composer(own, stored or {})
 
 
-def mistakes() -> tuple[type[Exception], ...]:
+def user_errors() -> tuple[type[Exception], ...]:
     """Return the exception types that Hydra, OmegaConf and YAML raise for mistakes of a user."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
@@ -62,40 +64,28 @@ class Composer:
         self._options: dict[str, list[str]] = {}  # group -> its options; [] if it is no group
         self._chosen: dict[tuple[str, ...], DictConfig] = {}  # choices -> composed files, as jobs of a sweep share them
 
-    def load(self, arguments: Sequence[str]) -> tuple[Config, list[str], Refused]:
+    def load(self, arguments: Sequence[str]) -> tuple[Config, list[str], RefusedArguments]:
         """Return the configuration of the accepted arguments, these arguments, and the refused ones with errors."""
         choices, values, refused = self._sorted(arguments)
-        try:
-            base, accepted = self._choose(choices), list(choices)
-        except mistakes():
-            base, accepted = self._choose([]), []
-            for argument in choices:
-                try:
-                    base = self._choose([*accepted, argument])
-                    accepted.append(argument)
-                except mistakes() as error:
-                    refused.append((argument, error))
-        config, wrong = _with_values(base, values)
-        wrong_values = [argument for argument, _ in wrong]
-        accepted += [argument for argument in values if argument not in wrong_values]
+        base, chosen, no_choices = _accepted(self._choose, choices)
+        config, given, no_values = _accepted(lambda some: _with_values(base, some), values)
         order = {argument: number for number, argument in enumerate(arguments)}
-        return config, sorted(accepted, key=order.__getitem__), sorted([*refused, *wrong], key=lambda e: order[e[0]])
+        wrong = sorted([*refused, *no_choices, *no_values], key=lambda pair: order[pair[0]])
+        return config, sorted([*chosen, *given], key=order.__getitem__), wrong
 
     def options(self, group: str) -> list[str]:
         """Return the names of the options in a group of files; [] if there is no such group."""
-        from hydra.core.global_hydra import GlobalHydra
-
         if group not in self._options:
-            self._options[group] = GlobalHydra.instance().config_loader().get_group_options(group)
+            self._options[group] = loader().get_group_options(group)
         return self._options[group]
 
-    def _sorted(self, arguments: Sequence[str]) -> tuple[list[str], list[str], Refused]:
+    def _sorted(self, arguments: Sequence[str]) -> tuple[list[str], list[str], RefusedArguments]:
         """Return the arguments that choose files, those that set values, and those refused as neither."""
         from hydra.errors import HydraException
 
         choices: list[str] = []
         values: list[str] = []
-        refused: Refused = []
+        refused: RefusedArguments = []
         for argument in arguments:
             try:
                 parsed = parse(argument)
@@ -106,14 +96,14 @@ class Composer:
                 group = bool(self.options(parsed.key_or_group)) and not isinstance(parsed.value(), dict)
                 if parsed.is_sweep_override() or parsed.package is not None:
                     group = True  # composing raises Hydra's own error for these
-            except mistakes() as error:
+            except user_errors() as error:
                 refused.append((argument, error))
                 continue
             (choices if group else values).append(argument)
         return choices, values, refused
 
     def _choose(self, choices: Sequence[str]) -> DictConfig:
-        """Compose the chosen files into one configuration. Raises any of `mistakes`."""
+        """Compose the chosen files into one configuration. Raises any of `user_errors`."""
         import hydra
         from omegaconf import OmegaConf
 
@@ -129,41 +119,41 @@ class Composer:
         return self._chosen[key]
 
 
-def _with_values(base: DictConfig, values: Sequence[str]) -> tuple[Config, Refused]:
-    """Return `base` with every value that it accepts, and the refused ones with their errors."""
+def _accepted(make: Callable[[list[str]], T], arguments: list[str]) -> tuple[T, list[str], RefusedArguments]:
+    """Return what `make` makes of the arguments that it accepts, these, and the refused ones with their errors.
+
+    Each argument is tried after those before it, but only if they are not accepted all at once.
+    """
+    with suppress(*user_errors()):
+        return make(arguments), arguments, []
+    accepted: list[str] = []
+    refused: RefusedArguments = []
+    for argument in arguments:
+        try:
+            make([*accepted, argument])
+            accepted.append(argument)
+        except user_errors() as error:
+            refused.append((argument, error))
+    return make(accepted), accepted, refused
+
+
+def _with_values(base: DictConfig, values: Sequence[str]) -> Config:
+    """Set values in a copy of `base`, as Hydra does. Raises any of `user_errors`."""
     from copy import deepcopy
 
-    try:
-        config = deepcopy(base)
-        for argument in values:
-            _apply(config, argument)
-        return _plain(config), []
-    except mistakes():
-        refused: Refused = []
-        good = deepcopy(base)
-        for argument in values:
-            config = deepcopy(good)
-            try:
-                _apply(config, argument)
-                _plain(config)
-                good = config
-            except mistakes() as error:
-                refused.append((argument, error))
-        return _plain(good), refused
-
-
-def _apply(config: DictConfig, argument: str) -> None:
-    """Set one value in `config`, as Hydra does. Raises any of `mistakes`."""
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
 
-    ConfigLoaderImpl._apply_overrides_to_config([parse(argument)], config)
+    config = deepcopy(base)
+    for argument in values:
+        ConfigLoaderImpl._apply_overrides_to_config([parse(argument)], config)
+    return _plain(config)
 
 
 def _plain(config: DictConfig) -> Config:
     """Convert to our own dataclasses, with references resolved and secrets in URLs learned.
 
-    Raises any of `mistakes`: an unknown key, an interpolation of a missing key, a value left as ???.
+    Raises any of `user_errors`: an unknown key, an interpolation of a missing key, a value left as ???.
     """
     values = resolve(config)
-    learn_urls(values)
+    register_url_secrets(values)
     return Config.from_dict(values)

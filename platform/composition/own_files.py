@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from itertools import accumulate
 from typing import Any
 
 SCHEME = "own"
@@ -46,7 +46,8 @@ def unreadable(path: str) -> str:
             return f"it has {size} bytes, of which there may be {LARGEST}"
         with open(path, encoding="utf-8") as file:
             text = file.read()
-        if _depth(yaml.parse(text, Loader=get_yaml_loader())) > DEEPEST:
+        events = yaml.parse(text, Loader=get_yaml_loader())
+        if any(depth > DEEPEST for depth in accumulate(map(_nesting, events))):
             return TOO_DEEP
         values = yaml.load(text, Loader=get_yaml_loader())
     except UnicodeDecodeError as error:
@@ -58,17 +59,11 @@ def unreadable(path: str) -> str:
     return _too_much(values)
 
 
-def _depth(events: Iterable[Any]) -> int:
-    """Return the nesting depth of a YAML stream, counting no further than DEEPEST + 1."""
+def _nesting(event: Any) -> int:
+    """Return by how much an event of a YAML stream changes the depth of nesting."""
     from yaml.events import CollectionEndEvent, CollectionStartEvent
 
-    depth = deepest = 0
-    for event in events:
-        depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
-        deepest = max(deepest, depth)
-        if deepest > DEEPEST:
-            break
-    return deepest
+    return isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
 
 
 def _too_much(values: Any) -> str:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from platform.boundary.redaction import learn
+from platform.boundary.redaction import register_secrets
 from platform.config.bounds import KEYS
 
 # Resolvers of OmegaConf and Hydra that read only the configuration, the clock or the interpreter: no secrets.
@@ -34,7 +34,7 @@ def watch_environment() -> None:
 
 
 def resolve(composed: Any) -> dict[str, Any]:
-    """Resolve what Hydra composed into plain data, and learn what its resolvers read for texts as secrets.
+    """Resolve what Hydra composed into plain data, and register what its resolvers read for texts as secrets.
 
     Choices of ours (`precision=${oc.env:P}`) and numbers are no secrets. Raises what OmegaConf raises.
     """
@@ -44,14 +44,16 @@ def resolve(composed: Any) -> dict[str, Any]:
     try:
         values: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except Exception:
-        learn({value: shown for value, shown in _read.items() if not _is_word(value)})
+        register_secrets({value: shown for value, shown in _read.items() if not _is_word(value)})
         raise
     for key, raw, value in _pairs(OmegaConf.to_container(composed, resolve=False), values, ""):
         for text in _texts(value):
             if key in KEYS and text in KEYS[key].choices:
                 continue
             found = {secret: shown for secret, shown in _read.items() if secret and secret in text}
-            learn(found or ({text: raw} if _reads(raw) else {}))  # the whole text if, say, a resolver decoded it
+            register_secrets(
+                found or ({text: raw} if _reads(raw) else {})
+            )  # the whole text if, say, a resolver decoded it
     return {str(key): value for key, value in values.items()}
 
 

@@ -25,7 +25,7 @@ def allow(key: str, value: Any) -> None:
     KEYS[key] = replace(KEYS[key], choices=tuple(dict.fromkeys((*KEYS[key].choices, value))))
 
 
-def leaves(config: Config) -> dict[str, Any]:
+def flat_values(config: Config) -> dict[str, Any]:
     """Return every key with its value, flattened: {"seed": 0, "train.steps": 100, "tensor.axes": {}, ...}."""
     out: dict[str, Any] = {}
     for group, value in vars(config).items():
@@ -41,7 +41,7 @@ def not_built(key: str, value: Any) -> str | None:
 
 def wrong_values(config: Config) -> dict[str, list[str]]:
     """Return the keys whose values are illegal by themselves, each with one line per mistake."""
-    return {key: lines for key, value in leaves(config).items() if (lines := list(_single(key, value)))}
+    return {key: lines for key, value in flat_values(config).items() if (lines := list(_wrong_value(key, value)))}
 
 
 def impossible_values(config: Config) -> list[str]:
@@ -49,33 +49,33 @@ def impossible_values(config: Config) -> list[str]:
     return [line for lines in wrong_values(config).values() for line in lines]
 
 
-def _single(key: str, value: Any) -> Iterator[str]:
+def _wrong_value(key: str, value: Any) -> Iterator[str]:
     legal = KEYS[key]
     if legal.choices and value not in legal.choices:
         yield violation(key, value, not_built(key, value) or "unknown", closest(value, legal.choices))
         return
-    for name, part in _parts(value):
+    for name, part in _scalars(value):
         where = f"{key}.{name}".rstrip(".")
         if isinstance(part, str):
-            yield from _text(where if isinstance(value, Mapping) else key, legal, part)
+            yield from _wrong_text(where if isinstance(value, Mapping) else key, legal, part)
         elif not isinstance(part, bool) and isinstance(part, int | float):
-            yield from _number(where, legal, part)
+            yield from _wrong_number(where, legal, part)
 
 
-def _parts(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def _scalars(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (place, part) for every scalar nested in a value; names in a mapping count as texts, with the place ""."""
     if isinstance(value, Mapping):
         for key, part in value.items():
             yield from ((("", key),) if isinstance(key, str) else ())
-            yield from _parts(part, f"{name}.{key}".lstrip("."))
+            yield from _scalars(part, f"{name}.{key}".lstrip("."))
     elif isinstance(value, list | tuple):
         for number, part in enumerate(value):
-            yield from _parts(part, f"{name}.{number}".lstrip("."))
+            yield from _scalars(part, f"{name}.{number}".lstrip("."))
     else:
         yield name, value
 
 
-def _number(where: str, legal: Key, number: float) -> Iterator[str]:
+def _wrong_number(where: str, legal: Key, number: float) -> Iterator[str]:
     bounds, most = legal.bounds, legal.most
     broken = [b for b in bounds.split(" and ") if bounds and not _holds(number, *b.split())]
     if broken:
@@ -86,7 +86,7 @@ def _number(where: str, legal: Key, number: float) -> Iterator[str]:
         yield violation(where, number, f"must be >= {-most}", [-most])
 
 
-def _text(where: str, legal: Key, text: str) -> Iterator[str]:
+def _wrong_text(where: str, legal: Key, text: str) -> Iterator[str]:
     if odd := next((c for c in text if category(c) in ("Cc", "Cs", "Zl", "Zp")), None):
         yield violation(where, text, f"the character U+{ord(odd):04X} does not belong into a text; leave it out")
     elif len(text) > LONGEST:

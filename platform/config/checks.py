@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from math import prod
+from typing import Any
 
-from platform.config.bounds import KEYS, wrong_values
+from platform.config.bounds import KEYS, flat_values, wrong_values
 from platform.config.durations import nearest_rhythms, rhythm_of, seconds_of
 from platform.config.fields import (
     OBJECTIVES,
@@ -21,11 +22,11 @@ from platform.config.key import SECONDS, WORKERS
 from platform.config.layout_map import axes_of, wrong_tables
 from platform.plan.language.numbers import divisors
 from platform.plan.language.scheme import RESERVED
-from platform.plan.memory.hardware import MEMORIES, memory_of
+from platform.plan.memory.hardware import ACCELERATORS, memory_of
 from platform.plan.schedule.generators import ONE_CHUNK
 
 
-def violations(config: Config) -> list[str]:
+def wrong_configuration(config: Config) -> list[str]:
     """Return one line per mistake in a configuration; [] if there is none.
 
     Reads no file, device or cluster. A rule is skipped where one of the keys it relates is already wrong by itself.
@@ -35,28 +36,31 @@ def violations(config: Config) -> list[str]:
     return [line for lines in (*found.values(), *related) for line in lines]
 
 
+def _refused(config: Config, key: str, constraint: str, legal: Iterable[Any] = ()) -> str:
+    """Return the line for a key whose value does not go with others."""
+    return violation(key, flat_values(config)[key], constraint, legal)
+
+
 def _attention(config: Config) -> Iterator[str]:
     m = config.model
+    rope = "model.positions=rope needs an even d_kv"
     if not m.d_kv and m.d_model % m.heads:
         constraint = f"must divide model.d_model={m.d_model} where model.d_kv is not given"
-        yield violation("model.heads", m.heads, constraint, closest(m.heads, divisors(m.d_model)))
+        yield _refused(config, "model.heads", constraint, closest(m.heads, divisors(m.d_model)))
     elif m.positions == "rope" and m.d_kv % 2:
-        yield violation("model.d_kv", m.d_kv, "model.positions=rope needs an even d_kv", [m.d_kv - 1, m.d_kv + 1])
+        yield _refused(config, "model.d_kv", rope, [m.d_kv - 1, m.d_kv + 1])
     elif m.positions == "rope" and not m.d_kv and m.d_model // m.heads % 2:
         legal = closest(m.heads, [h for h in divisors(m.d_model) if m.d_model // h % 2 == 0])
-        constraint = (
-            f"model.positions=rope needs an even d_kv, not model.d_model / model.heads = {m.d_model // m.heads}"
-        )
-        yield violation("model.heads", m.heads, constraint, legal)
+        constraint = f"{rope}, not model.d_model / model.heads = {m.d_model // m.heads}"
+        yield _refused(config, "model.heads", constraint, legal)
     if m.kv_heads and m.heads % m.kv_heads:
         legal = closest(m.kv_heads, divisors(m.heads))
-        yield violation("model.kv_heads", m.kv_heads, f"must divide model.heads={m.heads}", legal)
+        yield _refused(config, "model.kv_heads", f"must divide model.heads={m.heads}", legal)
 
 
 def _replicas(config: Config) -> Iterator[str]:
-    data = config.parallel.data
-    if data == 0 or data < -1:
-        yield violation("parallel.data", data, KEYS["parallel.data"].constraint, [1, -1])
+    if config.parallel.data == 0 or config.parallel.data < -1:
+        yield _refused(config, "parallel.data", KEYS["parallel.data"].constraint, [1, -1])
 
 
 def too_many_workers(config: Config) -> Iterator[str]:
@@ -76,45 +80,43 @@ def too_many_workers(config: Config) -> Iterator[str]:
         yield violation(longest, sizes[longest], constraint, legal)
 
 
-def _text(config: Config) -> Iterator[str]:
+def _sample(config: Config) -> Iterator[str]:
     if config.model.kind in ("encoder", "two_layer") and config.monitor.sample:
-        constraint = f"model.kind={config.model.kind} generates no text"
-        yield violation("monitor.sample", config.monitor.sample, constraint, [0])
+        yield _refused(config, "monitor.sample", f"model.kind={config.model.kind} generates no text", [0])
 
 
-def _stop(config: Config) -> Iterator[str]:
-    if config.train.stop_at > config.train.steps:
-        constraint = f"must be <= train.steps={config.train.steps}"
-        yield violation("train.stop_at", config.train.stop_at, constraint, [config.train.steps])
+def _stop_at(config: Config) -> Iterator[str]:
+    steps = config.train.steps
+    if config.train.stop_at > steps:
+        yield _refused(config, "train.stop_at", f"must be <= train.steps={steps}", [steps])
 
 
 def _time_limit(config: Config) -> Iterator[str]:
+    key = "run.time_limit"
     try:
         if seconds_of(config.run.time_limit) > SECONDS:
-            yield violation("run.time_limit", config.run.time_limit, f"must be <= {SECONDS} seconds", [SECONDS])
+            yield _refused(config, key, f"must be <= {SECONDS} seconds", [SECONDS])
     except ValueError:
-        legal = ["3600", "1:00:00"]
-        yield violation("run.time_limit", config.run.time_limit, KEYS["run.time_limit"].constraint, legal)
+        yield _refused(config, key, KEYS[key].constraint, ["3600", "1:00:00"])
 
 
-def _every(config: Config) -> Iterator[str]:
-    every = config.checkpoint.every
+def _checkpoint_every(config: Config) -> Iterator[str]:
+    key, every = "checkpoint.every", config.checkpoint.every
     try:
         rhythm_of(every)
     except ValueError:
         if isinstance(every, int):
-            yield violation("checkpoint.every", every, "must be >= 0", [0])
+            yield _refused(config, key, "must be >= 0", [0])
         else:
-            yield violation("checkpoint.every", every, KEYS["checkpoint.every"].constraint, nearest_rhythms(every))
+            yield _refused(config, key, KEYS[key].constraint, nearest_rhythms(every))
 
 
-def _elastic(config: Config) -> Iterator[str]:
-    e = config.elastic
-    if e.max_workers and e.max_workers < e.min_workers:
-        constraint = f"must be 0 or >= elastic.min_workers={e.min_workers}"
-        yield violation("elastic.max_workers", e.max_workers, constraint, [0, e.min_workers])
-    if e.spares and config.cluster.kind == "inline":
-        yield violation("elastic.spares", e.spares, "cluster=inline is a world of one in one process", [0])
+def _workers(config: Config) -> Iterator[str]:
+    least, most = config.elastic.min_workers, config.elastic.max_workers
+    if most and most < least:
+        yield _refused(config, "elastic.max_workers", f"must be 0 or >= elastic.min_workers={least}", [0, least])
+    if config.elastic.spares and config.cluster.kind == "inline":
+        yield _refused(config, "elastic.spares", "cluster=inline is a world of one in one process", [0])
 
 
 FAULT_KINDS = ("kill", "stop", "raise", "lock", "gil", "nan", "flip")
@@ -155,21 +157,20 @@ def absent_ranks(config: Config, workers: int) -> Iterator[str]:
             yield violation("elastic.faults", fault, f"its rank must be below the {most} that the run has", [nearest])
 
 
-def _verify(config: Config) -> Iterator[str]:
-    every = config.train.verify_every
-    if every and config.parallel.zero == 3:
+def _verify_every(config: Config) -> Iterator[str]:
+    if config.train.verify_every and config.parallel.zero == 3:
         constraint = "parallel.zero=3 keeps each weight once: there are no replicas to compare"
-        yield violation("train.verify_every", every, constraint, [0])
+        yield _refused(config, "train.verify_every", constraint, [0])
 
 
-def _optimizer(config: Config) -> Iterator[str]:
+def _betas(config: Config) -> Iterator[str]:
     if len(config.optimizer.betas) != 2:
-        yield violation("optimizer.betas", config.optimizer.betas, "must be two numbers", [[0.9, 0.95]])
+        yield _refused(config, "optimizer.betas", "must be two numbers", [[0.9, 0.95]])
 
 
 def _data(config: Config) -> Iterator[str]:
     if config.data.kind == "text" and not config.data.path:
-        yield violation("data.path", "", "data=text needs a file, a folder or a glob", ["data.path=FILE"])
+        yield _refused(config, "data.path", "data=text needs a file, a folder or a glob", ["data.path=FILE"])
     if config.eval.every and not config.data.validation:
         yield violation("data.validation", 0, f"eval.every={config.eval.every} needs a held-out split", [0.05])
 
@@ -182,55 +183,55 @@ def _objective(config: Config) -> Iterator[str]:
         constraint = f"model.kind={m.kind} and data={data.kind} do not go with it"
         yield violation("data.objective", objective, constraint, fitting)
     elif objective == "span_denoising" and (m.length < 3 or m.source_length == 1):
-        yield violation("model.length", m.length, "span denoising needs at least 3, and a source of 2", [3])
+        yield _refused(config, "model.length", "span denoising needs at least 3, and a source of 2", [3])
     if m.source_length and m.kind != "encoder_decoder":
-        yield violation("model.source_length", m.source_length, f"model.kind={m.kind} has one length", [0])
+        yield _refused(config, "model.source_length", f"model.kind={m.kind} has one length", [0])
 
 
 def _buckets(config: Config) -> Iterator[str]:
     m = config.model
     if m.positions == "relative" and m.distance <= m.buckets // 2:
-        yield violation("model.distance", m.distance, f"must be more than half of model.buckets={m.buckets}")
+        yield _refused(config, "model.distance", f"must be more than half of model.buckets={m.buckets}")
 
 
 def _pipeline(config: Config) -> Iterator[str]:
     p = config.pipeline
-    for key, size in (("stages", p.stages), ("chunks", p.chunks)):
+    for key, size in (("pipeline.stages", p.stages), ("pipeline.chunks", p.chunks)):
         if p.kind == "none" and size != 1:
-            yield violation(f"pipeline.{key}", size, "pipeline=none has one", [1])
+            yield _refused(config, key, "pipeline=none has one", [1])
     if p.kind in ONE_CHUNK and p.chunks != 1:
-        constraint = f"pipeline={p.kind} has one chunk per stage"
-        yield violation("pipeline.chunks", p.chunks, constraint, [1, "pipeline=interleaved", "pipeline=zb_h1"])
+        legal = [1, "pipeline=interleaved", "pipeline=zb_h1"]
+        yield _refused(config, "pipeline.chunks", f"pipeline={p.kind} has one chunk per stage", legal)
     if p.kind == "file" and not p.file:
-        yield violation("pipeline.file", "", "pipeline=file needs the table of a schedule, one line per stage")
+        yield _refused(config, "pipeline.file", "pipeline=file needs the table of a schedule, one line per stage")
     elif p.kind != "file" and p.file:
-        yield violation("pipeline.file", p.file, "only for pipeline=file")
+        yield _refused(config, "pipeline.file", "only for pipeline=file")
 
 
 def _zero(config: Config) -> Iterator[str]:
     if config.parallel.zero and config.branch.only:
         reason = f"not built yet beside branch={config.branch.kind}, whose common parameters are on sub-grid 0 alone"
-        yield violation("parallel.zero", config.parallel.zero, reason, [0])
+        yield _refused(config, "parallel.zero", reason, [0])
 
 
 def _scheme(config: Config) -> Iterator[str]:
     tensor, declared = config.tensor, axes_of(config.tensor)
     if tensor.scheme not in ("serial", "layout") and not (tensor.regions or tensor.parameters):
-        yield violation("tensor.scheme", tensor.scheme, "a scheme's name without its table; write tensor=NAME")
+        yield _refused(config, "tensor.scheme", "a scheme's name without its table; write tensor=NAME")
     elif tensor.scheme != "layout":
         for name, size in tensor.axes.items():
             if name not in declared:
                 legal = closest(name, declared) or ["none"]
                 yield violation(f"tensor.axes.{name}", size, f"tensor={tensor.scheme} has no such axis", legal)
         if tensor.layout is not None:
-            yield violation("tensor.layout", tensor.layout, "only for tensor=layout")
+            yield _refused(config, "tensor.layout", "only for tensor=layout")
     yield from wrong_tables(config)
 
 
 def _branch(config: Config) -> Iterator[str]:
     tensor, branch = config.tensor, config.branch
     if branch.kind != "none" and not (branch.append or branch.prepend):
-        yield violation("branch.kind", branch.kind, "a branch's name without its table; write branch=NAME")
+        yield _refused(config, "branch.kind", "a branch's name without its table; write branch=NAME")
     for name, size in branch.axes.items():
         if branch.kind == "none":
             yield violation(f"branch.axes.{name}", size, "branch=none has no axes", ["none"])
@@ -239,13 +240,12 @@ def _branch(config: Config) -> Iterator[str]:
 
 
 def _slice_via(config: Config) -> Iterator[str]:
-    branch = config.branch
-    if branch.slice_via != "all_to_all" and not slices(branch):
-        constraint = f"branch={branch.kind} has no all-to-all that it would replace"
-        yield violation("branch.slice_via", branch.slice_via, constraint, ["all_to_all"])
+    if config.branch.slice_via != "all_to_all" and not slices_heads(config.branch):
+        constraint = f"branch={config.branch.kind} has no all-to-all that it would replace"
+        yield _refused(config, "branch.slice_via", constraint, ["all_to_all"])
 
 
-def slices(branch: Branch) -> bool:
+def slices_heads(branch: Branch) -> bool:
     """Return True if this branch kind slices heads by all-to-all around attention, with the batch split before it."""
     return "core" in branch.append and "batch" in branch.append.get("attention", ())
 
@@ -260,9 +260,10 @@ def _axis_names(config: Config) -> Iterator[str]:
 
 
 def _gpu(config: Config) -> Iterator[str]:
-    if config.cluster.gpu and memory_of(config.cluster.gpu) is None:
-        names = ["-".join(name.split()) for name, _ in MEMORIES]
-        yield violation("cluster.gpu", config.cluster.gpu, "unknown", closest(config.cluster.gpu, names)[:3])
+    gpu = config.cluster.gpu
+    if gpu and memory_of(gpu) is None:
+        names = ["-".join(known.name.split()) for known in ACCELERATORS]
+        yield _refused(config, "cluster.gpu", "unknown", closest(gpu, names)[:3])
 
 
 # (keys, rule): the rule runs only if none of these keys is wrong by itself.
@@ -271,13 +272,13 @@ RELATIONS: tuple[tuple[set[str], Callable[[Config], Iterator[str]]], ...] = (
     (set(), _replicas),
     ({"parallel.data", "pipeline.stages", "tensor.axes", "branch.axes"}, too_many_workers),
     ({"train.steps", "elastic.faults"}, _faults),
-    ({"model.kind", "monitor.sample"}, _text),
-    ({"train.steps", "train.stop_at"}, _stop),
+    ({"model.kind", "monitor.sample"}, _sample),
+    ({"train.steps", "train.stop_at"}, _stop_at),
     ({"run.time_limit"}, _time_limit),
-    ({"checkpoint.every"}, _every),
-    ({"elastic.min_workers", "elastic.max_workers"}, _elastic),
-    ({"train.verify_every", "parallel.zero"}, _verify),
-    ({"optimizer.betas"}, _optimizer),
+    ({"checkpoint.every"}, _checkpoint_every),
+    ({"elastic.min_workers", "elastic.max_workers"}, _workers),
+    ({"train.verify_every", "parallel.zero"}, _verify_every),
+    ({"optimizer.betas"}, _betas),
     ({"data.kind", "data.validation", "eval.every"}, _data),
     ({"data.kind", "data.objective", "model.kind", "model.length"}, _objective),
     ({"model.buckets", "model.distance"}, _buckets),

@@ -285,7 +285,7 @@ def objective_of(config: Config) -> str:
     return config.data.objective or default
 
 
-def digest(values: Any) -> str:
+def short_hash(values: Any) -> str:
     """Return a short hash of plain data, the same in every process: 12 hexadecimal digits."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from platform.boundary.redaction import redact
-from platform.config.fields import Config, closest, digest, violation
+from platform.config.fields import Config, closest, short_hash, violation
 
 # Keys of the identity that `resume.allow` can free: changing them leaves the saved tensors, the samples and their order
 # as they are. The corpus itself is always compared by its hash.
@@ -115,7 +115,7 @@ def default_directory(config: Config, experiment: str) -> str:
     If that does not exist, returns the directory in which an earlier version, which hashed other keys, began this run.
     """
     values = _of_the_run(config)
-    found = Path("runs") / f"{experiment}-{digest(values)}"
+    found = Path("runs") / f"{experiment}-{short_hash(values)}"
     if not found.is_dir():
         older = sorted(Path("runs").glob(f"{experiment}-{'[0-9a-f]' * 12}"))[:_MOST]
         found = next((path for path in older if _began_as(path, values)), found)

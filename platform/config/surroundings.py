@@ -6,31 +6,27 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 
-from platform.boundary.redaction import bare
+from platform.boundary.redaction import bare_url
 from platform.config.execution import RESUME
 from platform.config.fields import Config, violation
 
 # fsspec protocols under which a file appears only when it is committed, as checkpoints need.
 WRITABLE = tuple("file local memory s3 s3a gs gcs abfs abfss az adl sftp ssh oci oss obs cos tos hf dbfs".split())
-ENVIRONMENT: Mapping[str, tuple[str, str, tuple[str, ...]]] = {  # variable -> (pattern, constraint, examples)
-    "RAY_ADDRESS": (
-        r"auto|local|(ray://)?([\w.-]+|\[[0-9a-fA-F:.]+\]):\d{1,5}",
-        "must be HOST:PORT, or auto",
-        ("auto", "127.0.0.1:6379"),
-    ),
-    "WANDB_MODE": (
-        r"online|offline|disabled|shared|run|dryrun|",
-        "no mode of W&B",
-        ("online", "offline", "disabled"),
-    ),
-    "RANK": (r"\d{1,9}", "must be an integer", ("0",)),
-    "LOCAL_RANK": (r"\d{1,9}", "must be an integer", ("0",)),
-    "WORLD_SIZE": (r"[1-9]\d{0,8}", "must be an integer of at least 1", ("1",)),
-    "LOCAL_WORLD_SIZE": (r"[1-9]\d{0,8}", "must be an integer of at least 1", ("1",)),
+Variable = tuple[str, str, tuple[str, ...]]  # (pattern of its value, constraint in words, examples)
+_NUMBER: Variable = (r"\d{1,9}", "must be an integer", ("0",))
+_SIZE: Variable = (r"[1-9]\d{0,8}", "must be an integer of at least 1", ("1",))
+_HOST = r"[\w.-]+|\[[0-9a-fA-F:.]+\]"
+TORCHRUN: Mapping[str, Variable] = {
+    "RANK": _NUMBER,
+    "LOCAL_RANK": _NUMBER,
+    "WORLD_SIZE": _SIZE,
+    "LOCAL_WORLD_SIZE": _SIZE,
     "MASTER_PORT": (r"\d{1,5}", "must be a port", ("29500",)),
-    "TORCHELASTIC_RESTART_COUNT": (r"\d{1,9}", "must be an integer", ("0",)),
+    "TORCHELASTIC_RESTART_COUNT": _NUMBER,
 }
-TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+_RAY: Variable = (rf"auto|local|(ray://)?({_HOST}):\d{{1,5}}", "must be HOST:PORT, or auto", ("auto", "127.0.0.1:6379"))
+_MODES = ("online", "offline", "disabled")
+_WANDB: Variable = (r"online|offline|disabled|shared|run|dryrun|", "no mode of W&B", _MODES)
 
 
 def wrong_surroundings(config: Config, environment: Mapping[str, str] | None = None) -> list[str]:
@@ -42,7 +38,7 @@ def wrong_surroundings(config: Config, environment: Mapping[str, str] | None = N
             lines.append(violation(key, path, reason, ["a directory that you can write to"]))
     for key, url in (("checkpoint.url", checkpoint.url), ("checkpoint.resume", checkpoint.resume)):
         if url not in ("", *RESUME) and (reason := wrong_protocol(url, key == "checkpoint.url")):
-            lines.append(violation(key, bare(url), reason, ["a path", "s3://BUCKET/PATH", "gs://BUCKET/PATH"]))
+            lines.append(violation(key, bare_url(url), reason, ["a path", "s3://BUCKET/PATH", "gs://BUCKET/PATH"]))
     for key, path in {**folders, "data.path": config.data.path}.items():
         if "://" in path:
             lines.append(violation(key, path, "must be a path; only checkpoints go to a URL", ["a path"]))
@@ -51,13 +47,12 @@ def wrong_surroundings(config: Config, environment: Mapping[str, str] | None = N
 
 def _variables(config: Config, environment: Mapping[str, str]) -> Iterator[str]:
     torchrun = "TORCHELASTIC_RUN_ID" in environment and "RANK" in environment
-    read = [
-        *(["RAY_ADDRESS"] if config.cluster.kind == "ray" and not torchrun else []),
-        *(["WANDB_MODE"] if config.monitor.kind == "wandb" else []),
-        *(TORCHRUN if torchrun else []),
-    ]
-    for name in read:
-        pattern, words, legal = ENVIRONMENT[name]
+    read = {
+        **({"RAY_ADDRESS": _RAY} if config.cluster.kind == "ray" and not torchrun else {}),
+        **({"WANDB_MODE": _WANDB} if config.monitor.kind == "wandb" else {}),
+        **(TORCHRUN if torchrun else {}),
+    }
+    for name, (pattern, words, legal) in read.items():
         missing = torchrun and name in TORCHRUN and name not in environment
         if missing or (name in environment and not re.fullmatch(pattern, environment[name], re.ASCII)):
             yield violation(name, environment.get(name, ""), f"(environment) {words}", legal)

@@ -10,14 +10,16 @@ from dataclasses import dataclass
 from errno import EEXIST, ENOTEMPTY
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from platform.boundary import documents, schema
-from platform.boundary.schema import Known, Malformed, Span, Text
+from platform.boundary.schema import Malformed, OpenMap, Span, Text
 from platform.config.fields import ConfigError
 
 _META = "meta.json"
 _Name = Annotated[str, Text(r"[a-z]{1,40}\.(bin|json)", "the name of a file of a cache entry")]
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -32,17 +34,17 @@ def root(cache: str) -> Path:
 def fetch(
     entry: Path,
     build: Callable[[Path], dict[str, Any]],
-    check: Callable[[Path, dict[str, Any]], None] = lambda folder, description: None,
-) -> dict[str, Any]:
-    """Return the description of the folder `entry`, which is built first if it is missing, torn or corrupt.
+    read: Callable[[Path, dict[str, Any]], T],
+) -> T:
+    """Return what `read` makes of the folder `entry`, which is built first if it is missing, torn or corrupt.
 
     `build(folder)` fills an empty private folder and returns the description (plain JSON), to which
-    `files: {name: {bytes, sha256}}` is added. `check(folder, description)` raises Malformed for an entry that
-    `build` cannot have made. Of several processes that build at once, the first to finish wins. Raises ConfigError if
-    the cache cannot be written.
+    `files: {name: {bytes, sha256}}` is added. `read(folder, description)` raises Malformed for an entry that `build`
+    cannot have made. Of several processes that build at once, the first to finish wins. Raises ConfigError if the cache
+    cannot be written.
     """
-    if (description := _verified(entry)) and _fits(check, entry, description):
-        return description
+    if found := _verified(entry, read):
+        return found
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
         workshop = TemporaryDirectory(dir=entry.parent, prefix=".building-")
@@ -61,14 +63,14 @@ def fetch(
         except OSError as error:
             if error.errno not in (EEXIST, ENOTEMPTY):  # these two: another process was faster
                 raise
-    description = _verified(entry)
-    if not description:
+    if not (found := _verified(entry, read)):
         raise OSError(f"{entry} does not hold what was just written into it")
-    return description
+    return found
 
 
 def sha256(file: Path) -> str:
-    with documents.opened(file) as stream:
+    """Hash a file's content."""
+    with documents.open_regular(file) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
@@ -90,11 +92,12 @@ class _File:
 class _Meta:
     """File meta.json of an entry: its description, of which `files` is checked, and the description's hash."""
 
-    content: Annotated[dict[str, Any], Known((("files", dict[_Name, _File]),), ("files",))]
+    content: Annotated[dict[str, Any], OpenMap((("files", dict[_Name, _File]),), ("files",))]
     sha256: str
 
 
-def _verified(folder: Path) -> dict[str, Any] | None:
+def _verified(folder: Path, read: Callable[[Path, dict[str, Any]], T]) -> T | None:
+    """Return what `read` makes of an entry if it holds what was written and `read` accepts it, None otherwise."""
     try:
         meta: _Meta = schema.read(_Meta, documents.json_file(folder / _META))
         if meta.sha256 != _hash(meta.content):
@@ -102,25 +105,12 @@ def _verified(folder: Path) -> dict[str, Any] | None:
         for name, file in meta.content["files"].items():
             if (folder / name).stat().st_size != file["bytes"] or sha256(folder / name) != file["sha256"]:
                 raise Malformed("is not what was written", name)
-        return meta.content
+        return read(folder, meta.content)
     except FileNotFoundError:
         return None
     except (OSError, Malformed) as error:
-        _tell(folder, error)
+        logger.info("%s is built again: %s", folder, documents.one_line(str(error).encode(errors="replace")))
         return None
-
-
-def _fits(check: Callable[[Path, dict[str, Any]], None], folder: Path, description: dict[str, Any]) -> bool:
-    try:
-        check(folder, description)
-    except (OSError, Malformed) as error:
-        _tell(folder, error)
-        return False
-    return True
-
-
-def _tell(folder: Path, error: Exception) -> None:
-    logger.info("%s is built again: %s", folder, documents.line(str(error).encode(errors="replace")))
 
 
 def _hash(content: dict[str, Any]) -> str:

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from platform.boundary import schema
-from platform.boundary.schema import Known, Malformed, OneOf, Span
-from platform.config.fields import Config, ConfigError, Data, digest, objective_of
+from platform.boundary.schema import Malformed, OneOf, OpenMap, Span
+from platform.config.fields import Config, ConfigError, Data, objective_of, short_hash
 from platform.data import cache, pairs, sources, synthetic, tokenizer
 from platform.data.objectives import OBJECTIVES, Objective
 from platform.data.permutation import mix, order
@@ -72,7 +72,7 @@ class Corpus:
         return index
 
 
-def check(data: Data, *, vocab: int = tokenizer.SMALLEST) -> list[str]:
+def check_data(data: Data, *, vocab: int = tokenizer.SMALLEST) -> list[str]:
     """Return the mistakes in `data` that show without tokenising, in well under a second: one line per violation."""
     violations = []
     if data.kind not in (kinds := [*sources.SOURCES, "pairs", "synthetic"]):
@@ -87,17 +87,17 @@ def check(data: Data, *, vocab: int = tokenizer.SMALLEST) -> list[str]:
         return violations
     if vocab < tokenizer.SMALLEST:
         violations.append(f"model.vocab={vocab}: a byte-level tokenizer needs at least {tokenizer.SMALLEST}")
-    return violations + (pairs.check(data) if data.kind == "pairs" else sources.check(data))
+    return violations + (pairs.check_pairs(data) if data.kind == "pairs" else sources.check_files(data))
 
 
-def of(config: Config) -> Corpus:
-    """Open the corpus of a run; see `prepare`."""
+def corpus_of(config: Config) -> Corpus:
+    """Open the corpus of a run; see `open_corpus`."""
     m = config.model
     shape = {"length": m.length, "source_length": m.source_length, "vocab": m.vocab}
-    return prepare(config.data, **shape, seed=config.seed, objective=objective_of(config))
+    return open_corpus(config.data, **shape, seed=config.seed, objective=objective_of(config))
 
 
-def prepare(
+def open_corpus(
     data: Data, *, length: int, vocab: int, seed: int, source_length: int = 0, objective: str = "causal"
 ) -> Corpus:
     """Open the corpus of `data` in samples of `length` tokens, from a vocabulary of at most `vocab`.
@@ -105,10 +105,10 @@ def prepare(
     `source_length`: tokens per sequence of the encoder in an encoder-decoder; 0 = length.
 
     Text is tokenised by the first process that asks, and cached. Raises ConfigError for a user's mistakes: those that
-    `check` finds, a fault deep inside a file, a split without one whole sample.
+    `check_data` finds, a fault deep inside a file, a split without one whole sample.
     """
     goal = OBJECTIVES[objective](length, source_length or length, vocab)
-    if violations := check(data, vocab=vocab - goal.reserved):
+    if violations := check_data(data, vocab=vocab - goal.reserved):
         raise ConfigError(violations)
     make = _synthetic if data.kind == "synthetic" else _tokenised
     corpus = make(data, goal, vocab - goal.reserved, seed)
@@ -135,12 +135,12 @@ def held_out(sizes: Sequence[int], fraction: float) -> set[int]:
 def _synthetic(data: Data, objective: Objective, vocab: int, seed: int) -> Corpus:
     return Corpus(
         vocab=vocab,
-        digest=digest(["synthetic", _FORMAT, vocab, seed]),
+        digest=short_hash(["synthetic", _FORMAT, vocab, seed]),
         objective=objective,
         seed=seed,
         streams={split: synthetic.RandomTokens(seed, i, vocab) for i, split in enumerate(("train", "validation"))},
-        encode=partial(synthetic.encode, vocab=vocab),
-        decode=synthetic.decode,
+        encode=partial(synthetic.encode_bytes, vocab=vocab),
+        decode=synthetic.show_ids,
     )
 
 
@@ -148,24 +148,24 @@ def _tokenised(data: Data, objective: Objective, vocab: int, seed: int) -> Corpu
     """Open a corpus of text, tokenised by the first process that asks: the cache entry that its files and all that
     decides about its tokens name."""
     if data.kind == "pairs":
-        files, build = pairs.files(data), _build_pairs
-        decisive = [[pairs.contents(data), *map(cache.sha256, files)], data.validation, vocab]
+        files, build = pairs.pair_files(data), _build_pairs
+        decisive = [[pairs.deciding_options(data), *map(cache.sha256, files)], data.validation, vocab]
     else:
         files, build = sources.files_of(data), _build
         contents = [[sources.is_jsonl(file), cache.sha256(file)] for file in files]
         decisive = [contents, data.field, data.validation, vocab]
     key = hashlib.sha256(json.dumps([_FORMAT, *decisive]).encode()).hexdigest()
     entry = cache.root(data.cache) / key
-    meta = cache.fetch(entry, lambda folder: build(folder, files, data, vocab), partial(_check, vocab=vocab))
-    tokens = np.memmap(entry / "tokens.bin", meta["dtype"], mode="r").view(np.ndarray)
+    found = cache.fetch(entry, lambda folder: build(folder, files, data, vocab), partial(_read_entry, vocab=vocab))
+    tokens = np.memmap(entry / "tokens.bin", found.dtype, mode="r").view(np.ndarray)
     ends = np.fromfile(entry / "ends.bin", "<i8").reshape(-1, 2) if data.kind == "pairs" else None
-    bpe = tokenizer.load(entry / "tokenizer.json")
+    bpe = tokenizer.load_tokenizer(entry / "tokenizer.json")
     return Corpus(
         vocab=bpe.get_vocab_size(),
-        digest=digest([key, meta["files"]["tokens.bin"]]),
+        digest=short_hash([key, found.files["tokens.bin"]]),
         objective=objective,
         seed=seed,
-        streams=_streams(meta["splits"], tokens, ends),
+        streams=_streams(found.splits, tokens, ends),
         encode=lambda text: bpe.encode(text).ids,
         decode=lambda ids: bpe.decode(ids, skip_special_tokens=False),
     )
@@ -188,14 +188,15 @@ class _Entry:
 
     dtype: Annotated[str, OneOf(("<u2", "<u4"), "type")]
     splits: dict[Annotated[str, OneOf(("train", "validation"), "split")], tuple[_PLACE, _PLACE]]
-    files: Annotated[dict[str, Any], Known((), ("tokens.bin", "tokenizer.json"))]
+    files: Annotated[dict[str, Any], OpenMap((), ("tokens.bin", "tokenizer.json"))]
 
 
-def _check(folder: Path, meta: dict[str, Any], vocab: int) -> None:
-    """Raise Malformed for an entry that `_build` or `_build_pairs` cannot have made, even if its hashes hold."""
+def _read_entry(folder: Path, meta: dict[str, Any], vocab: int) -> _Entry:
+    """Read the description of a cache entry. Raises Malformed for an entry that `_build` or `_build_pairs` cannot have
+    made, even if its hashes hold."""
     entry: _Entry = schema.read(_Entry, meta)
     try:
-        entries: int = tokenizer.load(folder / "tokenizer.json").get_vocab_size()
+        entries: int = tokenizer.load_tokenizer(folder / "tokenizer.json").get_vocab_size()
         tokens = np.memmap(folder / "tokens.bin", entry.dtype, mode="r")
     except Exception as error:  # the library raises its own for a file that it cannot parse
         raise Malformed(str(error)) from None
@@ -208,6 +209,7 @@ def _check(folder: Path, meta: dict[str, Any], vocab: int) -> None:
         raise Malformed("its splits are not its tokens")
     if entries > vocab or any(int(tokens[i : i + _WINDOW].max()) >= entries for i in range(0, len(tokens), _WINDOW)):
         raise Malformed("a token is not in the vocabulary")
+    return entry
 
 
 def _pairs_fit(ends: NDArray[np.int64], train: Sequence[int], held: Sequence[int], tokens: int) -> bool:
@@ -231,7 +233,7 @@ def _build_pairs(folder: Path, files: list[Path], data: Data, vocab: int) -> dic
     }
     characters = sum(size for n, size in enumerate(sizes) if n not in held)
     bpe, dtype = _train(folder, (text for pair in splits["train"] for text in pair), characters, vocab)
-    written = {split: pairs.write(folder, bpe, iter(part), dtype) for split, part in splits.items()}
+    written = {split: pairs.write_pairs(folder, bpe, iter(part), dtype) for split, part in splits.items()}
     return {"dtype": dtype.str, "splits": written}
 
 
@@ -239,7 +241,7 @@ def _build(folder: Path, files: list[Path], data: Data, vocab: int) -> dict[str,
     """Write tokens.bin (the training documents, then those held out) and tokenizer.json. The documents are read once
     for their sizes and their faults, once to train the tokenizer, and once per split to encode them."""
     sizes: list[int] = []
-    for number, piece in sources.documents(files, data):
+    for number, piece in sources.read_documents(files, data):
         if number == len(sizes):
             sizes.append(0)
         sizes[number] += len(piece)
@@ -249,13 +251,13 @@ def _build(folder: Path, files: list[Path], data: Data, vocab: int) -> dict[str,
     logger.info("tokenising %d documents, %.1f million characters", len(sizes), sum(sizes) / 1e6)
 
     def split(validation: bool) -> Iterator[tuple[int, str]]:
-        return ((n, piece) for n, piece in sources.documents(files, data) if (n in held) == validation)
+        return ((n, piece) for n, piece in sources.read_documents(files, data) if (n in held) == validation)
 
     bpe, dtype = _train(folder, (piece for _, piece in split(False)), sum(sizes), vocab)
     ends = []
     with (folder / "tokens.bin").open("wb") as file:
         for validation in (False, True):
-            for ids in tokenizer.encode(bpe, split(validation)):
+            for ids in tokenizer.encode_documents(bpe, split(validation)):
                 file.write(ids.astype(dtype).tobytes())
             ends.append(file.tell() // dtype.itemsize)
     train, end = ends
@@ -268,7 +270,7 @@ def _train(folder: Path, texts: Iterable[str], characters: int, vocab: int) -> t
     """Train a tokenizer on texts, evenly spaced ones if they have many `characters`; save it, and return it with the
     type of its tokens in files."""
     share = min(1.0, _TRAINING / characters)
-    bpe = tokenizer.train((t for i, t in enumerate(texts) if int((i + 1) * share) > int(i * share)), vocab)
+    bpe = tokenizer.train_tokenizer((t for i, t in enumerate(texts) if int((i + 1) * share) > int(i * share)), vocab)
     bpe.save(str(folder / "tokenizer.json"))
     return bpe, np.dtype("<u2" if vocab <= 1 << 16 else "<u4")
 

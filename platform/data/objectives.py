@@ -24,6 +24,8 @@ Keys = NDArray[np.uint64]
 
 
 class Objective(Protocol):
+    """Samples of a stream, and what is predicted in them."""
+
     @property
     def needs(self) -> int: ...  # tokens of a stream for one sample
 

@@ -45,20 +45,20 @@ class PairStream:
         return np.where(offset < size, ids, np.where(offset == size, END_OF_TEXT, PADDING))
 
 
-def files(data: Data) -> list[Path]:
+def pair_files(data: Data) -> list[Path]:
     """Find the files that `read_pairs` reads. Raises ConfigError if a path is missing or they do not make pairs."""
     if not data.path:
-        return sources.stdlib(data)
-    found = [sources.text(replace(data, path=path)) for path in filter(None, (data.path, data.target_path))]
+        return sources.stdlib_files(data)
+    found = [sources.text_files(replace(data, path=path)) for path in filter(None, (data.path, data.target_path))]
     if [len(f) for f in found] == [1, 1] or (len(found) == 1 and all(map(sources.is_jsonl, found[0]))):
         return [file for part in found for file in part]
     raise ConfigError(f"data.path={data.path}: data=pairs needs .jsonl files, or one file and data.target_path=FILE")
 
 
-def check(data: Data) -> list[str]:
+def check_pairs(data: Data) -> list[str]:
     """Return what is wrong with the paths: one line per violation."""
     try:
-        return [] if files(data) else [f"data={data.kind}: no file"]
+        return [] if pair_files(data) else [f"data={data.kind}: no file"]
     except ConfigError as error:
         return error.violations
 
@@ -86,13 +86,13 @@ def _lines(source: Path, target: Path) -> Iterator[tuple[str, str]]:
 
 
 def _text_lines(file: Path) -> Iterator[str]:
-    with sources.told(file), sources.unpacked(file) as stream:
+    with sources.naming_file(file), sources.open_unpacked(file) as stream:
         for line in stream:
             yield from line.decode().splitlines()
 
 
 def _objects(file: Path, data: Data) -> Iterator[tuple[str, str]]:
-    with sources.told(file), sources.unpacked(file) as stream:
+    with sources.naming_file(file), sources.open_unpacked(file) as stream:
         for number, line in enumerate(stream, 1):
             try:
                 values = documents.from_json(line, sources.LINE + 1, strict=False)
@@ -112,7 +112,7 @@ def _stdlib(modules: Sequence[Path]) -> Iterator[tuple[str, str]]:
                 yield ast.unparse(node).rsplit(":\n", 1)[0] + ":", " ".join(text.split())
 
 
-def write(folder: Path, bpe: "Tokenizer", pairs: Iterator[tuple[str, str]], dtype: np.dtype) -> list[int]:
+def write_pairs(folder: Path, bpe: "Tokenizer", pairs: Iterator[tuple[str, str]], dtype: np.dtype) -> list[int]:
     """Append to tokens.bin and ends.bin; return the numbers of tokens and pairs that were written."""
     place = pairs_written = 0
     with (folder / "tokens.bin").open("ab") as tokens, (folder / "ends.bin").open("ab") as ends:
@@ -125,6 +125,6 @@ def write(folder: Path, bpe: "Tokenizer", pairs: Iterator[tuple[str, str]], dtyp
     return [place, pairs_written]
 
 
-def contents(data: Data) -> str:
+def deciding_options(data: Data) -> str:
     """Return, as JSON, the part of the configuration that decides which pairs the files hold."""
     return json.dumps([bool(data.path), bool(data.target_path), data.field, data.target_field])

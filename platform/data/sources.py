@@ -1,4 +1,4 @@
-"""Sources of text: an entry of `SOURCES` finds the files, `documents` reads them, `register_source` adds a source.
+"""Sources of text: an entry of `SOURCES` finds the files, `read_documents` reads them, `register_source` adds a source.
 
 A file is one document, but a .jsonl file holds one per line; any file may be compressed with gzip. Text is UTF-8
 without NUL bytes.
@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from platform.boundary.documents import from_json, line, opened
+from platform.boundary.documents import from_json, one_line, open_regular
 from platform.boundary.schema import Malformed
 from platform.config.bounds import allow
 from platform.config.fields import ConfigError, Data
@@ -28,22 +28,22 @@ ENDINGS = ".txt .md .rst .tex .html .py .c .h .cc .cpp .rs .go .java .js .ts .sh
 _READ_AT_ONCE = 64 * 1024  # bytes of a long document that are read at once
 LINE = 64 << 20  # bytes of the longest line
 _UNPACKED, _RATIO = 64 << 20, 300  # gzip shrinks text 3 to 20 times, and nothing more than 1032 times
-_SNIFFED = 32  # files whose beginnings `check` reads
+_SNIFFED = 32  # files whose beginnings `check_files` reads
 # Third-party packages, and parts of the standard library that are tests, tables or second copies.
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data", "encodings"}
 
 
-def stdlib(data: Data) -> list[Path]:
+def stdlib_files(data: Data) -> list[Path]:
     """Find the Python source files of the running interpreter's own standard library (about 9 MB)."""
     return _walk(Path(sysconfig.get_path("stdlib")), [".py"], skip=_NOT_STDLIB)
 
 
 def stdlib_bytes(data: Data) -> int:
     """Return the size in bytes of the standard library's source files."""
-    return sum(file.stat().st_size for file in stdlib(data))
+    return sum(file.stat().st_size for file in stdlib_files(data))
 
 
-def text(data: Data) -> list[Path]:
+def text_files(data: Data) -> list[Path]:
     """Find the user's files: `data.path` is a file, a glob, or a folder (of which non-hidden files of `ENDINGS`)."""
     if not data.path:
         raise ConfigError("data.path: data=text needs a file, a folder or a glob")
@@ -61,7 +61,7 @@ def text(data: Data) -> list[Path]:
     return found
 
 
-SOURCES: dict[str, Callable[[Data], list[Path]]] = {"stdlib": stdlib, "text": text}
+SOURCES: dict[str, Callable[[Data], list[Path]]] = {"stdlib": stdlib_files, "text": text_files}
 
 
 def register_source(name: str, files: Callable[[Data], list[Path]]) -> None:
@@ -80,13 +80,13 @@ def files_of(data: Data) -> list[Path]:
     except (ConfigError, OSError):
         raise
     except Exception as error:  # the source may be the user's code
-        if SOURCES[data.kind] in (stdlib, text):
+        if SOURCES[data.kind] in (stdlib_files, text_files):
             raise
         given = "" if found is None else f" gives {type(found).__name__}, not paths of files:"
         raise ConfigError(f"data.kind={data.kind}: its source{given} {type(error).__name__}: {error}") from error
 
 
-def check(data: Data) -> list[str]:
+def check_files(data: Data) -> list[str]:
     """Return what is wrong with the source, as far as its first files' beginnings tell: one line per violation."""
     try:
         files = files_of(data)
@@ -101,14 +101,14 @@ def check(data: Data) -> list[str]:
     violations = []
     for file in files[:_SNIFFED]:
         try:
-            with closing(documents([file], data)) as beginning:
+            with closing(read_documents([file], data)) as beginning:
                 next(beginning, None)
         except ConfigError as error:
             violations += error.violations
     return violations
 
 
-def documents(files: list[Path], data: Data) -> Generator[tuple[int, str], None, None]:
+def read_documents(files: list[Path], data: Data) -> Generator[tuple[int, str], None, None]:
     """Yield (number of the document, next piece of its text); no piece is empty.
 
     Raises ConfigError, naming the file and the place, for content that is unreadable, not text, or lacks `data.field`.
@@ -116,7 +116,7 @@ def documents(files: list[Path], data: Data) -> Generator[tuple[int, str], None,
     number = -1
     for file in files:
         reader = _lines if is_jsonl(file) else _blocks
-        with told(file), unpacked(file) as stream:
+        with naming_file(file), open_unpacked(file) as stream:
             for begins, piece in reader(stream, data):
                 number += begins
                 yield number, piece
@@ -152,21 +152,21 @@ class Bounded:
 
 
 @contextmanager
-def unpacked(file: Path) -> Iterator[Bounded]:
+def open_unpacked(file: Path) -> Iterator[Bounded]:
     """Open a file, decompressed if it is in gzip format."""
-    with opened(file) as raw, io.BufferedReader(raw) as plain:
+    with open_regular(file) as raw, io.BufferedReader(raw) as plain:
         packed = plain.peek(2)[:2] == b"\x1f\x8b"
         stream = gzip.GzipFile(fileobj=plain) if packed else plain
         yield Bounded(cast(BinaryIO, stream), os.fstat(raw.fileno()).st_size)
 
 
 @contextmanager
-def told(file: Path) -> Iterator[None]:
+def naming_file(file: Path) -> Iterator[None]:
     """Raise ConfigError, naming the file, in place of the errors that reading or parsing it raises."""
     try:
         yield
     except (ConfigError, OSError, EOFError, zlib.error, UnicodeDecodeError, Malformed) as error:
-        reason = getattr(error, "strerror", None) or line(str(error).encode(errors="replace"))
+        reason = getattr(error, "strerror", None) or one_line(str(error).encode(errors="replace"))
         raise ConfigError(f"data.path={file}: {reason}") from None
 
 

@@ -25,11 +25,11 @@ class RandomTokens:
         return mix(self.seed, self.number, index) % np.uint64(self.vocab)
 
 
-def encode(text: str, vocab: int) -> list[int]:
+def encode_bytes(text: str, vocab: int) -> list[int]:
     """Encode the text's bytes as ids, modulo the vocabulary: a prompt to generate text from."""
     return [byte % vocab for byte in text.encode()]
 
 
-def decode(ids: Sequence[int]) -> str:
+def show_ids(ids: Sequence[int]) -> str:
     """Return the ids as printable placeholders."""
     return " ".join(f"<{i}>" for i in ids)

@@ -19,7 +19,7 @@ _RUN = re.compile("|".join(f"{kind}{{{_LONGEST}}}" for kind in (r"[^\W\d_]", r"\
 _BATCH = 2_000_000  # characters encoded at once; the library needs some 100 bytes per token meanwhile
 
 
-def train(texts: Iterable[str], vocab: int) -> "Tokenizer":
+def train_tokenizer(texts: Iterable[str], vocab: int) -> "Tokenizer":
     """Train a tokenizer of at most `vocab` entries; the same texts give the same tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -46,7 +46,7 @@ def _bounded(text: str) -> list[str]:
     return [text[start:end] for start, end in pairwise(cuts) if start < end]
 
 
-def load(file: Path) -> "Tokenizer":
+def load_tokenizer(file: Path) -> "Tokenizer":
     """Load the tokenizer that was saved in `file`."""
     from tokenizers import Tokenizer
 
@@ -55,7 +55,7 @@ def load(file: Path) -> "Tokenizer":
     return tokenizer
 
 
-def encode(tokenizer: "Tokenizer", pieces: Iterable[tuple[int, str]]) -> Iterator[NDArray[np.uint32]]:
+def encode_documents(tokenizer: "Tokenizer", pieces: Iterable[tuple[int, str]]) -> Iterator[NDArray[np.uint32]]:
     """Yield, in parts, the token stream of `pieces`, (document, text) each: END_OF_TEXT in front of each document."""
     current = -1
     for batch in _batches(pieces):

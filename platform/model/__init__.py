@@ -11,7 +11,7 @@ from platform.model.decoder import Decoder
 from platform.model.encoder import Encoder
 from platform.model.encoder_decoder import EncoderDecoder
 from platform.model.two_layer import TwoLayer
-from platform.plan.language.mistakes import of_the_user
+from platform.plan.language.mistakes import as_model_mistakes
 
 MODELS: dict[str, Any] = {
     "decoder": Decoder,
@@ -27,16 +27,16 @@ def register_model(
     objectives: Sequence[str] = ("causal",),
     dims: Iterable[str] = (),
 ) -> None:
-    """Register a model as `model.kind=NAME`: `model(config.model)` must satisfy `platform.plan.core.chunks.Model`.
-    `objectives`: the values of data.objective that it allows, the default first. `dims`: dims that only this model has,
-    which tensor.layout may then split."""
+    """Register a model as `model.kind=NAME`: `model(config.model)` must satisfy
+    `platform.plan.core.chunks.RecordableModel`. `objectives`: the values of data.objective that it allows, the default
+    first. `dims`: dims that only this model has, which tensor.layout may then split."""
     MODELS[name] = model
     OBJECTIVES[name] = objectives
     allow("model.kind", name)
     allow_dims(dims)
 
 
-def build(config: ModelConfig) -> Any:
+def build_model(config: ModelConfig) -> Any:
     """Build the configured model. Raises ModelMistake in place of any error from a user's own model class."""
-    with of_the_user(MODELS[config.kind]):
+    with as_model_mistakes(MODELS[config.kind]):
         return MODELS[config.kind](config)

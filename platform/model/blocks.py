@@ -5,7 +5,7 @@ They are written against `Ops` and name neither collectives nor ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
 from typing import Any
@@ -15,7 +15,7 @@ from platform.plan.language.ops import Ops, Parameter, Spec, scores_of
 
 LOGITS = Spec.of("logits", "length batch vocab")
 
-Flow = dict[str, Any]  # name -> activation that one unit of a model passes to the next
+Activations = dict[str, Any]  # name -> activation that one unit of a model passes to the next
 
 STD = 0.02  # standard deviation of normal initialisations; residual projections: / sqrt(2 layers) (GPT-2)
 
@@ -23,7 +23,7 @@ STD = 0.02  # standard deviation of normal initialisations; residual projections
 ACTIVATIONS = {"gelu": ("gelu", False), "relu": ("relu", False), "swiglu": ("silu", True), "geglu": ("gelu", True)}
 
 
-class Shapes:
+class StackSpecs:
     """Specs of the activations in one stack of blocks. `length`: tokens per sequence; None: the model's length."""
 
     def __init__(self, length: int | None = None):
@@ -35,7 +35,7 @@ class Shapes:
         self.hidden = Spec.of("mlp", "length batch d_ff", sizes)
 
 
-def sizes(c: ModelConfig) -> dict[str, int]:
+def dim_sizes(c: ModelConfig) -> dict[str, int]:
     """Return the global size of every dim of a Transformer's tensors."""
     return {
         "length": c.length,
@@ -49,8 +49,28 @@ def sizes(c: ModelConfig) -> dict[str, int]:
     }
 
 
+class Layer:
+    """Base of a model and its layers. The parameters are those among the attributes and in the layers among them, in
+    the order in which they were set."""
+
+    def parameters(self) -> list[Parameter]:
+        return list(_parameters_in(vars(self).values()))
+
+
+def _parameters_in(values: Iterable[Any]) -> Iterator[Parameter]:
+    for value in values:
+        if isinstance(value, Parameter):
+            yield value
+        elif isinstance(value, Layer):
+            yield from value.parameters()
+        elif isinstance(value, list | dict):
+            yield from _parameters_in(value.values() if isinstance(value, dict) else value)
+
+
 @dataclass(frozen=True)
-class Norm:
+class Norm(Layer):
+    """Normalisation over d_model: `kind` is layernorm or rmsnorm, which has no bias."""
+
     kind: str
     gain: Parameter
     bias: Parameter | None
@@ -60,18 +80,15 @@ class Norm:
         bias = Parameter(f"{name}.bias", ("d_model",), "vector", "zeros") if kind == "layernorm" else None
         return cls(kind, Parameter(f"{name}.gain", ("d_model",), "vector", "ones"), bias)
 
-    def parameters(self) -> list[Parameter]:
-        return [p for p in (self.gain, self.bias) if p]
-
     def __call__(self, ops: Ops, x: Any, spec: Spec) -> Any:
         return ops.norm(x, spec, self.kind, self.gain, self.bias)
 
 
-class Residual:
+class Residual(Layer):
     """Base of layers with a norm and a residual connection: x + layer(norm(x)), or norm(x + layer(x)) as in the
     original Transformer (`post_norm`)."""
 
-    def __init__(self, name: str, c: ModelConfig, shapes: Shapes):
+    def __init__(self, name: str, c: ModelConfig, shapes: StackSpecs):
         self.name, self.config, self.shapes = name, c, shapes
         self.norm = Norm.of(f"{name}.norm", c.norm)
 
@@ -84,10 +101,12 @@ class Residual:
 
 
 class Attention(Residual):
-    """Self-attention, or cross-attention to the output of an encoder whose Shapes are `memory`. d_model, the dim that
+    """Self-attention, or cross-attention to the output of an encoder of the specs `memory`. d_model, the dim that
     is gathered, comes first in the weights' dims."""
 
-    def __init__(self, name: str, c: ModelConfig, shapes: Shapes, *, causal: bool, memory: Shapes | None = None):
+    def __init__(
+        self, name: str, c: ModelConfig, shapes: StackSpecs, *, causal: bool, memory: StackSpecs | None = None
+    ):
         super().__init__(name, c, shapes)
         self.causal, self.cross, self.memory = causal, memory is not None, memory or shapes
         self.scale = 1 / sqrt(c.d_kv or c.d_model // c.heads)
@@ -100,10 +119,6 @@ class Attention(Residual):
         inner = [Parameter(f"{p.name}_bias", p.dims[1:], "in", "zeros") for p in (self.query, self.key, self.value)]
         self.inner_biases = inner if c.bias else []
         self.output_bias = [Parameter(f"{name}.output_bias", ("d_model",), "vector", "zeros")] if c.bias else []
-
-    def parameters(self) -> list[Parameter]:
-        weights = [self.query, self.key, self.value, self.output]
-        return [*self.norm.parameters(), *weights, *self.inner_biases, *self.output_bias]
 
     def __call__(self, ops: Ops, x: Any, memory: Any = None, *, mask: Any = None, bias: Any = None) -> Any:
         """Apply norm, attention and the residual connection to x. `memory`: the (key, value) of cross-attention, from
@@ -141,7 +156,7 @@ def keys_and_values(ops: Ops, layers: list[Attention], memory: Any) -> list[tupl
 class FeedForward(Residual):
     """Feed-forward layer: down(f(up(x))), or down(f(gate(x)) * up(x)) with a gated activation."""
 
-    def __init__(self, name: str, c: ModelConfig, shapes: Shapes):
+    def __init__(self, name: str, c: ModelConfig, shapes: StackSpecs):
         super().__init__(name, c, shapes)
         self.function, gated = ACTIVATIONS[c.activation]
         dims = ("d_model", "d_ff")
@@ -152,10 +167,6 @@ class FeedForward(Residual):
         self.inner_biases = biases if c.bias else []
         self.down_bias = [Parameter(f"{name}.down_bias", ("d_model",), "vector", "zeros")] if c.bias else []
 
-    def parameters(self) -> list[Parameter]:
-        biases = [*self.inner_biases, *self.down_bias]
-        return [*self.norm.parameters(), *self.inner, self.down, *biases]
-
     def __call__(self, ops: Ops, x: Any) -> Any:
         s = self.shapes
         h = ops.project(self.enter(ops, x), s.stream, self.inner, [s.hidden] * len(self.inner), self.inner_biases)
@@ -165,17 +176,17 @@ class FeedForward(Residual):
         return self.leave(ops, x, y)
 
 
-class Embedding:
+class Embedding(Layer):
     """Maps token ids to activations and adds learned or sinusoidal positions, or none. Stacks may share `table`."""
 
-    def __init__(self, prefix: str, c: ModelConfig, shapes: Shapes, table: Parameter):
+    def __init__(self, prefix: str, c: ModelConfig, shapes: StackSpecs, table: Parameter):
         self.name, self.config, self.spec, self.table = f"{prefix}embedding", c, shapes.stream, table
         dims, own = ("length", "d_model"), shapes.stream.sizes
         learned = Parameter(f"{prefix}position", dims, "vector", "normal", STD, True, own)
         self.position = learned if c.positions == "learned" else None
 
     def parameters(self) -> list[Parameter]:
-        return [self.position] if self.position else []
+        return [self.position] if self.position else []  # the table is the model's
 
     def __call__(self, ops: Ops, tokens: Any) -> Any:
         x = ops.lookup(self.name, self.table, tokens, self.spec)
@@ -186,18 +197,14 @@ class Embedding:
         return ops.dropout(self.name, x, self.spec)
 
 
-class Block:
+class TransformerBlock(Layer):
     """Transformer block: self-attention, cross-attention if `memory` is given, and a feed-forward layer."""
 
-    def __init__(self, name: str, c: ModelConfig, shapes: Shapes, *, causal: bool, memory: Shapes | None):
+    def __init__(self, name: str, c: ModelConfig, shapes: StackSpecs, *, causal: bool, memory: StackSpecs | None):
         self.name = name
-        self.cross = Attention(f"{name}.cross", c, shapes, causal=False, memory=memory) if memory else None
         self.attention = Attention(f"{name}.attention", c, shapes, causal=causal)
+        self.cross = Attention(f"{name}.cross", c, shapes, causal=False, memory=memory) if memory else None
         self.mlp = FeedForward(f"{name}.mlp", c, shapes)
-
-    def parameters(self) -> list[Parameter]:
-        layers = (self.attention, self.cross, self.mlp)
-        return [p for layer in layers if layer for p in layer.parameters()]
 
     def __call__(self, ops: Ops, x: Any, pair: Any, *, mask: Any, bias: Any, memory_mask: Any) -> Any:
         x = self.attention(ops, x, mask=mask, bias=bias)
@@ -205,23 +212,20 @@ class Block:
         return self.mlp(ops, x)
 
 
-class Stack:
+class Stack(Layer):
     """Sequence of blocks with what they share: the relative position bias (T5) and the final norm, which a post-norm
     stack lacks because every layer ends with a norm. `units`: the names of the blocks."""
 
-    def __init__(self, prefix: str, c: ModelConfig, shapes: Shapes, *, causal: bool, memory: Shapes | None = None):
+    def __init__(
+        self, prefix: str, c: ModelConfig, shapes: StackSpecs, *, causal: bool, memory: StackSpecs | None = None
+    ):
         self.config, self.shapes, self.causal = c, shapes, causal
-        names = [f"{prefix}layers.{i}" for i in range(c.layers)]
-        self.blocks = {name: Block(name, c, shapes, causal=causal, memory=memory) for name in names}
-        self.units = tuple(names)
-        self.norm = None if c.post_norm else Norm.of(f"{prefix}norm", c.norm)
         table = Parameter(f"{prefix}relative_bias", ("buckets", "heads"), "in", std=STD)
         self.relative = table if c.positions == "relative" else None
-
-    def parameters(self) -> list[Parameter]:
-        layers = [p for block in self.blocks.values() for p in block.parameters()]
-        shared = [self.relative] if self.relative else []
-        return [*shared, *layers, *(self.norm.parameters() if self.norm else [])]
+        names = [f"{prefix}layers.{i}" for i in range(c.layers)]
+        self.blocks = {name: TransformerBlock(name, c, shapes, causal=causal, memory=memory) for name in names}
+        self.units = tuple(names)
+        self.norm = None if c.post_norm else Norm.of(f"{prefix}norm", c.norm)
 
     def __call__(
         self, ops: Ops, x: Any, units: Sequence[str], *, mask: Any = None, memory: Any = None, memory_mask: Any = None
@@ -241,7 +245,7 @@ class Stack:
         for i in range(0, len(blocks), every):
             together = blocks[i : i + every]
 
-            def run(x: Any, bias: Any, *kv: Any, together: Sequence[Block] = together) -> Any:
+            def run(x: Any, bias: Any, *kv: Any, together: Sequence[TransformerBlock] = together) -> Any:
                 for block, pair in zip(together, zip(kv[::2], kv[1::2], strict=True), strict=True):
                     x = block(ops, x, pair, mask=mask, bias=bias, memory_mask=memory_mask)
                 return x
@@ -251,17 +255,17 @@ class Stack:
         return self.norm(ops, x, s.stream) if self.norm and self.units[-1] in units else x
 
 
-class Head:
+class Head(Layer):
     """Computes logits over vocab, with the embedding's table (`tied`) or a table of its own, and their loss."""
 
-    def __init__(self, c: ModelConfig, shapes: Shapes, embedding: Parameter):
+    def __init__(self, c: ModelConfig, shapes: StackSpecs, embedding: Parameter):
         self.config, self.spec = c, shapes.stream
         self.table = embedding if c.tied else Parameter("head", ("vocab", "d_model"), "in", std=STD, decay=True)
 
     def parameters(self) -> list[Parameter]:
         return [] if self.config.tied else [self.table]
 
-    def __call__(self, ops: Ops, x: Any, labels: Any) -> Flow:
+    def __call__(self, ops: Ops, x: Any, labels: Any) -> Activations:
         """Return {"loss": ...} against the data tensor `labels`, or {"logits": ...} if `labels` is None."""
         return {"logits": self.logits(ops, x)} if labels is None else {"loss": self.loss(ops, x, labels)}
 
@@ -270,6 +274,43 @@ class Head:
 
     def loss(self, ops: Ops, x: Any, labels: Any) -> Any:
         return ops.cross_entropy("loss", self.logits(ops, x), LOGITS, labels, self.config.label_smoothing)
+
+
+class Transformer(Layer):
+    """Base of Transformers with one table of token embeddings. `units`: the names of what stages are made of."""
+
+    inputs: tuple[str, ...] = ("tokens", "labels")
+    units: tuple[str, ...]
+
+    def __init__(self, c: ModelConfig):
+        self.config, self.sizes, self.table = c, dim_sizes(c), embedding_table(c)
+
+    def forward(self, ops: Ops, inputs: Mapping[str, Any]) -> Any:
+        return self.part(ops, inputs, {}, self.units)["loss"]
+
+    def part(self, ops: Ops, inputs: Mapping[str, Any], flow: Mapping[str, Any], units: Sequence[str]) -> Activations:
+        """Run `units` on `flow`, the activations by name from the units before; return those for the units after. The
+        head returns the `loss` if there are labels, else `logits` [length, batch, vocab] in its region's layout."""
+        raise NotImplementedError
+
+
+class SingleStack(Transformer):
+    """Base of Transformers with one stack of blocks, `causal` or reading both ways except for padding."""
+
+    causal: bool
+
+    def __init__(self, c: ModelConfig):
+        super().__init__(c)
+        shapes = StackSpecs()
+        self.embedding = Embedding("", c, shapes, self.table)
+        self.stack = Stack("", c, shapes, causal=self.causal)
+        self.head = Head(c, shapes, self.table)
+        self.units = ("embedding", *self.stack.units, "head")
+
+    def part(self, ops: Ops, inputs: Mapping[str, Any], flow: Mapping[str, Any], units: Sequence[str]) -> Activations:
+        x = self.embedding(ops, inputs["tokens"]) if "embedding" in units else flow["stream"]
+        x = self.stack(ops, x, units, mask=None if self.causal else inputs.get("tokens"))
+        return self.head(ops, x, inputs.get("labels")) if "head" in units else {"stream": x}
 
 
 def embedding_table(c: ModelConfig) -> Parameter:

@@ -2,8 +2,8 @@
 
 Isomorphic branches are stacked: their weights have a dim that enumerates them (`branch`; `heads` in a Transformer). The
 layout rule splits that dim over whatever axis a layout gives it, and joining by sum is a contraction. Branches that
-differ only in their pointwise function stay stacked (`different`); branches of other shapes get a `Branches` of their
-own, and the results are added.
+differ only in their pointwise function stay stacked (`pointwise_per_branch`); branches of other shapes get a `Branches`
+of their own, and the results are added.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from platform.model.blocks import Layer
 from platform.plan.language.ops import Ops, Parameter, Spec
 
 Inside = Callable[..., Any]  # (ops, each projection's output) -> the branches' activation before the join
 
 
-class Branches:
+class Branches(Layer):
     """Layer of isomorphic branches: x -> each branch's projections of x -> `inside` -> join.
 
     `source`: the Spec of x; `inner`: of the branches' activation, which has `dim`; `out`: of the result.
@@ -56,13 +57,10 @@ class Branches:
         joined = std if out_std is None else out_std
         self.joining = [weight("output", "out", out, inner, joined)] if join == "sum" else []
 
-    def parameters(self) -> list[Parameter]:
-        return [*self.weights, *self.joining]
-
     def __call__(self, ops: Ops, x: Any, inside: Inside | None = None) -> Any:
         """Project x into the branches, apply `inside`, join. `inside(ops, *projected)` computes all branches of this
         rank at once, with any ops on tensors that have the branch dim; for branches that differ only in their
-        pointwise function see `different`.
+        pointwise function see `pointwise_per_branch`.
         """
         read = self.slices or self.source
         if self.slices:
@@ -74,6 +72,6 @@ class Branches:
         return ops.reshape(f"{self.name}.join", y, self.inner, self.out)
 
 
-def different(functions: Sequence[str], inner: Spec, dim: str = "branch") -> Inside:
+def pointwise_per_branch(functions: Sequence[str], inner: Spec, dim: str = "branch") -> Inside:
     """Return an `inside` that applies pointwise function i to branch i, on the ranks that hold that branch."""
     return lambda ops, x: ops.pointwise_each(functions, x, inner, dim)

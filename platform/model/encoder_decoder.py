@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from platform.config.fields import Model as ModelConfig
-from platform.model.blocks import Embedding, Flow, Head, Shapes, Stack, embedding_table, sizes
-from platform.plan.language.ops import Ops, Parameter
+from platform.model.blocks import Activations, Embedding, Head, Stack, StackSpecs, Transformer
+from platform.plan.language.ops import Ops
 
 
-class EncoderDecoder:
+class EncoderDecoder(Transformer):
     """Sequence-to-sequence model: `forward` maps the data tensors `source` [source_length, batch] and `tokens` [length,
     batch], the target so far, to the summed cross-entropy of `labels` [length, batch]. Both stacks and, if tied, the
     head share one embedding table."""
@@ -19,9 +19,8 @@ class EncoderDecoder:
     inputs = ("source", "tokens", "labels")
 
     def __init__(self, c: ModelConfig):
-        self.config, self.sizes = c, sizes(c)
-        source, target = Shapes(c.source_length or None), Shapes()
-        self.table = embedding_table(c)
+        super().__init__(c)
+        source, target = StackSpecs(c.source_length or None), StackSpecs()
         self.source = Embedding("encoder.", c, source, self.table)
         self.encoder = Stack("encoder.", c, source, causal=False)
         self.target = Embedding("decoder.", c, target, self.table)
@@ -30,16 +29,9 @@ class EncoderDecoder:
         encoder = ("encoder.embedding", *self.encoder.units)
         self.units = (*encoder, "decoder.embedding", *self.decoder.units, "head")
 
-    def parameters(self) -> list[Parameter]:
-        parts = (self.source, self.encoder, self.target, self.decoder, self.head)
-        return [self.table, *(p for part in parts for p in part.parameters())]
-
-    def forward(self, ops: Ops, inputs: Mapping[str, Any]) -> Any:
-        return self.part(ops, inputs, {}, self.units)["loss"]
-
-    def part(self, ops: Ops, inputs: Mapping[str, Any], flow: Mapping[str, Any], units: Sequence[str]) -> Flow:
-        """Run some of the `units`: see Decoder.part. The encoder's output flows on as `memory` beside the decoder's
-        `stream`."""
+    def part(self, ops: Ops, inputs: Mapping[str, Any], flow: Mapping[str, Any], units: Sequence[str]) -> Activations:
+        """Run some of the `units`: see `Transformer.part`. The encoder's output flows on as `memory` beside the
+        decoder's `stream`."""
         source, flow = inputs.get("source"), dict(flow)
         if "encoder.embedding" in units:
             flow["stream"] = self.source(ops, source)

@@ -1,10 +1,22 @@
 """Monitoring of a run, on the driver only: console, journal, metrics, goodput, story, timeline, Weights & Biases."""
 
-from platform.monitor.goodput import Goodput, goodput
-from platform.monitor.monitor import Monitor, open_monitor
+from platform.monitor.goodput import cost_line, goodput
+from platform.monitor.monitor import RunMonitor, open_monitor
 from platform.monitor.records.journal import Journal
-from platform.monitor.records.metrics import METRICS, MetricsLog
+from platform.monitor.records.json_lines import JsonLines
+from platform.monitor.records.metrics import MetricsLog, MetricsRow
 from platform.monitor.story import story
 from platform.monitor.timeline import Timeline
 
-__all__ = ["METRICS", "Goodput", "Journal", "MetricsLog", "Monitor", "Timeline", "goodput", "open_monitor", "story"]
+__all__ = [
+    "Journal",
+    "JsonLines",
+    "MetricsLog",
+    "MetricsRow",
+    "RunMonitor",
+    "Timeline",
+    "cost_line",
+    "goodput",
+    "open_monitor",
+    "story",
+]

@@ -7,24 +7,28 @@ import shutil
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from statistics import fmean
-from typing import Any, TextIO
+from typing import TextIO
 
 from platform.boundary import terminal
 from platform.boundary.redaction import redact
+from platform.monitor.records.metrics import MetricsRow
 
 _HEADER_EVERY = 25  # lines between headers: about one per screen
 _ERASE = "\r\x1b[2K"
 
-_COLUMNS: tuple[tuple[str, int, Callable[[dict[str, Any]], str]], ...] = (  # title, width, text of a row
-    ("step", 7, lambda row: str(row["step"])),
-    ("loss", 10, lambda row: f"{row['loss']:.4f}"),
-    ("grad norm", 11, lambda row: f"{row['grad_norm']:.3f}"),
-    ("lr", 11, lambda row: f"{row['lr']:.2e}"),
-    ("tokens/s", 12, lambda row: f"{row['tokens_per_second']:,.0f}"),
-    ("MFU", 8, lambda row: "~" if row["mfu"] is None else f"{row['mfu']:.1%}"),
-    ("world", 7, lambda row: str(row["world_size"])),
-    ("time left", 11, lambda row: row["left"]),
+_COLUMNS: tuple[
+    tuple[str, int, Callable[[MetricsRow, str], str]], ...
+] = (  # title, width, text of a row and the time left
+    ("step", 7, lambda row, _: str(row.step)),
+    ("loss", 10, lambda row, _: f"{row.loss:.4f}"),
+    ("grad norm", 11, lambda row, _: f"{row.grad_norm:.3f}"),
+    ("lr", 11, lambda row, _: f"{row.lr:.2e}"),
+    ("tokens/s", 12, lambda row, _: f"{row.tokens_per_second:,.0f}"),
+    ("MFU", 8, lambda row, _: "~" if row.mfu is None else f"{row.mfu:.1%}"),
+    ("world", 7, lambda row, _: str(row.world_size)),
+    ("time left", 11, lambda _, left: left),
 )
 
 
@@ -40,29 +44,29 @@ class Console:
         self._stream, self._total, self._every, self._clock = stream, total_steps, every, clock
         self._live = stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
         self._lines = 0
-        self._since: list[dict[str, Any]] = []  # rows since the last line
+        self._since: list[MetricsRow] = []  # rows since the last line
         self._pace: deque[tuple[int, float]] = deque(maxlen=50)  # (step, clock) of recent steps, for the time left
 
-    def step(self, row: dict[str, Any]) -> None:
-        """Show a committed step, given as a row of metrics.jsonl."""
-        step = row["step"]
+    def step(self, row: MetricsRow) -> None:
+        """Show a committed step."""
+        step = row.step
         if self._pace and step <= self._pace[-1][0]:  # rolled back: time lost is no part of the pace
             self._pace.clear()
         self._pace.append((step, self._clock()))
         self._since.append(row)
-        shown = {**row, "left": self._left(step)}
+        left = self._left(step)
         if not self._lines or step % self._every == 0 or step == self._total:
-            seconds = [r["step_seconds"] for r in self._since]
-            for key in ("tokens_per_second", "mfu"):
-                values = [r[key] for r in self._since]
-                shown[key] = None if None in values else fmean(values, seconds)
+            seconds = [r.step_seconds for r in self._since]
+            speed = fmean([r.tokens_per_second for r in self._since], seconds)
+            known = [r.mfu for r in self._since if r.mfu is not None]
+            mfu = fmean(known, seconds) if len(known) == len(seconds) else None
             self._since.clear()
-            self._line(shown)
-        if "val_loss" in row:
-            self.say(f"{step:>{_COLUMNS[0][1]}}{row['val_loss']:>{_COLUMNS[1][1]}.4f}  validation loss")
+            self._line(replace(row, tokens_per_second=speed, mfu=mfu), left)
+        if row.val_loss is not None:
+            self.say(f"{step:>{_COLUMNS[0][1]}}{row.val_loss:>{_COLUMNS[1][1]}.4f}  validation loss")
         if self._live:
-            status = f"step {step}/{self._total}  loss {row['loss']:.4f}  "
-            status += f"{row['tokens_per_second']:,.0f} tokens/s  {shown['left']} left"
+            status = f"step {step}/{self._total}  loss {row.loss:.4f}  "
+            status += f"{row.tokens_per_second:,.0f} tokens/s  {left} left"
             width = shutil.get_terminal_size().columns - 1  # a wrapped status line could not be erased
             self._write(_ERASE + status[:width])
 
@@ -75,18 +79,18 @@ class Console:
         if self._live:
             self._write(_ERASE)
 
-    def _line(self, row: dict[str, Any]) -> None:
+    def _line(self, row: MetricsRow, left: str) -> None:
         if self._lines % _HEADER_EVERY == 0:
             self.say("".join(f"{title:>{width}}" for title, width, _ in _COLUMNS))
         self._lines += 1
-        self.say("".join(f"{text(row):>{width}}" for _, width, text in _COLUMNS))
+        self.say("".join(f"{text(row, left):>{width}}" for _, width, text in _COLUMNS))
 
     def _left(self, step: int) -> str:
         (first, then), (last, now) = self._pace[0], self._pace[-1]
         return _duration((now - then) / (last - first) * (self._total - step)) if last > first else "~"
 
     def _write(self, text: str) -> None:
-        terminal.write(self._stream, redact(text))
+        terminal.write_text(self._stream, redact(text))
 
 
 def _duration(seconds: float) -> str:

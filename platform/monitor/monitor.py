@@ -9,23 +9,22 @@ from typing import Any, TextIO
 
 from platform.config.fields import Config
 from platform.monitor.console import Console
-from platform.monitor.records.metrics import METRICS, MetricsLog
+from platform.monitor.records.metrics import MetricsLog, MetricsRow
+from platform.monitor.records.records import METRICS
 from platform.monitor.wandb_log import WandbLog
 
-OnStep = Callable[[dict[str, Any]], None]
+OnStep = Callable[[MetricsRow], None]
 
 
-class Monitor:
+class RunMonitor:
     """Sends a run's progress to metrics.jsonl, the console, W&B if configured, and the function `on_step`."""
 
     def __init__(self, metrics: MetricsLog, console: Console, wandb: WandbLog | None, on_step: OnStep):
         self._metrics, self._console, self._wandb, self._on_step = metrics, console, wandb, on_step
 
-    def step(self, row: dict[str, Any]) -> None:
-        """Record and show a committed step. `row` has the keys of METRICS (docs/design.md, section 7);
-        `val_loss` is optional."""
-        assert not (unknown := row.keys() - METRICS.keys()), f"no name for {sorted(unknown)} in METRICS"
-        self._metrics.append(row)
+    def step(self, row: MetricsRow) -> None:
+        """Record and show a committed step."""
+        self._metrics.write(row)
         self._console.step(row)
         self._to_wandb(lambda wandb: wandb.step(row))
         self._on_step(row)
@@ -61,7 +60,7 @@ def open_monitor(
     total_steps: int,
     stream: TextIO | None = None,
     on_step: OnStep = lambda row: None,
-) -> Monitor:
+) -> RunMonitor:
     """Open the monitor of a run that lives in the existing directory `run_dir` and ends after `total_steps` updates.
 
     `stream` (default: standard output) is refreshed in place if it is a terminal. `on_step` is called with each row
@@ -69,8 +68,8 @@ def open_monitor(
     Raises OSError if no file can be created in the directory.
     """
     console = Console(stream or sys.stdout, total_steps=total_steps, every=config.monitor.every)
-    metrics = MetricsLog(run_dir / "metrics.jsonl", console.say)
+    metrics = MetricsLog(run_dir / METRICS, console.say)
     wandb = WandbLog(config, run_dir) if config.monitor.kind == "wandb" else None
     if wandb:
         console.say(f"W&B: {wandb.where}")
-    return Monitor(metrics, console, wandb, on_step)
+    return RunMonitor(metrics, console, wandb, on_step)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
-Event = Mapping[str, Any]
+from platform.monitor.records import events
+from platform.monitor.records.events import JournalEvent
 
 
-def _mesh(event: Event) -> str:
-    return " x ".join(f"{axis} {n}" for axis, n in event["mesh"].items() if n > 1) or "1"
+def _mesh(mesh: dict[str, int]) -> str:
+    return " x ".join(f"{axis} {n}" for axis, n in mesh.items() if n > 1) or "1"
 
 
 def _last_line(text: str) -> str:
@@ -20,35 +21,33 @@ def _plural(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
-TELL: dict[str, Callable[[Event], str]] = {  # event -> its line; other events are left out
-    "injected": lambda e: f"on purpose, in step {e['step']}: {', '.join(e['faults'])}",
-    "failure": lambda e: f"rank {e['rank']} {e['kind']} in {e['method']}: {_last_line(e['cause'])}",
-    "reforming": lambda e: e["reason"],
-    "released": lambda e: (
-        f"{_plural(e['alive'], 'worker')} left, free after {e['seconds']:.2f} s" if "alive" in e else ""
+LINES: dict[
+    type[JournalEvent], Callable[[Any], str]
+] = {  # kind -> line of an event; others are left out, as are empty lines
+    events.Injected: lambda e: f"on purpose, in step {e.step}: {', '.join(e.faults)}",
+    events.Failure: lambda e: f"rank {e.rank} {e.kind} in {e.method}: {_last_line(e.cause)}",
+    events.Reforming: lambda e: e.reason,
+    events.Released: lambda e: (
+        "" if e.alive is None else f"{_plural(e.alive, 'worker')} left, free after {e.seconds:.2f} s"
     ),
-    "waiting": lambda e: f"waits: {e['reason']}",
-    "forming": lambda e: f"generation {e['generation']}: {_plural(e['world_size'], 'worker')}, {_mesh(e)}",
-    "restored": lambda e: f"goes on after step {e['step']}, from {e.get('source', 'storage')} in {e['seconds']:.2f} s",
-    "rolled_back": lambda e: f"{_plural(e['steps_lost'], 'step')} are done again",
-    "first_step": lambda e: f"step {e['step']} is done",
-    "hiring": lambda e: f"{_plural(e['count'], 'new worker')} starting",
-    "slow": lambda e: f"rank {e['rank']} on {e['node']} is slow: {e['ratio']:.1f} times its stage's median",
-    "notice": lambda e: f"{_plural(len(e['numbers']), 'worker')} will be taken away",
-    "spike": lambda e: f"step {e['step']} has a loss of {e['loss']:g}: {e['policy']}",
-    "drained": lambda e: f"stopped by {e['signal']} after step {e['step']}",
-    "gave_up": lambda e: f"ends after step {e['step']}",
-    "done": lambda e: f"done: step {e['step']}",
+    events.Waiting: lambda e: f"waits: {e.reason}",
+    events.Forming: lambda e: f"generation {e.generation}: {_plural(e.world_size, 'worker')}, {_mesh(e.mesh)}",
+    events.Restored: lambda e: f"goes on after step {e.step}, from {e.source or 'storage'} in {e.seconds:.2f} s",
+    events.RolledBack: lambda e: f"{_plural(e.steps_lost, 'step')} are done again",
+    events.FirstStep: lambda e: f"step {e.step} is done",
+    events.Hiring: lambda e: f"{_plural(e.count, 'new worker')} starting",
+    events.Slow: lambda e: f"rank {e.rank} on {e.node} is slow: {e.ratio:.1f} times its stage's median",
+    events.Notice: lambda e: f"{_plural(len(e.numbers), 'worker')} will be taken away",
+    events.Spike: lambda e: f"step {e.step} has a loss of {e.loss:g}: {e.policy}",
+    events.Drained: lambda e: f"stopped by {e.signal} after step {e.step}",
+    events.GaveUp: lambda e: f"ends after step {e.step}",
+    events.Done: lambda e: f"done: step {e.step}",
 }
 
 
-def story(journal: Iterable[Event]) -> str:
-    """Return one line per event of the last driver in a journal that TELL covers: seconds since its start, and text."""
-    events = list(journal)
-    start = max((i for i, event in enumerate(events) if event["event"] == "starting"), default=0)
-    lines = ["what happened (seconds since the start)"]
-    for event in events[start:]:
-        tell = TELL.get(event["event"])
-        if tell and (text := tell(event)):
-            lines.append(f"{event['time'] - events[start]['time']:9.2f}  {text}")
-    return "\n".join(lines)
+def story(journal: Sequence[JournalEvent]) -> str:
+    """Return the lines of a journal's last driver, as LINES has them, each with the seconds since its start."""
+    start = max((i for i, event in enumerate(journal) if isinstance(event, events.Starting)), default=0)
+    found = [(event.time, LINES[type(event)](event)) for event in journal[start:] if type(event) in LINES]
+    lines = [f"{time - journal[start].time:9.2f}  {text}" for time, text in found if text]
+    return "\n".join(["what happened (seconds since the start)", *lines])

@@ -15,14 +15,14 @@ from statistics import fmean
 from typing import Any
 
 from platform.plan.schedule.gantt import gantt_svg
-from platform.plan.schedule.simulate import Event, Simulation, simulate
+from platform.plan.schedule.simulate import Simulation, TimedAction, simulate
 from platform.plan.schedule.table import COMPUTE, SENDS, Action, Kind, Rows, Schedule
 
-STEPS = 20  # the last ones are kept for the trace
+KEPT_STEPS = 20  # the last ones are kept for the trace
 WAIT = "bubble"  # clock section in which a worker waits for another stage
 CATEGORIES = {"forward": "compute", "backward": "compute", WAIT: "wait", "exposed_comm": "wait"}  # else own name
 
-Span = Sequence[Any]  # name of a section or action, start, end: seconds since the step's barrier
+Interval = Sequence[Any]  # name of a section or action, start, end: seconds since the step's barrier
 
 
 class Timeline:
@@ -32,19 +32,19 @@ class Timeline:
     def __init__(self, schedule: Schedule, rows: Rows, names: Sequence[str], stages: Sequence[int]):
         self._schedule, self._names, self._stages = schedule, names, stages
         self._actions = [{str(a): a for a in row} for row in rows]  # per stage: action by name
-        self._steps: deque[tuple[int, float, Sequence[Sequence[Span]]]] = deque(maxlen=STEPS)
+        self._steps: deque[tuple[int, float, Sequence[Sequence[Interval]]]] = deque(maxlen=KEPT_STEPS)
 
-    def step(self, step: int, start: float, spans: Sequence[Sequence[Span]]) -> dict[str, Any]:
+    def step(self, step: int, start: float, spans: Sequence[Sequence[Interval]]) -> dict[str, float] | None:
         """Add the spans of every rank in the step that began at `start`, seconds on the driver's clock.
 
-        Returns {"bubble": {"planned", "measured"}} for the step's row of metrics, both in units of the busiest worker's
-        computing time; {} without a pipeline. Planned: the schedule simulated with each kind of action's mean time.
+        Returns the bubble, {"planned", "measured"}, both in units of the busiest worker's computing time; None without
+        a pipeline. Planned: the schedule simulated with each kind of action's mean time.
         """
         self._steps.append((step, start, spans))
         if self._schedule.stages == 1:
-            return {}
+            return None
         ran = self._ran(spans)
-        return {"bubble": {"planned": self._planned(ran).bubble, "measured": bubble(ran)}}
+        return {"planned": self._planned(ran).bubble, "measured": bubble(ran)}
 
     def write(self, directory: Path) -> None:
         """Write `timeline.json`, a trace of the last steps for Perfetto or chrome://tracing, and `timeline.svg`, the
@@ -55,10 +55,10 @@ class Timeline:
         (directory / "timeline.json").write_text(json.dumps(trace, separators=(",", ":")) + "\n")
         (directory / "timeline.svg").write_text(self._picture())
 
-    def _ran(self, spans: Sequence[Sequence[Span]]) -> list[list[Event]]:
+    def _ran(self, spans: Sequence[Sequence[Interval]]) -> list[list[TimedAction]]:
         return [executed(s, self._actions[s], own) for s, own in zip(self._stages, spans, strict=True)]
 
-    def _planned(self, ran: Sequence[Sequence[Event]]) -> Simulation:
+    def _planned(self, ran: Sequence[Sequence[TimedAction]]) -> Simulation:
         seconds: dict[Kind, list[float]] = defaultdict(list)
         for event in (event for events in ran for event in events):
             seconds[event.action.kind].append(event.end - event.start)
@@ -70,7 +70,7 @@ class Timeline:
         planned = self._planned(ran)
         first = [self._stages.index(stage) for stage in range(self._schedule.stages)]
         zero = min(event.start for rank in first for event in ran[rank])
-        measured = [Event(e.stage, e.action, e.start - zero, e.end - zero) for rank in first for e in ran[rank]]
+        measured = [TimedAction(e.stage, e.action, e.start - zero, e.end - zero) for rank in first for e in ran[rank]]
         return gantt_svg(
             {
                 f"planned: {self._schedule.name}, bubble {planned.bubble:.1%}": planned.timeline,
@@ -100,18 +100,18 @@ class Timeline:
                         yield event | {"name": name, "cat": CATEGORIES.get(name, name), "args": {"step": step}}
 
 
-def executed(stage: int, actions: dict[str, Action], spans: Sequence[Span]) -> list[Event]:
+def executed(stage: int, actions: dict[str, Action], spans: Sequence[Interval]) -> list[TimedAction]:
     """Return the actions among a rank's spans, in order. A computation begins when the input it waited for arrived."""
     events, arrived = [], 0.0
     for name, start, end in spans:  # ordered by end: a wait comes before the action that waited
         if name == WAIT:
             arrived = end
         elif action := actions.get(name):
-            events.append(Event(stage, action, max(start, arrived) if action.kind in COMPUTE else start, end))
+            events.append(TimedAction(stage, action, max(start, arrived) if action.kind in COMPUTE else start, end))
     return events
 
 
-def bubble(ran: Sequence[Sequence[Event]]) -> float:
+def bubble(ran: Sequence[Sequence[TimedAction]]) -> float:
     """Return makespan / ideal - 1 of the actions that the ranks ran; ideal: computing time of the busiest rank."""
     computed = [[e for e in events if e.action.kind in COMPUTE] for events in ran]
     makespan = max(e.end for events in computed for e in events) - min(e.start for events in computed for e in events)

@@ -9,7 +9,7 @@ from typing import Any
 
 from platform.boundary.redaction import redact
 from platform.config.fields import Config
-from platform.monitor.records.metrics import flatten
+from platform.monitor.records.metrics import MetricsRow, for_wandb
 
 RESUMABLE = 75  # the launcher's exit status of a run that will be continued
 
@@ -56,9 +56,9 @@ class WandbLog:
         upload = f"; upload with `wandb sync {shlex.quote(str(wandb_dir))}/offline-run-*`"
         self.where = {"offline": f"offline ({why}){upload}", "disabled": f"disabled ({why})"}.get(mode) or self._run.url
 
-    def step(self, row: dict[str, Any]) -> None:
+    def step(self, row: MetricsRow) -> None:
         """Log a row of metrics.jsonl."""
-        self._run.log(flatten(row))
+        self._run.log(for_wandb(row))
 
     def summary(self, values: dict[str, Any]) -> None:
         """Record numbers of the whole run, which W&B shows beside its name."""

@@ -22,14 +22,15 @@ def _inverse_sqrt(o: Optimizer, step: int, steps: int) -> float:
     return math.sqrt(max(1, o.warmup_steps) / step)
 
 
-Schedule = Callable[[Optimizer, int, int], float]  # (config.optimizer, update, updates) -> fraction of lr after warm-up
+# (config.optimizer, number of the update, updates) -> fraction of lr after warm-up
+LearningRate = Callable[[Optimizer, int, int], float]
 
 # inverse_sqrt: "Attention Is All You Need", 5.3; its rate d_model^-0.5 x min(step^-0.5, step x warmup^-1.5) is the one
 # here with lr = (d_model x warmup)^-0.5.
-SCHEDULES: dict[str, Schedule] = {"constant": _constant, "cosine": _cosine, "inverse_sqrt": _inverse_sqrt}
+SCHEDULES: dict[str, LearningRate] = {"constant": _constant, "cosine": _cosine, "inverse_sqrt": _inverse_sqrt}
 
 
-def register_schedule(name: str, schedule: Schedule) -> None:
+def register_schedule(name: str, schedule: LearningRate) -> None:
     """Register a learning-rate schedule as `optimizer.schedule=NAME`."""
     SCHEDULES[name] = schedule
     allow("optimizer.schedule", name)

@@ -74,7 +74,7 @@ def find_need(o: Optimizer) -> str:
     return ELEMENT if torch.allclose(whole, rows) and torch.allclose(whole, flat) else "tensor"
 
 
-def warm(o: Optimizer) -> None:
+def preload_imports(o: Optimizer) -> None:
     """Take a dummy step, so that torch's imports for an optimizer's first step (most of a second) are done while nobody
     waits: before a spare is ready, and before the driver looks for a state to recover."""
     import torch

@@ -26,7 +26,7 @@ def need_of(o: Optimizer) -> str:
     return need if isinstance(need, str) else need(o)
 
 
-def splits(config: Config, plan: Plan) -> Iterator[str]:
+def split_violations(config: Config, plan: Plan) -> Iterator[str]:
     """Yield the violation if the optimizer would get parts of tensors that it needs whole, naming the axes that split
     them: it would silently compute different updates."""
     need, kind = need_of(config.optimizer), config.optimizer.kind

@@ -23,7 +23,7 @@ from platform.plan.core.plan import Plan
 from platform.plan.language.layout import Layout
 from platform.plan.language.ops import Ops, Parameter, Spec
 
-POINTWISE: dict[str, Callable[..., Tensor]] = {
+POINTWISE_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "gelu": lambda x: F.gelu(x),
     "relu": lambda x: F.relu(x),
     "silu": lambda x: F.silu(x),
@@ -48,7 +48,7 @@ def where_present(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 @dataclass
-class Position:
+class PassPosition:
     """Place of a forward pass in the run: everything that dropout masks depend on besides the global element."""
 
     seed: int = 0
@@ -67,10 +67,11 @@ class ParallelOps(Ops):
     def __init__(self, plan: Plan, communicator: Communicator, tensors: Mapping[str, Tensor], dropout: float = 0.0):
         self.plan, self.communicator, self.tensors = plan, communicator, tensors
         self.dropout_rate = dropout
-        self.position = Position()
+        self.position = PassPosition()
         self.deferred: Deferred | None = None  # collects weight gradient computations that a schedule runs later
         self.recompute = plan.recompute
         tensors_of = (t for o in plan.operations.values() for t in (*o.operation.inputs, *o.operation.outputs))
+        # activation -> (offset, extent) per dim of this rank's block
         self._blocks = {t: plan.block(t, communicator.coordinates) for t in tensors_of if isinstance(t, Spec)}
 
     def recomputed(self, kind, function, spec, x, *more):
@@ -85,20 +86,14 @@ class ParallelOps(Ops):
             yield
             self.position, self.deferred = now
 
-        axes = self.plan.kept_axes(spec)
-        elements = self.plan.shared_elements(spec, axes)
-        return recomputed(self.communicator, function, restore, axes, elements, x, *more)
+        return recomputed(self.communicator, function, restore, self.plan.kept_axes(spec), x, *more)
 
     def _planned(self, kind: str, name: str) -> PlannedOperation:
         return self.plan.operations[kind, name]
 
-    def _block(self, spec: Spec) -> list[tuple[int, int]]:
-        """Return (offset, extent) per dim of this rank's block of an activation."""
-        return self._blocks[spec]
-
     def _range(self, spec: Spec, dim: str, device: torch.device) -> Tensor:
         """Return the global positions along `dim` of this rank's block of an activation."""
-        first, n = self._block(spec)[spec.dims.index(dim)]
+        first, n = self._blocks[spec][spec.dims.index(dim)]
         return torch.arange(first, first + n, device=device)
 
     def lookup(self, name, table, tokens, out):
@@ -118,21 +113,18 @@ class ParallelOps(Ops):
         return apply(self.communicator, x.view(*tokens.shape, *weight.shape[1:]), leave)
 
     def features(self, name, ids, out):
-        ids = ids["features", name]
-        dtype = next(iter(self.tensors.values())).dtype
-        if absent(ids):
-            return ids.to(dtype).requires_grad_()
-        *_, (first, n) = self._block(out)
-        columns = torch.arange(first, first + n, device=ids.device)
-        elements = ids.unsqueeze(-1) * self.plan.sizes[out.dims[-1]] + columns
-        return random.normal(random.key("features", name), elements).to(dtype).requires_grad_()
+        size, key = self.plan.sizes[out.dims[-1]], random.key("features", name)
+        return self._of_ids("features", name, ids, out, lambda ids, column: random.normal(key, ids * size + column))
 
     def one_hot(self, name, ids, out):
-        ids = ids["one_hot", name]
-        dtype = next(iter(self.tensors.values())).dtype
-        if absent(ids):
-            return ids.to(dtype).requires_grad_()
-        return (ids.unsqueeze(-1) == self._range(out, out.dims[-1], ids.device)).to(dtype).requires_grad_()
+        return self._of_ids("one_hot", name, ids, out, lambda ids, column: ids == column)
+
+    def _of_ids(self, kind, name, ids, out, compute):
+        """Return the activation that `compute` makes of ids and the positions along the last dim of `out`."""
+        found, dtype = ids[kind, name], next(iter(self.tensors.values())).dtype
+        if not absent(found):
+            found = compute(found.unsqueeze(-1), self._range(out, out.dims[-1], found.device))
+        return found.to(dtype).requires_grad_()
 
     def project(self, x, spec, weights, outs, biases=()):
         tensors = [self.tensors[w.name] for w in weights]
@@ -190,7 +182,7 @@ class ParallelOps(Ops):
         """Return x with `value` where this rank's block extends beyond the size of a dim; only vocab is ever padded."""
         for i, dim in enumerate(spec.dims):
             if dim in dims:
-                first, n = self._block(spec)[i]
+                first, n = self._blocks[spec][i]
                 real = self.plan.global_shape(spec)[i] - first
                 if real < n:
                     padding = torch.arange(n, device=x.device) >= real
@@ -209,7 +201,7 @@ class ParallelOps(Ops):
         if absent(x):
             return apply(self.communicator, x, leave)
         i = next(i for i, (a, b) in enumerate(zip(spec.dims, out.dims, strict=False)) if a != b)
-        x = x.flatten(i, i + 1) if len(spec.dims) > len(out.dims) else x.unflatten(i, (self._block(out)[i][1], -1))
+        x = x.flatten(i, i + 1) if len(spec.dims) > len(out.dims) else x.unflatten(i, (self._blocks[out][i][1], -1))
         return apply(self.communicator, x, leave)
 
     @where_present
@@ -261,11 +253,11 @@ class ParallelOps(Ops):
         (conversion,) = planned.conversions
         x = apply(self.communicator, x, conversion)
         dim = out.dims.index("heads")
-        first_head, heads = self._block(out)[dim]
+        first_head, heads = self._blocks[out][dim]
         per_group = self.plan.sizes["heads"] // self.plan.sizes["kv_heads"]
         if first_head % per_group == 0 and heads == x.shape[dim] * per_group:  # whole groups: a plain repeat
             return x.repeat_interleave(per_group, dim)
-        have, _ = self._block(spec)[dim]
+        have, _ = self._blocks[spec][dim]
         index = torch.arange(first_head, first_head + heads, device=x.device) // per_group - have
         return x.index_select(dim, index)
 
@@ -279,7 +271,7 @@ class ParallelOps(Ops):
             length, memory = (self._range(spec, d, x.device) for d in ("length", "memory_length"))
             x = x.masked_fill(memory > length.unsqueeze(1), -torch.inf)
         if mask is not None:
-            x = x.masked_fill(positions.hidden(mask["softmax", name]), torch.finfo(x.dtype).min)
+            x = x.masked_fill(positions.padding_mask(mask["softmax", name]), torch.finfo(x.dtype).min)
         x = self._without_padding(x, spec, [dim], -torch.inf)
         return statistics.softmax(x, spec.dims.index(dim), self.communicator, planned.over)
 
@@ -288,11 +280,11 @@ class ParallelOps(Ops):
         order = [spec.dims.index(d) for d in ("batch", "heads", "length", "d_kv")]
         back = [("batch", "heads", "length", "d_kv").index(d) for d in spec.dims]
         q, k, v = (t.permute(order) for t in (q, k, v))
-        hidden = None if mask is None else positions.hidden(mask["fused_attention", name])
-        if bias is None and hidden is None:
+        padding = None if mask is None else positions.padding_mask(mask["fused_attention", name])
+        if bias is None and padding is None:
             seen = None
         else:
-            seen, causal = positions.attention_mask(q, k, causal, hidden, bias), False
+            seen, causal = positions.attention_mask(q, k, causal, padding, bias), False
         return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=causal, scale=scale).permute(back)
 
     def can_fuse_attention(self, spec):
@@ -305,21 +297,21 @@ class ParallelOps(Ops):
         return apply(self.communicator, x, conversion)
 
     def pointwise(self, function, *x):
-        return POINTWISE[function](*x)
+        return POINTWISE_FUNCTIONS[function](*x)
 
     @where_present
     def pointwise_each(self, functions, x, spec, dim):
         i = spec.dims.index(dim)
-        first, n = self._block(spec)[i]
+        first, n = self._blocks[spec][i]
         mine = functions[first : first + n]
-        return torch.stack([POINTWISE[f](part) for f, part in zip(mine, x.unbind(i), strict=True)], i)
+        return torch.stack([POINTWISE_FUNCTIONS[f](part) for f, part in zip(mine, x.unbind(i), strict=True)], i)
 
     @where_present
     def dropout(self, name, x, spec):
         if not self.dropout_rate or not self.position.training:
             return x
         p = self.position
-        where = dict(zip(spec.dims, self._block(spec), strict=True))
+        where = dict(zip(spec.dims, self._blocks[spec], strict=True))
         first, n = where["batch"]
         where["batch"] = (first + p.first_sequence, n)
         order = sorted(range(len(spec.dims)), key=lambda i: spec.dims[i] != "batch")  # batch first: its size is unused
@@ -333,7 +325,7 @@ class ParallelOps(Ops):
 
     def cross_entropy(self, name, logits, spec, labels, smoothing=0.0):
         planned = self._planned("cross_entropy", name)
-        first, _ = self._block(spec)[spec.dims.index("vocab")]
+        first, _ = self._blocks[spec][spec.dims.index("vocab")]
         vocab, labels = self.plan.sizes["vocab"], labels["cross_entropy", name]
         if absent(logits):
             return logits.sum()
@@ -342,7 +334,7 @@ class ParallelOps(Ops):
 
     def squared_error(self, name, y, target, spec, ids):
         padding = ids["squared_error", name] < 0
-        error = statistics.accumulate(y) - statistics.accumulate(target.detach())
+        error = statistics.widened(y) - statistics.widened(target.detach())
         if not absent(y):
             kept = [d for d in spec.dims if d in ("length", "batch")]
             rows = padding if kept == ["length", "batch"] else padding.t()

@@ -6,7 +6,7 @@ where the value is used. After an output is sent only its autograd graph edge is
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -17,14 +17,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from platform.parallel.communicator.base import Communicator, Handle
 from platform.parallel.kernels.einsum import Deferred
 from platform.parallel.sharding.convert import absent
-from platform.parallel.sharding.share import gather, scatter
-from platform.plan.core.chunks import Chunk, Flow
+from platform.parallel.sharding.share import gather_parts, keep_part
+from platform.plan.core.chunks import Chunk, FlowSpecs
 from platform.plan.core.plan import Plan
-from platform.plan.schedule.table import Action, Kind
+from platform.plan.schedule.table import BACKWARD_KINDS, SENDS_IN_FLIGHT, Action, Kind, with_completed
 
 Key = tuple[int, int]  # chunk, microbatch
 Forward = Callable[[Chunk, int, dict[str, Tensor], Deferred | None], dict[str, Tensor]]
-SENDS_IN_FLIGHT = 8  # sends whose buffers are kept: gloo reports a send as done only when it is waited for
 
 
 class StageFailed(RuntimeError):
@@ -41,7 +40,7 @@ class _Live:
 
 
 @dataclass
-class Pipeline:
+class PipelineExecutor:
     """Runs schedule rows on the rank of `communicator`, timing each action as a section. `plan`: that of its stage.
 
     `forward(chunk, microbatch, flow, deferred)` runs a model chunk on received activations and returns its output
@@ -69,19 +68,14 @@ class Pipeline:
         """Run a lowered row to its end. Raises StageFailed naming the action that failed."""
         row = list(row)
         self._splits = any(a.kind is Kind.WEIGHT for a in row)
-        left: dict[int, int] = defaultdict(int)  # chunk -> backward actions still to run
-        for action in row:
-            left[action.chunk] += action.kind in (Kind.BACKWARD, Kind.WEIGHT)
         self.peak_live = 0
-        for action in row:
+        for action, completed in with_completed(row):
             c = self.communicator
             try:
                 with c.clock.section(str(action)):
                     _ACTIONS[action.kind](self, action)
-                    if action.kind in (Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT):
-                        left[action.chunk] -= action.kind is not Kind.INPUT
-                        done = action.kind is not Kind.INPUT and not left[action.chunk]
-                        self.accumulated(action.chunk if done else None)
+                    if action.kind in BACKWARD_KINDS:
+                        self.accumulated(completed)
             except Exception as error:
                 stage = c.coordinates["stage"]
                 raise StageFailed(f"rank {c.rank} (stage {stage}) failed at {action}: {error}") from error
@@ -133,32 +127,24 @@ class Pipeline:
             while live.deferred:
                 live.deferred.pop(0)()
 
-    def _send_forward(self, action: Action) -> None:
-        flow = self._flow.pop((action.chunk + 1, action.microbatch))
-        self._send(flow, self._chunks[action.chunk].sends, action.peer)
-
-    def _send_backward(self, action: Action) -> None:
-        gradients = self._gradients.pop((action.chunk - 1, action.microbatch))
-        self._send(gradients, self._chunks[action.chunk].receives, action.peer)
-
-    def _send(self, tensors: Mapping[str, Tensor], flow: Flow, peer: int | None) -> None:
-        assert peer is not None
+    def _send(self, way: str, action: Action) -> None:
+        assert action.peer is not None
+        chunk = self._chunks[action.chunk]
+        if way == "forward":
+            tensors, flow = self._flow.pop((chunk.number + 1, action.microbatch)), chunk.sends
+        else:
+            tensors, flow = self._gradients.pop((chunk.number - 1, action.microbatch)), chunk.receives
         for name, spec in self._present(flow):
-            axes, elements = self.plan.shared_axes(spec), self.plan.sent_elements(spec)
-            x = scatter(self.communicator, tensors[name], axes, elements)
-            self._sending.append(self.communicator.send(x, peer))
+            x = keep_part(self.communicator, tensors[name], self.plan.shared_axes(spec))
+            self._sending.append(self.communicator.send(x, action.peer))
         # Waiting here cannot deadlock: a schedule that would deadlock with blocking sends is refused.
         while len(self._sending) > SENDS_IN_FLIGHT:
             self._sending.popleft().wait()
 
-    def _receive_forward(self, action: Action) -> None:
-        self._receive("forward", action, self._chunks[action.chunk].receives)
-
-    def _receive_backward(self, action: Action) -> None:
-        self._receive("backward", action, self._chunks[action.chunk].sends)
-
-    def _receive(self, way: str, action: Action, flow: Flow) -> None:
+    def _receive(self, way: str, action: Action) -> None:
         assert action.peer is not None
+        chunk = self._chunks[action.chunk]
+        flow = chunk.receives if way == "forward" else chunk.sends
         shapes = {
             name: (self.plan.sent_elements(spec),) if self.plan.shared_axes(spec) else self.plan.local_shape(spec)
             for name, spec in self._present(flow)
@@ -166,34 +152,34 @@ class Pipeline:
         coming = {name: self.communicator.receive(shape, self.dtype, action.peer) for name, shape in shapes.items()}
         self._arriving[way, (action.chunk, action.microbatch)] = coming
 
-    def _arrived(self, way: str, key: Key, flow: Flow) -> dict[str, Tensor]:
+    def _arrived(self, way: str, key: Key, flow: FlowSpecs) -> dict[str, Tensor]:
         if not flow:
             return {}
         coming, out = self._arriving.pop((way, key)), {}
         for name, spec in flow:
             if name in coming:
                 axes, shape = self.plan.shared_axes(spec), self.plan.local_shape(spec)
-                out[name] = gather(self.communicator, coming[name].wait(), axes, shape)
+                out[name] = gather_parts(self.communicator, coming[name].wait(), axes, shape)
             else:
                 out[name] = torch.empty(0, dtype=self.dtype, device=self.communicator.device)
         return out
 
-    def _present(self, flow: Flow) -> Flow:
+    def _present(self, flow: FlowSpecs) -> FlowSpecs:
         """Return the part of a flow of which this rank has a block; its other tensors are empty here."""
         return tuple((name, spec) for name, spec in flow if self.plan.present(spec, self.communicator.coordinates))
 
 
 # Unbound and outside the instance: bound methods stored in it would form a reference cycle, which keeps its tensors
 # alive until Python's cycle collector runs.
-_ACTIONS: Mapping[Kind, Callable[[Pipeline, Action], None]] = {
-    Kind.FORWARD: Pipeline._forward,
-    Kind.BACKWARD: Pipeline._backward,
-    Kind.INPUT: Pipeline._input_gradient,
-    Kind.WEIGHT: Pipeline._weight_gradient,
-    Kind.SEND_F: Pipeline._send_forward,
-    Kind.RECV_F: Pipeline._receive_forward,
-    Kind.SEND_B: Pipeline._send_backward,
-    Kind.RECV_B: Pipeline._receive_backward,
+_ACTIONS: Mapping[Kind, Callable[[PipelineExecutor, Action], None]] = {
+    Kind.FORWARD: PipelineExecutor._forward,
+    Kind.BACKWARD: PipelineExecutor._backward,
+    Kind.INPUT: PipelineExecutor._input_gradient,
+    Kind.WEIGHT: PipelineExecutor._weight_gradient,
+    Kind.SEND_F: lambda self, action: self._send("forward", action),
+    Kind.RECV_F: lambda self, action: self._receive("forward", action),
+    Kind.SEND_B: lambda self, action: self._send("backward", action),
+    Kind.RECV_B: lambda self, action: self._receive("backward", action),
 }
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from platform.parallel.communicator.base import Communicator
-from platform.parallel.sharding.share import gather, scatter
+from platform.parallel.sharding.share import gather_parts, keep_part
 
 
 class _Recomputed(torch.autograd.Function):
@@ -21,17 +21,12 @@ class _Recomputed(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, communicator, function, restore, axes, elements, x, *more):
-        ctx.communicator, ctx.function, ctx.restore, ctx.axes, ctx.shape = (
-            communicator,
-            function,
-            restore,
-            axes,
-            x.shape,
-        )
+    def forward(ctx, communicator, function, restore, axes, x, *more):
+        ctx.communicator, ctx.function, ctx.restore = communicator, function, restore
+        ctx.axes, ctx.shape = axes, x.shape
         ctx.tensors = [i for i, other in enumerate(more) if other is not None]
         ctx.count = len(more)
-        ctx.save_for_backward(scatter(communicator, x, axes, elements), *(more[i] for i in ctx.tensors))
+        ctx.save_for_backward(keep_part(communicator, x, axes), *(more[i] for i in ctx.tensors))
         return function(x, *more)
 
     @staticmethod
@@ -39,12 +34,12 @@ class _Recomputed(torch.autograd.Function):
         part, *saved = ctx.saved_tensors
         more: list[Any] = [None] * ctx.count
         for i, other in zip(ctx.tensors, saved, strict=True):
-            more[i] = other.detach().requires_grad_(ctx.needs_input_grad[6 + i])
-        x = gather(ctx.communicator, part, ctx.axes, ctx.shape).detach().requires_grad_(ctx.needs_input_grad[5])
+            more[i] = other.detach().requires_grad_(ctx.needs_input_grad[5 + i])
+        x = gather_parts(ctx.communicator, part, ctx.axes, ctx.shape).detach().requires_grad_(ctx.needs_input_grad[4])
         with torch.enable_grad(), ctx.restore():
             out = ctx.function(x, *more)
         torch.autograd.backward(out, gradient)
-        return None, None, None, None, None, x.grad, *(other if other is None else other.grad for other in more)
+        return None, None, None, None, x.grad, *(other if other is None else other.grad for other in more)
 
 
 def recomputed(
@@ -52,13 +47,12 @@ def recomputed(
     function: Callable[..., Tensor],
     restore: Callable[[], Any],
     axes: tuple[str, ...],
-    elements: int,
     x: Tensor,
     *more: Tensor | None,
 ) -> Tensor:
     """Return function(x, *more), saving only the arguments; the backward pass computes the rest again.
 
-    x, replicated over `axes`, is saved as one part of `elements` per rank. `restore`: returns a context in which
+    x, replicated over `axes`, is saved as one part per rank. `restore`: returns a context in which
     `function` computes the same as now.
     """
-    return _Recomputed.apply(communicator, function, restore, axes, elements, x, *more)
+    return _Recomputed.apply(communicator, function, restore, axes, x, *more)

@@ -11,10 +11,10 @@ import sys
 from collections.abc import Iterator
 from math import inf
 
-from platform.boundary.redaction import learn_urls, shielded
+from platform.boundary.redaction import register_url_secrets, shielded
 from platform.config.fields import Config, ConfigError
 from platform.launch import REFUSED, compose
-from platform.model import build
+from platform.model import build_model
 from platform.optimizer.optimizers import OPTIMIZERS
 from platform.plan.core.step_collectives import communication
 from platform.plan.reports.describe import human
@@ -36,7 +36,7 @@ def main() -> int:
     arguments = parser.parse_intermixed_args()
     if arguments.workers_per_node < 1:
         parser.error("--workers-per-node must be at least 1")
-    learn_urls(arguments.overrides)
+    register_url_secrets(arguments.overrides)
     with shielded(sys.stdout, sys.stderr):
         return _answer(arguments)
 
@@ -56,7 +56,7 @@ def _answer(arguments: argparse.Namespace) -> int:
         return 0
     found = explain(
         plan,
-        build(config.model),
+        build_model(config.model),
         moments=OPTIMIZERS[config.optimizer.kind].moments,
         workers_per_node=arguments.workers_per_node,
         dropout=config.model.dropout,

@@ -8,7 +8,7 @@ from platform.config.bounds import allow
 from platform.config.fields import Config, ConfigError, violation
 from platform.plan.schedule.csv_file import from_csv
 from platform.plan.schedule.generators import (
-    PASSES,
+    MOST_PASSES,
     SCHEDULES,
     Generator,
     generate,
@@ -41,12 +41,12 @@ def count_microbatches(config: Config, data: int) -> int:
     needed = -(-config.train.global_batch // unit)
     if pipeline.kind == "file":
         return needed
-    if (passes := pipeline.stages * pipeline.chunks * needed) > PASSES:
+    if (passes := pipeline.stages * pipeline.chunks * needed) > MOST_PASSES:
         constraint = (
             f"is {needed} microbatches on pipeline.stages={pipeline.stages} x pipeline.chunks={pipeline.chunks}:"
-            f" {passes} passes, of which a schedule may have {PASSES}; more sequences per microbatch make fewer"
+            f" {passes} passes, of which a schedule may have {MOST_PASSES}; more sequences per microbatch make fewer"
         )
-        most = PASSES // (pipeline.stages * pipeline.chunks) * unit
+        most = MOST_PASSES // (pipeline.stages * pipeline.chunks) * unit
         raise ConfigError(
             violation("train.global_batch", config.train.global_batch, constraint, [most] if most else [])
         )

@@ -9,15 +9,16 @@ from math import prod
 
 from platform.config.fields import Config, ConfigError, closest, violation
 from platform.config.layout_map import axes_of
-from platform.model import build as build_model
-from platform.optimizer.whole import splits
+from platform.model import build_model as build_model
+from platform.optimizer.whole import split_violations
 from platform.plan.communication.legality import IllegalPlan
-from platform.plan.core.build import build
+from platform.plan.core.build import build_plan
 from platform.plan.core.plan import Plan
 from platform.plan.language.mistakes import ModelMistake
 from platform.plan.language.numbers import factorizations
 from platform.plan.language.ops import Recompute
-from platform.plan.language.scheme import compose
+from platform.plan.language.scheme import compose_scheme
+from platform.plan.schedule.generators import SHIPPED
 from platform.planning.choose_schedule import count_microbatches, schedule_of
 
 MESHES_SHOWN = 4
@@ -33,10 +34,7 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
     Raises ConfigError with one line per violation.
     """
     tensor, branch = asdict(config.tensor), asdict(config.branch)
-    inner = 1
-    for _, n in compose(tensor, branch, 1).axes:
-        inner *= n
-    inner *= config.pipeline.stages
+    inner = prod(n for _, n in compose_scheme(tensor, branch, 1).axes) * config.pipeline.stages
     data, train = config.parallel.data, config.train
     if data == -1:
         data = (workers or inner) // inner
@@ -44,12 +42,12 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
             raise ConfigError(
                 f"parallel.data=-1: {workers} workers are not a multiple of {inner}, the other axes' product"
             )
-    scheme = compose(tensor, branch, data)
+    scheme = compose_scheme(tensor, branch, data)
     try:
         if config.model.layers > DEEP:  # all layers are alike
             shallow = build_model(replace(config.model, layers=2))
-            build(shallow, scheme, data=data, microbatch=train.microbatch, microbatches=1)
-        plan = build(
+            build_plan(shallow, scheme, data=data, microbatch=train.microbatch, microbatches=1)
+        plan = build_plan(
             build_model(config.model),
             scheme,
             data=data,
@@ -73,9 +71,20 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
         meshes = [str(m).replace("'", "") for m in islice(_legal_meshes(config, data), MESHES_SHOWN)]
         also = f"; tensor.axes of as many workers that do: {' or '.join(meshes)}" if meshes else ""
         raise ConfigError([*lines, last + also]) from None
-    if refused := list(splits(config, plan)):
+    if refused := list(split_violations(config, plan)):
         raise ConfigError(refused)
     return plan
+
+
+def plan_quickly(config: Config) -> Plan | None:
+    """Build the plan of a configuration, None if it is refused; chunks are placed without making the table where the
+    schedule is a shipped one."""
+    pipeline = config.pipeline
+    loop = tuple(range(pipeline.stages)) * pipeline.chunks  # where the shipped schedules place chunks
+    try:
+        return make_plan(config, stage_of=loop if pipeline.kind in ("none", *SHIPPED) else None)
+    except ConfigError:
+        return None
 
 
 def _legal_meshes(config: Config, data: int) -> Iterator[dict[str, int]]:
@@ -87,11 +96,17 @@ def _legal_meshes(config: Config, data: int) -> Iterator[dict[str, int]]:
         dict(zip(given, sizes, strict=True)) for sizes in islice(factorizations(workers, len(given)), FACTORIZATIONS)
     )
     for axes in sorted(found, key=lambda axes: sum(abs(axes[a] - n) for a, n in given.items()))[:MESHES_TRIED]:
-        tensor = {**asdict(config.tensor), "axes": axes}
-        scheme = compose(tensor, asdict(config.branch), data)
-        model = build_model(replace(config.model, layers=1))  # all layers are alike
-        try:
-            build(model, scheme, data=data, microbatch=config.train.microbatch, microbatches=1)
-        except IllegalPlan:
-            continue
-        yield axes
+        if is_legal(replace(config, tensor=replace(config.tensor, axes=axes)), data):
+            yield axes
+
+
+def is_legal(config: Config, data: int) -> bool:
+    """Return True if the model has a legal plan with these axes over `data` replicas. One layer is planned, as all
+    layers are alike."""
+    scheme = compose_scheme(asdict(config.tensor), asdict(config.branch), data)
+    model = build_model(replace(config.model, layers=1))
+    try:
+        build_plan(model, scheme, data=data, microbatch=config.train.microbatch, microbatches=1)
+    except IllegalPlan:
+        return False
+    return True

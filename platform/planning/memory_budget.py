@@ -5,19 +5,19 @@ from __future__ import annotations
 from math import inf, prod
 
 from platform.config.fields import Config
-from platform.model import build as build_model
+from platform.model import build_model as build_model
 from platform.optimizer.optimizers import OPTIMIZERS
 from platform.plan.core.plan import Plan
 from platform.plan.memory.footprint import Footprint, footprint
 from platform.plan.memory.worker_bytes import weight_bytes
-from platform.plan.schedule.generators import generate, representative
+from platform.plan.schedule.generators import generate, representative_microbatches
 from platform.plan.schedule.lowering import lower
 from platform.plan.schedule.table import Schedule
 from platform.planning.choose_schedule import schedule_of
 from platform.planning.make_plan import make_plan
 
 
-class Room:
+class MemoryBudget:
     """Memory budget of a worker: tells which configurations fit. `memory`: bytes; inf: unknown, everything fits. The
     budget is at least what the plan of `config` needs by our count: the run was started with it, and the count is an
     estimate."""
@@ -65,7 +65,7 @@ def _schedule(config: Config, plan: Plan) -> Schedule:
     if pipeline.kind == "file":
         return schedule_of(config, config.parallel.data)
     kind = "1f1b" if pipeline.kind == "none" else pipeline.kind
-    few = representative(kind, pipeline.stages, pipeline.chunks, plan.microbatches)
+    few = representative_microbatches(kind, pipeline.stages, pipeline.chunks, plan.microbatches)
     return generate(kind, pipeline.stages, pipeline.chunks, few)
 
 

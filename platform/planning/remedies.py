@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from platform.config.fields import Config, ConfigError, violation
+from platform.config.fields import Config, violation
 from platform.plan.core.plan import Plan
-from platform.plan.schedule.generators import SHIPPED
-from platform.planning.make_plan import make_plan
+from platform.planning.make_plan import plan_quickly
 from platform.planning.memory_budget import footprints, needed_bytes
 
 SHOWN = 2  # fitting changes named to the user
@@ -44,30 +43,23 @@ def lack_of_memory(config: Config, plan: Plan, device: Device) -> str:
         f"a worker {where}needs {most.total / 1e9:.4g} GB ({shares}), {device.name} has {device.memory / 1e9:.4g} GB"
     )
     weights = most.parameters + most.optimizer + most.gradients
-    fitting = [f"{change} ({n / 1e9:.3g} GB)" for change, n in islice(fits(config, device.memory, weights), SHOWN)]
+    fitting = [
+        f"{change} ({n / 1e9:.3g} GB)" for change, n in islice(fitting_changes(config, device.memory, weights), SHOWN)
+    ]
     legal = [*fitting, *(["warn"] if not fitting else [])]
     return violation("cluster.memory", config.cluster.memory, reason, legal)
 
 
-def fits(config: Config, memory: float, weights: int = 0) -> Iterator[tuple[str, int]]:
+def fitting_changes(config: Config, memory: float, weights: int = 0) -> Iterator[tuple[str, int]]:
     """Yield (change as typed, bytes then needed) for changes that fit `memory`, the smallest first. `weights`: bytes of
     parameters, gradients and optimizer state now; where these alone are too much, only changes that lessen them are
     tried."""
     for change, changed, for_weights in _changes(config):
         if weights > memory and not for_weights:
             continue  # weights alone are too much, and this change leaves them as they are
-        try:
-            needed = needed_bytes(changed, _plan(changed))
-        except ConfigError:
-            continue
-        if needed <= memory:
+        plan = plan_quickly(changed)
+        if plan and (needed := needed_bytes(changed, plan)) <= memory:
             yield change, needed
-
-
-def _plan(config: Config) -> Plan:
-    pipeline = config.pipeline
-    loop = tuple(range(pipeline.stages)) * pipeline.chunks  # where the shipped schedules place chunks
-    return make_plan(config, stage_of=loop if pipeline.kind in ("none", *SHIPPED) else None)
 
 
 def _changes(c: Config) -> Iterator[tuple[str, Config, bool]]:

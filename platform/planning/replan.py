@@ -7,23 +7,18 @@ shrinks and grows again returns to the same plan.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import product
 from math import inf, prod
 from typing import NamedTuple
 
-from platform.config.fields import Config, ConfigError
+from platform.config.fields import Config
 from platform.config.layout_map import axes_of
-from platform.model import build as build_model
-from platform.plan.communication.legality import IllegalPlan
-from platform.plan.core.build import build
 from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import communication
-from platform.plan.language.scheme import compose
-from platform.plan.schedule.generators import SHIPPED
-from platform.planning.make_plan import make_plan
-from platform.planning.memory_budget import Room
+from platform.planning.make_plan import is_legal, plan_quickly
+from platform.planning.memory_budget import MemoryBudget
 
 FEW_LAYERS = 4  # deeper models get a bound first, and are counted exactly only if it leaves them a chance
 
@@ -53,8 +48,8 @@ def replan(config: Config, workers: int, *, memory: float = inf) -> Replanned | 
     """
     assert config.parallel.data >= 1, "-1 is settled before a run starts"
     workers = min(workers, most_workers(config))
-    room = Room(config, memory)
-    found = _with_fewer_replicas(config, workers, room) or _Search(config, workers, room).best()
+    budget = MemoryBudget(config, memory)
+    found = _with_fewer_replicas(config, workers, budget) or _Search(config, workers, budget).best()
     return found and Replanned(*found, _reason(config, *found, workers))
 
 
@@ -73,7 +68,7 @@ def most_workers(config: Config) -> int:
     return config.elastic.max_workers or _one_replica(config) * config.parallel.data
 
 
-Found = tuple[Config, Plan]
+ConfiguredPlan = tuple[Config, Plan]
 
 
 def _one_replica(config: Config) -> int:
@@ -81,27 +76,18 @@ def _one_replica(config: Config) -> int:
     return prod((*config.tensor.axes.values(), *config.branch.axes.values(), config.pipeline.stages))
 
 
-def _useful(config: Config) -> int:
+def _most_replicas(config: Config) -> int:
     """Return how many replicas can get a sequence; any further one would see padding alone."""
     return -(-config.train.global_batch // config.train.microbatch)
 
 
-def _with_fewer_replicas(config: Config, workers: int, room: Room) -> Found | None:
-    data = min(workers // _one_replica(config), max(config.parallel.data, _useful(config)))
+def _with_fewer_replicas(config: Config, workers: int, budget: MemoryBudget) -> ConfiguredPlan | None:
+    data = min(workers // _one_replica(config), max(config.parallel.data, _most_replicas(config)))
     if not data:
         return None
     smaller = replace(config, parallel=replace(config.parallel, data=data))
-    plan = _planned(smaller)
-    return (smaller, plan) if plan and room.holds(smaller, plan) else None
-
-
-def _planned(config: Config) -> Plan | None:
-    pipeline = config.pipeline
-    loop = tuple(range(pipeline.stages)) * pipeline.chunks  # where the shipped schedules place chunks
-    try:
-        return make_plan(config, stage_of=loop if pipeline.kind in ("none", *SHIPPED) else None)
-    except ConfigError:
-        return None
+    plan = plan_quickly(smaller)
+    return (smaller, plan) if plan and budget.holds(smaller, plan) else None
 
 
 class _Sizes(NamedTuple):
@@ -120,8 +106,8 @@ class _Sizes(NamedTuple):
 class _Search:
     """Searches all sizes of all axes for the best plan on at most `workers` ranks."""
 
-    def __init__(self, config: Config, workers: int, room: Room):
-        self.config, self.workers, self.room = config, workers, room
+    def __init__(self, config: Config, workers: int, budget: MemoryBudget):
+        self.config, self.workers, self.budget = config, workers, budget
         self.axes, self.branches = axes_of(config.tensor), list(config.branch.axes)
         given = config.tensor.axes
         sizes = tuple(given.get(a, 1) for a in self.axes), tuple(config.branch.axes.values())
@@ -129,14 +115,14 @@ class _Search:
         self._legal: dict[tuple[tuple[int, ...], tuple[int, ...]], bool] = {}
         self._bounds: dict[_Sizes, float] = {}
 
-    def best(self) -> Found | None:
+    def best(self) -> ConfiguredPlan | None:
         for ranks in range(self.workers, 0, -1):
             candidates = [s for s in self._of(ranks) if self.legal(s)]
             if found := self._fewest_bytes(candidates):
                 return found
         return None
 
-    def _fewest_bytes(self, candidates: Iterable[_Sizes]) -> Found | None:
+    def _fewest_bytes(self, candidates: Iterable[_Sizes]) -> ConfiguredPlan | None:
         """Return the candidate that moves the fewest bytes per step, the nearest of equals; exact counts are made only
         while the lower bound leaves a candidate a chance."""
         best, found = (inf,), None
@@ -144,10 +130,10 @@ class _Search:
             if bound > best[0]:
                 break
             config = self.configured(sizes)
-            if (plan := _planned(config)) is None:
+            if (plan := plan_quickly(config)) is None:
                 continue
             key = (sum(communication(plan).values()), *self._distance(sizes))
-            if key < best and self.room.holds(config, plan):
+            if key < best and self.budget.holds(config, plan):
                 best, found = key, (config, plan)
         return found
 
@@ -155,7 +141,7 @@ class _Search:
         """Yield all sizes whose product is `ranks`."""
         for (tensor, branch), stages in product(self._scheme_sizes, range(1, self.own.stages + 1)):
             data, rest = divmod(ranks, prod(tensor) * prod(branch) * stages)
-            if not rest and data <= _useful(self.config):
+            if not rest and data <= _most_replicas(self.config):
                 yield _Sizes(tensor, branch, stages, data)
 
     @cached_property
@@ -163,43 +149,34 @@ class _Search:
         """Return candidate (tensor, branch) sizes: each axis takes the sizes that are legal with all others at 1, since
         the dims that it splits do not depend on the others."""
         tensor, branch = (1,) * len(self.axes), (1,) * len(self.branches)
-        free = [[n for n in range(1, self.workers + 1) if self._allowed(_put(tensor, i, n), branch)]
+        free = [[n for n in range(1, self.workers + 1) if self._allowed(_with_size(tensor, i, n), branch)]
                 for i in range(len(tensor))]  # fmt: skip
-        fewer = [[n for n in range(1, size + 1) if self._allowed(tensor, _put(branch, i, n))]
+        fewer = [[n for n in range(1, size + 1) if self._allowed(tensor, _with_size(branch, i, n))]
                  for i, size in enumerate(self.own.branch)]  # fmt: skip
         pairs = product(product(*free), product(*fewer))
         return [(t, b) for t, b in pairs if prod(t) * prod(b) <= self.workers]
 
     def legal(self, sizes: _Sizes) -> bool:
-        return self.room.may_hold(self.configured(sizes)) and self._allowed(sizes.tensor, sizes.branch)
+        return self.budget.may_hold(self.configured(sizes)) and self._allowed(sizes.tensor, sizes.branch)
 
     def _allowed(self, tensor: tuple[int, ...], branch: tuple[int, ...]) -> bool:
-        """Return True if the model has a legal plan at these sizes. One layer is planned, as all layers are alike, and
-        data=1, as `data` always divides."""
+        """Return True if the model has a legal plan at these sizes; `data` always divides, so data=1 tells."""
         if (tensor, branch) not in self._legal:
-            c = self.configured(_Sizes(tensor, branch, 1, 1))
-            scheme = compose(asdict(c.tensor), asdict(c.branch), 1)
-            model = build_model(replace(c.model, layers=1))
-            try:
-                build(model, scheme, data=1, microbatch=c.train.microbatch, microbatches=1)
-                self._legal[tensor, branch] = True
-            except IllegalPlan:
-                self._legal[tensor, branch] = False
+            self._legal[tensor, branch] = is_legal(self.configured(_Sizes(tensor, branch, 1, 1)), 1)
         return self._legal[tensor, branch]
 
     def _bound(self, sizes: _Sizes) -> float:
         """Return a lower bound of the bytes moved per step: without stages, which only add traffic, and extrapolated
-        linearly in the layers from models of 2 and 3; 0 for a model of at most FEW_LAYERS."""
+        linearly in the layers from models of 2 and 3; 0 for a model of at most FEW_LAYERS, or if one of these cannot be
+        planned."""
         layers, one = self.config.model.layers, sizes._replace(stages=1)
         if layers <= FEW_LAYERS:
             return 0.0
         if one not in self._bounds:
-            moved = []
-            for few in (2, 3):
-                c = self.configured(one)
-                plan = _planned(replace(c, model=replace(c.model, layers=few)))
-                moved.append(sum(communication(plan).values()) if plan else 0)
-            self._bounds[one] = moved[0] + (layers - 2) * (moved[1] - moved[0])
+            c = self.configured(one)
+            plans = [plan_quickly(replace(c, model=replace(c.model, layers=few))) for few in (2, 3)]
+            two, three = (sum(communication(plan).values()) if plan else 0 for plan in plans)
+            self._bounds[one] = two + (layers - 2) * (three - two) if all(plans) else 0.0
         return self._bounds[one]
 
     def configured(self, sizes: _Sizes) -> Config:
@@ -222,7 +199,7 @@ class _Search:
         return sum(a != b for a, b in pairs), sum(abs(a - b) for a, b in pairs), sizes
 
 
-def _put(sizes: tuple[int, ...], i: int, n: int) -> tuple[int, ...]:
+def _with_size(sizes: tuple[int, ...], i: int, n: int) -> tuple[int, ...]:
     return (*sizes[:i], n, *sizes[i + 1 :])
 
 

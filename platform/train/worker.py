@@ -18,23 +18,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from platform import data
-from platform.boundary.terminal import say, tolerated
-from platform.checkpoint.in_memory.snapshots import Memory
-from platform.checkpoint.storage.catalogue import load
+from platform.boundary.terminal import print_line, tolerated
+from platform.checkpoint.in_memory.snapshots import RankSnapshots
+from platform.checkpoint.storage.catalogue import load_manifest
 from platform.checkpoint.storage.manifest import Corrupt, Refused
-from platform.checkpoint.storage.storage import connect
+from platform.checkpoint.storage.storage import open_storage
 from platform.config.extensions import load_extensions
 from platform.config.fields import Config, ConfigError
-from platform.optimizer.optimizers import warm
-from platform.parallel.communicator.base import Alone, Communicator, Launch
+from platform.data.corpus import corpus_of
+from platform.optimizer.optimizers import preload_imports
+from platform.parallel.communicator.base import Communicator, Launch, SingleRank
 from platform.parallel.communicator.progress import PROGRESS
 from platform.parallel.communicator.sockets import open_sockets
 from platform.parallel.communicator.torch_distributed import CONNECT, ProcessGroups
 from platform.plan.core.plan_data import digest
-from platform.plan.core.step_collectives import groups as needed_groups
+from platform.plan.core.step_collectives import process_groups
 from platform.plan.language.mesh import Mesh
-from platform.plan.schedule.rows import Rows
+from platform.plan.schedule.rows import StageRows
 from platform.planning.make_plan import make_plan
 from platform.train.recovery import places
 from platform.train.recovery.proof import proof
@@ -65,9 +65,9 @@ class Worker:
         self._configure(config)
         self.number, self.run_dir, self.device = number, Path(run_dir), device
         self.communicator: Communicator | None = None
-        self.memories: dict[int, Memory] = {}  # by generation; older ones until the newest takes a step
+        self.memories: dict[int, RankSnapshots] = {}  # by generation; older ones until the newest takes a step
         torch.set_num_threads(threads)
-        warm(self.config.optimizer)
+        preload_imports(self.config.optimizer)
 
     def _configure(self, config: dict[str, Any]) -> None:
         self.config = Config.from_dict(config)
@@ -106,12 +106,12 @@ class Worker:
         mesh = self.plan.mesh
         device = self._local_device()
         if world_size == 1:
-            self.communicator = Alone(mesh, device)
+            self.communicator = SingleRank(mesh, device)
         else:
             with PROGRESS.waiting("form"):
                 before = open_sockets()
                 self._join(rank, world_size, store, generation)
-                groups = ProcessGroups(mesh, rank, needed_groups(self.plan), device)
+                groups = ProcessGroups(mesh, rank, process_groups(self.plan), device)
                 groups.meet(self.plan.neighbours)
                 if self.device == "cpu":
                     groups.connections = dict(open_sockets().items() - before.items())
@@ -141,15 +141,15 @@ class Worker:
 
     def build(self, rows: list[Any], domains: Sequence[str] = ()) -> dict[str, Any]:
         """Build parameters, optimizer and data. `rows`: the schedule rows of this stage, from
-        `platform.plan.schedule.rows.Rows.plain`; `domains`: the node of every rank, () if all run on one."""
+        `platform.plan.schedule.rows.StageRows.plain`; `domains`: the node of every rank, () if all run on one."""
         assert self.communicator
         c = self.config
-        self.trainer = Trainer(c, self.plan, self.communicator, data.of(c), Rows.from_plain(rows))
+        self.trainer = Trainer(c, self.plan, self.communicator, corpus_of(c), StageRows.from_plain(rows))
         self.state = State(self.trainer)
         self.report = Report(self.plan, self.communicator, c.elastic.slow)
         if c.elastic.snapshot_every:
             homes, pinned = domains or [""] * self.world_size, self.device == "cuda"
-            self.memories[self.generation] = Memory(self.state.held, homes, self.rank, pinned)
+            self.memories[self.generation] = RankSnapshots(self.state.held, homes, self.rank, pinned)
         device = torch.cuda.get_device_properties() if self.device == "cuda" else None
         return {
             "parameters": self.plan.parameters_at(self.communicator.coordinates),
@@ -187,7 +187,7 @@ class Worker:
         self.memories = {g: memory for g, memory in self.memories.items() if g == self.generation}
 
     def _hold(self, step: int) -> float:
-        """Copy the state to a snapshot in memory, see `Memory.hold`. Returns the seconds taken."""
+        """Copy the state to a snapshot in memory, see `RankSnapshots.hold`. Returns the seconds taken."""
         assert self.communicator
         begin = time.perf_counter()
         with self.trainer.clock.section("checkpoint"):
@@ -221,7 +221,7 @@ class Worker:
 
     def _write_launches(self, log: list[Launch]) -> None:
         path = self.run_dir / "logs" / f"launches-{self.rank}.jsonl"
-        with tolerated(say, str(path)):
+        with tolerated(print_line, str(path)):
             path.parent.mkdir(0o700, parents=True, exist_ok=True)
             with open(path, "a") as file:
                 file.writelines(json.dumps(vars(launch)) + "\n" for launch in log)
@@ -236,7 +236,7 @@ class Worker:
 
     def write(self, directory: str) -> None:
         """Start writing the copy of the last `snapshot` to a checkpoint directory; `written` returns the outcome."""
-        storage = connect(places.home(self.config))
+        storage = open_storage(places.home(self.config))
         writer = futures.ThreadPoolExecutor(1, "checkpoint")
         self._written = writer.submit(self.state.image.write, storage, directory)
         writer.shutdown(wait=False)  # its thread ends after the write
@@ -254,8 +254,8 @@ class Worker:
     def restore(self, directory: str, own: bool = False) -> dict[str, str]:
         """Restore the state from a checkpoint of any plan, in the storage that the run resumes from or, if `own`, saves
         to. Returns, alike on all ranks, {} or {"corrupt" | "refused" | "failed": why}, with the state undefined."""
-        storage = connect(places.home(self.config) if own else places.source(self.config)[0])
-        manifest = load(storage, directory)  # an error here concerns this rank alone, and fails it
+        storage = open_storage(places.home(self.config) if own else places.source(self.config)[0])
+        manifest = load_manifest(storage, directory)  # an error here concerns this rank alone, and fails it
         try:
             self.state.restore(storage, directory, manifest)
         except Corrupt as error:

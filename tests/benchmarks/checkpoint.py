@@ -26,14 +26,14 @@ import torch  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
 
 from platform.checkpoint.blocks.box import Box
-from platform.checkpoint.blocks.placement import Block, Held, shares
+from platform.checkpoint.blocks.placement import Block, HeldTensor, shares
 from platform.checkpoint.moves.reshard import restore  # noqa: E402
-from platform.checkpoint.storage.catalogue import begin, commit, load  # noqa: E402
+from platform.checkpoint.storage.catalogue import begin, commit, load_manifest  # noqa: E402
 from platform.checkpoint.storage.image import Image
 from platform.checkpoint.storage.manifest import Meta
-from platform.checkpoint.storage.storage import connect
+from platform.checkpoint.storage.storage import open_storage
 from platform.config.fields import Config, Model  # noqa: E402
-from platform.parallel.communicator.base import Alone  # noqa: E402
+from platform.parallel.communicator.base import SingleRank  # noqa: E402
 from platform.planning.make_plan import make_plan  # noqa: E402
 from platform.train.step.trainer import Trainer  # noqa: E402
 from tests.harness.oracle import Tokens, read  # noqa: E402
@@ -73,7 +73,7 @@ def main() -> None:
         for kind in ("model", "exp_avg", "exp_avg_sq")
         for p in plan.parameters
     }
-    state = [Held.of(n, t.dtype, t.shape, [(0, Box.whole(t.shape))]) for n, t in tensors.items()]
+    state = [HeldTensor.of(n, t.dtype, t.shape, [(0, Box.whole(t.shape))]) for n, t in tensors.items()]
     blocks = [Block(n, Box.whole(t.shape), t) for n, t in tensors.items()]
     shapes = {n: tuple(t.shape) for n, t in tensors.items()}
     image = Image(0, shares(state, 0))
@@ -82,7 +82,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
         here = Path(directory)
-        storage = connect(str(here / "ours"))
+        storage = open_storage(str(here / "ours"))
 
         def ours() -> None:
             name = begin(storage, 1)
@@ -107,7 +107,7 @@ def main() -> None:
                 times[name].append(seconds(work))
                 if name == "ours":
                     [found] = storage.list("")
-                    manifest = load(storage, found)
+                    manifest = load_manifest(storage, found)
                     again = [Block(n, b, torch.empty_like(t)) for n, b, t in blocks]
                     times["restore"].append(seconds(lambda: restore(storage, found, manifest, state, again)))  # noqa: B023
                     assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(again, blocks, strict=True))
@@ -126,7 +126,7 @@ def main() -> None:
             f" {min(busy for _, busy in found_times) / size * 1e9:17.2f}"
         )
     if arguments.step:
-        trainer = Trainer(c, plan, Alone(plan.mesh), Tokens(c))
+        trainer = Trainer(c, plan, SingleRank(plan.mesh), Tokens(c))
         trainer.step(1)
         step = min(trainer.step(k)["step_seconds"] for k in (2, 3))
         stall = statistics.median(wall for wall, _ in times["copy"])

@@ -26,7 +26,7 @@ os.environ["PYTHONPATH"] = str(ROOT)
 from platform.cluster import driver  # noqa: E402
 from platform.config.fields import Config  # noqa: E402
 from platform.launch import compose  # noqa: E402
-from platform.monitor import Journal  # noqa: E402
+from platform.monitor import JsonLines  # noqa: E402
 from platform.planning.make_plan import make_plan  # noqa: E402
 from tests.doubles import simulated_worker  # noqa: E402
 from tests.doubles.simulated_crew import Call, SimulatedCrew  # noqa: E402
@@ -88,7 +88,7 @@ def measure(workers: int, per_node: int, zero: int) -> tuple[float, float]:
             status = driver.run(config, plan, experiment="gpt175b", worker=worker)
         assert status == driver.DONE, status
         run = Path(config.run.dir)
-        events = Journal.read(run / "journal.jsonl")
+        events = JsonLines.read(run / "journal.jsonl")
         struck = float((run / "struck").read_text())
     calls = crews[0].calls
 

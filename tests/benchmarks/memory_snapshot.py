@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch  # noqa: E402
 
 from platform.checkpoint.in_memory.copies import copies, kept_bytes  # noqa: E402
-from platform.checkpoint.in_memory.snapshots import Memory
+from platform.checkpoint.in_memory.snapshots import RankSnapshots
 from platform.config.fields import Config  # noqa: E402
 from platform.planning.make_plan import make_plan  # noqa: E402
 from platform.train.step.training_state import State, held_of  # noqa: E402
@@ -53,7 +53,7 @@ def measure(given: tuple[Config, list[int], int], plan, communicator) -> list[tu
     c, domains, steps = given
     trainer = trainer_of(c, plan, communicator)
     state = State(trainer)
-    memory = Memory(state.held, domains, communicator.rank)
+    memory = RankSnapshots(state.held, domains, communicator.rank)
     out = []
     for step in range(1, steps + 4):  # the first three warm up, and make both buffers
         communicator.barrier()

@@ -18,7 +18,7 @@ import torch  # noqa: E402
 
 from platform.config.fields import Config  # noqa: E402
 from platform.launch import compose  # noqa: E402
-from platform.parallel.communicator.base import Alone  # noqa: E402
+from platform.parallel.communicator.base import SingleRank  # noqa: E402
 from platform.plan.core.plan import Plan  # noqa: E402
 from platform.planning.make_plan import make_plan  # noqa: E402
 from platform.planning.memory_budget import needed_bytes  # noqa: E402
@@ -40,7 +40,7 @@ VARIATIONS = (
 def measure(config: Config, plan: Plan, device: str, steps: int) -> int:
     if device == "cpu":
         return count(config, plan, steps)[0].peak
-    trainer = trainer_of(config, plan, Alone(plan.mesh, device))
+    trainer = trainer_of(config, plan, SingleRank(plan.mesh, device))
     trainer.step(1)
     torch.cuda.reset_peak_memory_stats()
     for step in range(2, steps + 1):

@@ -27,7 +27,7 @@ from torch.distributed import pipelining  # noqa: E402
 
 from platform.parallel.communicator.base import Communicator  # noqa: E402
 from platform.parallel.pipeline import Pipeline  # noqa: E402
-from platform.plan.schedule.rows import rows  # noqa: E402
+from platform.plan.schedule.rows import stage_rows  # noqa: E402
 from platform.plan.schedule.simulate import simulate  # noqa: E402
 from platform.planning.choose_schedule import schedule_of  # noqa: E402
 from platform.planning.make_plan import make_plan  # noqa: E402
@@ -62,7 +62,7 @@ class Sleep(torch.autograd.Function):
 
 def ours(config, plan, communicator, seconds: float, repeats: int) -> list[float]:
     """Seconds that each step of the executor takes on this stage, from a barrier on."""
-    row = rows(schedule_of(config, 1))[communicator.coordinates["stage"]].step
+    row = stage_rows(schedule_of(config, 1))[communicator.coordinates["stage"]].step
     here = plan.at(communicator.coordinates["stage"])
 
     def forward(chunk, microbatch, flow, deferred):

@@ -36,7 +36,8 @@ os.environ["PYTHONPATH"] = str(ROOT)
 
 from platform.cluster.wire.switchboard import Switchboard  # noqa: E402
 from platform.config.checks import FAULT_KINDS  # noqa: E402
-from platform.monitor import goodput  # noqa: E402
+from platform.monitor import cost_line, goodput  # noqa: E402
+from platform.monitor.records.events import from_plain  # noqa: E402
 from tests.harness import chaos  # noqa: E402
 from tests.harness.process_tree import descendants, gone  # noqa: E402
 
@@ -178,7 +179,7 @@ class Soak(threading.Thread):
         driver, workers = Use.of(os.getpid()), Use.most(uses) if uses else None
         self.seen.append((now - self.began, driver, workers, len(descendants())))
         events = chaos.journal(self.config)
-        cost, steps = goodput(events), len(chaos.rows(self.config))
+        cost, steps = goodput(map(from_plain, events)), len(chaos.rows(self.config))
         w = f"{workers.mb:7.0f} {workers.files:5} {workers.threads:7}" if workers else " " * 21
         print(
             f"{(now - self.began) / 60:7.1f} {driver.mb:7.0f} {driver.files:5} {driver.threads:7} | {w} | "
@@ -238,13 +239,13 @@ def main() -> int:
         wrong += [] if gone(descendants()) else ["processes are left"]
         if [row["samples"] for row in found] != [[16 * k, 16 * k + 16] for k in range(len(found))]:
             wrong.append("the samples are not those of an undisturbed run")
-        cost = goodput(events)
+        cost = goodput(map(from_plain, events))
         lost = [event for event in events if event["event"] == "not_whole"]
         wrong += [f"{cost.steps_lost} steps were lost"] if cost.steps_lost else []
         injected = Counter(f.split(":")[1] for event in events if event["event"] == "injected" for f in event["faults"])
         struck = soak.struck | Counter({kind: injected[kind] for kind in FAULT_KINDS})
         wrong += [f"{kind} never struck" for kind in (*soak.struck, *FAULT_KINDS) if not struck[kind]]
-        print(f"{len(found)} steps; {cost}; {len(lost)} times memory was not whole", file=sys.stderr)
+        print(f"{len(found)} steps; {cost_line(cost)}; {len(lost)} times memory was not whole", file=sys.stderr)
         print("strikes:", ", ".join(f"{kind} {count}" for kind, count in struck.items()), file=sys.stderr)
         print("\n".join(wrong) or "nothing was lost, nothing grew, nothing is left", file=sys.stderr)
     return 1 if wrong else 0

@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch  # noqa: E402
 
 from platform.config.fields import Config, Model  # noqa: E402
-from platform.model.blocks import FeedForward, Shapes  # noqa: E402
-from platform.parallel.communicator.base import Alone  # noqa: E402
+from platform.model.blocks import FeedForward, StackSpecs  # noqa: E402
+from platform.parallel.communicator.base import SingleRank  # noqa: E402
 from platform.planning.make_plan import make_plan  # noqa: E402
 from platform.train.step.trainer import Trainer  # noqa: E402
 from tests.harness.oracle import Tokens, trainer_of  # noqa: E402
@@ -64,7 +64,7 @@ class PlainLoop:
 
 def einsum_layer(trainer: Trainer, calls: int = 300) -> tuple[float, float, int]:
     """Seconds of one product through `ops.project` and through torch.matmul, and how many a forward pass makes."""
-    ops, shapes = trainer.ops, Shapes()
+    ops, shapes = trainer.ops, StackSpecs()
     weight = FeedForward("layers.0.mlp", trainer.config.model, shapes).down
     tensor = trainer.weights.compute[weight.name]
     small = torch.randn(1, 1, tensor.shape[1], device=tensor.device, dtype=tensor.dtype)
@@ -106,7 +106,7 @@ def main() -> None:
         c.train.global_batch = c.train.microbatch = batch
         c.optimizer.schedule = "constant"
         plan = make_plan(c)
-        ours = trainer_of(c, plan, Alone(plan.mesh, args.device))
+        ours = trainer_of(c, plan, SingleRank(plan.mesh, args.device))
         plain = PlainLoop(c, args.device, ours.weights.master)
         for k in (1, 2):  # warm-up; the losses agree
             a, b = ours.step(k)["loss"], plain.step(k)

@@ -9,8 +9,8 @@ from typing import Annotated, Any, NamedTuple
 
 import pytest
 
-from platform.boundary.documents import content, from_json, from_yaml, line
-from platform.boundary.schema import Known, Malformed, Many, OneOf, Span, Text, read
+from platform.boundary.documents import from_json, from_yaml, one_line, read_bytes
+from platform.boundary.schema import Malformed, Many, OneOf, OpenMap, Span, Text, read
 
 
 class Pair(NamedTuple):
@@ -26,7 +26,7 @@ class Shape:
     flag: bool | None = None
     pairs: dict[str, Pair] = field(default_factory=dict)
     kind: Annotated[str, OneOf(("a", "b"), "kind")] = "a"
-    rest: Annotated[dict[str, Any], Known((("step", int),), ("step",))] = field(default_factory=dict)
+    rest: Annotated[dict[str, Any], OpenMap((("step", int),), ("step",))] = field(default_factory=dict)
     few: Annotated[list[str], Many(0, 2)] = field(default_factory=list)
 
 
@@ -133,7 +133,7 @@ def test_only_files_are_read_and_nothing_is_waited_for(tmp_path, make):
     make(tmp_path / "x")
     began = time.monotonic()
     with pytest.raises(OSError):
-        content(tmp_path / "x")
+        read_bytes(tmp_path / "x")
     assert time.monotonic() - began < 5
 
 
@@ -142,10 +142,10 @@ def test_no_more_of_a_file_is_read_than_may_be(tmp_path):
     path.touch()
     os.truncate(path, 1 << 40)
     with pytest.raises(Malformed, match="more than 1000 bytes"):
-        content(path, 1000)
+        read_bytes(path, 1000)
     path.write_bytes(b"x" * 1000)
-    assert content(path, 1000) == b"x" * 1000
+    assert read_bytes(path, 1000) == b"x" * 1000
 
 
 def test_notes_are_lines():
-    assert line(b"a\nb\t\x1b[2Jc \xff") == "a b ?[2Jc \ufffd" and len(line(b"x" * 10**6)) == 300
+    assert one_line(b"a\nb\t\x1b[2Jc \xff") == "a b ?[2Jc \ufffd" and len(one_line(b"x" * 10**6)) == 300

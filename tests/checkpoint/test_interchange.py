@@ -14,9 +14,9 @@ import torch.distributed.checkpoint as dcp
 
 from platform.checkpoint.__main__ import main
 from platform.checkpoint.moves.reshard import read_tensor
-from platform.checkpoint.storage.catalogue import find, load
+from platform.checkpoint.storage.catalogue import find, load_manifest
 from platform.checkpoint.storage.saver import Saver
-from platform.checkpoint.storage.storage import connect
+from platform.checkpoint.storage.storage import open_storage
 from tests.harness.storage_job import META, Job, meta, values
 
 SHAPES = {"model.a": (6, 4), "model.b": (5,), "exp_avg.a": (6, 4), "count": ()}
@@ -25,7 +25,7 @@ FORMAT_1 = Path(__file__).parent / "format_1"
 
 @pytest.fixture
 def saved(tmp_path):
-    storage = connect(str(tmp_path / "run"))
+    storage = open_storage(str(tmp_path / "run"))
     Job.whole(values(SHAPES, 4), 2).save(storage, 4)
     return storage
 
@@ -74,7 +74,7 @@ def test_there_and_back(saved, tmp_path, capsys, form):
     assert main(["export", saved.url, target, "--format", form]) == 1
     assert capsys.readouterr().err == f"checkpoint: {target} exists; name another target\n"
     assert main(["import", target, back, "--format", form]) == 0
-    storage = connect(back)
+    storage = open_storage(back)
     found = find(storage)
     assert found.manifest.meta == type(META)(**{**vars(meta(4)), "plan": {}})
     job = Job.whole(values(SHAPES, 4), 3)
@@ -104,7 +104,7 @@ def test_a_file_of_the_safetensors_library(tmp_path):
     tensors = values(SHAPES, 1)
     safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
     assert main(["import", str(tmp_path / "model.safetensors"), str(tmp_path / "run")]) == 0
-    storage = connect(str(tmp_path / "run"))
+    storage = open_storage(str(tmp_path / "run"))
     found = find(storage)
     assert found.manifest.meta.step == 0
     for name, tensor in tensors.items():
@@ -117,7 +117,7 @@ def test_what_is_no_safetensors_file_is_refused(tmp_path, capsys, content):
     assert main(["import", str(tmp_path / "file"), str(tmp_path / "run")]) == 1
     [line] = capsys.readouterr().err.splitlines()
     assert "does not hold safetensors" in line
-    assert find(connect(str(tmp_path / "run"))).directory is None
+    assert find(open_storage(str(tmp_path / "run"))).directory is None
 
 
 def test_the_command_line_runs(saved, root):
@@ -128,7 +128,7 @@ def test_the_command_line_runs(saved, root):
 
 def test_format_1_is_read_forever():
     """Never write this checkpoint again: later versions must read what the first one wrote."""
-    storage = connect(str(FORMAT_1))
+    storage = open_storage(str(FORMAT_1))
     found = find(storage)
     assert found.directory == "step-00000003-000001-f0f0f0" and not found.refused
     assert found.manifest.meta == meta(3)
@@ -153,7 +153,7 @@ def test_the_saver_waits_for_nobody(tmp_path):
         assert release.wait(30)
         return job.write(storage, directory)
 
-    storage = connect(str(tmp_path))
+    storage = open_storage(str(tmp_path))
     saver = Saver(storage, last=1)
     saver.save(job.shapes, meta(1), write)
     assert saver.busy and saver.poll() == [] and not saver.wait(0.01)
@@ -162,7 +162,7 @@ def test_the_saver_waits_for_nobody(tmp_path):
     release.set()
     assert saver.wait(30) and not saver.busy
     [event] = saver.poll()
-    assert event["event"] == "checkpoint" and event["bytes"] == load(storage, event["directory"]).nbytes
+    assert event["event"] == "checkpoint" and event["bytes"] == load_manifest(storage, event["directory"]).nbytes
     assert saver.poll() == []
     saver.save(job.shapes, meta(2), write)
     assert saver.wait(30) and [n[:13] for n in storage.list("")] == ["step-00000002"]
@@ -172,7 +172,7 @@ def test_what_a_worker_raises_is_an_event(tmp_path):
     def write(directory):
         raise RuntimeError("worker 3 is gone\nwith a long story")
 
-    saver = Saver(connect(str(tmp_path)), tries=2, pause=0)
+    saver = Saver(open_storage(str(tmp_path)), tries=2, pause=0)
     saver.save({}, meta(1), write)
     assert saver.wait(30)
     assert [e["reason"] for e in saver.poll()] == ["RuntimeError: worker 3 is gone"] * 2

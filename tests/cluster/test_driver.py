@@ -10,7 +10,7 @@ import pytest
 
 from platform.cluster.crew.base.signals import Stopped, StopSignals
 from platform.config.fields import ConfigError
-from platform.monitor import METRICS, Journal, MetricsLog
+from platform.monitor import JsonLines, MetricsLog, MetricsRow
 from tests.doubles.fake_plan import fake_plan, run_fake
 from tests.harness.process_tree import descendants, gone
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("warm_workers")
 
 
 def events(config):
-    return Journal.read(Path(config.run.dir, "journal.jsonl"))
+    return JsonLines.read(Path(config.run.dir, "journal.jsonl"))
 
 
 def names(config):
@@ -53,7 +53,7 @@ def test_a_run_from_end_to_end(kind, config, capsys):
     assert [row["step"] for row in rows(config)] == [1, 2, 3, 4, 5]
     assert [row.get("val_loss") for row in rows(config)] == [None, 2.0, None, 2.0, None]
     row = rows(config)[2]
-    assert row.keys() == METRICS.keys() - {"val_loss", "bubble", "skipped", "recovery_seconds"}
+    assert row.keys() == MetricsRow.__dataclass_fields__.keys() - {"val_loss", "bubble", "skipped", "recovery_seconds"}
     assert row["samples"] == [8, 12] and row["loss"] == 1 / 3 and row["world_size"] == 2 and row["generation"] == 1
     assert row["seconds"] == {"forward": 0.25, "data": 0.0, "checkpoint": 0.0}
     assert row["comm_bytes"] == {"all_reduce/data": 21}

@@ -103,7 +103,7 @@ def test_a_storage_that_answers_slowly_is_none_that_is_dead(monkeypatch, tmp_pat
         threading.Event().wait(0.5)
         return real(url, key)
 
-    monkeypatch.setattr(origin, "connect", slow)
+    monkeypatch.setattr(origin, "open_storage", slow)
     assert origin.answering(str(tmp_path / "x"), "checkpoint.url").list("") == {}
     assert os.listdir(tmp_path) == []
 

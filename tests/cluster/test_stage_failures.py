@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from platform.cluster.driver import run
-from platform.monitor import Journal, MetricsLog
+from platform.monitor import JsonLines, MetricsLog
 from platform.parallel import pipeline
 from platform.parallel.pipeline import StageFailed
 from platform.planning.make_plan import make_plan
@@ -66,7 +66,7 @@ def stops(how, kind, tmp_path, monkeypatch, capsys):
     before = descendants()
     assert run(c, make_plan(c), experiment="quick", worker="tests.doubles.failing_worker:FailingWorker") == 1
     assert gone(descendants() - before)
-    failure = next(e for e in Journal.read(Path(c.run.dir, "journal.jsonl")) if e["event"] == "failure")
+    failure = next(e for e in JsonLines.read(Path(c.run.dir, "journal.jsonl")) if e["event"] == "failure")
     assert (failure["rank"], failure["coordinates"]["stage"], failure["method"]) == (1, 1, f"step({STEP})")
     assert [row["step"] for row in MetricsLog.read(Path(c.run.dir, "metrics.jsonl"))] == list(range(1, STEP))
     culprit = {

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from platform.monitor import Journal, MetricsLog
+from platform.monitor import JsonLines, MetricsLog
 from tests.harness.commands import QUICK, SMALL, TIMEOUT
 
 COMMAND = (
@@ -31,7 +31,7 @@ def test_a_flipped_bit_leaves_no_trace(tmp_path, zero):
     found, said = losses("flipped", "elastic.faults=[3:flip:1]")
     expected, _ = losses("undisturbed")
     assert found == expected
-    journal = Journal.read(tmp_path / "flipped" / "journal.jsonl")
+    journal = JsonLines.read(tmp_path / "flipped" / "journal.jsonl")
     [failure] = [e for e in journal if e["event"] == "failure"]
     assert (failure["rank"], failure["kind"], failure["step"]) == (1, "damaged", 3)
     assert "rank1[data1] damaged in step(3)" in said

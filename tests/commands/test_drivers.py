@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from platform.monitor import Journal, MetricsLog
+from platform.monitor import JsonLines, MetricsLog
 from tests.harness.commands import QUICK, SMALL, TIMEOUT
 from tests.harness.process_tree import descendants, gone
 
@@ -65,7 +65,7 @@ def test_a_killed_driver_leaves_no_orphans_and_the_same_command_goes_on(start, t
     wait_for_step(process, run, 7)
     time.sleep(random.Random(0).uniform(0, 0.5))
     inside = descendants(process.pid)
-    formed = [event for event in Journal.read(run / "journal.jsonl") if event["event"] == "formed"][-1]
+    formed = [event for event in JsonLines.read(run / "journal.jsonl") if event["event"] == "formed"][-1]
     workers = {worker["pid"] for worker in formed["workers"]}
     assert len(workers) == 2 and workers <= inside
     os.kill(min(workers), signal.SIGSTOP)
@@ -82,7 +82,7 @@ def test_a_killed_driver_leaves_no_orphans_and_the_same_command_goes_on(start, t
         assert row["samples"] == other["samples"]
         assert row["loss"] == pytest.approx(other["loss"], rel=1e-9)
         assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-9)
-    assert any(event["event"] == "restored" for event in Journal.read(run / "journal.jsonl"))
+    assert any(event["event"] == "restored" for event in JsonLines.read(run / "journal.jsonl"))
 
 
 @pytest.mark.full
@@ -100,8 +100,8 @@ def test_of_two_live_drivers_the_older_one_stops(start, tmp_path):
     newer.send_signal(signal.SIGTERM)
     out = newer.communicate(timeout=TIMEOUT)[0]
     assert newer.returncode == 75, out
-    mine = [e for e in Journal.read(tmp_path / "older" / "journal.jsonl") if e["event"] == "checkpoint"]
-    theirs = Journal.read(tmp_path / "newer" / "journal.jsonl")
+    mine = [e for e in JsonLines.read(tmp_path / "older" / "journal.jsonl") if e["event"] == "checkpoint"]
+    theirs = JsonLines.read(tmp_path / "newer" / "journal.jsonl")
     took_over = next(event["time"] for event in theirs if event["event"] == "starting")
     assert not [event for event in mine if event["time"] > took_over], "it committed after it was superseded"
     assert stopped < 2000 and any(event["event"] == "restored" for event in theirs), json.dumps(theirs[:6])

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from platform.monitor import Journal, MetricsLog
+from platform.monitor import JsonLines, MetricsLog
 from tests.harness.commands import QUICK, SMALL, TIMEOUT, command
 from tests.harness.process_tree import descendants, gone
 from tests.harness.ray_machines import drain, private_cluster
@@ -37,7 +37,7 @@ class Run:
 
     def events(self, name: str) -> list[dict[str, Any]]:
         path = self.folder / "run" / "journal.jsonl"
-        return [event for event in Journal.read(path) if event["event"] == name] if path.exists() else []
+        return [event for event in JsonLines.read(path) if event["event"] == name] if path.exists() else []
 
     def await_(self, what: Callable[[], bool]) -> None:
         """Until `what` is so, while the run goes on."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from platform.monitor.records.metrics import METRICS
+from platform.monitor import MetricsRow
 from tests.harness.commands import QUICK, SMALL, command, in_this_process, lines, refused
 
 SECTIONS = set("data forward backward exposed_comm bubble reduce optimizer checkpoint".split())
@@ -63,7 +63,9 @@ def test_a_run_on_ray(tmp_path, own_text):
     assert [row["tokens"] for row in rows] == [16 * 128 * k for k in (1, 2, 3)]
     for row in rows:
         unusual = {"bubble", "skipped", "recovery_seconds"}
-        assert set(row) == set(METRICS) - unusual - ({"val_loss"} if row["step"] != 2 else set())
+        assert set(row) == MetricsRow.__dataclass_fields__.keys() - unusual - (
+            {"val_loss"} if row["step"] != 2 else set()
+        )
         assert set(row["seconds"]) == SECTIONS
         assert row["comm_bytes"] == plan["communication"]
         assert (row["world_size"], row["generation"], row["mfu"]) == (4, 1, None)

@@ -14,8 +14,8 @@ import torch
 
 from platform.checkpoint.moves.reshard import read_tensor
 from platform.checkpoint.storage.catalogue import attempts, verify
-from platform.checkpoint.storage.storage import Storage, connect
-from platform.monitor import Journal, MetricsLog
+from platform.checkpoint.storage.storage import Storage, open_storage
+from platform.monitor import JsonLines, MetricsLog
 from tests.harness.commands import command, in_this_process
 
 KEPT = sorted(path for path in (Path(__file__).parent / "kept_runs").iterdir() if path.is_dir())
@@ -48,7 +48,7 @@ def equals_the_uninterrupted(run: Path, kept: Path, tmp_path: Path, typed: list[
         for key in numbers:
             assert found[step][key] == pytest.approx(want[key], rel=1e-9, abs=0), (step, key)
         assert (found[step]["samples"], found[step]["tokens"]) == (want["samples"], want["tokens"])
-    here, there = (newest(connect(str(where / "checkpoints"))) for where in (run, whole))
+    here, there = (newest(open_storage(str(where / "checkpoints"))) for where in (run, whole))
     assert here.keys() == there.keys()
     for name, tensor in there.items():
         assert torch.allclose(here[name], tensor, rtol=1e-8, atol=1e-11), name
@@ -62,11 +62,11 @@ def copied(kept: Path, tmp_path: Path) -> tuple[Path, list[str]]:
 @pytest.mark.parametrize("kept", KEPT, ids=lambda path: path.name)
 def test_a_kept_run_goes_on_and_equals_the_uninterrupted(tmp_path, kept):
     run, typed = copied(kept, tmp_path)
-    last, generation = max(rows(run)), max(e["generation"] for e in Journal.read(run / "journal.jsonl"))
+    last, generation = max(rows(run)), max(e["generation"] for e in JsonLines.read(run / "journal.jsonl"))
     done = in_this_process(*without_plan(typed), *ONE_PROCESS, f"run.dir={run}", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"continues after step {last}" in done.stdout
-    restored = [e for e in Journal.read(run / "journal.jsonl") if e["event"] == "restored"][-1]
+    restored = [e for e in JsonLines.read(run / "journal.jsonl") if e["event"] == "restored"][-1]
     assert restored["step"] == last and restored["generation"] > generation, "generations do not go on"
     equals_the_uninterrupted(run, kept / "run", tmp_path, typed)
 

@@ -17,8 +17,8 @@ import torch
 
 from platform.checkpoint.moves.reshard import read_tensor
 from platform.checkpoint.storage.catalogue import attempts, find, verify
-from platform.checkpoint.storage.storage import connect
-from platform.monitor import Journal, MetricsLog
+from platform.checkpoint.storage.storage import open_storage
+from platform.monitor import JsonLines, MetricsLog
 from tests.doubles import killer
 from tests.harness.commands import QUICK, SMALL, TIMEOUT
 
@@ -50,11 +50,11 @@ class Run:
 
     @property
     def storage(self):
-        return connect(str(self.directory / "checkpoints"))
+        return open_storage(str(self.directory / "checkpoints"))
 
     def journal(self) -> list[dict]:
         path = self.directory / "journal.jsonl"
-        return Journal.read(path) if path.exists() else []
+        return JsonLines.read(path) if path.exists() else []
 
     def start(self) -> subprocess.Popen[str]:
         line = [sys.executable, "-m", "platform.launch", QUICK, *SMALL, *COMMAND, f"train.steps={self.steps}"]

@@ -17,9 +17,9 @@ import torch
 
 from platform.checkpoint.moves.reshard import read_tensor
 from platform.checkpoint.storage.catalogue import attempts, verify
-from platform.checkpoint.storage.storage import Storage, connect
+from platform.checkpoint.storage.storage import Storage, open_storage
 from platform.launch import compose, main
-from platform.monitor import Journal, MetricsLog
+from platform.monitor import JsonLines, MetricsLog
 from platform.optimizer.learning_rate import learning_rate
 from tests.harness.commands import QUICK, SMALL, TIMEOUT, command, in_this_process, refused
 
@@ -74,7 +74,7 @@ def test_two_halves_under_two_plans_are_the_whole(tmp_path, through):
 @pytest.mark.parametrize("start", [pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.full]), "torchrun"])
 def test_ray_and_torchrun_go_on_and_save_too(tmp_path, through, start):
     """From what one worker saved after step 4, two that are started so go on, and what they save after step 5 holds."""
-    storage = connect(str(through / "checkpoints"))
+    storage = open_storage(str(through / "checkpoints"))
     fourth, fifth, _ = checkpoints(storage)
     origin = f"checkpoint.resume={through}/checkpoints/{fourth}"
     here = ["tensor=1d", "tensor.axes.t=2", STEPS, "train.stop_at=5", origin, "run.dir=run"]
@@ -87,7 +87,7 @@ def test_ray_and_torchrun_go_on_and_save_too(tmp_path, through, start):
         assert done.returncode == 0, done.stdout + done.stderr
     assert "continues after step 4" in done.stdout
     assert numbers(tmp_path / "run") == [pytest.approx(numbers(through)[4], rel=1e-10, abs=0)]
-    saved = connect(str(tmp_path / "run" / "checkpoints"))
+    saved = open_storage(str(tmp_path / "run" / "checkpoints"))
     [mine] = checkpoints(saved)
     found, wanted = verify(saved, mine), verify(storage, fifth)
     assert len(found.files) == 2 and found.tensors.keys() == wanted.tensors.keys()
@@ -136,7 +136,7 @@ def test_under_torchrun_an_exception_costs_nothing_and_a_death_no_step(tmp_path)
         return subprocess.run([*line, *arguments], cwd=tmp_path, capture_output=True, timeout=TIMEOUT).returncode
 
     assert life("elastic.faults=[2:raise:1,4:kill:1]") == 1  # torchrun's status
-    journal = Journal.read(tmp_path / "run" / "journal.jsonl")
+    journal = JsonLines.read(tmp_path / "run" / "journal.jsonl")
     failures = [(e["step"], e["kind"]) for e in journal if e["event"] == "failure"]
     assert failures == [(2, "failed"), (4, "died")]
     assert [(e["step"], e["source"]) for e in journal if e["event"] == "restored"] == [(1, "memory"), (3, "memory")]
@@ -197,7 +197,7 @@ def test_an_allowed_key_changes_and_is_the_runs_from_then_on(tmp_path, monkeypat
     assert "resume.allow=[optimizer.lr]" in first and len(lines) == 1
     done = train(tmp_path, *later, "resume.allow=[optimizer.lr]")
     there, here = (compose([QUICK, *SMALL, *FIXED, *a]).optimizer for a in ([], later))
-    (changed,) = (e for e in Journal.read(tmp_path / "run" / "journal.jsonl") if e["event"] == "changed")
+    (changed,) = (e for e in JsonLines.read(tmp_path / "run" / "journal.jsonl") if e["event"] == "changed")
     assert changed["keys"] == {"optimizer.lr": [there.lr, 1e-4], "train.steps": [6, 8]}
     said = [line for line in done.stdout.splitlines() if line.startswith("changed")]
     assert said == [f"changed  optimizer.lr: {there.lr} there, 0.0001 here", "changed  train.steps: 6 there, 8 here"]
@@ -330,7 +330,7 @@ def test_an_end_that_cannot_be_saved_is_no_success(tmp_path, monkeypatch, throug
     assert last == "step 4 could not be saved: the same command continues after step 3:"
     assert command.startswith("  python -m platform.launch +experiment=gpt_quick ")
     assert "No space left on device; it is tried again" in done.stdout and "run directory" not in done.stdout
-    journal = Journal.read(tmp_path / "run" / "journal.jsonl")
+    journal = JsonLines.read(tmp_path / "run" / "journal.jsonl")
     assert [e["event"] for e in journal if "checkpoint" in e["event"]] == ["checkpoint"] + ["checkpoint_failed"] * 3
     assert [(e["step"], e["saved"]) for e in journal if e["event"] == "unsaved"] == [(4, 3)]
     assert "done" not in events(tmp_path / "run")

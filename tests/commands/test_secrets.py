@@ -13,8 +13,10 @@ from urllib.parse import quote
 import pytest
 import yaml
 
-from platform.launch import compose
-from platform.monitor import Journal
+from platform.cluster import driver
+from platform.config.identity import identity
+from platform.launch import compose, main
+from platform.monitor import JsonLines
 from tests.harness.commands import QUICK, in_this_process
 
 TINY = [
@@ -153,6 +155,20 @@ def test_the_default_directory_tells_nothing_of_a_secret_and_is_stable(tmp_path,
     assert compose([*TINY, typed[0], "checkpoint.url=memory://store/other"]).run.dir not in names
 
 
+def test_a_job_of_a_sweep_is_the_run_of_the_same_command_alone(tmp_path, monkeypatch):
+    """Also where an earlier job reads as a secret what a later one types plainly."""
+    monkeypatch.chdir(tmp_path)
+    value = "plain" + "7" * 12
+    monkeypatch.setenv("A_SECRET", value)
+    ran = []
+    monkeypatch.setattr(driver, "run", lambda config, plan, **_: ran.append((config.run.dir, identity(config))) or 0)
+    plain = f"data.target_path=/{value}"
+    assert main(["-m", *TINY, "data.target_path=/${oc.env:A_SECRET}," + plain.partition("=")[2]]) == 0
+    assert main([*TINY, plain]) == 0
+    first, second, alone = ran
+    assert second == alone and first[0] != second[0] and value not in str(first)
+
+
 def test_a_directory_that_keeps_the_resolved_value_is_the_same_run(tmp_path, environment, monkeypatch):
     """As earlier versions wrote it."""
     monkeypatch.setenv("SCRATCH_OF_MINE", str(tmp_path / "scratch"))
@@ -175,5 +191,5 @@ def test_the_same_command_finds_the_run_that_an_earlier_version_named(tmp_path):
     assert other.returncode == 0 and "continues after" not in other.stdout
     second = in_this_process(*TINY, cwd=tmp_path)
     assert second.returncode == 0 and "continues after step 1" in second.stdout, second.stdout + second.stderr
-    steps = [e["event"] for e in Journal.read(tmp_path / "runs" / "gpt_quick-0123456789ab" / "journal.jsonl")]
+    steps = [e["event"] for e in JsonLines.read(tmp_path / "runs" / "gpt_quick-0123456789ab" / "journal.jsonl")]
     assert steps.count("done") == 2

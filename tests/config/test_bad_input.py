@@ -11,9 +11,9 @@ from unittest import mock
 import pytest
 
 from platform import launch
-from platform.composition.composer import opened
+from platform.composition.composer import open_composer
 from platform.config import surroundings
-from platform.config.bounds import KEYS, LONGEST, leaves
+from platform.config.bounds import KEYS, LONGEST, flat_values
 from platform.config.fields import Config, ConfigError, printable
 from tests.config.bad_input_table import NUMBERS, REALS, TABLE
 from tests.fuzz.values import _again
@@ -37,7 +37,7 @@ def _rows():
         yield [f"{key}=nan"], f"{key}=nan: must be ", ""
         yield [f"{key}=inf"], f"{key}=inf: must be ", ""
         yield [f"{key}=fast"], f"{key}=fast: must be a number", "nearest legal: "
-    for key, value in leaves(Config()).items():
+    for key, value in flat_values(Config()).items():
         if type(value) is int and key != "checkpoint.every":  # which takes durations too
             yield [f"{key}=many"], f"{key}=many: must be an integer", f"nearest legal: {value}"
         if type(value) is str and key not in TABLES:
@@ -80,7 +80,7 @@ def refusal(tmp_path_factory):
         return error.value.violations
 
     try:
-        with opened(None) as composer, mock.patch.object(launch, "opened", _again(composer)):
+        with open_composer(None) as composer, mock.patch.object(launch, "open_composer", _again(composer)):
             yield lines
     finally:
         os.chdir(before)
@@ -98,7 +98,7 @@ def test_a_row(refusal, arguments, start, further):
 
 def test_every_number_has_both_ends():
     """A new key declares a lower end; its upper end is that of all numbers unless it declares one."""
-    numbers = {key for key, value in leaves(Config()).items() if type(value) in (int, float)}
+    numbers = {key for key, value in flat_values(Config()).items() if type(value) in (int, float)}
     endless = {key for key in numbers if not KEYS[key].bounds and not KEYS[key].choices}
     assert endless == {"parallel.data", "checkpoint.every"}  # -1 is legal there, 0 is not
     assert {line.split()[0] for line in (NUMBERS + REALS).splitlines() if line} - numbers <= {

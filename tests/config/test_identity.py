@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from platform.config.bounds import leaves
-from platform.config.checks import violations
+from platform.config.bounds import flat_values
+from platform.config.checks import wrong_configuration
 from platform.config.fields import Config
 from platform.config.identity import FREE, MAY_CHANGE, differences, identity, refusal
 
@@ -66,16 +66,16 @@ def test_what_is_fixed_cannot_be_allowed(key):
 def test_what_cannot_be_allowed_is_refused_by_name(key, reason, legal):
     config = Config()
     config.resume.allow = ["optimizer", "model.dropout", key]
-    (line,) = violations(config)
+    (line,) = wrong_configuration(config)
     assert line.startswith(f"resume.allow={key}: ") and reason in line and f"; nearest legal: {legal}" in line
 
 
 def test_what_may_change_exists_and_is_of_the_identity():
     config = Config()
     keys = differences({}, identity(config)).keys()
-    assert {*FREE} < keys <= leaves(config).keys()
+    assert {*FREE} < keys <= flat_values(config).keys()
     config.resume.allow = [*FREE, *MAY_CHANGE]
-    assert violations(config) == []
+    assert wrong_configuration(config) == []
 
 
 def test_differences():

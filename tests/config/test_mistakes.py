@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from platform.config.bounds import KEYS, leaves
-from platform.config.checks import violations
+from platform.config.bounds import KEYS, flat_values
+from platform.config.checks import wrong_configuration
 from platform.config.fields import Branch, Config, ConfigError, Tensor
 from platform.launch import compose
 from tests.conftest import ROOT
@@ -150,9 +150,9 @@ def test_neutral_values_are_accepted():
 
 
 def test_every_key_declares_what_it_means_and_its_default_is_legal():
-    assert list(KEYS) == list(leaves(Config()))
+    assert list(KEYS) == list(flat_values(Config()))
     assert all(key.guidance and "\n" not in key.guidance for key in KEYS.values())
-    assert violations(Config()) == []
+    assert wrong_configuration(Config()) == []
 
 
 def test_the_page_of_all_keys_is_what_is_declared():
@@ -161,13 +161,13 @@ def test_the_page_of_all_keys_is_what_is_declared():
 
 
 def test_violations_knows_schemes_by_their_tables():
-    assert violations(Config(tensor=Tensor(scheme="foo")))[0].startswith("tensor.scheme=foo: ")
-    assert violations(Config(branch=Branch(kind="dsp_csub")))[0].startswith(
+    assert wrong_configuration(Config(tensor=Tensor(scheme="foo")))[0].startswith("tensor.scheme=foo: ")
+    assert wrong_configuration(Config(branch=Branch(kind="dsp_csub")))[0].startswith(
         "branch.kind=dsp_csub: a branch's name with"
     )
     mine = Tensor(scheme="foo", axes={"u": 2}, regions={"mlp": {"d_ff": ["u"]}})
-    assert violations(Config(tensor=mine)) == []
+    assert wrong_configuration(Config(tensor=mine)) == []
     mine.order = ["v"]
-    assert "tensor.regions.mlp.d_ff=u: no such axis in tensor.order; nearest legal: v" in violations(
+    assert "tensor.regions.mlp.d_ff=u: no such axis in tensor.order; nearest legal: v" in wrong_configuration(
         Config(tensor=mine)
     )

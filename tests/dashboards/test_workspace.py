@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from platform.monitor import METRICS
+from platform.monitor.records.metrics import wandb_names
 from tests.harness.offline_run import history, records
 
 ROOT = Path(__file__).parents[2]
@@ -20,18 +20,20 @@ WRITE_A_RUN = """
 import sys
 from pathlib import Path
 from platform.config.fields import Config
-from platform.monitor import METRICS, open_monitor
+from dataclasses import replace
+from platform.monitor import MetricsRow, open_monitor
 config = Config()
 config.monitor.kind = "wandb"
 config.train.steps = 4321
 monitor = open_monitor(config, Path(sys.argv[1]), total_steps=3)
-row = dict.fromkeys(METRICS, 0.5) | {"samples": [0, 16], "comm_bytes": {"all_reduce/t": 1, "all_gather/data+t": 2}}
+row = dict.fromkeys(MetricsRow.__dataclass_fields__, 0.5) | {"samples": [0, 16]}
+row |= {"comm_bytes": {"all_reduce/t": 1, "all_gather/data+t": 2}}
 row["bubble"] = {"planned": 0.25, "measured": 0.5}
 row["seconds"] = dict.fromkeys("data forward backward exposed_comm bubble reduce optimizer checkpoint".split(), 0.25)
-monitor.step(row | {"step": 1})
-del row["val_loss"]
+row = MetricsRow(**row)
+monitor.step(replace(row, step=1))
 for step in (2, 3, 2, 3):  # a rollback
-    monitor.step(row | {"step": step, "mfu": None})
+    monitor.step(replace(row, step=step, mfu=None, val_loss=None))
 monitor.close(0)
 """
 
@@ -74,7 +76,7 @@ def test_every_metric_on_a_panel_is_logged_and_every_logged_metric_is_on_a_panel
     assert used - logged == set()
     assert logged - used == matched != set()
     assert all(any(re.fullmatch(pattern, name) for name in logged) for pattern in patterns)
-    assert {name for name in METRICS.values() if name} <= {n for m in logged for n in (m, m.split("/")[0])}
+    assert set(wandb_names().values()) <= {n for m in logged for n in (m, m.split("/")[0])}
 
 
 def test_no_panel_is_empty_or_twice_there(panels: list[dict[str, Any]]) -> None:

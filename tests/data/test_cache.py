@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from platform.config.fields import ConfigError
-from platform.data import cache, corpus, prepare
+from platform.data import cache, corpus
+from platform.data.corpus import open_corpus
 
 SIZES = {"length": 32, "vocab": 400, "seed": 0}
 
@@ -27,7 +28,7 @@ def _build_together(data, barrier, results):
         return description
 
     corpus._build = slow
-    made = prepare(data, **SIZES)
+    made = open_corpus(data, **SIZES)
     results.put((made.digest, made.batch("train", 0, 4)["labels"].tolist()))
 
 
@@ -46,15 +47,17 @@ def test_two_processes_may_build_one_entry_at_once(data):
 
 
 def test_the_second_time_nothing_is_built(data, monkeypatch):
-    first = prepare(data, **SIZES)
+    first = open_corpus(data, **SIZES)
     monkeypatch.setattr(corpus, "_build", None)
-    assert np.array_equal(prepare(data, **SIZES).batch("train", 0, 9)["labels"], first.batch("train", 0, 9)["labels"])
+    assert np.array_equal(
+        open_corpus(data, **SIZES).batch("train", 0, 9)["labels"], first.batch("train", 0, 9)["labels"]
+    )
 
 
 @pytest.mark.parametrize("file", ["tokens.bin", "tokenizer.json", "meta.json"])
 @pytest.mark.parametrize("damage", ["flipped", "cut", "longer", "empty", "missing"])
 def test_a_corrupt_entry_is_built_again(data, file, damage):
-    first = prepare(data, **SIZES)
+    first = open_corpus(data, **SIZES)
     digest, batch = first.digest, first.batch("train", 0, 9)["labels"]
     path = _entry(data) / file
     content = path.read_bytes()
@@ -68,18 +71,18 @@ def test_a_corrupt_entry_is_built_again(data, file, damage):
     }
     if damage in damaged:
         path.write_bytes(damaged[damage])
-    again = prepare(data, **SIZES)
+    again = open_corpus(data, **SIZES)
     assert again.digest == digest and np.array_equal(again.batch("train", 0, 9)["labels"], batch)
     assert (_entry(data) / file).read_bytes() == content
 
 
 def test_a_changed_description_is_not_trusted(data):
-    samples = prepare(data, **SIZES).samples
+    samples = open_corpus(data, **SIZES).samples
     meta = _entry(data) / "meta.json"
     content = json.loads(meta.read_text())
     content["content"]["splits"]["train"][1] -= 64
     meta.write_text(json.dumps(content))
-    assert prepare(data, **SIZES).samples == samples
+    assert open_corpus(data, **SIZES).samples == samples
 
 
 def test_a_build_that_fails_leaves_nothing(tmp_path):
@@ -88,20 +91,20 @@ def test_a_build_that_fails_leaves_nothing(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        cache.fetch(tmp_path / "key", build)
+        cache.fetch(tmp_path / "key", build, lambda folder, content: content)
     assert not list(tmp_path.iterdir())
 
 
 def test_an_entry_that_does_not_read_back_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(cache, "_verified", lambda entry: None)
+    monkeypatch.setattr(cache, "_verified", lambda entry, read: None)
     with pytest.raises(OSError, match="does not hold what was just written"):
-        cache.fetch(tmp_path / "key", lambda folder: {"a": 1})
+        cache.fetch(tmp_path / "key", lambda folder: {"a": 1}, lambda folder, content: content)
 
 
 def test_a_cache_that_cannot_be_written_is_named(data, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="data.cache=.*name another folder"):
-        prepare(replace(data, cache=str(tmp_path / "file" / "cache")), **SIZES)
+        open_corpus(replace(data, cache=str(tmp_path / "file" / "cache")), **SIZES)
 
 
 def test_the_cache_is_where_the_user_keeps_caches(monkeypatch, tmp_path):

@@ -12,15 +12,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from platform.config.fields import ConfigError, Data
-from platform.data import END_OF_TEXT, check, prepare, tokenizer
-from platform.data.corpus import held_out
+from platform.data import tokenizer
+from platform.data.corpus import check_data, held_out, open_corpus
+from platform.data.tokenizer import END_OF_TEXT
 
 LENGTH, VOCAB = 32, 400
 
 
 @pytest.fixture
 def corpus(data):
-    return prepare(data, length=LENGTH, vocab=VOCAB, seed=0)
+    return open_corpus(data, length=LENGTH, vocab=VOCAB, seed=0)
 
 
 def rows(corpus, split, start, end):
@@ -57,7 +58,7 @@ def test_every_epoch_holds_every_sample_once_in_another_order(corpus):
 
 
 def test_another_seed_is_another_order_of_the_same_samples(corpus, data):
-    other = prepare(data, length=LENGTH, vocab=VOCAB, seed=1)
+    other = open_corpus(data, length=LENGTH, vocab=VOCAB, seed=1)
     assert other.digest == corpus.digest
     assert not np.array_equal(epoch(other, "train"), epoch(corpus, "train"))
     assert np.array_equal(epoch(other, "validation"), epoch(corpus, "validation"))
@@ -88,7 +89,7 @@ def test_the_splits_are_disjoint_and_whole(corpus, folder):
 def test_a_single_document_is_cut_at_its_tail(data, folder, words):
     path = folder / "00.txt"
     path.write_text(words(0, lines=10_000))  # read in several pieces
-    corpus = prepare(replace(data, path=str(path)), length=LENGTH, vocab=VOCAB, seed=0)
+    corpus = open_corpus(replace(data, path=str(path)), length=LENGTH, vocab=VOCAB, seed=0)
     train, validation = (np.asarray(corpus.streams[split]).tolist() for split in ("train", "validation"))
     assert corpus.decode(train + validation) == "<|endoftext|>" + path.read_text()
     assert len(validation) == round(0.1 * len(train + validation))
@@ -120,7 +121,7 @@ def test_ids_that_the_tokenizer_lacks_are_left_out_of_the_text(corpus):
 
 
 def test_a_large_vocabulary_is_stored_and_read_alike(data):
-    small, large = (prepare(data, length=LENGTH, vocab=vocab, seed=0) for vocab in (65536, 65537))
+    small, large = (open_corpus(data, length=LENGTH, vocab=vocab, seed=0) for vocab in (65536, 65537))
     assert (small.streams["train"].dtype, large.streams["train"].dtype) == ("<u2", "<u4")
     assert np.array_equal(epoch(small, "train"), epoch(large, "train"))
 
@@ -128,8 +129,9 @@ def test_a_large_vocabulary_is_stored_and_read_alike(data):
 def test_another_process_and_cache_give_the_same_samples(data, corpus, tmp_path):
     code = f"""
 from platform.config.fields import Data
-from platform.data import prepare
-corpus = prepare(Data(**{vars(replace(data, cache=str(tmp_path / "other")))!r}), length={LENGTH}, vocab={VOCAB}, seed=0)
+from platform.data.corpus import open_corpus
+data = Data(**{vars(replace(data, cache=str(tmp_path / "other")))!r})
+corpus = open_corpus(data, length={LENGTH}, vocab={VOCAB}, seed=0)
 print(corpus.digest, corpus.batch("train", 5, 9)["labels"].tolist())
 """
     root = Path(__file__).parents[2]
@@ -139,10 +141,10 @@ print(corpus.digest, corpus.batch("train", 5, 9)["labels"].tolist())
 
 def test_the_digest_tells_every_difference(data, corpus, folder):
     digests = {corpus.digest}
-    digests.add(prepare(replace(data, validation=0.2), length=LENGTH, vocab=VOCAB, seed=0).digest)
-    digests.add(prepare(data, length=LENGTH, vocab=VOCAB - 1, seed=0).digest)
+    digests.add(open_corpus(replace(data, validation=0.2), length=LENGTH, vocab=VOCAB, seed=0).digest)
+    digests.add(open_corpus(data, length=LENGTH, vocab=VOCAB - 1, seed=0).digest)
     (folder / "00.txt").write_text("another text\n" * 50)
-    digests.add(prepare(data, length=LENGTH, vocab=VOCAB, seed=0).digest)
+    digests.add(open_corpus(data, length=LENGTH, vocab=VOCAB, seed=0).digest)
     assert len(digests) == 4
 
 
@@ -150,7 +152,7 @@ def test_jsonl_becomes_samples(tmp_path, words):
     path = tmp_path / "x.jsonl"
     path.write_text("".join(json.dumps({"body": words(i, lines=20)}) + "\n" for i in range(50)))
     data = Data(kind="text", path=str(path), field="body", cache=str(tmp_path / "cache"))
-    corpus = prepare(data, length=LENGTH, vocab=VOCAB, seed=0)
+    corpus = open_corpus(data, length=LENGTH, vocab=VOCAB, seed=0)
     assert corpus.samples["train"] > 50 and corpus.samples["validation"] > 1
     assert "sheep" in corpus.decode(rows(corpus, "train", 0, 1)[0].tolist())
 
@@ -158,14 +160,14 @@ def test_jsonl_becomes_samples(tmp_path, words):
 def test_a_corpus_without_a_whole_sample_is_refused_with_what_would_do(data, folder, corpus):
     validation = len(corpus.streams["validation"])
     with pytest.raises(ConfigError) as error:
-        prepare(data, length=validation, vocab=VOCAB, seed=0)
+        open_corpus(data, length=validation, vocab=VOCAB, seed=0)
     (line,) = error.value.violations
     assert f"model.length={validation - 1} or data.validation=" in line
     advised = float(line.split("data.validation=")[1].split()[0])
-    assert prepare(data, length=validation - 1, vocab=VOCAB, seed=0).samples["validation"] == 1
-    assert prepare(replace(data, validation=advised), length=validation, vocab=VOCAB, seed=0).samples["validation"]
+    assert open_corpus(data, length=validation - 1, vocab=VOCAB, seed=0).samples["validation"] == 1
+    assert open_corpus(replace(data, validation=advised), length=validation, vocab=VOCAB, seed=0).samples["validation"]
     with pytest.raises(ConfigError) as error:
-        prepare(data, length=10**6, vocab=VOCAB, seed=0)
+        open_corpus(data, length=10**6, vocab=VOCAB, seed=0)
     assert [("train" in line, "validation" in line) for line in error.value.violations] == [
         (True, False),
         (False, True),
@@ -174,7 +176,7 @@ def test_a_corpus_without_a_whole_sample_is_refused_with_what_would_do(data, fol
 
 def test_synthetic_tokens_need_no_text():
     data = Data(kind="synthetic")
-    corpus, same, other = (prepare(data, length=8, vocab=50, seed=seed) for seed in (3, 3, 4))
+    corpus, same, other = (open_corpus(data, length=8, vocab=50, seed=seed) for seed in (3, 3, 4))
     batch = rows(corpus, "train", 10**6, 10**6 + 500)
     assert batch.shape == (500, 9) and batch.dtype == np.int64 and set(np.unique(batch)) == set(range(50))
     assert np.array_equal(batch[7:9], rows(same, "train", 10**6 + 7, 10**6 + 9)) and corpus.digest == same.digest
@@ -188,8 +190,8 @@ def test_text_without_spaces_is_tokenised_in_linear_time():
     draw = random.Random(0)
     text = "".join(draw.choice("acgt") for _ in range(256_000))
     began = time.process_time()
-    bpe = tokenizer.train([text, text], 300)
-    [ids] = tokenizer.encode(bpe, [(0, text)])
+    bpe = tokenizer.train_tokenizer([text, text], 300)
+    [ids] = tokenizer.encode_documents(bpe, [(0, text)])
     assert time.process_time() - began < 5.0
     assert bpe.decode(ids[1:].tolist()) == text
     assert len(ids) < 0.7 * len(text)
@@ -203,7 +205,9 @@ def test_ordinary_text_is_trained_on_as_it_is():
 
 def test_nothing_is_held_out_where_nobody_asks_for_it(data):
     """One check judges data.validation=0: it is legal, and eval.every alone cannot go with it."""
-    corpus = prepare(replace(data, validation=0.0), length=LENGTH, vocab=VOCAB, seed=0)
+    corpus = open_corpus(replace(data, validation=0.0), length=LENGTH, vocab=VOCAB, seed=0)
     assert corpus.samples["validation"] == 0 and len(corpus.streams["validation"]) == 0 and corpus.samples["train"] > 50
-    assert check(replace(data, validation=0.0), vocab=VOCAB) == []
-    assert check(replace(data, validation=-0.1), vocab=VOCAB) and check(replace(data, validation=1.0), vocab=VOCAB)
+    assert check_data(replace(data, validation=0.0), vocab=VOCAB) == []
+    assert check_data(replace(data, validation=-0.1), vocab=VOCAB) and check_data(
+        replace(data, validation=1.0), vocab=VOCAB
+    )

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from platform.config.fields import ConfigError, Data
-from platform.data import cache, corpus, pairs, prepare, sources
+from platform.data import cache, corpus, pairs, sources
+from platform.data.corpus import open_corpus
 
 SIZES = {"length": 32, "vocab": 400, "seed": 0}
 PAIRS = {**SIZES, "length": 4, "objective": "pairs"}
@@ -59,7 +60,7 @@ def test_text_that_is_none_is_refused(tmp_path, small, name, read):
     file = tmp_path / name
     file.write_bytes(FILES[name])
     data = Data(kind="pairs" if read == "pairs" else "text", path=str(file))
-    reader = pairs.read_pairs(pairs.files(data), data) if read == "pairs" else sources.documents([file], data)
+    reader = pairs.read_pairs(pairs.pair_files(data), data) if read == "pairs" else sources.read_documents([file], data)
     with pytest.raises(ConfigError) as caught:
         consume(reader, 1 << 24)
     [line] = caught.value.violations
@@ -74,7 +75,7 @@ def test_two_files_of_pairs(tmp_path, small, content):
     (tmp_path / "b").write_bytes(b"a\nb\n")
     data = Data(kind="pairs", path=str(tmp_path / "a"), target_path=str(tmp_path / "b"))
     with pytest.raises(ConfigError, match=f"data.path={tmp_path}/a: "):
-        consume(pairs.read_pairs(pairs.files(data), data), 1 << 28)
+        consume(pairs.read_pairs(pairs.pair_files(data), data), 1 << 28)
 
 
 def test_lines_are_the_same_as_ever(tmp_path):
@@ -83,10 +84,12 @@ def test_lines_are_the_same_as_ever(tmp_path):
     (tmp_path / "a").write_bytes(text.encode())
     (tmp_path / "b").write_bytes(text.encode())
     data = Data(kind="pairs", path=str(tmp_path / "a"), target_path=str(tmp_path / "b"))
-    assert [a for a, _ in pairs.read_pairs(pairs.files(data), data)] == [line for line in text.splitlines() if line]
+    assert [a for a, _ in pairs.read_pairs(pairs.pair_files(data), data)] == [
+        line for line in text.splitlines() if line
+    ]
     file = tmp_path / "x.jsonl"
     file.write_text('{"text": "a,[{", "score": NaN}\n{"text": "b", "n": 1e999, "n": 2}\n')
-    assert [piece for _, piece in sources.documents([file], Data(kind="text", path=str(file)))] == ["a,[{", "b"]
+    assert [piece for _, piece in sources.read_documents([file], Data(kind="text", path=str(file)))] == ["a,[{", "b"]
 
 
 def entry(data) -> Path:
@@ -154,7 +157,7 @@ def made(tmp_path_factory):
     (root / "p.jsonl").write_text("".join(rows))
     text = Data(kind="text", path=str(root / "a.txt"), validation=0.2, cache=str(root / "text"))
     both = Data(kind="pairs", path=str(root / "p.jsonl"), validation=0.1, cache=str(root / "pairs"))
-    prepare(text, **SIZES), prepare(both, **PAIRS)
+    open_corpus(text, **SIZES), open_corpus(both, **PAIRS)
     return text, both
 
 
@@ -168,7 +171,7 @@ def copies(made, tmp_path, monkeypatch):
     monkeypatch.setattr(corpus, "_build", refuse)
     monkeypatch.setattr(corpus, "_build_pairs", refuse)
     copied = [replace(data, cache=shutil.copytree(data.cache, tmp_path / data.kind)) for data in made]
-    prepare(copied[0], **SIZES), prepare(copied[1], **PAIRS)  # as they are they will do
+    open_corpus(copied[0], **SIZES), open_corpus(copied[1], **PAIRS)  # as they are they will do
     return copied
 
 
@@ -183,7 +186,7 @@ def seal(data, change) -> None:
 def test_a_sealed_entry_of_nonsense_is_built_again(copies, what):
     seal(copies[0], SEALED[what])
     with pytest.raises(Built):
-        prepare(copies[0], **SIZES)
+        open_corpus(copies[0], **SIZES)
 
 
 METAS = {
@@ -202,11 +205,11 @@ def test_a_description_of_nonsense_is_built_again(copies, what):
     else:
         {"a directory": os.mkdir, "a pipe": os.mkfifo, "a loop of links": lambda p: os.symlink(p, p)}[what](meta)
     with pytest.raises(Built):
-        prepare(copies[0], **SIZES)
+        open_corpus(copies[0], **SIZES)
 
 
 @pytest.mark.parametrize("ends", [b"", b"\0" * 960, b"\xff" * 960])
 def test_ends_of_pairs_of_nonsense_are_built_again(copies, ends):
     seal(copies[1], rewrite("ends.bin", ends))
     with pytest.raises(Built):
-        prepare(copies[1], **PAIRS)
+        open_corpus(copies[1], **PAIRS)

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from platform.config.fields import Config, ConfigError, Data, Model
-from platform.data import END_OF_TEXT, of, prepare
+from platform.data.corpus import corpus_of, open_corpus
 from platform.data.objectives import SpanDenoising
+from platform.data.tokenizer import END_OF_TEXT
 
 VOCAB = 400
 SHAPES = {
@@ -18,7 +19,7 @@ SHAPES = {
 
 
 def make(objective, data=None, seed=0):
-    return prepare(data or Data(kind="synthetic"), vocab=VOCAB, seed=seed, objective=objective, **SHAPES[objective])
+    return open_corpus(data or Data(kind="synthetic"), vocab=VOCAB, seed=seed, objective=objective, **SHAPES[objective])
 
 
 @pytest.mark.parametrize("objective", SHAPES)
@@ -82,7 +83,7 @@ def test_denoising_fills_its_lengths(source_length, length):
 def corpus_of_pairs(tmp_path, pairs, **more):
     data = Data(kind="pairs", cache=str(tmp_path / "cache"), validation=0.2, **more)
     model = Model(kind="encoder_decoder", length=12, source_length=9, vocab=300)
-    return of(Config(data=data, model=model))
+    return corpus_of(Config(data=data, model=model))
 
 
 PAIRS = [(f"the word {i}", f"das Wort {i}{i}") for i in range(40)]

@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 
 from platform.config.fields import ConfigError, Data
-from platform.data import check, prepare
-from platform.data.sources import documents, stdlib, text
+from platform.data.corpus import check_data, open_corpus
+from platform.data.sources import read_documents, stdlib_files, text_files
 
 
 def read(data):
     """The whole documents of a source."""
     joined = {}
-    for number, piece in documents(text(data), data):
+    for number, piece in read_documents(text_files(data), data):
         joined[number] = joined.get(number, "") + piece
     return list(joined.values())
 
@@ -56,11 +56,11 @@ def test_half_a_surrogate_pair_becomes_a_question_mark(tmp_path):
 
 
 def test_the_standard_library_is_found_without_its_tests():
-    files = stdlib(Data())
+    files = stdlib_files(Data())
     names = {file.name for file in files}
     assert {"argparse.py", "typing.py"} <= names and len(files) > 200
     assert not any({"test", "tests", "site-packages"} & set(file.parts) for file in files)
-    assert files == sorted(files) and check(Data()) == []
+    assert files == sorted(files) and check_data(Data()) == []
 
 
 JSONL = '{"content": "abc", "title": "t", "id": 7}\n'
@@ -83,11 +83,11 @@ def test_bad_files_are_refused_in_one_line(tmp_path, name):
     path.write_bytes(content)
     data = Data(kind="text", path=str(path), cache=str(tmp_path / "cache"))
     with pytest.raises(ConfigError) as error:
-        prepare(data, length=8, vocab=300, seed=0)
+        open_corpus(data, length=8, vocab=300, seed=0)
     (line,) = error.value.violations
     assert line.startswith("data.path=") and name in line and reason in line and "\n" not in line
     if name not in ("cut.txt", "torn.jsonl.gz"):  # their beginnings are whole
-        assert check(data) == [line]
+        assert check_data(data) == [line]
 
 
 def test_faults_deep_inside_are_found_while_preparing(tmp_path):
@@ -100,29 +100,29 @@ def test_faults_deep_inside_are_found_while_preparing(tmp_path):
         (lines, "data.field=text is not a string in line 1001; its fields with text: other"),
     ):
         data = Data(kind="text", path=str(path), cache=str(tmp_path / "cache"))
-        assert check(data) == []
+        assert check_data(data) == []
         with pytest.raises(ConfigError, match=reason):
-            prepare(data, length=8, vocab=300, seed=0)
+            open_corpus(data, length=8, vocab=300, seed=0)
     assert not list((tmp_path / "cache").iterdir())  # nothing is left
 
 
 def test_paths_are_refused_with_what_is_near(tmp_path):
     (tmp_path / "shakespeare.txt").write_text("to be")
     (tmp_path / "photo.jpg").write_text("x")
-    (missing,) = check(Data(kind="text", path=str(tmp_path / "shakespear.txt")))
+    (missing,) = check_data(Data(kind="text", path=str(tmp_path / "shakespear.txt")))
     assert "nearest:" in missing and missing.endswith("shakespeare.txt")
-    (photos,) = check(Data(kind="text", path=str(tmp_path / "photos" / "*.txt")))
+    (photos,) = check_data(Data(kind="text", path=str(tmp_path / "photos" / "*.txt")))
     assert "no file matches" in photos
     (tmp_path / "shakespeare.txt").unlink()
-    (folder,) = check(Data(kind="text", path=str(tmp_path)))
+    (folder,) = check_data(Data(kind="text", path=str(tmp_path)))
     assert ".txt .md" in folder and ".jsonl" in folder
 
 
 def test_every_mistake_is_named_at_once(data):
-    assert check(data) == []
-    (unknown,) = check(replace(data, kind="txet"))  # another test may have registered more
+    assert check_data(data) == []
+    (unknown,) = check_data(replace(data, kind="txet"))  # another test may have registered more
     assert all(kind in unknown for kind in ("stdlib", "text", "pairs", "synthetic"))
-    assert "needs a file" in check(replace(data, path=""))[0]
-    several = check(Data(kind="stdlib", path="x", validation=1.5), vocab=256)
+    assert "needs a file" in check_data(replace(data, path=""))[0]
+    several = check_data(Data(kind="stdlib", path="x", validation=1.5), vocab=256)
     assert [line.split("=")[0] for line in several] == ["data.validation", "data.path", "model.vocab"]
     assert "257" in several[2] and "data=text" in several[1]

@@ -16,11 +16,12 @@ from platform.boundary.schema import Malformed
 from platform.checkpoint.storage import catalogue
 from platform.checkpoint.storage.catalogue import find, verify
 from platform.checkpoint.storage.lease import Lease
-from platform.checkpoint.storage.storage import connect
+from platform.checkpoint.storage.storage import open_storage
 from platform.cluster.run import traces
 from platform.cluster.run.directory import RunDirectory
 from platform.config.fields import Config, ConfigError
-from platform.monitor import Journal, MetricsLog, goodput
+from platform.monitor import Journal, MetricsLog, cost_line, goodput
+from platform.monitor.records.records import JOURNAL, METRICS
 from tests.fuzz import mutations
 from tests.fuzz.world import World, broken, changed, told
 
@@ -47,7 +48,7 @@ def checked(world: World) -> bool:
     finally:
         assert sorted(os.listdir(world.run)) == before, "something was written"
     assert 0 <= traces.steps(world.run) <= 10**15
-    str(goodput(traces.events(world.run)))
+    cost_line(goodput(traces.journal(world.run)))
     with suppress(Malformed, FileNotFoundError):  # the launch looks at the end of the metrics alone
         MetricsLog.read(world.run / "metrics.jsonl")
     Journal(world.run / "journal.jsonl").close()
@@ -99,7 +100,7 @@ def configuration(world: World, draw: Random) -> None:
 
 def kinds(world: World, draw: Random) -> None:
     """A file of a run directory that is something else."""
-    name = draw.choice([traces.CONFIG, traces.PLAN, traces.JOURNAL, traces.METRICS, traces.LOCK])
+    name = draw.choice([traces.CONFIG, traces.PLAN, JOURNAL, METRICS, traces.LOCK])
     path = world.run / name
     with changed(path, b"") if name == traces.PLAN else changed(path, path.read_bytes()):
         kept = path.with_name("kept")
@@ -116,7 +117,7 @@ def kinds(world: World, draw: Random) -> None:
 def leases(world: World, draw: Random) -> None:
     """Names beside a lease: whoever takes it holds it, and no file of others is deleted."""
     with TemporaryDirectory(dir=world.root) as folder:
-        root, storage = Path(folder), connect(folder)
+        root, storage = Path(folder), open_storage(folder)
         mine = b"lease-%06d-%08x" % (draw.choice([1, 7, 999_999, 10**9, 10**17]), draw.getrandbits(32))
         odd = [
             b"lease-1-deadbeef",
@@ -138,7 +139,7 @@ def listings(world: World, draw: Random) -> None:
     """Broken entries among checkpoints: the good ones are found, and stay."""
     with TemporaryDirectory(dir=world.root) as folder:
         shutil.copytree(world.storage.root, folder, dirs_exist_ok=True)
-        storage, within = connect(folder), draw.random() < 0.4
+        storage, within = open_storage(folder), draw.random() < 0.4
         there = {a.step: a.directory for a in catalogue.attempts(storage)}
         close = [
             b"step-00000002-000009-abcdef",

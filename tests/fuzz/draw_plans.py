@@ -9,9 +9,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from platform.config.checks import slices
+from platform.config.checks import slices_heads
 from platform.config.fields import Branch, Config, Model, Parallel, Pipeline, Tensor
-from platform.plan.language.scheme import ROLES, compose
+from platform.plan.language.scheme import ROLES, compose_scheme
 from platform.plan.schedule.csv_file import to_csv
 from platform.planning.choose_schedule import count_microbatches
 from tests.fuzz.tables import draw_table, spoil
@@ -86,7 +86,7 @@ def _branched(r: Random, ranks: int) -> tuple[Tensor, Branch]:
     own = [factors.pop(0) for _ in range(r.choice((1, 1, 2)) if len(factors) > 1 else 1)]
     axes = dict(zip("gh", own, strict=False))
     branch = Branch(**read("branch", kind), axes=axes, order=r.choice(("inner", "outer")))
-    if slices(branch):
+    if slices_heads(branch):
         branch.slice_via = r.choice(("all_to_all", "all_gather"))
     tensor, _ = _shipped(r, prod(factors), ("serial", *SHIPPED) if prod(factors) > 1 else ("serial",))
     return tensor, branch
@@ -149,7 +149,7 @@ def needed(configs: Sequence[Config]) -> dict[str, int]:
     """Find for every dim what its size must be a multiple of under all these plans."""
     out: dict[str, int] = {}
     for c in configs:
-        scheme = compose(asdict(c.tensor), asdict(c.branch), 1)
+        scheme = compose_scheme(asdict(c.tensor), asdict(c.branch), 1)
         sizes = dict(scheme.axes)
         for layout in (*scheme.regions.values(), *scheme.parameters.values()):
             for dim, axes in layout.items():

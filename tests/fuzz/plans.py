@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from platform.checkpoint.storage.catalogue import begin, commit, load
+from platform.checkpoint.storage.catalogue import begin, commit, load_manifest
 from platform.checkpoint.storage.manifest import Meta
-from platform.checkpoint.storage.storage import Storage, connect
-from platform.config.checks import violations
+from platform.checkpoint.storage.storage import Storage, open_storage
+from platform.config.checks import wrong_configuration
 from platform.config.fields import Config, ConfigError
-from platform.parallel.communicator.base import Alone, Communicator
+from platform.parallel.communicator.base import Communicator, SingleRank
 from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import communication
 from platform.planning.make_plan import make_plan
@@ -86,7 +86,7 @@ def planned(configs: Sequence[Config]) -> list[Plan]:
     """Plan every configuration; [] where one is refused. Any other exception than ConfigError passes."""
     try:
         for c in configs:
-            if lines := violations(c):
+            if lines := wrong_configuration(c):
                 raise ConfigError(lines)
         return [make_plan(c) for c in configs]
     except ConfigError as error:
@@ -109,7 +109,7 @@ def check(r: Random, configs: Sequence[Config], plans: Sequence[Plan]) -> None:
     ends = r.choice(ENDS[len(plans)])
     phases = [range(first + 1, end + 1) for first, end in pairwise((0, *ends))]
     expected = alone(configs[0], phases)
-    storage, directory = connect("memory://plans"), ""
+    storage, directory = open_storage("memory://plans"), ""
     before = expected[0].initial
     try:
         for number, (c, plan, steps) in enumerate(zip(configs, plans, phases, strict=True)):
@@ -152,7 +152,7 @@ def alone(c: Config, phases: Phases, nudge: float = 0.0) -> list[Result]:
     one = configure(global_batch=batch, microbatch=batch)
     one.model, one.optimizer, one.seed, one.train.steps = c.model, c.optimizer, c.seed, c.train.steps
     plan = make_plan(one)
-    trainer = trainer_of(one, plan, Alone(plan.mesh))
+    trainer = trainer_of(one, plan, SingleRank(plan.mesh))
     generator = torch.Generator().manual_seed(0)
     for weight in trainer.weights.master.values():  # which in fp64 are those that it computes with
         weight.data.mul_(1 + nudge * torch.randint(-1, 2, weight.shape, generator=generator, dtype=weight.dtype))
@@ -169,7 +169,7 @@ def run_phase(
     def work(communicator: Communicator) -> tuple[Result, Any]:
         trainer = trainer_of(c, plan, communicator)
         if start:
-            State(trainer).restore(storage, start, load(storage, start))
+            State(trainer).restore(storage, start, load_manifest(storage, start))
         found = steps_of(trainer, communicator, steps)
         if not end:
             return found, None
@@ -178,7 +178,7 @@ def run_phase(
         report = state.image.write(storage, end)
         return found, (report, {held.name: held.shape for held in state.held}, state.values())
 
-    ranks = [work(Alone(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, work)
+    ranks = [work(SingleRank(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, work)
     if end:
         reports = [written[0] for _, written in ranks]
         values = next((written[2] for _, written in ranks if written[2]), {})

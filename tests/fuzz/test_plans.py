@@ -28,7 +28,7 @@ def test_negative_control_kept_slices(monkeypatch):
     def keep(w: torch.Tensor, gradient: torch.Tensor) -> None:
         w.grad = gradient if w.grad is None else w.grad.add_(gradient)
 
-    monkeypatch.setattr(einsum, "accumulate", keep)
+    monkeypatch.setattr(einsum, "add_gradient", keep)
     with pytest.raises(AssertionError, match="--seed"):
         run(plans, SLICES, COUNT)
 

@@ -68,7 +68,9 @@ def text(world: World, draw: Random, kind: str) -> None:
         raw = lines_of(draw)
         path.write_bytes(gzip.compress(raw) if draw.random() < 0.3 else raw)
     data = Data(kind="text", path=str(path))
-    consumed(pairs.read_pairs(pairs.files(data), data) if kind == "pairs" else sources.documents([path], data))
+    consumed(
+        pairs.read_pairs(pairs.pair_files(data), data) if kind == "pairs" else sources.read_documents([path], data)
+    )
 
 
 def tokens(world: World, draw: Random) -> None:
@@ -91,7 +93,7 @@ def tokens(world: World, draw: Random) -> None:
             with suppress(ValueError, RecursionError):
                 raw = json.dumps({"content": (c := json.loads(raw)), "sha256": cache._hash(c)}).encode()
             (entry / "meta.json").write_bytes(raw)
-        content = cache._verified(entry)
-        if content and cache._fits(partial(corpus._check, vocab=SIZES["vocab"]), entry, content) and kind != "file":
+        found = cache._verified(entry, partial(corpus._read_entry, vocab=SIZES["vocab"]))
+        if found and kind != "file":
             known = ("files", "dtype")
-            assert {k: content[k] for k in known} == {k: original[k] for k in known}, "another entry is trusted"
+            assert {k: vars(found)[k] for k in known} == {k: original[k] for k in known}, "another entry is trusted"

@@ -18,9 +18,9 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from unittest import mock
 
 from platform import launch
-from platform.composition.composer import opened as hydra_opened
+from platform.composition.composer import open_composer
 from platform.config import bounds
-from platform.config.bounds import leaves
+from platform.config.bounds import flat_values
 from platform.config.fields import Config, ConfigError
 from platform.config.key import Key
 
@@ -40,7 +40,7 @@ GROUPS = {
     "model": ("gpt_tiny", "t5_tiny", "two_layer"),
 }
 AXES = ("tensor.axes.t", "tensor.axes.x", "tensor.axes.a", "branch.axes.g", "branch.axes.data", "tensor.axes.stage")
-KEYS = {**leaves(Config()), **dict.fromkeys(AXES, 1)}
+KEYS = {**flat_values(Config()), **dict.fromkeys(AXES, 1)}
 WORDS = ("a", "x/y", "fp32", "none", "auto", "2", "1:30", "5:kill:1", "batch:t", "os.path", "runs/mine", "text")
 ODD = ("seed", "=3", "", "~seed", "~model", "+seed=1", "++seed=2", "seed@x=1", "seed==3", "a b=1", "model@y=gpt_tiny",
        "hydra.run.dir=x", "--seed", "-x", "--cfg=nosuch", "seed=1,2", "-m", "--multirun", "seed=range(3)", "\udcff=1",
@@ -112,7 +112,7 @@ def opened() -> Iterator[Callable[[int], str]]:
     """Yield `attempt`, which runs in a private working and home directory."""
     from platform.cluster import driver  # what a whole command would call
 
-    with tempfile.TemporaryDirectory() as private, hydra_opened(None) as composer:
+    with tempfile.TemporaryDirectory() as private, open_composer(None) as composer:
         before, clean = os.getcwd(), {"HOME": private, "XDG_CACHE_HOME": f"{private}/cache"}
         torn = [name for name in os.environ if name.startswith(("RAY_", "WANDB_", "SLURM_", "TORCHELASTIC_"))]
         os.chdir(private)
@@ -120,7 +120,7 @@ def opened() -> Iterator[Callable[[int], str]]:
             with (
                 mock.patch.dict(os.environ, clean),
                 mock.patch.object(driver, "run", lambda config, plan, **_: 0),
-                mock.patch.object(launch, "opened", _again(composer)),
+                mock.patch.object(launch, "open_composer", _again(composer)),
             ):
                 for name in torn:
                     os.environ.pop(name)
@@ -130,12 +130,12 @@ def opened() -> Iterator[Callable[[int], str]]:
 
 
 def _again(composer):
-    """`composing.opened` with Hydra open already, which is most of what a command takes."""
+    """`open_composer` with Hydra open already, which is most of what a command takes."""
 
     @contextmanager
     def again(config_dir):
         if config_dir is not None:  # of the fuzzer's there is none
-            with hydra_opened(config_dir):
+            with open_composer(config_dir):
                 raise AssertionError(config_dir)
         yield composer
 
@@ -197,8 +197,8 @@ def _planned(arguments: list[str], keys: list[str]) -> tuple[bool, float]:
         return False, 0.0
     except Exception as error:
         raise AssertionError(f"{type(error).__name__}: {error} for {arguments!a}") from error
-    [(_, config, plan)] = jobs
-    return True, SECONDS_PER_LAYER * config.model.layers + SECONDS_PER_MICROBATCH * plan.microbatches
+    [job] = jobs
+    return True, SECONDS_PER_LAYER * job.config.model.layers + SECONDS_PER_MICROBATCH * job.plan.microbatches
 
 
 def _command(arguments: list[str]) -> bool:

@@ -13,11 +13,12 @@ from platform.checkpoint.interchange import export_safetensors
 from platform.checkpoint.moves.reshard import read_tensor
 from platform.checkpoint.storage import manifest as manifests
 from platform.checkpoint.storage.catalogue import verify
-from platform.checkpoint.storage.storage import connect
+from platform.checkpoint.storage.storage import open_storage
 from platform.cluster.run.directory import RunDirectory
 from platform.config.fields import Config, ConfigError, Data
-from platform.data import prepare
+from platform.data.corpus import open_corpus
 from platform.monitor import Journal, MetricsLog
+from platform.monitor.records import events
 from tests.harness.storage_job import Job, values
 
 SHAPES = {"a": (6, 4), "b": (5,), "c": (), "d": (2, 3, 4)}
@@ -29,7 +30,7 @@ class World:
 
     def __init__(self, root: Path):
         self.root = root
-        self.storage = connect(str(root / "checkpoints"))
+        self.storage = open_storage(str(root / "checkpoints"))
         first = Job.whole(values(SHAPES, 1), 2)
         first.save(self.storage, 1)
         self.directory = Job.whole(values(SHAPES, 2), 2).save(self.storage, 2)
@@ -50,19 +51,21 @@ class World:
         self.text = root / "text.txt"
         self.text.write_text("".join(f"line {i} of {i * i} sheep\n" for i in range(200)))
         self.data = Data(kind="text", path=str(self.text), validation=0.2, cache=str(root / "cache"))
-        prepare(self.data, **SIZES)
+        open_corpus(self.data, **SIZES)
         (self.entry,) = (root / "cache").iterdir()
 
     def _record(self) -> None:
         journal, metrics = Journal(self.run / "journal.jsonl"), MetricsLog(self.run / "metrics.jsonl")
-        journal.event("starting", world_size=2)
+        journal.write(events.Starting(world_size=2, cluster="processes", device="cpu"))
         journal.next_generation()
-        journal.event("formed", workers=[{"rank": 0, "node": "n", "coordinates": {"data": 0}}])
+        journal.write(events.Formed(workers=[{"rank": 0, "node": "n", "coordinates": {"data": 0}}]))
         for step in (1, 2, 3):
-            journal.event("checkpoint", step=step, useful_seconds=0.5, seconds=0.25)
+            journal.write(events.Checkpoint(step=step, directory="d", bytes=9, seconds=0.25, useful_seconds=0.5))
             metrics.append({"step": step, "loss": 2.5 / step, "comm_bytes": {"send/stage": 5}, "samples": [0, 4]})
-        journal.event("failure", rank=1, kind="died", method="step", cause="killed", steps_lost=1, lost_seconds=0.5)
-        journal.event("done", step=3)
+        failed = {"number": 1, "rank": 1, "coordinates": {"data": 1}, "node": "n", "method": "step(3)", "kind": "died"}
+        journal.write(events.Failure(**failed, cause="killed", log=None, step=3))
+        journal.write(events.RolledBack(step=2, steps_lost=1, lost_seconds=0.5))
+        journal.write(events.Done(step=3))
         journal.close(), metrics.close()
 
 

@@ -13,13 +13,13 @@ from typing import Any
 
 from platform.config.fields import Model as ModelConfig
 from platform.model import register_model
-from platform.model.blocks import STD, Attention, Embedding, Head, Shapes, embedding_table, sizes
-from platform.model.branches import Branches, different
+from platform.model.blocks import STD, Attention, Embedding, Head, StackSpecs, dim_sizes, embedding_table
+from platform.model.branches import Branches, pointwise_per_branch
 from platform.plan.language.ops import Spec
 
 FUNCTIONS = ("gelu", "relu", "silu", "tanh")
 INNER = Spec.of("mlp", "length batch branch d_branch")
-STREAM = Shapes().stream
+STREAM = StackSpecs().stream
 
 
 class Branched:
@@ -29,10 +29,10 @@ class Branched:
 
     def __init__(self, c: ModelConfig):
         self.config = c
-        self.sizes = {**sizes(c), "branch": c.heads, "d_branch": c.d_kv}
+        self.sizes = {**dim_sizes(c), "branch": c.heads, "d_branch": c.d_kv}
         self.table = embedding_table(c)
-        self.embedding = Embedding("", c, Shapes(), self.table)
-        self.head = Head(c, Shapes(), self.table)
+        self.embedding = Embedding("", c, StackSpecs(), self.table)
+        self.head = Head(c, StackSpecs(), self.table)
         self.branches = self.block(c)
 
     def block(self, c: ModelConfig) -> Any:
@@ -53,7 +53,7 @@ class Branched:
 class Mixed(Branched):
     def branched(self, ops, x):
         functions = [FUNCTIONS[i % len(FUNCTIONS)] for i in range(self.config.heads)]
-        return ops.pointwise("add", x, self.branches(ops, x, different(functions, INNER)))
+        return ops.pointwise("add", x, self.branches(ops, x, pointwise_per_branch(functions, INNER)))
 
 
 class Grouped(Branched):
@@ -78,16 +78,16 @@ class Heads(Branched):
     """Attention as in blocks.Attention without norms, biases and residual connection."""
 
     def block(self, c):
-        query = Shapes().query
-        self.attention = Attention("layers.0.attention", c, Shapes(), causal=True)
+        query = StackSpecs().query
+        self.attention = Attention("layers.0.attention", c, StackSpecs(), causal=True)
         names = ("query", "key", "value")
         out_std = STD / (2 * c.layers) ** 0.5
         more = {"dim": "heads", "projections": names, "std": STD, "out_std": out_std}
         return Branches("layers.0.attention", STREAM, query, STREAM, **more)
 
     def branched(self, ops, x):
-        core = Shapes().core_query
-        query = Shapes().query
+        core = StackSpecs().core_query
+        query = StackSpecs().query
 
         def inside(ops, q, k, v):
             q, k, v = (ops.relayout(f"core.{n}", t, query, core) for n, t in (("q", q), ("k", k), ("v", v)))
@@ -101,7 +101,7 @@ class Plain(Branched):
     """What `heads` is equal to: the attention of platform.model.blocks, alone."""
 
     def block(self, c):
-        return Attention("layers.0.attention", c, Shapes(), causal=True)
+        return Attention("layers.0.attention", c, StackSpecs(), causal=True)
 
     def parameters(self):
         weights = [self.branches.query, self.branches.key, self.branches.value, self.branches.output]

@@ -21,7 +21,7 @@ from platform.cluster.crew.base.job import WORKER
 from platform.cluster.driver import run
 from platform.config.fields import Branch, Config, Parallel, Pipeline
 from platform.config.fields import Tensor as TensorConfig
-from platform.monitor import Journal, MetricsLog
+from platform.monitor import JsonLines, MetricsLog
 from platform.planning.choose_schedule import schedule_of
 from platform.planning.make_plan import make_plan
 from tests.harness.oracle import configure
@@ -64,7 +64,7 @@ def rows(config: Config) -> list[Event]:
 
 def journal(config: Config) -> list[Event]:
     path = Path(config.run.dir, "journal.jsonl")
-    return Journal.read(path) if path.exists() else []
+    return JsonLines.read(path) if path.exists() else []
 
 
 def differences(found: Sequence[Event], expected: Sequence[Event]) -> list[str]:

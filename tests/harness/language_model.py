@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from platform.config.fields import Model as ModelConfig
 from platform.model import register_model
-from platform.model.blocks import LOGITS, sizes
+from platform.model.blocks import LOGITS, dim_sizes
 from platform.plan.language.ops import Parameter, Spec
 
 OWN = {"topic": 4, "width": 4}  # dims that no other model has; topic x width = d_model
@@ -37,7 +37,7 @@ class Language:
     inputs = ("tokens", "labels")
 
     def __init__(self, c: ModelConfig):
-        self.sizes = {**sizes(c), **OWN}
+        self.sizes = {**dim_sizes(c), **OWN}
         self.embedding = matrix("embedding", "vocab d_model")
         self.rows = matrix("rows", "d_ff topic width")
         self.single = matrix("single", "vocab")

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from platform.config.fields import Config
-from platform.parallel.communicator.base import Alone, Communicator
+from platform.parallel.communicator.base import Communicator, SingleRank
 from platform.plan.core.plan import Plan
 from tests.harness.oracle import trainer_of
 from tests.harness.threads import run_threads
@@ -113,6 +113,6 @@ def count(c: Config, plan: Plan, steps: int = 2) -> list[Counted]:
     gc.collect()
     gc.disable()
     try:
-        return [work(Alone(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, work)
+        return [work(SingleRank(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, work)
     finally:
         gc.enable()

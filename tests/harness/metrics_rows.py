@@ -2,10 +2,18 @@
 
 from typing import Any
 
+from platform.monitor import MetricsRow
+from platform.monitor.records import records
 
-def row(step: int, **changes: Any) -> dict[str, Any]:
+
+def line(step: int, **changes: Any) -> dict[str, Any]:
+    """Return a row as it is in the file."""
+    return records.plain(row(step, **changes))
+
+
+def row(step: int, **changes: Any) -> MetricsRow:
     seconds = dict.fromkeys("data forward backward exposed_comm bubble reduce optimizer checkpoint".split(), 0.0125)
-    return {
+    values = {
         "step": step,
         "loss": 7.5 * step**-0.125,
         "grad_norm": 1 / 3,
@@ -23,3 +31,4 @@ def row(step: int, **changes: Any) -> dict[str, Any]:
         "generation": 1,
         **changes,
     }
+    return MetricsRow(**values)

@@ -16,10 +16,10 @@ from torch import Tensor
 from platform.config.fields import Branch, Config, Pipeline
 from platform.config.fields import Model as ModelConfig
 from platform.config.fields import Tensor as TensorConfig
-from platform.parallel.communicator.base import Alone, Communicator, Launch
+from platform.parallel.communicator.base import Communicator, Launch, SingleRank
 from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import communication
-from platform.plan.schedule.rows import rows
+from platform.plan.schedule.rows import stage_rows
 from platform.planning.choose_schedule import schedule_of
 from platform.planning.make_plan import make_plan
 from platform.train.step.trainer import Trainer
@@ -135,7 +135,7 @@ class Result:
 def trainer_of(c: Config, plan: Plan, communicator: Communicator, corpus: Any = None) -> Trainer:
     """A rank's trainer, with the rows that the driver would hand it."""
     stage = communicator.coordinates["stage"]
-    return Trainer(c, plan, communicator, corpus or Tokens(c), rows(schedule_of(c, c.parallel.data))[stage])
+    return Trainer(c, plan, communicator, corpus or Tokens(c), stage_rows(schedule_of(c, c.parallel.data))[stage])
 
 
 def with_operations(plan: Plan, operations: Mapping[tuple[str, str], Any]) -> Plan:
@@ -169,7 +169,7 @@ def run(c: Config, plan: Plan | None = None) -> tuple[Plan, list[Result]]:
     """All ranks of a plan, as threads."""
     plan = plan or make_plan(c)
     if plan.mesh.size == 1:
-        return plan, [compute(c, plan, Alone(plan.mesh))]
+        return plan, [compute(c, plan, SingleRank(plan.mesh))]
     return plan, run_threads(plan.mesh, lambda communicator: compute(c, plan, communicator))
 
 
@@ -187,7 +187,7 @@ def assemble(
                 assert not pick(r).get(p.name, torch.empty(0)).numel(), f"rank {r.rank} has a block of {p.name}"
                 continue
             where = tuple(slice(o, o + n) for o, n in plan.block(p, here))
-            start, stop = plan.shard(p, here)
+            start, stop = plan.shard_range(p, here)
             shard, padding = pick(r)[p.name].double().flatten().tensor_split([stop - start])
             assert not padding.any(), f"padding of a shard of {p.name} is not zero"
             block = whole[where].flatten()

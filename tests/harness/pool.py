@@ -19,7 +19,7 @@ def _serve(rank: int, pipe: Connection, port: int) -> None:
     import torch.distributed as dist
 
     from platform.parallel.communicator.torch_distributed import ProcessGroups
-    from platform.plan.core.step_collectives import groups
+    from platform.plan.core.step_collectives import process_groups
 
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -30,7 +30,7 @@ def _serve(rank: int, pipe: Connection, port: int) -> None:
             dist.init_process_group(
                 "gloo", store=rendezvous, rank=rank, world_size=plan.mesh.size, timeout=timedelta(seconds=60)
             )
-            communicator = ProcessGroups(plan.mesh, rank, groups(plan))
+            communicator = ProcessGroups(plan.mesh, rank, process_groups(plan))
             result = work(config, plan, communicator)
             communicator.barrier()
             communicator.close()

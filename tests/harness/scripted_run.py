@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from platform.cluster.run.commands import Command
-from platform.monitor import Journal
+from platform.monitor import JsonLines
 
 BOOM = ValueError("boom")
 
@@ -14,7 +14,7 @@ TYPED = Command(["+experiment=x", "a='b c'", "checkpoint.resume=never"])
 
 def events(config, *names):
     """All, or those of these names."""
-    found = Journal.read(Path(config.run.dir, "journal.jsonl"))
+    found = JsonLines.read(Path(config.run.dir, "journal.jsonl"))
     return [e for e in found if not names or e["event"] in names]
 
 

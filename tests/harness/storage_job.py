@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from platform.checkpoint.blocks.box import Box
-from platform.checkpoint.blocks.placement import Block, Held, shares
+from platform.checkpoint.blocks.placement import Block, HeldTensor, shares
 from platform.checkpoint.moves.reshard import restore
 from platform.checkpoint.storage.catalogue import begin, commit
 from platform.checkpoint.storage.image import Image
@@ -46,7 +46,7 @@ class Job:
 
     def __init__(self, tensors: dict[str, Tensor], holds: dict[str, list[tuple[int, Box]]], world_size: int):
         self.tensors, self.holds, self.world_size = tensors, holds, world_size
-        self.state = [Held.of(n, t.dtype, t.shape, holds[n]) for n, t in tensors.items()]
+        self.state = [HeldTensor.of(n, t.dtype, t.shape, holds[n]) for n, t in tensors.items()]
         self.shapes = {n: tuple(t.shape) for n, t in tensors.items()}
 
     @classmethod

@@ -7,6 +7,7 @@ added that leads to our directory.
 import importlib.util
 import os
 import pkgutil
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import platform
+from tests.test_typing import USER, WRONG, mistakes, mypy
 
 # Run in a child: the standard library's `platform` as it would be without us, and what a user expects of ours.
 CHECK = """
@@ -33,6 +35,7 @@ for name in "system node release version machine python_version python_implement
 assert tuple(platform.uname()) == tuple(pristine.uname())
 assert pickle.loads(pickle.dumps(platform.uname())) == platform.uname()
 assert platform.__file__ == file
+assert importlib.util.find_spec("platform").submodule_search_locations == list(platform.__path__)
 assert not {"torch", "ray", "wandb", "hydra"} & set(sys.modules), "launch must be cheap to import: it is the marker"
 print(platform.launch.CONF)
 """
@@ -79,7 +82,7 @@ def test_no_submodule_has_the_name_of_an_attribute_of_the_standard_module():
 def test_only_modules_lie_directly_in_the_package(root):
     """`importlib.resources.files("platform")` points at the standard library's directory: data would not be found."""
     files = {p.name for p in (root / "platform").iterdir() if p.is_file() and p.suffix != ".py"}
-    assert files == {"_startup.pth", "_startup.start"}
+    assert files == {"_startup.pth", "_startup.start", "__init__.pyi", "py.typed"}
 
 
 def test_the_marker_is_there(root):
@@ -114,10 +117,29 @@ def test_installed(bare, root, elsewhere, how):
     assert succeed(bare, "-c", everybody, cwd=elsewhere).strip() == os.uname().sysname
     first = f"import sys; sys.path.insert(0, {str(elsewhere)!r}); import platform.config"  # as a script's own directory
     succeed(bare, "-c", first, cwd=elsewhere)
+    files = Path(succeed(bare, "-c", "from platform.api import FILES; print(FILES)", cwd=elsewhere).strip())
+    assert files == conf.parent
+    for path in (*root.glob("jobs/*/*"), *root.glob("dashboards/*.py")):
+        assert (files / path.relative_to(root)).read_bytes() == path.read_bytes()
     assert list(elsewhere.iterdir()) == []  # no outputs/, no .hydra
 
     succeed(*pip, "uninstall", "--quiet", "--yes", "elastic-platform", cwd=elsewhere)
     assert run(bare, "-c", "import platform; assert not hasattr(platform, '__path__')", cwd=elsewhere).returncode == 0
+
+
+INLINE = "+experiment=two_layer cluster=inline train.steps=2 optimizer.warmup_steps=0 tensor.axes.rows=1".split()
+
+
+@pytest.mark.full
+def test_the_wheel_alone_trains_and_is_typed(bare, root, elsewhere):
+    install = (sys.executable, "-m", "pip", "--python", bare, "install", "--quiet", "--no-deps", "--no-build-isolation")
+    succeed(*install, "--no-index", root, cwd=elsewhere)
+    assert "run directory:" in succeed(bare, "-m", "platform.launch", *INLINE, "tensor.axes.cols=1", cwd=elsewhere)
+    shutil.copy(root / "examples" / "callbacks_and_resume.py", elsewhere)
+    assert "done: 6 steps" in succeed(bare, "callbacks_and_resume.py", cwd=elsewhere)
+    done = mypy(bare, elsewhere, elsewhere, USER, "--strict")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert mistakes(mypy(bare, elsewhere, elsewhere, WRONG, "--strict")) == ["3", "4"]
 
 
 def test_a_pth_that_imports_the_standard_module_before_ours(bare, root, elsewhere):

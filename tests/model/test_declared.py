@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from platform.config.fields import Model
-from platform.model import build
+from platform.model import build_model
 from platform.model.blocks import STD, embedding_table
 from platform.plan.core.step_collectives import communication
 from platform.plan.language.layout import DIMS
@@ -38,7 +38,7 @@ def test_a_models_comment_prints_its_size(path):
 @pytest.mark.parametrize("model", MODELS)
 def test_every_declared_parameter_is_used(model):
     c = configure(**MODELS[model])
-    built = build(c.model)
+    built = build_model(c.model)
     recorder = Recorder(make_plan(c).scheme)
     built.forward(recorder, {name: name for name in built.inputs})
     used = {p.name for o in recorder.operations for p in o.parameters}
@@ -51,7 +51,7 @@ def test_every_declared_parameter_is_used(model):
 def test_roles_decay_and_initial_values(model):
     """Vectors do not decay; what writes to the stream starts smaller by sqrt(2 layers); d_model is first in memory."""
     c = configure(**{**MODELS[model], "layers": 8}).model
-    for p in build(c).parameters():
+    for p in build_model(c).parameters():
         matrix, relative = p.init == "normal", "relative" in p.name
         assert p.decay == (matrix and not relative), p
         if p.name == "embedding":
@@ -67,7 +67,7 @@ def test_roles_decay_and_initial_values(model):
 
 
 def names(**model) -> set[str]:
-    return {p.name for p in build(Model(layers=1, **model)).parameters()}
+    return {p.name for p in build_model(Model(layers=1, **model)).parameters()}
 
 
 def test_options_add_and_remove_parameters():
@@ -80,9 +80,9 @@ def test_options_add_and_remove_parameters():
 
 
 def test_sizes_that_are_not_given():
-    sizes = build(Model(d_model=96, heads=6, kv_heads=0, d_ff=0, d_kv=0)).sizes
+    sizes = build_model(Model(d_model=96, heads=6, kv_heads=0, d_ff=0, d_kv=0)).sizes
     assert (sizes["d_kv"], sizes["kv_heads"], sizes["d_ff"]) == (16, 6, 384)
-    given = build(Model(d_model=96, heads=6, kv_heads=2, d_ff=100, d_kv=32))
+    given = build_model(Model(d_model=96, heads=6, kv_heads=2, d_ff=100, d_kv=32))
     assert (given.sizes["d_kv"], given.sizes["kv_heads"], given.sizes["d_ff"]) == (32, 2, 100)
     query = next(p for p in given.parameters() if p.name.endswith("query"))
     assert prod(given.sizes[d] for d in query.dims) == 96 * 6 * 32

@@ -27,7 +27,7 @@ def test_plain_lines_are_aligned_and_hold_the_columns() -> None:
     assert header.split("  ")[-1] == "time left"
     assert [line.split()[0] for line in lines] == ["1", "10", "20", "30"]
     assert len({len(line) for line in [header, *lines]}) == 1 and len(header) < 80
-    assert lines[1].split() == ["10", f"{row(10)['loss']:.4f}", "0.333", "3.00e-03", "20,480", "~", "4", "0m40s"]
+    assert lines[1].split() == ["10", f"{row(10).loss:.4f}", "0.333", "3.00e-03", "20,480", "~", "4", "0m40s"]
     assert lines[3].split()[5:] == ["41.7%", "4", "0m00s"]
     assert "\r" not in out.getvalue() and "\x1b" not in out.getvalue()
 

@@ -1,10 +1,13 @@
 """What failures cost, from the journal."""
 
-from platform.monitor.goodput import goodput
+from dataclasses import replace
+
+from platform.monitor.goodput import cost_line, goodput
+from tests.harness.happenings import happening
 
 
 def events(*found):
-    return [{"event": name, "time": time, **fields} for time, name, fields in found]
+    return [happening(time, word, **fields) for time, word, fields in found]
 
 
 JOURNAL = events(
@@ -28,10 +31,10 @@ JOURNAL = events(
 def test_a_run_with_failures():
     found = goodput(JOURNAL)
     assert (found.failures, found.steps_lost, found.transitions) == (3, 2, 0)
-    assert found.recoveries == (2.0, 3.0, 2.5)
+    assert found.recoveries == [2.0, 3.0, 2.5]
     assert found.seconds == 30.0 and found.useful_seconds == 6.0 + 8.0 + 7.0 - 1.5
     assert found.goodput == 19.5 / 30.0
-    assert str(found) == (
+    assert cost_line(found) == (
         "3 failures survived, 2 steps lost; to the first new step 2.50 s median, 3.00 s longest; "
         "goodput 65.0% of 30.0 s"
     )
@@ -43,27 +46,33 @@ def test_only_what_a_step_followed_was_survived():
         (4.0, "gave_up", {"steps_lost": 2, "useful_seconds": 3.0, "lost_seconds": 1.0}),
         (9.0, "starting", {}), (10.0, "first_step", {}), (11.0, "done", {}),
     )  # fmt: skip
-    assert goodput(ended).recoveries == (1.0,) and goodput(ended).goodput == 2.0 / 6.0
-    assert str(goodput(ended)).startswith("1 of 2 failures survived, 2 steps lost; ")
+    assert goodput(ended).recoveries == [1.0] and goodput(ended).goodput == 2.0 / 6.0
+    assert cost_line(goodput(ended)).startswith("1 of 2 failures survived, 2 steps lost; ")
 
 
 def test_the_time_between_two_drivers_does_not_count():
-    twice = [*JOURNAL, *({**event, "time": event["time"] + 1000} for event in JOURNAL)]
+    twice = [*JOURNAL, *(replace(event, time=event.time + 1000) for event in JOURNAL)]
     assert goodput(twice).seconds == 60.0
     assert goodput(twice).goodput == 19.5 / 30.0
 
 
 def test_a_driver_that_was_killed_ends_with_its_last_event():
     assert goodput(JOURNAL[:5]).seconds == 10.0
-    later = [{**event, "time": event["time"] + 1000} for event in JOURNAL]
+    later = [replace(event, time=event.time + 1000) for event in JOURNAL]
     assert goodput([*JOURNAL[:5], *later]).seconds == 40.0 and len(goodput([*JOURNAL[:5], *later]).recoveries) == 3
 
 
 def test_nothing_happened():
     found = goodput([])
-    assert found.goodput == 0.0 and str(found) == "0 failures survived, 0 steps lost; goodput 0.0% of 0.0 s"
+    assert found.goodput == 0.0 and cost_line(found) == "0 failures survived, 0 steps lost; goodput 0.0% of 0.0 s"
 
 
 def test_growth_is_no_failure():
     grown = events((0.0, "starting", {}), (5.0, "reforming", {"useful_seconds": 4.0}), (6.0, "done", {}))
-    assert goodput(grown).transitions == 1 and goodput(grown).failures == 0 and goodput(grown).recoveries == ()
+    assert goodput(grown).transitions == 1 and goodput(grown).failures == 0 and goodput(grown).recoveries == []
+
+
+def test_the_account_of_an_end_that_saved_nothing_does_not_count_again():
+    once = events((0.0, "starting", {}), (4.0, "unsaved", {"useful_seconds": 3.0}), (4.0, "goodput", {}))
+    later = [replace(event, time=event.time + 1000) for event in once]
+    assert goodput([*once, *later]).useful_seconds == 6.0 and goodput([*once, *later]).seconds == 8.0

@@ -3,13 +3,15 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from platform.config.fields import Config
-from platform.monitor import MetricsLog, open_monitor
-from tests.harness.metrics_rows import row
+from platform.monitor import MetricsLog, MetricsRow, open_monitor
+from platform.monitor.records.metrics import wandb_names
+from tests.harness.metrics_rows import line, row
 
 
 @pytest.fixture
@@ -27,7 +29,7 @@ def run_driver(run_dir: Path, *, steps: range, before_close: str = "", **env: st
     script = f"""
 import os, sys
 from pathlib import Path
-from tests.harness.metrics_rows import row
+from tests.harness.metrics_rows import line, row
 from platform.config.fields import Config
 from platform.monitor import open_monitor
 config = Config()
@@ -56,7 +58,7 @@ def test_console_only_writes_metrics_and_lines_and_never_imports_wandb(tmp_path:
     monitor.say("hello")
     monitor.step(row(2, val_loss=5.0))
     monitor.close(0)
-    assert MetricsLog.read(tmp_path / "metrics.jsonl") == [row(1), row(2, val_loss=5.0)]
+    assert MetricsLog.read(tmp_path / "metrics.jsonl") == [line(1), line(2, val_loss=5.0)]
     assert out.getvalue().splitlines()[2] == "hello"
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
@@ -70,9 +72,10 @@ def test_the_driver_may_import_the_monitor_without_heavy_libraries() -> None:
 
 def test_a_metric_without_a_name_is_refused_before_it_is_written(tmp_path: Path) -> None:
     monitor = open_monitor(Config(), tmp_path, total_steps=2, stream=io.StringIO())
-    with pytest.raises(AssertionError, match="bubbles"):
+    with pytest.raises(TypeError, match="bubbles"):
         monitor.step(row(1, bubbles=3))
     assert MetricsLog.read(tmp_path / "metrics.jsonl") == []
+    assert {field.name for field in fields(MetricsRow)} - wandb_names().keys() == {"samples"}
 
 
 def test_without_a_key_wandb_is_offline_in_the_run_directory_and_a_restart_continues_its_id(

@@ -1,21 +1,23 @@
 """What happened, for people."""
 
+from platform.monitor.records import events
 from platform.monitor.story import story
+from tests.harness.happenings import happening
 
 JOURNAL = [
-    {"event": "starting", "time": 0.0},
-    {"event": "done", "time": 1.0, "step": 3},
-    {"event": "starting", "time": 100.0},
-    {"event": "forming", "time": 103.0, "generation": 2, "world_size": 4, "mesh": {"stage": 1, "data": 2, "t": 2}},
-    {"event": "formed", "time": 103.5, "generation": 2, "workers": []},
-    {"event": "first_step", "time": 104.25, "step": 1},
-    {"event": "failure", "time": 110.0, "rank": 3, "kind": "died", "method": "step(9)", "cause": "x\nby SIGKILL"},
-    {"event": "released", "time": 110.125, "alive": 3, "lost": [3], "seconds": 0.125},
-    {"event": "forming", "time": 110.5, "generation": 3, "world_size": 1, "mesh": {"stage": 1, "data": 1}},
-    {"event": "restored", "time": 111.0, "step": 8, "source": "memory", "seconds": 0.25},
-    {"event": "first_step", "time": 112.0, "step": 9},
-    {"event": "released", "time": 113.0},
-    {"event": "done", "time": 113.0, "step": 10},
+    happening(0.0, "starting"),
+    happening(1.0, "done", step=3),
+    happening(100.0, "starting"),
+    happening(103.0, "forming", generation=2),
+    happening(103.5, "formed", generation=2),
+    happening(104.25, "first_step"),
+    happening(110.0, "failure"),
+    happening(110.125, "released"),
+    happening(110.5, "forming", generation=3, world_size=1, mesh={"stage": 1, "data": 1}),
+    happening(111.0, "restored"),
+    happening(112.0, "first_step", step=9),
+    events.Released(time=113.0),
+    happening(113.0, "done"),
 ]
 
 

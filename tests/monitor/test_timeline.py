@@ -8,7 +8,7 @@ import pytest
 
 from platform.cluster.driver import run
 from platform.monitor import MetricsLog, Timeline
-from platform.monitor.timeline import STEPS, bubble, executed
+from platform.monitor.timeline import KEPT_STEPS, bubble, executed
 from platform.parallel.communicator.clock import Clock
 from platform.plan.schedule.generators import generate
 from platform.plan.schedule.lowering import lower
@@ -55,7 +55,7 @@ def test_waiting_is_no_computing():
 
 @pytest.mark.parametrize("ahead", [0.0, 3.0])
 def test_planned_and_measured_bubble(ahead):
-    found = timeline().step(1, 0.0, spans(SCHEDULE, ROWS, transfer=0.5, ahead=ahead))["bubble"]
+    found = timeline().step(1, 0.0, spans(SCHEDULE, ROWS, transfer=0.5, ahead=ahead))
     assert found["planned"] == pytest.approx(simulate(SCHEDULE).bubble)
     assert found["measured"] == pytest.approx(simulate(SCHEDULE, transfer=0.5).bubble)
     assert found["measured"] > found["planned"] > 0
@@ -64,7 +64,7 @@ def test_planned_and_measured_bubble(ahead):
 def test_one_stage_has_no_bubble_and_is_drawn(tmp_path):
     schedule = generate("1f1b", 1, 1, 3)
     one = timeline(schedule, lower(schedule))
-    assert one.step(1, 0.0, spans(schedule, lower(schedule))) == {}
+    assert one.step(1, 0.0, spans(schedule, lower(schedule))) is None
     one.write(tmp_path)
     assert (tmp_path / "timeline.svg").read_text().count("<title>") == 2 * 6
 
@@ -76,16 +76,16 @@ def test_nothing_is_written_before_the_first_step(tmp_path):
 
 def test_the_trace_has_every_span_of_the_last_steps_on_one_time_scale(tmp_path):
     every, own = timeline(), spans(SCHEDULE, ROWS)
-    for step in range(1, STEPS + 3):
+    for step in range(1, KEPT_STEPS + 3):
         every.step(step, 100.0 * step, own)
     every.write(tmp_path)
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert names == {0: "rank0[stage0]", 1: "rank1[stage1]"}
     slices = [e for e in events if e["ph"] == "X"]
-    assert len(slices) == STEPS * sum(map(len, own))
+    assert len(slices) == KEPT_STEPS * sum(map(len, own))
     steps = [(e["ts"], e["args"]["step"]) for e in slices if e["name"] == "step" and e["pid"] == 0]
-    assert steps == [(100e6 * k, k + 3) for k in range(STEPS)]
+    assert steps == [(100e6 * k, k + 3) for k in range(KEPT_STEPS)]
     [b] = [e for e in slices if e["name"] == "3B1" and 0 <= e["ts"] < 100e6]
     assert (b["pid"], b["cat"], b["args"]) == (1, "compute", {"chunk": 3, "microbatch": 1})
     assert {e["cat"] for e in slices} == {"compute", "send", "receive", "wait", "step"}
@@ -108,11 +108,11 @@ def test_a_clock_reads_every_section_and_what_is_inside_it():
             pass
         with clock.section("inner"):
             pass
-    seconds, (a, b, outer) = clock.read_spans()
+    seconds, (a, b, outer) = clock.read()
     assert [name for name, _, _ in (a, b, outer)] == ["inner", "inner", "outer"]
     assert 0.0 == outer[1] <= a[1] <= a[2] <= b[1] <= b[2] <= outer[2]
     assert seconds["outer"] + seconds["inner"] == pytest.approx(outer[2])
-    assert clock.read_spans() == ({}, [])
+    assert clock.read() == ({}, [])
 
 
 @pytest.mark.parametrize("kind", ["none", "zb_h1"])

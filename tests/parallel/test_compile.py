@@ -34,11 +34,11 @@ def eager_and_compiled(c, plan, communicator):
     "model", ["gpt", "t5", *(pytest.param(m, marks=pytest.mark.full) for m in ("llama", "bert", "original"))]
 )
 def test_one_process(model):
-    from platform.parallel.communicator.base import Alone
+    from platform.parallel.communicator.base import SingleRank
 
     c = configure(**MODELS[model])
     plan = make_plan(c)
-    assert eager_and_compiled(c, plan, Alone(plan.mesh)) == (0.0, 0.0, True)
+    assert eager_and_compiled(c, plan, SingleRank(plan.mesh)) == (0.0, 0.0, True)
 
 
 SCHEMES = [

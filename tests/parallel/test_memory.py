@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from platform.model import build
-from platform.parallel.communicator.base import Alone
-from platform.parallel.parallel_ops import Position
+from platform.model import build_model
+from platform.parallel.communicator.base import SingleRank
+from platform.parallel.parallel_ops import PassPosition
 from platform.plan.memory.worker_bytes import saved_for_backward, weight_bytes
 from platform.planning.make_plan import make_plan
 from platform.train.step.trainer import Trainer
@@ -41,7 +41,7 @@ def measure(trainer: Trainer, seed: int) -> int:
             found[x.untyped_storage().data_ptr()] = x  # keeps it alive: no other storage gets its address
         return x
 
-    trainer.ops.position = Position(seed, 1, 0)
+    trainer.ops.position = PassPosition(seed, 1, 0)
     inputs = trainer.load("train", 0)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         trainer.model.forward(trainer.ops, inputs)
@@ -52,7 +52,7 @@ def measured(c) -> tuple[Any, list[int]]:
     plan = make_plan(c)
     trainer = lambda communicator: trainer_of(c, plan, communicator)  # noqa: E731
     if plan.mesh.size == 1:
-        return plan, [measure(trainer(Alone(plan.mesh)), c.seed)]
+        return plan, [measure(trainer(SingleRank(plan.mesh)), c.seed)]
     return plan, run_threads(plan.mesh, lambda communicator: measure(trainer(communicator), c.seed))
 
 
@@ -61,7 +61,7 @@ def measured(c) -> tuple[Any, list[int]]:
 def test_saved_for_backward(scheme, axes, model):
     c = configure(scheme, axes, **MODELS[model])
     plan, found = measured(c)
-    assert set(found) == {saved_for_backward(plan, build(c.model)).total}
+    assert set(found) == {saved_for_backward(plan, build_model(c.model)).total}
 
 
 @pytest.mark.parametrize(("scheme", "axes"), SCHEMES, ids=str)
@@ -70,7 +70,7 @@ def test_gathered_again(scheme, axes):
     c = configure(scheme, axes)
     c.tensor.gathered = "again"
     plan, found = measured(c)
-    assert set(found) == {saved_for_backward(plan, build(c.model)).total}
+    assert set(found) == {saved_for_backward(plan, build_model(c.model)).total}
 
 
 @pytest.mark.parametrize("data", [1, 2])
@@ -78,7 +78,7 @@ def test_gathered_again(scheme, axes):
 def test_beside_branches_and_data_parallel(scheme, data):
     c = configure(scheme, {"t": 2} if scheme != "serial" else {}, branch="dsp", branch_axes={"g": 2}, data=data)
     plan, found = measured(c)
-    assert set(found) == {saved_for_backward(plan, build(c.model)).total}
+    assert set(found) == {saved_for_backward(plan, build_model(c.model)).total}
 
 
 @pytest.mark.parametrize("model", ["gpt", "llama", "t5"])
@@ -87,7 +87,7 @@ def test_parameters_in_chunks(scheme, axes, model):
     """Nothing that was gathered for an einsum is kept: only vectors of norms are."""
     c = configure(scheme, {a: n for a, n in axes.items() if a != "x"}, data=2, zero=3, layers=1, **MODELS[model])
     plan, found = measured(c)
-    saved = saved_for_backward(plan, build(c.model))
+    saved = saved_for_backward(plan, build_model(c.model))
     assert set(found) == {saved.total}
     vectors = [p for p in plan.parameters if "norm" in p.name]
     assert saved.gathered <= sum(2 * prod(plan.stored_shape(p)) for p in vectors)
@@ -100,17 +100,19 @@ def test_common_layers_on_sub_grid_zero(scheme, axes, model):
     c = configure(scheme, axes, branch="dsp_csub", branch_axes={"g": 2}, **MODELS[model])
     plan, found = measured(c)
     where = [plan.mesh.coordinates(rank) for rank in range(plan.mesh.size)]
-    assert found == [saved_for_backward(plan, build(c.model), at=at).total for at in where]
-    assert len(set(found)) == 2 and min(found) == saved_for_backward(plan, build(c.model), at=plan.elsewhere).total
+    assert found == [saved_for_backward(plan, build_model(c.model), at=at).total for at in where]
+    assert (
+        len(set(found)) == 2 and min(found) == saved_for_backward(plan, build_model(c.model), at=plan.elsewhere).total
+    )
 
 
 def test_slices_by_all_gather():
     """What attention saves of its operands are views: the gathered tensors stay."""
     c = configure("1d_sp", {"t": 2}, branch="dsp_slice", branch_axes={"g": 2}, **MODELS["t5"])
-    few = saved_for_backward(make_plan(c), build(c.model)).total
+    few = saved_for_backward(make_plan(c), build_model(c.model)).total
     c.branch.slice_via = "all_gather"
     plan, found = measured(c)
-    more = saved_for_backward(plan, build(c.model)).total
+    more = saved_for_backward(plan, build_model(c.model)).total
     assert set(found) == {more} and more > few
 
 
@@ -123,9 +125,12 @@ def test_recomputation(recompute, every, scheme, axes, model):
     more = {"dropout": 0.1, "layers": 4, **MODELS[model]}
     c = configure(scheme, axes, recompute=recompute, every=every, **more)
     plan, found = measured(c)
-    kept = saved_for_backward(plan, build(c.model), c.model.dropout).total
+    kept = saved_for_backward(plan, build_model(c.model), c.model.dropout).total
     assert set(found) == {kept}
-    assert kept < saved_for_backward(make_plan(configure(scheme, axes, **more)), build(c.model), c.model.dropout).total
+    assert (
+        kept
+        < saved_for_backward(make_plan(configure(scheme, axes, **more)), build_model(c.model), c.model.dropout).total
+    )
 
 
 @pytest.mark.parametrize("model", ["gpt", "bert", "t5"])
@@ -140,22 +145,22 @@ def test_a_rank_reads_as_many_integers_as_the_plan_says(scheme, axes, model):
         inputs = trainer_of(c, plan, communicator).load("train", 0)
         return {key: block.numel() for blocks in inputs.values() for key, block in blocks.items()}
 
-    found = [read(Alone(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, read)
+    found = [read(SingleRank(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, read)
     assert found == [planned] * plan.mesh.size and planned
 
 
 def test_two_layers():
     c = configure(kind="two_layer", length=1, io=8, hidden=24, vocab=100)
     plan, found = measured(c)
-    assert found == [saved_for_backward(plan, build(c.model)).total]
+    assert found == [saved_for_backward(plan, build_model(c.model)).total]
 
 
 def test_gathered_parameters_are_told_apart():
     c = configure("3d", {"x": 4, "y": 1, "z": 1})
     plan = make_plan(c)
-    saved = saved_for_backward(plan, build(c.model))
+    saved = saved_for_backward(plan, build_model(c.model))
     assert saved.gathered > plan.local_parameter_count
-    assert saved_for_backward(make_plan(configure("1d", {"t": 4})), build(c.model)).gathered == 0
+    assert saved_for_backward(make_plan(configure("1d", {"t": 4})), build_model(c.model)).gathered == 0
 
 
 def test_weight_bytes():

@@ -12,7 +12,7 @@ from platform.launch import CONF, compose, main
 from platform.plan.memory.hardware import memory_of
 from platform.planning.make_plan import make_plan
 from platform.planning.memory_budget import needed_bytes
-from platform.planning.remedies import SHOWN, Device, fits, lack_of_memory
+from platform.planning.remedies import SHOWN, Device, fitting_changes, lack_of_memory
 from tests.harness.oracle import configure
 
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
@@ -49,7 +49,7 @@ def test_what_is_suggested_fits(share):
     memory = share * needed_bytes(c, plan)
     line = lack_of_memory(c, plan, Device(memory, "a GPU"))
     assert line.startswith("cluster.memory=refuse: a worker needs ") and "a GPU has" in line
-    changes = list(fits(c, memory))
+    changes = list(fitting_changes(c, memory))
     assert changes and all(needed <= memory for _, needed in changes)
     assert all(change in line for change, _ in changes[:SHOWN]) or share == 0.3
     assert lack_of_memory(c, plan, Device(needed_bytes(c, plan), "a GPU")) == ""
@@ -58,7 +58,7 @@ def test_what_is_suggested_fits(share):
 def test_each_change_is_what_it_says():
     """The bytes after a change are those of the plan that the changed configuration makes."""
     c = configured()
-    found = dict(fits(c, 1e18))
+    found = dict(fitting_changes(c, 1e18))
     assert found["train.microbatch=4"] == needed(configured(microbatch=4))
     assert found["tensor=1d_sp"] == needed(configured(tensor="1d_sp"))
     assert found["recompute=full"] == needed(configured(recompute="full"))
@@ -68,7 +68,7 @@ def test_each_change_is_what_it_says():
 
 def test_zero_is_for_weights():
     c = configured(tensor="serial", axes={}, data=4, microbatch=1, length=4)
-    assert next(fits(c, needed(c) - 1))[0] == "parallel.zero=1"
+    assert next(fitting_changes(c, needed(c) - 1))[0] == "parallel.zero=1"
 
 
 TIGHT = ["+experiment=gpt_quick", "cluster=inline", "cluster.device=cpu", "parallel.data=1", "tensor=serial",

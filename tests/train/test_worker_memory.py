@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from platform.config.fields import Config
-from platform.plan.schedule.rows import rows
+from platform.plan.schedule.rows import stage_rows
 from platform.planning.choose_schedule import schedule_of
 from platform.train.recovery.source import find_source, take_seats
 from platform.train.worker import Worker
@@ -34,7 +34,7 @@ def held_by(w: Worker) -> list[tuple[int, list[int]]]:
 
 def form(w: Worker, generation: int) -> Worker:
     w.form(0, 1, asdict(w.config), ("", 0), generation, [0])
-    w.build([row.plain() for row in rows(schedule_of(w.config, 1))][0])
+    w.build([row.plain() for row in stage_rows(schedule_of(w.config, 1))][0])
     return w
 
 

@@ -114,7 +114,9 @@ def _first_wrong(ends: NDArray[np.int64], cut: Sequence[int]) -> tuple[dict[int,
     signs[-1] = -1
     corners = np.empty((len(ends), 0), np.int64)
     for dim in range(len(cut)):
-        corners = np.concatenate([np.column_stack([corners, _of(ends, corners, dim, side)]) for side in (0, 1)])
+        repeats = len(corners) // len(ends)
+        sides = (np.tile(ends[:, dim, side], repeats) for side in (0, 1))  # starts, then ends
+        corners = np.concatenate([np.column_stack([corners, side]) for side in sides])
         signs = np.concatenate([signs, -signs])
     order = np.lexsort(corners.T[::-1]) if cut else np.arange(len(signs))
     corners, signs = corners[order], signs[order]
@@ -127,11 +129,6 @@ def _first_wrong(ends: NDArray[np.int64], cut: Sequence[int]) -> tuple[dict[int,
     following = [int(ends[:, d][ends[:, d] > place[d]].min()) for d in range(len(cut))]
     spans = {dim: (int(a), b - int(a)) for dim, a, b in zip(cut, place, following, strict=True)}
     return spans, int(totals[wrong[0]])
-
-
-def _of(ends: NDArray[np.int64], corners: NDArray[np.int64], dim: int, side: int) -> NDArray[np.int64]:
-    """Return the `side` (0 start, 1 end) of every box along `dim`, repeated as `corners` repeat the boxes."""
-    return np.tile(ends[:, dim, side], len(corners) // len(ends))
 
 
 def _shown(box: Box) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,8 +19,10 @@ from platform.plan.language.ops import Parameter
 DTYPES = {str(d).removeprefix("torch."): d for d in (
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool,
 )}  # fmt: skip
-PIECE = 16 << 20  # bytes: the largest stored block, which one thread hashes and one worker reads
-GRANULE = 64 << 10  # bytes: smaller blocks are not cut
+LARGEST_BLOCK = 16 << 20  # bytes: the largest stored block, which one thread hashes and one worker reads
+LARGEST_ROW = 64 << 10  # bytes: smaller blocks are not cut
+
+S = TypeVar("S")
 
 
 class Block(NamedTuple):
@@ -33,7 +35,7 @@ class Block(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldTensor:
     """Global tensor and who holds it: element type, shape without padding, and `holders`: block -> ranks that have it.
 
     Equal on all ranks. Several ranks of one block are replicas; the blocks tile the tensor.
@@ -45,7 +47,7 @@ class Held:
     holders: dict[Box, tuple[int, ...]]
 
     @classmethod
-    def of(cls, name: str, dtype: torch.dtype, shape: Sequence[int], blocks: Iterable[tuple[int, Box]]) -> Held:
+    def of(cls, name: str, dtype: torch.dtype, shape: Sequence[int], blocks: Iterable[tuple[int, Box]]) -> HeldTensor:
         """Collect the blocks of all ranks, (rank, block) each in rank order; padding is cut off."""
         whole, holders = Box.whole(shape), defaultdict(list)
         for rank, box in blocks:
@@ -59,22 +61,22 @@ class Held:
         return DTYPES[self.dtype].itemsize
 
 
-def planned(plan: Plan, kind: str, dtype: torch.dtype) -> list[Held]:
+def planned_tensors(plan: Plan, kind: str, dtype: torch.dtype) -> list[HeldTensor]:
     """Return who holds what, under the plan, of state laid out like the master copies: these (`kind` = model) or a
     moment of the optimizer. The tensors are named KIND.PARAMETER."""
     ranks = [(rank, plan.mesh.coordinates(rank)) for rank in range(plan.mesh.size)]
     out, known = [], {}
     for p in plan.parameters:
-        place = p.dims, p.role, p.sizes, plan.homes[p.name]  # layers share layouts, except for their stage
+        place = p.dims, p.role, p.sizes, plan.stages_of[p.name]  # layers share layouts, except for their stage
         if place not in known:
             found = [(rank, box) for rank, at in ranks for box in _kept(plan, p, at)]
-            known[place] = Held.of("", dtype, plan.global_shape(p), found)
+            known[place] = HeldTensor.of("", dtype, plan.global_shape(p), found)
         out.append(replace(known[place], name=f"{kind}.{p.name}"))
     return out
 
 
-def blocks(plan: Plan, kind: str, tensors: Mapping[str, Tensor], coordinates: Mapping[str, int]) -> list[Block]:
-    """Return views of the local tensors of the rank at `coordinates` as its blocks of the `planned` tensors. `tensors`:
+def local_blocks(plan: Plan, kind: str, tensors: Mapping[str, Tensor], coordinates: Mapping[str, int]) -> list[Block]:
+    """Return views of the local tensors of the rank at `coordinates` as its blocks of the `planned_tensors`. `tensors`:
     by parameter, each of `plan.master_shape`."""
     out = []
     for p in plan.parameters:
@@ -92,13 +94,28 @@ def _kept(plan: Plan, p: Parameter, coordinates: Mapping[str, int]) -> list[Box]
     if not plan.present(p, coordinates):
         return []
     box = Box.of(plan.block(p, coordinates))
-    return stretch(box, *plan.shard(p, coordinates)) if plan.sharded else [box]
+    return stretch(box, *plan.shard_range(p, coordinates)) if plan.sharded else [box]
+
+
+class Piece(NamedTuple, Generic[S]):
+    """Part of a global tensor that one rank fetches, from a place on storage or in memory (`source`), and passes on as
+    a whole. `had`: the ranks that need not receive it."""
+
+    name: str
+    dtype: str
+    box: Box
+    source: S
+    had: tuple[int, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.size * DTYPES[self.dtype].itemsize
 
 
 class Share(NamedTuple):
     """Block of a global tensor, or the part of a block that a rank stores."""
 
-    tensor: Held
+    tensor: HeldTensor
     box: Box
 
     @property
@@ -106,17 +123,17 @@ class Share(NamedTuple):
         return self.box.size * self.tensor.itemsize
 
 
-def shares(state: Sequence[Held], rank: int) -> list[Share]:
+def shares(state: Sequence[HeldTensor], rank: int) -> list[Share]:
     """Return what `rank` stores: about 1/n of the bytes of all blocks that it and its n - 1 replicas hold.
 
     Replicas divide the blocks that they hold: laid end to end, cut into n equal stretches, each cut moved to the start
-    of a row of at most GRANULE bytes. No share is larger than PIECE and a row.
+    of a row of at most LARGEST_ROW bytes. No share is larger than LARGEST_BLOCK and a row.
     """
-    groups = alike(state, rank).items()
-    return [part for ranks, blocks in groups for part in nth(blocks, ranks.index(rank), len(ranks))]
+    groups = group_by_holders(state, rank).items()
+    return [part for ranks, blocks in groups for part in equal_share(blocks, ranks.index(rank), len(ranks))]
 
 
-def alike(state: Sequence[Held], rank: int | None = None) -> dict[tuple[int, ...], list[Share]]:
+def group_by_holders(state: Sequence[HeldTensor], rank: int | None = None) -> dict[tuple[int, ...], list[Share]]:
     """Group the blocks by the ranks that hold them; if `rank` is given, only the blocks that it holds."""
     found: dict[tuple[int, ...], list[Share]] = defaultdict(list)
     for tensor in state:
@@ -126,23 +143,23 @@ def alike(state: Sequence[Held], rank: int | None = None) -> dict[tuple[int, ...
     return found
 
 
-def nth(blocks: Sequence[Share], member: int, members: int) -> list[Share]:
-    """Return what number `member` gets if `members` ranks divide the blocks evenly, in pieces of about PIECE bytes."""
+def equal_share(blocks: Sequence[Share], member: int, members: int) -> list[Share]:
+    """Return what number `member` gets if `members` ranks divide the blocks evenly, in parts of about LARGEST_BLOCK."""
     sizes = [block.nbytes for block in blocks]
     first, last = sum(sizes) * member // members, sum(sizes) * (member + 1) // members
     out, start = [], 0
     for block, size in zip(blocks, sizes, strict=True):
         a, b = max(first - start, 0), min(last - start, size)
-        if a == 0 < b == size <= PIECE:
+        if a == 0 < b == size <= LARGEST_BLOCK:
             out.append(block)
         elif a < b:
-            inner = range(-(-a // PIECE) * PIECE, b, PIECE)
-            out += [part for parts in cut(block, (a, *inner, b)) for part in parts]
+            inner = range(-(-a // LARGEST_BLOCK) * LARGEST_BLOCK, b, LARGEST_BLOCK)
+            out += [part for parts in cut_share(block, (a, *inner, b)) for part in parts]
         start += size
     return out
 
 
-def cut(block: Share, positions: Sequence[int]) -> list[list[Share]]:
+def cut_share(block: Share, positions: Sequence[int]) -> list[list[Share]]:
     """Cut `block` at `positions` [bytes], moved to whole rows: the shares between each two neighbours."""
     if tuple(positions) == (0, block.nbytes):
         return [[block]]
@@ -153,6 +170,6 @@ def cut(block: Share, positions: Sequence[int]) -> list[list[Share]]:
 
 
 def _row(extent: tuple[int, ...], itemsize: int) -> int:
-    """Return the elements of a row: the largest trailing part of a block that is not cut, at most GRANULE bytes."""
+    """Return the elements of a row: the largest trailing part of a block that is not cut, at most LARGEST_ROW bytes."""
     parts = (prod(extent[d:]) for d in range(len(extent) + 1))
-    return next(n for n in parts if n * itemsize <= GRANULE or n == 1)
+    return next(n for n in parts if n * itemsize <= LARGEST_ROW or n == 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
-from platform.checkpoint.blocks.placement import Held, Share, alike, cut, nth
+from platform.checkpoint.blocks.placement import HeldTensor, Share, cut_share, equal_share, group_by_holders
 
 
 class Copy(NamedTuple):
@@ -16,21 +16,22 @@ class Copy(NamedTuple):
     receiver: int
 
 
-def copies(state: Sequence[Held], domains: Sequence[Hashable]) -> list[Copy]:
+def copies(state: Sequence[HeldTensor], domains: Sequence[Hashable]) -> list[Copy]:
     """Assign one copy, in another domain, to every block that only ranks of one domain hold, so that every tensor
     survives the loss of any one domain. `domains`: the node of every rank; if all are the same, each rank is a domain.
 
     The result is equal on all ranks, and as balanced as possible: with N ranks, n of them in domain D, and b bytes that
-    only D holds, a rank keeps L = max(sum of b / N, b / (N - n) of any D) bytes, and at most GRANULE more. Method: lay
-    the domains' bytes end to end on a circle of N x L; give every rank an arc of L, in the order of the domains; turn
-    the arcs until no domain keeps its own bytes. As b <= L x (N - n), the largest turn that any domain needs suits all.
+    only D holds, a rank keeps L = max(sum of b / N, b / (N - n) of any D) bytes, and at most LARGEST_ROW more.
+    Method: lay the domains' bytes end to end on a circle of N x L; give every rank an arc of L, in the order of the
+    domains; turn the arcs until no domain keeps its own bytes. As b <= L x (N - n), the largest turn that any domain
+    needs suits all.
     """
     homes: Sequence[Hashable] = domains if len(set(domains)) > 1 else range(len(domains))
     lines: dict[Hashable, list[tuple[Share, int]]] = {home: [] for home in homes}
-    for ranks, blocks in alike(state).items():
+    for ranks, blocks in group_by_holders(state).items():
         if len({homes[rank] for rank in ranks}) == 1:
             for member, sender in enumerate(ranks):
-                lines[homes[sender]] += [(part, sender) for part in nth(blocks, member, len(ranks))]
+                lines[homes[sender]] += [(part, sender) for part in equal_share(blocks, member, len(ranks))]
     members = {home: [rank for rank, h in enumerate(homes) if h == home] for home in lines}
     order = [rank for ranks in members.values() for rank in ranks]
     if len(lines) < 2:
@@ -48,13 +49,13 @@ def copies(state: Sequence[Held], domains: Sequence[Hashable]) -> list[Copy]:
         size = part.nbytes
         first, last = (at - turn) // arc, (at + size - turn - 1) // arc
         ends = [0, *(number * arc + turn - at for number in range(first + 1, last + 1)), size]
-        for number, pieces in zip(range(first, last + 1), cut(part, ends), strict=True):
+        for number, pieces in zip(range(first, last + 1), cut_share(part, ends), strict=True):
             out += [Copy(piece, sender, order[number % len(order)]) for piece in pieces]
         at += size
     return out
 
 
-def kept_bytes(state: Sequence[Held], kept: Sequence[Copy], rank: int) -> dict[str, int]:
+def kept_bytes(state: Sequence[HeldTensor], kept: Sequence[Copy], rank: int) -> dict[str, int]:
     """Return the bytes of host memory of a rank's two snapshots: `own` state, and `copies` kept for peers."""
     own = sum(box.size * t.itemsize for t in state for box, ranks in t.holders.items() if rank in ranks)
     return {"own": 2 * own, "copies": 2 * sum(copy.part.nbytes for copy in kept if copy.receiver == rank)}

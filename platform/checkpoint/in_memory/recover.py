@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from dataclasses import replace
 from math import prod
-from typing import NamedTuple
 
 from torch import Tensor
 
 from platform.checkpoint.blocks.box import Box
-from platform.checkpoint.blocks.placement import PIECE, Block, Held, Share, alike, nth
+from platform.checkpoint.blocks.placement import (
+    LARGEST_BLOCK,
+    Block,
+    HeldTensor,
+    Piece,
+    Share,
+    equal_share,
+    group_by_holders,
+)
 from platform.checkpoint.in_memory.copies import Copy, copies
-from platform.checkpoint.moves.passing import BUDGET, Exchange, alone, clear_padding, pass_on
+from platform.checkpoint.moves.passing import BUDGET, Exchange, clear_padding, divide, exchange_alone, pass_on
 
 
-def surviving(state: Sequence[Held], kept: Sequence[Copy], ranks: Mapping[int, int]) -> list[Held]:
+def surviving(state: Sequence[HeldTensor], kept: Sequence[Copy], ranks: Mapping[int, int]) -> list[HeldTensor]:
     """Return who holds which blocks after a failure; a block without a surviving holder is replaced by the copies of
     its parts. `ranks`: old rank -> new rank, of the survivors."""
     by: dict[tuple[str, int], list[Copy]] = defaultdict(list)
@@ -34,23 +42,23 @@ def surviving(state: Sequence[Held], kept: Sequence[Copy], ranks: Mapping[int, i
             for (_, part), _, receiver in (copy for rank in old for copy in by[tensor.name, rank]):
                 if receiver in ranks and part.overlap(box) == part:
                     holders[part] = (ranks[receiver],)
-        out.append(Held(tensor.name, tensor.dtype, tensor.shape, holders))
+        out.append(replace(tensor, holders=holders))
     return out
 
 
-def lost(state: Sequence[Held]) -> list[str]:
+def lost(state: Sequence[HeldTensor]) -> list[str]:
     """Return the names of the tensors of which `state`, a result of `surviving`, lacks a part."""
     return [t.name for t in state if sum(box.size for box in t.holders) < prod(t.shape)]
 
 
-def whole(state: Sequence[Held], kept: Sequence[Copy], alive: Collection[int]) -> list[str]:
+def lost_to(state: Sequence[HeldTensor], kept: Sequence[Copy], alive: Collection[int]) -> list[str]:
     """Return the names of the tensors of which the old ranks `alive`, with the copies they keep, lack a part."""
     return lost(surviving(state, kept, {rank: rank for rank in alive}))
 
 
-def keepers(state: Sequence[Held], kept: Sequence[Copy]) -> dict[tuple[int, ...], set[int]]:
+def keepers(state: Sequence[HeldTensor], kept: Sequence[Copy]) -> dict[tuple[int, ...], set[int]]:
     """Map each set of ranks that hold the same blocks to the peers that keep these blocks' copies. Computed once, it
-    lets `suffice` answer for many sets of ranks whether `whole` would find nothing lost."""
+    lets `is_recoverable` answer for many sets of ranks whether `lost_to` would find nothing lost."""
     found: dict[tuple[int, ...], set[int]] = {}
     by: dict[tuple[str, int], dict[tuple[int, ...], list[Box]]] = defaultdict(lambda: defaultdict(list))
     for tensor in state:
@@ -68,49 +76,34 @@ def keepers(state: Sequence[Held], kept: Sequence[Copy]) -> dict[tuple[int, ...]
     return found
 
 
-def suffice(found: Mapping[tuple[int, ...], Set[int]], alive: Set[int]) -> bool:
+def is_recoverable(found: Mapping[tuple[int, ...], Set[int]], alive: Set[int]) -> bool:
     """Return True if the ranks `alive` hold everything: of each block a holder, or all peers that keep its copies.
     `found`: a result of `keepers`."""
     return all(not alive.isdisjoint(ranks) or (having and having <= alive) for ranks, having in found.items())
 
 
-def handed_over(survived: Sequence[Held], stays: Sequence[bool]) -> list[Copy]:
+def handed_over(survived: Sequence[HeldTensor], stays: Sequence[bool]) -> list[Copy]:
     """Assign what only leaving ranks hold to the ranks that stay, evenly. `stays`: for every rank, True if it stays."""
     leaving = [
-        Held(t.name, t.dtype, t.shape, {b: ranks for b, ranks in t.holders.items() if not any(stays[r] for r in ranks)})
+        replace(t, holders={box: ranks for box, ranks in t.holders.items() if not any(stays[r] for r in ranks)})
         for t in survived
     ]
     return copies(leaving, stays)
 
 
-class Part(NamedTuple):
-    """Part of a block that one of its holders passes on; `had`: the ranks that need not receive it."""
-
-    share: Share
-    had: tuple[int, ...]
-
-    @property
-    def name(self) -> str:
-        return self.share.tensor.name
-
-    @property
-    def dtype(self) -> str:
-        return self.share.tensor.dtype
-
-    @property
-    def box(self) -> Box:
-        return self.share.box
+def _piece(share: Share, had: tuple[int, ...] = ()) -> Piece[Share]:
+    return Piece(share.tensor.name, share.tensor.dtype, share.box, share, had)
 
 
 def recover(
-    survived: Sequence[Held],
+    survived: Sequence[HeldTensor],
     read: Callable[[Share], Tensor],
-    state: Sequence[Held],
+    state: Sequence[HeldTensor],
     blocks: Sequence[Block],
     *,
     rank: int = 0,
     world_size: int = 1,
-    exchange: Exchange = alone,
+    exchange: Exchange = exchange_alone,
     budget: int = BUDGET,
 ) -> None:
     """Fill this rank's `blocks`; all ranks call it together. What a block has beyond the global tensor becomes zero.
@@ -121,29 +114,19 @@ def recover(
     all holders send equal shares.
     """
     clear_padding(state, blocks)
-    parts: list[list[Part]] = [[] for _ in range(world_size)]
-    own: list[Part] = []
-    for ranks, found in alike(survived).items():
+    parts: list[list[Piece[Share]]] = [[] for _ in range(world_size)]
+    own: list[Piece[Share]] = []
+    for ranks, found in group_by_holders(survived).items():
         for member, sender in enumerate(ranks):
-            parts[sender] += [Part(share, ranks) for share in nth(found, member, len(ranks))]
+            parts[sender] += [_piece(share, ranks) for share in equal_share(found, member, len(ranks))]
         if rank in ranks:
-            own += [Part(share, ()) for share in found]
+            own += map(_piece, found)
 
-    def fetch(wanted: Sequence[Part]) -> list[Tensor]:
-        return [read(part.share) for part in wanted]
+    def fetch(wanted: Sequence[Piece[Share]]) -> list[Tensor]:
+        return [read(part.source) for part in wanted]
 
-    here = [Held(t.name, t.dtype, t.shape, {box: (0,) for box, r in t.holders.items() if rank in r}) for t in state]
-    pass_on(([[part]] for part in own), fetch, here, blocks, 0, alone)
+    here = [replace(t, holders={box: (0,) for box, ranks in t.holders.items() if rank in ranks}) for t in state]
+    pass_on(([[part]] for part in own), fetch, here, blocks, 0, exchange_alone)
     placed = sum(box.size * t.itemsize * len(ranks) for t in state for box, ranks in t.holders.items())
-    count = -(-placed // max(PIECE, budget * world_size))
-    pass_on(zip(*(_turns(count, p) for p in parts), strict=True), fetch, state, blocks, rank, exchange)
-
-
-def _turns(count: int, parts: Sequence[Part]) -> list[list[Part]]:
-    """Divide `parts`, in order, into `count` stretches of about equal bytes."""
-    total, at = sum(part.share.nbytes for part in parts), 0
-    out: list[list[Part]] = [[] for _ in range(count)]
-    for part in parts:
-        out[at * count // total].append(part)
-        at += part.share.nbytes
-    return out
+    count = -(-placed // max(LARGEST_BLOCK, budget * world_size))
+    pass_on(zip(*(divide(p, count) for p in parts), strict=True), fetch, state, blocks, rank, exchange)

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from platform.checkpoint.blocks.buffer import Buffer
-from platform.checkpoint.blocks.placement import Block, Held, Share, alike
+from platform.checkpoint.blocks.placement import Block, HeldTensor, Share, group_by_holders
 from platform.checkpoint.in_memory.copies import Copy, copies
 
 Transfer = Callable[[Sequence[tuple[int, Tensor]], Sequence[tuple[int, Tensor]]], None]
 """Sends and receives bytes, (peer, uint8 tensor) each; returns when all that is to be received is there."""
 
 
-class Route:
+class CopyRoute:
     """Sends and receives of one rank for a list of copies: parts by peer, in the same order on both sides."""
 
     def __init__(self, passed: Sequence[Copy], rank: int):
@@ -41,13 +40,13 @@ class Route:
 
 
 class Snapshot:
-    """State at one step: a rank's `own` blocks, the `copies` it keeps for peers, and `values` that are not tensors.
+    """State at one step: a rank's `own` blocks, the `copies` it keeps for peers, and numbers by name (`values`).
     `step` is None unless the snapshot is complete. `handed`: parts from ranks that leave before the next generation."""
 
-    def __init__(self, own: Sequence[Share], route: Route, pinned: bool):
+    def __init__(self, own: Sequence[Share], route: CopyRoute, pinned: bool):
         self.own, self.copies, self.handed = Buffer.aligned(own, pinned), route.buffer(), Buffer([])
         self.step: int | None = None
-        self.values: dict[str, Any] = {}
+        self.values: dict[str, float] = {}
 
     def read(self, part: Share) -> Tensor:
         """Return the bytes of a part that this rank holds: uint8 [*extent, bytes of an element]."""
@@ -58,23 +57,23 @@ class Snapshot:
 
     def take_over(self, passed: Sequence[Copy], rank: int, transfer: Transfer) -> None:
         """Send the parts `passed` to other ranks and receive this rank's into `handed`; all ranks call it together."""
-        route = Route(passed, rank)
+        route = CopyRoute(passed, rank)
         handed = route.buffer()
         route.follow(self, handed, transfer)
         self.handed = handed
 
 
-class Memory:
+class RankSnapshots:
     """Snapshots of one rank in one generation; they outlive its process groups and its model.
 
     Once `hold` has been called twice, they take 2 x the rank's own state and 2 x its copies of host memory
     (`platform.checkpoint.in_memory.copies.kept_bytes`). `pinned`: own state is in pinned memory, for state on a GPU.
     """
 
-    def __init__(self, state: Sequence[Held], domains: Sequence[Hashable], rank: int, pinned: bool = False):
+    def __init__(self, state: Sequence[HeldTensor], domains: Sequence[Hashable], rank: int, pinned: bool = False):
         """Derive the copies to exchange; `state` and `domains` (of every rank) are equal on all ranks."""
-        self._own = [block for blocks in alike(state, rank).values() for block in blocks]
-        self._route = Route(copies(state, domains), rank)
+        self._own = [block for blocks in group_by_holders(state, rank).values() for block in blocks]
+        self._route = CopyRoute(copies(state, domains), rank)
         self._pinned = pinned
         self._snapshots: list[Snapshot] = []  # oldest first
 
@@ -90,7 +89,7 @@ class Memory:
         """Free every snapshot but that of `step`."""
         self._snapshots = [self.at(step)]
 
-    def hold(self, step: int, blocks: Sequence[Block], values: dict[str, Any], transfer: Transfer) -> None:
+    def hold(self, step: int, blocks: Sequence[Block], values: dict[str, float], transfer: Transfer) -> None:
         """Take a snapshot: copy this rank's blocks, and send the parts that peers keep; all ranks call it together. The
         previous snapshot stays intact even if this fails."""
         snapshot = self._free()

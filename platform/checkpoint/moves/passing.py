@@ -4,48 +4,42 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from platform.checkpoint.blocks.box import Box
-from platform.checkpoint.blocks.placement import DTYPES, Block, Held
-from platform.checkpoint.storage.manifest import Corrupt
+from platform.checkpoint.blocks.placement import DTYPES, Block, HeldTensor, Piece, S
+from platform.checkpoint.storage.manifest import Corrupt, Refused
 
 BUDGET = 256 << 20  # bytes that a worker receives per exchange, on average
-OK, CORRUPT, FAILED = 0, 1, 2  # status: the first byte of every message
-HEADER = 8  # bytes before the payload: the largest item size, which keeps it aligned
+FAILURES = (Corrupt, Refused, OSError)  # of which every rank raises the one that any rank met
+HEADER_BYTES = 8  # the largest item size, which keeps the payload aligned; the first is 0, or 1 + a failure's index
 
-
-class Piece(Protocol):
-    """Unit that one rank fetches and passes on as a whole. `had`: the ranks that need not receive it."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def box(self) -> Box: ...
-    @property
-    def had(self) -> Sequence[int]: ...
-
-
-P = TypeVar("P", bound=Piece)
-Fetch = Callable[[Sequence[P]], Sequence[Tensor]]
-"""The bytes of every piece, uint8 [*extent, bytes of an element]. Raises Corrupt or OSError."""
+Fetch = Callable[[Sequence[Piece[S]]], Sequence[Tensor]]
+"""The bytes of every piece, uint8 [*extent, bytes of an element]. Raises one of FAILURES."""
 Exchange = Callable[[list[Tensor]], list[Tensor]]
 """An all-to-all among the job's ranks: takes one uint8 tensor per receiver, returns one per sender;
 sizes differ."""
 Holders = dict[str, list[tuple[Box, tuple[int, ...]]]]  # tensor -> (block, its holders) in order
 
 
-def alone(messages: list[Tensor]) -> list[Tensor]:
+def divide(pieces: Sequence[Piece[S]], count: int) -> list[list[Piece[S]]]:
+    """Divide `pieces`, in order, into `count` stretches of about equal bytes."""
+    total, at = sum(piece.nbytes for piece in pieces), 0
+    out: list[list[Piece[S]]] = [[] for _ in range(count)]
+    for piece in pieces:
+        out[at * count // total].append(piece)
+        at += piece.nbytes
+    return out
+
+
+def exchange_alone(messages: list[Tensor]) -> list[Tensor]:
     """Return `messages`: the exchange of a job of one process."""
     return messages
 
 
-def clear_padding(state: Sequence[Held], blocks: Sequence[Block]) -> None:
+def clear_padding(state: Sequence[HeldTensor], blocks: Sequence[Block]) -> None:
     """Set the blocks that reach beyond their global tensor to zero."""
     shapes = {t.name: t.shape for t in state}
     for name, box, tensor in blocks:
@@ -54,9 +48,9 @@ def clear_padding(state: Sequence[Held], blocks: Sequence[Block]) -> None:
 
 
 def pass_on(
-    turns: Iterable[Sequence[Sequence[P]]],
-    fetch: Fetch[P],
-    state: Sequence[Held],
+    turns: Iterable[Sequence[Sequence[Piece[S]]]],
+    fetch: Fetch[S],
+    state: Sequence[HeldTensor],
     blocks: Sequence[Block],
     rank: int,
     exchange: Exchange,
@@ -64,7 +58,7 @@ def pass_on(
     """Fill this rank's `blocks` with what the ranks send; all ranks call it together.
 
     `turns`: per turn and rank, the pieces that it passes on; `state`: who holds which blocks now; both equal on all
-    ranks. Raises Corrupt or OSError on every rank alike if `fetch` does on any: the blocks are then undefined.
+    ranks. Raises one of FAILURES on every rank alike if `fetch` does on any: the blocks are then undefined.
     """
     holders = {t.name: sorted(t.holders.items()) for t in state}
     mine: dict[str, list[Block]] = defaultdict(list)
@@ -77,13 +71,14 @@ def pass_on(
             _unpack(message, [piece for piece in pieces if rank not in piece.had], mine)
 
 
-def _messages(pieces: Sequence[P], fetch: Fetch[P], holders: Holders, world_size: int) -> list[Tensor]:
-    """Return a message per rank: OK and the parts of the pieces that lie in its blocks, or why `fetch` failed."""
+def _messages(pieces: Sequence[Piece[S]], fetch: Fetch[S], holders: Holders, world_size: int) -> list[Tensor]:
+    """Return a message per rank: the parts of the pieces that lie in its blocks, or why `fetch` failed. A rank that
+    raised here would leave its peers waiting for its message."""
     try:
         found = fetch(pieces)
-    except (Corrupt, OSError) as error:
-        flag = CORRUPT if isinstance(error, Corrupt) else FAILED
-        return [_message(flag, [torch.frombuffer(bytearray(str(error).encode()), dtype=torch.uint8)])] * world_size
+    except FAILURES as error:
+        kind = next(i for i, failure in enumerate(FAILURES) if isinstance(error, failure))
+        return [_message(1 + kind, [torch.frombuffer(bytearray(str(error).encode()), dtype=torch.uint8)])] * world_size
     parts: list[list[Tensor]] = [[] for _ in range(world_size)]
     for piece, data in zip(pieces, found, strict=True):
         for held, ranks in holders.get(piece.name, ()):
@@ -93,24 +88,23 @@ def _messages(pieces: Sequence[P], fetch: Fetch[P], holders: Holders, world_size
                     if rank not in piece.had:
                         parts[rank].append(flat)
     messages = {tuple(map(id, p)): p for p in parts}  # replicas get the same message, built once
-    built = {key: _message(OK, p) for key, p in messages.items()}
+    built = {key: _message(0, p) for key, p in messages.items()}
     return [built[tuple(map(id, p))] for p in parts]
 
 
-def _message(flag: int, parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat([torch.tensor([flag] + [0] * (HEADER - 1), dtype=torch.uint8), *parts])
+def _message(status: int, parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat([torch.tensor([status] + [0] * (HEADER_BYTES - 1), dtype=torch.uint8), *parts])
 
 
 def _raise_failures(received: Sequence[Tensor]) -> None:
     for message in received:
-        if message[0] != OK:
-            reason = bytes(message[HEADER:].tolist()).decode()
-            raise Corrupt(reason) if message[0] == CORRUPT else OSError(reason)
+        if status := int(message[0]):
+            raise FAILURES[status - 1](bytes(message[HEADER_BYTES:].tolist()).decode())
 
 
-def _unpack(message: Tensor, pieces: Sequence[Piece], mine: dict[str, list[Block]]) -> None:
+def _unpack(message: Tensor, pieces: Sequence[Piece[S]], mine: dict[str, list[Block]]) -> None:
     """Copy a message into this rank's blocks. The sender packed its parts by piece, then by block of this rank."""
-    at = HEADER
+    at = HEADER_BYTES
     for piece in pieces:
         dtype = DTYPES[piece.dtype]
         for _, outer, tensor in mine.get(piece.name, ()):

@@ -14,10 +14,18 @@ import torch
 from torch import Tensor
 
 from platform.checkpoint.blocks.box import Box
-from platform.checkpoint.blocks.placement import DTYPES, PIECE, Block, Held
-from platform.checkpoint.moves.passing import BUDGET, Exchange, Fetch, alone, clear_padding, pass_on
-from platform.checkpoint.storage.manifest import Manifest, check_against
-from platform.checkpoint.storage.read import Unit, read, units
+from platform.checkpoint.blocks.placement import DTYPES, LARGEST_BLOCK, Block, HeldTensor, Piece
+from platform.checkpoint.moves.passing import (
+    BUDGET,
+    Exchange,
+    Fetch,
+    clear_padding,
+    divide,
+    exchange_alone,
+    pass_on,
+)
+from platform.checkpoint.storage.manifest import Manifest, StoredBlock, check_against
+from platform.checkpoint.storage.read import read_pieces, stored_pieces
 from platform.checkpoint.storage.storage import Storage
 
 
@@ -25,12 +33,12 @@ def restore(
     storage: Storage,
     directory: str,
     manifest: Manifest,
-    state: Sequence[Held],
+    state: Sequence[HeldTensor],
     blocks: Sequence[Block],
     *,
     rank: int = 0,
     world_size: int = 1,
-    exchange: Exchange = alone,
+    exchange: Exchange = exchange_alone,
     budget: int = BUDGET,
 ) -> None:
     """Fill this rank's `blocks`; all ranks call it together. What a block has beyond the global tensor becomes zero.
@@ -40,48 +48,30 @@ def restore(
     Corrupt or OSError if any rank cannot read what was written: the blocks are then undefined.
     """
     check_against(manifest, {t.name: t.shape for t in state})
-    wanted = units(manifest, [t.name for t in state])
+    wanted = stored_pieces(manifest, [t.name for t in state])
     placed = sum(
         box.size * len(ranks) * manifest.tensors[t.name].itemsize for t in state for box, ranks in t.holders.items()
     )
-    window = max(PIECE, budget * world_size * size(wanted) // max(placed, 1))
+    total = sum(piece.nbytes for piece in wanted)
+    turns = divide(wanted, -(-total // max(LARGEST_BLOCK, budget * world_size * total // max(placed, 1))))
     clear_padding(state, blocks)
-    pass_on(rounds(wanted, world_size, window), _fetch(storage, directory), state, blocks, rank, exchange)
+    readers = (divide(turn, world_size) for turn in turns)
+    pass_on(readers, _fetch(storage, directory), state, blocks, rank, exchange)
 
 
-def read_tensor(storage: Storage, directory: str, manifest: Manifest, name: str, box: Box | None = None) -> Tensor:
-    """Read a tensor, or a block of it, in this process and in its stored type. Raises Refused or OSError."""
-    tensor = manifest.tensors[name]
-    box = box or Box.whole(tensor.shape)
-    out = torch.empty(box.extent, dtype=DTYPES[tensor.dtype])
-    wanted = [u for u in units(manifest, [name]) if u.box.overlap(box)]
-    here = Held(name, tensor.dtype, tensor.shape, {box: (0,)})
-    blocks = [Block(name, box, out)]
-    pass_on(rounds(wanted, 1, BUDGET), _fetch(storage, directory), [here], blocks, 0, alone)
+def read_tensor(storage: Storage, directory: str, manifest: Manifest, name: str) -> Tensor:
+    """Read a tensor in this process and in its stored type. Raises Refused or OSError."""
+    stored = manifest.tensors[name]
+    box = Box.whole(stored.shape)
+    out = torch.empty(box.extent, dtype=DTYPES[stored.dtype])
+    held = HeldTensor(name, stored.dtype, stored.shape, {box: (0,)})
+    restore(storage, directory, manifest, [held], [Block(name, box, out)])
     return out
 
 
-def _fetch(storage: Storage, directory: str) -> Fetch[Unit]:
-    def fetch(wanted: Sequence[Unit]) -> list[Tensor]:
-        found = zip(wanted, read(storage, directory, wanted), strict=True)
-        return [torch.frombuffer(data, dtype=torch.uint8).view(*u.box.extent, u.tensor.itemsize) for u, data in found]
+def _fetch(storage: Storage, directory: str) -> Fetch[StoredBlock]:
+    def fetch(wanted: Sequence[Piece[StoredBlock]]) -> list[Tensor]:
+        found = zip(wanted, read_pieces(storage, directory, wanted), strict=True)
+        return [torch.frombuffer(data, dtype=torch.uint8).view(*piece.box.extent, -1) for piece, data in found]
 
     return fetch
-
-
-def size(wanted: Sequence[Unit]) -> int:
-    """Return the bytes of all units together."""
-    return sum(u.end - u.at for u in wanted)
-
-
-def rounds(wanted: Sequence[Unit], world_size: int, window: int) -> list[list[list[Unit]]]:
-    """Divide the units into rounds of about `window` bytes, and each round into equal stretches, one per rank."""
-    total = size(wanted)
-    count = -(-total // window)
-    out: list[list[list[Unit]]] = [[[] for _ in range(world_size)] for _ in range(count)]
-    position = 0
-    for unit in wanted:
-        whole, part = divmod(position * count, total)
-        out[whole][part * world_size // total].append(unit)
-        position += unit.end - unit.at
-    return out

@@ -9,15 +9,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from platform.boundary import documents
 from platform.boundary.redaction import redact
 from platform.checkpoint.storage import manifest as manifests
 from platform.checkpoint.storage.manifest import Corrupt, Manifest, Meta, Newer, Refused
-from platform.checkpoint.storage.read import units, verify_units
-from platform.checkpoint.storage.storage import UNKNOWN, Storage
+from platform.checkpoint.storage.read import stored_pieces, verify_pieces
+from platform.checkpoint.storage.storage import UNKNOWN, Storage, read_note, write_note
 
 _DIRECTORY = r"step-([0-9]{8,15})-([0-9]{6,15})-([0-9a-f]{6})"
-_NOTE = 4096  # bytes of BAD.txt that are read
 _LOOKS = 5  # times that a storage is listed if it changes while it is read
 BAD = "BAD.txt"  # holds the reason in a quarantined checkpoint. Removing it by hand lifts the quarantine
 
@@ -42,7 +40,7 @@ def attempts(storage: Storage) -> list[Attempt]:
     return sorted((attempt for name, attempt in named if attempt.directory == name), reverse=True)
 
 
-def split(url: str) -> tuple[str, str | None]:
+def split_url(url: str) -> tuple[str, str | None]:
     """Split a checkpoint's URL into (URL of its storage, directory); return (url, None) for the URL of a storage."""
     folder, _, name = url.rstrip("/").rpartition("/")
     return (folder or ".", name) if re.fullmatch(_DIRECTORY, name) else (url, None)
@@ -84,7 +82,7 @@ def commit(
     return manifest
 
 
-def load(storage: Storage, directory: str) -> Manifest:
+def load_manifest(storage: Storage, directory: str) -> Manifest:
     """Read the manifest, and check everything about the checkpoint that can be checked without reading its blocks.
 
     Raises Refused if it cannot be used, and its subclass Corrupt only if it was not being deleted meanwhile; OSError if
@@ -92,7 +90,7 @@ def load(storage: Storage, directory: str) -> Manifest:
     """
     names = storage.list(directory)
     if BAD in names:
-        raise Refused(f"quarantined: {documents.line(storage.read(f'{directory}/{BAD}', 0, _NOTE))}")
+        raise Refused(f"quarantined: {read_note(storage, f'{directory}/{BAD}')}")
     if manifests.NAME not in names:
         raise Refused(f"incomplete, or not a checkpoint: it has no {manifests.NAME}")
     if names[manifests.NAME] > manifests.LARGEST:
@@ -100,7 +98,8 @@ def load(storage: Storage, directory: str) -> Manifest:
     manifest = Manifest.decode(bytes(storage.read(f"{directory}/{manifests.NAME}", 0, manifests.LARGEST + 1)))
     try:
         _check(storage, directory, manifest)
-        _check_step(directory, manifest.meta.step)
+        if (named := re.fullmatch(_DIRECTORY, directory)) and int(named[1]) != manifest.meta.step:
+            raise Refused(f"{manifests.NAME} is of step {manifest.meta.step}, its directory of another")
     except Refused as error:
         if manifests.NAME not in storage.list(directory):  # `discard` deletes it first
             raise Refused("it was deleted while it was read") from None
@@ -109,20 +108,14 @@ def load(storage: Storage, directory: str) -> Manifest:
 
 
 def verify(storage: Storage, directory: str) -> Manifest:
-    """Verify every byte, after the checks of `load`; return the manifest."""
-    manifest = load(storage, directory)
-    verify_units(storage, directory, units(manifest))
+    """Verify every byte, after the checks of `load_manifest`; return the manifest."""
+    manifest = load_manifest(storage, directory)
+    verify_pieces(storage, directory, stored_pieces(manifest))
     return manifest
 
 
-def _check_step(directory: str, step: int) -> None:
-    if (named := re.fullmatch(_DIRECTORY, directory)) and int(named[1]) != step:
-        raise Refused(f"{manifests.NAME} is of step {step}, its directory of another")
-
-
 def _check(storage: Storage, directory: str, manifest: Manifest) -> None:
-    if faults := manifest.faults():
-        raise Refused(faults[0] + (f", and {len(faults) - 1} more" if faults[1:] else ""))
+    manifests.refuse(manifest.faults())
     there = storage.list(directory)
     for name, size in manifest.files.items():
         if there.get(name) != size:
@@ -135,11 +128,11 @@ def _check(storage: Storage, directory: str, manifest: Manifest) -> None:
 
 def quarantine(storage: Storage, directory: str, reason: str) -> None:
     """Mark a checkpoint as unusable. Deletes nothing: people may want to look at it."""
-    storage.write(f"{directory}/{BAD}", [memoryview(f"{redact(reason)}\n".encode())])
+    write_note(storage, f"{directory}/{BAD}", redact(reason))
 
 
 @dataclass(frozen=True)
-class Found:
+class Selection:
     """Newest checkpoint that can be trusted, or None; and the newer ones that were refused: (directory, reason).
 
     `sound`: the refused directories that may be undamaged: they are of a newer format, or the storage failed.
@@ -151,7 +144,7 @@ class Found:
     sound: tuple[str, ...] = ()
 
 
-def find(storage: Storage, *, deep: bool = True, mark: bool = True) -> Found:
+def find(storage: Storage, *, deep: bool = True, mark: bool = True) -> Selection:
     """Find the newest checkpoint that holds what was written into it; quarantine newer ones that are corrupt.
 
     `deep`: read and verify every byte now; else that is left to `restore`, which verifies what it reads. `mark`:
@@ -166,14 +159,14 @@ def find(storage: Storage, *, deep: bool = True, mark: bool = True) -> Found:
     return found
 
 
-def _first_good(storage: Storage, there: Sequence[Attempt], deep: bool, mark: bool) -> Found:
+def _first_good(storage: Storage, there: Sequence[Attempt], deep: bool, mark: bool) -> Selection:
     refused: list[tuple[str, str]] = []
     sound: list[str] = []
     for attempt in there:
         directory = attempt.directory
         try:
-            manifest = (verify if deep else load)(storage, directory)
-            return Found(directory, manifest, tuple(refused), tuple(sound))
+            manifest = (verify if deep else load_manifest)(storage, directory)
+            return Selection(directory, manifest, tuple(refused), tuple(sound))
         except Corrupt as error:
             refused.append((directory, str(error)))
             if mark:
@@ -182,10 +175,10 @@ def _first_good(storage: Storage, there: Sequence[Attempt], deep: bool, mark: bo
         except (Refused, OSError) as error:
             refused.append((directory, str(error)))
             sound += [directory] if isinstance(error, Newer | OSError) else []
-    return Found(None, None, tuple(refused), tuple(sound))
+    return Selection(None, None, tuple(refused), tuple(sound))
 
 
-def superseded(complete: Sequence[Attempt], last: int, every: int) -> list[Attempt]:
+def dispensable(complete: Sequence[Attempt], last: int, every: int) -> list[Attempt]:
     """Return the complete checkpoints (newest first) that nobody needs: all but the `last` newest (at least one) and
     the newest of every step that `every` divides (0: none)."""
     keep = set(complete[: max(1, last)])
@@ -197,7 +190,8 @@ def superseded(complete: Sequence[Attempt], last: int, every: int) -> list[Attem
 def prune(storage: Storage, last: int, every: int = 0) -> list[str]:
     """Delete superseded checkpoints and the remains of attempts that never became one; return their names.
 
-    A checkpoint counts as complete if `load` accepts it, so one whose damage `load` finds never displaces a good one.
+    A checkpoint counts as complete if `load_manifest` accepts it, so one whose damage that finds never displaces a good
+    one.
     Quarantined ones, and attempts newer than the newest complete one, which may be under way, stay. Raises OSError if
     any cannot be inspected: then nothing is deleted, for which others may go depends on it.
     """
@@ -210,11 +204,11 @@ def prune(storage: Storage, last: int, every: int = 0) -> list[str]:
             torn.append(attempt)
             continue
         try:
-            load(storage, attempt.directory)
+            load_manifest(storage, attempt.directory)
             complete.append(attempt)
         except Refused:
             continue
-    old = [a for a in torn if complete and a < complete[0]] + superseded(complete, last, every)
+    old = [a for a in torn if complete and a < complete[0]] + dispensable(complete, last, every)
     for attempt in old:
         discard(storage, attempt.directory)
     return [a.directory for a in old]

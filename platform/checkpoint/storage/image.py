@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from platform.checkpoint.blocks.buffer import Buffer
-from platform.checkpoint.blocks.placement import PIECE, Block, Share
+from platform.checkpoint.blocks.placement import LARGEST_BLOCK, Block, Share
 from platform.checkpoint.storage.storage import Storage
 
 THREADS = min(4, os.cpu_count() or 1)  # for hashing, and for reading
@@ -40,7 +40,10 @@ class Image:
         with ThreadPoolExecutor(THREADS, "checkpoint-hash") as pool:
             hashes = [pool.submit(_sha256, view[at:end]) for _, at, end in self._buffer.places]
             try:
-                storage.write(f"{directory}/{self.file}", (view[i : i + PIECE] for i in range(0, len(view), PIECE)))
+                storage.write(
+                    f"{directory}/{self.file}",
+                    (view[i : i + LARGEST_BLOCK] for i in range(0, len(view), LARGEST_BLOCK)),
+                )
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise

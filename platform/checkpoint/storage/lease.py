@@ -12,11 +12,9 @@ import re
 import secrets
 from contextlib import suppress
 
-from platform.boundary import documents
-from platform.checkpoint.storage.storage import Storage
+from platform.checkpoint.storage.storage import Storage, read_note, write_note
 
 _NAME = r"lease-([0-9]{6,18})-([0-9a-f]{8})"
-_NOTE = 4096  # bytes of a lease file that are read: who holds it
 
 
 class Superseded(Exception):
@@ -37,10 +35,10 @@ class Lease:
         lease = cls(storage, f"lease-{epoch:06d}-{secrets.token_hex(4)}", epoch, owner)
         if not re.fullmatch(_NAME, lease._name):
             raise OSError(f"{storage.url}: no lease is above {max(m[0] for m in older)}, which no driver wrote")
-        lease._write()
+        write_note(storage, lease._name, owner)
         for match in older:
             with suppress(OSError):
-                storage.read(match[0], 0, _NOTE)  # raises unless it is a file; else it is no lease
+                read_note(storage, match[0])  # raises unless it is a file; else it is no lease
                 storage.delete(match[0])
         return lease
 
@@ -48,18 +46,15 @@ class Lease:
         """Raise Superseded if another driver holds the lease now, OSError if the storage does not say. If nobody does,
         because the file was removed, take it again."""
         if not _found(self._storage):
-            self._write()
+            write_note(self._storage, self._name, self._owner)
         newest = max(_found(self._storage), key=lambda match: (int(match[1]), match[2]), default=None)
         if newest is None or newest[0] != self._name:
             there = "nobody" if newest is None else self._holder(newest[0])
             raise Superseded(f"this driver's lease (epoch {self.epoch}) on {self._storage.url} is held by {there} now")
 
-    def _write(self) -> None:
-        self._storage.write(self._name, [memoryview(f"{self._owner}\n".encode())])
-
     def _holder(self, name: str) -> str:
         with suppress(OSError):
-            return f"{documents.line(self._storage.read(name, 0, _NOTE))} ({name})"
+            return f"{read_note(self._storage, name)} ({name})"
         return name
 
 

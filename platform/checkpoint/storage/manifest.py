@@ -10,9 +10,9 @@ from itertools import pairwise
 from typing import Annotated, Any, NamedTuple
 
 from platform.boundary import documents, schema
-from platform.boundary.schema import Known, Malformed, Many, OneOf, Span, Text
+from platform.boundary.schema import Malformed, Many, OneOf, OpenMap, Span, Text
 from platform.checkpoint.blocks.box import Box, gaps
-from platform.checkpoint.blocks.placement import DTYPES, PIECE
+from platform.checkpoint.blocks.placement import DTYPES, LARGEST_BLOCK
 
 KIND = "elastic-platform checkpoint"
 FORMAT = 1  # tests/checkpoint/format_1 holds a checkpoint in it: every later version reads every earlier one
@@ -24,8 +24,8 @@ Count = Annotated[int, Span(0, 10**18)]
 Bytes = Annotated[int, Span(0, 1 << 60)]
 File = Annotated[str, Text(r"[A-Za-z0-9_-]{1,200}\.bin", "the name of a block file")]  # stays in its folder
 Name = Annotated[str, Text(r"[^\x00-\x1f\x7f-\x9f]{1,1000}", "a name")]
-Shape = Annotated[tuple[Annotated[int, Span(1, 1 << 48)], ...], Many(0, 16)]
-PLAN = Known((("mesh", dict[Name, Annotated[int, Span(1, 1 << 31)]]), ("scheme", str)))  # fields that are read
+TensorShape = Annotated[tuple[Annotated[int, Span(1, 1 << 48)], ...], Many(0, 16)]
+PLAN = OpenMap((("mesh", dict[Name, Annotated[int, Span(1, 1 << 31)]]), ("scheme", str)))  # fields that are read
 
 
 class Refused(Exception):
@@ -55,7 +55,7 @@ class Meta:
     versions: dict[str, str] = field(default_factory=dict)  # library -> version
 
 
-class Stored(NamedTuple):
+class StoredBlock(NamedTuple):
     """Block in a file: its bytes are [at, at + size) of the file, row-major and little-endian."""
 
     box: Box
@@ -66,20 +66,25 @@ class Stored(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    dtype: str
-    shape: tuple[int, ...]
-    blocks: tuple[Stored, ...]
+    """Global tensor and the blocks of which it is stored."""
+
+    name: Name
+    dtype: Annotated[str, OneOf(tuple(DTYPES), "type")]
+    shape: TensorShape
+    blocks: tuple[StoredBlock, ...]
 
     @property
     def itemsize(self) -> int:
         return DTYPES[self.dtype].itemsize
 
-    def nbytes(self, block: Stored) -> int:
+    def nbytes(self, block: StoredBlock) -> int:
         return block.box.size * self.itemsize
 
 
 @dataclass(frozen=True)
 class Manifest:
+    """Contents of a checkpoint: its metadata, its files of blocks and the tensors in them."""
+
     meta: Meta
     files: dict[str, int]  # name -> bytes
     tensors: dict[str, StoredTensor]
@@ -93,15 +98,15 @@ class Manifest:
         """Assemble the manifest from the workers' reports; see `Image.write`."""
         files: dict[str, int] = {}
         kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
-        blocks: dict[str, list[Stored]] = {}
+        blocks: dict[str, list[StoredBlock]] = {}
         for report in reports:
             files[report["file"]] = report["bytes"]
             for name, dtype, shape, offset, extent, at, sha256 in report["blocks"]:
                 if kinds.setdefault(name, (dtype, tuple(shape))) != (dtype, tuple(shape)):
                     raise Refused(f"{name} has several shapes or types in the workers' reports")
-                stored = Stored(Box(tuple(offset), tuple(extent)), report["file"], at, sha256)
+                stored = StoredBlock(Box(tuple(offset), tuple(extent)), report["file"], at, sha256)
                 blocks.setdefault(name, []).append(stored)
-        tensors = {n: StoredTensor(*kinds[n], tuple(sorted(found))) for n, found in blocks.items()}
+        tensors = {n: StoredTensor(n, *kinds[n], tuple(sorted(found))) for n, found in blocks.items()}
         return cls(meta, files, tensors)
 
     def faults(self) -> list[str]:
@@ -111,7 +116,11 @@ class Manifest:
             f"{name}: {line}" for name, t in self.tensors.items() for line in gaps(t.shape, [b.box for b in t.blocks])
         ]
         largest = {name: max(map(t.nbytes, t.blocks), default=0) for name, t in self.tensors.items()}
-        lines += [f"{name}: a block of {size} bytes is too large" for name, size in largest.items() if size > 2 * PIECE]
+        lines += [
+            f"{name}: a block of {size} bytes is too large"
+            for name, size in largest.items()
+            if size > 2 * LARGEST_BLOCK
+        ]
         spans: dict[str, list[tuple[int, int]]] = {name: [] for name in self.files}
         for t in self.tensors.values():
             for b in t.blocks:
@@ -125,9 +134,7 @@ class Manifest:
 
     def encode(self) -> bytes:
         """Return the document. Raises ValueError for metadata that JSON cannot hold, such as NaN."""
-        tensors = ",\n".join(
-            _json({"name": n, "dtype": t.dtype, "shape": t.shape, "blocks": t.blocks}) for n, t in self.tensors.items()
-        )
+        tensors = ",\n".join(_json(vars(t)) for t in self.tensors.values())
         body = (
             f'{{\n"kind": {_json(KIND)},\n"format": {FORMAT},\n"meta": {_json(asdict(self.meta))},\n'
             f'"files": {_json(self.files)},\n"tensors": [\n{tensors}\n],\n'
@@ -147,7 +154,7 @@ class Manifest:
             if type(there := found.get("format")) is int and there > FORMAT:
                 raise Newer(f"format {schema.shown(there)} is newer than {FORMAT}, the newest that this version reads")
             document: _Document = schema.read(_Document, found)
-            tensors = {t.name: StoredTensor(t.dtype, t.shape, t.blocks) for t in document.tensors}
+            tensors = {t.name: t for t in document.tensors}
             if len(tensors) < len(document.tensors):
                 raise Malformed("two tensors of one name")
             return cls(document.meta, document.files, tensors)
@@ -165,16 +172,6 @@ def _seal(body: bytes) -> bytes:
 
 
 @dataclass(frozen=True)
-class _Tensor:
-    """Tensor as an entry of the JSON document."""
-
-    name: Name
-    dtype: Annotated[str, OneOf(tuple(DTYPES), "type")]
-    shape: Shape
-    blocks: tuple[Stored, ...]
-
-
-@dataclass(frozen=True)
 class _Document:
     """JSON document as a whole."""
 
@@ -182,7 +179,7 @@ class _Document:
     format: Annotated[int, OneOf((FORMAT,), "format")]
     meta: Meta
     files: dict[File, Bytes]
-    tensors: list[_Tensor]
+    tensors: list[StoredTensor]
     sha256: str
 
 
@@ -193,5 +190,10 @@ def check_against(manifest: Manifest, tensors: Mapping[str, Sequence[int]]) -> N
         for n, shape in tensors.items()
         if n in manifest.tensors and manifest.tensors[n].shape != tuple(shape)
     ]
-    if wrong:
-        raise Refused(wrong[0] + (f", and {len(wrong) - 1} more" if wrong[1:] else ""))
+    refuse(wrong)
+
+
+def refuse(faults: Sequence[str]) -> None:
+    """Raise Refused with the first of the faults and the number of the others, if there is any."""
+    if faults:
+        raise Refused(faults[0] + (f", and {len(faults) - 1} more" if faults[1:] else ""))

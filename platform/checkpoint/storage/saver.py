@@ -38,7 +38,7 @@ class Saver:
         pause: float = 1.0,
         lease: Lease | None = None,
     ):
-        """Configure the saver. `last`, `every`: see `superseded`. `pause`: seconds before the second try, doubled
+        """Configure the saver. `last`, `every`: see `dispensable`. `pause`: seconds before the second try, doubled
         before every further one. `lease`: once it is lost, nothing is committed or deleted any more."""
         self._storage, self._last, self._every, self._tries, self._pause = storage, last, every, tries, pause
         self._check = lease.check if lease else lambda: None
@@ -92,19 +92,16 @@ class Saver:
             self._check()
             directory = begin(self._storage, meta.step)  # fresh: the remains of a failed attempt do not matter
             manifest = commit(self._storage, directory, tensors, write(directory), meta, self._check)
-        except Superseded:
-            if directory:
-                with suppress(OSError):
-                    discard(self._storage, directory)
-            raise
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-            again = attempt < self._tries and not self._cancelled.is_set()
-            failed = {"directory": directory, "attempt": attempt, "reason": reason, "again": again}
-            self._events.put({"event": "checkpoint_failed", "step": meta.step, **failed})
+            if not isinstance(error, Superseded):
+                again = attempt < self._tries and not self._cancelled.is_set()
+                failed = {"directory": directory, "attempt": attempt, "reason": _reason(error), "again": again}
+                self._events.put({"event": "checkpoint_failed", "step": meta.step, **failed})
             if directory:
                 with suppress(OSError):  # frees its space; if that fails too, `prune` will
                     discard(self._storage, directory)
+            if isinstance(error, Superseded):
+                raise
             return False
         seconds = time.monotonic() - start
         saved = {"directory": directory, "bytes": manifest.nbytes, "seconds": seconds}
@@ -116,5 +113,8 @@ class Saver:
         try:
             prune(self._storage, self._last, self._every)
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-            self._events.put({"event": "checkpoint_prune_failed", "step": step, "reason": reason})
+            self._events.put({"event": "checkpoint_prune_failed", "step": step, "reason": _reason(error)})
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]

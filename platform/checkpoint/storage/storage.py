@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import secrets
 from collections.abc import Iterable, Iterator
@@ -12,10 +13,11 @@ from typing import Any, Protocol
 import fsspec
 
 from platform.boundary import documents
-from platform.boundary.redaction import bare, learn_urls
+from platform.boundary.redaction import bare_url, register_url_secrets
 from platform.config.fields import ConfigError, violation
 from platform.config.surroundings import wrong_protocol
 
+_NOTE = 4096  # bytes of a note that are read
 UNKNOWN = -1  # size of an entry that cannot be inspected: a dangling link, no permission
 
 
@@ -38,11 +40,21 @@ class Storage(Protocol):
         """Delete a file, or a directory with everything in it; do nothing if there is none."""
 
 
-def connect(url: str, key: str = "checkpoint.url") -> Storage:
+def read_note(storage: Storage, path: str) -> str:
+    """Return the beginning of a file for people as one printable line."""
+    return documents.one_line(storage.read(path, 0, _NOTE))
+
+
+def write_note(storage: Storage, path: str, text: str) -> None:
+    """Write a line for people."""
+    storage.write(path, [memoryview(f"{text}\n".encode())])
+
+
+def open_storage(url: str, key: str = "checkpoint.url") -> Storage:
     """Open the storage at a path or fsspec URL. Raises ConfigError, naming `key`, if it cannot be used."""
-    learn_urls(url)  # its secrets are then redacted from whatever its client reports
+    register_url_secrets(url)  # its secrets are then redacted from whatever its client reports
     if reason := wrong_protocol(url, key == "checkpoint.url"):
-        raise ConfigError(violation(key, bare(url), reason, ["a path"]))
+        raise ConfigError(violation(key, bare_url(url), reason, ["a path"]))
     protocol, separator, path = url.partition("://")
     if not separator or protocol in ("file", "local"):
         return Local(path if separator else url)
@@ -50,7 +62,7 @@ def connect(url: str, key: str = "checkpoint.url") -> Storage:
         return Remote(url)
     except Exception as error:  # a client library may raise anything
         extra = " (pip install 'elastic-platform[s3]')" if isinstance(error, ImportError) and protocol == "s3" else ""
-        raise ConfigError(violation(key, bare(url), f"cannot be used: {error}{extra}", ["a path"])) from None
+        raise ConfigError(violation(key, bare_url(url), f"cannot be used: {error}{extra}", ["a path"])) from None
 
 
 class Local:
@@ -82,14 +94,12 @@ class Local:
             raise
 
     def read(self, path: str, start: int = 0, end: int | None = None) -> bytearray:
-        with documents.opened(self.root / path) as file:
-            there = os.fstat(file.fileno()).st_size
+        with documents.open_regular(self.root / path) as raw, io.BufferedReader(raw) as file:
+            there = os.fstat(raw.fileno()).st_size
             data = bytearray(max(0, min(there, there if end is None else end) - start))
             file.seek(start)
-            view, got = memoryview(data), 0
-            while part := file.readinto(view[got:]):  # may be less than asked for
-                got += part
-        return data if got == len(data) else data[:got]
+            del data[file.readinto(data) :]  # less only if the file became shorter
+        return data
 
     def list(self, path: str) -> dict[str, int]:
         place = self.root / path
@@ -149,7 +159,7 @@ class Remote:
     """Storage that fsspec reaches. An object appears when its upload is complete; nothing is renamed."""
 
     def __init__(self, url: str):
-        self.url = bare(url).rstrip("/")
+        self.url = bare_url(url).rstrip("/")
         caches = {"use_listings_cache": False, "skip_instance_cache": True}  # other processes write there too
         self._system, self._root = fsspec.core.url_to_fs(url, **caches)
 

@@ -1,34 +1,46 @@
-"""The states of a run: FORMING -> RUNNING -> (failure, notice, new capacity) -> RELEASING -> FORMING ... -> DONE."""
+"""Controller of a run: its states, what is done in each, and what leads from one to another."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from enum import Enum
 from math import inf
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from platform.boundary.terminal import tolerated
-from platform.cluster.control.forming.context import Run
-from platform.cluster.control.forming.former import Former, Generation
-from platform.cluster.control.forming.outlook import Outlook
+from platform.cluster.control.forming.context import Generation, RunContext
+from platform.cluster.control.forming.former import Former
+from platform.cluster.control.forming.reform_advisor import ReformAdvisor
 from platform.cluster.control.metrics_row import metrics_row
 from platform.cluster.control.pace import Pace
 from platform.cluster.control.spikes import Spikes
 from platform.cluster.crew.base.crew import Crew
 from platform.cluster.crew.base.failures import Failure, GaveUp, Member, Reform, WorkerFailed
+from platform.monitor import MetricsRow
+from platform.monitor.records import events
 from platform.train.step.faults import Faults
 
 FIRST_STEP_SECONDS = 120.0  # for a run's first step, which allocates buffers and opens connections
 COLD = 4  # times the usual: for a generation's first step, as the mesh may have shrunk and buffers are allocated
-STEPS = 5  # usual durations that a step may last before a worker in it counts as hung
+HUNG_AFTER = 5  # usual durations that a step may last before a worker in it counts as hung
+
+
+class RunState(Enum):
+    """States of a run; the journal's events tell when each began."""
+
+    FORMING = "the live workers become a mesh, which goes on from the newest state"
+    RUNNING = "steps are taken, committed and saved"
+    RELEASING = "the workers leave a generation that a failure, a notice or new capacity has ended"
+    DONE = "the last step is done"
 
 
 class Controller:
-    """Drives one run: forms generations, trains, saves, and re-forms after failures. `done`: updates so far."""
+    """Drives one run from state to state. `done`: updates so far; `worked`: at least one step has been done."""
 
-    def __init__(self, run: Run, former: Former):
+    def __init__(self, run: RunContext, former: Former):
         self._config, self._steps, self._former = run.config, run.steps, former
         self._journal, self._monitor, self._signals = run.journal, run.monitor, run.signals
         self._checkpoints = run.checkpoints
@@ -37,83 +49,97 @@ class Controller:
         self._useful = 0.0  # seconds of steps committed since the last event that reported them
         self._failures: Counter[int] = Counter()  # number of failures, by the step that failed
         self._stall = 0.0  # seconds that saving has stalled the run since the last metrics row
-        self._outlook = Outlook(run, former.muster)
+        self._advisor = ReformAdvisor(run, former.recruiter)
         self._failed: float | None = None  # time of the first failure since the last step
-        self.worked = False  # at least one step has been done
-        self.done = 0
+        self._does = {
+            RunState.FORMING: self._form,
+            RunState.RUNNING: self._train_on,
+            RunState.RELEASING: self._release,
+        }
+        self._generation: Generation | None = None  # the one that runs
+        self.state, self.worked, self.done = RunState.FORMING, False, 0
 
     def run(self, crew: Crew) -> None:
         """Train until the last step, re-forming after failures. Raises GaveUp, Stopped; ConfigError until a mesh has
         formed."""
-        while True:
-            if not self._unsaved:
-                self._signals.check()
+        while self.state is not RunState.DONE:
             try:
-                generation = self._former.form(crew)
-                self._resumed(generation)
-                self._signals.defer()
-                try:
-                    self._train(crew, generation)
-                finally:
-                    if generation.timeline:
-                        with tolerated(self._monitor.say, "the timeline"):
-                            generation.timeline.write(Path(self._config.run.dir))
-                if tokens := self._config.monitor.sample:
-                    self._monitor.say(f"a sample of {tokens} tokens:\n{crew.call('sample', tokens)[0]}")
-                return
+                self.state = self._does[self.state](crew)
             except WorkerFailed as failure:
                 self._survive(crew, failure)
+                self.state = RunState.RELEASING
             except Reform as reason:
-                self._journal.event("reforming", reason=str(reason), step=self.done, **self.told())
+                useful = self.take_useful_seconds()
+                self._journal.write(events.Reforming(reason=str(reason), step=self.done, useful_seconds=useful))
                 self._monitor.say(str(reason))
-                self._release(crew)
+                self.state = RunState.RELEASING
 
-    def lost(self) -> dict[str, Any]:
-        """Return fields for the journal's last event: the unsaved steps, which are lost when the driver ends and memory
-        goes."""
+    def give_up_unsaved(self) -> tuple[int, float]:
+        """Return the number of unsaved steps, which are lost when the driver ends and memory goes, and the seconds that
+        they took."""
         steps = max(0, self.done - self._checkpoints.step)
-        return {"steps_lost": steps, "lost_seconds": self._pace.take_back(self.done - steps), **self.told()}
+        return steps, self._pace.take_back(self.done - steps)
 
-    def _resumed(self, generation: Generation) -> None:
-        """Set `done` to the step of the state that was recovered, and report the steps that are lost."""
+    # FORMING
+
+    def _form(self, crew: Crew) -> RunState:
+        """Form a generation; `done` is then the step of its state, and the steps that are lost are reported."""
+        if not self._unsaved:
+            self._signals.check()
+        self._generation = generation = self._former.form(crew)
         if (lost := self.done - generation.step) > 0:
             seconds = self._pace.take_back(generation.step)
-            self._journal.event("rolled_back", step=generation.step, steps_lost=lost, lost_seconds=seconds)
+            self._journal.write(events.RolledBack(step=generation.step, steps_lost=lost, lost_seconds=seconds))
             self._monitor.say(f"goes on after step {generation.step}: {lost} steps are done again")
         self.done = generation.step
+        self._signals.defer()
+        return RunState.RUNNING
 
     # RUNNING
 
+    def _train_on(self, crew: Crew) -> RunState:
+        """Train to the last step, and write what is to be seen of it: timeline and sample."""
+        generation = self._generation
+        assert generation
+        try:
+            self._train(crew, generation)
+        finally:
+            if generation.timeline:
+                with tolerated(self._monitor.say, "the timeline"):
+                    generation.timeline.write(Path(self._config.run.dir))
+        if tokens := self._config.monitor.sample:
+            self._monitor.say(f"a sample of {tokens} tokens:\n{crew.call('sample', tokens)[0]}")
+        return RunState.DONE
+
     def _train(self, crew: Crew, generation: Generation) -> None:
         every, first = self._config.eval.every, self.done + 1
-        self._save(crew, self.done)  # a failure or a signal may have left a save undone
+        self._save_if_due(crew, self.done)  # a failure or a signal may have left a save undone
         for step in range(first, self._steps + 1):
             start = perf_counter()
             reports, seconds = self._step(crew, generation, step)
             report = reports[0]
-            row = metrics_row(
-                report,
-                seconds,
-                length=self._config.model.length,
-                flops_per_token=generation.plan.flops_per_token,
-                peak_flops=generation.peak_flops,
-                generation=generation.number,
-            )
-            if self._stall:  # it came after the previous step, whose row was already written
-                row["seconds"]["checkpoint"], self._stall = row["seconds"]["checkpoint"] + self._stall, 0.0
+            bubble = val_loss = None
             if generation.timeline:
-                row |= generation.timeline.step(step, start, [report["timeline"] for report in reports])
+                bubble = generation.timeline.step(step, start, [report["timeline"] for report in reports])
             if every and step % every == 0:
                 within = self._deadline(generation)  # per clock section, of which an evaluation may have many
-                row["val_loss"] = crew.call("evaluate", within=within)[0]["val_loss"]
-            if self._failed is not None:
-                row["recovery_seconds"], self._failed = perf_counter() - self._failed, None
-            self._commit(generation, step, seconds, row)
+                val_loss = crew.call("evaluate", within=within)[0]["val_loss"]
+            row = metrics_row(
+                report,
+                generation,
+                seconds,
+                length=self._config.model.length,
+                stalled=self._stall,  # after the previous step, whose row was already written
+                bubble=bubble,
+                val_loss=val_loss,
+                recovery_seconds=None if self._failed is None else perf_counter() - self._failed,
+            )
+            self._commit(generation, row)
             if step == first:
-                self._journal.event("first_step", step=step)
-            self._save(crew, step)
+                self._journal.write(events.FirstStep(step=step))
+            self._save_if_due(crew, step)
             if step < self._steps:
-                self._watch(crew, generation, report)
+                self._reform_if_needed(crew, generation, report)
         self._checkpoints.finish(crew)
 
     def _step(self, crew: Crew, generation: Generation, step: int) -> tuple[list[dict[str, Any]], float]:
@@ -123,19 +149,19 @@ class Controller:
         for attempt in range(1, self._config.elastic.attempts + 1):
             faults = [str(fault) for fault in self._faults.take(step, generation.size)]
             if faults:
-                self._journal.event("injected", step=step, faults=faults)
-            self._former.held.only(generation.number)  # workers drop the others when they take a step
+                self._journal.write(events.Injected(step=step, faults=faults))
+            self._former.ledger.only(generation.number)  # workers drop the others when they take a step
             limit, start = self._spikes.limit, perf_counter()
             reports = crew.call("step", step, limit, faults, within=self._deadline(generation))
             seconds, report = perf_counter() - start, reports[0]
-            self._agree(crew, generation, step, report)
+            self._check_replicas(crew, generation, step, report)
             if not report["skipped"]:
                 return reports, seconds
             loss, norm = report["loss"], report["grad_norm"]
             why = f"step {step} has a loss of {loss:g} and a gradient norm of {norm:g}"
             why += f", above the limit of {limit:g}" if limit < inf else ""
-            self._journal.event(
-                "spike", step=step, loss=loss, grad_norm=norm, limit=limit, policy=policy, attempt=attempt
+            self._journal.write(
+                events.Spike(step=step, loss=loss, grad_norm=norm, limit=limit, policy=policy, attempt=attempt)
             )
             if policy == "skip":
                 self._monitor.say(f"{why}: it is skipped")
@@ -145,7 +171,7 @@ class Controller:
             self._monitor.say(f"{why}: it is done again")
         raise GaveUp(f"{why}, {self._config.elastic.attempts} times in a row")
 
-    def _agree(self, crew: Crew, generation: Generation, step: int, report: dict[str, Any]) -> None:
+    def _check_replicas(self, crew: Crew, generation: Generation, step: int, report: dict[str, Any]) -> None:
         """Raise WorkerFailed naming the ranks whose state differs from their replicas': it is restored from those, and
         nothing of theirs is used. Raises GaveUp if replicas differ and nothing tells which is right. `Trainer.step` has
         updated nothing in either case."""
@@ -153,7 +179,7 @@ class Controller:
             ranks, tensor = unknown[0]
             names = " and ".join(generation.job.name(rank) for rank in ranks)
             more = f" and {len(unknown) - 1} more" if unknown[1:] else ""
-            self._journal.event("undecided", step=step, tensors=[[ranks, tensor] for ranks, tensor in unknown])
+            self._journal.write(events.Undecided(step=step, tensors=unknown))
             why = "differ, and nothing tells who is right: their memory is damaged"
             raise GaveUp(f"before step {step} was done, {tensor}{more} of {names} {why}")
         damaged: dict[int, list[str]] = {}
@@ -161,8 +187,8 @@ class Controller:
             damaged.setdefault(rank, []).append(tensor)
         if not damaged:
             return
-        self._former.held.distrust(generation.number, [generation.seats[rank] for rank in damaged])
-        self._journal.event("damaged", step=step, ranks=[[rank, tensors] for rank, tensors in damaged.items()])
+        self._former.ledger.distrust(generation.number, [generation.seats[rank] for rank in damaged])
+        self._journal.write(events.Damaged(step=step, ranks=list(damaged.items())))
         raise WorkerFailed([self._damage(crew, generation, step, *item) for item in damaged.items()])
 
     @staticmethod
@@ -174,38 +200,38 @@ class Controller:
         return Failure(member, "damaged", f"step({step})", cause, rank, job.name(rank), job.coordinates[rank])
 
     def _deadline(self, generation: Generation) -> float:
-        """Return the seconds that a step may last before a worker in it counts as hung: STEPS times the usual of this
-        generation (until that is known, COLD times the run's usual), and at least elastic.hang_seconds."""
+        """Return the seconds that a step may last before a worker in it counts as hung: HUNG_AFTER times the usual of
+        this generation (until that is known, COLD times the run's usual), and at least elastic.hang_seconds."""
         usual, ever = self._pace.usual(generation.step), self._pace.usual(0)
         if usual is None:
-            usual = FIRST_STEP_SECONDS / STEPS if ever is None else COLD * ever
-        return max(self._config.elastic.hang_seconds, STEPS * usual)
+            usual = FIRST_STEP_SECONDS / HUNG_AFTER if ever is None else COLD * ever
+        return max(self._config.elastic.hang_seconds, HUNG_AFTER * usual)
 
-    def _commit(self, generation: Generation, step: int, seconds: float, row: dict[str, Any]) -> None:
+    def _commit(self, generation: Generation, row: MetricsRow) -> None:
         """Commit a step that every rank has acknowledged: count it, record it, and write its row."""
-        self.done, self.worked = step, True
-        self._failures = Counter({failed: n for failed, n in self._failures.items() if failed > step})
-        if self._held:
-            g = generation
-            self._former.held.add(g.number, step, g.config, g.stage_of, g.domains, g.seats)
-        self._pace.add(step, seconds)
-        self._useful += seconds
-        self._spikes.add(row["loss"])
+        self.done, self.worked = row.step, True
+        self._stall, self._failed = 0.0, None
+        self._failures = Counter({step: n for step, n in self._failures.items() if step > row.step})
+        if self._in_memory:
+            self._former.ledger.add(generation, row.step)
+        self._pace.add(row.step, row.step_seconds)
+        self._useful += row.step_seconds
+        self._spikes.add(row.loss)
         self._monitor.step(row)
 
     @property
-    def _held(self) -> bool:
+    def _in_memory(self) -> bool:
         """Return True if the workers' memory holds a snapshot of the state after the last step; see `Worker.step`."""
         every = self._config.elastic.snapshot_every
         return bool(every) and self.done % every == 0
 
-    def _save(self, crew: Crew, step: int) -> None:
+    def _save_if_due(self, crew: Crew, step: int) -> None:
         """Advance the save under way, begin one if due, and end the run if a stop was requested."""
         start = perf_counter()
         self._checkpoints.advance(crew)
         self._checkpoints.check_hope()
         if step and self._checkpoints.due(step, last=step == self._steps, stopping=False):
-            self._checkpoints.save(crew, step, self.told())
+            self._checkpoints.save(crew, step, self.take_useful_seconds())
             self._stall = perf_counter() - start
         if step < self._steps:  # else the run is done
             self._drain(crew)
@@ -214,7 +240,7 @@ class Controller:
         """Save what is unsaved and raise Stopped if the run was asked to end."""
         if self._signals.requested:
             self._checkpoints.confirm()
-            self._keep(crew)
+            self._save_now(crew)
             self._signals.check()
 
     @property
@@ -222,52 +248,53 @@ class Controller:
         """Return True if the state after the last step is not saved yet and a stop would save it."""
         return bool(self.done) and self._checkpoints.due(self.done, last=False, stopping=True)
 
-    def _keep(self, crew: Crew) -> bool:
+    def _save_now(self, crew: Crew) -> bool:
         """Save the state after the last step if the run keeps checkpoints; return True if storage holds it now."""
         self._checkpoints.finish(crew)
         if self._unsaved:
-            self._checkpoints.save(crew, self.done, self.told())
+            self._checkpoints.save(crew, self.done, self.take_useful_seconds())
             self._checkpoints.finish(crew)
         return self._checkpoints.step == self.done
 
-    def _watch(self, crew: Crew, generation: Generation, report: dict[str, Any]) -> None:
+    def _reform_if_needed(self, crew: Crew, generation: Generation, report: dict[str, Any]) -> None:
         """Look, between two steps, whether another generation is needed or would be better: raises Reform if so."""
-        if wish := self._outlook.needed(crew, generation):
-            if not self._former.muster.count(crew):
+        if proposal := self._advisor.needed_reform(crew, generation):
+            if not self._former.recruiter.count(crew):
                 self._signals.request("a notice that all workers are about to be taken away")
                 self._drain(crew)
-            self._keep(crew)  # memory may not hold the whole state without the members that leave
-            raise Reform(wish.reason)
-        if (wish := self._outlook.better(crew, generation, report)) and self._loses_nothing(crew):
+            self._save_now(crew)  # memory may not hold the whole state without the members that leave
+            raise Reform(proposal.reason)
+        if (proposal := self._advisor.optional_reform(crew, generation, report)) and self._loses_nothing(crew):
             self._checkpoints.finish(crew)
-            self._former.muster.barred |= wish.barred
-            raise Reform(wish.reason)
+            self._former.recruiter.barred |= proposal.barred
+            raise Reform(proposal.reason)
 
     def _loses_nothing(self, crew: Crew) -> bool:
         """Return True if a generation formed now would lose no step, saving first if there are no snapshots; optional
         re-forming waits until that is so."""
         if self._config.elastic.snapshot_every:
-            return self._held
-        return bool(self._config.checkpoint.every) and self._keep(crew)
+            return self._in_memory
+        return bool(self._config.checkpoint.every) and self._save_now(crew)
 
     # RELEASING
 
     def _survive(self, crew: Crew, failure: WorkerFailed) -> None:
-        """Journal a failure and release the crew, so that the next generation can form. Raises GaveUp if none can."""
+        """Journal a failure, after which the next generation can form. Raises GaveUp if none can."""
         self._failed = self._failed or perf_counter()
         culprit, step = failure.culprit, self.done + 1
-        self._journal.event(
-            "failure",
-            number=culprit.member.number,
-            rank=culprit.rank,
-            coordinates=dict(culprit.coordinates),
-            node=culprit.member.node,
-            method=culprit.method,
-            kind=culprit.kind,
-            cause=culprit.cause,
-            log=str(culprit.log) if culprit.log else None,
-            step=step,
-            **self.told(),
+        self._journal.write(
+            events.Failure(
+                number=culprit.member.number,
+                rank=culprit.rank,
+                coordinates=dict(culprit.coordinates),
+                node=culprit.member.node,
+                method=culprit.method,
+                kind=culprit.kind,
+                cause=culprit.cause,
+                log=str(culprit.log) if culprit.log else None,
+                step=step,
+                useful_seconds=self.take_useful_seconds(),
+            )
         )
         self._monitor.say(str(failure))
         self._failures[step] += 1
@@ -278,16 +305,16 @@ class Controller:
             where = f"; its log: {culprit.log}" if culprit.log else ""
             often = f" (failure {count} before step {step} was done)" if count > 1 else ""
             raise GaveUp(f"{failure}{often}{where}")
-        self._release(crew)
 
-    def _release(self, crew: Crew) -> None:
+    def _release(self, crew: Crew) -> RunState:
         start = perf_counter()
         self._checkpoints.abandon()
         lost = crew.release()
         seconds, alive = perf_counter() - start, len(crew.members)
-        self._journal.event("released", lost=[f.member.number for f in lost], alive=alive, seconds=seconds)
+        self._journal.write(events.Released(lost=[f.member.number for f in lost], alive=alive, seconds=seconds))
+        return RunState.FORMING
 
-    def told(self) -> dict[str, float]:
-        """Return the seconds of the steps committed since the last event that reported them, as fields of the next."""
+    def take_useful_seconds(self) -> float:
+        """Return the seconds of the steps committed since the last event that reported them, for the next one."""
         useful, self._useful = self._useful, 0.0
-        return {"useful_seconds": useful}
+        return useful

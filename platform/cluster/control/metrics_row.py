@@ -5,34 +5,50 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-_AS_REPORTED = ("step", "loss", "grad_norm", "lr", "tokens", "samples", "seconds", "peak_memory_bytes", "world_size")
+from platform.cluster.control.forming.context import Generation
+from platform.monitor import MetricsRow
 
 
 def metrics_row(
     report: Mapping[str, Any],
+    generation: Generation,
     wall_seconds: float,
     *,
     length: int,
-    flops_per_token: float,
-    peak_flops: float | None,
-    generation: int,
-) -> dict[str, Any]:
+    stalled: float,
+    bubble: dict[str, float] | None,
+    val_loss: float | None,
+    recovery_seconds: float | None,
+) -> MetricsRow:
     """Return the row for a committed step. `report`: of all ranks together, see `platform.train.step.step_report`.
 
     `step_seconds` is the driver's wall time from sending the step out to the last rank's answer, so that dispatch
     counts; `seconds` are means over the ranks, `comm_bytes` sums, `peak_memory_bytes` maxima. Throughput counts this
-    step's tokens, samples of `length`; `mfu` is relative to `peak_flops` per worker, None if that is unknown.
+    step's tokens, samples of `length`; `mfu` is relative to the peak of a worker, None if that is unknown. `stalled`:
+    seconds for which saving has held up the run since the step before.
     """
     first, end = report["samples"]
     tokens_per_second = (end - first) * length / wall_seconds
-    flops_per_worker = tokens_per_second * flops_per_token / report["world_size"]
-    return {
-        **{key: report[key] for key in _AS_REPORTED},
-        "step_seconds": wall_seconds,
-        "tokens_per_second": tokens_per_second,
-        "tflops_per_worker": flops_per_worker / 1e12,
-        "mfu": flops_per_worker / peak_flops if peak_flops else None,
-        "comm_bytes": dict(sorted(report["comm_bytes"].items())),
-        "generation": generation,
-        **({"skipped": True} if report["skipped"] else {}),
-    }
+    flops_per_worker = tokens_per_second * generation.plan.flops_per_token / report["world_size"]
+    seconds = report["seconds"]
+    return MetricsRow(
+        step=report["step"],
+        loss=report["loss"],
+        grad_norm=report["grad_norm"],
+        lr=report["lr"],
+        tokens=report["tokens"],
+        samples=report["samples"],
+        seconds=seconds | {"checkpoint": seconds["checkpoint"] + stalled} if stalled else seconds,
+        peak_memory_bytes=report["peak_memory_bytes"],
+        world_size=report["world_size"],
+        step_seconds=wall_seconds,
+        tokens_per_second=tokens_per_second,
+        tflops_per_worker=flops_per_worker / 1e12,
+        mfu=flops_per_worker / generation.peak_flops if generation.peak_flops else None,
+        comm_bytes=dict(sorted(report["comm_bytes"].items())),
+        generation=generation.number,
+        skipped=report["skipped"] or None,
+        bubble=bubble,
+        val_loss=val_loss,
+        recovery_seconds=recovery_seconds,
+    )

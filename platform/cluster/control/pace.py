@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from statistics import median
 
-WINDOW = 32  # steps that `Pace.usual` takes the median over
+USUAL_STEPS = 32  # steps that `Pace.usual` takes the median over
 
 
 class Pace:
@@ -33,6 +33,6 @@ class Pace:
         return lost
 
     def usual(self, since: int) -> float | None:
-        """Return the median seconds of the last WINDOW steps after step `since`; None if there are none."""
-        known = self._seconds[max(0, since - self._before) :][-WINDOW:]
+        """Return the median seconds of the last USUAL_STEPS steps after step `since`; None if there are none."""
+        known = self._seconds[max(0, since - self._before) :][-USUAL_STEPS:]
         return median(known) if known else None

@@ -6,7 +6,7 @@ from collections import deque
 from math import inf, isfinite
 from statistics import median
 
-WINDOW = 32  # losses that the median is taken over
+RECENT_LOSSES = 32  # losses that the median is taken over
 _FEWEST = 8  # fewer losses than this: nothing is a spike, as a run's first losses say little
 
 
@@ -15,7 +15,7 @@ class Spikes:
 
     def __init__(self, factor: float):
         self._factor = factor
-        self._losses: deque[float] = deque(maxlen=WINDOW)
+        self._losses: deque[float] = deque(maxlen=RECENT_LOSSES)
 
     @property
     def limit(self) -> float:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
 
 from platform.cluster.crew.base.signals import Stopped
+from platform.monitor.records.events import JournalEvent
+from platform.monitor.records.metrics import MetricsRow
 
 
 @dataclass(frozen=True)
@@ -18,33 +19,35 @@ class Callbacks:
     the run, with its entry in journal.jsonl. The run waits until they return, and ignores what they return.
     """
 
-    on_step: Callable[[dict[str, Any]], object] | None = None
-    on_event: Callable[[dict[str, Any]], object] | None = None
+    on_step: Callable[[MetricsRow], object] | None = None
+    on_event: Callable[[JournalEvent], object] | None = None
 
 
 class CallbackGuard:
     """Keeps the exceptions of callbacks out of the run. The first one is kept as `error` and asks `stop` to end the run
-    at the next safe moment, as a signal does; afterwards nothing is called any more."""
+    at the next safe moment, as a signal does; a callback that has raised is not called again."""
 
     def __init__(self, callbacks: Callbacks):
         self._callbacks = callbacks
         self.error: BaseException | None = None
+        self._failed: set[str] = set()
         self.stop: Callable[[str], None] = lambda reason: None  # set by the driver
 
-    def step(self, row: dict[str, Any]) -> None:
+    def step(self, row: MetricsRow) -> None:
         self._call("on_step", row)
 
-    def event(self, entry: dict[str, Any]) -> None:
-        self._call("on_event", entry)
+    def event(self, event: JournalEvent) -> None:
+        self._call("on_event", event)
 
-    def _call(self, name: str, value: dict[str, Any]) -> None:
+    def _call(self, name: str, value: MetricsRow | JournalEvent) -> None:
         function = getattr(self._callbacks, name)
-        if function is None or self.error:
+        if function is None or name in self._failed:
             return
         try:
             function(deepcopy(value))
         except Stopped:  # a second signal, which came during the call
             raise
         except BaseException as error:  # SystemExit too: it would leave the workers behind
-            self.error = error
+            self._failed.add(name)
+            self.error = self.error or error
             self.stop(f"{name}, which raised {type(error).__name__}")

@@ -10,6 +10,7 @@ from platform.checkpoint.storage.manifest import Meta
 from platform.config.fields import Config
 from platform.config.identity import completed, differences, identity
 from platform.monitor import Journal
+from platform.monitor.records import events
 
 # Key -> prefixes of the keys that are composed along with it: once the key itself differs, their differences are noise.
 _TABLES = {
@@ -40,6 +41,6 @@ def changes(
 def report(found: Mapping[str, tuple[Any, Any]], journal: Journal, say: Callable[[str], None]) -> None:
     """Write one `changed` event to the journal and say one line per changed key; do neither where nothing changed."""
     if found:
-        journal.event("changed", keys={key: list(pair) for key, pair in found.items()})
+        journal.write(events.Changed(keys=dict(found)))
     for key, (there, here) in found.items():
         say(f"changed  {key}: {there} there, {here} here")

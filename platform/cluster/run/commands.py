@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from itertools import islice, product
 from math import prod
 
-from platform.boundary.redaction import HIDDEN, redact
+from platform.boundary.redaction import REDACTED, redact
 from platform.config.execution import RESUME
 from platform.config.fields import Config
 
 _LAYOUTS = {"1d": "t", "1d_sp": "t", "3d": "xyz", "2d": "rc", "serial": ""}  # scheme -> axes, best suggestion first
 _MOST = 4  # combinations of axis sizes that are tried for one scheme, besides the experiment's own
 _PLACES = ("run.dir", "checkpoint.url")  # another layout's run writes to other ones
-_SECRET = f"  # {HIDDEN} stands for a secret: type it again"
+_SECRET = f"  # {REDACTED} stands for a secret: type it again"
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class Command:
 
     def again(self, override: str = "") -> str:
         """Return this command line, with `override` replacing any argument for the same key: it continues the run."""
-        return self._line([*_without(self.arguments, [_key(override)]), *filter(None, [override])])
+        others = [argument for argument in self.arguments if _key(argument) != _key(override)]
+        return self._line([*others, override] if override else others)
 
     def other_layout(self, config: Config, workers: int) -> str:
         """Return a command that computes the same numbers under another tensor scheme on `workers` workers, in a run
@@ -47,7 +48,7 @@ class Command:
     def _line(self, arguments: Iterable[str]) -> str:
         own = ["--config-dir", self.config_dir] if self.config_dir else []
         words = [*own, *map(_shown, arguments)]
-        secret = any(word.endswith(f"={HIDDEN}") for word in words)
+        secret = any(word.endswith(f"={REDACTED}") for word in words)
         return f"python -m platform.launch {shlex.join(words)}" + (_SECRET if secret else "")
 
 
@@ -55,15 +56,11 @@ def _key(argument: str) -> str:
     return argument.partition("=")[0].lstrip("+")
 
 
-def _without(arguments: Iterable[str], keys: Iterable[str]) -> list[str]:
-    return [a for a in arguments if _key(a) not in keys]
-
-
 def _shown(argument: str) -> str:
-    """Return an argument without its secret: a reference to the environment where it came from there, else HIDDEN."""
+    """Return an argument without its secret: a reference to the environment where it came from there, else REDACTED."""
     shown = redact(argument)
-    hidden = HIDDEN in shown or "://" in shown
-    return argument if shown == argument else f"{argument.partition('=')[0]}={HIDDEN}" if hidden else shown
+    hidden = REDACTED in shown or "://" in shown
+    return argument if shown == argument else f"{argument.partition('=')[0]}={REDACTED}" if hidden else shown
 
 
 def _moved(arguments: Iterable[str], name: str) -> Iterator[str]:

@@ -16,12 +16,13 @@ import yaml
 from platform.boundary import documents
 from platform.boundary.redaction import redact
 from platform.boundary.schema import Malformed
-from platform.boundary.undo import missing, remove_empty, remove_files
+from platform.boundary.undo import missing_directories, remove_empty, remove_files
 from platform.cluster.run import traces
 from platform.config.fields import Config, ConfigError, violation
 from platform.config.identity import identity, refusal
+from platform.monitor.records.records import JOURNAL, METRICS
 
-OURS = ("journal.jsonl", "metrics.jsonl", "driver.lock", "wandb")  # may exist before the first step; see `claim`
+OURS = (JOURNAL, METRICS, traces.LOCK, "wandb")  # may exist before the first step; see `claim`
 
 
 class RunDirectory:
@@ -30,9 +31,8 @@ class RunDirectory:
     def __init__(self, path: Path | str):
         """Take the path only: nothing is read or created."""
         self.path = Path(path)
-        self.journal = self.path / "journal.jsonl"
-        self._config, self._plan = self.path / "config.yaml", self.path / "plan.json"
-        self._lock = self.path / "driver.lock"
+        self.journal = self.path / JOURNAL
+        self._config, self._plan, self._lock = (self.path / name for name in (traces.CONFIG, traces.PLAN, traces.LOCK))
 
     def check(self, config: Config) -> dict[str, Any] | None:
         """Return the configuration that the directory's run had last, None if it holds no run. Raises ConfigError if
@@ -72,7 +72,7 @@ class RunDirectory:
 
         Raises ConfigError if the directory cannot be written, another driver is alive, or the identity differs.
         """
-        made, own_logs = missing(self.path), (self.path / "logs").exists()
+        made, own_logs = missing_directories(self.path), (self.path / "logs").exists()
         try:
             self.path.mkdir(0o700, parents=True, exist_ok=True)  # an existing directory keeps its mode
             (self.path / "logs").mkdir(0o700, exist_ok=True)
@@ -100,7 +100,7 @@ class RunDirectory:
         try:
             yield
         except ConfigError:
-            metrics = self.path / "metrics.jsonl"
+            metrics = self.path / METRICS
             if not begun and not (metrics.exists() and metrics.stat().st_size):
                 remove_files(self.path, OURS if own_logs else (*OURS, "logs"))
                 checkpoints = self.path / "checkpoints"
@@ -119,7 +119,7 @@ class RunDirectory:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            owner = documents.line(os.pread(lock, 1000, 0)) or "another process"
+            owner = documents.one_line(os.pread(lock, 1000, 0)) or "another process"
             raise self._refusal(f"in use by {owner}; wait for it, stop it, or name another directory") from None
         try:
             os.truncate(lock, 0)

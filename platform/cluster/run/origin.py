@@ -8,12 +8,12 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from platform.boundary.redaction import bare
+from platform.boundary.redaction import bare_url
 from platform.boundary.schema import Malformed
-from platform.boundary.undo import missing, remove_empty
-from platform.checkpoint.storage.catalogue import find, load
+from platform.boundary.undo import missing_directories, remove_empty
+from platform.checkpoint.storage.catalogue import find, load_manifest
 from platform.checkpoint.storage.manifest import Manifest, Refused
-from platform.checkpoint.storage.storage import Local, Storage, connect
+from platform.checkpoint.storage.storage import Local, Storage, open_storage
 from platform.cluster.run import traces
 from platform.config.execution import RESUME
 from platform.config.fields import Config, ConfigError, violation
@@ -31,7 +31,11 @@ class Origin:
     directory: str | None
     manifest: Manifest | None
     refused: tuple[tuple[str, str], ...] = ()
-    sound: tuple[str, ...] = ()  # see `platform.checkpoint.Found`
+    sound: tuple[str, ...] = ()  # see `platform.checkpoint.storage.catalogue.Selection`
+
+    @property
+    def step(self) -> int:
+        return self.manifest.meta.step if self.manifest else 0
 
 
 def origin(config: Config, *, held: bool = False, over: bool = False) -> Origin | None:
@@ -50,7 +54,7 @@ def origin(config: Config, *, held: bool = False, over: bool = False) -> Origin 
     where = os.path.join(storage.url, name) if name else storage.url
     try:
         if name:
-            found = Origin(storage, name, load(storage, name))
+            found = Origin(storage, name, load_manifest(storage, name))
         else:
             found = Origin(storage, **vars(find(storage, deep=False, mark=held)))
     except (Refused, OSError) as error:
@@ -81,7 +85,7 @@ def traced(config: Config) -> int:
 def check_writable(config: Config) -> None:
     """Raise ConfigError if checkpoints cannot be written: writes a probe file to the storage and removes it again."""
     storage = answering(places.home(config), "checkpoint.url")
-    made = missing(storage.root) if isinstance(storage, Local) else []
+    made = missing_directories(storage.root) if isinstance(storage, Local) else []
     name = f".probe-{secrets.token_hex(4)}"
     try:
         storage.write(name, [memoryview(b"x")])
@@ -99,7 +103,7 @@ def answering(url: str, key: str) -> Storage:
 
     def ask() -> None:
         try:
-            storage = connect(url, key)
+            storage = open_storage(url, key)
             storage.list("")
             found.append(storage)
         except BaseException as error:
@@ -113,5 +117,5 @@ def answering(url: str, key: str) -> Storage:
         raise outcome
     if isinstance(outcome, BaseException):
         reason = f"cannot be reached: {outcome}"
-        raise ConfigError(violation(key, bare(url), reason, ["a path"])) from None
+        raise ConfigError(violation(key, bare_url(url), reason, ["a path"])) from None
     return outcome

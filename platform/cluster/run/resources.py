@@ -60,7 +60,9 @@ def available_workers(cluster: Cluster) -> int:
     return supply.gpus if use_gpus else supply.cpus
 
 
-def secure(cluster: Cluster, world_size: int, say: Callable[[str], None], spares: int = 0, least: int = 0) -> Places:
+def reserve_workers(
+    cluster: Cluster, world_size: int, say: Callable[[str], None], spares: int = 0, least: int = 0
+) -> Places:
     """Find room for `world_size` workers, or at least for `least` of them if that is not 0, and say what was chosen.
 
     Spares are started if there is room now, and never waited for. Raises ConfigError if there is too little room, and
@@ -104,7 +106,8 @@ def _refuse_impossible(kind: str, world_size: int, spares: int) -> None:
 
 def _wait(kind: str, cluster: Cluster, needed: int, least: int, say: Callable[[str], None]) -> tuple[Supply, str, str]:
     """Wait until there is room for `needed` workers, at most `cluster.wait` seconds. Return the supply, the device and,
-    if there is room only for `least` or more, the message that says what is missing; else "". Raises as `secure`."""
+    if there is room only for `least` or more, the message that says what is missing; else "". Raises as
+    `reserve_workers`."""
     deadline, said = monotonic() + cluster.wait, ""
     while True:
         supply = _supply(kind)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from platform.config.durations import seconds_of
 from platform.config.execution import Run
+from platform.config.key import SECONDS
 
 
 def seconds_left(run: Run, environment: Mapping[str, str] = os.environ, now: float | None = None) -> float | None:
@@ -22,4 +23,5 @@ def seconds_left(run: Run, environment: Mapping[str, str] = os.environ, now: flo
     end = environment.get("SLURM_JOB_END_TIME", "")
     if not (end.isascii() and end.isdigit() and len(end) <= 12):  # absent, or no plausible time in seconds
         return None
-    return max(0.0, int(end) - run.time_margin - (time.time() if now is None else now))
+    left = int(end) - run.time_margin - (time.time() if now is None else now)
+    return min(max(0.0, left), SECONDS)  # what a timer can wait for

@@ -3,23 +3,25 @@ validated and a fault is reported in one line."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from platform.boundary import documents, schema
 from platform.boundary.schema import Malformed
 from platform.config.fields import Config
-from platform.monitor.records import records
+from platform.monitor.records import events, metrics, records
+from platform.monitor.records.records import JOURNAL, METRICS
 
-CONFIG, PLAN, JOURNAL, METRICS, LOCK = "config.yaml", "plan.json", "journal.jsonl", "metrics.jsonl", "driver.lock"
-_DONE = ("first_step", "checkpoint", "restored", "rolled_back", "unsaved", "done", "gave_up", "drained", "stopped")
+CONFIG, PLAN, LOCK = "config.yaml", "plan.json", "driver.lock"
+_DONE = (events.FirstStep, events.Checkpoint, events.Restored, events.RolledBack, events.End)  # their step is done
 
 
 def configuration(directory: Path) -> Config | None:
     """Return the configuration that the run had last, None if the directory holds no run. Raises Malformed, OSError."""
     try:
-        found: Config = schema.read(Config, documents.from_yaml(documents.content(directory / CONFIG)))
+        found: Config = schema.read(Config, documents.from_yaml(documents.read_bytes(directory / CONFIG)))
         return found
     except FileNotFoundError:
         return None
@@ -27,14 +29,12 @@ def configuration(directory: Path) -> Config | None:
 
 def faults(directory: Path) -> list[str]:
     """Return one line for each file of a run directory that is not what a run writes there."""
+    readers: dict[str, Callable[[Path], Any]] = {JOURNAL: lambda path: list(events.read(path)), METRICS: _last_rows}
     lines = []
     for name in (CONFIG, PLAN, JOURNAL, METRICS, LOCK):
         try:
-            documents.opened(directory / name).close()
-            if name == JOURNAL:
-                list(events(directory))
-            elif name == METRICS:
-                records.last(directory / name, records.ROW)
+            documents.open_regular(directory / name).close()
+            readers.get(name, str)(directory / name)
         except (FileNotFoundError, NotADirectoryError):
             if (directory / name).is_symlink():
                 lines.append(f"its {name} is a link to nothing")
@@ -45,25 +45,25 @@ def faults(directory: Path) -> list[str]:
     return lines
 
 
-def events(directory: Path) -> Iterator[dict[str, Any]]:
+def journal(directory: Path) -> Iterator[events.JournalEvent]:
     """Yield the journal's events; none if there is no journal. Raises Malformed, OSError."""
-    try:
-        yield from records.lines(directory / JOURNAL, records.EVENT)
-    except (FileNotFoundError, NotADirectoryError):
-        return
+    with suppress(FileNotFoundError, NotADirectoryError):
+        yield from events.read(directory / JOURNAL)
 
 
 def finished(directory: Path, steps: int) -> bool:
     """Return True if the run has already done this many updates. Raises Malformed, OSError."""
-    return any(e["event"] == "done" and e.get("step", 0) >= steps for e in events(directory))
+    return any(isinstance(event, events.Done) and event.step >= steps for event in journal(directory))
 
 
 def steps(directory: Path) -> int:
     """Return the highest step that the journal, or the end of the metrics, shows as done; 0 if neither shows any.
     Raises Malformed, OSError."""
-    done = [max(e.get("step", 0), e.get("saved", 0)) for e in events(directory) if e["event"] in _DONE]
-    try:
-        done += [row["step"] for row in records.last(directory / METRICS, records.ROW)]
-    except (FileNotFoundError, NotADirectoryError):
-        pass
+    done = [max(e.step, getattr(e, "saved", None) or 0) for e in journal(directory) if isinstance(e, _DONE)]
+    with suppress(FileNotFoundError, NotADirectoryError):
+        done += [row["step"] for row in _last_rows(directory / METRICS)]
     return max(done, default=0)
+
+
+def _last_rows(path: Path) -> list[dict[str, Any]]:
+    return records.last(path, metrics.read_row)

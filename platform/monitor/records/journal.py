@@ -1,16 +1,17 @@
-"""`journal.jsonl`: one object per event of a run, with its time, from which e.g. recovery times are computed."""
+"""`journal.jsonl`: one line per event of a run, with its time, from which e.g. recovery times are computed."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from platform.boundary.redaction import redact
-from platform.boundary.terminal import say
-from platform.monitor.records import records
+from platform.boundary.terminal import print_line
+from platform.monitor.records import events
+from platform.monitor.records.events import JournalEvent
 from platform.monitor.records.json_lines import JsonLines
 
 
@@ -23,39 +24,33 @@ class Journal:
     def __init__(
         self,
         path: Path | str,
-        tell: Callable[[str], None] = say,
-        on_event: Callable[[dict[str, Any]], None] = lambda entry: None,
+        tell: Callable[[str], None] = print_line,
+        on_event: Callable[[JournalEvent], None] = lambda event: None,
     ):
         """Open or create the file. `tell`: see JsonLines, which also keeps the events that cannot be written.
-        `on_event` is called with each entry after it was written."""
-        self.path, self._on_event = Path(path), on_event
+        `on_event` is called with each event after it was written."""
+        self._on_event = on_event
         self._lines = JsonLines(path, tell)
-        self.generation: int = max((event["generation"] for event in records.lines(path, records.EVENT)), default=0)
+        self.generation: int = max((event.generation for event in events.read(path)), default=0)
 
     def next_generation(self) -> int:
         """Begin a generation and return its number: the events that follow belong to it."""
         self.generation += 1
         return self.generation
 
-    def event(self, event: str, **fields: Any) -> dict[str, Any]:
-        """Write an event, with the time (seconds since the epoch) and the generation, and return the whole entry."""
-        entry = {"time": time.time(), "generation": self.generation, "event": event, **redact(fields)}
-        self._lines.append(entry)
-        self._on_event(entry)
-        return entry
+    def write(self, event: JournalEvent) -> None:
+        """Write an event that happens now, in the generation under way."""
+        stamped = replace(event, time=time.time(), generation=self.generation)
+        self._lines.append(redact(events.to_plain(stamped)) | {"event": event.word})
+        self._on_event(stamped)
 
-    def events(self) -> list[dict[str, Any]]:
+    def events(self) -> list[JournalEvent]:
         """List every event in the file, if it can be read, and those that could not be written yet. Raises Malformed
         for a line that is not an event."""
-        written: list[dict[str, Any]] = []
+        written: list[JournalEvent] = []
         with suppress(OSError):
-            written = self.read(self.path)
-        return written + self._lines.unwritten
+            written = list(events.read(self._lines.path))
+        return written + [events.from_plain(line) for line in self._lines.unwritten]
 
     def close(self) -> None:
         self._lines.close()
-
-    @staticmethod
-    def read(path: Path | str) -> list[dict[str, Any]]:
-        """Return all events of a journal file, in order. Raises Malformed, OSError."""
-        return list(records.lines(path, records.EVENT))

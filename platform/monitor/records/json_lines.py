@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from platform.boundary.terminal import say
+from platform.boundary.terminal import print_line
 from platform.monitor.records import records
 
 KEPT_BYTES = 16 << 20  # limit for lines that could not be written yet
@@ -25,7 +25,7 @@ class JsonLines:
     oldest lines are lost. Numbers are not rounded; NaN and infinities are written as strings.
     """
 
-    def __init__(self, path: Path | str, tell: Callable[[str], None] = say):
+    def __init__(self, path: Path | str, tell: Callable[[str], None] = print_line):
         self.path, self._tell = Path(path), tell
         self._kept: deque[bytes] = deque()  # lines still to be written, the oldest first
         self._troubled, self._torn, self._lost = False, False, 0
@@ -107,7 +107,7 @@ class JsonLines:
     @staticmethod
     def read(path: Path | str) -> list[dict[str, Any]]:
         """Return all whole lines, in order; the file may be in use. Raises Malformed if a line is no JSON object."""
-        return list(records.lines(path))
+        return list(records.lines(path, dict))
 
 
 def _end_of_last_line(file: int, block: int = 1 << 16) -> int:

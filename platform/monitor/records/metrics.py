@@ -1,57 +1,90 @@
-"""`metrics.jsonl`: one object per committed step (docs/design.md, section 7), and the W&B names of its keys."""
+"""`metrics.jsonl`: one row per committed step (docs/design.md, section 7), and the W&B names of its keys."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
+from platform.boundary import schema
+from platform.boundary.schema import OpenMap
 from platform.monitor.records import records
 from platform.monitor.records.json_lines import JsonLines
+from platform.monitor.records.records import Steps
 
-# Key of a row -> its metric on W&B. A nested dict becomes one metric per inner key: seconds.forward is time/forward.
-METRICS: dict[str, str | None] = {
-    "step": "step",  # updates done, from 1
-    "tokens": "tokens",  # consumed since the start of the run: the other x axis
-    "loss": "train/loss",
-    "grad_norm": "train/grad_norm",
-    "lr": "train/lr",
-    "val_loss": "val/loss",  # only in the rows of steps after which the model was evaluated
-    "step_seconds": "perf/step_seconds",
-    "tokens_per_second": "perf/tokens_per_second",
-    "tflops_per_worker": "perf/tflops_per_worker",
-    "mfu": "perf/mfu",  # null where the hardware's peak is unknown
-    "seconds": "time",
-    "bubble": "bubble",  # {planned, measured}: makespan / ideal - 1; only for a pipeline with monitor.timeline
-    "comm_bytes": "comm",
-    "peak_memory_bytes": "memory/peak_bytes",
-    "world_size": "elastic/world_size",
-    "generation": "elastic/generation",
-    "recovery_seconds": "elastic/recovery_seconds",  # since the failure; only in the row of the first step after one
-    "skipped": "train/skipped",  # only in the rows of steps that updated nothing (train.on_spike)
-    "samples": None,  # [first, end); on W&B `tokens` shows the same
-}
+_ROW = Annotated[dict[str, Any], OpenMap((("step", Steps),), ("step",))]
+
+
+class Wandb(NamedTuple):
+    """Name of a key on W&B. A map becomes one metric per inner key: seconds.forward is time/forward."""
+
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsRow:
+    """Row of a step that every rank has acknowledged. What is None by default is left out where it is None."""
+
+    step: Annotated[int, Wandb("step")]  # updates done, from 1
+    loss: Annotated[float, Wandb("train/loss")]
+    grad_norm: Annotated[float, Wandb("train/grad_norm")]
+    lr: Annotated[float, Wandb("train/lr")]
+    tokens: Annotated[int, Wandb("tokens")]  # consumed since the start of the run: the other x axis
+    samples: list[int]  # [first, end); on W&B `tokens` shows the same
+    seconds: Annotated[dict[str, float], Wandb("time")]
+    peak_memory_bytes: Annotated[int, Wandb("memory/peak_bytes")]
+    world_size: Annotated[int, Wandb("elastic/world_size")]
+    step_seconds: Annotated[float, Wandb("perf/step_seconds")]
+    tokens_per_second: Annotated[float, Wandb("perf/tokens_per_second")]
+    tflops_per_worker: Annotated[float, Wandb("perf/tflops_per_worker")]
+    mfu: Annotated[float | None, Wandb("perf/mfu")]  # None where the hardware's peak is unknown
+    comm_bytes: Annotated[dict[str, int], Wandb("comm")]
+    generation: Annotated[int, Wandb("elastic/generation")]
+    skipped: Annotated[bool | None, Wandb("train/skipped")] = None  # true where the step updated nothing
+    bubble: Annotated[dict[str, float] | None, Wandb("bubble")] = None  # planned, measured: makespan / ideal - 1
+    val_loss: Annotated[float | None, Wandb("val/loss")] = None  # of steps after which the model was evaluated
+    recovery_seconds: Annotated[float | None, Wandb("elastic/recovery_seconds")] = None  # of the first after a failure
 
 
 class MetricsLog(JsonLines):
-    """Metrics file of a run: `append(row)` is called once per committed step."""
+    """Metrics file of a run: `write(row)` is called once per committed step."""
+
+    def write(self, row: MetricsRow) -> None:
+        """Add a row, now or as soon as it can be written."""
+        self.append(records.plain(row))
 
     @staticmethod
     def read(path: Path | str) -> list[dict[str, Any]]:
         """Return one row per step, ascending. After a rollback steps recur: a row replaces all from its step on."""
         rows: list[dict[str, Any]] = []
-        for row in records.lines(path, records.ROW):
+        for row in records.lines(path, read_row):
             while rows and rows[-1]["step"] >= row["step"]:
                 rows.pop()
             rows.append(row)
         return rows
 
 
-def flatten(row: dict[str, Any]) -> dict[str, float]:
-    """Return the row under its W&B names, without values that are unknown (null)."""
+def read_row(row: dict[str, Any]) -> dict[str, Any]:
+    """Read a row of a metrics file, whatever version wrote it. Raises Malformed if it is of no step."""
+    found: dict[str, Any] = schema.read(_ROW, row)
+    return found
+
+
+@cache
+def wandb_names() -> dict[str, str]:
+    """Return the W&B name of every key that W&B gets."""
+    hints = get_type_hints(MetricsRow, include_extras=True)
+    return {key: bound.name for key, hint in hints.items() for bound in getattr(hint, "__metadata__", ())}
+
+
+def for_wandb(row: MetricsRow) -> dict[str, float]:
+    """Return the numbers of a row under their W&B names, without those that are unknown (None)."""
     flat: dict[str, float] = {}
-    for key, value in row.items():
-        name = METRICS[key]
-        if name is None or value is None:
-            continue
-        flat |= {f"{name}/{inner}": v for inner, v in value.items()} if isinstance(value, dict) else {name: value}
+    for key, name in wandb_names().items():
+        value = getattr(row, key)
+        if isinstance(value, dict):
+            flat |= {f"{name}/{inner}": number for inner, number in value.items()}
+        elif value is not None:
+            flat[name] = value
     return flat

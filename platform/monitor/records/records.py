@@ -1,16 +1,23 @@
-"""Reading of files of one JSON object per line; anybody may have written them, so a schema validates each line."""
+"""Reading of files of one JSON object per line; anybody may have written them, so each line is validated."""
 
 from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from platform.boundary import documents, schema
-from platform.boundary.schema import Known, Malformed, Span, Text
+from platform.boundary.schema import Malformed, OneOf, Span
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T")
+
+JOURNAL, METRICS = "journal.jsonl", "metrics.jsonl"  # in the run directory
 LARGEST = 16 << 20  # bytes of a line: the event `formed` lists every worker
 _TAIL = 1 << 20  # bytes that are read to find the last lines
 
@@ -20,49 +27,41 @@ NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 Seconds = Annotated[float, Span(-1e12, 1e12)]
 Steps = Annotated[int, Span(0, 10**15)]
-ANY = dict[str, Any]
-_READ = {  # fields of any event that are read
-    "time": Seconds,
-    "generation": Annotated[int, Span(0, 10**9)],
-    "event": Annotated[str, Text(r"\w{1,40}", "a word")],
-    "step": Steps,
-    "saved": Steps,
-    "steps_lost": Steps,
-    "useful_seconds": Seconds,
-    "lost_seconds": Seconds,
-}
-EVENT = Annotated[dict[str, Any], Known(tuple(_READ.items()), ("generation", "event"))]  # of journal.jsonl
-ROW = Annotated[dict[str, Any], Known((("step", Steps),), ("step",))]  # of metrics.jsonl
+Number = float | Annotated[Any, OneOf((math.nan,), "number")]  # also NaN
 
 
-def lines(path: Path | str, kind: Any = ANY) -> Iterator[dict[str, Any]]:
-    """Yield the object on every whole line, in order; the file may be in use. Raises Malformed, naming the line, if one
-    does not match the schema `kind`; OSError."""
-    with io.BufferedReader(documents.opened(path)) as file:
+def plain(record: DataclassInstance) -> dict[str, Any]:
+    """Return the fields of a dataclass without those that are None by default and None now."""
+    values = {field.name: (getattr(record, field.name), field.default) for field in fields(record)}
+    return {name: value for name, (value, default) in values.items() if value is not None or default is MISSING}
+
+
+def lines(path: Path | str, read: Callable[[dict[str, Any]], T]) -> Iterator[T]:
+    """Yield what `read` makes of the object on every whole line, in order; the file may be in use. Raises Malformed,
+    naming the line, where `read` does; OSError."""
+    with io.BufferedReader(documents.open_regular(path)) as file:
         number = 0
         while line := file.readline(LARGEST + 2):
             number += 1
             if line.endswith(b"\n"):
-                yield _read(line, kind, f"line {number}")
+                yield _read(line, read, f"line {number}")
             elif len(line) > LARGEST:
                 raise Malformed(f"more than {LARGEST} bytes", f"line {number}")  # else it is torn, or being written
 
 
-def last(path: Path | str, kind: Any = ANY) -> list[dict[str, Any]]:
-    """Return the objects on the last whole lines, as many as lie in the last _TAIL bytes. Raises as `lines` does."""
-    with documents.opened(path) as file:
+def last(path: Path | str, read: Callable[[dict[str, Any]], T]) -> list[T]:
+    """Return what `read` makes of the last whole lines, as many as lie in the last _TAIL bytes. Raises as `lines`."""
+    with documents.open_regular(path) as file:
         start = max(0, file.seek(0, io.SEEK_END) - _TAIL)
         file.seek(start)
         tail = file.read(_TAIL + 1) or b""
     whole = tail.split(b"\n")[bool(start) : -1]  # the first may be only a part of a line
-    return [_read(line, kind, f"line {number} of the last {len(whole)}") for number, line in enumerate(whole, 1)]
+    return [_read(line, read, f"line {number} of the last {len(whole)}") for number, line in enumerate(whole, 1)]
 
 
-def _read(line: bytes, kind: Any, place: str) -> dict[str, Any]:
+def _read(line: bytes, read: Callable[[dict[str, Any]], T], place: str) -> T:
     try:
-        plain = schema.read(ANY, documents.from_json(line, LARGEST + 2))
-        found: dict[str, Any] = schema.read(kind, with_numbers(plain))
-        return found
+        return read(with_numbers(schema.read(dict[str, Any], documents.from_json(line, LARGEST + 2))))
     except Malformed as error:
         raise Malformed(str(error), place) from None
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,34 +105,7 @@ class Communicator(ABC):
             self.moved[label(op, axes)] += moved
         if self.log is not None:
             self.log.append(Launch(op, axes, group, elements))
-        if op == "all_gather":
-            given = x.contiguous()
-            out = given.new_empty((n, *given.shape))
-            finish = lambda: out.movedim(0, dim).flatten(dim, dim + 1)  # noqa: E731
-        elif op == "reduce_scatter":
-            given = x.unflatten(dim, (n, -1)).movedim(dim, 0).contiguous()
-            out = given.new_empty(given.shape[1:])
-            finish = lambda: out  # noqa: E731
-        elif op == "all_to_all":
-            given = x.unflatten(dim, (n, -1)).movedim(dim, 0).contiguous()
-            out = torch.empty_like(given)
-            finish = lambda: out.movedim(0, joined).flatten(joined, joined + 1)  # noqa: E731
-        elif op == "scatter" and is_root:
-            given = x.unflatten(dim, (n, -1)).movedim(dim, 0).contiguous()
-            out = given.new_empty(given.shape[1:])
-            finish = lambda: out  # noqa: E731
-        elif op == "gather":
-            given = x.contiguous()
-            out = given.new_empty((n, *given.shape) if is_root else 0)
-            finish = lambda: out.movedim(0, dim).flatten(dim, dim + 1) if is_root else out  # noqa: E731
-        elif op in ("broadcast", "scatter"):
-            given = out = x.contiguous()
-            finish = lambda: out  # noqa: E731
-        else:
-            assert op in ("all_reduce", "reduce"), op
-            given = x.contiguous() if owned else x.detach().clone(memory_format=torch.contiguous_format)
-            out = given
-            finish = lambda: out if op == "all_reduce" or is_root else out.new_empty(0)  # noqa: E731
+        given, out, finish = _buffers(op, x, n, dim, joined, is_root, owned)
         return Handle(self.clock, self._start(op, given, out, axes, group, reduce, root), finish)
 
     @abstractmethod
@@ -181,21 +155,26 @@ class Communicator(ABC):
     def barrier(self) -> None:
         """Wait for every rank of the mesh. Not counted, not logged."""
         if axes := self.mesh.ordered(self.mesh.axes):
-            moved, log = self.moved.copy(), self.log
-            self.log = None
-            self.launch("all_reduce", torch.zeros(1, device=self.device), axes).wait()
-            self.moved, self.log = moved, log
+            with self._uncounted():
+                self.launch("all_reduce", torch.zeros(1, device=self.device), axes).wait()
 
     def meet(self, neighbours: Iterable[tuple[int, int]]) -> None:
         """Open the connections between pairs of stages (lower first), in one order, before the first send needs one."""
-        moved, log, here = self.moved.copy(), self.log, self.coordinates["stage"]
+        here = self.coordinates["stage"]
+        with self._uncounted():
+            for lower, upper in neighbours:
+                if here in (lower, upper):
+                    there = upper if here == lower else lower
+                    sending = self.send(torch.zeros(1, device=self.device), there)
+                    self.receive((1,), torch.float32, there).wait()
+                    sending.wait()
+
+    @contextmanager
+    def _uncounted(self) -> Iterator[None]:
+        """Suspend counting and logging in the context."""
+        moved, log = self.moved.copy(), self.log
         self.log = None
-        for pair in neighbours:
-            if here in pair:
-                (there,) = set(pair) - {here}
-                sending = self.send(torch.zeros(1, device=self.device), there)
-                self.receive((1,), torch.float32, there).wait()
-                sending.wait()
+        yield
         self.moved, self.log = moved, log
 
     @abstractmethod
@@ -220,7 +199,32 @@ class Communicator(ABC):
         """Leave the groups."""
 
 
-class Alone(Communicator):
+def _buffers(
+    op: str, x: Tensor, n: int, dim: int, joined: int, is_root: bool, owned: bool
+) -> tuple[Tensor, Tensor, Callable[[], Tensor]]:
+    """Return what a rank gives to a collective of `n` ranks, where its result arrives, and a function that returns it
+    in its shape."""
+
+    def join(at: int) -> Tensor:
+        return out.movedim(0, at).flatten(at, at + 1)
+
+    if op in ("all_gather", "gather"):
+        given, receives = x.contiguous(), op == "all_gather" or is_root
+        out = given.new_empty((n, *given.shape) if receives else 0)
+        return given, out, lambda: join(dim) if receives else out
+    if op in ("reduce_scatter", "all_to_all") or (op == "scatter" and is_root):
+        given = x.unflatten(dim, (n, -1)).movedim(dim, 0).contiguous()
+        out = given.new_empty(given.shape if op == "all_to_all" else given.shape[1:])
+        return given, out, lambda: join(joined) if op == "all_to_all" else out
+    if op in ("broadcast", "scatter"):
+        out = x.contiguous()
+        return out, out, lambda: out
+    assert op in ("all_reduce", "reduce"), op
+    out = x.contiguous() if owned else x.detach().clone(memory_format=torch.contiguous_format)
+    return out, out, lambda: out if op == "all_reduce" or is_root else out.new_empty(0)
+
+
+class SingleRank(Communicator):
     """Communicator of a world of one rank: it has no peers and launches no collective."""
 
     def __init__(self, mesh: Mesh, device: torch.device | str = "cpu"):

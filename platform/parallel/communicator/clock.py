@@ -51,13 +51,9 @@ class Clock:
             self._open.pop()
             PROGRESS.enter(*before)
 
-    def read(self) -> dict[str, float]:
-        """Return seconds per section since the last reading; time outside of any section under ''."""
-        return self.read_spans()[0]
-
-    def read_spans(self) -> tuple[dict[str, float], list[Span]]:
-        """Return `read()` and every section that was open since the last reading, ordered by end: a section follows
-        those nested in it."""
+    def read(self) -> tuple[dict[str, float], list[Span]]:
+        """Return seconds per section since the last reading, with the time outside of any under '', and every section
+        that was open since, ordered by end: a section follows those nested in it."""
         assert not self._open, "a clock is read between sections"
         seconds: dict[str, float] = defaultdict(float)
         marks, self._marks = self._marks, []

@@ -18,7 +18,7 @@ TIMEOUT = timedelta(minutes=10)  # of one collective
 CONNECT = timedelta(
     seconds=4
 )  # of creating a group, once all ranks have joined: a rank that dies meanwhile leaves the others waiting
-PIECE = 64 << 20  # bytes of host memory that `transfer` moves through GPU memory at a time
+STAGED_BYTES = 64 << 20  # bytes of host memory that `transfer` moves through GPU memory at a time
 # before torch 2.13: all_gather_into_tensor, reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -86,7 +86,7 @@ class ProcessGroups(Communicator):
 
     def transfer(self, sent, received):
         largest = max((x.numel() for _, x in (*sent, *received)), default=0)
-        step = PIECE if self.device.type == "cuda" else max(largest, 1)  # bytes at a time
+        step = STAGED_BYTES if self.device.type == "cuda" else max(largest, 1)  # bytes at a time
         for at in range(0, largest, step):
             given = [(peer, x[at : at + step].to(self.device)) for peer, x in sent if at < x.numel()]
             wanted = [(peer, x[at : at + step]) for peer, x in received if at < x.numel()]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from platform.parallel.communicator.base import Communicator
-from platform.parallel.kernels.leaves import accumulate
+from platform.parallel.kernels.leaves import add_gradient
 from platform.parallel.kernels.products import local_einsum
 from platform.parallel.kernels.summa import summa
 from platform.parallel.sharding.convert import Pending, apply, convert
@@ -71,7 +71,7 @@ class _Einsums(torch.autograd.Function):
             def compute() -> None:
                 dws = [gradient(e, g) for g, e in zip(local, group.einsums, strict=True)]
                 for leaf, dw in zip(ctx.leaves, dws, strict=True):
-                    accumulate(leaf, dw.wait())
+                    add_gradient(leaf, dw.wait())
 
             ctx.deferred.append(compute)
             return None, None, None, dx and dx.wait(), *(None for _ in needed)

@@ -26,7 +26,7 @@ def leaf(w: Tensor) -> Tensor:
     return w
 
 
-def accumulate(w: Tensor, gradient: Tensor) -> None:
+def add_gradient(w: Tensor, gradient: Tensor) -> None:
     """Add `gradient`, which may be a view of other memory, to the `grad` of leaf w, as autograd would."""
     w.grad = _copied(w, gradient) if w.grad is None else w.grad.add_(gradient)
 

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from platform.parallel.kernels.statistics import accumulate
+from platform.parallel.kernels.statistics import widened
 
 
 def rotate(x: Tensor, length: Tensor, shape: Sequence[int], theta: float) -> Tensor:
     """Apply rotary position embedding to x [..., d_kv] (RoFormer; half-split pairs) at the positions `length`. `shape`:
     to which the angles [length, d_kv / 2] are reshaped to broadcast against x."""
-    wide, d_kv = accumulate(x), x.shape[-1]
+    wide, d_kv = widened(x), x.shape[-1]
     frequency = theta ** (-torch.arange(0, d_kv, 2, device=x.device, dtype=torch.float64) / d_kv)
     angle = length.double().outer(frequency)
     cos, sin = angle.cos().to(wide.dtype).view(shape), angle.sin().to(wide.dtype).view(shape)
@@ -48,7 +48,7 @@ def relative_bucket(offset: Tensor, buckets: int, distance: int, bidirectional: 
     return ahead + torch.where(back < exact, back, wide.clamp_max(buckets - 1))
 
 
-def hidden(tokens: Tensor) -> Tensor:
+def padding_mask(tokens: Tensor) -> Tensor:
     """Return bool [batch, 1, 1, memory_length] that is True where `tokens` [memory_length, batch] are padding."""
     return (tokens < 0).t()[:, None, None]
 

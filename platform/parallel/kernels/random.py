@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_CHUNK = 1 << 16  # elements drawn at once, so that initialisation needs little memory beyond the block
+DRAWN_AT_ONCE = 1 << 16  # elements drawn at once, so that initialisation needs little memory beyond the block
 
 
 def key(*parts: object) -> int:
@@ -93,7 +93,7 @@ def fill_normal_(out: Tensor, key_: int, std: float, block: Sequence[tuple[int, 
     """Fill a block of a tensor of global `shape` with normal numbers; elements beyond `shape` (padding) become zero."""
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     row = max(1, math.prod(out.shape[1:]))
-    rows = max(1, _CHUNK // row)
+    rows = max(1, DRAWN_AT_ONCE // row)
     offset, extent = block[0]
     for first in range(0, extent, rows):
         n = min(rows, extent - first)

@@ -14,7 +14,7 @@ from platform.parallel.communicator.base import Communicator
 EPS = 1e-5
 
 
-def accumulate(x: Tensor) -> Tensor:
+def widened(x: Tensor) -> Tensor:
     """Cast x to the dtype in which statistics are computed: fp32 for 16-bit tensors, otherwise its own."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
@@ -31,7 +31,7 @@ class _SplitNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, gain, bias, kind, communicator, over):
-        wide = accumulate(x)
+        wide = widened(x)
         n = communicator.mesh.extent(over)
         d = x.shape[-1]
         if kind == "layernorm":
@@ -56,7 +56,7 @@ class _SplitNorm(torch.autograd.Function):
     def backward(ctx, dy):
         normal, rstd, gain = ctx.saved_tensors
         kind, communicator, over, size, dtype, has_bias = ctx.options
-        dy = accumulate(dy)
+        dy = widened(dy)
         scaled = dy * gain
         sums = [(scaled * normal).sum(-1, keepdim=True)]
         if kind == "layernorm":
@@ -88,8 +88,8 @@ class _SplitSoftmax(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, position, communicator, over):
-        top = communicator.launch("all_reduce", accumulate(x.amax(position, keepdim=True)), over, reduce="max").wait()
-        e = torch.exp(accumulate(x) - top)
+        top = communicator.launch("all_reduce", widened(x.amax(position, keepdim=True)), over, reduce="max").wait()
+        e = torch.exp(widened(x) - top)
         p = (e / _summed(communicator, e.sum(position, keepdim=True), over)).to(x.dtype)
         ctx.save_for_backward(p)
         ctx.options = position, communicator, over
@@ -99,7 +99,7 @@ class _SplitSoftmax(torch.autograd.Function):
     def backward(ctx, dp):
         (p,) = ctx.saved_tensors
         position, communicator, over = ctx.options
-        inner = _summed(communicator, accumulate(dp * p).sum(position, keepdim=True), over)
+        inner = _summed(communicator, widened(dp * p).sum(position, keepdim=True), over)
         return p * (dp - inner.to(dp.dtype)), None, None, None
 
 
@@ -113,7 +113,7 @@ class _SplitMaximum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, positions, communicator, over):
-        wide = accumulate(x)
+        wide = widened(x)
         top = communicator.launch("all_reduce", wide.amax(positions, keepdim=True), over, reduce="max").wait()
         share = (wide == top).to(wide.dtype)
         share /= _summed(communicator, share.sum(positions, keepdim=True), over)
@@ -140,7 +140,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, labels, communicator, over, first, vocab, smoothing):
-        wide = accumulate(logits)
+        wide = widened(logits)
         real = min(max(vocab - first, 0), logits.shape[-1])  # columns that are not padding
         if real < logits.shape[-1]:
             wide = wide.clone()
@@ -187,6 +187,6 @@ def cross_entropy(
         return _SplitCrossEntropy.apply(logits, labels, communicator, over, first, vocab, smoothing)
     if logits.shape[-1] > vocab:  # whole in this layout, but padded for the axes that split vocab elsewhere
         logits = logits.narrow(-1, 0, vocab)
-    wide = accumulate(logits)
+    wide = widened(logits)
     losses = F.cross_entropy(wide, labels, ignore_index=-1, reduction="none", label_smoothing=smoothing)
     return losses.double().sum()

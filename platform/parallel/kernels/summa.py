@@ -80,6 +80,8 @@ def _panels_in_turn(splits: Sequence[_Split], count: int):
 
 
 class _Summa(torch.autograd.Function):
+    """Autograd function of a group's products with panels: AB forward, AB^T and A^TB backward."""
+
     @staticmethod
     def forward(ctx, communicator, group: EinsumGroup, x: Tensor, *operands: Tensor):
         ctx.communicator, ctx.group = communicator, group

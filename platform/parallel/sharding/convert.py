@@ -44,9 +44,9 @@ class Pending:
                 whole.narrow(step.dim, index * extent, extent).copy_(self._x)
                 self._x = whole
             elif step.op == "flatten":
-                self._x = shards.flatten(self._x, communicator.mesh.extent(step.axes))
+                self._x = shards.flatten_padded(self._x, communicator.mesh.extent(step.axes))
             elif step.op == "unflatten":
-                self._x = shards.unflatten(self._x, step.shape)
+                self._x = shards.unflatten_padded(self._x, step.shape)
             elif step.op == "drop":
                 self._x = self._x.new_empty(0) if index else self._x
             else:
@@ -82,6 +82,8 @@ def absent(x: Tensor) -> bool:
 
 
 class _Convert(torch.autograd.Function):
+    """Autograd function behind `apply`."""
+
     @staticmethod
     def forward(ctx, x, communicator, conversion):
         ctx.communicator, ctx.conversion = communicator, conversion

@@ -16,7 +16,7 @@ from platform.plan.language.layout import at_zero
 from platform.plan.language.ops import Parameter
 
 BUCKET_BYTES = 32 << 20
-PIECE = {"cpu": 1 << 16, "cuda": 1 << 24}  # elements squared at a time: fits a cache, or pays a launch
+ELEMENTS_AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 24}  # to be reduced: what fits a cache, or pays a launch
 
 
 def _buckets(parameters: Sequence[Parameter], tensors: Mapping[str, Tensor]) -> Iterator[list[Parameter]]:
@@ -34,7 +34,7 @@ def _buckets(parameters: Sequence[Parameter], tensors: Mapping[str, Tensor]) -> 
         yield bucket
 
 
-class Reduction:
+class GradientReduction:
     """Deferred reductions of partial gradients in progress: every bucket's first collective is issued at once.
 
     `gradients`: parameter name -> gradient summed over the microbatches, shaped as the compute copy, of some or all
@@ -53,8 +53,9 @@ class Reduction:
                 continue
             steps, parts = plan.reduction(b), plan.mesh.extent(plan.scattered(b.axes))
             for bucket in _buckets([p for p in b.parameters if p.name in gradients], gradients):
-                rows = [shards.flatten(gradients[p.name], parts).view(parts, -1) for p in bucket]  # a row per rank
-                self._under_way.append((bucket, convert(communicator, torch.cat(rows, 1), steps, owned=True)))
+                flat = (shards.flatten_padded(gradients[p.name], parts) for p in bucket)
+                rows = torch.cat([part.view(parts, -1) for part in flat], 1)  # a row per rank
+                self._under_way.append((bucket, convert(communicator, rows, steps, owned=True)))
 
     @torch.no_grad()
     def wait(self) -> dict[str, Tensor]:
@@ -69,7 +70,7 @@ class Reduction:
         return self._done
 
 
-def owns(communicator: Communicator, axes: Iterable[str]) -> bool:
+def counts_here(communicator: Communicator, axes: Iterable[str]) -> bool:
     """Return True if this rank counts its part of a quantity split over `axes` and replicated over all other axes of
     its stage: of the replicas, the one at index 0 counts."""
     split = {"stage", *axes}
@@ -83,8 +84,8 @@ def squared_norm(plan: Plan, communicator: Communicator, gradients: Mapping[str,
 
     Padded rows of vocab and the padding of shards have zero gradient and add nothing.
     """
-    here = [p for p in plan.parameters if plan.homes[p.name][0] == communicator.coordinates["stage"]]
-    mine = [gradients[p.name] for p in here if owns(communicator, plan.split_over(p))]
+    here = [p for p in plan.parameters if plan.stages_of[p.name][0] == communicator.coordinates["stage"]]
+    mine = [gradients[p.name] for p in here if counts_here(communicator, plan.split_over(p))]
     if not mine:
         return torch.zeros((), dtype=torch.float64, device=communicator.device)
     return torch.stack([_squares(g) for g in mine]).sum()
@@ -92,12 +93,14 @@ def squared_norm(plan: Plan, communicator: Communicator, gradients: Mapping[str,
 
 def _squares(g: Tensor) -> Tensor:
     """Sum the squares of a tensor in fp64, converting one piece at a time to bound memory."""
-    wide = (piece.double() for piece in g.flatten().split(PIECE[g.device.type]))
+    wide = (piece.double() for piece in g.flatten().split(ELEMENTS_AT_ONCE[g.device.type]))
     return torch.stack([piece.dot(piece) for piece in wide]).sum()
 
 
 @torch.no_grad()
-def gather(plan: Plan, communicator: Communicator, masters: Mapping[str, Tensor], blocks: Mapping[str, Tensor]) -> None:
+def gather_masters(
+    plan: Plan, communicator: Communicator, masters: Mapping[str, Tensor], blocks: Mapping[str, Tensor]
+) -> None:
     """Gather the shards of all ranks' master copies, cast to the dtype of `blocks`, into the whole local blocks; the
     all-gathers of all buckets run at once."""
     under_way = []
@@ -109,4 +112,4 @@ def gather(plan: Plan, communicator: Communicator, masters: Mapping[str, Tensor]
         parts = ranks.split([masters[p.name].numel() for p in bucket], 1)
         for p, part in zip(bucket, parts, strict=True):
             block = blocks[p.name]
-            block.copy_(shards.unflatten(part, block.shape))
+            block.copy_(shards.unflatten_padded(part, block.shape))

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from platform.parallel.communicator.base import Communicator
 from platform.parallel.sharding.convert import absent, convert
+from platform.parallel.sharding.shards import own_part, unflatten_padded
 from platform.plan.communication.rule import Step
 
 
-def scatter(communicator: Communicator, x: Tensor, axes: Sequence[str], elements: int) -> Tensor:
+def keep_part(communicator: Communicator, x: Tensor, axes: Sequence[str]) -> Tensor:
     """Return a copy of this rank's part [elements] of x, flattened and padded; the ranks along `axes` hold equal x.
 
     Returns x itself without axes or if x is absent."""
-    if not axes or absent(x):
-        return x
-    whole = F.pad(x.flatten(), (0, elements * communicator.mesh.extent(axes) - x.numel()))
-    return whole.narrow(0, communicator.index(axes) * elements, elements).clone()
+    return x if not axes or absent(x) else own_part(communicator, x, axes)
 
 
-def gather(communicator: Communicator, part: Tensor, axes: tuple[str, ...], shape: Sequence[int]) -> Tensor:
-    """Gather the parts of `scatter` into the whole tensor of `shape` on every rank along `axes`."""
+def gather_parts(communicator: Communicator, part: Tensor, axes: tuple[str, ...], shape: Sequence[int]) -> Tensor:
+    """Gather the parts of `keep_part` into the whole tensor of `shape` on every rank along `axes`."""
     if not axes or absent(part):
         return part
-    return convert(communicator, part, [Step("all_gather", axes)]).wait()[: prod(shape)].view(*shape)
+    return unflatten_padded(convert(communicator, part, [Step("all_gather", axes)]).wait(), shape)

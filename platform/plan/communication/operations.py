@@ -74,14 +74,14 @@ def _local(planner: Planner, operation: Operation) -> PlannedOperation:
     return _planned(planner, operation, planner.layout(operation.outputs[0]))
 
 
-def _hidden(layout: Layout) -> Layout:
+def _mask_layout(layout: Layout) -> Layout:
     """Return the layout in which attention reads its mask, the data tensor whose padding it hides: as memory_length."""
     return Layout.of({"batch": layout["batch"], "length": layout["memory_length"]}, layout.only)
 
 
 def _fused_attention(planner: Planner, operation: Operation) -> PlannedOperation:
     layout, key = planner.layout(operation.outputs[0]), operation.inputs[1]
-    return _planned(planner, operation, layout, **_read(planner, key, _hidden(layout)))
+    return _planned(planner, operation, layout, **_read(planner, key, _mask_layout(layout)))
 
 
 def _from_data(planner: Planner, operation: Operation) -> PlannedOperation:
@@ -120,7 +120,7 @@ def _softmax(planner: Planner, operation: Operation) -> PlannedOperation:
     rows = prod(shape) // shape[spec.dims.index(dim)]
     over, only = layout[dim], layout.only
     found = [*planner.statistics(over, only, rows, "forward") * 2, *planner.statistics(over, only, rows, "backward")]
-    mask = _read(planner, spec, _hidden(layout), "memory_length")
+    mask = _read(planner, spec, _mask_layout(layout), "memory_length")
     return _planned(planner, operation, layout, statistics=found, over=over, **mask)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -11,18 +11,21 @@ from platform.plan.communication.legality import IllegalPlan, violations
 from platform.plan.communication.operations import plan_operation
 from platform.plan.communication.planned import PlannedOperation
 from platform.plan.communication.planner import Planner
-from platform.plan.core.chunks import Chunk, Model, einsum_flops, record
+from platform.plan.core.chunks import Chunk, RecordableModel, Recorded, einsum_flops, record
 from platform.plan.core.plan import Plan
 from platform.plan.language.layout import padded
 from platform.plan.language.mesh import Mesh
-from platform.plan.language.mistakes import ModelMistake, check_parameters, check_used, defined, of_the_user
-from platform.plan.language.ops import KEEP, Operation, Recompute
+from platform.plan.language.mistakes import ModelMistake, as_model_mistakes, check_parameters, check_used, defined_at
+from platform.plan.language.ops import NO_RECOMPUTATION, Operation, Parameter, Recompute
 from platform.plan.language.recorder import Recorder
 from platform.plan.language.scheme import Scheme
 
+Reductions = dict[str, tuple[str, ...]]  # parameter -> axes
+ReducedAtUse = dict[tuple[str, str, str], tuple[str, ...]]  # operation's name and kind, parameter -> axes
 
-def build(
-    model: Model,
+
+def build_plan(
+    model: RecordableModel,
     scheme: Scheme,
     *,
     data: int,
@@ -31,7 +34,7 @@ def build(
     sequences: int | None = None,
     stage_of: Sequence[int] = (0,),
     scatter_gather: bool = True,
-    recompute: Recompute = KEEP,
+    recompute: Recompute = NO_RECOMPUTATION,
     precision: str = "fp32",
     zero: int = 0,
     dropout: float = 0.0,
@@ -46,54 +49,22 @@ def build(
     model has units.
     """
     mesh = Mesh.of({"stage": max(stage_of) + 1, **scheme.mesh_axes(data)})
-    with of_the_user(model):
-        parameters, own_sizes = tuple(model.parameters()), dict(model.sizes)
-    if "length" not in own_sizes:
-        raise ModelMistake("length", "the model's sizes lack it", place=defined(model))
-    sizes = {"memory_length": own_sizes["length"], **own_sizes, "batch": microbatch * data}
-    check_parameters(parameters, model, sizes)
-    declared = {p.name: p for p in parameters}
-    vocab_axes = {a for layout in (*scheme.regions.values(), *scheme.parameters.values()) for a in layout["vocab"]}
-    padded_sizes = {**sizes, "vocab": padded(sizes["vocab"], mesh.extent(sorted(vocab_axes)))}
+    parameters, sizes = _declared(model, microbatch * data)
+    recorder = partial(Recorder, scheme, dropout, recompute, sizes=sizes, declared={p.name: p for p in parameters})
+    recorded = _recorded(model, recorder, len(stage_of), sizes)
+    operations = [o for chunk in recorded for o in chunk.operations]
+    check_used(parameters, (p.name for o in operations for p in o.parameters), model)
+
     sharded = mesh.ordered(("data",)) if zero else ()
-    planner = Planner(mesh, scheme, padded_sizes, {}, storage=sharded if zero == 3 else ())
-
-    try:
-        with of_the_user(model):
-            recorder = partial(Recorder, scheme, dropout, recompute, sizes=sizes, declared=declared)
-            recorded = record(model, recorder, len(stage_of), sizes)
-    except ModelMistake:
-        raise
-    except ValueError as error:
-        raise IllegalPlan([str(error)]) from None
-    everything = [o for chunk in recorded for o in chunk.operations]
-    check_used(parameters, (p.name for o in everything for p in o.parameters), model)
-    if illegal := violations(planner, everything, microbatch):
+    storage = sharded if zero == 3 else ()
+    planner = Planner(mesh, scheme, _with_vocab_padded(sizes, scheme, mesh), {}, storage=storage)
+    if illegal := violations(planner, operations, microbatch):
         raise IllegalPlan(illegal)
-
-    uses: dict[str, list[tuple[Operation, tuple[str, ...]]]] = defaultdict(list)
-    lacking: dict[tuple, list[tuple[str, ...]]] = {}  # by `Operation.anonymous`: layers are alike
-    for operation in everything:
-        if (alike := operation.anonymous) not in lacking:
-            lacking[alike] = [mesh.ordered(axes) for axes in planner.partial(operation).values()]
-        for p, axes in zip(operation.parameters, lacking[alike], strict=True):
-            uses[p.name].append((operation, axes))
-    reductions, at_use = {}, {}
-    for name, found in uses.items():
-        common = set.intersection(*(set(axes) for _, axes in found))
-        reductions[name] = mesh.ordered(common)
-        for operation, axes in found:
-            if extra := tuple(a for a in axes if a not in common):
-                at_use[operation.name, operation.kind, name] = extra
-
-    assert all({*planner.storage, *axes} >= set(sharded) for axes in reductions.values()), "batch is split over data"
-    planner = replace(planner, reduced_at_use=at_use)
-    chunks = []
-    for number, (stage, r) in enumerate(zip(stage_of, recorded, strict=True)):
-        operations = {(o.kind, o.name): plan_operation(planner, o) for o in r.operations}
-        assert len(operations) == len(r.operations), "operation names are unique within their kind"
-        chunks.append(Chunk(number, stage, r.units, r.receives, r.sends, operations, r.kept))
-    homes = {p.name: tuple(dict.fromkeys(c.stage for c in chunks if p.name in c.parameters)) for p in parameters}
+    reductions, reduced_at_use = _reductions(planner, operations)
+    assert all({*storage, *axes} >= set(sharded) for axes in reductions.values()), "batch is split over data"
+    planner = replace(planner, reduced_at_use=reduced_at_use)
+    pairs = enumerate(zip(stage_of, recorded, strict=True))
+    chunks = tuple(_planned_chunk(planner, number, stage, part) for number, (stage, part) in pairs)
     plan = Plan(
         planner=planner,
         precision=precision,
@@ -102,13 +73,68 @@ def build(
         sizes=sizes,
         parameters=parameters,
         reductions=reductions,
-        homes=homes,
-        chunks=tuple(chunks),
+        stages_of={p.name: tuple(dict.fromkeys(c.stage for c in chunks if p.name in c.parameters)) for p in parameters},
+        chunks=chunks,
         sharded=sharded,
         scatter_gather=scatter_gather,
         recompute=recompute,
     )
     return replace(plan, warnings=tuple(_replicated(mesh, plan.operations, sizes)))
+
+
+def _declared(model: RecordableModel, batch: int) -> tuple[tuple[Parameter, ...], dict[str, int]]:
+    """Return the model's parameters, checked, and the sizes of all its dims."""
+    with as_model_mistakes(model):
+        parameters, own_sizes = tuple(model.parameters()), dict(model.sizes)
+    if "length" not in own_sizes:
+        raise ModelMistake("length", "the model's sizes lack it", place=defined_at(model))
+    sizes = {"memory_length": own_sizes["length"], **own_sizes, "batch": batch}
+    check_parameters(parameters, model, sizes)
+    return parameters, sizes
+
+
+def _recorded(
+    model: RecordableModel, recorder: Callable[[], Recorder], chunks: int, sizes: Mapping[str, int]
+) -> list[Recorded]:
+    try:
+        with as_model_mistakes(model):
+            return record(model, recorder, chunks, sizes)
+    except ModelMistake:
+        raise
+    except ValueError as error:
+        raise IllegalPlan([str(error)]) from None
+
+
+def _with_vocab_padded(sizes: Mapping[str, int], scheme: Scheme, mesh: Mesh) -> dict[str, int]:
+    axes = {a for layout in (*scheme.regions.values(), *scheme.parameters.values()) for a in layout["vocab"]}
+    return {**sizes, "vocab": padded(sizes["vocab"], mesh.extent(sorted(axes)))}
+
+
+def _reductions(planner: Planner, operations: Sequence[Operation]) -> tuple[Reductions, ReducedAtUse]:
+    """Return the axes over which each parameter's gradient is summed once a step, those over which all of its uses
+    leave it partial; and for each use that has more, the others, over which it is summed at that use."""
+    uses: dict[str, list[tuple[Operation, tuple[str, ...]]]] = defaultdict(list)
+    partial_of: dict[tuple, list[tuple[str, ...]]] = {}  # by `Operation.anonymous`: layers are alike
+    for operation in operations:
+        if (alike := operation.anonymous) not in partial_of:
+            partial_of[alike] = [planner.mesh.ordered(axes) for axes in planner.partial(operation).values()]
+        for p, axes in zip(operation.parameters, partial_of[alike], strict=True):
+            uses[p.name].append((operation, axes))
+    reductions, at_use = {}, {}
+    for name, found in uses.items():
+        common = set.intersection(*(set(axes) for _, axes in found))
+        reductions[name] = planner.mesh.ordered(common)
+        for operation, axes in found:
+            if extra := tuple(a for a in axes if a not in common):
+                at_use[operation.name, operation.kind, name] = extra
+    return reductions, at_use
+
+
+def _planned_chunk(planner: Planner, number: int, stage: int, recorded: Recorded) -> Chunk:
+    operations = {(o.kind, o.name): plan_operation(planner, o) for o in recorded.operations}
+    assert len(operations) == len(recorded.operations), "operation names are unique within their kind"
+    r = recorded
+    return Chunk(number, stage, r.units, r.receives, r.sends, operations, r.kept)
 
 
 def _replicated(mesh: Mesh, operations: Mapping[tuple[str, str], PlannedOperation], sizes: Mapping[str, int]):

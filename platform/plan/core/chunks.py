@@ -15,11 +15,16 @@ from platform.plan.language.ops import Operation, Ops, Parameter, Spec
 from platform.plan.language.recorder import Recorder, Symbol
 from platform.plan.schedule.balance import place_layers
 
-Flow = tuple[tuple[str, Spec], ...]  # activations by name
+FlowSpecs = tuple[tuple[str, Spec], ...]  # activations by name
 
 
-class Model(Protocol):
-    """Interface of a model as the planner sees it; platform.model has the implementations."""
+class RecordableModel(Protocol):
+    """Interface of a model as the planner sees it; platform.model has the implementations.
+
+    A model that can be divided over pipeline stages also has `units`, the names of the smallest parts that it can be
+    divided into, in order, and `part(ops, inputs, flow, units)`, which runs some of them on the activations `flow` by
+    name and returns those for the next part.
+    """
 
     @property
     def sizes(self) -> Mapping[str, int]: ...
@@ -32,15 +37,6 @@ class Model(Protocol):
     def forward(self, ops: Ops, inputs: Mapping[str, Any]) -> Any: ...
 
 
-class DivisibleModel(Model, Protocol):
-    """Interface of a model that can be divided over pipeline stages."""
-
-    @property
-    def units(self) -> Sequence[str]: ...  # the smallest parts it can be divided into, in order
-
-    def part(self, ops: Ops, inputs: Mapping[str, Any], flow: Mapping[str, Any], units: Sequence[str]) -> dict: ...
-
-
 @dataclass(frozen=True)
 class Chunk:
     """Consecutive units of a model, planned for one stage. `units` is empty if the model cannot be divided.
@@ -51,8 +47,8 @@ class Chunk:
     number: int
     stage: int
     units: tuple[str, ...]
-    receives: Flow
-    sends: Flow
+    receives: FlowSpecs
+    sends: FlowSpecs
     operations: Mapping[tuple[str, str], PlannedOperation]
     kept: tuple[Spec, ...] = ()  # type of x of every recomputed function, see Ops.recomputed
 
@@ -68,12 +64,14 @@ class Recorded:
 
     units: tuple[str, ...]
     operations: tuple[Operation, ...]
-    receives: Flow
-    sends: Flow
+    receives: FlowSpecs
+    sends: FlowSpecs
     kept: tuple[Spec, ...]
 
 
-def record(model: Model, recorder: Callable[[], Recorder], count: int, sizes: Mapping[str, int]) -> list[Recorded]:
+def record(
+    model: RecordableModel, recorder: Callable[[], Recorder], count: int, sizes: Mapping[str, int]
+) -> list[Recorded]:
     """Record a model as `count` consecutive chunks of about equal cost. `recorder` makes a new Recorder.
 
     Raises ValueError for a model of fewer units than chunks.
@@ -94,7 +92,7 @@ def record(model: Model, recorder: Callable[[], Recorder], count: int, sizes: Ma
         ops = recorder()
         return ops, model.part(ops, inputs, flow, part)  # type: ignore[attr-defined]
 
-    def specs(flow: Mapping[str, Symbol]) -> Flow:
+    def specs(flow: Mapping[str, Symbol]) -> FlowSpecs:
         return tuple((name, x.spec) for name, x in flow.items())
 
     flow: dict[str, Symbol] = {}

@@ -15,7 +15,7 @@ from platform.plan.communication.traffic import moved_bytes
 from platform.plan.core.chunks import Chunk, einsum_flops, replicated_axes
 from platform.plan.language.layout import Layout, block, padded
 from platform.plan.language.mesh import Mesh
-from platform.plan.language.ops import KEEP, LOSSES, Parameter, Recompute, Spec
+from platform.plan.language.ops import LOSSES, NO_RECOMPUTATION, Parameter, Recompute, Spec
 from platform.plan.language.scheme import Scheme
 
 # precision -> bytes per element of each dtype class (`master`: parameters and optimizer state)
@@ -41,7 +41,7 @@ class Plan:
 
     `sizes` are those of one microbatch of all replicas together (batch = microbatch x data), vocab as configured; the
     planner's have vocab padded. `sequences`: per step. `reductions`: parameter name -> axes over which its gradient is
-    summed once a step. `homes`: parameter name -> the stages that use it; the first owns it, the others of a tied
+    summed once a step. `stages_of`: parameter name -> the stages that use it; the first owns it, the others of a tied
     parameter hold copies. `scatter_gather`: stages send 1/n of a tensor that n ranks of a stage replicate. `sharded`:
     axes over which master copies, reduced gradients and optimizer state are kept in shards: equal padded parts of the
     flattened local block, one per rank.
@@ -54,11 +54,11 @@ class Plan:
     sizes: Mapping[str, int]
     parameters: tuple[Parameter, ...]
     reductions: Mapping[str, tuple[str, ...]]
-    homes: Mapping[str, tuple[int, ...]]
+    stages_of: Mapping[str, tuple[int, ...]]
     chunks: tuple[Chunk, ...]
     sharded: tuple[str, ...] = ()
     scatter_gather: bool = True
-    recompute: Recompute = KEEP
+    recompute: Recompute = NO_RECOMPUTATION
     warnings: tuple[str, ...] = ()
 
     @cached_property
@@ -73,12 +73,14 @@ class Plan:
     def at(self, stage: int) -> Plan:
         """Return the part of the plan that one stage executes: its chunks and their parameters."""
         chunks = tuple(c for c in self.chunks if c.stage == stage)
-        return replace(self, chunks=chunks, parameters=tuple(p for p in self.parameters if stage in self.homes[p.name]))
+        return replace(
+            self, chunks=chunks, parameters=tuple(p for p in self.parameters if stage in self.stages_of[p.name])
+        )
 
     @cached_property
     def tied(self) -> dict[str, tuple[int, ...]]:
         """Map each parameter on several stages to these stages, over which its gradient is summed once a step."""
-        return {p.name: self.homes[p.name] for p in self.parameters if len(self.homes[p.name]) > 1}
+        return {p.name: self.stages_of[p.name] for p in self.parameters if len(self.stages_of[p.name]) > 1}
 
     @cached_property
     def neighbours(self) -> list[tuple[int, int]]:
@@ -127,14 +129,14 @@ class Plan:
     def present(self, tensor: Spec | Parameter, coordinates: Mapping[str, int]) -> bool:
         """Return True if the rank at `coordinates` has a block of a tensor: some tensors exist on sub-grid 0 alone, and
         parameters only on the stages that use them."""
-        here = not isinstance(tensor, Parameter) or coordinates["stage"] in self.homes[tensor.name]
+        here = not isinstance(tensor, Parameter) or coordinates["stage"] in self.stages_of[tensor.name]
         return here and self.layout(tensor).present(coordinates)
 
     def block(self, tensor: Spec | Parameter, coordinates: Mapping[str, int]) -> list[tuple[int, int]]:
         """Return (offset, extent) per dim of the block at `coordinates`; the last of vocab may reach into padding."""
         return block(tensor.dims, self.planner.sizes_of(tensor), self.layout(tensor), self.mesh, coordinates)
 
-    def shard(self, p: Parameter, coordinates: Mapping[str, int]) -> tuple[int, int]:
+    def shard_range(self, p: Parameter, coordinates: Mapping[str, int]) -> tuple[int, int]:
         """Return (start, stop) of the part of its flattened local block of which the rank at `coordinates` keeps master
         copy and optimizer state: all of it, or its shard without padding, which may be empty."""
         elements = prod(self.local_shape(p))

@@ -83,7 +83,7 @@ def communication(plan: Plan) -> dict[str, int]:
     return dict(sorted(out.items()))
 
 
-def groups(plan: Plan) -> list[tuple[str, ...]]:
+def process_groups(plan: Plan) -> list[tuple[str, ...]]:
     """Return the axes of every process group that a run needs, in the same order on all ranks: those of a training
     step and, for generating text, each axis that splits the logits, which are gathered axis by axis, and `stage`, over
     which the next token is broadcast."""

@@ -6,6 +6,8 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
+from traceback import walk_stack, walk_tb
 from types import FrameType
 from typing import Any
 
@@ -20,7 +22,7 @@ class ModelMistake(ValueError):
 
     def __init__(self, name: str, reason: str, legal: Iterable[str] = (), place: str = ""):
         self.name, self.legal = name, list(legal)
-        self.reason = f"{reason} (at {place or _calling()})"
+        self.reason = f"{reason} (at {place or _place_of_call()})"
         super().__init__(f"{name}: {self.reason}")
 
 
@@ -29,16 +31,15 @@ def check_specs(name: str, tensors: Sequence[Spec | Parameter], sizes: Mapping[s
     for t in tensors:
         if isinstance(t, Spec) and t.region not in REGIONS:
             raise ModelMistake(t.region, f"no such region, in {name}", REGIONS)
+        _check_dims(t, sizes, f"in {name}")
         for dim in t.dims:
-            if dim not in sizes and dim not in dict(t.sizes):
-                raise ModelMistake(dim, f"no such dim, in {name}: the model's sizes have none", sizes)
             if t.dims.count(dim) > 1:
                 raise ModelMistake(dim, f"a dim comes once, in {name}: {' '.join(t.dims)}")
 
 
 def check_parameters(declared: Sequence[Parameter], model: Any, sizes: Mapping[str, int]) -> None:
     """Raise ModelMistake for a duplicate parameter name or an unknown role, initialiser or dim of a parameter."""
-    place = defined(model)
+    place = defined_at(model)
     names = [p.name for p in declared]
     for p in declared:
         if names.count(p.name) > 1:
@@ -46,11 +47,13 @@ def check_parameters(declared: Sequence[Parameter], model: Any, sizes: Mapping[s
         for value, legal, what in ((p.role, ROLES, "role"), (p.init, INITS, "initialiser")):
             if value not in legal:
                 raise ModelMistake(value, f"no such {what}, of parameter {p.name}", legal, place)
-        for dim in p.dims:
-            if dim not in sizes and dim not in dict(p.sizes):
-                raise ModelMistake(
-                    dim, f"no such dim, of parameter {p.name}: the model's sizes have none", sizes, place
-                )
+        _check_dims(p, sizes, f"of parameter {p.name}", place)
+
+
+def _check_dims(tensor: Spec | Parameter, sizes: Mapping[str, int], whose: str, place: str = "") -> None:
+    for dim in tensor.dims:
+        if dim not in sizes and dim not in dict(tensor.sizes):
+            raise ModelMistake(dim, f"no such dim, {whose}: the model's sizes have none", sizes, place)
 
 
 def check_used(declared: Sequence[Parameter], used: Iterable[str], model: Any) -> None:
@@ -58,11 +61,11 @@ def check_used(declared: Sequence[Parameter], used: Iterable[str], model: Any) -
     there = set(used)
     for p in declared:
         if p.name not in there:
-            raise ModelMistake(p.name, "a declared parameter that nothing uses", place=defined(model))
+            raise ModelMistake(p.name, "a declared parameter that nothing uses", place=defined_at(model))
 
 
 @contextmanager
-def of_the_user(model: Any) -> Iterator[None]:
+def as_model_mistakes(model: Any) -> Iterator[None]:
     """Raise a ModelMistake with file and line for any exception of a model from outside this package.
 
     Exceptions of this package's own models, ModelMistake and MemoryError pass unchanged.
@@ -72,39 +75,32 @@ def of_the_user(model: Any) -> Iterator[None]:
     except (ModelMistake, MemoryError):
         raise
     except Exception as error:
-        frames, trace = [], error.__traceback__
-        while trace:
-            frames.append((trace.tb_frame, trace.tb_lineno))
-            trace = trace.tb_next
-        own = [(frame, line) for frame, line in frames if not _is_ours(frame)]
-        if _is_ours_by_name(type(model).__module__ if not isinstance(model, type) else model.__module__) or not own:
+        own = [(frame, line) for frame, line in walk_tb(error.__traceback__) if not _is_ours(_module(frame))]
+        if _is_ours(model.__module__) or not own:
             raise
         text = " ".join(str(error).split())
         reason = f"{type(error).__name__}{': ' + text if text else ''}"
         raise ModelMistake(getattr(model, "__name__", type(model).__name__), reason, place=_place(*own[-1])) from error
 
 
-def _is_ours(frame: FrameType) -> bool:
-    return _is_ours_by_name(frame.f_globals.get("__name__", ""))
+def _module(frame: FrameType) -> str:
+    return frame.f_globals.get("__name__", "")
 
 
-def _is_ours_by_name(module: str) -> bool:
+def _is_ours(module: str) -> bool:
     return module.startswith("platform.") or module == "contextlib"
 
 
-def _calling() -> str:
+def _place_of_call() -> str:
     """Return file:line of the model's call: the innermost frame outside this package, else outside platform.plan."""
-    frame: FrameType | None = sys._getframe(2)
-    frames = []
-    while frame and frame.f_globals.get("__name__") != "platform.plan.core.chunks":  # the caller of the model
-        frames.append(frame)
-        frame = frame.f_back
-    models = [f for f in frames if not f.f_globals.get("__name__", "").startswith("platform.plan")]
-    found = next((f for f in models if not _is_ours(f)), (models or frames)[0])
+    stack = (frame for frame, _ in walk_stack(sys._getframe(2)))
+    frames = list(takewhile(lambda f: _module(f) != "platform.plan.core.chunks", stack))  # the caller of the model
+    models = [f for f in frames if not _module(f).startswith("platform.plan")]
+    found = next((f for f in models if not _is_ours(_module(f))), (models or frames)[0])
     return _place(found, found.f_lineno)
 
 
-def defined(model: Any) -> str:
+def defined_at(model: Any) -> str:
     """Return file:line of the model's `parameters` method, or the name of its class."""
     code = getattr(getattr(type(model), "parameters", None), "__code__", None)
     return f"{_short(code.co_filename)}:{code.co_firstlineno}" if code else type(model).__name__

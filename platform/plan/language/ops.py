@@ -100,7 +100,7 @@ class Recompute:
     every: int = 1
 
 
-KEEP = Recompute()
+NO_RECOMPUTATION = Recompute()
 
 
 class Ops(ABC):
@@ -108,7 +108,7 @@ class Ops(ABC):
     plain local tensors at run time."""
 
     dropout_rate: float = 0.0
-    recompute: Recompute = KEEP
+    recompute: Recompute = NO_RECOMPUTATION
 
     def recomputed(self, kind: str, function: Callable[..., Any], spec: Spec, x: Any, *more: Any) -> Any:
         """Return function(x, *more), one activation. If `self.recompute` is of this `kind`, only the arguments are kept
@@ -136,12 +136,7 @@ class Ops(ABC):
 
     @abstractmethod
     def project(
-        self,
-        x: Any,
-        spec: Spec,
-        weights: Sequence[Parameter],
-        outs: Sequence[Spec],
-        biases: Sequence[Parameter] = (),
+        self, x: Any, spec: Spec, weights: Sequence[Parameter], outs: Sequence[Spec], biases: Sequence[Parameter] = ()
     ) -> tuple[Any, ...]:
         """Return the einsums of one activation with several weights; those with equal compute layouts share one gather
         of x and one reduction of its gradient. `biases`, one per weight or none, are added once, in the output layout.

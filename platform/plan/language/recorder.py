@@ -7,7 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from platform.plan.language.mistakes import ModelMistake, check_specs
-from platform.plan.language.ops import KEEP, POINTWISE, Operation, Ops, Parameter, Recompute, Spec, scores_of
+from platform.plan.language.ops import (
+    NO_RECOMPUTATION,
+    POINTWISE,
+    Operation,
+    Ops,
+    Parameter,
+    Recompute,
+    Spec,
+    scores_of,
+)
 from platform.plan.language.scheme import Scheme
 
 
@@ -25,36 +34,42 @@ class Recorder(Ops):
 
     scheme: Scheme
     dropout_rate: float = 0.0
-    recompute: Recompute = KEEP
+    recompute: Recompute = NO_RECOMPUTATION
     operations: list[Operation] = field(default_factory=list)
     kept: list[Spec] = field(default_factory=list)  # type of x of every recomputed function
     sizes: Mapping[str, int] = field(default_factory=dict)  # dim -> size; {}: dims are not checked
     declared: Mapping[str, Parameter] = field(default_factory=dict)  # by name; {}: parameters are not checked
     _names: set[tuple[str, str]] = field(default_factory=set)
-    _again: bool = False
+    _recomputing: bool = False
 
     def recomputed(self, kind, function, spec, x, *more):
         if kind != self.recompute.kind:
             return function(x, *more)
         self._check(x, spec)
         self.kept.append(spec)
-        self._again = True
+        self._recomputing = True
         out = function(x, *more)
-        self._again = False
+        self._recomputing = False
         return out
 
     def _record(
         self,
         kind: str,
         name: str,
+        x: Sequence,
         inputs: Sequence,
         outputs: Sequence[Spec],
         reads: str | None = None,
-        **attributes: Any,
+        **more: Any,
     ) -> Any:
+        """Record an operation on the activations `x`, which must be of the types that `inputs` starts with; return its
+        result, or several. `more`: its attributes."""
+        for activation, declared in zip(x, inputs, strict=False):
+            self._check(activation, declared)
         self._judge(kind, name, inputs, outputs)
-        rest = tuple(sorted(attributes.items()))
-        self.operations.append(Operation(kind, name, tuple(inputs), tuple(outputs), rest, reads, self._again))
+        attributes = tuple(sorted(more.items()))
+        operation = Operation(kind, name, tuple(inputs), tuple(outputs), attributes, reads, self._recomputing)
+        self.operations.append(operation)
         symbols = tuple(Symbol(s) for s in outputs)
         return symbols[0] if len(symbols) == 1 else symbols
 
@@ -78,81 +93,72 @@ class Recorder(Ops):
             raise ModelMistake(str(x.spec), f"the model passes it where it declares {spec}", [str(spec)])
 
     def lookup(self, name, table, tokens, out):
-        return self._record("lookup", name, [table], [out], tokens)
+        return self._record("lookup", name, [], [table], [out], tokens)
 
     def features(self, name, ids, out):
-        return self._record("features", name, [], [out], ids)
+        return self._record("features", name, [], [], [out], ids)
 
     def one_hot(self, name, ids, out):
-        return self._record("one_hot", name, [], [out], ids)
+        return self._record("one_hot", name, [], [], [out], ids)
 
     def project(self, x, spec, weights, outs, biases=()):
-        self._check(x, spec)
-        self._record("project", weights[0].name, [spec, *weights], outs)
+        self._record("project", weights[0].name, [x], [spec, *weights], outs)
         for bias, out in zip(biases, outs, strict=bool(biases)):
             self.shift(Symbol(out), out, bias)
         return tuple(Symbol(s) for s in outs)
 
     def einsum(self, name, x, x_spec, y, y_spec, out):
-        self._check(x, x_spec)
-        self._check(y, y_spec)
-        return self._record("einsum", name, [x_spec, y_spec], [out])
+        return self._record("einsum", name, [x, y], [x_spec, y_spec], [out])
 
     def reduce(self, name, function, x, spec, out):
-        self._check(x, spec)
-        return self._record("reduce", name, [spec], [out], function=function)
+        return self._record("reduce", name, [x], [spec], [out], function=function)
 
     def concatenate(self, name, x, specs, out, dim):
-        for part, declared in zip(x, specs, strict=True):
-            self._check(part, declared)
-        return self._record("concatenate", name, specs, [out], dim=dim)
+        if len(x) != len(specs):
+            raise ModelMistake(name, f"concatenates {len(x)} activations of {len(specs)} declared types")
+        return self._record("concatenate", name, x, specs, [out], dim=dim)
 
     def reshape(self, name, x, spec, out):
-        self._check(x, spec)
-        return self._record("reshape", name, [spec], [out])
+        return self._record("reshape", name, [x], [spec], [out])
 
     def shift(self, x, spec, parameter):
-        self._check(x, spec)
-        return self._record("shift", parameter.name, [spec, parameter], [spec])
+        return self._record("shift", parameter.name, [x], [spec, parameter], [spec])
 
     def norm(self, x, spec, kind, gain, bias):
-        self._check(x, spec)
         parameters = [gain] if bias is None else [gain, bias]
-        return self._record("norm", gain.name, [spec, *parameters], [spec], norm=kind)
+        return self._record("norm", gain.name, [x], [spec, *parameters], [spec], norm=kind)
 
     def rotate(self, name, x, spec, theta):
-        self._check(x, spec)
-        return self._record("rotate", name, [spec], [spec], theta=theta)
+        return self._record("rotate", name, [x], [spec], [spec], theta=theta)
 
     def sinusoid(self, name, x, spec, scale):
-        self._check(x, spec)
-        return self._record("sinusoid", name, [spec], [spec], scale=scale)
+        return self._record("sinusoid", name, [x], [spec], [spec], scale=scale)
 
     def relative_bias(self, table, scores, *, bidirectional, distance):
         more = {"bidirectional": bidirectional, "distance": distance}
-        return self._record("relative_bias", table.name, [scores, table], [scores], **more)
+        return self._record("relative_bias", table.name, [], [scores, table], [scores], **more)
 
     def expand_kv(self, name, x, spec, out):
-        self._check(x, spec)
-        return self._record("expand_kv", name, [spec], [out])
+        return self._record("expand_kv", name, [x], [spec], [out])
 
     def softmax(self, name, x, spec, *, dim="memory_length", scale=1.0, causal=False, mask=None, bias=None):
-        for scores in (x, bias or x):
-            self._check(scores, spec)
-        return self._record("softmax", name, [spec], [spec], mask, dim=dim, scale=scale, causal=causal)
+        self._check(bias or x, spec)
+        return self._record("softmax", name, [x], [spec], [spec], mask, dim=dim, scale=scale, causal=causal)
 
     def fused_attention(self, name, q, k, v, spec, kv, *, scale, causal, mask=None, bias=None):
-        for x, declared in ((q, spec), (k, kv), (v, kv), (bias, scores_of(spec, kv))):
-            if x:
-                self._check(x, declared)
-        return self._record("fused_attention", name, [spec, kv, kv], [spec], mask, scale=scale, causal=causal)
+        if bias:
+            self._check(bias, scores_of(spec, kv))
+        more = {"scale": scale, "causal": causal}
+        return self._record("fused_attention", name, [q, k, v], [spec, kv, kv], [spec], mask, **more)
 
     def can_fuse_attention(self, spec):
         return self.scheme.fuses_attention(spec.region)
 
     def relayout(self, name, x, spec, out):
-        self._check(x, spec)
-        return x if spec == out else self._record("relayout", name, [spec], [out])
+        if spec == out:
+            self._check(x, spec)
+            return x
+        return self._record("relayout", name, [x], [spec], [out])
 
     def pointwise(self, function, *x):
         self._check_word(function, len(x))
@@ -173,14 +179,14 @@ class Recorder(Ops):
             raise ModelMistake(function, f"takes {POINTWISE[function]} activations, not {arguments}")
 
     def dropout(self, name, x, spec):
-        self._check(x, spec)
-        return self._record("dropout", name, [spec], [spec]) if self.dropout_rate else x
+        if not self.dropout_rate:
+            self._check(x, spec)
+            return x
+        return self._record("dropout", name, [x], [spec], [spec])
 
     def cross_entropy(self, name, logits, spec, labels, smoothing=0.0):
-        self._check(logits, spec)
-        return self._record("cross_entropy", name, [spec], [], labels, smoothing=smoothing)
+        return self._record("cross_entropy", name, [logits], [spec], [], labels, smoothing=smoothing)
 
     def squared_error(self, name, y, target, spec, ids):
-        self._check(y, spec)
         self._check(target, spec)
-        return self._record("squared_error", name, [spec], [], ids)
+        return self._record("squared_error", name, [y], [spec], [], ids)

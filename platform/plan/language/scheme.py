@@ -71,7 +71,7 @@ class Scheme:
         return tuple(a for a in self.branches if a in found)
 
 
-def compose(tensor: Mapping[str, Any], branch: Mapping[str, Any], data: int) -> Scheme:
+def compose_scheme(tensor: Mapping[str, Any], branch: Mapping[str, Any], data: int) -> Scheme:
     """Build a Scheme from the two configuration groups (platform.config.fields.Tensor and Branch, as plain data).
 
     `data` is put first in batch's list in every region and axes of size 1 are dropped. A region's map replaces the

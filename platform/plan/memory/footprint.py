@@ -6,24 +6,20 @@ sends and receives, and gradients as they come, in the order of `platform.parall
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import Any
 
-from platform.plan.core.chunks import Chunk, Model
+from platform.plan.core.chunks import Chunk, FlowSpecs, RecordableModel
 from platform.plan.core.plan import Plan
 from platform.plan.language.layout import at_zero, padded
-from platform.plan.language.ops import Spec
 from platform.plan.memory.metered import Metered
 from platform.plan.memory.storages import Key, MeteredStorage
-from platform.plan.memory.worker_bytes import forward, weight_bytes
-from platform.plan.schedule.table import Action, Kind
-
-SENDS_IN_FLIGHT = 8  # sends whose buffers are kept, as in platform.parallel.pipeline
-Specs = Sequence[tuple[str, Spec]]
+from platform.plan.memory.worker_bytes import run_chunk, weight_bytes
+from platform.plan.schedule.table import SENDS_IN_FLIGHT, Action, Kind, with_completed
 
 
 @dataclass(frozen=True)
@@ -61,7 +57,9 @@ class Passes:
     gradients: Mapping[Key, int]
 
 
-def footprint(plan: Plan, model: Model, row: Iterable[Action], stage: int, moments: int, dropout: float) -> Footprint:
+def footprint(
+    plan: Plan, model: RecordableModel, row: Iterable[Action], stage: int, moments: int, dropout: float
+) -> Footprint:
     """Compute the footprint of the worker of `stage` at index 0 of the other axes, which has a block of every tensor,
     in any step but the first (which starts without optimizer state). `row`: the stage's lowered row; `moments`: numbers
     that the optimizer keeps per parameter element."""
@@ -74,7 +72,7 @@ def footprint(plan: Plan, model: Model, row: Iterable[Action], stage: int, momen
 
 def measure(
     plan: Plan,
-    model: Model,
+    model: RecordableModel,
     chunk: Chunk,
     at: Mapping[str, int],
     dropout: float,
@@ -92,7 +90,7 @@ def measure(
     readers = (o for o in chunk.operations.values() if o.operation.reads is not None)
     read = {(o.operation.reads, o.tokens): o.token_count for o in readers}  # a tensor is read once per layout
     tokens = meter.integers(sum(read.values()))
-    out = forward(meter, model, chunk, flow)
+    out = run_chunk(meter, model, chunk, flow)
     del tokens
     most, full, results = ledger.peak - before, ledger.now, [(v.key, v.elements) for v in out.values()]
     del out
@@ -119,7 +117,7 @@ def measure(
 class _Walk:
     """Runs a stage's row in bytes and notes the peak. `now`: bytes of everything but parameters and optimizer state."""
 
-    def __init__(self, plan: Plan, model: Model, at: Mapping[str, int], dropout: float):
+    def __init__(self, plan: Plan, model: RecordableModel, at: Mapping[str, int], dropout: float):
         self.plan, self.model, self.at, self.dropout = plan, model, at, dropout
         self.now = self.kept = self.gradients = self.live = 0
         self.most = (0, 0, 0, 0)  # at the peak: gradients, activations, working, in flight
@@ -133,15 +131,14 @@ class _Walk:
         self._blocks: dict[tuple, list[tuple[int, int]]] = {}
 
     def run(self, row: Sequence[Action]) -> tuple[int, int, int, int]:
-        left = Counter(a.chunk for a in row if a.kind in (Kind.BACKWARD, Kind.WEIGHT))
         self.splits = any(a.kind is Kind.WEIGHT for a in row)
-        for action in row:
-            _ACTIONS[action.kind](self, action)
-            if action.kind in (Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT):
-                left[action.chunk] -= action.kind is not Kind.INPUT
-                if action.kind is not Kind.INPUT and not left[action.chunk]:
-                    others = {p for c, n in left.items() if n for p in self.chunks[c].parameters}
-                    self._reduce(self.chunks[action.chunk].parameters - others)
+        incomplete = {completed for _, completed in with_completed(row) if completed is not None}
+        for action, completed in with_completed(row):
+            _COUNTS[action.kind](self, action)
+            if completed is not None:
+                incomplete.remove(completed)
+                others = {p for chunk in incomplete for p in self.chunks[chunk].parameters}
+                self._reduce(self.chunks[completed].parameters - others)
         self.now -= sum(self.sending)
         self.sending.clear()
         self._finish()
@@ -218,7 +215,7 @@ class _Walk:
 
     # sends and receives
 
-    def blocks(self, flow: Specs) -> list[tuple[int, int]]:
+    def blocks(self, flow: FlowSpecs) -> list[tuple[int, int]]:
         """Return (bytes of the block, bytes of the part that this rank sends) for each tensor of a flow that is present
         here; the part is 0 where the whole block is sent (no scatter/gather)."""
         key = tuple(flow)
@@ -230,7 +227,7 @@ class _Walk:
             self._blocks[key] = found
         return self._blocks[key]
 
-    def _bytes(self, flow: Specs) -> int:
+    def _bytes(self, flow: FlowSpecs) -> int:
         return sum(whole for whole, _ in self.blocks(flow))
 
     def receive(self, a: Action) -> None:
@@ -241,7 +238,7 @@ class _Walk:
         self.now += size
         self.reach()
 
-    def _arrive(self, what: str, a: Action, flow: Specs, local: int | None) -> None:
+    def _arrive(self, what: str, a: Action, flow: FlowSpecs, local: int | None) -> None:
         """Account for the input of a pass: `local` bytes from a chunk on this stage, or (None) a flow that was received
         and is gathered from its parts."""
         arrived = self.held.pop(("arriving F" if what == "inputs" else "arriving B", a.chunk, a.microbatch), 0)
@@ -298,7 +295,7 @@ class _Walk:
             self.reach(sum(masters.values()) * self.compute * (n + 1))
 
 
-_ACTIONS: Mapping[Kind, Any] = {
+_COUNTS: Mapping[Kind, Any] = {
     Kind.FORWARD: _Walk.forward,
     Kind.BACKWARD: _Walk.backward,
     Kind.INPUT: _Walk.backward,

@@ -1,87 +1,76 @@
-"""Tables of accelerators: peak speed, for model FLOPs utilisation (MFU), and memory."""
+"""Table of accelerators: peak speed, for model FLOPs utilisation (MFU), and memory."""
 
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
-# Device name -> dense bf16 matrix FLOP/s; more specific names first. Sources: the data sheets of NVIDIA (half of the
-# figure with sparsity where that is the only one) and AMD.
-DENSE_BF16_PEAKS: tuple[tuple[str, float], ...] = (
-    ("GB200", 2.5e15),
-    ("B200", 2.25e15),
-    ("GH200", 989e12),
-    ("H200 NVL", 836e12),
-    ("H200", 989e12),
-    ("H100 NVL", 836e12),
-    ("H100 PCIe", 756e12),
-    ("H100", 989e12),  # SXM
-    ("H800 PCIe", 756e12),
-    ("H800", 989e12),
-    ("H20", 148e12),
-    ("A100", 312e12),
-    ("A800", 312e12),
-    ("A40", 149.7e12),
-    ("A30", 165e12),
-    ("A10", 125e12),
-    ("L40S", 362e12),
-    ("L40", 181e12),
-    ("L4", 121e12),
-    ("MI300X", 1307e12),
-    ("MI325X", 1307e12),
-    ("MI250X", 191.5e12),  # one of its two dies, which is what a process sees
+
+class Accelerator(NamedTuple):
+    """Device by the words of its name, or of the accelerator type that Ray gives a node. `peak`: dense bf16 matrix
+    FLOP/s, None if not known; `memory`: nominal bytes, of which a driver shows a few percent more or less."""
+
+    name: str
+    peak: float | None
+    memory: float
+
+
+# More specific names first. Sources: the data sheets of NVIDIA (half of the figure with sparsity where that is the only
+# one) and AMD. A name that does not tell its size gets the largest memory that was sold under it.
+ACCELERATORS = (
+    Accelerator("GB200", 2.5e15, 186e9),
+    Accelerator("B200", 2.25e15, 180e9),
+    Accelerator("GH200", 989e12, 96e9),
+    Accelerator("H200 NVL", 836e12, 141e9),
+    Accelerator("H200", 989e12, 141e9),
+    Accelerator("H100 NVL", 836e12, 94e9),
+    Accelerator("H100 PCIe", 756e12, 80e9),
+    Accelerator("H100", 989e12, 80e9),  # SXM
+    Accelerator("H800 PCIe", 756e12, 80e9),
+    Accelerator("H800", 989e12, 80e9),
+    Accelerator("H20", 148e12, 96e9),
+    Accelerator("A100 40GB", 312e12, 40e9),
+    Accelerator("A100 40G", 312e12, 40e9),
+    Accelerator("A100", 312e12, 80e9),
+    Accelerator("A800 40GB", 312e12, 40e9),
+    Accelerator("A800", 312e12, 80e9),
+    Accelerator("A40", 149.7e12, 48e9),
+    Accelerator("A30", 165e12, 24e9),
+    Accelerator("A10", 125e12, 24e9),
+    Accelerator("A10G", None, 24e9),
+    Accelerator("L40S", 362e12, 48e9),
+    Accelerator("L40", 181e12, 48e9),
+    Accelerator("L4", 121e12, 24e9),
+    Accelerator("V100 16GB", None, 16e9),
+    Accelerator("V100", None, 32e9),
+    Accelerator("T4", None, 16e9),
+    Accelerator("MI300X", 1307e12, 192e9),
+    Accelerator("MI325X", 1307e12, 256e9),
+    Accelerator("MI250X", 191.5e12, 64e9),  # one of its two dies, which is what a process sees
 )
 
 
-# Device name, or the accelerator type that Ray gives a node -> bytes; more specific names first. Nominal: a driver
-# shows a few percent more or less. A name that does not tell its size gets the largest that was sold under it.
-MEMORIES: tuple[tuple[str, float], ...] = (
-    ("GB200", 186e9),
-    ("B200", 180e9),
-    ("GH200", 96e9),
-    ("H200", 141e9),
-    ("H100 NVL", 94e9),
-    ("H100", 80e9),
-    ("H800", 80e9),
-    ("H20", 96e9),
-    ("A100 40GB", 40e9),
-    ("A100 40G", 40e9),
-    ("A100", 80e9),
-    ("A800 40GB", 40e9),
-    ("A800", 80e9),
-    ("A40", 48e9),
-    ("A30", 24e9),
-    ("A10", 24e9),
-    ("A10G", 24e9),
-    ("L40S", 48e9),
-    ("L40", 48e9),
-    ("L4", 24e9),
-    ("V100 16GB", 16e9),
-    ("V100", 32e9),
-    ("T4", 16e9),
-    ("MI300X", 192e9),
-    ("MI325X", 256e9),
-    ("MI250X", 64e9),
-)
+def accelerator(device: str) -> Accelerator | None:
+    """Return the entry of the device with this name, None if the table lacks it. Names are compared by whole words.
+
+    >>> accelerator("NVIDIA A100-SXM4-80GB")
+    Accelerator(name='A100', peak=312000000000000.0, memory=80000000000.0)
+    """
+    words = set(re.findall(r"\w+", device))
+    return next((found for found in ACCELERATORS if words.issuperset(found.name.split())), None)
 
 
 def memory_of(device: str) -> float | None:
-    """Return the bytes of the device with this name, None if MEMORIES lacks it. Names are compared by whole words.
-
-    >>> memory_of("NVIDIA A100-SXM4-80GB")
-    80000000000.0
-    """
-    words = set(re.findall(r"\w+", device))
-    return next((size for name, size in MEMORIES if words.issuperset(name.split())), None)
+    """Return the bytes of the device with this name, None if it is not known."""
+    found = accelerator(device)
+    return found and found.memory
 
 
 def dense_bf16_peak(device: str) -> float | None:
-    """Return the FLOP/s of the device with this name, None if DENSE_BF16_PEAKS lacks it. Names are compared by whole
-    words.
+    """Return the dense bf16 FLOP/s of the device with this name, None if they are not known.
 
-    >>> dense_bf16_peak("NVIDIA A100-SXM4-80GB")
-    312000000000000.0
     >>> dense_bf16_peak("NVIDIA A10G") is None
     True
     """
-    words = set(re.findall(r"\w+", device))
-    return next((peak for name, peak in DENSE_BF16_PEAKS if words.issuperset(name.split())), None)
+    found = accelerator(device)
+    return found and found.peak

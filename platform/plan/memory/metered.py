@@ -5,7 +5,8 @@ The numbers follow torch's CPU kernels, and the statements of `platform.parallel
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from math import prod
 from typing import Any
 
@@ -15,6 +16,17 @@ from platform.plan.memory.storages import Gradients, MeteredStorage, Saved, Valu
 
 _DRAWING = 4  # integers per element alive while random bits are drawn
 _OF_RESULT = {"relu", "tanh"}  # functions that save their result, not their input
+
+
+def where_present(operation: Callable[..., Value]) -> Callable[..., Value]:
+    """Wrap an operation so that it hands on an absent block, its first activation, as `parallel_ops.where_present`."""
+
+    @wraps(operation)
+    def run(self, *arguments, **options):
+        x = next(a for a in arguments if isinstance(a, Value))
+        return operation(self, *arguments, **options) if x.elements else x
+
+    return run
 
 
 class Metered(Meter):
@@ -168,17 +180,15 @@ class Metered(Meter):
             x = self.apply(x, conversion)
         return x
 
+    @where_present
     def shift(self, x, spec, parameter):
-        if not x.elements:
-            return x
         p = self.parameter(parameter, self.planned("shift", parameter.name).conversions[0])
         out, size = self.block(spec), p.elements
         self.note([out], [x, p], (), lambda gs, _: [gs[0], self.new(size)])
         return out
 
+    @where_present
     def norm(self, x, spec, kind, gain, bias):
-        if not x.elements:
-            return x
         planned = self.planned("norm", gain.name)
         vectors = [self.parameter(p, c) for p, c in zip((gain, bias), planned.conversions, strict=False) if p]
         n = prod(self.plan.local_shape(spec))
@@ -200,9 +210,8 @@ class Metered(Meter):
         del centred, result, wide
         return self.plain(out, [x, *vectors], (normal, rstd, g), 3 * n, self.wide)
 
+    @where_present
     def rotate(self, name, x, spec, theta):
-        if not x.elements:
-            return x
         into, leave = self.planned("rotate", name).conversions
         x = self.apply(x, into)
         length = self.plan.local_shape(spec)[spec.dims.index("length")]
@@ -214,9 +223,8 @@ class Metered(Meter):
         del wide, halves, whole
         return self.apply(self.plain(out, [x], (angles,), 2 * n, self.wide), leave)
 
+    @where_present
     def sinusoid(self, name, x, spec, scale):
-        if not x.elements:
-            return x
         scaled = self.new(x.elements)
         out = self.plain(self.block(spec), [x])
         del scaled
@@ -231,14 +239,12 @@ class Metered(Meter):
         elements = positions * shape["heads"]
         return self.plain(Value(self.new(elements), elements), [weight], (self.integers(positions),), elements)
 
+    @where_present
     def expand_kv(self, name, x, spec, out):
-        if not x.elements:
-            return x
         return self.plain(self.block(out), [self.apply(x, self.planned("expand_kv", name).conversions[0])])
 
+    @where_present
     def softmax(self, name, x, spec, *, dim="memory_length", scale=1.0, causal=False, mask=None, bias=None):
-        if not x.elements:
-            return x
         n, shape = x.elements, dict(zip(spec.dims, self.plan.local_shape(spec), strict=True))
         work = self.new(n)
         hidden = []
@@ -259,9 +265,8 @@ class Metered(Meter):
         ins = [x] if bias is None else [x, bias]
         return self.plain(out, ins, (out.storage, *hidden), 2 * n if over else n)
 
+    @where_present
     def fused_attention(self, name, q, k, v, spec, kv, *, scale, causal, mask=None, bias=None):
-        if not q.elements:
-            return q
         out = self.block(spec)
         query, key = (dict(zip(s.dims, self.plan.local_shape(s), strict=True)) for s in (spec, kv))
         rows = out.elements // query["d_kv"]
@@ -295,10 +300,9 @@ class Metered(Meter):
             return out
         return self.plain(out, x, (out.storage,) if function in _OF_RESULT else tuple(v.storage for v in x))
 
+    @where_present
     def pointwise_each(self, functions, x, spec, dim):
         """Count as the rank whose functions save most, if ranks differ."""
-        if not x.elements:
-            return x
         shape = dict(zip(spec.dims, self.plan.local_shape(spec), strict=True))
         n, slices = shape[dim], range(0, len(functions), shape[dim])
         most = max(sum(f in _OF_RESULT for f in functions[i : i + n]) for i in slices)
@@ -306,8 +310,9 @@ class Metered(Meter):
         saved += [self.new(x.elements // n) for _ in range(most)]
         return self.plain(self.block(spec), [x], tuple(saved), x.elements)
 
+    @where_present
     def dropout(self, name, x, spec):
-        if not self.dropout_rate or not x.elements:
+        if not self.dropout_rate:
             return x
         self.integers(x.elements * _DRAWING)
         mask = self.new(x.elements)  # already scaled by 1 / (1 - rate)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from platform.plan.core.chunks import Chunk, Model
+from platform.plan.core.chunks import Chunk, RecordableModel
 from platform.plan.core.plan import Plan
 from platform.plan.memory.metered import Metered
 from platform.plan.memory.storages import Value
@@ -28,7 +28,7 @@ def weight_bytes(plan: Plan, moments: int, at: Coordinates | None = None) -> dic
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedElements:
     """Elements that autograd saves per worker and microbatch, in distinct tensors: `activations`, and copies of
     parameters that were gathered for an operation (`gathered`)."""
 
@@ -40,7 +40,9 @@ class Saved:
         return self.activations + self.gathered
 
 
-def saved_for_backward(plan: Plan, model: Model, dropout: float = 0.0, at: Coordinates | None = None) -> Saved:
+def saved_for_backward(
+    plan: Plan, model: RecordableModel, dropout: float = 0.0, at: Coordinates | None = None
+) -> SavedElements:
     """Count what autograd saves in one forward pass of `model` under `plan`, besides the parameters themselves, on the
     worker at `at`; default: rank 0, which has a block of every tensor of the first stage. Several chunks are summed.
 
@@ -50,12 +52,12 @@ def saved_for_backward(plan: Plan, model: Model, dropout: float = 0.0, at: Coord
     at = at or plan.mesh.coordinates(0)
     meter = Metered(plan, dropout, at)
     for chunk in plan.at(at["stage"]).chunks:
-        forward(meter, model, chunk, {name: meter.block(spec) for name, spec in chunk.receives})
+        run_chunk(meter, model, chunk, {name: meter.block(spec) for name, spec in chunk.receives})
     saved = meter.tape.saved()
-    return Saved(*(sum(s.counted for s in saved if s.parameter == copies) for copies in (False, True)))
+    return SavedElements(*(sum(s.counted for s in saved if s.parameter == copies) for copies in (False, True)))
 
 
-def forward(meter: Metered, model: Model, chunk: Chunk, flow: Mapping[str, Value]) -> dict[str, Value]:
+def run_chunk(meter: Metered, model: RecordableModel, chunk: Chunk, flow: Mapping[str, Value]) -> dict[str, Value]:
     """Run a chunk of the model; return its outputs by name."""
     inputs = {name: name for name in model.inputs}
     if chunk.units:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import communication
 from platform.plan.language.layout import DIMS
 from platform.plan.language.scheme import REGIONS
-
-if TYPE_CHECKING:
-    from platform.plan.core.plan import Plan
 
 
 def describe(plan: Plan) -> str:

@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from platform.plan.core.chunks import Model
+from platform.plan.core.chunks import RecordableModel
 from platform.plan.core.plan import Plan
-from platform.plan.core.step_collectives import communication, groups, step_collectives, update_collectives
+from platform.plan.core.step_collectives import communication, process_groups, step_collectives, update_collectives
 from platform.plan.memory.footprint import Footprint
 from platform.plan.memory.worker_bytes import saved_for_backward, weight_bytes
 from platform.plan.reports.describe import describe, human
-from platform.plan.reports.node_messages import messages, with_axes
+from platform.plan.reports.node_messages import count_messages, with_axes_moved
 
 GROUPS_SHOWN = 8
 _LAYER = re.compile(r".*\blayers\.\d+\.")
@@ -24,7 +24,7 @@ _LAYER = re.compile(r".*\blayers\.\d+\.")
 
 def explain(
     plan: Plan,
-    model: Model,
+    model: RecordableModel,
     *,
     moments: int,
     workers_per_node: int,
@@ -57,9 +57,9 @@ def explain(
     if plan.elsewhere:  # common layers are on sub-grid 0 alone, so other workers hold less
         out["elsewhere"] = holds(plan.elsewhere)
     if branches := plan.mesh.ordered(plan.scheme.branches):
-        meshes = {order: with_axes(plan.mesh, branches, outer=order == "outer") for order in ("inner", "outer")}
+        meshes = {order: with_axes_moved(plan.mesh, branches, outer=order == "outer") for order in ("inner", "outer")}
         rooted = bool(plan.elsewhere)
-        found = {o: messages(mesh, branches, workers_per_node, from_zero=rooted) for o, mesh in meshes.items()}
+        found = {o: count_messages(mesh, branches, workers_per_node, from_zero=rooted) for o, mesh in meshes.items()}
         out["branch_messages"] = {
             "workers_per_node": workers_per_node,
             "order": "outer" if plan.scheme.branches_outer else "inner",
@@ -71,7 +71,7 @@ def explain(
 def _groups(plan: Plan) -> list[tuple[str, ...]]:
     """Return every axis by itself, then the joint axes of the groups that a run uses."""
     single = [(a,) for a, n in plan.mesh.shape if n > 1]
-    return [*single, *(axes for axes in groups(plan) if axes not in single)]
+    return [*single, *(axes for axes in process_groups(plan) if axes not in single)]
 
 
 def collectives(plan: Plan) -> list[dict[str, Any]]:
@@ -93,9 +93,14 @@ def collectives(plan: Plan) -> list[dict[str, Any]]:
 
 def bytes_per_layer(plan: Plan) -> float:
     """Return the bytes that all workers move per step for one layer, on average over the layers: its collectives in
-    every microbatch, and its share of gradient reductions and parameter gathers."""
+    every microbatch, gathers of what is kept for its recomputation, and its share of gradient reductions and parameter
+    gathers."""
     layers = {match[0] for p in plan.parameters if (match := _LAYER.match(p.name))}
-    moved = sum(n * plan.moved_bytes(c) for where, c, n in step_collectives(plan) if _LAYER.match(where.split()[-1]))
+    moved = sum(
+        n * plan.moved_bytes(c)
+        for where, c, n in step_collectives(plan)
+        if where.startswith("kept ") or _LAYER.match(where.split()[-1])
+    )
     of_layers = replace(plan, parameters=tuple(p for p in plan.parameters if _LAYER.match(p.name)))
     for stage in range(plan.stages):
         moved += sum(n * plan.moved_bytes(c) for _, c, n in update_collectives(of_layers.at(stage)))

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from platform.plan.language.mesh import Mesh
 
 
-def messages(mesh: Mesh, axes: Sequence[str], workers_per_node: int, *, from_zero: bool = False) -> tuple[int, int]:
+def count_messages(
+    mesh: Mesh, axes: Sequence[str], workers_per_node: int, *, from_zero: bool = False
+) -> tuple[int, int]:
     """Return the number of messages (inside a node, between nodes): one per ordered pair of ranks of each group along
     `axes`, a rank and itself included, with consecutive ranks on a node. Counted one by one: exact for any sizes.
 
     `from_zero`: only from each group's first rank to all (in a join, the other way round), as when the common layers
-    are on sub-grid 0 alone: 1/g of the closed forms below.
+    are on sub-grid 0 alone: one in g of them.
     """
     inside = between = 0
     for group in mesh.groups(axes):
@@ -23,27 +25,7 @@ def messages(mesh: Mesh, axes: Sequence[str], workers_per_node: int, *, from_zer
     return inside, between
 
 
-def naive_messages(n: int, g: int, workers_per_node: int) -> tuple[int, int]:
-    """Return `messages` in closed form for g sub-grids of n / g consecutive ranks each; all arguments powers of two.
-
-    Equations 4 and 5 of SUPER, whose two cases are printed the wrong way round there.
-    """
-    if n // g >= workers_per_node:
-        return n, n * (g - 1)
-    return min(n, workers_per_node) * g, max(0, n - workers_per_node) * g
-
-
-def aware_messages(n: int, g: int, workers_per_node: int) -> tuple[int, int]:
-    """Return `messages` in closed form if the g ranks of a group are consecutive; all arguments powers of two.
-
-    Equations 6 and 7 of SUPER.
-    """
-    if g <= workers_per_node:
-        return n * g, 0
-    return n * workers_per_node, n * (g - workers_per_node)
-
-
-def with_axes(mesh: Mesh, axes: Sequence[str], *, outer: bool) -> Mesh:
+def with_axes_moved(mesh: Mesh, axes: Sequence[str], *, outer: bool) -> Mesh:
     """Return the mesh with `axes` moved outside of all other axes, or inside of them."""
     moved = tuple(pair for pair in mesh.shape if pair[0] in axes)
     others = tuple(pair for pair in mesh.shape if pair[0] not in axes)

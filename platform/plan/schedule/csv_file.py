@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from platform.plan.schedule.generators import PASSES
+from platform.plan.schedule.generators import MOST_PASSES
 from platform.plan.schedule.lowering import validate
 from platform.plan.schedule.table import Action, Kind, Schedule, ScheduleError
 
@@ -54,7 +54,7 @@ def from_csv(path: str | Path) -> Schedule:
     if chunks % stages:
         raise ScheduleError(f"{chunks} chunks are not a multiple of {stages} stages, one per line")
     microbatches = 1 + max(action.microbatch for action in actions)
-    if chunks * microbatches > min(PASSES, 1000 + 10 * len(actions)):
+    if chunks * microbatches > min(MOST_PASSES, 1000 + 10 * len(actions)):
         raise ScheduleError(
             f"{chunks} chunks x {microbatches} microbatches are far more than its {len(actions)} actions"
         )

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from math import floor, log10
 
-from platform.plan.schedule.simulate import Event
+from platform.plan.schedule.simulate import TimedAction
 from platform.plan.schedule.table import COMPUTE, Kind
 
 COLOURS: dict[Kind, tuple[str, str]] = {  # kind -> (fill, text in the legend)
@@ -23,7 +23,7 @@ WIDTH, LEFT, RIGHT, LANE, STRIP, TITLE, AXIS, LEGEND = 1200, 70, 20, 26, 5, 34, 
 LETTER = 6.5  # width of one character of a label
 
 
-def gantt_svg(panels: Mapping[str, Sequence[Event]], unit: str = "s") -> str:
+def gantt_svg(panels: Mapping[str, Sequence[TimedAction]], unit: str = "s") -> str:
     """Draw one panel per entry {title: events}, one above the other on a common time scale, with one lane per stage.
 
     Boxes carry the microbatch's number; the later the chunk on its stage, the paler its box. Sends and receives, if
@@ -49,7 +49,7 @@ def gantt_svg(panels: Mapping[str, Sequence[Event]], unit: str = "s") -> str:
     return "\n".join([head, f'<rect width="{WIDTH}" height="{height}" fill="white"/>', *parts, "</svg>", ""])
 
 
-def _panel(title: str, events: Sequence[Event], stages: int, top: int, scale: float) -> Iterator[str]:
+def _panel(title: str, events: Sequence[TimedAction], stages: int, top: int, scale: float) -> Iterator[str]:
     yield f'<text x="{LEFT}" y="{top + TITLE - 12}" font-size="14">{escape(title)}</text>'
     chunks = [sorted({e.action.chunk for e in events if e.stage == stage}) for stage in range(stages)]
     for stage in range(stages):
@@ -62,7 +62,7 @@ def _panel(title: str, events: Sequence[Event], stages: int, top: int, scale: fl
         yield _box(event, top + TITLE + event.stage * LANE, scale, opacity=1 - 0.6 * paleness)
 
 
-def _box(event: Event, lane: int, scale: float, opacity: float) -> str:
+def _box(event: TimedAction, lane: int, scale: float, opacity: float) -> str:
     action = event.action
     x, width = LEFT + event.start * scale, (event.end - event.start) * scale
     computes = action.kind in COMPUTE

@@ -19,7 +19,7 @@ from itertools import islice
 from platform.plan.schedule.lowering import validate
 from platform.plan.schedule.table import Action, Kind, Rows, Schedule, ScheduleError
 
-PASSES = 200_000  # limit on a table's forward passes: making and checking more takes seconds
+MOST_PASSES = 200_000  # limit on a table's forward passes: making and checking more takes seconds
 
 Generator = Callable[[int, int, int], Rows]  # (stages, chunks per stage, microbatches) -> compute rows
 
@@ -137,7 +137,7 @@ def least_microbatches(kind: str, stages: int, chunks: int, microbatches: int) -
     return next((m for m in legal if m > microbatches), microbatches)
 
 
-def representative(kind: str, stages: int, chunks: int, microbatches: int) -> int:
+def representative_microbatches(kind: str, stages: int, chunks: int, microbatches: int) -> int:
     """Return a number of microbatches <= `microbatches` whose rows hold as much at once; `microbatches` itself if no
     smaller one is known. The shipped schedules repeat once every chunk has had its first backward pass with all its
     forward passes in flight."""
@@ -162,7 +162,7 @@ def legal_microbatches(kind: str, stages: int, chunks: int, microbatches: int) -
 
     if legal(microbatches):
         return None
-    tried = max(1, PASSES // (stages * chunks * microbatches))  # tables made in about the time of one of this size
+    tried = max(1, MOST_PASSES // (stages * chunks * microbatches))  # tables made in about the time of one of this size
     near = (microbatches + sign * distance for distance in range(1, 4 * stages * chunks) for sign in (-1, 1))
     found = (m for m in islice((m for m in near if m > 0), tried) if legal(m))
     return sorted(m for m, _ in zip(found, range(3), strict=False))

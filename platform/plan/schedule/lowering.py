@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from platform.plan.schedule.simulate import simulate
-from platform.plan.schedule.table import COMPUTE, SENDS, Action, Kind, Rows, Schedule, ScheduleError, needs, result
+from platform.plan.schedule.table import COMPUTE, Action, Kind, Schedule, ScheduleError
 
 Message = tuple[tuple[int, Action], tuple[int, Action]]  # (stage, send), (stage, receive)
 
@@ -49,60 +49,16 @@ def message(schedule: Schedule, action: Action) -> Message | None:
     target = chunk + 1 if forward else chunk - 1
     if action.kind is Kind.WEIGHT or not 0 <= target < schedule.total_chunks:
         return None
-    source, sink = schedule.stage_of(chunk), schedule.stage_of(target)
+    source, sink = schedule.placement[chunk], schedule.placement[target]
     send, receive = (Kind.SEND_F, Kind.RECV_F) if forward else (Kind.SEND_B, Kind.RECV_B)
     pair = (source, Action(send, m, chunk, sink)), (sink, Action(receive, m, target, source))
     return pair if source != sink else None
 
 
-def replay_blocking(rows: Rows) -> None:
-    """Replay lowered rows under the strictest rule: a send blocks until its receive is reached, and the reverse.
-
-    Raises ScheduleError with what every stuck stage waits for, or with an action that runs before its inputs are there.
-    """
-    total_chunks = 1 + max((a.chunk for row in rows for a in row), default=0)
-    at = [0] * len(rows)
-    here: list[set[tuple[str, int, int]]] = [set() for _ in rows]  # results on each stage
-    progress = True
-    while progress:
-        progress = False
-        for stage, row in enumerate(rows):
-            while at[stage] < len(row):
-                action = row[at[stage]]
-                if action.kind in COMPUTE:
-                    missing = [r for r in needs(action, total_chunks) if r not in here[stage]]
-                    if missing:
-                        names = " and ".join(f"{chunk}{kind}{m}" for kind, chunk, m in missing)
-                        raise ScheduleError(f"stage {stage}: {action} runs before {names} is there", rows)
-                    here[stage].add(result(action))
-                elif _meets(rows, at, stage, action):
-                    assert action.peer is not None
-                    here[action.peer].add(result(action))
-                    at[action.peer] += 1
-                else:
-                    break
-                at[stage] += 1
-                progress = True
-    heads = [(stage, row[i]) for stage, (row, i) in enumerate(zip(rows, at, strict=True)) if i < len(row)]
-    if heads:
-        stuck = "; ".join(f"stage {stage} waits at {action} for stage {action.peer}" for stage, action in heads)
-        raise ScheduleError(f"deadlock where sends block: {stuck}", rows)
-
-
-def _meets(rows: Rows, at: list[int], stage: int, send: Action) -> bool:
-    """Return True if `send` is a send whose peer has reached the receive for it; False for a receive, which waits for
-    its sender."""
-    if send.kind not in SENDS or send.peer is None or at[send.peer] == len(rows[send.peer]):
-        return False
-    forward = send.kind is Kind.SEND_F
-    kind, chunk = (Kind.RECV_F, send.chunk + 1) if forward else (Kind.RECV_B, send.chunk - 1)
-    return rows[send.peer][at[send.peer]] == Action(kind, send.microbatch, chunk, stage)
-
-
 def _violations(schedule: Schedule) -> Iterator[str]:
     if len(schedule.rows) != schedule.stages:
         yield f"{schedule.name}: {len(schedule.rows)} rows for {schedule.stages} stages"
-    homes: dict[int, int] = {}  # chunk -> stage
+    stages: dict[int, int] = {}  # chunk -> stage
     counts: Counter[tuple[Kind, int, int]] = Counter()
     place: dict[tuple[Kind, int, int], int] = {}  # action -> position in its row
     size = f"{schedule.total_chunks} chunks and {schedule.microbatches} microbatches"
@@ -111,8 +67,8 @@ def _violations(schedule: Schedule) -> Iterator[str]:
             known = 0 <= a.chunk < schedule.total_chunks and 0 <= a.microbatch < schedule.microbatches
             if a.kind not in COMPUTE or not known:
                 yield f"stage {stage}: {a} is no computation of {size}"
-            elif homes.setdefault(a.chunk, stage) != stage:
-                yield f"stage {stage}: {a}, but chunk {a.chunk} lives on stage {homes[a.chunk]}"
+            elif stages.setdefault(a.chunk, stage) != stage:
+                yield f"stage {stage}: {a}, but chunk {a.chunk} lives on stage {stages[a.chunk]}"
             counts[key := (a.kind, a.chunk, a.microbatch)] += 1
             place[key] = position
     yield from (f"{c}{kind}{m} occurs {n} times" for (kind, c, m), n in counts.items() if n > 1)

@@ -11,7 +11,7 @@ from platform.plan.schedule.table import Action, Kind, Schedule
 
 
 @dataclass(frozen=True)
-class Rows:
+class StageRows:
     """Lowered rows of one stage. `step`: a training step; `forward`: a forward pass of one microbatch, number 0, for
     evaluation and sampling."""
 
@@ -23,14 +23,14 @@ class Rows:
         return [[[str(a.kind), a.microbatch, a.chunk, a.peer] for a in row] for row in rows]
 
     @classmethod
-    def from_plain(cls, rows: Sequence[Sequence[Sequence[Any]]]) -> Rows:
+    def from_plain(cls, rows: Sequence[Sequence[Sequence[Any]]]) -> StageRows:
         step, forward = (tuple(Action(Kind(kind), *rest) for kind, *rest in row) for row in rows)
         return cls(step, forward)
 
 
-def rows(schedule: Schedule) -> list[Rows]:
+def stage_rows(schedule: Schedule) -> list[StageRows]:
     """Lower a schedule; return the rows by stage."""
     chunks = (schedule.chunks_of(stage) for stage in range(schedule.stages))
     passes = tuple(tuple(Action(Kind.FORWARD, 0, chunk) for chunk in of_stage) for of_stage in chunks)
     once = Schedule("forward", schedule.stages, schedule.chunks, 1, passes)
-    return [Rows(step, forward) for step, forward in zip(lower(schedule), lower(once), strict=True)]
+    return [StageRows(step, forward) for step, forward in zip(lower(schedule), lower(once), strict=True)]

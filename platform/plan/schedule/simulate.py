@@ -15,7 +15,7 @@ Times = Mapping[Kind, float] | Callable[[int, Action], float]  # seconds by kind
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class TimedAction:
     """Action with its start and end, planned or measured, in seconds from the start of the step."""
 
     stage: int
@@ -32,7 +32,7 @@ class Simulation:
     `peak_pending`: those whose input gradient is done but not the weight gradient, for which alone they hold memory.
     """
 
-    timeline: tuple[Event, ...]
+    timeline: tuple[TimedAction, ...]
     makespan: float  # seconds
     busy: tuple[float, ...]  # seconds that each stage computes
     peak_live: tuple[int, ...]
@@ -74,7 +74,7 @@ def simulate(schedule: Schedule, times: Times = NOMINAL, transfer: float = 0.0) 
                 duration = seconds(stage, action)
                 clock[stage] = end = start + duration
                 busy[stage] += duration
-                events.append(Event(stage, action, start, end))
+                events.append(TimedAction(stage, action, start, end))
                 done[result(action)] = end, stage
                 at[stage] += 1
                 progress = True

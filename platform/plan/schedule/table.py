@@ -5,7 +5,7 @@ A table has no communication: `platform.plan.schedule.lowering` adds it. See doc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -27,6 +27,8 @@ class Kind(StrEnum):
 COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
 SENDS = (Kind.SEND_F, Kind.SEND_B)
 RECEIVES = (Kind.RECV_F, Kind.RECV_B)
+BACKWARD_KINDS = (Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
+SENDS_IN_FLIGHT = 8  # sends of a stage whose buffers are kept: gloo reports one as done only when it is waited for
 PASS = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.INPUT: "B", Kind.WEIGHT: "W", Kind.SEND_F: "F", Kind.SEND_B: "B"}
 
 
@@ -82,22 +84,17 @@ class Schedule:
         stages = {action.chunk: stage for stage, row in enumerate(self.rows) for action in row}
         return tuple(stages[chunk] for chunk in range(self.total_chunks))
 
-    def stage_of(self, chunk: int) -> int:
-        return self.placement[chunk]
-
     def chunks_of(self, stage: int) -> tuple[int, ...]:
         """Return the chunks that live on a stage, ascending."""
         return tuple(chunk for chunk, owner in enumerate(self.placement) if owner == stage)
 
-    @property
-    def splits_backward(self) -> bool:
-        """Return True if any backward pass is split into input gradient and weight gradient."""
-        return any(action.kind is Kind.INPUT for row in self.rows for action in row)
 
-    def forward_only(self) -> Schedule:
-        """Return the same table without its backward passes: for evaluation."""
-        rows = tuple(tuple(a for a in row if a.kind is Kind.FORWARD) for row in self.rows)
-        return Schedule(self.name, self.stages, self.chunks, self.microbatches, rows)
+def with_completed(row: Sequence[Action]) -> Iterator[tuple[Action, int | None]]:
+    """Yield the actions of a row, each with the chunk whose parameter gradients it completes, None if it completes
+    none."""
+    last = {a.chunk: i for i, a in enumerate(row) if a.kind in (Kind.BACKWARD, Kind.WEIGHT)}
+    for i, action in enumerate(row):
+        yield action, action.chunk if last.get(action.chunk) == i else None
 
 
 def needs(action: Action, total_chunks: int) -> list[tuple[str, int, int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from platform.checkpoint.storage.catalogue import split
+from platform.checkpoint.storage.catalogue import split_url
 from platform.config.execution import RESUME
 from platform.config.fields import Config
 
@@ -21,4 +21,4 @@ def saves(config: Config) -> bool:
 
 def source(config: Config) -> tuple[str, str | None]:
     """Return the URL of the storage that the run resumes from, and the name of a checkpoint in it or None."""
-    return (home(config), None) if config.checkpoint.resume in RESUME else split(config.checkpoint.resume)
+    return (home(config), None) if config.checkpoint.resume in RESUME else split_url(config.checkpoint.resume)

@@ -14,7 +14,7 @@ import torch
 
 import platform as package
 from platform.checkpoint.storage.manifest import NAME
-from platform.checkpoint.storage.storage import connect
+from platform.checkpoint.storage.storage import open_storage
 from platform.config.fields import Config, ConfigError
 from platform.train.recovery import places
 
@@ -47,7 +47,7 @@ def proof(config: Config, run_dir: Path, probe: str) -> dict[str, Any]:
 def _read(url: str, path: str) -> str:
     """Return a hash of a file's content, or the reason why it cannot be read."""
     try:
-        return hashlib.sha256(connect(url).read(path)).hexdigest()[:12]
+        return hashlib.sha256(open_storage(url).read(path)).hexdigest()[:12]
     except (OSError, ConfigError) as error:
         return f"unreadable ({type(error).__name__})"
 

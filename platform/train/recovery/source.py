@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
-from platform.checkpoint.blocks.placement import Held
+from platform.checkpoint.blocks.placement import HeldTensor
 from platform.checkpoint.in_memory.copies import Copy, copies
-from platform.checkpoint.in_memory.recover import handed_over, keepers, suffice, surviving, whole
+from platform.checkpoint.in_memory.recover import handed_over, is_recoverable, keepers, lost_to, surviving
 from platform.config.fields import Config
 from platform.planning.make_plan import make_plan
 from platform.train.step.training_state import held_of
 
 
-def who_has(source: Mapping[str, Any]) -> list[Held]:
+def who_has(source: Mapping[str, Any]) -> list[HeldTensor]:
     """List the tensors of a state in memory, each with the new ranks that hold its blocks; equal on all ranks.
 
     `source` is plain data:
@@ -32,7 +32,7 @@ def who_has(source: Mapping[str, Any]) -> list[Held]:
     return surviving(survived, handed, {order.index(old): new for old, new in ranks.items()})
 
 
-def gathering(source: Mapping[str, Any]) -> tuple[list[Held], list[Copy]]:
+def gathering(source: Mapping[str, Any]) -> tuple[list[HeldTensor], list[Copy]]:
     """Return the blocks that the `gathered` members hold, by their index among these, and the parts that the members
     without a seat send to those with one."""
     order, seated = [old for old, _ in source["gathered"]], dict(source["ranks"])
@@ -61,8 +61,8 @@ def find_source(
         alive = [rank for rank, member in enumerate(old["seats"]) if member in members]
         state = _state(old)
         found = keepers(*state)
-        if not suffice(found, set(alive)):
-            missing = whole(*state, alive)
+        if not is_recoverable(found, set(alive)):
+            missing = lost_to(*state, alive)
             more = f" and {len(missing) - 1} more" if missing[1:] else ""
             reasons.append(f"step {step} of generation {generation}: not all is left of {missing[0]}{more}")
             continue
@@ -89,12 +89,12 @@ def _choose(found: Mapping[tuple[int, ...], Set[int]], alive: Sequence[int], siz
     or more if a greedy search finds no fewer."""
     chosen = set(alive)
     for rank in reversed(alive):
-        if len(chosen) > size and suffice(found, chosen - {rank}):
+        if len(chosen) > size and is_recoverable(found, chosen - {rank}):
             chosen.remove(rank)
     return sorted(chosen)
 
 
-def _state(formed: Mapping[str, Any]) -> tuple[list[Held], list[Copy]]:
+def _state(formed: Mapping[str, Any]) -> tuple[list[HeldTensor], list[Copy]]:
     """Return the tensors of a generation's state with their holders, and the copies kept in other failure domains."""
     config = Config.from_dict(formed["config"])
     plan = make_plan(config, stage_of=formed["stage_of"])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from platform.checkpoint.blocks.box import Box
-from platform.checkpoint.blocks.placement import Block, Held, Share
+from platform.checkpoint.blocks.placement import Block, HeldTensor, Share
 from platform.checkpoint.in_memory.snapshots import Snapshot
 from platform.parallel.communicator.base import Communicator
 from platform.parallel.sharding import gradients
@@ -21,7 +21,6 @@ from platform.train.step.faults import WORDS
 from platform.train.step.trainer import Trainer
 from platform.train.step.training_state import State
 
-PIECE = {"cpu": 1 << 16, "cuda": 1 << 24}  # elements per piece of a checksum
 ODD = 0x1E3779B97F4A7C15
 COMPUTE = "compute"  # kind of the compute copies, besides `model` and the optimizer's moments
 
@@ -31,7 +30,7 @@ def checksum(x: Tensor) -> Tensor:
     """Return an int64 checksum that any change of one element changes: words times odd numbers, summed modulo 2^64."""
     words = x.detach().contiguous().view(-1).view(WORDS[x.element_size()])
     total, at = torch.zeros((), dtype=torch.int64, device=x.device), 0
-    for piece in words.split(PIECE[x.device.type]):
+    for piece in words.split(gradients.ELEMENTS_AT_ONCE[x.device.type]):
         odd = torch.arange(at, at + len(piece), device=x.device).mul_(2).add_(1).mul_(ODD)
         total, at = total + odd.mul_(piece).sum(), at + len(piece)
     return total
@@ -114,7 +113,7 @@ def _restless(trainer: Trainer, names: Collection[str]) -> list[str]:
         return []
     fresh = {n: torch.empty_like(w, requires_grad=False) for n, w in weights.compute.items()}
     if trainer.stage.sharded:
-        gradients.gather(trainer.stage, trainer.communicator, weights.master, fresh)
+        gradients.gather_masters(trainer.stage, trainer.communicator, weights.master, fresh)
     else:
         for name, w in fresh.items():
             w.copy_(weights.master[name])
@@ -129,7 +128,7 @@ def _changed(state: State, before: Snapshot | None, names: Collection[str]) -> l
     return sorted({block.name for block in mine if before and not _same(block, held[block.name], before)})
 
 
-def _same(block: Block, held: Held, before: Snapshot) -> bool:
+def _same(block: Block, held: HeldTensor, before: Snapshot) -> bool:
     real = block.box.overlap(Box.whole(held.shape))
     if real is None:
         return True

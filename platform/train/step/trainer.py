@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from platform.config.fields import Config
-from platform.data import END_OF_TEXT
-from platform.model import build as build_model
-from platform.model.blocks import LOGITS, Flow
+from platform.data.tokenizer import END_OF_TEXT
+from platform.model import build_model as build_model
+from platform.model.blocks import LOGITS, Activations
 from platform.model.encoder import Encoder
 from platform.optimizer.learning_rate import learning_rate
 from platform.optimizer.optimizers import OPTIMIZERS
@@ -24,13 +24,13 @@ from platform.parallel.communicator.base import Communicator
 from platform.parallel.communicator.clock import Clock
 from platform.parallel.kernels import random
 from platform.parallel.kernels.einsum import Deferred
-from platform.parallel.parallel_ops import ParallelOps, Position
-from platform.parallel.pipeline import Forward, Pipeline, sum_tied
+from platform.parallel.parallel_ops import ParallelOps, PassPosition
+from platform.parallel.pipeline import Forward, PipelineExecutor, sum_tied
 from platform.parallel.sharding import gradients
-from platform.parallel.sharding.gradients import Reduction
+from platform.parallel.sharding.gradients import GradientReduction
 from platform.plan.core.chunks import Chunk
 from platform.plan.core.plan import Plan
-from platform.plan.schedule.rows import Rows
+from platform.plan.schedule.rows import StageRows
 from platform.train.step.faults import Fault, armed, flip
 from platform.train.step.inputs import Blocks, place
 from platform.train.step.weights import DTYPES, Weights
@@ -59,7 +59,7 @@ class Trainer:
     peak_live = 0
     _poison = 0.0  # added to this rank's part of the squared gradient norm, NaN under the fault `nan`
 
-    def __init__(self, config: Config, plan: Plan, communicator: Communicator, corpus: Corpus, rows: Rows):
+    def __init__(self, config: Config, plan: Plan, communicator: Communicator, corpus: Corpus, rows: StageRows):
         self.config, self.plan, self.communicator, self.corpus = config, plan, communicator, corpus
         self.rows, self.stage = rows, plan.at(communicator.coordinates["stage"])
         self._parts = {chunk.number: replace(self.stage, chunks=(chunk,)) for chunk in self.stage.chunks}
@@ -107,7 +107,7 @@ class Trainer:
             with clock.section("optimizer"):
                 lr = learning_rate(self.config.optimizer, step, self.config.train.steps)
                 self.weights.drop_gradients() if skipped else self._update(norm, lr)
-        seconds, spans = clock.read_spans()
+        seconds, spans = clock.read()
         report = {
             "step": step,
             "loss": loss,
@@ -137,15 +137,15 @@ class Trainer:
             total, square = self._sum_over_world(loss, squares + self._poison)
         return total / predicted, sqrt(square)
 
-    def _forward_backward(self, step: int) -> tuple[Tensor, int, list[Reduction]]:
+    def _forward_backward(self, step: int) -> tuple[Tensor, int, list[GradientReduction]]:
         """Accumulate this rank's gradient of the global mean loss. Returns its summed loss, the number of tokens over
         which the mean is taken, and the gradient reductions, which overlap the backward passes of other chunks."""
         first, end = (k * self.config.train.global_batch for k in (step - 1, step))
         predicted = self.corpus.predicted("train", first, end)
         total = torch.zeros((), dtype=torch.float64, device=self.communicator.device)
 
-        def forward(chunk: Chunk, m: int, flow: Flow, deferred: Deferred | None) -> Flow:
-            self.ops.position = Position(self.config.seed, step, m * self.plan.sizes["batch"])
+        def forward(chunk: Chunk, m: int, flow: Activations, deferred: Deferred | None) -> Activations:
+            self.ops.position = PassPosition(self.config.seed, step, m * self.plan.sizes["batch"])
             self.ops.deferred = deferred
             out = self._part(chunk, flow, "train", first + m * self.plan.sizes["batch"], end)
             if "loss" in out:
@@ -161,25 +161,27 @@ class Trainer:
             if done is not None:
                 complete = left.pop(done) - set().union(*left.values())
                 sums = {name: g for name, g in self.weights.sums.items() if name in complete}
-                reductions.append(Reduction(self.stage, self.communicator, sums))
+                reductions.append(GradientReduction(self.stage, self.communicator, sums))
 
         pipeline = self._pipeline(forward, accumulated)
         pipeline.run(self.rows.step)
         self.peak_live = pipeline.peak_live
         return total, predicted, reductions
 
-    def _pipeline(self, forward: Forward, accumulated: Callable[[int | None], None] = lambda done: None) -> Pipeline:
+    def _pipeline(
+        self, forward: Forward, accumulated: Callable[[int | None], None] = lambda done: None
+    ) -> PipelineExecutor:
         dtype = DTYPES[self.plan.precision][0]
-        return Pipeline(self.stage, self.communicator, dtype, forward, accumulated)
+        return PipelineExecutor(self.stage, self.communicator, dtype, forward, accumulated)
 
-    def _part(self, chunk: Chunk, flow: Flow, split: str, first: int, end: int) -> Flow:
+    def _part(self, chunk: Chunk, flow: Activations, split: str, first: int, end: int) -> Activations:
         """Run a model chunk on the microbatch (of all replicas together) that starts at sequence `first` of a global
         batch that ends before `end`."""
         with self.clock.section("data"):
             inputs = self.load(split, first, end, chunk)
         return self._run(chunk, flow, inputs)
 
-    def _run(self, chunk: Chunk, flow: Flow, inputs: Blocks) -> Flow:
+    def _run(self, chunk: Chunk, flow: Activations, inputs: Blocks) -> Activations:
         if chunk.units:
             return self.model.part(self.ops, inputs, flow, chunk.units)
         return {"loss": self.model.forward(self.ops, inputs)}
@@ -201,7 +203,7 @@ class Trainer:
 
     def _sum_over_world(self, loss: Tensor, squares: Tensor) -> tuple[float, float]:
         """Sum the loss over every token of the global batch, and another fp64 scalar over all ranks."""
-        mine = loss if gradients.owns(self.communicator, self.plan.loss_layout.axes) else torch.zeros_like(loss)
+        mine = loss if gradients.counts_here(self.communicator, self.plan.loss_layout.axes) else torch.zeros_like(loss)
         both = torch.stack((mine, squares))
         if world := self.plan.mesh.ordered(self.plan.mesh.axes):
             both = self.communicator.launch("all_reduce", both, world).wait()
@@ -222,10 +224,12 @@ class Trainer:
         total = torch.zeros((), dtype=torch.float64, device=self.communicator.device)
         together = self.plan.sizes["batch"]
         end = self.config.eval.batches * self.config.train.global_batch
-        self.ops.position = Position(training=False)
+        self.ops.position = PassPosition(training=False)
         for first in range(0, end, together):
 
-            def forward(chunk: Chunk, _: int, flow: Flow, deferred: Deferred | None, first: int = first) -> Flow:
+            def forward(
+                chunk: Chunk, _: int, flow: Activations, deferred: Deferred | None, first: int = first
+            ) -> Activations:
                 out = self._part(chunk, flow, "validation", first, end)
                 total.add_(out.get("loss", 0.0))
                 return out
@@ -242,7 +246,7 @@ class Trainer:
         answers = "source" in self.model.inputs
         ids = [END_OF_TEXT] if answers else given[: length - 1]
         source = self._row(given, self.config.model.source_length or length)
-        self.ops.position = Position(training=False)
+        self.ops.position = PassPosition(training=False)
         for i in range(count):
             window = ids[-length:]
             logits = self._logits({"source": source, "tokens": self._row(window, length)}, len(window) - 1)
@@ -258,7 +262,7 @@ class Trainer:
             self.plan.sizes["vocab"], dtype=DTYPES[self.plan.precision][0], device=self.communicator.device
         )
 
-        def forward(chunk: Chunk, _: int, flow: Flow, deferred: Deferred | None) -> Flow:
+        def forward(chunk: Chunk, _: int, flow: Activations, deferred: Deferred | None) -> Activations:
             same = lambda i, j: {k: v.expand(j - i, -1) for k, v in data.items()}  # noqa: E731
             inputs = place(self._parts[chunk.number], self.communicator, same, only=data)
             out = self._run(chunk, flow, inputs)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from platform.boundary import schema
-from platform.boundary.schema import Known, Malformed
-from platform.checkpoint.blocks.placement import Block, Held, Share, blocks, planned, shares
+from platform.boundary.schema import Malformed, OpenMap
+from platform.checkpoint.blocks.placement import Block, HeldTensor, Share, local_blocks, planned_tensors, shares
 from platform.checkpoint.in_memory.recover import recover
 from platform.checkpoint.in_memory.snapshots import Snapshot
 from platform.checkpoint.moves.reshard import restore
@@ -26,11 +26,11 @@ from platform.train.step.trainer import Trainer
 from platform.train.step.weights import DTYPES
 
 
-def held_of(config: Config, plan: Plan, device: torch.device | str = "cpu") -> list[Held]:
+def held_of(config: Config, plan: Plan, device: torch.device | str = "cpu") -> list[HeldTensor]:
     """List all tensors of a run's state, each with the ranks that keep its blocks."""
     dtype = DTYPES[plan.precision][1]
     moments, _ = state_of(config.optimizer, dtype, torch.device(device))
-    masters = planned(plan, "model", dtype)  # moments are laid out like them
+    masters = planned_tensors(plan, "model", dtype)  # moments are laid out like them
     return masters + [replace(h, name=kind + h.name.removeprefix("model")) for kind in moments for h in masters]
 
 
@@ -59,9 +59,9 @@ class State:
         for moment in self._moments:
             kinds[moment] = {n: self._of(w)[moment] for n, w in self._trainer.weights.owned.items()}
         here = self._communicator.coordinates
-        return [block for kind, tensors in kinds.items() for block in blocks(self._plan, kind, tensors, here)]
+        return [block for kind, tensors in kinds.items() for block in local_blocks(self._plan, kind, tensors, here)]
 
-    def values(self) -> dict[str, Any]:
+    def values(self) -> dict[str, float]:
         """Return the optimizer's numbers, plain data, equal for all parameters; {} on a rank without parameters."""
         return {name: float(self._of(w)[name]) for w in list(self._trainer.weights.owned.values())[:1]
                 for name in self._numbers}  # fmt: skip
@@ -73,7 +73,7 @@ class State:
         restore(storage, directory, manifest, self.held, self.blocks(), **self._world)
         self._trainer.weights.refresh()
 
-    def recover(self, survived: Sequence[Held], snapshot: Snapshot | None) -> None:
+    def recover(self, survived: Sequence[HeldTensor], snapshot: Snapshot | None) -> None:
         """Recover the state from the snapshots of survivors of any plan; all ranks call it together. `snapshot`: this
         rank's own, None if it has none; see `platform.checkpoint.in_memory.recover.recover`."""
         values = self._agreed(snapshot.values if snapshot else {})
@@ -86,7 +86,7 @@ class State:
         communicator = self._communicator
         return {"rank": communicator.rank, "world_size": self._plan.mesh.size, "exchange": communicator.exchange}
 
-    def _agreed(self, values: dict[str, Any]) -> dict[str, Any]:
+    def _agreed(self, values: dict[str, float]) -> dict[str, float]:
         """Share the optimizer's numbers, known to some ranks, with all; {} if none knows them."""
         mine = torch.frombuffer(bytearray(json.dumps(values).encode()), dtype=torch.uint8)
         received = self._communicator.exchange([mine] * self._plan.mesh.size)
@@ -94,7 +94,7 @@ class State:
         assert all(found == known[0] for found in known), "the optimizer's numbers are alike on all ranks"
         return known[0] if known else {}
 
-    def _prepare(self, values: Mapping[str, Any]) -> None:
+    def _prepare(self, values: Mapping[str, float]) -> None:
         """Prepare the optimizer's state: zero moments, to be filled, and its numbers from `values`."""
         for w in self._trainer.weights.owned.values():
             state = self._of(w)
@@ -116,7 +116,7 @@ def _numbers(manifest: Manifest, names: Iterable[str]) -> Mapping[str, float]:
     """Return the optimizer's numbers in a checkpoint, whose values are not trusted. Raises Refused if one of `names`
     is missing or is not a number."""
     try:
-        kind = Annotated[dict[str, float], Known((), tuple(names))]
+        kind = Annotated[dict[str, float], OpenMap((), tuple(names))]
         found: dict[str, float] = schema.read(kind, manifest.meta.values.get("optimizer"))
         return found
     except Malformed as error:

@@ -39,7 +39,7 @@ class Weights:
             block = torch.empty(shape, dtype=self._high, device=communicator.device)
             if not absent(block):
                 initialise(plan, communicator, p, seed, block)
-            master = shards.own(plan, communicator, block) if plan.sharded else block
+            master = shards.own_part(communicator, block, plan.sharded) if plan.sharded else block
             stored = master if plan.storage else block
             self.master[p.name] = master.requires_grad_()
             same = stored is master and low == self._high
@@ -88,7 +88,7 @@ class Weights:
         """Update the compute copies from the master copies and drop the gradients."""
         self.drop_gradients()
         if self._plan.sharded and not self._plan.storage:
-            gradients.gather(self._plan, self._communicator, self.master, self.compute)
+            gradients.gather_masters(self._plan, self._communicator, self.master, self.compute)
             return
         for name, w in self.compute.items():
             if w is not self.master[name]:

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from platform.checkpoint.blocks.placement import Block
 from platform.checkpoint.in_memory.copies import copies
-from platform.checkpoint.in_memory.recover import recover, surviving, whole
-from platform.checkpoint.in_memory.snapshots import Memory, Snapshot
-from platform.parallel.communicator.base import Alone
+from platform.checkpoint.in_memory.recover import lost_to, recover, surviving
+from platform.checkpoint.in_memory.snapshots import RankSnapshots, Snapshot
+from platform.parallel.communicator.base import SingleRank
 from platform.plan.language.mesh import Mesh
 from tests.checkpoint.in_memory.test_peers import SHAPES
 from tests.harness.storage_job import Job, values
@@ -25,20 +25,20 @@ DOMAINS = st.lists(st.integers(0, 3), min_size=1, max_size=6)
 def small_pieces(monkeypatch):
     """Small tensors are cut as large ones are."""
     for name in ("blocks.placement", "in_memory.recover"):
-        monkeypatch.setattr(f"platform.checkpoint.{name}.PIECE", 64)
-    monkeypatch.setattr("platform.checkpoint.blocks.placement.GRANULE", 16)
+        monkeypatch.setattr(f"platform.checkpoint.{name}.LARGEST_BLOCK", 64)
+    monkeypatch.setattr("platform.checkpoint.blocks.placement.LARGEST_ROW", 16)
 
 
 def on_all(world_size: int, work) -> list:
     mesh = Mesh.of({"data": world_size})
-    return [work(Alone(mesh))] if world_size == 1 else run_threads(mesh, work)
+    return [work(SingleRank(mesh))] if world_size == 1 else run_threads(mesh, work)
 
 
-def hold(jobs: list[Job], domains: list[int]) -> list[Memory]:
+def hold(jobs: list[Job], domains: list[int]) -> list[RankSnapshots]:
     """Job k is the state at step k."""
 
-    def work(communicator) -> Memory:
-        memory = Memory(jobs[0].state, domains, communicator.rank)
+    def work(communicator) -> RankSnapshots:
+        memory = RankSnapshots(jobs[0].state, domains, communicator.rank)
         for step, job in enumerate(jobs):
             blocks = job.blocks(communicator.rank)
             memory.hold(step, blocks, {"step": step}, communicator.transfer)
@@ -72,7 +72,7 @@ def test_any_tiling_to_any_other_after_the_loss_of_a_domain(seed, domains, new, 
     gone = draw.choice(homes) if old > 1 else None
     alive = [rank for rank in range(old) if homes[rank] != gone][:new]
     kept = copies(before.state, domains)
-    if whole(before.state, kept, alive):
+    if lost_to(before.state, kept, alive):
         assert len([rank for rank in range(old) if homes[rank] != gone]) > new  # fewer seats than survivors
         return
     seats = dict(zip(alive, draw.permutation(new).tolist(), strict=False))
@@ -105,7 +105,7 @@ def test_what_fails_while_it_is_held_leaves_the_step_before():
         assert memory.steps == [1]
     jobs[1].check(pass_to(jobs[1], jobs[1].state, {0: memory.at(1)}, 1 << 20))
     memory.keep_only(1)
-    memory.hold(2, jobs[2].blocks(0), {}, Alone(Mesh.of({"data": 1})).transfer)
+    memory.hold(2, jobs[2].blocks(0), {}, SingleRank(Mesh.of({"data": 1})).transfer)
     assert memory.steps == [1, 2]
 
 
@@ -152,6 +152,6 @@ def test_negative_control_without_the_copies_nothing_can_be_recovered():
     own = {seats[rank]: memory.at(0) for rank, memory in enumerate(hold([job], [0, 1, 2, 3])) if rank in seats}
     after = Job.whole(tensors, 3)
     after.check(pass_to(after, surviving(job.state, kept, seats), own, 1 << 20))
-    assert whole(job.state, [], [0, 2, 3])
+    assert lost_to(job.state, [], [0, 2, 3])
     with pytest.raises(AssertionError):
         after.check(pass_to(after, surviving(job.state, [], seats), own, 1 << 20))

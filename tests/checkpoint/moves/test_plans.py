@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from platform.checkpoint.blocks.placement import blocks, planned, shares
-from platform.checkpoint.storage.catalogue import load
+from platform.checkpoint.blocks.placement import local_blocks, planned_tensors, shares
+from platform.checkpoint.storage.catalogue import load_manifest
 from platform.checkpoint.storage.manifest import Manifest
-from platform.checkpoint.storage.storage import Storage, connect
+from platform.checkpoint.storage.storage import Storage, open_storage
 from platform.config.fields import Config
 from platform.plan.core.plan import Plan
 from platform.planning.make_plan import make_plan
@@ -72,11 +72,11 @@ def job(model: str, name: str) -> Job:
     holds: dict[str, list] = {}
     for rank, kind in product(range(p.mesh.size), KINDS):
         shapes = {q.name: torch.empty(p.master_shape(q), device="meta") for q in p.parameters}
-        for block in blocks(p, kind, shapes, p.mesh.coordinates(rank)):
+        for block in local_blocks(p, kind, shapes, p.mesh.coordinates(rank)):
             assert block.tensor.shape == block.box.extent
             holds.setdefault(block.name, []).append((rank, block.box))
     made = Job(tensors(model), holds, p.mesh.size)
-    assert made.state == [held for kind, dtype in KINDS.items() for held in planned(p, kind, dtype)]
+    assert made.state == [held for kind, dtype in KINDS.items() for held in planned_tensors(p, kind, dtype)]
     return made
 
 
@@ -86,9 +86,9 @@ def saved(tmp_path_factory):
 
     @cache
     def of(model: str, name: str) -> tuple[Storage, str, Manifest]:
-        storage = Counting(connect(str(tmp_path_factory.mktemp("saved"))))
+        storage = Counting(open_storage(str(tmp_path_factory.mktemp("saved"))))
         directory = job(model, name).save(storage)
-        return storage, directory, load(storage, directory)
+        return storage, directory, load_manifest(storage, directory)
 
     return of
 
@@ -119,7 +119,7 @@ def test_a_plan_restores_what_another_saved(saved, record_count, model):
 @pytest.mark.parametrize("name", PLANS)
 def test_a_worker_writes_its_part_of_what_it_shares(monkeypatch, model, name):
     """1/n of the bytes that it and n - 1 others have alike, but for a row; so 1/n of all where all are replicas."""
-    monkeypatch.setattr("platform.checkpoint.blocks.placement.GRANULE", 64)
+    monkeypatch.setattr("platform.checkpoint.blocks.placement.LARGEST_ROW", 64)
     state, size = job(model, name).state, plan(model, name).mesh.size
     common: Counter[tuple[int, ...]] = Counter()
     for held in state:

@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from platform.checkpoint.blocks.box import Box, gaps, stretch
-from platform.checkpoint.blocks.placement import Block, Held, shares
+from platform.checkpoint.blocks.placement import Block, HeldTensor, shares
 from platform.checkpoint.moves.reshard import read_tensor, restore
-from platform.checkpoint.storage.catalogue import find, load
+from platform.checkpoint.storage.catalogue import find, load_manifest
 from platform.checkpoint.storage.image import Image
 from platform.checkpoint.storage.manifest import Corrupt, Refused, check_against
-from platform.checkpoint.storage.storage import connect
+from platform.checkpoint.storage.storage import open_storage
 from platform.plan.language.layout import Layout, block
 from platform.plan.language.mesh import Mesh
 from tests.harness.storage_job import Counting, Job, values
@@ -24,8 +24,8 @@ SHAPES = {"a": (13, 6), "b": (5, 4, 7), "c": (31,), "d": (), "e": (3, 17), "f": 
 def small_pieces(monkeypatch):
     """Small tensors are cut as large ones are."""
     for name in ("blocks.placement", "storage.read", "moves.reshard"):
-        monkeypatch.setattr(f"platform.checkpoint.{name}.PIECE", 64)
-    monkeypatch.setattr("platform.checkpoint.blocks.placement.GRANULE", 16)
+        monkeypatch.setattr(f"platform.checkpoint.{name}.LARGEST_BLOCK", 64)
+    monkeypatch.setattr("platform.checkpoint.blocks.placement.LARGEST_ROW", 16)
 
 
 @settings(max_examples=40, deadline=None)
@@ -33,7 +33,7 @@ def small_pieces(monkeypatch):
 def test_any_tiling_to_any_other(tmp_path_factory, seed, writers, readers, budget):
     draw = np.random.default_rng(seed)
     tensors = values(SHAPES, seed % 1000)
-    storage = Counting(connect(str(tmp_path_factory.mktemp("storage"))))
+    storage = Counting(open_storage(str(tmp_path_factory.mktemp("storage"))))
     directory = Job.random(tensors, writers, draw).save(storage)
     found = find(storage)
     assert found.directory == directory and not found.refused
@@ -47,10 +47,10 @@ def test_any_tiling_to_any_other(tmp_path_factory, seed, writers, readers, budge
 @pytest.mark.parametrize("world_size", [1, 3, 4])
 def test_replicas_share_the_writing_and_the_reading(tmp_path, world_size):
     tensors = values({f"w{i}": (40, 8) for i in range(12)})
-    storage = Counting(connect(str(tmp_path)))
+    storage = Counting(open_storage(str(tmp_path)))
     job = Job.whole(tensors, world_size)
     directory = job.save(storage)
-    manifest = load(storage, directory)
+    manifest = load_manifest(storage, directory)
     equal = manifest.nbytes / world_size
     assert all(abs(size - equal) <= 64 + 16 for size in manifest.files.values())
     job.check(job.restore(storage, directory, manifest))
@@ -60,32 +60,32 @@ def test_replicas_share_the_writing_and_the_reading(tmp_path, world_size):
 def test_a_strided_block_of_many_readers_costs_no_extra_byte(tmp_path):
     """Stored by rows, wanted by columns: every reader's part is strided in the files."""
     tensors = values({"w": (64, 64)})
-    storage = Counting(connect(str(tmp_path)))
+    storage = Counting(open_storage(str(tmp_path)))
     rows = Job(tensors, {"w": [(r, Box((16 * r, 0), (16, 64))) for r in range(4)]}, 4)
     columns = Job(tensors, {"w": [(r, Box((0, 16 * r), (64, 16))) for r in range(4)]}, 4)
     directory = rows.save(storage)
-    columns.check(columns.restore(storage, directory, load(storage, directory)))
+    columns.check(columns.restore(storage, directory, load_manifest(storage, directory)))
     assert storage.read_bytes == 64 * 64 * 8
 
 
-def test_one_process_reads_a_block_and_little_else(tmp_path):
+def test_one_process_reads_a_tensor_and_nothing_else(tmp_path):
     tensors = values({"w": (512, 8), "x": (100,)})
-    storage = Counting(connect(str(tmp_path)))
+    storage = Counting(open_storage(str(tmp_path)))
     directory = Job.whole(tensors).save(storage)
-    manifest = load(storage, directory)
-    got = read_tensor(storage, directory, manifest, "w", Box((100, 0), (200, 8)))
-    assert torch.equal(got, tensors["w"][100:300])
-    assert storage.read_bytes <= 1.1 * got.numel() * got.element_size()
+    manifest = load_manifest(storage, directory)
+    got = read_tensor(storage, directory, manifest, "w")
+    assert torch.equal(got, tensors["w"])
+    assert storage.read_bytes == got.numel() * got.element_size()
     assert torch.equal(read_tensor(storage, directory, manifest, "x"), tensors["x"])
 
 
 def test_precision_may_change(tmp_path):
     tensors = {"w": torch.randn(7, 5, dtype=torch.float32)}
-    storage = connect(str(tmp_path))
+    storage = open_storage(str(tmp_path))
     job = Job.whole(tensors)
     directory = job.save(storage)
     for dtype in (torch.float64, torch.bfloat16):
-        job.check(job.restore(storage, directory, load(storage, directory), dtype=dtype))
+        job.check(job.restore(storage, directory, load_manifest(storage, directory), dtype=dtype))
 
 
 def test_the_plan_s_blocks_with_a_padded_vocab(tmp_path):
@@ -101,9 +101,9 @@ def test_the_plan_s_blocks_with_a_padded_vocab(tmp_path):
         ]
         return Job(table, {"embedding": found}, mesh.size)
 
-    storage = connect(str(tmp_path))
+    storage = open_storage(str(tmp_path))
     directory = job({"data": 2, "t": 4, "c": 1}).save(storage)
-    manifest = load(storage, directory)
+    manifest = load_manifest(storage, directory)
     assert manifest.nbytes == 61 * 12 * 4
     other = job({"t": 3, "c": 2})
     restored = other.restore(storage, directory, manifest)
@@ -112,24 +112,36 @@ def test_the_plan_s_blocks_with_a_padded_vocab(tmp_path):
 
 
 def test_what_the_checkpoint_does_not_have_is_named(tmp_path):
-    storage = connect(str(tmp_path))
+    storage = open_storage(str(tmp_path))
     directory = Job.whole(values({"a": (4, 2), "b": (3,)})).save(storage)
-    manifest = load(storage, directory)
+    manifest = load_manifest(storage, directory)
     with pytest.raises(Refused, match=r"^has no z, and 1 more$"):
         check_against(manifest, {"z": (1,), "a": (4, 3)})
     out = Block("a", Box.whole((4, 3)), torch.zeros(4, 3))
     with pytest.raises(Refused, match=r"^a is \[4, 2\] there, \[4, 3\] here$"):
-        restore(storage, directory, manifest, [Held.of("a", torch.float64, (4, 3), [(0, out.box)])], [out])
+        restore(storage, directory, manifest, [HeldTensor.of("a", torch.float64, (4, 3), [(0, out.box)])], [out])
 
 
 def test_damage_that_one_rank_sees_stops_all(tmp_path):
     job = Job.whole(values({"a": (64, 8)}), 3)
-    storage = connect(str(tmp_path))
+    storage = open_storage(str(tmp_path))
     directory = job.save(storage)
-    manifest = load(storage, directory)
+    manifest = load_manifest(storage, directory)
     file = tmp_path / directory / "blocks-00001.bin"
     file.write_bytes(file.read_bytes()[:-1] + b"\xff")
     with pytest.raises(Corrupt, match=r"^blocks-00001.bin: bytes \d+ to \d+ \(a \[.*\]\) are not what was written$"):
+        job.restore(storage, directory, manifest)
+
+
+def test_a_checkpoint_that_is_deleted_under_one_rank_stops_all(tmp_path):
+    """No rank leaves its peers waiting for what it was to pass on."""
+    job = Job.whole(values({"a": (64, 8)}), 3)
+    storage = open_storage(str(tmp_path))
+    directory = job.save(storage)
+    manifest = load_manifest(storage, directory)
+    for file in ("manifest.json", "blocks-00001.bin"):
+        (tmp_path / directory / file).unlink()
+    with pytest.raises(Refused, match="it was deleted while it was read"):
         job.restore(storage, directory, manifest)
 
 
@@ -155,8 +167,8 @@ def test_gaps_are_named():
 
 
 def test_a_live_tensor_may_change_once_it_is_copied(tmp_path):
-    storage = connect(str(tmp_path))
-    held = Held.of("w", torch.float32, (8,), [(0, Box.whole((8,)))])
+    storage = open_storage(str(tmp_path))
+    held = HeldTensor.of("w", torch.float32, (8,), [(0, Box.whole((8,)))])
     live = torch.arange(8.0, requires_grad=True)
     image = Image(0, shares([held], 0))
     image.fill([Block("w", Box.whole((8,)), live)])

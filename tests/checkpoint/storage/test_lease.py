@@ -7,13 +7,13 @@ import pytest
 from platform.checkpoint.storage.catalogue import attempts, find
 from platform.checkpoint.storage.lease import Lease, Superseded
 from platform.checkpoint.storage.saver import Saver
-from platform.checkpoint.storage.storage import Local, connect
+from platform.checkpoint.storage.storage import Local, open_storage
 from tests.harness.storage_job import Job, meta, values
 
 
 @pytest.fixture(params=["local", "memory"])
 def storage(request, tmp_path):
-    return Local(tmp_path) if request.param == "local" else connect(f"memory://{tmp_path}")
+    return Local(tmp_path) if request.param == "local" else open_storage(f"memory://{tmp_path}")
 
 
 def test_the_newest_driver_holds_it(storage):

@@ -6,11 +6,11 @@ import threading
 import pytest
 
 from platform.checkpoint.storage import catalogue, manifest
-from platform.checkpoint.storage.catalogue import find, load, verify
+from platform.checkpoint.storage.catalogue import find, load_manifest, verify
 from platform.checkpoint.storage.lease import Lease
 from platform.checkpoint.storage.manifest import Refused
 from platform.checkpoint.storage.saver import Saver
-from platform.checkpoint.storage.storage import Remote, connect
+from platform.checkpoint.storage.storage import Remote, open_storage
 from tests.harness.storage_job import Job, meta, values
 
 SHAPES = {"a": (6, 4), "b": (5,)}
@@ -24,7 +24,7 @@ def save(storage, step: int) -> str:
 @pytest.fixture
 def storage(tmp_path):
     """With checkpoints of steps 1 and 2."""
-    made = connect(str(tmp_path / "checkpoints"))
+    made = open_storage(str(tmp_path / "checkpoints"))
     save(made, 1), save(made, 2)
     return made
 
@@ -100,8 +100,8 @@ def test_a_broken_file_of_a_checkpoint_is_a_doubt(storage):
 def test_a_storage_that_is_a_link_to_nothing_is_not_an_empty_one(tmp_path):
     dangling(tmp_path / "checkpoints")
     with pytest.raises(OSError):
-        find(connect(str(tmp_path / "checkpoints")))
-    assert connect(str(tmp_path / "none")).list("") == {}
+        find(open_storage(str(tmp_path / "checkpoints")))
+    assert open_storage(str(tmp_path / "none")).list("") == {}
 
 
 def test_entries_that_come_and_go(storage):
@@ -214,12 +214,12 @@ def test_a_note_in_a_quarantined_checkpoint_is_one_short_line(storage):
     newest = storage.root / find(storage).directory
     (newest / catalogue.BAD).write_bytes(b"\xff\x1b[2J\n" * 100_000)
     with pytest.raises(Refused, match="quarantined: ") as caught:
-        load(storage, newest.name)
+        load_manifest(storage, newest.name)
     assert str(caught.value).isprintable() and len(str(caught.value)) < 600
 
 
 def test_a_remote_listing_with_an_entry_that_tells_nothing(monkeypatch, tmp_path):
-    storage = connect(f"memory://{tmp_path.name}")
+    storage = open_storage(f"memory://{tmp_path.name}")
     assert isinstance(storage, Remote)
     newest = save(storage, 1)
     listed = type(storage._system).ls

@@ -13,10 +13,10 @@ from aiobotocore.client import AioBaseClient
 
 from platform.checkpoint.storage import catalogue
 from platform.checkpoint.storage import manifest as manifests
-from platform.checkpoint.storage.catalogue import find, load, verify
+from platform.checkpoint.storage.catalogue import find, load_manifest, verify
 from platform.checkpoint.storage.manifest import Refused
 from platform.checkpoint.storage.saver import Saver
-from platform.checkpoint.storage.storage import connect
+from platform.checkpoint.storage.storage import open_storage
 from tests.harness.storage_job import Job, meta, values
 
 SHAPES = {"a": (6, 4), "b": (5,), "c": ()}
@@ -78,7 +78,7 @@ ANSWER = pytest.mark.parametrize(
 
 @ANSWER
 def test_a_connection_that_goes_at_every_request_of_a_save(s3, answer):
-    storage, step, at, fired = connect(s3), 1, 0, True
+    storage, step, at, fired = open_storage(s3), 1, 0, True
     save(storage, 1)
     while fired:
         with pytest.MonkeyPatch.context() as patch:
@@ -99,7 +99,7 @@ def test_a_connection_that_goes_at_every_request_of_a_save(s3, answer):
 @pytest.mark.full
 @ANSWER
 def test_a_save_is_tried_again_whatever_is_lost(s3, answer):
-    storage, step, at, fired = connect(s3), 1, 0, True
+    storage, step, at, fired = open_storage(s3), 1, 0, True
     save(storage, 1)
     saver = Saver(storage, last=1, pause=0)
     while fired:
@@ -119,7 +119,7 @@ def test_a_save_is_tried_again_whatever_is_lost(s3, answer):
 @pytest.mark.parametrize("gone", [True, False])
 @ANSWER
 def test_a_failure_at_every_request_of_pruning(s3, answer, gone):
-    storage, step, at, fired = connect(s3), 1, 0, True
+    storage, step, at, fired = open_storage(s3), 1, 0, True
     small(1).save(storage, 1)
     while fired:
         step += 2
@@ -132,7 +132,7 @@ def test_a_failure_at_every_request_of_pruning(s3, answer, gone):
         assert newest(storage, small) == step and not find(storage).refused
         for directory in storage.list(""):
             with suppress(Refused):
-                assert not load(storage, directory).faults()
+                assert not load_manifest(storage, directory).faults()
         catalogue.prune(storage, last=1)
         assert [name[:13] for name in storage.list("")] == [f"step-{step:08d}"]
         at, fired = at + 1, wire.fired
@@ -158,7 +158,7 @@ QUICK = ("missing",)
 
 @pytest.mark.parametrize("damage", [pytest.param(d, marks=[pytest.mark.full] * (d not in QUICK)) for d in DAMAGE])
 def test_damage_to_any_object_is_found(s3, damage):
-    storage = connect(s3)
+    storage = open_storage(s3)
     save(storage, 1)
     for number in range(3):
         directory = save(storage, 2)
@@ -173,14 +173,14 @@ def test_damage_to_any_object_is_found(s3, damage):
 
 
 def test_stale_attempts_and_two_writers(s3):
-    storage = connect(s3)
+    storage = open_storage(s3)
     save(storage, 1)
     stale = catalogue.begin(storage, 1)
     job(1).write(storage, stale)
     assert newest(storage) == 1 and find(storage).refused[0][0] == stale
 
     def write(steps):
-        own = connect(s3)
+        own = open_storage(s3)
         for step in steps:
             with suppress(Refused, OSError):
                 save(own, step)

@@ -5,10 +5,10 @@ import sys
 
 import pytest
 
-from platform.boundary.redaction import bare
+from platform.boundary.redaction import bare_url
 from platform.checkpoint.storage import catalogue
-from platform.checkpoint.storage.catalogue import find, load
-from platform.checkpoint.storage.storage import connect
+from platform.checkpoint.storage.catalogue import find, load_manifest
+from platform.checkpoint.storage.storage import open_storage
 from platform.config.fields import ConfigError
 from tests.harness.storage_job import Counting, Job, values
 
@@ -18,7 +18,7 @@ def chunks(*parts: bytes):
 
 
 def test_files(url):
-    storage = connect(url)
+    storage = open_storage(url)
     assert storage.list("") == storage.list("step") == {}
     storage.write("step/a.bin", chunks(b"0123", b"", b"456789"))
     storage.write("step/b", chunks(b""))
@@ -34,9 +34,9 @@ def test_files(url):
             storage.read(gone)
         storage.delete(gone)
     storage.delete("step/a.bin")
-    assert connect(url).list("step") == {"b": 0}
+    assert open_storage(url).list("step") == {"b": 0}
     storage.delete("step")
-    assert connect(url).list("") == {"top": 2}
+    assert open_storage(url).list("") == {"top": 2}
 
 
 def test_a_write_that_fails_midway_leaves_nothing(url):
@@ -44,7 +44,7 @@ def test_a_write_that_fails_midway_leaves_nothing(url):
         yield memoryview(b"half")
         raise KeyError("the worker")
 
-    storage = connect(url)
+    storage = open_storage(url)
     with pytest.raises((KeyError, OSError), match="the worker"):
         storage.write("step/a.bin", failing())
     assert storage.list("step") == {}
@@ -52,7 +52,7 @@ def test_a_write_that_fails_midway_leaves_nothing(url):
 
 def test_a_checkpoint_lives_there(url):
     """Save, damage, fall back, restore under another plan, prune."""
-    storage = Counting(connect(url))
+    storage = Counting(open_storage(url))
     old, new = (Job.whole(values({"a": (300, 20), "b": (7,)}, step), 2) for step in (1, 2))
     first, second = old.save(storage, 1), new.save(storage, 2)
     found = find(storage)
@@ -68,12 +68,12 @@ def test_a_checkpoint_lives_there(url):
     assert found.directory == first and "not what was written" in found.refused[0][1]
     third = old.save(storage, 3)
     assert catalogue.prune(storage, last=1) == [first]
-    assert connect(url).list("").keys() == {second, third} and load(storage, third)
+    assert open_storage(url).list("").keys() == {second, third} and load_manifest(storage, third)
 
 
 def test_several_parts_make_one_file(url):
     """More than one part of a multipart upload, which S3 wants to be 5 MiB at least."""
-    storage = connect(url)
+    storage = open_storage(url)
     part = bytes(range(256)) * (3 << 12)
     storage.write("big", chunks(*[part] * 20))
     assert (
@@ -85,7 +85,7 @@ def test_a_storage_that_cannot_be_had_is_refused_by_name(monkeypatch):
     with pytest.raises(
         ConfigError, match=r"^checkpoint.url=nowhere://b/c: cannot be used: .*nowhere.*; nearest legal: a path$"
     ):
-        connect("nowhere://user:secret@b/c")
+        open_storage("nowhere://user:secret@b/c")
     fsspec_registry = importlib.import_module("fsspec.registry")  # a name in fsspec hides it
     monkeypatch.delitem(fsspec_registry._registry, "s3", raising=False)
     monkeypatch.setitem(sys.modules, "s3fs", None)
@@ -93,12 +93,12 @@ def test_a_storage_that_cannot_be_had_is_refused_by_name(monkeypatch):
         r"cannot be used: Install s3fs to access S3 \(pip install 'elastic-platform\[s3\]'\); nearest legal: a path$"
     )
     with pytest.raises(ConfigError, match=missing):
-        connect("s3://bucket/run")
-    assert bare("ftp://user:secret@host/path") == "ftp://host/path"
-    assert connect("memory://user:secret@b/c").url == "memory://b/c"
+        open_storage("s3://bucket/run")
+    assert bare_url("ftp://user:secret@host/path") == "ftp://host/path"
+    assert open_storage("memory://user:secret@b/c").url == "memory://b/c"
 
 
 def test_a_bucket_that_does_not_exist(s3):
-    storage = connect("s3://nobody-has-this/run")
+    storage = open_storage("s3://nobody-has-this/run")
     with pytest.raises(OSError):
         storage.write("a", chunks(b"x"))

@@ -12,9 +12,9 @@ import pytest
 
 from platform.checkpoint.__main__ import main
 from platform.checkpoint.storage import manifest as manifests
-from platform.checkpoint.storage.catalogue import find, load, verify
+from platform.checkpoint.storage.catalogue import find, load_manifest, verify
 from platform.checkpoint.storage.manifest import Corrupt, Manifest, Refused
-from platform.checkpoint.storage.storage import connect
+from platform.checkpoint.storage.storage import open_storage
 from tests.harness.storage_job import Job, meta, values
 
 SHAPES = {"a": (6, 4), "b": (5,), "c": ()}
@@ -24,7 +24,7 @@ SHA = "0" * 64
 @pytest.fixture
 def saved(tmp_path):
     """A storage with one checkpoint, of step 2."""
-    storage = connect(str(tmp_path / "checkpoints"))
+    storage = open_storage(str(tmp_path / "checkpoints"))
     Job.whole(values(SHAPES, 2), 2).save(storage, 2)
     return storage
 
@@ -223,7 +223,7 @@ def test_a_manifest_that_is_larger_than_any_is_not_read(saved):
     os.truncate(saved.root / directory / manifests.NAME, 1 << 40)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(Corrupt):
-        load(saved, directory)
+        load_manifest(saved, directory)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < peak + (1 << 19)  # KiB
 
 
@@ -293,7 +293,7 @@ def test_a_safetensors_file_of_nonsense_is_refused(tmp_path, capsys, what):
     assert main(["import", str(source), str(target)]) == 1
     (said,) = capsys.readouterr().err.splitlines()
     assert said.isprintable() and len(said) < 500
-    assert find(connect(str(target))).manifest is None
+    assert find(open_storage(str(target))).manifest is None
 
 
 @pytest.mark.parametrize("what", ["missing", "a directory", "a pipe", "short", "a long header"])

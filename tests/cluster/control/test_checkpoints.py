@@ -6,14 +6,14 @@ import pytest
 
 from platform.checkpoint.storage.catalogue import begin, commit
 from platform.checkpoint.storage.manifest import Meta
-from platform.checkpoint.storage.storage import connect
+from platform.checkpoint.storage.storage import open_storage
 from platform.cluster.control.saving.cadence import Cadence
 from platform.cluster.control.saving.checkpoints import Checkpoints
 from platform.cluster.crew.base.failures import Failure, Member, WorkerFailed
 from platform.cluster.run.origin import origin
 from platform.config.fields import ConfigError
 from platform.config.identity import identity
-from platform.monitor import Journal
+from platform.monitor import Journal, JsonLines
 from tests.doubles.fake_plan import fake_plan
 
 
@@ -49,7 +49,7 @@ def checkpoints(config, said, monkeypatch, tmp_path):
 
 
 def events(tmp_path):
-    return [event["event"] for event in Journal.read(tmp_path / "journal.jsonl")]
+    return [event["event"] for event in JsonLines.read(tmp_path / "journal.jsonl")]
 
 
 def save(checkpoints, step, *written):
@@ -108,7 +108,7 @@ def test_when_one_is_due(checkpoints, config, every, stop_at, step, last, stoppi
 
 def stored(config, **changes):
     """A checkpoint without tensors in the run's storage."""
-    storage = connect(str(Path(config.run.dir, "checkpoints")))
+    storage = open_storage(str(Path(config.run.dir, "checkpoints")))
     meta = {"step": 2, "samples": 8, "seed": 0, "corpus": "c", "identity": identity(config), "configuration": ""}
     commit(storage, begin(storage, 2), {}, [], Meta(**meta | {"plan": {}} | changes))
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from platform.cluster import driver
 from platform.cluster.wire.channel import encode
 from platform.launch import compose
-from platform.monitor import Journal, MetricsLog
+from platform.monitor import JsonLines, MetricsLog
 from platform.planning.make_plan import make_plan
 from tests.doubles.simulated_crew import SimulatedCrew
 from tests.doubles.simulated_worker import LATE_STEP, report
@@ -62,7 +62,7 @@ def test_a_step_of_many_is_one_report_and_a_lost_node_costs_no_step(tmp_path, mo
             exact += 1
     assert exact >= 2
 
-    events = Journal.read(Path(config.run.dir, "journal.jsonl"))
+    events = JsonLines.read(Path(config.run.dir, "journal.jsonl"))
     [restored] = [event for event in events if event["event"] == "restored"]
     assert (restored["source"], restored["step"]) == ("memory", KILLED - 1)
     released = next(event for event in events if event["event"] == "released")

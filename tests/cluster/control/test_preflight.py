@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from platform.checkpoint.storage.storage import connect
+from platform.checkpoint.storage.storage import open_storage
 from platform.cluster.control.forming import preflight
 from platform.cluster.crew.open import open_crew
 from platform.config.fields import Config, ConfigError
@@ -122,4 +122,4 @@ def test_a_local_run_that_saves_nothing_proves_no_storage(config, job, tmp_path)
     with open_crew("inline", job(1)) as crew:
         assert preflight.refused(crew, config, tmp_path) == {}
         assert proof(config, tmp_path, "x")["sees"].keys() == {"run.dir"}
-    assert connect(str(tmp_path)).list("checkpoints") == {} and not Path(config.run.dir, "checkpoints").exists()
+    assert open_storage(str(tmp_path)).list("checkpoints") == {} and not Path(config.run.dir, "checkpoints").exists()

@@ -2,7 +2,7 @@
 
 from math import inf, nan
 
-from platform.cluster.control.spikes import WINDOW, Spikes
+from platform.cluster.control.spikes import RECENT_LOSSES, Spikes
 
 
 def test_the_limit_follows_the_median():
@@ -12,7 +12,7 @@ def test_the_limit_follows_the_median():
         assert spikes.limit == inf
     spikes.add(100.0)
     assert spikes.limit == 6.0
-    for _ in range(WINDOW):
+    for _ in range(RECENT_LOSSES):
         spikes.add(1.0)
     spikes.add(nan)
     assert spikes.limit == 3.0

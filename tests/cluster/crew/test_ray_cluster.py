@@ -37,9 +37,9 @@ def test_a_crew_in_a_cluster_that_is_already_there(two_machines, job, monkeypatc
 
     said = []
     with pytest.raises(ConfigError, match="cluster=ray: needs 5 CPUs, 4 there"):
-        resources.secure(Cluster(kind="ray", device="cpu"), 5, said.append)
+        resources.reserve_workers(Cluster(kind="ray", device="cpu"), 5, said.append)
     assert resources.available_workers(Cluster(kind="ray")) == 4
-    assert resources.secure(Cluster(kind="ray"), 4, said.append).device == "cpu"
+    assert resources.reserve_workers(Cluster(kind="ray"), 4, said.append).device == "cpu"
     with open_crew("ray", job(4)) as crew:
         crew.seat(job(4), seating(crew.members))
         crew.call("form", ByRank(range(4)), 4, job(4).config, crew.store, 1, [0])
@@ -61,7 +61,7 @@ def test_a_crew_in_a_cluster_that_is_already_there(two_machines, job, monkeypatc
 def test_machines_go_and_come(two_machines, job, monkeypatch):
     """Hired members wait for a place without keeping anybody; one on a machine about to go is known."""
     other = next(iter(two_machines.worker_nodes))
-    assert resources.secure(Cluster(kind="ray"), 3, print).device == "cpu"
+    assert resources.reserve_workers(Cluster(kind="ray"), 3, print).device == "cpu"
     with open_crew("ray", job(3)) as crew:  # two on one machine, one on the other
         nodes = {number: member.node.rpartition("/")[2] for number, member in crew.members.items()}
         there = {number for number, node in nodes.items() if node == other.node_id}
@@ -99,4 +99,4 @@ def test_machines_go_and_come(two_machines, job, monkeypatch):
 def test_no_cluster_at_the_address(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     with pytest.raises(ConfigError, match="cluster=ray: no Ray cluster at RAY_ADDRESS=127.0.0.1:1"):
-        resources.secure(Cluster(kind="ray"), 1, print)
+        resources.reserve_workers(Cluster(kind="ray"), 1, print)

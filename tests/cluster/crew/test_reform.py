@@ -8,7 +8,7 @@ from platform.cluster.crew.base.crew import ByRank
 from platform.cluster.crew.base.failures import WorkerFailed
 from platform.cluster.crew.base.job import Job
 from platform.cluster.crew.open import open_crew
-from platform.plan.schedule.rows import rows
+from platform.plan.schedule.rows import stage_rows
 from platform.planning.choose_schedule import schedule_of
 from platform.planning.make_plan import make_plan
 from tests.cluster.crew.test_generations import fails, form
@@ -57,7 +57,7 @@ def test_the_same_processes_train_under_another_plan(tmp_path):
         size, ranks = len(members), ByRank(range(len(members)))
         formed = crew.call("form", ranks, size, c.to_dict(), crew.store, number, list(schedule.placement))
         assert [worker["pid"] for worker in formed] == [crew.members[member].pid for member in members]
-        crew.call("build", [stage.plain() for stage in rows(schedule)][0])
+        crew.call("build", [stage.plain() for stage in stage_rows(schedule)][0])
 
     c = configure(data=4, global_batch=12, vocab=300)
     job = Job(

@@ -6,7 +6,7 @@ from platform.checkpoint.storage.manifest import Meta
 from platform.cluster.run.changes import changes, report
 from platform.config.identity import identity
 from platform.launch import compose
-from platform.monitor import Journal
+from platform.monitor import Journal, JsonLines
 
 QUICK = "+experiment=gpt_quick"
 MESH = {"stage": 1, "data": 2, "t": 2}
@@ -61,8 +61,8 @@ def test_a_checkpoint_from_elsewhere(tmp_path):
     assert found == {"optimizer.lr": rate, "mesh.data": (4, 2), "mesh.t": (None, 2)}
     journal, said = Journal(tmp_path / "journal.jsonl"), []
     report({}, journal, said.append)
-    assert Journal.read(tmp_path / "journal.jsonl") == [] == said
+    assert JsonLines.read(tmp_path / "journal.jsonl") == [] == said
     report(found, journal, said.append)
-    (event,) = Journal.read(tmp_path / "journal.jsonl")
+    (event,) = JsonLines.read(tmp_path / "journal.jsonl")
     assert (event["event"], event["keys"]["mesh.t"]) == ("changed", [None, 2])
     assert said[0] == f"changed  optimizer.lr: {rate[0]} there, 0.5 here" and len(said) == 3

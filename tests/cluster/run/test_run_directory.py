@@ -5,10 +5,11 @@ import sys
 import pytest
 import yaml
 
-from platform.checkpoint.storage.storage import connect
+from platform.checkpoint.storage.storage import open_storage
 from platform.cluster.run.directory import RunDirectory
 from platform.config.fields import Config, ConfigError
 from platform.monitor import Journal
+from platform.monitor.records import events
 
 
 @pytest.fixture
@@ -142,9 +143,9 @@ def test_a_run_is_finished_when_its_journal_says_so(directory):
     assert not directory.finished(5)
     directory.path.mkdir()
     journal = Journal(directory.journal)
-    journal.event("first_step", step=1)
+    journal.write(events.FirstStep(step=1))
     assert not directory.finished(5)
-    journal.event("done", step=5)
+    journal.write(events.Done(step=5))
     assert directory.finished(5) and directory.finished(4) and not directory.finished(6)
 
 
@@ -161,7 +162,7 @@ def test_a_run_is_its_users_alone_unless_the_directory_was_there(directory, conf
         directory.path.chmod(0o750)
         with directory.claim(config, {}):
             assert modes(directory) == {"": 0o750, "logs": 0o700}
-        storage = connect(str(directory.path / "checkpoints"))
+        storage = open_storage(str(directory.path / "checkpoints"))
         storage.write("step-1/manifest.json", [memoryview(b"{}")])
         made = [directory.path / "checkpoints", directory.path / "checkpoints/step-1"]
         assert {path.stat().st_mode & 0o777 for path in made} == {0o700}

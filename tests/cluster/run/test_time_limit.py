@@ -1,9 +1,12 @@
 """When a run has to end by itself."""
 
+import threading
+
 import pytest
 
 from platform.cluster.run.time_limit import seconds_left
 from platform.config.execution import Run
+from platform.config.key import SECONDS
 
 SLURM = {"SLURM_JOB_END_TIME": "5000"}
 
@@ -19,7 +22,10 @@ SLURM = {"SLURM_JOB_END_TIME": "5000"}
         ("", SLURM, 3880.0),
         ("", {"SLURM_JOB_END_TIME": "100"}, 0.0),
         ("", {"SLURM_JOB_END_TIME": "unlimited"}, None),
+        ("", {"SLURM_JOB_END_TIME": "999999999999"}, SECONDS),
+        ("", {"SLURM_JOB_END_TIME": "9999999999999"}, None),
     ],
 )
 def test_seconds(limit, environment, expected):
     assert seconds_left(Run(time_limit=limit), environment, now=1000.0) == expected
+    assert expected is None or expected <= threading.TIMEOUT_MAX

@@ -2,6 +2,7 @@
 
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,13 +10,14 @@ import yaml
 
 from platform.checkpoint.storage.catalogue import begin, commit
 from platform.checkpoint.storage.manifest import Meta
-from platform.checkpoint.storage.storage import connect
+from platform.checkpoint.storage.storage import open_storage
 from platform.cluster.control.saving.checkpoints import Checkpoints
 from platform.cluster.run.directory import RunDirectory
 from platform.cluster.run.origin import origin
 from platform.config.fields import ConfigError
 from platform.config.identity import identity
 from platform.monitor import Journal, MetricsLog
+from platform.monitor.records import events
 from tests.doubles.fake_plan import fake_plan
 
 
@@ -40,18 +42,19 @@ JOURNALS = {
     "a number": b"5\n",
     "a list": b"[]\n",
     "deep": b'{"a":' * 100_000 + b"\n",
-    "no event": b'{"generation": 1}\n',
-    "an event of numbers": b'{"generation": 1, "event": 5}\n',
-    "a generation of text": b'{"generation": "1", "event": "forming"}\n',
-    "a negative generation": b'{"generation": -1, "event": "forming"}\n',
-    "a huge generation": b'{"generation": 1e999, "event": "forming"}\n',
-    "a step of text": b'{"generation": 1, "event": "done", "step": "9"}\n',
-    "a NaN step": b'{"generation": 1, "event": "done", "step": "NaN"}\n',
-    "digits": b'{"generation": ' + b"1" * 100_000 + b"}\n",
-    "a key twice": b'{"generation": 1, "event": "done", "event": "done"}\n',
-    "half a pair": b'{"generation": 1, "event": "done", "why": "\\ud800"}\n',
+    "no time": b'{"generation": 1, "event": "starts"}\n',
+    "no event": b'{"time": 1, "generation": 1}\n',
+    "an event of numbers": b'{"time": 1, "generation": 1, "event": 5}\n',
+    "a generation of text": b'{"time": 1, "generation": "1", "event": "starts"}\n',
+    "a negative generation": b'{"time": 1, "generation": -1, "event": "starts"}\n',
+    "a huge generation": b'{"time": 1, "generation": 1e999, "event": "starts"}\n',
+    "a step of text": b'{"time": 1, "generation": 1, "event": "done", "step": "9"}\n',
+    "a NaN step": b'{"time": 1, "generation": 1, "event": "done", "step": "NaN"}\n',
+    "digits": b'{"time": 1, "generation": ' + b"1" * 100_000 + b"}\n",
+    "a key twice": b'{"time": 1, "generation": 1, "event": "done", "event": "done"}\n',
+    "half a pair": b'{"time": 1, "generation": 1, "event": "done", "why": "\\ud800"}\n',
     "a line that never ends": b"x" * (17 << 20),
-    "a torn line within": b'{"generation": 1, "ev\n{"generation": 1, "event": "forming"}\n',
+    "a torn line within": b'{"time": 1, "generation": 1, "ev\n{"generation": 1, "event": "starts"}\n',
 }
 METRICS = {
     "bytes": b"\xff\xfe\x00\n",
@@ -118,7 +121,7 @@ def test_a_lock_that_is_a_link_costs_nobody_a_file(run, config):
 
 
 def test_a_torn_last_line_and_an_old_plan_are_in_nobodys_way(run, config):
-    (run / "journal.jsonl").write_bytes(b'{"generation": 1, "event": "forming"}\n{"generation"')
+    (run / "journal.jsonl").write_bytes(b'{"time": 1, "generation": 1, "event": "starts"}\n{"generation"')
     (run / "metrics.jsonl").write_bytes(b"\0" * 100)
     (run / "plan.json").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="late"), RunDirectory(run).claim(config, {}):
@@ -136,27 +139,32 @@ def test_every_number_that_is_written_is_read(run, config, value):
     assert RunDirectory(run).check(config) == config.to_dict()
 
 
-def did(config, *, journal: int = 0, metrics: int = 0, event: str = "first_step") -> None:
+def did(config, *, journal: int = 0, metrics: int = 0, event=events.FirstStep) -> None:
     """Steps that a run directory shows."""
     Path(config.run.dir).mkdir(parents=True, exist_ok=True)
     if journal:
-        Journal(Path(config.run.dir, "journal.jsonl")).event(event, step=journal)
+        Journal(Path(config.run.dir, "journal.jsonl")).write(event(step=journal))
     log = MetricsLog(Path(config.run.dir, "metrics.jsonl"))
     for step in range(1, metrics + 1):
         log.append({"step": step, "loss": float("nan")})
 
 
 def stored(config, step: int = 2) -> str:
-    storage = connect(str(Path(config.run.dir, "checkpoints")))
+    storage = open_storage(str(Path(config.run.dir, "checkpoints")))
     directory = begin(storage, step)
     meta = {"step": step, "samples": 8, "seed": 0, "corpus": "c", "identity": identity(config), "configuration": ""}
     commit(storage, directory, {}, [], Meta(**meta, plan={}))
     return directory
 
 
+FAILURE = events.Failure(
+    number=1, rank=1, coordinates={}, node="n", method="step(1)", kind="died", cause="killed", log=None, step=1
+)
 SHOWN = [
-    {"journal": 7}, {"metrics": 7}, {"journal": 3, "metrics": 7}, {"journal": 7, "event": "checkpoint"},
-    {"journal": 7, "event": "done"},
+    {"journal": 7}, {"metrics": 7}, {"journal": 3, "metrics": 7},
+    {"journal": 7, "event": partial(events.Checkpoint, directory="d", bytes=9, seconds=0.5)},
+    {"journal": 7, "event": events.Unsaved},
+    {"journal": 7, "event": events.Done},
 ]  # fmt: skip
 
 
@@ -178,7 +186,7 @@ def test_steps_without_a_checkpoint_are_not_done_again_unasked(config, shown):
 def test_a_run_that_did_no_step_starts_at_the_first(config):
     assert origin(config).directory is None
     did(config, journal=0, metrics=0)
-    Journal(Path(config.run.dir, "journal.jsonl")).event("failure", step=1)
+    Journal(Path(config.run.dir, "journal.jsonl")).write(FAILURE)
     assert origin(config).directory is None
 
 

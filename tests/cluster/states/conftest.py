@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from platform.cluster import driver
-from platform.cluster.control.forming import muster
+from platform.cluster.control.forming import recruiter
 from platform.cluster.control.saving.checkpoints import Checkpoints
 from platform.cluster.crew.base.signals import StopSignals
 from platform.planning.make_plan import make_plan
@@ -27,7 +27,7 @@ def config(tmp_path):
 @pytest.fixture
 def drive(config, monkeypatch, capsys):
     """Runs it with this script; afterwards `drive.out` is what was said, `drive.crew` who did it."""
-    monkeypatch.setattr(muster, "LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(recruiter, "LOOK_SECONDS", 0.001)
     monkeypatch.setattr("platform.cluster.control.saving.checkpoints.POLL_SECONDS", 0.001)
     monkeypatch.setattr("platform.checkpoint.storage.catalogue._check", lambda storage, directory, manifest: None)
 

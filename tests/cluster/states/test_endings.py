@@ -131,15 +131,15 @@ def test_a_file_of_the_run_that_is_something_else_is_refused(config, drive, file
 
 # what nobody expects
 
-BEFORE_THE_JOURNAL = ("platform.data.of", "platform.cluster.driver.open_monitor")
+BEFORE_THE_JOURNAL = ("platform.cluster.driver.corpus_of", "platform.cluster.driver.open_monitor")
 PLACES = {  # where it happens -> (the last step done, the newest saved)
-    "platform.data.of": (0, 0),
+    "platform.cluster.driver.corpus_of": (0, 0),
     "platform.cluster.control.saving.checkpoints.Checkpoints.__init__": (0, 0),
     "platform.cluster.driver.open_monitor": (0, 0),
     "platform.cluster.control.forming.former.Former.form": (0, 0),
     "platform.cluster.control.controller.metrics_row": (3, 2),
     "platform.cluster.control.saving.checkpoints.Checkpoints.advance": (3, 2),
-    "platform.cluster.control.forming.outlook.Outlook.needed": (4, 4),
+    "platform.cluster.control.forming.reform_advisor.ReformAdvisor.needed_reform": (4, 4),
     "platform.monitor.console.Console.step": (4, 2),
 }
 

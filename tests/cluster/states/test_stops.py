@@ -71,16 +71,16 @@ def test_before_the_first_step_nothing_is_lost(config, drive, stop, call):
 
 
 def test_while_the_data_is_made(config, drive, signals, monkeypatch):
-    from platform import data
+    from platform.cluster import driver
 
-    of = data.of
-    monkeypatch.setattr(data, "of", lambda c: signals[-1]._handle(signal.SIGTERM, None))
+    corpus_of = driver.corpus_of
+    monkeypatch.setattr(driver, "corpus_of", lambda c: signals[-1]._handle(signal.SIGTERM, None))
     assert drive() == 75 and "nothing was done" in drive.out
-    monkeypatch.setattr(data, "of", of)
+    monkeypatch.setattr(driver, "corpus_of", corpus_of)
     goes_on(config, drive, 0)
 
 
-@pytest.mark.parametrize("place", ["resources.secure", "data.check", "RunDirectory.check"])
+@pytest.mark.parametrize("place", ["resources.reserve_workers", "check_data", "RunDirectory.check"])
 def test_before_the_run_has_a_journal(config, drive, signals, monkeypatch, place):
     def stopped(*args, **keywords):
         assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL, "it would end this process"

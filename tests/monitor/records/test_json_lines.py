@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from platform.monitor import Journal, MetricsLog
+from platform.monitor.records import events
 from platform.monitor.records.json_lines import JsonLines, _end_of_last_line
-from tests.harness.metrics_rows import row
+from tests.harness.metrics_rows import line, row
 
 
 def refuse_constant(name: str) -> None:
@@ -18,30 +19,34 @@ def refuse_constant(name: str) -> None:
 def test_rows_come_back_exactly_and_every_line_is_strict_json(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     log = MetricsLog(path)
-    rows = [row(1), row(2, loss=0.1 + 0.2, grad_norm=math.inf, lr=-math.inf), row(3, val_loss=5.0)]
-    for r in rows:
-        log.append(r)
-    assert MetricsLog.read(path) == rows
-    log.append(row(4, loss=math.nan))
+    rows = [
+        {"step": 1},
+        {"step": 2, "loss": 0.1 + 0.2, "grad_norm": math.inf, "lr": -math.inf},
+        {"step": 3, "val_loss": 5.0},
+    ]
+    for changes in rows:
+        log.write(row(**changes))
+    assert MetricsLog.read(path) == [line(**changes) for changes in rows]
+    log.write(row(4, loss=math.nan))
     assert math.isnan(MetricsLog.read(path)[-1]["loss"])
-    for line in path.read_text().splitlines():
-        json.loads(line, parse_constant=refuse_constant)
+    for text in path.read_text().splitlines():
+        json.loads(text, parse_constant=refuse_constant)
 
 
 def test_each_line_is_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writes: list[bytes] = []
     log = MetricsLog(tmp_path / "metrics.jsonl")
     monkeypatch.setattr(os, "write", lambda file, data: writes.append(bytes(data)) or len(data))
-    log.append(row(1))
+    log.write(row(1))
     assert len(writes) == 1 and writes[0].endswith(b"}\n") and writes[0].count(b"\n") == 1
 
 
 def test_opening_cuts_a_torn_last_line_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
-    whole = b'{"generation": 1, "event": "forming"}\n{"generation": 1, "event": "formed"}\n'
+    whole = b'{"time": 1.5, "generation": 1, "event": "starts"}\n{"time": 2, "generation": 1, "event": "runs"}\n'
     for torn in (b"", b'{"generation": 2, "ev', b"\0" * 100, b"x" * 200_000):
         path.write_bytes(whole + torn)
-        assert len(Journal.read(path)) == 2  # a reader does not stumble either
+        assert len(JsonLines.read(path)) == 2  # a reader does not stumble either
         Journal(path).close()
         assert path.read_bytes() == whole
     path.write_bytes(b'{"gener')
@@ -61,17 +66,17 @@ def test_the_last_line_is_found_whatever_the_block(tmp_path: Path, block: int) -
 def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     log = MetricsLog(path)
-    log.append(row(1))
+    log.write(row(1))
     before = path.read_bytes()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 50, limits[1]))
     try:
-        log.append(row(2))
-        assert log.unwritten == [row(2)]
+        log.write(row(2))
+        assert log.unwritten == [line(2)]
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert path.read_bytes() == before
-    log.append(row(3))
+    log.write(row(3))
     assert [r["step"] for r in MetricsLog.read(path)] == [1, 2, 3]
 
 
@@ -86,7 +91,7 @@ def test_after_a_rollback_the_last_row_of_a_step_counts(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     log = MetricsLog(path)
     for step, generation in [(1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (3, 2)]:
-        log.append(row(step, generation=generation))
+        log.write(row(step, generation=generation))
     assert len(JsonLines.read(path)) == 6  # the file keeps what was
     assert [(r["step"], r["generation"]) for r in MetricsLog.read(path)] == [(1, 1), (2, 2), (3, 2)]
 
@@ -94,17 +99,18 @@ def test_after_a_rollback_the_last_row_of_a_step_counts(tmp_path: Path) -> None:
 def test_generations_go_on_when_a_journal_is_opened_again(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     journal = Journal(path)
-    assert journal.event("start")["generation"] == 0
+    journal.write(events.Hiring(count=1))
     assert [journal.next_generation(), journal.next_generation()] == [1, 2]
-    formed = journal.event("formed", workers=[{"rank": 0, "pid": 7}])
-    assert journal.generation == formed["generation"] == 2
+    journal.write(events.Formed(workers=[{"rank": 0, "pid": 7}]))
+    assert journal.generation == 2
     journal.close()
 
     journal = Journal(path)
     assert journal.generation == 2
     assert journal.next_generation() == 3
-    journal.event("forming")
-    assert Journal.read(path)[1] == formed
-    assert [e["generation"] for e in Journal.read(path)] == [0, 2, 3]
-    times = [e["time"] for e in Journal.read(path)]
+    journal.write(events.FirstStep(step=4))
+    formed = JsonLines.read(path)[1]
+    assert (formed["event"], formed["generation"], formed["workers"]) == ("formed", 2, [{"rank": 0, "pid": 7}])
+    assert [e["generation"] for e in JsonLines.read(path)] == [0, 2, 3]
+    times = [e["time"] for e in JsonLines.read(path)]
     assert times == sorted(times) and all(isinstance(t, float) for t in times)

@@ -7,10 +7,10 @@ from math import prod
 import pytest
 import torch
 
-from platform.checkpoint.storage.catalogue import begin, commit, load
+from platform.checkpoint.storage.catalogue import begin, commit, load_manifest
 from platform.checkpoint.storage.manifest import Meta
-from platform.checkpoint.storage.storage import connect
-from platform.parallel.communicator.base import Alone
+from platform.checkpoint.storage.storage import open_storage
+from platform.parallel.communicator.base import SingleRank
 from platform.parallel.parallel_ops import ParallelOps
 from platform.plan.reports.describe import describe
 from platform.plan.schedule.generators import SCHEDULES
@@ -83,7 +83,7 @@ def trained(c, steps, start: str = "", end: str = "", storage=None) -> list[floa
         trainer = trainer_of(c, plan, communicator)
         state = State(trainer)
         if start:
-            state.restore(storage, start, load(storage, start))
+            state.restore(storage, start, load_manifest(storage, start))
         found = []
         for step in steps:
             report = trainer.step(step)
@@ -95,7 +95,7 @@ def trained(c, steps, start: str = "", end: str = "", storage=None) -> list[floa
             tensors.update({h.name: h.shape for h in state.held})
         return found, state.values()
 
-    ranks = [work(Alone(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, work)
+    ranks = [work(SingleRank(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, work)
     assert all(found == ranks[0][0] for found, _ in ranks)
     if end:
         values = {"optimizer": ranks[0][1]}
@@ -115,7 +115,7 @@ def test_fewer_workers_keep_samples_and_losses(before, workers, mesh, tmp_path):
     """Three steps, a worker is lost, three more under the plan for the others: as one process that nothing happened
     to."""
     model = {"global_batch": BATCH, "dropout": 0.1, "layers": 1, "length": 8, "d_model": 16, "vocab": 61}
-    c, storage = configure(**before, **model), connect(str(tmp_path))
+    c, storage = configure(**before, **model), open_storage(str(tmp_path))
     middle = begin(storage, 3)
     after = replan(c, workers)
     assert {a: n for a, n in after.plan.mesh.axes.items() if n > 1} == mesh

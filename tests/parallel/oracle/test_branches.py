@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from platform.config.fields import ConfigError
-from platform.model import build
+from platform.model import build_model
 from platform.plan.memory.worker_bytes import saved_for_backward
 from platform.planning.make_plan import make_plan
 from tests.harness import branch_models
@@ -134,7 +134,7 @@ def test_slices_move_once():
 def test_saved_for_backward(kind, case):
     c = small(kind, **CASES[case])
     plan, found = measured(c)
-    assert max(found) == saved_for_backward(plan, build(c.model)).total
+    assert max(found) == saved_for_backward(plan, build_model(c.model)).total
 
 
 def test_branches_that_an_axis_does_not_divide(capsys):

@@ -13,7 +13,7 @@ import torch
 
 from platform.config.fields import Config, ConfigError
 from platform.config.layout_map import parse_layout
-from platform.model import build
+from platform.model import build_model
 from platform.plan.communication.rule import Conversion
 from platform.plan.language.recorder import Recorder
 from platform.plan.memory.worker_bytes import saved_for_backward
@@ -147,7 +147,7 @@ def test_what_exists_on_sub_grid_zero_alone(only, scheme):
     check(c)
     plan, found = measured(c)
     where = (plan.mesh.coordinates(rank) for rank in range(plan.mesh.size))
-    assert found == [saved_for_backward(plan, build(c.model), at=at).total for at in where]
+    assert found == [saved_for_backward(plan, build_model(c.model), at=at).total for at in where]
 
 
 def test_a_parameter_everywhere_is_not_used_at_zero_alone():
@@ -161,7 +161,7 @@ def test_a_parameter_everywhere_is_not_used_at_zero_alone():
 def test_saved_for_backward(rules):
     c = language("a", rules)
     plan, found = measured(c)
-    assert max(found) == saved_for_backward(plan, build(c.model)).total
+    assert max(found) == saved_for_backward(plan, build_model(c.model)).total
 
 
 def test_the_model_uses_every_word():

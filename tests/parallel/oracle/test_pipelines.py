@@ -10,8 +10,8 @@ from math import prod
 import pytest
 from torch.autograd.graph import get_gradient_edge
 
-from platform.parallel.communicator.base import Alone
-from platform.parallel.pipeline import Pipeline
+from platform.parallel.communicator.base import SingleRank
+from platform.parallel.pipeline import PipelineExecutor
 from platform.plan.core.step_collectives import communication
 from platform.plan.schedule.simulate import simulate
 from platform.planning.choose_schedule import schedule_of
@@ -160,7 +160,7 @@ def test_an_output_is_freed_when_it_was_sent(monkeypatch):
     c = configure(pipeline="gpipe", stages=2, microbatch=2, tied=False)
     plan = make_plan(c)
     made, alive = [], []  # on stage 0; how many of them there are when each of its backward passes begins
-    input_gradient, send = Pipeline._input_gradient, ThreadGroups.send
+    input_gradient, send = PipelineExecutor._input_gradient, ThreadGroups.send
     mine = lambda: threading.current_thread().name == "rank0"  # noqa: E731
 
     def edge(x):
@@ -178,7 +178,7 @@ def test_an_output_is_freed_when_it_was_sent(monkeypatch):
     monkeypatch.setattr("platform.parallel.pipeline.get_gradient_edge", edge)
     monkeypatch.setattr("platform.parallel.pipeline.SENDS_IN_FLIGHT", 0)
     monkeypatch.setattr(ThreadGroups, "send", sending)
-    monkeypatch.setattr(Pipeline, "_input_gradient", beginning)
+    monkeypatch.setattr(PipelineExecutor, "_input_gradient", beginning)
     run_threads(plan.mesh, lambda communicator: trainer_of(c, plan, communicator).compute_gradients(1))
     assert plan.microbatches == len(alive) == 4 and len(made) == 8 and alive[0] == 0
 
@@ -190,7 +190,7 @@ def test_evaluation_and_text_are_those_of_one_process(schedule):
             trainer = trainer_of(c, plan, communicator)
             return trainer.evaluate()["val_loss"], trainer.sample(6, "ab")
 
-        return run_threads(plan.mesh, run_) if plan.mesh.size > 1 else [run_(Alone(plan.mesh))]
+        return run_threads(plan.mesh, run_) if plan.mesh.size > 1 else [run_(SingleRank(plan.mesh))]
 
     c = configure(microbatch=4, **MODELS["t5"])
     ((loss, text),) = work(c, make_plan(c))

@@ -7,7 +7,7 @@ from math import prod
 
 import pytest
 
-from platform.parallel.communicator.base import Alone
+from platform.parallel.communicator.base import SingleRank
 from platform.plan.communication.rule import Conversion
 from platform.plan.core.step_collectives import communication
 from platform.planning.make_plan import make_plan
@@ -168,7 +168,7 @@ def test_it_evaluates_and_writes_text():
         return trainer.evaluate()["val_loss"], trainer.sample(4)
 
     one = configure(vocab=64, microbatch=8)
-    expected = outcome(one, plan := make_plan(one), Alone(plan.mesh))
+    expected = outcome(one, plan := make_plan(one), SingleRank(plan.mesh))
     c = pure()
     plan = make_plan(c)
     for val_loss, text in run_threads(plan.mesh, lambda communicator: outcome(c, plan, communicator)):

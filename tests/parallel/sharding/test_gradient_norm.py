@@ -7,7 +7,7 @@ from math import sqrt
 import pytest
 import torch
 
-from platform.parallel.communicator.base import Alone
+from platform.parallel.communicator.base import SingleRank
 from platform.parallel.sharding import gradients
 from platform.planning.make_plan import make_plan
 from tests.harness.oracle import configure, trainer_of
@@ -39,11 +39,11 @@ def norm_of(layout: str, scale: float, vocab: int, precision: str) -> tuple[floa
                        for n in (plan.planner.sizes_of(p)[d] - k, 0)][::-1]  # fmt: skip
             where = tuple(slice(o, o + n) for o, n in plan.block(p, communicator.coordinates))
             block = torch.nn.functional.pad(whole[p.name], padding)[where].flatten()
-            start, stop = plan.shard(p, communicator.coordinates)
+            start, stop = plan.shard_range(p, communicator.coordinates)
             mine[p.name] = block[start:stop].clone()
         return gradients.squared_norm(plan, communicator, mine).item()
 
-    found = [squares(Alone(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, squares)
+    found = [squares(SingleRank(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, squares)
     return sqrt(sum(found)), sqrt(sum(g.double().square().sum().item() for g in whole.values()))
 
 
@@ -58,7 +58,7 @@ def test_clipping_follows():
     """Gradients whose squares fp32 cannot hold are clipped to the norm that was asked for."""
     c = configure(precision="fp32", layers=1)
     plan = make_plan(c)
-    trainer = trainer_of(c, plan, Alone(plan.mesh))
+    trainer = trainer_of(c, plan, SingleRank(plan.mesh))
     gradient = {n: torch.full_like(w, 1e25, requires_grad=False) for n, w in trainer.weights.master.items()}
     trainer.weights.receive({n: g.clone() for n, g in gradient.items()})
     norm = sqrt(gradients.squared_norm(plan, trainer.communicator, trainer.weights.gradients).item())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from platform.config.fields import Config
-from platform.parallel.communicator.base import Alone
+from platform.parallel.communicator.base import SingleRank
 from platform.planning.make_plan import make_plan
 from tests.harness.oracle import MODELS, assemble, configure, prove, serial, trainer_of
 from tests.harness.threads import run_threads
@@ -90,7 +90,7 @@ def test_a_kept_gradient_shares_memory_with_nothing_that_is_read_later(seed):
     c = drawn(seed)
     plan = make_plan(c)
     work = lambda communicator: poisoned(trainer_of(c, plan, communicator))  # noqa: E731
-    results = [work(Alone(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, work)
+    results = [work(SingleRank(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, work)
     expected = serial(c).gradients
     largest = max(g.abs().max() for g in expected.values())
     for name, found in assemble(plan, results, lambda r: r.gradients).items():

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from platform.config.fields import ConfigError
-from platform.parallel.communicator.base import Alone
+from platform.parallel.communicator.base import SingleRank
 from platform.parallel.sharding import shards
-from platform.parallel.sharding.gradients import Reduction
+from platform.parallel.sharding.gradients import GradientReduction
 from platform.plan.core.step_collectives import communication
 from platform.plan.memory.worker_bytes import weight_bytes
 from platform.planning.make_plan import make_plan
@@ -112,7 +112,7 @@ def on_all_ranks(c, work):
     """The plan, and `work(trainer)` of every rank."""
     plan = make_plan(c)
     start = lambda communicator: work(trainer_of(c, plan, communicator))  # noqa: E731
-    return plan, [start(Alone(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, start)
+    return plan, [start(SingleRank(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, start)
 
 
 def held(trainer) -> dict[str, int]:
@@ -146,7 +146,7 @@ def test_chunks_tile_every_block_exactly_once(case):
     tensor, axes, data = case
     plan = make_plan(configure(tensor, axes, data=data, zero=1, global_batch=4 * data, vocab=61))
     for p in plan.parameters:
-        ranges = [plan.shard(p, {**plan.mesh.coordinates(0), "data": i}) for i in range(data)]
+        ranges = [plan.shard_range(p, {**plan.mesh.coordinates(0), "data": i}) for i in range(data)]
         assert ranges[0][0] == 0 and ranges[-1][1] == prod(plan.local_shape(p))
         assert all(a[1] == b[0] for a, b in pairwise(ranges))
         assert all(0 <= stop - start <= prod(plan.master_shape(p)) for start, stop in ranges)
@@ -156,9 +156,9 @@ def test_chunks_tile_every_block_exactly_once(case):
 @pytest.mark.parametrize("parts", [1, 2, 3, 4])
 def test_a_block_comes_back_from_its_chunks(shape, parts):
     block = torch.randn(shape)
-    flat = shards.flatten(block, parts)
+    flat = shards.flatten_padded(block, parts)
     assert flat.numel() % parts == 0 and flat.numel() - block.numel() < parts
-    assert torch.equal(shards.unflatten(flat, shape), block)
+    assert torch.equal(shards.unflatten_padded(flat, shape), block)
 
 
 def test_one_replica_has_nothing_to_share():
@@ -200,7 +200,7 @@ def test_buckets(zero, monkeypatch):
         trainer._forward_backward(1)
         names = list(trainer.weights.sums)
         parts = [{n: trainer.weights.sums[n].clone() for n in names[i::2]} for i in (0, 1)]
-        under_way = [Reduction(trainer.plan, trainer.communicator, part) for part in parts]
+        under_way = [GradientReduction(trainer.plan, trainer.communicator, part) for part in parts]
         trainer.weights.receive({n: g for reduction in under_way for n, g in reduction.wait().items()})
         return trainer.weights.gradients
 

@@ -7,7 +7,7 @@ import yaml
 
 from platform.config.fields import Branch, Config, Tensor
 from platform.plan.language.layout import DIMS, Layout
-from platform.plan.language.scheme import REGIONS, ROLES, Scheme, compose
+from platform.plan.language.scheme import REGIONS, ROLES, Scheme, compose_scheme
 from tests.conftest import ROOT
 
 
@@ -20,7 +20,7 @@ def scheme(tensor: str, axes: dict[str, int], branch: str = "none", data: int = 
     config.tensor = Tensor(**{**read("tensor", tensor), "axes": axes})
     config.branch = Branch(**{**read("branch", branch), "axes": branch_axes})
     values = config.to_dict()
-    return compose(values["tensor"], values["branch"], data)
+    return compose_scheme(values["tensor"], values["branch"], data)
 
 
 def table(found: Scheme) -> dict[str, str]:
@@ -210,7 +210,7 @@ def test_a_regions_map_replaces_the_streams():
         "regions": {"stream": {"batch": ["r"], "length": ["c"]}, "attention": {"heads": ["c"]}},
         "parameters": {"in": {"d_ff": ["c"]}, "all": {"d_model": ["r"]}},
     }
-    found = compose(values["tensor"], values["branch"], 1)
+    found = compose_scheme(values["tensor"], values["branch"], 1)
     assert table(found) == {
         "stream": "batch: r, length: c",
         "attention": "heads: c",
@@ -224,7 +224,7 @@ def test_a_regions_map_replaces_the_streams():
     assert found.parameter("out", ["heads"]) == Layout()
     assert found.fuses_attention("core") and not found.fuses_attention("stream")
     values["tensor"]["regions"]["core"] = {"length": ["r"], "heads": ["c"]}
-    apart = compose(values["tensor"], values["branch"], 1)
+    apart = compose_scheme(values["tensor"], values["branch"], 1)
     assert table(apart)["core"] == "heads: c, length: r" and not apart.fuses_attention("core")
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from platform.plan.memory.hardware import DENSE_BF16_PEAKS, dense_bf16_peak
+from platform.plan.memory.hardware import ACCELERATORS, accelerator, dense_bf16_peak
 
 
 @pytest.mark.parametrize(
@@ -24,5 +24,5 @@ def test_peaks_by_name(device, peak):
 
 
 def test_no_entry_hides_a_later_one():
-    for name, peak in DENSE_BF16_PEAKS:
-        assert dense_bf16_peak(f"Vendor {name}") == peak
+    for known in ACCELERATORS:
+        assert accelerator(f"Vendor {known.name}") == known

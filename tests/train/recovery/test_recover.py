@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from platform.checkpoint.blocks.placement import Block
-from platform.checkpoint.in_memory.snapshots import Memory
-from platform.parallel.communicator.base import Alone, Communicator
+from platform.checkpoint.in_memory.snapshots import RankSnapshots
+from platform.parallel.communicator.base import Communicator, SingleRank
 from platform.plan.language.mesh import Mesh
 from platform.planning.make_plan import make_plan
 from platform.train.recovery.source import find_source, gathering, take_seats, who_has
@@ -57,7 +57,7 @@ class Undisturbed(NamedTuple):
 
     numbers: list[tuple[float, float]]
     after: list[list[Block]]
-    memories: dict[str, Memory]
+    memories: dict[str, RankSnapshots]
 
 
 def ranks(name: str, work) -> list:
@@ -68,7 +68,7 @@ def ranks(name: str, work) -> list:
         torch.set_num_threads(1)
         return work(trainer_of(c, plan, communicator), communicator)
 
-    return [one(Alone(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, one)
+    return [one(SingleRank(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, one)
 
 
 def numbers(trainer, step: int) -> tuple[float, float]:
@@ -80,7 +80,7 @@ def numbers(trainer, step: int) -> tuple[float, float]:
 def undisturbed(name: str) -> list[Undisturbed]:
     def work(trainer, communicator) -> Undisturbed:
         state, found, after = State(trainer), [], []
-        memories = {nodes: Memory(state.held, domains(name, nodes), communicator.rank) for nodes in NODES}
+        memories = {nodes: RankSnapshots(state.held, domains(name, nodes), communicator.rank) for nodes in NODES}
         for step in (1, 2, 3, 4):
             found.append(numbers(trainer, step))
             if step < 3:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from platform.checkpoint.in_memory.snapshots import Memory
+from platform.checkpoint.in_memory.snapshots import RankSnapshots
 from platform.config.fields import Config
 from platform.planning.make_plan import make_plan
 from platform.train.recovery.source import find_source, take_seats, who_has
@@ -16,7 +16,7 @@ from platform.train.step.training_state import State
 from tests.harness.oracle import trainer_of
 from tests.train.recovery.test_resume import config
 
-HELD: dict[str, Memory] = {}  # of a process of the pool; outlives a generation
+HELD: dict[str, RankSnapshots] = {}  # of a process of the pool; outlives a generation
 
 
 def first(given: tuple[Config, list[str]], plan, communicator) -> tuple[list[float], list[int], int]:
@@ -25,7 +25,7 @@ def first(given: tuple[Config, list[str]], plan, communicator) -> tuple[list[flo
     c, domains = given
     trainer = trainer_of(c, plan, communicator)
     state = State(trainer)
-    HELD["memory"] = memory = Memory(state.held, domains, communicator.rank)
+    HELD["memory"] = memory = RankSnapshots(state.held, domains, communicator.rank)
     numbers = []
     for step in (1, 2, 3):
         numbers.append(trainer.step(step)["loss"])

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from platform.checkpoint.blocks.box import Box
 from platform.checkpoint.blocks.placement import Block
-from platform.checkpoint.storage.catalogue import begin, commit, load
+from platform.checkpoint.storage.catalogue import begin, commit, load_manifest
 from platform.checkpoint.storage.manifest import Meta
-from platform.checkpoint.storage.storage import connect
+from platform.checkpoint.storage.storage import open_storage
 from platform.config.fields import Config
-from platform.parallel.communicator.base import Alone, Communicator
+from platform.parallel.communicator.base import Communicator, SingleRank
 from platform.planning.make_plan import make_plan
 from platform.train.step.training_state import State
 from tests.harness.oracle import configure, trainer_of
@@ -60,7 +60,7 @@ class Runs:
     """Two steps under each plan with a checkpoint after the first, and second steps that go on from one."""
 
     def __init__(self, folder: Path):
-        self.storage = connect(str(folder))
+        self.storage = open_storage(str(folder))
         self._made: dict[str, tuple[str, list[Part]]] = {}
 
     def through(self, name: str) -> tuple[str, list[Part]]:
@@ -86,7 +86,7 @@ class Runs:
 
     def second(self, name: str, directory: str, forget: str = "") -> list[Part]:
         """`forget`: a kind of tensor that is lost on the way."""
-        manifest = load(self.storage, directory)
+        manifest = load_manifest(self.storage, directory)
 
         def work(state: State, part: Part, trainer) -> None:
             state.restore(self.storage, directory, manifest)
@@ -101,7 +101,7 @@ class Runs:
         return ranks(config(name), work)
 
     def shapes(self, directory: str) -> dict[str, tuple[int, ...]]:
-        return {name: t.shape for name, t in load(self.storage, directory).tensors.items()}
+        return {name: t.shape for name, t in load_manifest(self.storage, directory).tensors.items()}
 
 
 def ranks(c: Config, work) -> list[Part]:
@@ -113,7 +113,7 @@ def ranks(c: Config, work) -> list[Part]:
         work(State(trainer), part, trainer)
         return part
 
-    return [one(Alone(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, one)
+    return [one(SingleRank(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, one)
 
 
 def whole(blocks_of_ranks: list[list[Block]], shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:

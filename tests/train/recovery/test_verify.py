@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from platform.checkpoint.in_memory.snapshots import Memory
+from platform.checkpoint.in_memory.snapshots import RankSnapshots
 from platform.config.fields import Config
 from platform.planning.make_plan import make_plan
 from platform.train.recovery.verify import checksum, differing
@@ -27,7 +27,7 @@ def steps(c: Config, flipped: int | None = None, hold: bool = True, spoil=None) 
         torch.set_num_threads(1)
         trainer = trainer_of(c, plan, communicator)
         state = State(trainer)
-        memory = Memory(state.held, [""] * plan.mesh.size, communicator.rank)
+        memory = RankSnapshots(state.held, [""] * plan.mesh.size, communicator.rank)
         for step in range(1, FLIPPED + 1):
             before = memory.at(step - 1) if step - 1 in memory.steps else None
             fault = Fault(step, "flip", flipped) if step == FLIPPED and flipped == communicator.rank else None

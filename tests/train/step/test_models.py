@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from platform.optimizer.learning_rate import learning_rate
-from platform.parallel.communicator.base import Alone
+from platform.parallel.communicator.base import SingleRank
 from platform.planning.make_plan import make_plan
 from tests.harness.oracle import MODELS, STEPS, Tokens, configure, run, trainer_of
 from tests.harness.reference_transformer import loss as reference_loss
@@ -74,7 +74,7 @@ def test_padding_does_not_influence_the_loss(model, dropout):
     losses = []
     for c, corpus in ((long, Longer(long, 8, 10)), (short, Tokens(short))):
         plan = make_plan(c)
-        losses.append(trainer_of(c, plan, Alone(plan.mesh), corpus).compute_gradients(1))
+        losses.append(trainer_of(c, plan, SingleRank(plan.mesh), corpus).compute_gradients(1))
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
 
 
@@ -84,7 +84,7 @@ def test_padding_of_an_encoder_does_not_influence_the_loss(dropout):
     lengths by."""
     c = configure(**MODELS["bert"], dropout=dropout)
     plan = make_plan(c)
-    trainer = trainer_of(c, plan, Alone(plan.mesh))
+    trainer = trainer_of(c, plan, SingleRank(plan.mesh))
     inputs = trainer.load("train", 0)
     with torch.no_grad():
         loss = trainer.model.forward(trainer.ops, inputs)

@@ -7,7 +7,7 @@ from statistics import fmean
 
 import pytest
 
-from platform.parallel.communicator.base import Alone
+from platform.parallel.communicator.base import SingleRank
 from platform.planning.make_plan import make_plan
 from platform.train.step.step_report import OWN_WORK, Report
 from platform.train.step.trainer import SECTIONS
@@ -41,7 +41,7 @@ def test_threads(name):
 
 def test_alone():
     config = configure()
-    check([steps(config, Alone(make_plan(config).mesh))])
+    check([steps(config, SingleRank(make_plan(config).mesh))])
 
 
 def check(ranks):
@@ -82,7 +82,7 @@ def test_a_collective_that_was_not_planned_is_ours_to_mend():
     with pytest.raises(AssertionError, match="not planned"):
         seconds = dict.fromkeys(SECTIONS, 0.0)
         mine = {"step": 1, "peak_memory_bytes": 1, "comm_bytes": {"all_reduce/moon": 8}, "seconds": seconds}
-        Report(plan, Alone(plan.mesh), 0).together(mine)
+        Report(plan, SingleRank(plan.mesh), 0).together(mine)
 
 
 def on_gloo(config, plan, communicator):

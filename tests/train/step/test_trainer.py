@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from platform.config.fields import Config
-from platform.parallel.communicator.base import Alone
-from platform.plan.core.step_collectives import groups as needed_groups
+from platform.parallel.communicator.base import SingleRank
+from platform.plan.core.step_collectives import process_groups
 from platform.planning.make_plan import make_plan
 from platform.train.step.faults import Fault
 from platform.train.step.trainer import SECTIONS
@@ -50,7 +50,7 @@ def on_all_ranks(c: Config, work) -> list:
     def start(communicator):
         return work(trainer_of(c, plan, communicator))
 
-    return [start(Alone(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, start)
+    return [start(SingleRank(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, start)
 
 
 class Recorder(Tokens):
@@ -185,7 +185,7 @@ TWO_ON_BATCH = case("layout", {"rows": 2}, rules={"batch": ["rows"]}, data=2)
 )
 def test_the_plan_names_every_group_that_a_run_launches_in(c):
     """Sampling and evaluation too: real process groups exist only where the plan says so."""
-    groups = set(needed_groups(make_plan(c)))
+    groups = set(process_groups(make_plan(c)))
     for *_, used in on_all_ranks(c, look):
         assert used <= groups
 

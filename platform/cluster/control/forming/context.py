@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from platform.cluster.crew.base.job import Job
 from platform.cluster.crew.base.signals import StopSignals
 from platform.config.fields import Config
-from platform.monitor import Journal, Monitor
+from platform.monitor import Journal, RunMonitor, Timeline
 from platform.plan.core.plan import Plan
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunContext:
     """Context of a run. `config`, `plan`, `job`: at its start, a generation may have others; `steps`: the last step."""
 
     config: Config
@@ -26,8 +26,28 @@ class Run:
     job: Job
     steps: int
     journal: Journal
-    monitor: Monitor
+    monitor: RunMonitor
     signals: StopSignals
     checkpoints: Checkpoints
     directory: RunDirectory
     places: Places
+
+
+@dataclass
+class Generation:
+    """A formed mesh. `seats`, `domains`: each rank's member and node; `step`: updates in the state that it starts from;
+    `peak_flops`: FLOP/s of a worker, None if unknown."""
+
+    number: int
+    plan: Plan
+    stage_of: list[int]
+    seats: list[int]
+    domains: list[str]
+    config: dict[str, Any]
+    step: int
+    peak_flops: float | None
+    timeline: Timeline | None
+    job: Job
+
+    def __post_init__(self) -> None:
+        self.size = len(self.seats)

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
 from time import perf_counter
 from typing import Any
 
 from platform.boundary.terminal import tolerated
 from platform.cluster.control.forming import preflight
-from platform.cluster.control.forming.context import Run
-from platform.cluster.control.forming.memory_ledger import Held
-from platform.cluster.control.forming.muster import Muster
+from platform.cluster.control.forming.context import Generation, RunContext
+from platform.cluster.control.forming.recruiter import Recruiter
+from platform.cluster.control.forming.snapshot_ledger import SnapshotLedger
 from platform.cluster.crew.base.crew import ByRank, Crew
 from platform.cluster.crew.base.failures import GaveUp, Reform
-from platform.cluster.crew.base.job import Job
 from platform.config.fields import ConfigError
 from platform.monitor import Timeline
-from platform.optimizer.optimizers import warm
+from platform.monitor.records import events
+from platform.optimizer.optimizers import preload_imports
 from platform.plan.core.plan import Plan
-from platform.plan.core.plan_data import digest, summary
+from platform.plan.core.plan_data import digest, plan_summary
 from platform.plan.memory.hardware import dense_bf16_peak
-from platform.plan.schedule.rows import rows
+from platform.plan.schedule.rows import stage_rows
 from platform.plan.schedule.simulate import simulate
 from platform.plan.schedule.table import Schedule, table
 from platform.planning.choose_schedule import schedule_of
@@ -31,48 +31,28 @@ from platform.train.recovery.source import find_source, take_seats
 _WIDTH = 300  # columns of a schedule table that is still shown
 
 
-@dataclass
-class Generation:
-    """A formed mesh. `seats`, `domains`: each rank's member and node; `step`: updates in the state that it starts from;
-    `peak_flops`: FLOP/s of a worker, None if unknown."""
-
-    number: int
-    plan: Plan
-    stage_of: list[int]
-    seats: list[int]
-    domains: list[str]
-    config: dict[str, Any]
-    step: int
-    peak_flops: float | None
-    timeline: Timeline | None
-    job: Job
-
-    def __post_init__(self) -> None:
-        self.size = len(self.seats)
-
-
 class Former:
-    """Forms the generations of a run. `muster` chooses members and plan; `held` records the snapshots in memory."""
+    """Forms the generations of a run. `recruiter` chooses members and plan; `ledger` lists the snapshots in memory."""
 
-    def __init__(self, run: Run):
+    def __init__(self, run: RunContext):
         self._run, self._config, self._job = run, run.config, run.job
         self._journal, self._monitor, self._checkpoints = run.journal, run.monitor, run.checkpoints
-        self.muster, self.held = Muster(run), Held()
+        self.recruiter, self.ledger = Recruiter(run), SnapshotLedger()
         self._proven: set[int] = set()
         self._formed = self._tried = False  # a mesh was formed; a restore from storage was tried
         self._shown = run.plan  # the plan that the user has seen
         if run.config.elastic.snapshot_every:
-            warm(run.config.optimizer)
+            preload_imports(run.config.optimizer)
 
     def form(self, crew: Crew) -> Generation:
         """Form the next generation. Raises WorkerFailed, Reform, GaveUp, Stopped; the first time also ConfigError."""
-        members, found = self.muster.wait(crew)
+        members, found = self.recruiter.wait(crew)
         plan, size = found.plan, found.plan.mesh.size
         schedule = schedule_of(found.config, plan.mesh.axes["data"])
         number = self._journal.next_generation()
         mesh, made = dict(plan.mesh.axes), digest(plan)
-        about = {"world_size": size, "mesh": mesh, "plan": made, "reason": found.reason, "alive": len(members)}
-        self._journal.event("forming", **about)
+        alive = len(members)
+        self._journal.write(events.Forming(world_size=size, mesh=mesh, plan=made, reason=found.reason, alive=alive))
         self._show(plan, schedule, found.reason)
         seats, source = self._seats(members, size)
         if source and source["gathered"]:
@@ -82,32 +62,34 @@ class Former:
         self._prove(crew, seats)
         config, stage_of = found.config.to_dict(), list(schedule.placement)
         workers = crew.call("form", ByRank(range(size)), size, config, crew.store, number, stage_of, made)
-        self._journal.event("formed", workers=[w | {"number": n} for w, n in zip(workers, seats, strict=True)])
+        numbered = [worker | {"number": number} for worker, number in zip(workers, seats, strict=True)]
+        self._journal.write(events.Formed(workers=numbered))
         there = crew.members
         domains = [there[n].node if n in there else "" for n in seats]  # "": gone by now, and the next call fails
-        of_stage = rows(schedule)
+        of_stage = stage_rows(schedule)
         plain = [stage.plain() for stage in of_stage]
         build = "build", ByRank(plain[c["stage"]] for c in job.coordinates), domains
         built = crew.call(*build)
-        self.muster.memory = min(self.muster.memory, *(b["memory"] or inf for b in built))
+        self.recruiter.memory = min(self.recruiter.memory, *(b["memory"] or inf for b in built))
         step = self._recover(crew, source) if source else self._restore(crew, build)
         self._formed = True
-        if source or (step and self._config.elastic.snapshot_every):
-            self.held.add(number, step, config, stage_of, domains, seats)
-        self._journal.event("running", step=step + 1, parameters_per_worker=built[0]["parameters"])
+        self._journal.write(events.Running(step=step + 1, parameters_per_worker=built[0]["parameters"]))
         timeline = None
         if self._config.monitor.timeline:
             names, stages = [job.name(rank) for rank in range(size)], [c["stage"] for c in job.coordinates]
             timeline = Timeline(schedule, [stage.step for stage in of_stage], names, stages)
         peak = dense_bf16_peak(built[0]["device"])
-        return Generation(number, plan, stage_of, seats, domains, config, step, peak, timeline, job)
+        generation = Generation(number, plan, stage_of, seats, domains, config, step, peak, timeline, job)
+        if source or (step and self._config.elastic.snapshot_every):
+            self.ledger.add(generation, step)
+        return generation
 
     def _seats(self, members: list[int], size: int) -> tuple[list[int], dict[str, Any] | None]:
         """Return the member at every rank, and the source in memory that they recover from; None if no state in memory
         is whole, or a checkpoint is newer."""
-        source, reasons = find_source(self.held.by(members), self.held.formed, size)
+        source, reasons = find_source(self.ledger.by(members), self.ledger.formed, size)
         for reason in reasons:
-            self._journal.event("not_whole", reason=reason)
+            self._journal.write(events.NotWhole(reason=reason))
         if source is None or source["step"] < self._checkpoints.step:
             return members[:size], None
         having = {member for _, member in source["members"]}
@@ -117,7 +99,7 @@ class Former:
         if plan is not self._shown:
             self._monitor.say(reason or f"{plan.mesh.size} workers: as configured")
             with tolerated(self._monitor.say, "plan.json"):
-                self._run.directory.write_plan(summary(plan))
+                self._run.directory.write_plan(plan_summary(plan))
         self._shown = self._checkpoints.plan = plan
         if schedule.stages > 1:
             self._monitor.say(_described(schedule))
@@ -140,7 +122,7 @@ class Former:
         except ConfigError as error:  # the driver itself cannot write, which does not tell against workers
             if not self._proven:
                 raise
-            self._journal.event("not_proven", numbers=sorted(new), reasons=error.violations)
+            self._journal.write(events.NotProven(numbers=sorted(new), reasons=error.violations))
             return
         reasons = list(dict.fromkeys(line for lines in refused.values() for line in lines))
         if refused and not self._proven:
@@ -148,15 +130,15 @@ class Former:
         barred = {seats[rank] for rank in refused}
         self._proven |= new - barred
         if barred:
-            self.muster.barred |= barred
-            self._journal.event("barred", numbers=sorted(barred), reasons=reasons)
+            self.recruiter.barred |= barred
+            self._journal.write(events.Barred(numbers=sorted(barred), reasons=reasons))
             raise Reform(f"a new worker gets no seat: {reasons[0]}")
 
     def _recover(self, crew: Crew, source: dict[str, Any]) -> int:
         start = perf_counter()
         crew.call("recover", source)
         step: int = source["step"]
-        self._journal.event("restored", step=step, source="memory", seconds=perf_counter() - start)
+        self._journal.write(events.Restored(step=step, source="memory", seconds=perf_counter() - start))
         return step
 
     def _restore(self, crew: Crew, build: tuple[Any, ...]) -> int:

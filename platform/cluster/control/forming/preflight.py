@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from platform.boundary.redaction import redact
-from platform.checkpoint.storage.storage import Storage, connect
+from platform.checkpoint.storage.storage import Storage, open_storage
 from platform.cluster.crew.base.crew import Crew
 from platform.config.fields import Config, ConfigError, violation
 from platform.train.recovery import places
@@ -21,9 +21,9 @@ Proof = Mapping[str, Any]  # as platform.train.recovery.proof.proof returns it
 def refused(crew: Crew, config: Config, run_dir: Path) -> dict[int, list[str]]:
     """Return the ranks whose proof differs from the driver's, each with one line per disagreement. The probe files that
     it writes are deleted afterwards. Raises ConfigError if the driver itself cannot write them."""
-    storages = {"run.dir": connect(str(run_dir))}
+    storages = {"run.dir": open_storage(str(run_dir))}
     if places.saves(config):
-        storages["checkpoint.url"] = connect(places.home(config))
+        storages["checkpoint.url"] = open_storage(places.home(config))
     with _probe(storages) as name:
         own, found = proof(config, run_dir, name), crew.call("prove", name)
     return {rank: lines for rank, its in enumerate(found) if (lines := disagreements(own, [its], config))}

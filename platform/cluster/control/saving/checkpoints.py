@@ -9,7 +9,6 @@ from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 from time import monotonic, perf_counter
-from types import MappingProxyType
 from typing import Any
 
 from platform.boundary.redaction import redact
@@ -17,14 +16,15 @@ from platform.checkpoint.storage.catalogue import find, quarantine
 from platform.checkpoint.storage.lease import Lease
 from platform.checkpoint.storage.manifest import Meta
 from platform.checkpoint.storage.saver import Saver
-from platform.checkpoint.storage.storage import connect
+from platform.checkpoint.storage.storage import open_storage
 from platform.cluster.control.saving.cadence import Cadence
 from platform.cluster.crew.base.crew import Crew
 from platform.cluster.crew.base.failures import GaveUp
 from platform.cluster.run.origin import Origin, origin, traced
-from platform.config.fields import Config, ConfigError, digest, violation
+from platform.config.fields import Config, ConfigError, short_hash, violation
 from platform.config.identity import identity
 from platform.monitor import Journal
+from platform.monitor.records import events
 from platform.plan.core.plan import Plan
 from platform.plan.core.plan_data import digest as plan_digest
 from platform.train.recovery import places
@@ -48,16 +48,12 @@ class Checkpoints:
 
     def __init__(self, config: Config, plan: Plan, found: Origin | None, journal: Journal, say: Callable[[str], None]):
         self._config, self.plan, self._origin, self._journal, self._say = config, plan, found, journal, say
-        self._storage = connect(places.home(config))
-        lease = (
-            Lease.take(self._storage, f"process {os.getpid()} on {socket.gethostname()}")
-            if places.saves(config)
-            else None
-        )
-        keep = config.checkpoint
-        self._cadence = Cadence(keep.every)
-        self._held = lease is not None and config.checkpoint.resume in _NEWEST
-        self._saver = Saver(self._storage, last=keep.keep, every=keep.keep_every, lease=lease)
+        self._storage = open_storage(places.home(config))
+        c, owner = config.checkpoint, f"process {os.getpid()} on {socket.gethostname()}"
+        lease = Lease.take(self._storage, owner) if places.saves(config) else None
+        self._cadence = Cadence(c.every)
+        self._leased = lease is not None and c.resume in _NEWEST  # this driver alone judges the run's checkpoints
+        self._saver = Saver(self._storage, last=c.keep, every=c.keep_every, lease=lease)
         self._wanted: SimpleQueue[str] = SimpleQueue()  # directory that the saver asks the workers to write
         self._reports: SimpleQueue[Reports] = SimpleQueue()  # the workers' answers
         self._writing = False  # the workers are writing
@@ -66,10 +62,11 @@ class Checkpoints:
         self._corpus = ""
         self._own: set[str] = set()  # directories of the checkpoints that this driver made
         self._failed, self._failing = 0, 0.0  # failed saves in a row; time of the first one
-        self._told: dict[str, Any] = {}  # extra fields for the next event of the save under way
-        if self._held and found:
+        self._why = ""  # reason of the last failed save
+        self._useful: float | None = None  # useful seconds, for the next event of the save under way
+        if self._leased and found:
             self._origin = origin(config, held=True)  # again, under the lease: an older driver could save and delete
-        self.step = self._origin.manifest.meta.step if self._origin and self._origin.manifest else 0
+        self.step = self._origin.step if self._origin else 0
 
     def due(self, step: int, last: bool, stopping: bool) -> bool:
         """Return True if `step` is to be saved. `last`: it is the run's last; `stopping`: the run was asked to end."""
@@ -91,10 +88,10 @@ class Checkpoints:
     @property
     def kept(self) -> str:
         """Return a line for people: what was saved of the run, and the command that continues it."""
+        with_override = f" with {self.resume}" if self.resume else ""
         if not self.step:
-            told = f" with {self.resume}" if self.resume else ""
-            return f"nothing was saved; the same command{told} starts again from step 1"
-        return f"the same command{' with ' + self.resume if self.resume else ''} continues after step {self.step}"
+            return f"nothing was saved; the same command{with_override} starts again from step 1"
+        return f"the same command{with_override} continues after step {self.step}"
 
     @property
     def resume(self) -> str:
@@ -119,7 +116,7 @@ class Checkpoints:
             raise ConfigError(violation("data", self._config.data.kind, reason))
 
     def _refuse(self, directory: str, reason: str) -> None:
-        self._journal.event("checkpoint_refused", directory=directory, reason=reason)
+        self._journal.write(events.CheckpointRefused(directory=directory, reason=reason))
         self._say(f"checkpoint {directory} is passed over: {reason}")
 
     def restore(self, crew: Crew) -> bool:
@@ -133,7 +130,7 @@ class Checkpoints:
         answer: Mapping[str, str] = crew.call("restore", found.directory, found.directory in self._own)[0]
         if not answer:
             seconds = perf_counter() - start
-            self._journal.event("restored", step=self.step, directory=found.directory, seconds=seconds)
+            self._journal.write(events.Restored(step=self.step, directory=found.directory, seconds=seconds))
             self._say(f"continues after step {self.step}: {found.storage.url}/{found.directory}")
             return True
         [(how, reason)] = answer.items()
@@ -149,8 +146,8 @@ class Checkpoints:
         """Look for the newest good checkpoint in storage now, of this run's own if it has made one. If there never was
         one, the run starts over. Raises ConfigError, OSError."""
         self._poll()
-        self._origin = self._newest_own() or origin(self._config, held=self._held, over=not self.step)
-        self.step = self._origin.manifest.meta.step if self._origin and self._origin.manifest else 0
+        self._origin = self._newest_own() or origin(self._config, held=self._leased, over=not self.step)
+        self.step = self._origin.step if self._origin else 0
         self.check(self._corpus)
 
     def _newest_own(self) -> Origin | None:
@@ -180,15 +177,15 @@ class Checkpoints:
             self._reports.put([{"error": "the workers were re-formed while they wrote"}])
         self._writing, self._wanted, self._reports = False, SimpleQueue(), SimpleQueue()
 
-    def save(self, crew: Crew, step: int, told: Mapping[str, Any] = MappingProxyType({})) -> None:
+    def save(self, crew: Crew, step: int, useful_seconds: float | None = None) -> None:
         """Begin a checkpoint once the previous save is over; waits only for the workers' copies in host memory.
-        `advance` and `finish` carry it on, and report if it fails. `told`: extra fields for the event of its end."""
+        `advance` and `finish` carry it on, and report if it fails. `useful_seconds`: for the event of its end."""
         self.finish(crew)
         self._cadence.saved()
         self._abandoned, self._began = False, monotonic()
         snapshots = crew.call("snapshot")
         numbers: dict[str, Any] = next((s["values"] for s in snapshots if s["values"]), {})
-        self._wanted, self._reports, self._told = SimpleQueue(), SimpleQueue(), dict(told)
+        self._wanted, self._reports, self._useful = SimpleQueue(), SimpleQueue(), useful_seconds
         write = partial(_written, self._wanted, self._reports)
         self._saver.save(snapshots[0]["tensors"], self._meta(step, {"optimizer": numbers}), write)
 
@@ -220,33 +217,34 @@ class Checkpoints:
             seed=self._config.seed,
             corpus=self._corpus,
             identity=identity(self._config),
-            configuration=digest(redact(self._config.to_dict())),
+            configuration=short_hash(redact(self._config.to_dict())),
             plan={"mesh": self.plan.mesh.axes, "scheme": self.plan.scheme.name, "digest": plan_digest(self.plan)},
             values=values,
             versions=versions(),
         )
 
     def _poll(self) -> None:
-        for event in self._saver.poll():
-            self._note(event)
+        for found in self._saver.poll():
+            self._note(events.named(**found, useful_seconds=self._useful))
 
-    def _note(self, event: dict[str, Any]) -> None:
-        told, self._told = self._told, {}
-        self._journal.event(**event, **told)
-        if event["event"] == "checkpoint":
-            self.step, self._failed = event["step"], 0
-            self._own.add(event["directory"])
-        elif event["event"] == "superseded":
-            raise GaveUp(event["reason"])
-        else:
-            newest = f"the newest good one is of step {self.step}" if self.step else "there is no other"
-            goes_on = "it is tried again" if event.get("again") else newest
-            if event["event"] == "checkpoint_failed" and not event["again"] and not self._abandoned:
+    def _note(self, event: events.JournalEvent) -> None:
+        self._useful = None
+        self._journal.write(event)
+        if isinstance(event, events.Checkpoint):
+            self.step, self._failed = event.step, 0
+            self._own.add(event.directory)
+        elif isinstance(event, events.Superseded):
+            raise GaveUp(event.reason)
+        elif isinstance(event, events.CheckpointFailed | events.CheckpointPruneFailed):
+            goes_on = f"the newest good one is of step {self.step}" if self.step else "there is no other"
+            if isinstance(event, events.CheckpointFailed) and event.again:
+                goes_on = "it is tried again"
+            elif isinstance(event, events.CheckpointFailed) and not self._abandoned:
                 self._failing = self._failing if self._failed else monotonic()
                 self._failed += 1
-                self._why = event["reason"]
-            what = event["event"].replace("_", " ")
-            self._say(f"WARNING: {what} after step {event['step']}: {event['reason']}; {goes_on}")
+                self._why = event.reason
+            what = event.word.replace("_", " ")
+            self._say(f"WARNING: {what} after step {event.step}: {event.reason}; {goes_on}")
 
 
 def _written(wanted: SimpleQueue[str], reports: SimpleQueue[Reports], directory: str) -> Reports:

@@ -21,7 +21,7 @@ class Job:
     device: str  # cpu | cuda
     run_dir: Path
     worker: str = WORKER  # "module:Class", with the interface of platform.train.worker.Worker
-    secrets: Mapping[str, str] = field(default_factory=dict)  # texts to redact from output, see `redaction.learned`
+    secrets: Mapping[str, str] = field(default_factory=dict)  # to redact from output: `redaction.known_secrets()`
 
     @property
     def world_size(self) -> int:

@@ -16,7 +16,7 @@ from pkgutil import resolve_name
 from queue import SimpleQueue
 from typing import Any
 
-from platform.boundary.redaction import Shield, learn
+from platform.boundary.redaction import Shield, register_secrets
 from platform.cluster.crew.base.crew import shown
 from platform.cluster.crew.base.job import START, Assignment
 from platform.cluster.wire.channel import Garbled, Line, dial, encode
@@ -39,7 +39,7 @@ def serve(place: Assignment, address: tuple[str, int], token: str, *, own_proces
 
 def attend(place: Assignment, line: Line, *, own_process: bool) -> None:
     """Construct the worker of a member that the driver has admitted, and execute calls as `serve` does."""
-    learn(place.secrets)
+    register_secrets(place.secrets)
     try:
         _Host(place, line, own_process).run()
     finally:

@@ -8,7 +8,7 @@ from shutil import copytree
 import pytest
 
 from platform.checkpoint.storage import storage as storage_module
-from platform.checkpoint.storage.storage import Storage, connect
+from platform.checkpoint.storage.storage import Storage, open_storage
 from tests.doubles.faulty_os import FaultyOs
 from tests.harness.small_storage import job
 
@@ -17,13 +17,13 @@ from tests.harness.small_storage import job
 def small_and_fast(monkeypatch):
     """No real fsync; and small tensors are cut as large ones are."""
     monkeypatch.setattr(storage_module, "os", FaultyOs())
-    monkeypatch.setattr("platform.checkpoint.blocks.placement.GRANULE", 16)
+    monkeypatch.setattr("platform.checkpoint.blocks.placement.LARGEST_ROW", 16)
 
 
 @pytest.fixture
 def storage(tmp_path):
     """With a checkpoint of step 1."""
-    storage = connect(str(tmp_path / "checkpoints"))
+    storage = open_storage(str(tmp_path / "checkpoints"))
     job(1).save(storage, 1)
     return storage
 
@@ -38,7 +38,7 @@ def copies(tmp_path) -> Callable[..., Storage]:
         if steps not in made:
             made[steps] = tmp_path / f"steps {steps}"
             for step in steps:
-                job(step).save(connect(str(made[steps])), step)
-        return connect(str(copytree(made[steps], tmp_path / str(next(number)))))
+                job(step).save(open_storage(str(made[steps])), step)
+        return open_storage(str(copytree(made[steps], tmp_path / str(next(number)))))
 
     return copy

@@ -9,7 +9,7 @@ import pytest
 
 from platform.checkpoint.storage import catalogue
 from platform.checkpoint.storage import manifest as manifests
-from platform.checkpoint.storage.catalogue import find, load
+from platform.checkpoint.storage.catalogue import find, load_manifest
 from platform.checkpoint.storage.manifest import Corrupt, Manifest
 from tests.harness.small_storage import job, newest
 
@@ -103,7 +103,7 @@ def test_a_sealed_manifest_is_still_checked(storage, what):
     directory = job(2).save(storage, 2)
     rewrite(storage, directory, change)
     with pytest.raises(Corrupt, match=reason):
-        load(storage, directory)
+        load_manifest(storage, directory)
     assert newest(storage) == 1
 
 
@@ -181,7 +181,7 @@ def test_what_cannot_be_read_today_is_passed_over_and_not_marked(storage, file):
     assert newest(Unreadable(storage, f"{directory}/{file}")) == 1
     assert newest(storage) == 2
     with pytest.raises(OSError, match="Input/output error"):
-        job(2).restore(Unreadable(storage, "blocks-00001.bin"), directory, load(storage, directory))
+        job(2).restore(Unreadable(storage, "blocks-00001.bin"), directory, load_manifest(storage, directory))
 
 
 def test_a_quarantine_can_be_lifted(storage):
@@ -205,7 +205,7 @@ def test_a_quarantine_can_be_lifted(storage):
 )
 def test_retention(steps, last, every, gone):
     complete = [catalogue.Attempt(100 - i, step, "") for i, step in enumerate(steps)]
-    found = catalogue.superseded(complete, last, every)
+    found = catalogue.dispensable(complete, last, every)
     assert [a.step for a in found] == gone
     assert complete[:1] not in ([a] for a in found)
     if steps == [9, 4, 4, 2]:

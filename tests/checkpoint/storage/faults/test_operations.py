@@ -1,4 +1,4 @@
-"""Operations that fail while one saves or prunes: no wrong value is restored, the newest that holds is found."""
+"""Operations that fail while a checkpoint is saved or pruned: what is found afterwards is whole, and the newest."""
 
 import errno
 import os
@@ -13,7 +13,7 @@ import pytest
 from platform.checkpoint.storage import catalogue
 from platform.checkpoint.storage import manifest as manifests
 from platform.checkpoint.storage import storage as storage_module
-from platform.checkpoint.storage.catalogue import find, load, verify
+from platform.checkpoint.storage.catalogue import find, load_manifest, verify
 from platform.checkpoint.storage.manifest import Manifest, Refused
 from platform.checkpoint.storage.saver import Saver
 from tests.doubles import faulty_os
@@ -48,7 +48,7 @@ def test_a_failure_at_every_operation_of_a_save(copies, kind, power):
         step = newest(storage)
         assert step == 2 if saved else step in (1, 2)
         if not saved and "kill" not in kind:
-            assert step == 1  # a save that reports failure leaves nothing to be found
+            assert step == 1  # a save that reports failure flat_values nothing to be found
         job(3).save(storage, 3)
         catalogue.prune(storage, last=2)
         assert newest(storage) == 3 and len(storage.list("")) == 2
@@ -92,7 +92,7 @@ def test_a_failure_at_every_operation_of_pruning(copies, kind):
         assert newest(storage) == 3 and not find(storage).refused
         for directory in storage.list(""):
             with suppress(Refused):
-                assert not load(storage, directory).faults()
+                assert not load_manifest(storage, directory).faults()
         catalogue.prune(storage, last=1)
         assert [name[:13] for name in storage.list("")] == ["step-00000003"]
         at, fired = at + 1, system.fired

@@ -5,20 +5,21 @@ from __future__ import annotations
 from math import inf
 from time import monotonic, sleep
 
-from platform.cluster.control.forming.context import Run
+from platform.cluster.control.forming.context import RunContext
 from platform.cluster.crew.base.crew import Crew, seating
 from platform.cluster.crew.base.failures import GaveUp
+from platform.monitor.records import events
 from platform.planning.replan import Replanned, most_workers, replan
 
 LOOK_SECONDS = 0.05  # between two looks at the members
 HIRE_AGAIN_SECONDS = 10.0  # pause after a new worker did not start
 
 
-class Muster:
+class Recruiter:
     """Chooses the members and the plan of a run's next generation, and hires workers. `barred`: members that get no
     seat any more; `memory`: bytes of the smallest device of all workers, inf if unknown."""
 
-    def __init__(self, run: Run):
+    def __init__(self, run: RunContext):
         self._config, self._plan = run.config, run.plan
         self._journal, self._say, self._signals = run.journal, run.monitor.say, run.signals
         self._most = max(run.plan.mesh.size, most_workers(run.config))
@@ -71,7 +72,7 @@ class Muster:
                 lack = f"there is no legal plan for {len(members)} workers"
             hope = bool(crew.starting or (e.replace and crew.can_hire))
             if hope and not said:
-                self._journal.event("waiting", alive=len(members), reason=lack)
+                self._journal.write(events.Waiting(alive=len(members), reason=lack))
                 self._say(f"{lack}: waiting up to {e.wait:g} s for more")
                 said = True
             waited = monotonic() - begin
@@ -83,7 +84,7 @@ class Muster:
         """Hire a worker for every one that the largest mesh and the spares lack. Barred members are not replaced: a new
         worker might be no better, and the run would be re-formed for ever."""
         for failure in crew.unstarted:
-            self._journal.event("not_started", number=failure.member.number, cause=failure.cause)
+            self._journal.write(events.NotStarted(number=failure.member.number, cause=failure.cause))
             self._say(f"a new worker did not start: {failure}")
             self._hire_from = monotonic() + HIRE_AGAIN_SECONDS
         crew.unstarted = []
@@ -93,5 +94,5 @@ class Muster:
         coming = len(crew.starting)  # read first: a worker that gets ready meanwhile counts twice, not never
         missing = int(min(self._most + e.spares, self._limit)) - coming - len(crew.members.keys() - crew.leaving)
         if missing > 0:
-            self._journal.event("hiring", count=missing)
+            self._journal.write(events.Hiring(count=missing))
             crew.hire(missing)

@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
+from platform.cluster.control.forming.context import Generation
 
-class Held:
+
+class SnapshotLedger:
     """Ledger of in-memory snapshots: a generation's are kept by its members until the next one takes a step."""
 
     def __init__(self) -> None:
-        self._formed: dict[int, dict[str, Any]] = {}  # generation -> its configuration, placement and seats
+        self._newest: dict[int, tuple[Generation, int]] = {}  # by number: the newest step that all its members hold
         self._distrusted: set[tuple[int, int]] = set()  # (generation, member)
-        self._steps: dict[int, int] = {}  # generation -> the newest step that all its members hold
 
     @property
     def formed(self) -> Mapping[int, Mapping[str, Any]]:
         """Return how each generation was formed, as `platform.train.recovery.source.find_source` takes it."""
-        return self._formed
+        return {
+            number: {"config": g.config, "stage_of": g.stage_of, "domains": g.domains, "seats": g.seats}
+            for number, (g, _) in self._newest.items()
+        }
 
-    def add(
-        self,
-        generation: int,
-        step: int,
-        config: Any,
-        stage_of: Sequence[int],
-        domains: Sequence[str],
-        seats: Sequence[int],
-    ) -> None:
+    def add(self, generation: Generation, step: int) -> None:
         """Record that all members of a generation hold the state after `step`: they start from it or committed it."""
-        how = {"config": config, "stage_of": list(stage_of), "domains": list(domains), "seats": list(seats)}
-        self._formed[generation], self._steps[generation] = how, step
+        self._newest[generation.number] = generation, step
 
     def distrust(self, generation: int, members: Collection[int]) -> None:
         """Ignore from now on what these members hold of a generation: their memory is damaged."""
@@ -38,14 +33,13 @@ class Held:
 
     def only(self, generation: int) -> None:
         """Forget the snapshots of all other generations: this one takes a step, and its workers drop them."""
-        self._formed = {g: how for g, how in self._formed.items() if g == generation}
-        self._steps = {g: step for g, step in self._steps.items() if g == generation}
+        self._newest = {number: held for number, held in self._newest.items() if number == generation}
 
     def by(self, members: Collection[int]) -> dict[int, list[tuple[int, list[int]]]]:
         """Return, for each of `members`, what it holds: a list of (generation, steps)."""
         found: dict[int, list[tuple[int, list[int]]]] = {member: [] for member in members}
-        for generation, step in self._steps.items():
-            for member in set(self._formed[generation]["seats"]) & set(members):
-                if (generation, member) not in self._distrusted:
-                    found[member].append((generation, [step]))
+        for number, (generation, step) in self._newest.items():
+            for member in set(generation.seats) & set(members):
+                if (number, member) not in self._distrusted:
+                    found[member].append((number, [step]))
         return found

@@ -1,0 +1,92 @@
+"""One Transformer block on a 2 x 2 mesh, without a driver: four processes, forward and backward, beside one process.
+
+    python examples/one_block.py
+
+A plan says which block of each tensor lies on which rank and what they communicate; `platform.parallel` executes it.
+Nothing else of the platform is needed: here torch.multiprocessing starts the ranks. Each one compares its blocks of the
+gradients with those that a single process computes of whole tensors, in fp64. Try another scheme: SCHEME below.
+"""
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from platform.api import Plan, compose, plan, register_model
+from platform.model.blocks import Block, Shapes, sizes
+from platform.parallel.communicator.base import Alone, Communicator
+from platform.parallel.communicator.torch_distributed import ProcessGroups
+from platform.parallel.parallel_ops import ParallelOps, initialise
+from platform.parallel.sharding.gradients import Reduction, owns
+from platform.plan.core.step_collectives import groups
+from platform.plan.reports.describe import describe
+from platform.train.step.inputs import place
+
+SCHEME = ["tensor=2d", "tensor.axes.r=2", "tensor.axes.c=2"]  # or tensor=3d, tensor=1d_sp tensor.axes.t=4, ...
+SIZES = ["model.d_model=32", "model.heads=4", "model.length=8", "train.global_batch=4", "train.microbatch=4"]
+COMMON = ["model.kind=one_block", "data=synthetic", "precision=fp64", *SIZES]
+IDS = torch.arange(4 * 8).view(4, 8)  # what every rank reads: [batch, length]
+
+
+class OneBlock:
+    """Maps random features of ids through one block; the loss is the squared distance between its input and output."""
+
+    inputs = ("ids",)
+
+    def __init__(self, config):
+        self.sizes, self.stream = sizes(config), Shapes().stream
+        self.block = Block("block", config, Shapes(), causal=True, memory=None)
+
+    def parameters(self):
+        return self.block.parameters()
+
+    def forward(self, ops, inputs):
+        x = ops.features("x", inputs["ids"], self.stream)
+        y = self.block(ops, x, None, mask=None, bias=None, memory_mask=None)
+        return ops.squared_error("loss", y, x, self.stream, inputs["ids"])
+
+
+register_model("one_block", OneBlock)  # also in the four processes, which import this file
+
+
+def forward_backward(made: Plan, communicator: Communicator, config) -> tuple[float, dict[str, torch.Tensor]]:
+    """Return the loss and this rank's blocks of the gradients."""
+    weights = {p.name: torch.empty(made.local_shape(p), dtype=torch.float64) for p in made.parameters}
+    for p in made.parameters:
+        initialise(made, communicator, p, 0, weights[p.name])  # by global element: alike under every plan
+        weights[p.name].requires_grad_()
+    inputs = place(made, communicator, lambda start, end: {"ids": IDS[start:end]})  # the blocks that this rank reads
+    loss = OneBlock(config.model).forward(ParallelOps(made, communicator, weights), inputs)
+    loss.backward()
+    gradients = Reduction(made, communicator, {name: w.grad for name, w in weights.items()}).wait()
+    total = loss.detach() if owns(communicator, made.loss_layout.axes) else torch.zeros_like(loss)
+    if everywhere := made.mesh.ordered(made.mesh.axes):
+        total = communicator.launch("all_reduce", total, everywhere).wait()
+    return total.item(), gradients
+
+
+def rank(number: int, store: str) -> None:
+    torch.set_num_threads(1)
+    config, alone = compose(*COMMON, *SCHEME), compose(*COMMON)
+    made, serial = plan(config), plan(alone)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=number, world_size=made.mesh.size)
+    communicator = ProcessGroups(made.mesh, number, groups(made))
+    loss, gradients = forward_backward(made, communicator, config)
+    expected, whole = forward_backward(serial, Alone(serial.mesh), alone)
+    worst = 0.0
+    for p in made.parameters:
+        mine = tuple(slice(first, first + n) for first, n in made.block(p, communicator.coordinates))
+        worst = max(worst, (gradients[p.name] - whole[p.name][mine]).abs().max().item())
+    scale = max(g.abs().max().item() for g in whole.values())
+    seat = ", ".join(f"{axis}={i}" for axis, i in communicator.coordinates.items() if made.mesh.axes[axis] > 1)
+    print(f"rank {number} ({seat}): loss {loss:.6f}, alone {expected:.6f}; gradients differ by {worst / scale:.0e}")
+    assert abs(loss - expected) < 1e-9 * abs(expected) and worst < 1e-10 * scale
+    communicator.close()
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    made = plan(compose(*COMMON, *SCHEME))
+    print(describe(made), flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(rank, (f"{folder}/store",), nprocs=made.mesh.size)

@@ -1,0 +1,64 @@
+"""Reasons to re-form the mesh that are checked between steps: workers leaving, slow workers, new workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from platform.cluster.control.forming.context import Generation, RunContext
+from platform.cluster.control.forming.recruiter import Recruiter
+from platform.cluster.crew.base.crew import Crew
+from platform.monitor.records import events
+
+SLOW_STEPS = 5  # consecutive steps in which a worker must be slow to be reported
+
+
+class ReformProposal(NamedTuple):
+    """Proposal to re-form the mesh: the reason, and the members that are barred from the next generation."""
+
+    reason: str
+    barred: frozenset[int] = frozenset()
+
+
+class ReformAdvisor:
+    """Watches a run between steps and proposes re-forming the mesh."""
+
+    def __init__(self, run: RunContext, recruiter: Recruiter):
+        self._replace, self._recruiter = run.config.elastic.replace_slow, recruiter
+        self._journal, self._say = run.journal, run.monitor.say
+        self._slow: dict[int, int] = {}  # member -> consecutive steps in which it was slow
+
+    def needed_reform(self, crew: Crew, generation: Generation) -> ReformProposal | None:
+        """Return a proposal if the cluster is about to take away a seated worker; also journals the notice."""
+        leaving = sorted(crew.leaving & set(generation.seats))
+        if not leaving:
+            return None
+        self._journal.write(events.Notice(numbers=leaving))
+        return ReformProposal(f"{len(leaving)} of {generation.size} workers are about to be taken away")
+
+    def optional_reform(self, crew: Crew, generation: Generation, report: Mapping[str, Any]) -> ReformProposal | None:
+        """Return a proposal if a spare can replace a slow worker, or the mesh can grow; also hires missing
+        workers. `report`: of the step just done."""
+        self._recruiter.refill(crew)
+        slow = self._slow_ones(generation, report)
+        alive = self._recruiter.count(crew)
+        if slow and self._replace and alive > generation.size:
+            rank = generation.seats.index(slow[0])
+            return ReformProposal(f"rank {rank} is slow and gives its place to a spare", frozenset(slow[:1]))
+        found = self._recruiter.best(alive) if alive > generation.size else None
+        if found is None or found.plan.mesh.size <= generation.size:
+            return None
+        return ReformProposal(
+            f"{alive} workers are there: the mesh grows from {generation.size} to {found.plan.mesh.size}"
+        )
+
+    def _slow_ones(self, generation: Generation, report: Mapping[str, Any]) -> list[int]:
+        """Return the members that were slow in the last SLOW_STEPS steps; report each once."""
+        ratios = {generation.seats[rank]: ratio for rank, ratio in report["slow"]}
+        self._slow = {number: self._slow.get(number, 0) + 1 for number in ratios}
+        for number in (n for n, steps in self._slow.items() if steps == SLOW_STEPS):
+            rank, ratio = generation.seats.index(number), ratios[number]
+            node = generation.domains[rank]
+            self._journal.write(events.Slow(number=number, rank=rank, node=node, ratio=ratio))
+            self._say(f"rank {rank} on {node} is slow: {ratio:.1f} times its stage's median")
+        return [number for number, steps in self._slow.items() if steps >= SLOW_STEPS]

@@ -1,0 +1,362 @@
+"""The events of `journal.jsonl`: one class per kind, and their conversion to and from the journal's lines.
+
+A field that is None by default is left out of the line where it is None. A field that a later version adds needs a
+default, as older journals lack it; kinds and fields that this version does not know are passed over.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import Field, dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, dataclass_transform
+
+from platform.boundary import schema
+from platform.boundary.schema import OpenMap, Span, Text
+from platform.monitor.records import records
+from platform.monitor.records.records import Number, Seconds, Steps
+
+_WORD = Annotated[str, Text(r"\w{1,40}", "a word")]
+_HEAD = Annotated[dict[str, Any], OpenMap((("event", _WORD),), ("time", "generation", "event"))]
+
+EVENTS: dict[str, type[JournalEvent]] = {}  # word in the journal -> class
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+class _Registered:
+    """Base that makes its subclasses frozen dataclasses, and enters them in EVENTS unless they are declared a group."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    word: ClassVar[str]
+
+    def __init_subclass__(cls, group: bool = False) -> None:
+        dataclass(frozen=True, kw_only=True)(cls)
+        cls.word = re.sub(r"\B[A-Z]", r"_\g<0>", cls.__name__).lower()
+        if not group:
+            EVENTS[cls.word] = cls  # type: ignore[assignment]
+
+
+class JournalEvent(_Registered, group=True):
+    """Event of a run; one of a kind that this version does not know has no other fields. The journal sets both fields:
+    `time`, seconds since the epoch, and `generation`, formations of the mesh so far."""
+
+    time: Seconds = 0.0
+    generation: Annotated[int, Span(0, 10**9)] = 0
+
+
+class Committed(JournalEvent, group=True):
+    """Event that reports committed work: seconds of the steps since the previous event that did."""
+
+    useful_seconds: Seconds | None = None
+
+
+class End(Committed, group=True):
+    """Last event of a driver but for its account. `step`: the step that its workers have reached; `saved`: that of the
+    newest checkpoint. The steps in between are lost with the workers' memory."""
+
+    step: Steps = 0
+    saved: Steps | None = None
+    steps_lost: Steps | None = None
+    lost_seconds: Seconds | None = None
+
+
+class Starting(JournalEvent):
+    """A driver has checked everything that it can check alone, and starts its workers."""
+
+    world_size: int
+    cluster: str
+    device: str
+
+
+class Refused(JournalEvent):
+    """The configuration was refused after the journal had been opened."""
+
+    reasons: list[str]
+
+
+class Changed(JournalEvent):
+    """The run goes on under another configuration. `keys`: key -> value in the run's last launch, and now."""
+
+    keys: dict[str, Any]
+
+
+class CheckpointRefused(JournalEvent):
+    """A checkpoint was passed over: it is corrupt, or of a newer format."""
+
+    directory: str
+    reason: str
+
+
+class Waiting(JournalEvent):
+    """The next generation lacks members, and waits for more."""
+
+    alive: int
+    reason: str
+
+
+class Hiring(JournalEvent):
+    """New workers were requested."""
+
+    count: int
+
+
+class NotStarted(JournalEvent):
+    """A requested worker did not start."""
+
+    number: int
+    cause: str
+
+
+class Forming(JournalEvent):
+    """A generation begins to form. `plan`: its digest; `reason`: how it differs from the configured plan."""
+
+    world_size: int
+    mesh: dict[str, int]
+    plan: str | None = None
+    reason: str
+    alive: int
+
+
+class NotWhole(JournalEvent):
+    """The snapshots in memory do not give a whole state."""
+
+    reason: str
+
+
+class NotProven(JournalEvent):
+    """New members could not be compared with the driver, which could not write the probe files itself."""
+
+    numbers: list[int]
+    reasons: list[str]
+
+
+class Barred(JournalEvent):
+    """New members see other files or run other code than the driver, and get no seat."""
+
+    numbers: list[int]
+    reasons: list[str]
+
+
+class Formed(JournalEvent):
+    """Every rank has a member. `workers`: rank, coordinates, process, node and number of each."""
+
+    workers: list[dict[str, Any]]
+
+
+class Restored(JournalEvent):
+    """The state was recovered: from memory (`source`) or from a checkpoint (`directory`)."""
+
+    step: Steps
+    directory: str | None = None
+    source: str | None = None
+    seconds: Seconds
+
+
+class RolledBack(JournalEvent):
+    """The state that was recovered is older than the last step done: the steps after it are done again."""
+
+    step: Steps
+    steps_lost: Steps
+    lost_seconds: Seconds
+
+
+class Running(JournalEvent):
+    """A generation is ready for `step`."""
+
+    step: Steps
+    parameters_per_worker: int
+
+
+class FirstStep(JournalEvent):
+    """A generation has committed its first step."""
+
+    step: Steps
+
+
+class Injected(JournalEvent):
+    """Faults of elastic.faults strike in a step."""
+
+    step: Steps
+    faults: list[str]
+
+
+class Spike(JournalEvent):
+    """A step's loss or gradient norm is not finite or above the limit; `policy`: train.on_spike."""
+
+    step: Steps
+    loss: Number
+    grad_norm: Number
+    limit: Number
+    policy: str
+    attempt: int
+
+
+class Undecided(JournalEvent):
+    """Replicas differ, and nothing tells which is right. `tensors`: the ranks that hold it, and the tensor."""
+
+    step: Steps
+    tensors: list[Any]
+
+
+class Damaged(JournalEvent):
+    """Ranks hold other values than their replicas. `ranks`: rank, and its damaged tensors."""
+
+    step: Steps
+    ranks: list[Any]
+
+
+class Checkpoint(Committed):
+    """A checkpoint is complete on storage."""
+
+    step: Steps
+    directory: str
+    bytes: int
+    seconds: Seconds
+
+
+class CheckpointFailed(Committed):
+    """A checkpoint could not be written; `again`: it is tried again."""
+
+    step: Steps
+    directory: str
+    attempt: int
+    reason: str
+    again: bool
+
+
+class CheckpointPruneFailed(Committed):
+    """Older checkpoints could not be deleted."""
+
+    step: Steps
+    reason: str
+
+
+class Superseded(Committed):
+    """Another driver has taken over the run's checkpoints."""
+
+    step: Steps
+    reason: str
+
+
+class Slow(JournalEvent):
+    """A worker has been slow for some steps. `ratio`: its own work over its stage's median."""
+
+    number: int
+    rank: int
+    node: str
+    ratio: float
+
+
+class Notice(JournalEvent):
+    """The cluster is about to take members away."""
+
+    numbers: list[int]
+
+
+class Failure(Committed):
+    """A call failed on a member, which ends the generation. `step`: the one that was not done."""
+
+    number: int
+    rank: int | None
+    coordinates: dict[str, int]
+    node: str
+    method: str
+    kind: str
+    cause: str
+    log: str | None
+    step: Steps
+
+
+class Reforming(Committed):
+    """A generation ends without a failure, for another mesh."""
+
+    reason: str
+    step: Steps
+
+
+class Released(JournalEvent):
+    """The workers are free of their generation; without fields: all are gone, as the driver ends."""
+
+    lost: list[int] | None = None
+    alive: int | None = None
+    seconds: Seconds | None = None
+
+
+class Done(End):
+    """The run has done its last step, and saved it where it was to be saved."""
+
+
+class Unsaved(End):
+    """The last step is done and could not be saved."""
+
+
+class Drained(End):
+    """A stop was requested, and nothing is lost."""
+
+    signal: str
+
+
+class Stopped(End):
+    """A stop was requested, and steps were done of which none is saved."""
+
+    signal: str
+
+
+class NoPlaces(End):
+    """The cluster had too few places for the workers."""
+
+    cause: str
+
+
+class GaveUp(End):
+    """An error ended the run."""
+
+    cause: str
+
+
+class Goodput(JournalEvent):
+    """Cost of failures of one driver, or of several in a row that drove the same run; see `monitor.goodput`.
+
+    `transitions`: generations formed without a failure; `steps_lost`: committed, but redone or given up; `recoveries`:
+    seconds from the detection of a failure to the end of the first new step, of each failure that a step followed;
+    `seconds`: of the drivers, without the time between them; `goodput`: the useful share of these.
+    """
+
+    failures: int
+    transitions: int
+    steps_lost: Steps
+    recoveries: list[float]
+    seconds: Seconds
+    useful_seconds: Seconds
+    goodput: float
+
+
+def own(event: JournalEvent) -> dict[str, Any]:
+    """Return the fields of an event that its kind declares, then those of its groups, but for time and generation."""
+    values = records.plain(event)
+    groups = type(event).__mro__[: -len(JournalEvent.__mro__)]
+    return {name: values[name] for group in groups for name in group.__annotations__ if name in values}
+
+
+def to_plain(event: JournalEvent) -> dict[str, Any]:
+    """Return the journal's line for an event."""
+    return {"time": event.time, "generation": event.generation, "event": event.word} | own(event)
+
+
+def named(event: str, **fields: Any) -> JournalEvent:
+    """Return an event by its word in the journal."""
+    return EVENTS[event](**fields)
+
+
+def from_plain(line: dict[str, Any]) -> JournalEvent:
+    """Return the event of a journal's line. Raises Malformed."""
+    head = schema.read(_HEAD, line)
+    kind = EVENTS.get(head["event"], JournalEvent)
+    event: JournalEvent = schema.read(kind, {name: line[name] for name in kind.__dataclass_fields__ if name in line})
+    return event
+
+
+def read(path: Path | str) -> Iterator[JournalEvent]:
+    """Yield the events of a journal, in order; the file may be in use. Raises Malformed, naming the line; OSError."""
+    return records.lines(path, from_plain)

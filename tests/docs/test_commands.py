@@ -1,0 +1,198 @@
+"""What the pages and jobs tell people to type does what they show, up to the start of the workers.
+
+Nothing is trained and nothing outside of this process is started: a training command is composed, planned and finds
+its devices; its output is compared down to the first line that needs a worker. `...` stands for any lines.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from collections.abc import Callable
+from itertools import takewhile
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import yaml
+
+from platform import launch
+from platform.checkpoint.__main__ import main as inspect_checkpoint
+from platform.cluster import driver
+from platform.cluster.run import resources
+from platform.cluster.run.devices import device_of
+from platform.config.fields import ConfigError
+from platform.plan.__main__ import main as explain_plan
+from platform.plan.reports.describe import describe
+from platform.plan.schedule.simulate import simulate
+from platform.plan.schedule.table import table
+from platform.planning.choose_schedule import schedule_of
+from platform.planning.remedies import lack_of_memory
+from tests.docs.pages import FOLDERS, JOBS, LAUNCH, ROOT, Typed, commands, files
+
+COMMANDS = commands()
+FROM_WORKERS = re.compile(r" +step +loss|continues after|run directory:|what happened|rank\d")  # starts their output
+
+
+class Bench(NamedTuple):
+    """Surroundings of a command under test. `here`: its working directory."""
+
+    here: Path
+    capfd: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch
+
+
+@pytest.fixture
+def bench(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """A directory with the files that the pages show, on a machine without GPUs where nothing is started."""
+    for path, text in files().items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    for folder in ("docs", "platform"):  # which commands name as text
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))  # as `python -m` does
+    monkeypatch.setattr(resources, "gpu_count", lambda: 0)
+    monkeypatch.setattr(driver, "run", start)
+    return Bench(tmp_path, capfd, monkeypatch)
+
+
+def start(config, plan, *, command) -> int:
+    """Stand in for the driver: check memory and devices, print what it prints before a worker answers."""
+    cluster, size = config.cluster, plan.mesh.size
+    if cluster.kind != "ray":
+        device = device_of(config, "cuda", size) if cluster.gpu or cluster.device_memory else None
+        if device and (line := lack_of_memory(config, plan, device)):
+            raise ConfigError(line)
+        resources.reserve_workers(cluster, size, lambda line: None if line.startswith("warning:") else print(line))
+    print(f"{describe(plan)}\nstarting {size} workers ({cluster.kind}, cpu)")
+    if 1 < plan.stages <= 4:  # simulating hundreds of microbatches on many stages takes seconds
+        s = schedule_of(config, plan.mesh.axes["data"])
+        title = f"schedule  {s.name}: {s.stages} stages x {s.chunks} chunks, {s.microbatches} microbatches"
+        print(f"{title}; bubble {simulate(s).bubble:.1%} of the work\n{table(s.rows)}")
+    return launch.DONE
+
+
+def alike(shown: list[str], printed: list[str]) -> bool:
+    """Return True if lines are shown as printed, where `...` stands for any of them."""
+    parts = [r"(?:.*\n)*?" if line == "..." else re.escape(line) + r"\n" for line in shown]
+    return bool(re.fullmatch("".join(parts), "".join(line + "\n" for line in printed)))
+
+
+def answers(status: int, typed: Typed, bench: Bench) -> None:
+    """Check status and output of a command of ours against what is shown: a refusal, its output, or nothing."""
+    out, error = (text.splitlines() for text in bench.capfd.readouterr())
+    refused = any(line.startswith("config: ") for line in typed.shown)
+    assert error == (list(typed.shown) if refused else [])
+    assert status == (launch.REFUSED if refused else launch.DONE)
+    shown = list(takewhile(lambda line: not FROM_WORKERS.match(line), typed.shown))
+    if shown and not refused:
+        assert alike([*shown, *["..."] * (len(shown) < len(typed.shown))], out), "\n".join(out)
+
+
+def launches(typed: Typed, arguments: str, bench: Bench) -> None:
+    answers(launch.main(shlex.split(arguments)), typed, bench)
+
+
+def plans(typed: Typed, arguments: str, bench: Bench) -> None:
+    bench.monkeypatch.setattr("sys.argv", ["platform.plan", *shlex.split(arguments)])
+    answers(explain_plan(), typed, bench)
+
+
+def inspects(typed: Typed, arguments: str, bench: Bench) -> None:
+    """Run a command on kept checkpoints, and compare but for the numbers and names that other runs give them."""
+    [kept, *_] = (ROOT / "tests").rglob("kept_runs/*/run/checkpoints")
+    shutil.copytree(kept, "mine/checkpoints")
+    status = inspect_checkpoint(shlex.split(arguments))
+    out, _ = bench.capfd.readouterr()
+    assert status == launch.DONE
+    if typed.shown:
+        assert alike([neutral(line) for line in typed.shown], [neutral(line) for line in out.splitlines()]), out
+
+
+def neutral(line: str) -> str:
+    return re.sub(r"\b[0-9a-f]*\d[\w.,+]*\b", "N", line).replace("  ", " ")
+
+
+def is_a_target(typed: Typed, arguments: str, bench: Bench) -> None:
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
+    assert set(arguments.split()) <= set(targets)
+
+
+def is_shown(typed: Typed, arguments: str, bench: Bench) -> None:
+    assert (bench.here / arguments).read_text().splitlines() == list(typed.shown)
+
+
+def is_ray_s(typed: Typed, arguments: str, bench: Bench) -> None:
+    scripts = pytest.importorskip("ray.scripts.scripts")
+    name, *options = shlex.split(arguments)
+    scripts.cli.commands[name].make_context(name, options)
+
+
+def starts_processes(typed: Typed, arguments: str, bench: Bench) -> None:
+    options, _, rest = arguments.partition(" -m platform.launch ")
+    assert re.fullmatch(r"--nproc-per-node \d+|--standalone --nproc-per-node \d+", options)
+    launches(typed, rest, bench)
+
+
+def submits(typed: Typed, arguments: str, bench: Bench) -> None:
+    words = shlex.split(arguments)
+    job = next(i for i, word in enumerate(words) if word.endswith(".sbatch"))
+    assert ROOT / words[job] in JOBS and all(word.startswith("--") for word in words[:job])
+    launch.compose(["+experiment=gpt175b", "cluster=ray", *words[job + 1 :]])
+
+
+def applies(typed: Typed, arguments: str, bench: Bench) -> None:
+    assert ROOT / arguments in JOBS and list(yaml.safe_load_all((ROOT / arguments).read_text()))
+
+
+def names_files(typed: Typed, arguments: str, bench: Bench) -> None:
+    found = [word for word in shlex.split(arguments) if word.partition("/")[0] in FOLDERS]
+    assert found and all((ROOT / path).exists() for path in found)
+
+
+def is_generated(typed: Typed, arguments: str, bench: Bench) -> None:
+    """Accept a command whose output `tests.docs.one_rule` writes into its page and compares with it."""
+    assert typed.file == "one-rule.md"
+
+
+def is_trusted(typed: Typed, arguments: str, bench: Bench) -> None:
+    """Accept a command that sets up a machine; its whole text stands in KINDS."""
+
+
+KINDS: dict[str, Callable[..., None]] = {  # what a command looks like -> the check of it and of its arguments
+    r"python -m platform\.launch (.*)": launches,
+    r"python -m platform\.plan ([^|]*)": plans,
+    r"python -m platform\.plan ([^|]* \| grep .*)": is_generated,
+    r"python -m platform\.checkpoint (.*)": inspects,
+    r"torchrun (.*)": starts_processes,
+    r"make (.*)": is_a_target,
+    r"cat (.*)": is_shown,
+    r"ray (.*)": is_ray_s,
+    r"(?:\w+=\d+ )*sbatch (.*)": submits,
+    r"kubectl apply -f (.*)": applies,
+    r"python -m pytest (.*)": names_files,
+    r"python ((?:docs|dashboards|tests|examples)/.*)": names_files,
+    r"(source \.venv/bin/activate|pip install -e \.|pip install torch==2\.13\.0|git clone .*|cd .*)": is_trusted,
+}
+
+
+@pytest.mark.parametrize("typed", COMMANDS, ids=lambda typed: f"{typed.file}: {typed.command}")
+def test_a_command_does_what_is_shown(typed: Typed, bench: Bench):
+    known = [(check, match[1]) for form, check in KINDS.items() if (match := re.fullmatch(form, typed.command))]
+    assert len(known) == 1, f"{typed.command}: say in KINDS how to test it"
+    [(check, arguments)] = known
+    check(typed, arguments, bench)
+
+
+def test_there_are_commands():
+    trained = [typed for typed in COMMANDS if typed.command.startswith(LAUNCH)]
+    assert len(trained) > 20 and sum("-m platform.plan" in typed.command for typed in COMMANDS) >= 2
+    assert sum(any(line.startswith("config: ") for line in typed.shown) for typed in trained) >= 4
+    assert {typed.file for typed in trained} >= {"README.md", "rayjob.yaml"}
+
+
+@pytest.mark.parametrize("shown", [["a"], ["a", "b", "c"], ["...", "a"], ["b", "..."]])
+def test_what_is_not_printed_is_seen(shown: list[str]):
+    assert alike(["a", "..."], ["a", "b"]) and alike(["...", "b"], ["a", "b"]) and not alike(shown, ["a", "b"])

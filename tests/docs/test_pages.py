@@ -1,0 +1,85 @@
+"""Pages lead to each other, and what they name is there."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.docs.pages import FOLDERS, PAGES, README, ROOT, blocks, prose
+
+OPTIONS = {  # Hydra group -> the page whose table has a row for each of its options
+    "tensor": "layouts.md",
+    "branch": "layouts.md",
+    "pipeline": "pipelines.md",
+    "cluster": "clusters.md",
+    "experiment": "experiments.md",
+    "data": "own-code.md",
+    "monitor": "run-directory.md",
+}
+
+
+def links(page: Path) -> list[Path]:
+    """Return the files of ours that a page links to."""
+    found = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", prose(page))
+    return [(page.parent / path).resolve() for path in found]
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", prose(page), re.M)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_a_page_names_is_there(page: Path):
+    text = prose(page)
+    missing = [str(path) for path in links(page) if not path.exists()]
+    for path, anchor in re.findall(r"\]\(([^)#:]*)#([^)]*)\)", text):
+        other = page.parent / path if path else page
+        missing += [f"{path}#{anchor}"] * (other.exists() and anchor not in anchors(other))
+    for path in re.findall(r"`([\w.-]+/[\w./-]*)`", text):
+        missing += [path] * (path.split("/")[0] in FOLDERS - {"runs"} and not (ROOT / path).exists())
+    for path in re.findall(r"(?<![\w/])tests/[\w./-]*\w", text):  # several in one span
+        missing += [path] * (not (ROOT / path).exists())
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
+    missing += [f"make {name}" for name in re.findall(r"`make ([a-z-]+)`", text) if name not in targets]
+    assert missing == []
+
+
+def test_every_page_can_be_reached():
+    reached, ahead = set(), [README]
+    while ahead:
+        page = ahead.pop()
+        if page not in reached and page.suffix == ".md" and page.exists():
+            reached.add(page)
+            ahead += links(page)
+    assert set(PAGES) <= reached
+
+
+def test_the_readme_is_short():
+    assert len(README.read_text().splitlines()) <= 160
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_block_says_its_language(page: Path):
+    assert {language for language, _ in blocks(page)} <= {"", "console", "text", "yaml", "python", "rule"}
+
+
+@pytest.mark.parametrize("group", OPTIONS)
+def test_every_option_has_its_row(group: str):
+    page = (ROOT / "docs" / OPTIONS[group]).read_text()
+    _, _, rows = re.split(rf"^\| `(\+?){group}=` \|", page, maxsplit=1, flags=re.M)
+    first_cells = re.findall(r"^\| ([^|]+)\|", rows.partition("\n\n")[0], re.M)
+    options = [name for cell in first_cells for name in re.findall(r"`(\w+)`", cell)]
+    assert sorted(options) == sorted(path.stem for path in (ROOT / "conf" / group).glob("*.yaml"))
+
+
+def test_versions_agree():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == version and len(citation["references"]) == 4
+    assert f"\n## [{version}] - " in (ROOT / "CHANGELOG.md").read_text()

@@ -1,0 +1,43 @@
+"""The examples: short, self-explaining, and every one runs from an empty folder."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
+SAYS = {  # example -> texts that its output holds
+    "callbacks_and_resume": ["refused:\n    train.steps=0", "ended: step 3 is enough", "drained", "done: 6 steps"],
+    "one_block": ["plan  4 workers = r 2 x c 2", "rank 0 (r=0, c=0): loss", "rank 3 (r=1, c=1): loss"],
+    "own_model": ["megatron would move {'all_reduce/t'", "experts would move {'all_reduce/e'", "\nloss 6."],
+    "own_schedule": ["stage 0 | 0F0 0F1 0F2 0B0", "eager_1f1b: 2 stages", "step    two stages   one process\n   1 "],
+    "own_scheme": ["attention  s       h", "step   4 processes     1 process\n   1 "],
+}
+
+
+def test_every_example_is_expected():
+    assert [path.stem for path in EXAMPLES] == sorted(SAYS)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_is_short_and_says_what_it_shows(path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= 100
+    first, _, rest = ast.get_docstring(ast.parse(text)).partition("\n")
+    assert first.endswith(".") and f"    python examples/{path.name}\n" in rest
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_runs(path, tmp_path):
+    done = subprocess.run(
+        [sys.executable, path], cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [text for text in SAYS[path.stem] if text not in done.stdout] == [], done.stdout
+    assert "Traceback" not in done.stderr
+    assert {child.name for child in tmp_path.iterdir()} <= {"runs"}
