@@ -7,6 +7,7 @@ from pathlib import Path
 import platform
 
 ROOT = Path(__file__).resolve().parent.parent
+os.environ.pop("RAY_ADDRESS", None)  # no test joins a Ray that it has not started
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: many small processes share few cores
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 if not hasattr(platform, "__path__"):  # pytest imported the standard library's module before we could

@@ -2,6 +2,20 @@ import pytest
 
 from platform.cluster.crew.base.job import Job
 from platform.config.fields import Config
+from tests.harness import warm
+
+
+@pytest.fixture(scope="session")
+def warm_server():
+    """Runs before what runs on this machine is listed."""
+    warm.start()
+
+
+@pytest.fixture
+def warm_workers(warm_server, monkeypatch):
+    """Crews of processes fork their workers from one that has imported torch; tests/cluster/crew/test_crew.py and the
+    commands start them as users do."""
+    monkeypatch.setattr("platform.cluster.crew.launchers.processes.multiprocessing", warm.Warm)
 
 
 @pytest.fixture

@@ -105,6 +105,7 @@ def test_a_killed_run_without_snapshots_begins_again(tmp_path):
     assert chaos.differences(chaos.rows(config), chaos.undisturbed(config, tmp_path / "alone")) == []
 
 
+@pytest.mark.usefixtures("warm_workers")
 @pytest.mark.parametrize("worker", ["StaleWorker", pytest.param("ForgetfulWorker", marks=pytest.mark.full)])
 def test_a_wrong_recovery_is_found(tmp_path, worker):
     """The control of the comparison."""

@@ -14,6 +14,8 @@ from platform.monitor import JsonLines, MetricsLog, MetricsRow
 from tests.doubles.fake_plan import fake_plan, run_fake
 from tests.harness.process_tree import descendants, gone
 
+pytestmark = pytest.mark.usefixtures("warm_workers")
+
 
 def events(config):
     return JsonLines.read(Path(config.run.dir, "journal.jsonl"))

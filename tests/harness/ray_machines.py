@@ -1,5 +1,6 @@
 """Ray clusters of several nodes on this machine, which are lost, told to go and added like a cloud's machines."""
 
+import tempfile
 import time
 from contextlib import contextmanager
 
@@ -16,13 +17,16 @@ def private_cluster(head_cpus, **environment):
         # a lost node is known as such within seconds, not half a minute
         "RAY_health_check_period_ms": "500",
     }
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="ray") as folder:  # a short name
         for name, value in {**known, **environment}.items():
             patch.setenv(name, value)
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": head_cpus, "include_dashboard": False})
-        patch.setenv("RAY_ADDRESS", cluster.address)
-        yield cluster
-        cluster.shutdown()
+        head = {"num_cpus": head_cpus, "include_dashboard": False, "temp_dir": folder}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        try:
+            patch.setenv("RAY_ADDRESS", cluster.address)
+            yield cluster
+        finally:
+            cluster.shutdown()
 
 
 def drain(cluster, node):

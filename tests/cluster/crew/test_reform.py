@@ -14,6 +14,8 @@ from platform.planning.make_plan import make_plan
 from tests.cluster.crew.test_generations import fails, form
 from tests.harness.oracle import configure
 
+pytestmark = pytest.mark.usefixtures("warm_workers")
+
 
 def left(tmp_path, generation, count, seconds):
     """How many members have left by themselves, after at most this time."""
