@@ -1,4 +1,4 @@
-"""Every kind of event is written as it is read; the page of the run directory lists them, and the keys of the metrics."""
+"""Every kind of event is written as it is read; the page of the run directory lists them, and the keys of a row."""
 
 import json
 import re

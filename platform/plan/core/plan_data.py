@@ -23,15 +23,27 @@ from platform.plan.language.mesh import Mesh
 from platform.plan.language.ops import Operation, Parameter, Recompute, Spec
 from platform.plan.language.scheme import Scheme
 
-PARTS: tuple[type, ...] = (
+_PARTS: tuple[type, ...] = (
     Chunk, Collective, Conversion, Einsum, EinsumGroup, Layout, Mesh, Operation, Panels, Parameter, Plan,
     PlannedOperation, Planner, Recompute, Scheme, Spec, Step,
 )  # fmt: skip
+_CLASSES = {part.__name__: part for part in _PARTS}
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
     """Return the whole of a plan as plain data: an equal plan can be rebuilt from it."""
     return _encoded(plan)
+
+
+def from_dict(data: Any) -> Plan:
+    """Rebuild the plan that `to_dict` made `data` of. Raises ValueError for anything else."""
+    try:
+        plan = _decoded(data)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"is no plan: {type(error).__name__}: {error}") from None
+    if not isinstance(plan, Plan):
+        raise ValueError("is no plan")
+    return plan
 
 
 def digest(plan: Plan) -> str:
@@ -42,7 +54,7 @@ def digest(plan: Plan) -> str:
 
 def _encoded(value: Any) -> Any:
     if is_dataclass(value):
-        assert type(value) in PARTS, f"{type(value).__name__} is missing in PARTS"
+        assert type(value) in _PARTS, f"{type(value).__name__} is missing in _PARTS"
         return {"is": type(value).__name__} | {
             f.name: _encoded(getattr(value, f.name)) for f in fields(value) if f.init
         }
@@ -52,6 +64,17 @@ def _encoded(value: Any) -> Any:
         return [_encoded(item) for item in value]
     assert value is None or type(value) in (str, int, float, bool), f"{type(value).__name__} in a plan"
     return value
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(map(_decoded, value))
+    if not isinstance(value, Mapping):
+        return value
+    given = dict(value)
+    if (kind := given.pop("is")) == "map":
+        return {_decoded(key): _decoded(item) for key, item in given["items"]}
+    return _CLASSES[kind](**{name: _decoded(item) for name, item in given.items()})
 
 
 def plan_summary(plan: Plan) -> dict[str, Any]:

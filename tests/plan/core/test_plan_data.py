@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -12,35 +11,10 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from platform.launch import compose
-from platform.plan.core.plan import Plan
-from platform.plan.core.plan_data import PARTS, digest, plan_summary, to_dict
+from platform.plan.core.plan_data import digest, from_dict, plan_summary, to_dict
 from platform.planning.make_plan import make_plan
 from tests.fuzz.draw_plans import SCHEDULES, SCHEMES, draw_case
 from tests.fuzz.plans import planned
-
-CLASSES = {part.__name__: part for part in PARTS}
-
-
-def from_dict(data) -> Plan:
-    """The plan that `to_dict` made `data` of. Raises ValueError for anything else."""
-    try:
-        plan = decoded(data)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"is no plan: {type(error).__name__}: {error}") from None
-    if not isinstance(plan, Plan):
-        raise ValueError("is no plan")
-    return plan
-
-
-def decoded(value):
-    if isinstance(value, list):
-        return tuple(map(decoded, value))
-    if not isinstance(value, Mapping):
-        return value
-    given = dict(value)
-    if (kind := given.pop("is")) == "map":
-        return {decoded(key): decoded(item) for key, item in given["items"]}
-    return CLASSES[kind](**{name: decoded(item) for name, item in given.items()})
 
 
 def plans(count: int):
