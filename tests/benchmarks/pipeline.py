@@ -26,7 +26,7 @@ from torch import Tensor  # noqa: E402
 from torch.distributed import pipelining  # noqa: E402
 
 from platform.parallel.communicator.base import Communicator  # noqa: E402
-from platform.parallel.pipeline import Pipeline  # noqa: E402
+from platform.parallel.pipeline import PipelineExecutor  # noqa: E402
 from platform.plan.schedule.rows import stage_rows  # noqa: E402
 from platform.plan.schedule.simulate import simulate  # noqa: E402
 from platform.planning.choose_schedule import schedule_of  # noqa: E402
@@ -73,7 +73,7 @@ def ours(config, plan, communicator, seconds: float, repeats: int) -> list[float
         return {"stream": y} if chunk.sends else {"loss": y.sum()}
 
     communicator.meet(plan.neighbours)
-    pipeline = Pipeline(here, communicator, torch.float32, forward)
+    pipeline = PipelineExecutor(here, communicator, torch.float32, forward)
     return measure(lambda: pipeline.run(row), communicator, repeats)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import traceback
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
+
+from tests.harness import warm
 
 SIZE = 8
 TIMEOUT = 120.0
@@ -48,11 +49,11 @@ class Pool:
         from torch.distributed import TCPStore
 
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = mp.get_context("spawn")
+        warm.start()
         self._pipes, self._processes, self._generation = [], [], 0
         for rank in range(SIZE):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, theirs, self._store.port), daemon=True)
+            ours, theirs = warm.CONTEXT.Pipe()
+            process = warm.CONTEXT.Process(target=_serve, args=(rank, theirs, self._store.port), daemon=True)
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)

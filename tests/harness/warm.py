@@ -8,12 +8,13 @@ from collections.abc import Callable
 from multiprocessing import forkserver
 from typing import Any
 
+PRELOADED = ["platform.train.worker", "torch.distributed", "torch._dynamo"]  # the last by the first optimizer, else
 CONTEXT = multiprocessing.get_context("forkserver")
 
 
 def start() -> None:
     """Start the process that workers are forked from; it ends with this one."""
-    CONTEXT.set_forkserver_preload(["platform.train.worker", "torch.distributed"])
+    CONTEXT.set_forkserver_preload(PRELOADED)
     forkserver.ensure_running()
 
 
