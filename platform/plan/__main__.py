@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterator
 from math import inf
@@ -38,7 +39,13 @@ def main() -> int:
         parser.error("--workers-per-node must be at least 1")
     register_url_secrets(arguments.overrides)
     with shielded(sys.stdout, sys.stderr):
-        return _answer(arguments)
+        try:
+            status = _answer(arguments)
+            sys.stdout.flush()
+        except BrokenPipeError:  # `| head` has read enough; nothing more is written, at the exit neither
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())  # type: ignore[union-attr]
+            return 0
+    return status
 
 
 def _answer(arguments: argparse.Namespace) -> int:

@@ -146,6 +146,12 @@ def test_the_command_refuses():
     assert done.stderr.startswith("config: model.d_ff=511 is not divisible by tensor.axes.t=2")
 
 
+def test_a_reader_may_leave():
+    line = f"{sys.executable} -m platform.plan +experiment=gpt_quick --shrink | true"
+    done = subprocess.run(line, shell=True, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_unused_axes_are_named():
     done = command("+experiment=two_layer", "tensor=mesh_tf_empty", "tensor.axes.all=4")
     assert "warning         axes all split no dim of w, v: computed 4 times over" in done.stdout
