@@ -155,8 +155,8 @@ def compute(c: Config, plan: Plan, communicator: Communicator) -> Result:
     communicator.log = []
     first = trainer.step(1)
     log, communicator.log = communicator.log, None
-    moved = Counter(first["comm_bytes"])
-    losses = [first["loss"], *(trainer.step(k)["loss"] for k in range(2, STEPS + 1))]
+    moved = Counter(first.comm_bytes)
+    losses = [first.loss, *(trainer.step(k).loss for k in range(2, STEPS + 1))]
     final = {n: w.detach().clone() for n, w in trainer.weights.master.items()}
     return Result(communicator.rank, loss, norm, gradients, initial, final, losses, moved, log)
 

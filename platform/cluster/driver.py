@@ -151,7 +151,7 @@ def _drive(
     journal, monitor = known.journal, known.monitor
     assert journal and monitor
     job = Job(
-        config=config.to_dict(),
+        config=config,
         coordinates=[plan.mesh.coordinates(rank) for rank in range(plan.mesh.size)],
         device=secured.device,
         run_dir=known.directory.path,

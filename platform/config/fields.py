@@ -12,7 +12,9 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+from platform.boundary.schema import By
 
 Rules = dict[str, dict[str, list[str]]]  # region or parameter role -> tensor dim -> mesh axes, major to minor
 
@@ -227,6 +229,9 @@ class Config:
         Raises ConfigError for an unknown key or a wrong type.
         """
         return _build(cls, values, "")
+
+
+SentConfig = Annotated[Config, By(Config.from_dict)]  # as driver and workers exchange it: no number changes its type
 
 
 def _build(cls: type, values: dict[str, Any], prefix: str) -> Any:

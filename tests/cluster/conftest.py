@@ -1,4 +1,5 @@
 import os
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,6 @@ def config(tmp_path):
 def job(config, tmp_path):
     def make(size, worker="fake_worker:FakeWorker"):
         coordinates = [{"stage": 0, "data": rank} for rank in range(size)]
-        return Job(config.to_dict(), coordinates, "cpu", tmp_path, worker)
+        return Job(deepcopy(config), coordinates, "cpu", tmp_path, worker)
 
     return make

@@ -5,7 +5,7 @@ import weakref
 
 from platform.cluster.crew.base.job import Assignment
 from platform.cluster.crew.launchers.host import _Host
-from platform.cluster.wire.channel import Decoder
+from platform.cluster.wire.channel import Unframer
 
 
 class Hand:
@@ -28,7 +28,7 @@ class Sent:
         self.messages = []
 
     def send(self, frame):
-        self.messages += Decoder().feed(frame)
+        self.messages += Unframer().feed(frame)
 
 
 def test_a_worker_that_failed_leaves_with_empty_hands(capsys):

@@ -16,6 +16,7 @@ from platform.cluster.run.commands import Command
 from platform.config.fields import ConfigError
 from platform.monitor import Journal, MetricsLog
 from platform.planning.make_plan import make_plan
+from platform.train.protocol.answers import Damage, Differences, Dispute
 from tests.oracle import configure
 
 BOOM = ValueError("boom")
@@ -716,7 +717,7 @@ def test_a_cluster_without_places_may_be_tried_again(config, drive, monkeypatch)
     assert not Path(config.run.dir).exists()
 
 
-DAMAGED = {"damaged": [[1, "model.embedding"], [1, "model.head"]]}
+DAMAGED = Differences([Damage(1, "model.embedding"), Damage(1, "model.head")])
 
 
 def test_a_damaged_rank_is_named_and_restored_from_the_others(config, drive):
@@ -738,7 +739,7 @@ def test_a_rank_that_is_damaged_again_and_again_ends_the_run(config, drive):
 
 
 def test_replicas_of_which_nobody_is_right_end_the_run(config, drive):
-    verdict = {"undecided": [[[0, 2], "model.embedding"]]}
+    verdict = Differences(undecided=[Dispute([0, 2], "model.embedding")])
     assert drive(prepare=lambda crew: crew.verdicts.update({4: [verdict]})) == 1
     assert events(config, "undecided")[0]["tensors"] == [[[0, 2], "model.embedding"]]
     assert "model.embedding of rank0[data0] and rank2[data2] differ" in drive.out

@@ -18,6 +18,7 @@ from platform.cluster.control.pace import Pace
 from platform.cluster.control.spikes import Spikes
 from platform.cluster.crew.base.crew import Crew
 from platform.cluster.crew.base.failures import Failure, GaveUp, Member, Reform, WorkerFailed
+from platform.train.protocol.answers import StepReport
 from platform.train.step.faults import Faults
 
 FIRST_STEP_SECONDS = 120.0  # for a run's first step, which allocates buffers and opens connections
@@ -102,10 +103,10 @@ class Controller:
             if self._stall:  # it came after the previous step, whose row was already written
                 row["seconds"]["checkpoint"], self._stall = row["seconds"]["checkpoint"] + self._stall, 0.0
             if generation.timeline:
-                row |= generation.timeline.step(step, start, [report["timeline"] for report in reports])
+                row |= generation.timeline.step(step, start, [report.timeline for report in reports])
             if every and step % every == 0:
                 within = self._deadline(generation)  # per clock section, of which an evaluation may have many
-                row["val_loss"] = crew.call("evaluate", within=within)[0]["val_loss"]
+                row["val_loss"] = crew.call("evaluate", within=within)[0]
             if self._failed is not None:
                 row["recovery_seconds"], self._failed = perf_counter() - self._failed, None
             self._commit(generation, step, seconds, row)
@@ -116,7 +117,7 @@ class Controller:
                 self._watch(crew, generation, report)
         self._checkpoints.finish(crew)
 
-    def _step(self, crew: Crew, generation: Generation, step: int) -> tuple[list[dict[str, Any]], float]:
+    def _step(self, crew: Crew, generation: Generation, step: int) -> tuple[list[Any], float]:
         """Take a step; return every rank's report and its seconds. At a loss spike `Trainer.step` has updated nothing,
         and the step is repeated, skipped, or ends the run, as train.on_spike says."""
         policy = self._config.train.on_spike
@@ -129,9 +130,9 @@ class Controller:
             reports = crew.call("step", step, limit, faults, within=self._deadline(generation))
             seconds, report = perf_counter() - start, reports[0]
             self._agree(crew, generation, step, report)
-            if not report["skipped"]:
+            if not report.skipped:
                 return reports, seconds
-            loss, norm = report["loss"], report["grad_norm"]
+            loss, norm = report.loss, report.grad_norm
             why = f"step {step} has a loss of {loss:g} and a gradient norm of {norm:g}"
             why += f", above the limit of {limit:g}" if limit < inf else ""
             self._journal.event(
@@ -145,11 +146,11 @@ class Controller:
             self._monitor.say(f"{why}: it is done again")
         raise GaveUp(f"{why}, {self._config.elastic.attempts} times in a row")
 
-    def _agree(self, crew: Crew, generation: Generation, step: int, report: dict[str, Any]) -> None:
+    def _agree(self, crew: Crew, generation: Generation, step: int, report: StepReport) -> None:
         """Raise WorkerFailed naming the ranks whose state differs from their replicas': it is restored from those, and
         nothing of theirs is used. Raises GaveUp if replicas differ and nothing tells which is right. `Trainer.step` has
         updated nothing in either case."""
-        if unknown := report.get("undecided"):
+        if unknown := report.differences.undecided:
             ranks, tensor = unknown[0]
             names = " and ".join(generation.job.name(rank) for rank in ranks)
             more = f" and {len(unknown) - 1} more" if unknown[1:] else ""
@@ -157,7 +158,7 @@ class Controller:
             why = "differ, and nothing tells who is right: their memory is damaged"
             raise GaveUp(f"before step {step} was done, {tensor}{more} of {names} {why}")
         damaged: dict[int, list[str]] = {}
-        for rank, tensor in report.get("damaged", ()):
+        for rank, tensor in report.differences.damaged:
             damaged.setdefault(rank, []).append(tensor)
         if not damaged:
             return
@@ -187,7 +188,7 @@ class Controller:
         self._failures = Counter({failed: n for failed, n in self._failures.items() if failed > step})
         if self._held:
             g = generation
-            self._former.held.add(g.number, step, g.config, g.stage_of, g.domains, g.seats)
+            self._former.held.add(g.number, step, g.formed)
         self._pace.add(step, seconds)
         self._useful += seconds
         self._spikes.add(row["loss"])
@@ -230,7 +231,7 @@ class Controller:
             self._checkpoints.finish(crew)
         return self._checkpoints.step == self.done
 
-    def _watch(self, crew: Crew, generation: Generation, report: dict[str, Any]) -> None:
+    def _watch(self, crew: Crew, generation: Generation, report: StepReport) -> None:
         """Look, between two steps, whether another generation is needed or would be better: raises Reform if so."""
         if wish := self._outlook.needed(crew, generation):
             if not self._former.muster.count(crew):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-_AS_REPORTED = ("step", "loss", "grad_norm", "lr", "tokens", "samples", "seconds", "peak_memory_bytes", "world_size")
+from platform.train.protocol.answers import StepReport
+
+_AS_REPORTED = ("step", "loss", "grad_norm", "lr", "tokens", "seconds", "peak_memory_bytes", "world_size")
 
 
 def metrics_row(
-    report: Mapping[str, Any],
+    report: StepReport,
     wall_seconds: float,
     *,
     length: int,
@@ -23,16 +24,17 @@ def metrics_row(
     counts; `seconds` are means over the ranks, `comm_bytes` sums, `peak_memory_bytes` maxima. Throughput counts this
     step's tokens, samples of `length`; `mfu` is relative to `peak_flops` per worker, None if that is unknown.
     """
-    first, end = report["samples"]
+    first, end = report.samples
     tokens_per_second = (end - first) * length / wall_seconds
-    flops_per_worker = tokens_per_second * flops_per_token / report["world_size"]
+    flops_per_worker = tokens_per_second * flops_per_token / report.world_size
     return {
-        **{key: report[key] for key in _AS_REPORTED},
+        **{key: getattr(report, key) for key in _AS_REPORTED},
+        "samples": [first, end],
         "step_seconds": wall_seconds,
         "tokens_per_second": tokens_per_second,
         "tflops_per_worker": flops_per_worker / 1e12,
         "mfu": flops_per_worker / peak_flops if peak_flops else None,
-        "comm_bytes": dict(sorted(report["comm_bytes"].items())),
+        "comm_bytes": dict(sorted(report.comm_bytes.items())),
         "generation": generation,
-        **({"skipped": True} if report["skipped"] else {}),
+        **({"skipped": True} if report.skipped else {}),
     }

@@ -61,7 +61,7 @@ class State:
         here = self._communicator.coordinates
         return [block for kind, tensors in kinds.items() for block in blocks(self._plan, kind, tensors, here)]
 
-    def values(self) -> dict[str, Any]:
+    def values(self) -> dict[str, float]:
         """Return the optimizer's numbers, plain data, equal for all parameters; {} on a rank without parameters."""
         return {name: float(self._of(w)[name]) for w in list(self._trainer.weights.owned.values())[:1]
                 for name in self._numbers}  # fmt: skip

@@ -26,29 +26,31 @@ from platform.plan.schedule.rows import rows
 from platform.plan.schedule.simulate import simulate
 from platform.plan.schedule.table import Schedule, table
 from platform.planning.choose_schedule import schedule_of
-from platform.train.recovery.source import find_source, take_seats
+from platform.train.recovery.source import Formation, Source, find_source, take_seats
 
 _WIDTH = 300  # columns of a schedule table that is still shown
 
 
 @dataclass
 class Generation:
-    """A formed mesh. `seats`, `domains`: each rank's member and node; `step`: updates in the state that it starts from;
-    `peak_flops`: FLOP/s of a worker, None if unknown."""
+    """A formed mesh. `step`: updates in the state that it starts from; `peak_flops`: FLOP/s of a worker, None if
+    unknown."""
 
     number: int
     plan: Plan
-    stage_of: list[int]
-    seats: list[int]
-    domains: list[str]
-    config: dict[str, Any]
+    formed: Formation
     step: int
     peak_flops: float | None
     timeline: Timeline | None
     job: Job
 
-    def __post_init__(self) -> None:
-        self.size = len(self.seats)
+    @property
+    def seats(self) -> list[int]:
+        return self.formed.seats
+
+    @property
+    def size(self) -> int:
+        return len(self.seats)
 
 
 class Former:
@@ -75,43 +77,45 @@ class Former:
         self._journal.event("forming", **about)
         self._show(plan, schedule, found.reason)
         seats, source = self._seats(members, size)
-        if source and source["gathered"]:
+        if source and source.gathered:
             self._gather(crew, source, number)
         job = replace(self._job, coordinates=[plan.mesh.coordinates(rank) for rank in range(size)])
         crew.seat(job, seats)
         self._prove(crew, seats)
-        config, stage_of = found.config.to_dict(), list(schedule.placement)
-        workers = crew.call("form", ByRank(range(size)), size, config, crew.store, number, stage_of, made)
-        self._journal.event("formed", workers=[w | {"number": n} for w, n in zip(workers, seats, strict=True)])
+        stage_of = list(schedule.placement)
+        workers = crew.call("form", ByRank(range(size)), size, found.config, crew.store, number, stage_of, made)
+        self._journal.event("formed", workers=[vars(w) | {"number": n} for w, n in zip(workers, seats, strict=True)])
         there = crew.members
         domains = [there[n].node if n in there else "" for n in seats]  # "": gone by now, and the next call fails
         of_stage = rows(schedule)
         plain = [stage.plain() for stage in of_stage]
         build = "build", ByRank(plain[c["stage"]] for c in job.coordinates), domains
         built = crew.call(*build)
-        self.muster.memory = min(self.muster.memory, *(b["memory"] or inf for b in built))
+        self.muster.memory = min(self.muster.memory, *(b.memory or inf for b in built))
         step = self._recover(crew, source) if source else self._restore(crew, build)
         self._formed = True
+        formed = Formation(found.config, stage_of, domains, seats)
         if source or (step and self._config.elastic.snapshot_every):
-            self.held.add(number, step, config, stage_of, domains, seats)
-        self._journal.event("running", step=step + 1, parameters_per_worker=built[0]["parameters"])
+            self.held.add(number, step, formed)
+        self._journal.event("running", step=step + 1, parameters_per_worker=built[0].parameters)
         timeline = None
         if self._config.monitor.timeline:
             names, stages = [job.name(rank) for rank in range(size)], [c["stage"] for c in job.coordinates]
             timeline = Timeline(schedule, [stage.step for stage in of_stage], names, stages)
-        peak = dense_bf16_peak(built[0]["device"])
-        return Generation(number, plan, stage_of, seats, domains, config, step, peak, timeline, job)
+        peak = dense_bf16_peak(built[0].device)
+        return Generation(number, plan, formed, step, peak, timeline, job)
 
-    def _seats(self, members: list[int], size: int) -> tuple[list[int], dict[str, Any] | None]:
+    def _seats(self, members: list[int], size: int) -> tuple[list[int], Source | None]:
         """Return the member at every rank, and the source in memory that they recover from; None if no state in memory
         is whole, or a checkpoint is newer."""
         source, reasons = find_source(self.held.by(members), self.held.formed, size)
         for reason in reasons:
             self._journal.event("not_whole", reason=reason)
-        if source is None or source["step"] < self._checkpoints.step:
+        if source is None or source.step < self._checkpoints.step:
             return members[:size], None
-        having = {member for _, member in source["members"]}
-        return take_seats(source, [m for m in members if m not in having], size)
+        having = set(source.members(source.kept))
+        source = take_seats(source, [m for m in members if m not in having], size)
+        return source.seats, source
 
     def _show(self, plan: Plan, schedule: Schedule, reason: str) -> None:
         if plan is not self._shown:
@@ -122,9 +126,9 @@ class Former:
         if schedule.stages > 1:
             self._monitor.say(_described(schedule))
 
-    def _gather(self, crew: Crew, source: dict[str, Any], number: int) -> None:
+    def _gather(self, crew: Crew, source: Source, number: int) -> None:
         """Let members that hold state but get no seat hand it over first, in a group with the other holders."""
-        order = [member for _, member in source["gathered"]]
+        order = source.members(source.gathered)
         crew.seat(replace(self._job, coordinates=[{"data": i} for i in range(len(order))]), order)
         crew.call("gather", source, ByRank(range(len(order))), crew.store, f"{number}/gather")
         crew.release()
@@ -152,12 +156,11 @@ class Former:
             self._journal.event("barred", numbers=sorted(barred), reasons=reasons)
             raise Reform(f"a new worker gets no seat: {reasons[0]}")
 
-    def _recover(self, crew: Crew, source: dict[str, Any]) -> int:
+    def _recover(self, crew: Crew, source: Source) -> int:
         start = perf_counter()
         crew.call("recover", source)
-        step: int = source["step"]
-        self._journal.event("restored", step=step, source="memory", seconds=perf_counter() - start)
-        return step
+        self._journal.event("restored", step=source.step, source="memory", seconds=perf_counter() - start)
+        return source.step
 
     def _restore(self, crew: Crew, build: tuple[Any, ...]) -> int:
         """Restore from storage, the last resort, or start from nothing; return the step. Raises GaveUp if there was a

@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping
+
+from platform.train.recovery.source import Formation
 
 
 class Held:
     """Ledger of in-memory snapshots: a generation's are kept by its members until the next one takes a step."""
 
     def __init__(self) -> None:
-        self._formed: dict[int, dict[str, Any]] = {}  # generation -> its configuration, placement and seats
+        self._formed: dict[int, Formation] = {}  # by generation
         self._distrusted: set[tuple[int, int]] = set()  # (generation, member)
         self._steps: dict[int, int] = {}  # generation -> the newest step that all its members hold
 
     @property
-    def formed(self) -> Mapping[int, Mapping[str, Any]]:
+    def formed(self) -> Mapping[int, Formation]:
         """Return how each generation was formed, as `platform.train.recovery.source.find_source` takes it."""
         return self._formed
 
-    def add(
-        self,
-        generation: int,
-        step: int,
-        config: Any,
-        stage_of: Sequence[int],
-        domains: Sequence[str],
-        seats: Sequence[int],
-    ) -> None:
+    def add(self, generation: int, step: int, formed: Formation) -> None:
         """Record that all members of a generation hold the state after `step`: they start from it or committed it."""
-        how = {"config": config, "stage_of": list(stage_of), "domains": list(domains), "seats": list(seats)}
-        self._formed[generation], self._steps[generation] = how, step
+        self._formed[generation], self._steps[generation] = formed, step
 
     def distrust(self, generation: int, members: Collection[int]) -> None:
         """Ignore from now on what these members hold of a generation: their memory is damaged."""
@@ -45,7 +37,7 @@ class Held:
         """Return, for each of `members`, what it holds: a list of (generation, steps)."""
         found: dict[int, list[tuple[int, list[int]]]] = {member: [] for member in members}
         for generation, step in self._steps.items():
-            for member in set(self._formed[generation]["seats"]) & set(members):
+            for member in set(self._formed[generation].seats) & set(members):
                 if (generation, member) not in self._distrusted:
                     found[member].append((generation, [step]))
         return found

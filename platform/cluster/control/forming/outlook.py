@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from platform.cluster.control.forming.context import Run
 from platform.cluster.control.forming.former import Generation
 from platform.cluster.control.forming.muster import Muster
 from platform.cluster.crew.base.crew import Crew
+from platform.train.protocol.answers import StepReport
 
 STEPS = 5  # consecutive steps in which a worker must be slow to be reported
 
@@ -36,7 +36,7 @@ class Outlook:
         self._journal.event("notice", numbers=leaving)
         return Wish(f"{len(leaving)} of {generation.size} workers are about to be taken away")
 
-    def better(self, crew: Crew, generation: Generation, report: Mapping[str, Any]) -> Wish | None:
+    def better(self, crew: Crew, generation: Generation, report: StepReport) -> Wish | None:
         """Return a wish to re-form if a spare can replace a slow worker, or the mesh can grow; also hires missing
         workers. `report`: of the step just done."""
         self._muster.refill(crew)
@@ -50,13 +50,13 @@ class Outlook:
             return None
         return Wish(f"{alive} workers are there: the mesh grows from {generation.size} to {found.plan.mesh.size}")
 
-    def _slow_ones(self, generation: Generation, report: Mapping[str, Any]) -> list[int]:
+    def _slow_ones(self, generation: Generation, report: StepReport) -> list[int]:
         """Return the members that were slow in the last STEPS steps; report each once."""
-        ratios = {generation.seats[rank]: ratio for rank, ratio in report["slow"]}
+        ratios = {generation.seats[rank]: ratio for rank, ratio in report.slow}
         self._slow = {number: self._slow.get(number, 0) + 1 for number in ratios}
         for number in (n for n, steps in self._slow.items() if steps == STEPS):
             rank, ratio = generation.seats.index(number), ratios[number]
-            node = generation.domains[rank]
+            node = generation.formed.domains[rank]
             self._journal.event("slow", number=number, rank=rank, node=node, ratio=ratio)
             self._say(f"rank {rank} on {node} is slow: {ratio:.1f} times its stage's median")
         return [number for number, steps in self._slow.items() if steps >= STEPS]

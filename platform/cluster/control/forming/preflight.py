@@ -6,16 +6,14 @@ import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from platform.boundary.redaction import redact
 from platform.checkpoint.storage.storage import Storage, connect
 from platform.cluster.crew.base.crew import Crew
 from platform.config.fields import Config, ConfigError, violation
+from platform.train.protocol.answers import Proof
 from platform.train.recovery import places
 from platform.train.recovery.proof import proof
-
-Proof = Mapping[str, Any]  # as platform.train.recovery.proof.proof returns it
 
 
 def refused(crew: Crew, config: Config, run_dir: Path) -> dict[int, list[str]]:
@@ -55,9 +53,9 @@ def disagreements(own: Proof, found: Iterable[Proof], config: Config) -> list[st
     }
     lines = []
     for its in found:
-        for kind, name, value in ((k, n, v) for k in ("sees", "code", "versions") for n, v in own[k].items()):
-            if (there := its[kind].get(name)) != value:
-                how = f"{there} on node {its['node']}, {value} at the driver"
+        for kind, name, value in ((k, n, v) for k in ("sees", "code", "versions") for n, v in getattr(own, k).items()):
+            if (there := getattr(its, kind).get(name)) != value:
+                how = f"{there} on node {its.node}, {value} at the driver"
                 if kind == "sees":
                     lines.append(violation(name, where[name], f"{how}; all nodes must see the same"))
                 else:

@@ -16,6 +16,7 @@ from platform.boundary.redaction import redact
 from platform.checkpoint.storage.catalogue import find, quarantine
 from platform.checkpoint.storage.lease import Lease
 from platform.checkpoint.storage.manifest import Meta
+from platform.checkpoint.storage.report import FileReport
 from platform.checkpoint.storage.saver import Saver
 from platform.checkpoint.storage.storage import connect
 from platform.cluster.control.saving.cadence import Cadence
@@ -27,6 +28,7 @@ from platform.config.identity import identity
 from platform.monitor import Journal
 from platform.plan.core.plan import Plan
 from platform.plan.core.plan_data import digest as plan_digest
+from platform.train.protocol.answers import Unrestored, Unwritten
 from platform.train.recovery import places
 from platform.train.recovery.proof import versions
 
@@ -36,7 +38,7 @@ FAILURES = 3  # failed saves in a row, over at least elastic.wait seconds, after
 
 _NEWEST = ("auto", "must")  # values of checkpoint.resume under which a run resumes from its own newest checkpoint
 
-Reports = Sequence[Mapping[str, Any]]  # by rank: the report of `Image.write`, or {"error": why}
+Reports = Sequence[FileReport | Unwritten]  # by rank
 
 
 class Checkpoints:
@@ -130,18 +132,17 @@ class Checkpoints:
         if not (found and found.directory):
             return True
         start = perf_counter()
-        answer: Mapping[str, str] = crew.call("restore", found.directory, found.directory in self._own)[0]
-        if not answer:
+        failure: Unrestored | None = crew.call("restore", found.directory, found.directory in self._own)[0]
+        if failure is None:
             seconds = perf_counter() - start
             self._journal.event("restored", step=self.step, directory=found.directory, seconds=seconds)
             self._say(f"continues after step {self.step}: {found.storage.url}/{found.directory}")
             return True
-        [(how, reason)] = answer.items()
-        if how != "corrupt":
+        if failure.fault != "corrupt":
             where = f"{found.storage.url}/{found.directory}"
-            raise ConfigError(violation("checkpoint.resume", where, f"cannot be resumed from: {reason}"))
-        quarantine(found.storage, found.directory, reason)
-        self._refuse(found.directory, reason)
+            raise ConfigError(violation("checkpoint.resume", where, f"cannot be resumed from: {failure.reason}"))
+        quarantine(found.storage, found.directory, failure.reason)
+        self._refuse(found.directory, failure.reason)
         self.look_again()
         return False
 
@@ -177,7 +178,7 @@ class Checkpoints:
         if self._saver.busy:
             self._abandoned = True
             self._saver.cancel()
-            self._reports.put([{"error": "the workers were re-formed while they wrote"}])
+            self._reports.put([Unwritten("the workers were re-formed while they wrote")])
         self._writing, self._wanted, self._reports = False, SimpleQueue(), SimpleQueue()
 
     def save(self, crew: Crew, step: int, told: Mapping[str, Any] = MappingProxyType({})) -> None:
@@ -187,10 +188,10 @@ class Checkpoints:
         self._cadence.saved()
         self._abandoned, self._began = False, monotonic()
         snapshots = crew.call("snapshot")
-        numbers: dict[str, Any] = next((s["values"] for s in snapshots if s["values"]), {})
+        numbers: dict[str, Any] = next((s.values for s in snapshots if s.values), {})
         self._wanted, self._reports, self._told = SimpleQueue(), SimpleQueue(), dict(told)
         write = partial(_written, self._wanted, self._reports)
-        self._saver.save(snapshots[0]["tensors"], self._meta(step, {"optimizer": numbers}), write)
+        self._saver.save(snapshots[0].tensors, self._meta(step, {"optimizer": numbers}), write)
 
     def advance(self, crew: Crew, wait: float = 0.0) -> None:
         """Advance the save under way between steps: give the workers their directory, collect their reports (waiting
@@ -249,10 +250,12 @@ class Checkpoints:
             self._say(f"WARNING: {what} after step {event['step']}: {event['reason']}; {goes_on}")
 
 
-def _written(wanted: SimpleQueue[str], reports: SimpleQueue[Reports], directory: str) -> Reports:
+def _written(wanted: SimpleQueue[str], reports: SimpleQueue[Reports], directory: str) -> list[FileReport]:
     """Wait for the workers' reports on a save attempt. Runs in the saver's thread; only the driver's calls the crew."""
     wanted.put(directory)
-    found = reports.get()
-    if errors := [f"rank {rank}: {r['error']}" for rank, r in enumerate(found) if "error" in r]:
-        raise OSError(errors[0])
+    found = []
+    for rank, report in enumerate(reports.get()):
+        if isinstance(report, Unwritten):
+            raise OSError(f"rank {rank}: {report.error}")
+        found.append(report)
     return found

@@ -53,8 +53,9 @@ class Crew(ABC):
 
     @abstractmethod
     def call(self, method: str, *args: Any, within: float = inf) -> list[Any]:
-        """Run `worker.method(*args)` on all ranks at once and return the results by rank. Arguments and results are
-        JSON data (tuples arrive as lists); a `ByRank` argument gives each rank its own value.
+        """Run `worker.method(*args)` on all ranks at once and return the results by rank, as
+        `platform.train.protocol.answers` declares them. Arguments are plain data or dataclasses of it; a `ByRank`
+        argument gives each rank its own value.
 
         Raises WorkerFailed as soon as one rank has failed, without waiting for others that may hang in a collective;
         also if a rank has made no progress for `within` seconds.
@@ -94,7 +95,7 @@ def arguments(args: Iterable[Any], rank: int) -> list[Any]:
     return [a[rank] if isinstance(a, ByRank) else a for a in args]
 
 
-def shown(method: str, args: Iterable[Any]) -> str:
+def call_text(method: str, args: Iterable[Any]) -> str:
     """Format a call for messages, with its first argument if that is short: step(3)."""
     first = next(iter(args), "")
     return f"{method}({first if isinstance(first, str | int) else '...'})"

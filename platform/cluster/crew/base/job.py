@@ -6,7 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+from platform.config.fields import Config, SentConfig
 
 WORKER = "platform.train.worker:Worker"
 START = 0  # call number of the answer that reports the construction of the worker
@@ -16,7 +17,7 @@ START = 0  # call number of the answer that reports the construction of the work
 class Job:
     """Instructions common to all workers of a generation, independent of the launcher."""
 
-    config: Mapping[str, Any]  # Config.to_dict()
+    config: Config
     coordinates: Sequence[Mapping[str, int]]  # mesh coordinates of each rank
     device: str  # cpu | cuda
     run_dir: Path
@@ -40,18 +41,17 @@ class Job:
 
 @dataclass(frozen=True)
 class Assignment:
-    """Assignment of one worker: what to construct, and with which device, threads, log and environment. Plain data: its
-    `asdict` is JSON."""
+    """Assignment of one worker: what to construct, and with which device, threads, log and environment."""
 
     worker: str
-    config: Mapping[str, Any]
+    config: SentConfig
     number: int
     device: str
     run_dir: str
     threads: int
     log: str = ""  # file for standard output and error; "" = do not redirect
     environment: dict[str, str] = field(default_factory=dict)
-    secrets: Mapping[str, str] = field(default_factory=dict)
+    secrets: dict[str, str] = field(default_factory=dict)
     node: str = ""  # its failure domain; "" = the machine's name
 
 
@@ -79,13 +79,13 @@ def assign(
         threads=count,
         log=str(job.log(number)),
         environment={key: str(value) for key, value in environment.items()},
-        secrets=job.secrets,
+        secrets=dict(job.secrets),
     )
 
 
-def threads(config: Mapping[str, Any], local_world_size: int, cores: int | None = None) -> int:
+def threads(config: Config, local_world_size: int, cores: int | None = None) -> int:
     """Return the CPU threads per worker: `cluster.threads`, else the machine's cores divided among its workers."""
-    return config["cluster"]["threads"] or max(1, (cores or usable_cores()) // local_world_size)
+    return config.cluster.threads or max(1, (cores or usable_cores()) // local_world_size)
 
 
 def usable_cores() -> int:

@@ -11,7 +11,7 @@ from math import inf
 from pkgutil import resolve_name
 from typing import Any
 
-from platform.cluster.crew.base.crew import Crew, arguments, shown
+from platform.cluster.crew.base.crew import Crew, arguments, call_text
 from platform.cluster.crew.base.failures import Failure, Member, WorkerFailed
 from platform.cluster.crew.base.job import Job, threads
 from platform.cluster.crew.base.rendezvous import Rendezvous
@@ -50,7 +50,7 @@ class InlineCrew(Crew):
         except Exception as error:
             cause = traceback.format_exc()  # as other crews report it: the failing line is in the user's own code
             print(cause, file=sys.stderr, end="")
-            call, name, coordinates = shown(method, args), self.job.name(0), self.job.coordinates[0]
+            call, name, coordinates = call_text(method, args), self.job.name(0), self.job.coordinates[0]
             raise WorkerFailed([Failure(self._member, "failed", call, cause, 0, name, coordinates)]) from error
 
     def release(self) -> list[Failure]:
