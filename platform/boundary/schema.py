@@ -49,6 +49,9 @@ class Span(NamedTuple):
             raise Malformed(f"{shown(value)} is not in {self.least} to {self.most}")
 
 
+Count = Annotated[int, Span(0, (1 << 53) - 1)]  # as exact in JSON's numbers
+
+
 class Text(NamedTuple):
     """Bound on a string: the regular expression that all of it must match."""
 

@@ -86,14 +86,14 @@ def _run(config: Config, plan: Plan, worker: str, signals: StopSignals, known: K
         resources.secure(config.cluster, size, lambda line: None, spares, least)
     from platform.cluster.run.changes import changes
     from platform.cluster.run.origin import check_writable, origin
-    from platform.train.recovery import places
+    from platform.train.recovery import urls
 
     found = origin(config)
     meta = found.manifest.meta if found and found.manifest else None
     secured = resources.secure(config.cluster, size, known.say, spares, least)
     _check_memory(config, plan, secured.device, known.say)
     there = opened.enter_context(directory.claim(config, summary(plan)))
-    if places.saves(config):
+    if urls.saves(config):
         check_writable(config)
     corpus = _corpus(config, known.say)
     changed = changes(there, meta, config, plan.mesh.axes)

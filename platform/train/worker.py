@@ -47,12 +47,12 @@ from platform.train.protocol.answers import (
     Unrestored,
     Unwritten,
 )
-from platform.train.recovery import places
+from platform.train.recovery import urls
 from platform.train.recovery.proof import proof
 from platform.train.recovery.source import Source
 from platform.train.recovery.verify import differing
 from platform.train.step.faults import Fault
-from platform.train.step.step_report import Report
+from platform.train.step.step_report import Combiner
 from platform.train.step.trainer import Trainer
 from platform.train.step.training_state import State
 
@@ -70,7 +70,7 @@ class Worker:
 
     trainer: Any  # a Trainer from `build` to `leave`
     state: Any  # a State, likewise
-    report: Any  # a Report, likewise
+    combiner: Any  # a Combiner, likewise
 
     def __init__(self, config: Config, number: int, *, device: str, run_dir: str, threads: int):
         self._configure(config)
@@ -86,7 +86,7 @@ class Worker:
             raise ConfigError(mistakes)
 
     def prove(self, probe: str) -> Proof:
-        """Return this worker's node, what it reads at the run's places, and its code; see `train.recovery.proof`."""
+        """Return the proof of this worker's environment."""
         return proof(self.config, self.run_dir, probe)
 
     def form(
@@ -152,7 +152,7 @@ class Worker:
         c = self.config
         self.trainer = Trainer(c, self.plan, self.communicator, data.of(c), Rows.from_plain(rows))
         self.state = State(self.trainer)
-        self.report = Report(self.plan, self.communicator, c.elastic.slow)
+        self.combiner = Combiner(self.plan, self.communicator, c.elastic.slow)
         if c.elastic.snapshot_every:
             homes, pinned = domains or [""] * self.world_size, self.device == "cuda"
             self.memories[self.generation] = Memory(self.state.held, homes, self.rank, pinned)
@@ -162,8 +162,8 @@ class Worker:
 
     def step(self, step: int, limit: float = inf, faults: list[str] | None = None) -> StepReport | Taken:
         """Run training step `step` (from 1), see `Trainer.step`, and snapshot the state to memory every
-        `elastic.snapshot_every` steps. Returns `Report.together`. `faults`: all that strike in this step, on any rank.
-        """
+        `elastic.snapshot_every` steps. Returns what `Combiner.together` does. `faults`: all that strike in this step,
+        on any rank."""
         assert self.communicator
         self._forget_generations()
         mine = [fault for fault in map(Fault.parse, faults or ()) if fault.rank == self.rank]
@@ -176,7 +176,7 @@ class Worker:
             report.step_seconds += seconds
         if self.communicator.log is not None:
             self._write_launches(self.communicator.log)
-        return self.report.together(report)
+        return self.combiner.together(report)
 
     def _verify(self, step: int) -> Differences:
         """Compare this rank's state with that of its replicas, see `differing`."""
@@ -234,7 +234,7 @@ class Worker:
 
     def write(self, directory: str) -> None:
         """Start writing the copy of the last `snapshot` to a checkpoint directory; `written` returns the outcome."""
-        storage = connect(places.home(self.config))
+        storage = connect(urls.home(self.config))
         writer = futures.ThreadPoolExecutor(1, "checkpoint")
         self._written = writer.submit(self.state.image.write, storage, directory)
         writer.shutdown(wait=False)  # its thread ends after the write
@@ -251,7 +251,7 @@ class Worker:
     def restore(self, directory: str, own: bool = False) -> Unrestored | None:
         """Restore the state from a checkpoint of any plan, in the storage that the run resumes from or, if `own`, saves
         to. Returns, alike on all ranks, None or why the state is undefined now."""
-        storage = connect(places.home(self.config) if own else places.source(self.config)[0])
+        storage = connect(urls.home(self.config) if own else urls.source(self.config)[0])
         manifest = load(storage, directory)  # an error here concerns this rank alone, and fails it
         try:
             self.state.restore(storage, directory, manifest)
@@ -282,7 +282,7 @@ class Worker:
         """Leave the generation: close its groups and free its model. Works in any state, repeatedly too; `form` may
         follow. Raises RuntimeError if the device no longer works, which makes this process useless."""
         communicator, self.communicator = self.communicator, None
-        self.trainer = self.state = self.report = None
+        self.trainer = self.state = self.combiner = None
         if communicator:
             communicator.abort()  # after a failure, closing would wait for collectives in progress
             communicator.close()

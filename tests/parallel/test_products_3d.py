@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from platform.parallel.kernels.einsum import einsums
-from platform.plan.communication.planned import Group, Member
+from platform.plan.communication.planned import Group, GroupMember
 from platform.plan.communication.rule import contract
 from platform.plan.language.layout import Layout, block
 from platform.plan.language.mesh import Mesh
@@ -41,7 +41,7 @@ def planned(product: str, again: bool = False):
     *matrices, _, _ = PRODUCTS[product]
     (a, a_on), (b, b_on), (c, c_on) = ((tuple(dims), Layout.of(on)) for dims, on in matrices)
     contraction = contract([(a, a_on, False), (b, b_on, False)], (c, c_on))
-    member = Member(0, a, b, c, contraction.inputs[1], contraction.output, again)
+    member = GroupMember(0, a, b, c, contraction.inputs[1], contraction.output, again)
     return contraction, Group(contraction.inputs[0], (member,), again=again), ((a, a_on), (b, b_on), (c, c_on))
 
 

@@ -10,7 +10,7 @@ import pytest
 from platform.parallel.communicator.base import Alone
 from platform.planning.make_plan import make_plan
 from platform.train.protocol.answers import SlowRank, StepReport, Taken
-from platform.train.step.step_report import OWN_WORK, Report
+from platform.train.step.step_report import OWN_WORK, Combiner
 from platform.train.step.trainer import SECTIONS
 from tests.oracle import configure, trainer_of
 from tests.threads import run_threads
@@ -27,7 +27,7 @@ CASES = {
 
 def steps(config, communicator):
     plan = make_plan(config)
-    trainer, report = trainer_of(config, plan, communicator), Report(plan, communicator, slow=1.5)
+    trainer, report = trainer_of(config, plan, communicator), Combiner(plan, communicator, slow=1.5)
     found = []
     for step in (1, 2):
         mine = trainer.step(step)
@@ -75,7 +75,7 @@ def test_a_slow_rank_is_named():
         seconds = dict.fromkeys(SECTIONS, 0.0)
         seconds["forward"] = {0: 1.0, 1: 2.0}[communicator.coordinates["stage"]] * (4 if communicator.rank == 2 else 1)
         seconds["exposed_comm"] = 100.0 * communicator.rank
-        return Report(plan, communicator, slow=1.5).together(report(seconds))
+        return Combiner(plan, communicator, slow=1.5).together(report(seconds))
 
     assert run_threads(plan.mesh, work)[0].slow == [SlowRank(2, 4.0)]
     assert "exposed_comm" not in OWN_WORK
@@ -85,7 +85,7 @@ def test_a_collective_that_was_not_planned_is_ours_to_mend():
     plan = make_plan(configure())
     with pytest.raises(AssertionError, match="not planned"):
         seconds = dict.fromkeys(SECTIONS, 0.0)
-        Report(plan, Alone(plan.mesh), 0).together(report(seconds, {"all_reduce/moon": 8}))
+        Combiner(plan, Alone(plan.mesh), 0).together(report(seconds, {"all_reduce/moon": 8}))
 
 
 def on_gloo(config, plan, communicator):

@@ -7,12 +7,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
-from platform.boundary.schema import Malformed, Span, Text, shown
+from platform.boundary.schema import Count, Malformed, Span, Text, shown
 from platform.parallel.communicator.progress import Activity
 
 _PROCESSES = 1 << 22  # upper bound of Linux process ids
-
-Count = Annotated[int, Span(0, (1 << 53) - 1)]
 
 
 class Printable(NamedTuple):

@@ -12,7 +12,7 @@ from platform.parallel.kernels.leaves import accumulate
 from platform.parallel.kernels.products import local_einsum
 from platform.parallel.kernels.summa import summa
 from platform.parallel.sharding.convert import Pending, apply, convert
-from platform.plan.communication.planned import Group, Member
+from platform.plan.communication.planned import Group, GroupMember
 
 Deferred = list[Callable[[], None]]  # each computes and accumulates gradients of parameters when called
 
@@ -60,7 +60,7 @@ class _Einsums(torch.autograd.Function):
         )
         dx = convert(communicator, _sum(products), ctx.group.x.backward) if ctx.needs_input_grad[3] else None
 
-        def gradient(m: Member, g: Tensor) -> Pending:
+        def gradient(m: GroupMember, g: Tensor) -> Pending:
             return convert(communicator, local_einsum(m.x_dims, m.out_dims, m.dims)(x, g), m.operand.backward)
 
         needed = ctx.needs_input_grad[4:]

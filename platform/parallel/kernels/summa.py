@@ -18,7 +18,7 @@ from torch import Tensor
 from platform.parallel.communicator.base import Communicator
 from platform.parallel.kernels.products import local_einsum
 from platform.parallel.sharding.convert import absent, convert
-from platform.plan.communication.planned import Group, Member, Panels
+from platform.plan.communication.planned import Group, GroupMember, Panels
 
 
 class _Split:
@@ -114,13 +114,13 @@ class _Summa(torch.autograd.Function):
         return None, None, dx, *(c.wait() for c in leaving)
 
 
-def _enter(communicator: Communicator, members: Sequence[Member], operands: Sequence[Tensor]) -> Sequence[Tensor]:
+def _enter(communicator: Communicator, members: Sequence[GroupMember], operands: Sequence[Tensor]) -> Sequence[Tensor]:
     """Convert the operands to the operation's layout, except along the dim whose panels are broadcast."""
     coming = [convert(communicator, w, m.operand.forward) for w, m in zip(operands, members, strict=True)]
     return [c.wait() for c in coming]
 
 
-def _product(m: Member) -> Callable[..., Tensor]:
+def _product(m: GroupMember) -> Callable[..., Tensor]:
     return local_einsum(m.x_dims, m.dims, m.out_dims)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import lcm, prod
 
-from platform.plan.communication.planned import Collective, Group, Member, Panels, PlannedOperation
+from platform.plan.communication.planned import Collective, Group, GroupMember, Panels, PlannedOperation
 from platform.plan.communication.planner import Planner
 from platform.plan.communication.rule import Contraction, Conversion
 from platform.plan.language.layout import Layout
@@ -18,14 +18,14 @@ def plan_einsums(planner: Planner, operation: Operation) -> PlannedOperation:
     """Plan a project or einsum operation: members that convert x to the same compute layout form a group."""
     x = operation.inputs[0]
     again = planner.scheme.gathered == "again"
-    grouped: dict[tuple[Conversion, Layout], list[tuple[Member, Contraction]]] = {}
+    grouped: dict[tuple[Conversion, Layout], list[tuple[GroupMember, Contraction]]] = {}
     for index, (operand, out) in enumerate(zip(operation.inputs[1:], operation.outputs, strict=True)):
         c = planner.contraction(x, operand, out)
         enter_operand, bring_again = c.inputs[1], again
         if isinstance(operand, Parameter):
             enter_operand = planner.parameter_conversion(operation, operand, enter_operand)
             bring_again |= bool(planner.storage)
-        member = Member(index, x.dims, operand.dims, out.dims, enter_operand, c.output, bring_again)
+        member = GroupMember(index, x.dims, operand.dims, out.dims, enter_operand, c.output, bring_again)
         grouped.setdefault((c.inputs[0], c.compute.restrict(x.dims)), []).append((member, c))
     groups, found = [], []
     for (enter_x, _), entries in grouped.items():

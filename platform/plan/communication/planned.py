@@ -33,7 +33,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Member:
+class GroupMember:
     """Einsum of a group: an operand [dims], converted by `operand`, times the shared x gives output number `index`.
 
     `again`: the converted operand is not kept but converted again for the backward pass.
@@ -64,11 +64,11 @@ class Group:
     """Einsums that read x in one compute layout, so that they share one gather of x and one reduction of its gradient.
 
     With `panels`, the conversions leave out the gathers of the contracted dim and their adjoints. `again`: x is
-    converted again for the backward pass, as in `Member`.
+    converted again for the backward pass, as in `GroupMember`.
     """
 
     x: Conversion
-    members: tuple[Member, ...]
+    members: tuple[GroupMember, ...]
     panels: Panels | None = None
     again: bool = False
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from platform.plan.communication.planned import Collective, Group, Member, Panels, PlannedOperation
+from platform.plan.communication.planned import Collective, Group, GroupMember, Panels, PlannedOperation
 from platform.plan.communication.planner import Planner
 from platform.plan.communication.rule import Conversion, Step
 from platform.plan.core.chunks import Chunk
@@ -24,8 +24,8 @@ from platform.plan.language.ops import Operation, Parameter, Recompute, Spec
 from platform.plan.language.scheme import Scheme
 
 _PARTS: tuple[type, ...] = (
-    Chunk, Collective, Conversion, Group, Layout, Member, Mesh, Operation, Panels, Parameter, Plan, PlannedOperation,
-    Planner, Recompute, Scheme, Spec, Step,
+    Chunk, Collective, Conversion, Group, GroupMember, Layout, Mesh, Operation, Panels, Parameter, Plan,
+    PlannedOperation, Planner, Recompute, Scheme, Spec, Step,
 )  # fmt: skip
 _CLASSES: Mapping[str, type] = {part.__name__: part for part in _PARTS}
 

@@ -6,10 +6,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple
 
 from platform.boundary import schema
-from platform.boundary.schema import OneOf, Real, Span
+from platform.boundary.schema import Count, OneOf, Real, Span
 from platform.checkpoint.storage.report import FileReport
-
-Count = Annotated[int, Span(0, (1 << 53) - 1)]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from platform.checkpoint.storage.manifest import NAME
 from platform.checkpoint.storage.storage import connect
 from platform.config.fields import Config, ConfigError
 from platform.train.protocol.answers import Proof
-from platform.train.recovery import places
+from platform.train.recovery import urls
 
 LIBRARIES = ("elastic-platform", "torch", "numpy", "ray")
 
@@ -24,9 +24,9 @@ LIBRARIES = ("elastic-platform", "torch", "numpy", "ray")
 def proof(config: Config, run_dir: Path, probe: str) -> Proof:
     """Describe this process's environment; it reads the file `probe`, and for checkpoint.resume the manifest."""
     sees = {"run.dir": _read(str(run_dir), probe)}
-    if places.saves(config):
-        sees["checkpoint.url"] = _read(places.home(config), probe)
-    url, name = places.source(config)
+    if urls.saves(config):
+        sees["checkpoint.url"] = _read(urls.home(config), probe)
+    url, name = urls.source(config)
     if name:
         sees["checkpoint.resume"] = _read(url, f"{name}/{NAME}")
     code = {name: source_digest(name) for name in ("platform", *config.extend)}

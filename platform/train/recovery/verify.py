@@ -3,7 +3,6 @@ named."""
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -14,13 +13,12 @@ from torch import Tensor
 from platform.checkpoint.blocks.box import Box
 from platform.checkpoint.blocks.placement import Block, Held, Share
 from platform.checkpoint.in_memory.snapshots import Snapshot
-from platform.parallel.communicator.base import Communicator
 from platform.parallel.sharding import gradients
 from platform.plan.core.plan import Plan
 from platform.train.protocol.answers import Damage, Differences, Dispute
 from platform.train.step.faults import WORDS
 from platform.train.step.trainer import Trainer
-from platform.train.step.training_state import State
+from platform.train.step.training_state import State, tell_all
 
 CHECKSUM_ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 24}  # elements per piece of a checksum
 ODD = 0x1E3779B97F4A7C15
@@ -48,11 +46,11 @@ def differing(trainer: Trainer, state: State, before: Snapshot | None) -> Differ
     plan, communicator = trainer.plan, trainer.communicator
     mine = _tensors(trainer)
     sums = torch.stack([checksum(x) for x in mine.values()]).tolist() if mine else []
-    told = _tell_all(communicator, dict(zip(mine, sums, strict=True)))
+    told = tell_all(communicator, dict(zip(mine, sums, strict=True)))
     damaged, undecided = judge(plan, told)
     if undecided:
         names = {dispute.tensor for dispute in undecided}
-        changed = _tell_all(communicator, [*_restless(trainer, names), *_changed(state, before, names)])
+        changed = tell_all(communicator, [*_restless(trainer, names), *_changed(state, before, names)])
         more, undecided = _decide(undecided, told, changed)
         damaged += more
     return Differences(sorted(damaged), undecided)
@@ -135,10 +133,3 @@ def _same(block: Block, held: Held, before: Snapshot) -> bool:
         return True
     live = block.tensor[real.within(block.box)].cpu().contiguous().view(-1).view(torch.uint8)
     return torch.equal(live, before.read(Share(held, real)).reshape(-1))
-
-
-def _tell_all(communicator: Communicator, value: Any) -> list[Any]:
-    """Exchange a plain value with all ranks; returns every rank's, by rank."""
-    mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    received = communicator.exchange([mine] * communicator.mesh.size)
-    return [json.loads(bytes(message.tolist())) for message in received]

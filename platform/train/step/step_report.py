@@ -17,7 +17,7 @@ from platform.train.step.trainer import SECTIONS
 OWN_WORK = ("data", "forward", "backward", "optimizer")  # sections in which a rank does not wait for others
 
 
-class Report:
+class Combiner:
     """Combines the step reports of all ranks of `communicator`. A rank whose own work takes more than `slow` times the
     median of its stage is reported as slow; `slow` = 0 reports none."""
 

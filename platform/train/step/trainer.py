@@ -6,7 +6,7 @@ import resource
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import inf, isfinite, nan, sqrt
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from platform.config.fields import Config
 from platform.data import END_OF_TEXT
+from platform.data.corpus import Corpus
 from platform.model import build as build_model
 from platform.model.blocks import LOGITS, Flow
 from platform.model.encoder import Encoder
@@ -39,18 +40,6 @@ from platform.train.step.weights import DTYPES, Weights
 SECTIONS = ("data", "forward", "backward", "exposed_comm", "bubble", "reduce", "optimizer", "checkpoint")
 
 
-class Samples(Protocol):
-    """Interface to platform.data as the trainer needs it: a global order of samples per split."""
-
-    def batch(self, split: str, start: int, end: int) -> Any: ...  # data tensor -> int64 [end - start, length]
-
-    def predicted(self, split: str, start: int, end: int) -> int: ...  # number of labels that are not padding
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, ids: list[int]) -> str: ...
-
-
 class Trainer:
     """Executes a plan on the rank of `communicator`, whose stage runs `rows`.
 
@@ -60,7 +49,7 @@ class Trainer:
     peak_live = 0
     _poison = 0.0  # added to this rank's part of the squared gradient norm, NaN under the fault `nan`
 
-    def __init__(self, config: Config, plan: Plan, communicator: Communicator, corpus: Samples, rows: Rows):
+    def __init__(self, config: Config, plan: Plan, communicator: Communicator, corpus: Corpus, rows: Rows):
         self.config, self.plan, self.communicator, self.corpus = config, plan, communicator, corpus
         self.rows, self.stage = rows, plan.at(communicator.coordinates["stage"])
         self._parts = {chunk.number: replace(self.stage, chunks=(chunk,)) for chunk in self.stage.chunks}
@@ -84,7 +73,7 @@ class Trainer:
         fault: Fault | None = None,
         verify: Callable[[], Differences] | None = None,
     ) -> StepReport:
-        """Run training step `step` (from 1) and return this rank's report, which `Report` aggregates.
+        """Run training step `step` (from 1) and return this rank's report, which `Combiner` aggregates.
 
         If the loss or gradient norm is not finite, or the loss is above `limit`, nothing is updated and the report's
         `skipped` is true, alike on all ranks, because both numbers are global. `fault` strikes this rank. `verify` runs

@@ -12,7 +12,7 @@ from platform.checkpoint.storage.storage import Storage, connect
 from platform.cluster.crew.base.crew import Crew
 from platform.config.fields import Config, ConfigError, violation
 from platform.train.protocol.answers import Proof
-from platform.train.recovery import places
+from platform.train.recovery import urls
 from platform.train.recovery.proof import proof
 
 
@@ -20,8 +20,8 @@ def refused(crew: Crew, config: Config, run_dir: Path) -> dict[int, list[str]]:
     """Return the ranks whose proof differs from the driver's, each with one line per disagreement. The probe files that
     it writes are deleted afterwards. Raises ConfigError if the driver itself cannot write them."""
     storages = {"run.dir": connect(str(run_dir))}
-    if places.saves(config):
-        storages["checkpoint.url"] = connect(places.home(config))
+    if urls.saves(config):
+        storages["checkpoint.url"] = connect(urls.home(config))
     with _probe(storages) as name:
         own, found = proof(config, run_dir, name), crew.call("prove", name)
     return {rank: lines for rank, its in enumerate(found) if (lines := disagreements(own, [its], config))}
@@ -48,7 +48,7 @@ def disagreements(own: Proof, found: Iterable[Proof], config: Config) -> list[st
     """Return one line for each difference between the proofs `found` and `own`, the driver's."""
     where = {
         "run.dir": config.run.dir,
-        "checkpoint.url": redact(places.home(config)),
+        "checkpoint.url": redact(urls.home(config)),
         "checkpoint.resume": redact(config.checkpoint.resume),
     }
     lines = []

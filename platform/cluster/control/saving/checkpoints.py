@@ -29,7 +29,7 @@ from platform.monitor import Journal
 from platform.plan.core.plan import Plan
 from platform.plan.core.plan_data import digest as plan_digest
 from platform.train.protocol.answers import Unrestored, Unwritten
-from platform.train.recovery import places
+from platform.train.recovery import urls
 from platform.train.recovery.proof import versions
 
 POLL_SECONDS = 0.01
@@ -50,10 +50,10 @@ class Checkpoints:
 
     def __init__(self, config: Config, plan: Plan, found: Origin | None, journal: Journal, say: Callable[[str], None]):
         self._config, self.plan, self._origin, self._journal, self._say = config, plan, found, journal, say
-        self._storage = connect(places.home(config))
+        self._storage = connect(urls.home(config))
         lease = (
             Lease.take(self._storage, f"process {os.getpid()} on {socket.gethostname()}")
-            if places.saves(config)
+            if urls.saves(config)
             else None
         )
         keep = config.checkpoint

@@ -12,27 +12,26 @@ prove that it has the key before anything else that it sends, such as the config
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import stat
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Any
+from typing import Annotated, Any
 
-from platform.boundary import schema
+from platform.boundary import documents, schema
+from platform.boundary.schema import Malformed, Span
 from platform.cluster.crew.base.job import Assignment, Job, assign, one_gpu
 from platform.cluster.crew.base.launcher import Launcher
 from platform.cluster.crew.base.signals import STOPPING
 from platform.cluster.crew.launchers.host import attend
 from platform.cluster.wire import secret
-from platform.cluster.wire.channel import dial
+from platform.cluster.wire.channel import dial, text
 from platform.cluster.wire.switchboard import Switchboard
 from platform.config.fields import ConfigError, violation
 
@@ -65,11 +64,10 @@ def follow(run_dir: Path) -> None:
     store.wait([_DRIVER], _FOREVER)
     if (told := _published(store.get(_DRIVER))) is None:
         return
-    address, session = told
     for number in STOPPING:  # torchrun signals all processes; the driver decides, and needs its workers to save
         signal.signal(number, signal.SIG_IGN)
     rank = int(os.environ["RANK"])
-    _serve(address, secret.token(_key(run_dir), session, rank), rank, own_process=True)
+    _serve(told.address, secret.token(_key(run_dir), told.session, rank), rank, own_process=True)
 
 
 def dismiss() -> None:
@@ -85,6 +83,14 @@ def given_key() -> str:
     if key and len(key) < _SHORTEST:
         raise ConfigError(f"{SECRET}: has {len(key)} characters, and must have {_SHORTEST} at least, or none")
     return key
+
+
+@dataclass(frozen=True)
+class _Driver:
+    """Value of the key _DRIVER of the store."""
+
+    address: tuple[str, Annotated[int, Span(1, (1 << 16) - 1)]]
+    session: str
 
 
 class Torchrun(Launcher):
@@ -111,7 +117,7 @@ class Torchrun(Launcher):
         place = assign(job, 0, local_rank=0, local_world_size=local_size, group_rank=0)
         # torchrun sets the environment of the others, and has its own options for logs
         board.tell(replace(place, environment={}, log=""))
-        _connect().set(_DRIVER, json.dumps({"address": board.address, "session": board.session}))
+        _connect().set(_DRIVER, text(_Driver(board.address, board.session)).decode())
         own = board.address, board.token(0), 0
         self._own = threading.Thread(
             target=_serve, args=own, kwargs={"own_process": False}, name="worker0", daemon=True
@@ -142,16 +148,14 @@ def _serve(address: tuple[str, int], token: str, number: int, *, own_process: bo
     attend(replace(place, number=number), line, own_process=own_process)
 
 
-def _published(data: bytes) -> tuple[tuple[str, int], str] | None:
-    """Parse the store's value into the driver's address and session; None if no crew was formed. Raises PermissionError
-    for a value that no driver writes, since anyone can write to the store."""
-    with suppress(ValueError, TypeError, KeyError, RecursionError):
-        if (told := json.loads(data)) is None:
-            return None
-        (host, port), session = told["address"], told["session"]
-        if isinstance(host, str) and type(port) is int and 0 < port < 1 << 16 and isinstance(session, str):
-            return (host, port), session
-    raise PermissionError("torchrun's store holds what no driver writes: somebody else uses it")
+def _published(data: bytes) -> _Driver | None:
+    """Parse the store's value; None if no crew was formed. Raises PermissionError for a value that no driver writes,
+    since anyone can write to the store."""
+    try:
+        found: _Driver | None = schema.read(_Driver | None, documents.from_json(data))
+        return found
+    except Malformed:
+        raise PermissionError("torchrun's store holds what no driver writes: somebody else uses it") from None
 
 
 def _write(key: str, file: Path) -> None:
