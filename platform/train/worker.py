@@ -160,13 +160,13 @@ class Worker:
         parameters = self.plan.parameters_at(self.communicator.coordinates)
         return Built(parameters, device.name, device.total_memory) if device else Built(parameters, "cpu", None)
 
-    def step(self, step: int, limit: float = inf, faults: list[str] | None = None) -> StepReport | Taken:
+    def step(self, step: int, limit: float = inf, faults: list[Fault] | None = None) -> StepReport | Taken:
         """Run training step `step` (from 1), see `Trainer.step`, and snapshot the state to memory every
         `elastic.snapshot_every` steps. Returns what `Combiner.together` does. `faults`: all that strike in this step,
         on any rank."""
         assert self.communicator
         self._forget_generations()
-        mine = [fault for fault in map(Fault.parse, faults or ()) if fault.rank == self.rank]
+        mine = [fault for fault in faults or () if fault.rank == self.rank]
         verified = self.config.train.verify_every
         verify = partial(self._verify, step) if verified and step % verified == 0 else None
         report = self.trainer.step(step, limit, next(iter(mine), None), verify)

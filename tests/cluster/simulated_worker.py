@@ -57,12 +57,12 @@ class SimulatedWorker:
     def recover(self, source: Source):
         assert len(source.ranks) <= self.world_size
 
-    def step(self, step, limit=math.inf, faults=()):
+    def step(self, step, limit=math.inf, faults: list[Fault] = ()):
         if step == LATE_STEP:
             for piece in range(8):
                 PROGRESS.enter(f"piece {piece}")
                 time.sleep(self.config.elastic.hang_seconds / 8)
-        for fault in map(Fault.parse, faults):
+        for fault in faults:
             if fault.rank == self.rank:
                 with open(f"{self.run_dir}/struck", "w") as file:
                     file.write(str(time.monotonic()))

@@ -122,9 +122,9 @@ class Controller:
         and the step is repeated, skipped, or ends the run, as train.on_spike says."""
         policy = self._config.train.on_spike
         for attempt in range(1, self._config.elastic.attempts + 1):
-            faults = [str(fault) for fault in self._faults.take(step, generation.size)]
+            faults = self._faults.take(step, generation.size)
             if faults:
-                self._journal.event("injected", step=step, faults=faults)
+                self._journal.event("injected", step=step, faults=list(map(str, faults)))
             self._former.held.only(generation.number)  # workers drop the others when they take a step
             limit, start = self._spikes.limit, perf_counter()
             reports = crew.call("step", step, limit, faults, within=self._deadline(generation))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
 from math import inf
-from types import TracebackType
 from typing import Any
 
 from platform.cluster.crew.base.failures import Failure, Member
@@ -16,7 +16,7 @@ class ByRank(list[Any]):
     """Call argument that differs by rank: a list with one value per rank."""
 
 
-class Crew(ABC):
+class Crew(AbstractContextManager["Crew"]):
     """Group of worker processes, the members, of which some have a rank (are seated) and the others are spares. A
     context manager: leaving it closes the crew, and no process remains. Must be used from one thread.
 
@@ -75,10 +75,7 @@ class Crew(ABC):
     def close(self) -> None:
         """End all workers: by request and within a bounded time, or by force after a failure. May be called again."""
 
-    def __enter__(self) -> Crew:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -64,12 +64,6 @@ def assign(
     Its environment has those of torchrun's variables that stay the same in all generations.
     """
     count = threads(job.config, local_world_size, cores)
-    environment = {
-        "LOCAL_RANK": local_rank,
-        "LOCAL_WORLD_SIZE": local_world_size,
-        "GROUP_RANK": group_rank,
-        "OMP_NUM_THREADS": count,
-    }
     return Assignment(
         worker=job.worker,
         config=job.config,
@@ -78,7 +72,12 @@ def assign(
         run_dir=str(job.run_dir),
         threads=count,
         log=str(job.log(number)),
-        environment={key: str(value) for key, value in environment.items()},
+        environment={
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": str(local_world_size),
+            "GROUP_RANK": str(group_rank),
+            "OMP_NUM_THREADS": str(count),
+        },
         secrets=dict(job.secrets),
     )
 

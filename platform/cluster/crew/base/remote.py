@@ -14,7 +14,7 @@ from platform.cluster.crew.base.crew import ByRank, Crew, arguments, call_text
 from platform.cluster.crew.base.failures import Failure, Member, WorkerFailed
 from platform.cluster.crew.base.job import START, Job
 from platform.cluster.crew.base.launcher import Launcher
-from platform.cluster.crew.base.rendezvous import Rendezvous
+from platform.cluster.crew.base.rendezvous import open_store
 from platform.cluster.crew.base.roster import Roster
 from platform.cluster.crew.base.watch import BEAT_SECONDS, Watch
 from platform.cluster.wire.channel import framed, text
@@ -42,7 +42,7 @@ class RemoteCrew(Crew):
         self._call = START
         self._polite = True  # True while the members can be expected to answer
         self._closed = False
-        self._rendezvous: Rendezvous | None = None
+        self._rendezvous: Any = None  # the store of this generation
         try:
             with self._impolite():
                 self._roster.start(job.world_size + spares)
@@ -73,9 +73,8 @@ class RemoteCrew(Crew):
         self._ranks = {number: rank for rank, number in enumerate(numbers)}
         for number in self._ranks.keys() - self._roster.ready.keys():
             self._roster.deaths[number] = "it was gone before the generation began"
-        self._rendezvous = Rendezvous(self._roster.host)
-        self._rendezvous.start()
-        self.store = self._rendezvous.address
+        self._rendezvous = open_store(self._roster.host)
+        self.store = self._rendezvous.host, self._rendezvous.port
 
     def call(self, method: str, *args: Any, within: float = inf) -> list[Any]:
         self._send(method, args)

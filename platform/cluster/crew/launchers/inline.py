@@ -14,7 +14,7 @@ from typing import Any
 from platform.cluster.crew.base.crew import Crew, arguments, call_text
 from platform.cluster.crew.base.failures import Failure, Member, WorkerFailed
 from platform.cluster.crew.base.job import Job, threads
-from platform.cluster.crew.base.rendezvous import Rendezvous
+from platform.cluster.crew.base.rendezvous import open_store
 
 
 class InlineCrew(Crew):
@@ -40,9 +40,8 @@ class InlineCrew(Crew):
     def seat(self, job: Job, numbers: Sequence[int]) -> None:
         assert job.world_size == 1 and list(numbers) == [0]
         self.job = job
-        self._rendezvous = Rendezvous("127.0.0.1")
-        self._rendezvous.start()
-        self.store = self._rendezvous.address
+        self._rendezvous = open_store("127.0.0.1")
+        self.store = self._rendezvous.host, self._rendezvous.port
 
     def call(self, method: str, *args: Any, within: float = inf) -> list[Any]:
         try:
