@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
 
 from platform.config.fields import Config, SentConfig
 
@@ -54,37 +56,37 @@ class Assignment:
     secrets: dict[str, str] = field(default_factory=dict)
     node: str = ""  # its failure domain; "" = the machine's name
 
+    def construct(self) -> Any:
+        """Construct the worker in this process."""
+        options = {"device": self.device, "run_dir": self.run_dir, "threads": self.threads}
+        return resolve_name(self.worker)(self.config, self.number, **options)
+
 
 def assign(
     job: Job, number: int, *, local_rank: int, local_world_size: int, group_rank: int, cores: int | None = None
 ) -> Assignment:
     """Return the assignment of member `number`: slot `local_rank` of `local_world_size` on machine `group_rank`, which
-    has `cores` CPU cores (None: as many as this process may use).
+    has `cores` CPU cores (None: as many as this process may use), which are divided among its workers.
 
     Its environment has those of torchrun's variables that stay the same in all generations.
     """
-    count = threads(job.config, local_world_size, cores)
+    threads = job.config.cluster.threads or max(1, (cores or usable_cores()) // local_world_size)
     return Assignment(
         worker=job.worker,
         config=job.config,
         number=number,
         device=job.device,
         run_dir=str(job.run_dir),
-        threads=count,
+        threads=threads,
         log=str(job.log(number)),
         environment={
             "LOCAL_RANK": str(local_rank),
             "LOCAL_WORLD_SIZE": str(local_world_size),
             "GROUP_RANK": str(group_rank),
-            "OMP_NUM_THREADS": str(count),
+            "OMP_NUM_THREADS": str(threads),
         },
         secrets=dict(job.secrets),
     )
-
-
-def threads(config: Config, local_world_size: int, cores: int | None = None) -> int:
-    """Return the CPU threads per worker: `cluster.threads`, else the machine's cores divided among its workers."""
-    return config.cluster.threads or max(1, (cores or usable_cores()) // local_world_size)
 
 
 def usable_cores() -> int:

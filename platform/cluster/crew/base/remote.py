@@ -137,15 +137,12 @@ class RemoteCrew(Crew):
             return self._roster.send(self._ranks, self._next_call(method, args))
         head = text(self._next_call(method)).removesuffix(b"]}")
         texts: dict[int, bytes] = {}  # by identity: a value that several ranks get is encoded once
-
-        def frame(rank: int) -> bytes:
+        for number, rank in self._ranks.items():
             own = arguments(args, rank)
             for value in own:
                 if id(value) not in texts:
                     texts[id(value)] = text(value)
-            return framed(head + b",".join(texts[id(value)] for value in own) + b"]}")
-
-        self._roster.send_frames((number, frame(rank)) for number, rank in self._ranks.items())
+            self._roster.board.send(number, framed(head + b",".join(texts[id(value)] for value in own) + b"]}"))
 
     def _gather(self, method: str, call: str, within: float) -> dict[int, Any]:
         """Collect the answer of every seated member, by number. Raises WorkerFailed."""

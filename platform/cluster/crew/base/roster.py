@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
+from contextlib import ExitStack, closing
 from pathlib import Path
 from time import monotonic
 
@@ -37,12 +38,12 @@ class Roster:
         self._greeted = launcher.greeted
         self._hired = 0
         self._looked = 0.0
-        self.board: Switchboard | None = None
+        self._opened = ExitStack()
 
     def start(self, size: int) -> None:
         """Open the switchboard and wait until `size` members are ready. Raises WorkerFailed if one is not."""
         self.host = self._launcher.open(self.job, size)
-        self.board = Switchboard(self.host, self._launcher.key)
+        self.board = self._opened.enter_context(closing(Switchboard(self.host, self._launcher.key)))
         self.hire(size)
         while self.starting:
             self.poll(_LOOK_SECONDS)
@@ -52,7 +53,6 @@ class Roster:
 
     def hire(self, count: int) -> None:
         """Start `count` more members without waiting."""
-        assert self.board
         numbers = range(self._hired, self._hired + count)
         self._hired += count
         self.starting.update(numbers)
@@ -62,20 +62,15 @@ class Roster:
     def send(self, numbers: Collection[int], message: object) -> None:
         """Send one message to these members, encoded once for all."""
         if numbers:
-            self.send_frames((number, frame) for frame in [encode(message)] for number in numbers)
-
-    def send_frames(self, frames: Iterable[tuple[int, bytes]]) -> None:
-        """Send members an encoded message each."""
-        assert self.board
-        for number, frame in frames:
-            self.board.send(number, frame)
+            frame = encode(message)
+            for number in numbers:
+                self.board.send(number, frame)
 
     def poll(self, timeout: float) -> list[tuple[int, Said]]:
         """Return the members' messages, waiting at most `timeout` seconds for any.
 
         Also records the members that dial in, get ready or die.
         """
-        assert self.board
         said: list[tuple[int, Said]] = []
         if self.starting:
             timeout = min(timeout, _LOOK_SECONDS)
@@ -119,7 +114,6 @@ class Roster:
 
     def dispose(self, number: int) -> None:
         """Close the connection of a member and kill its process."""
-        assert self.board
         self.board.hang_up(number)
         self._launcher.kill(number)
         self.ready.pop(number, None)
@@ -133,6 +127,5 @@ class Roster:
 
     def close(self, polite: bool) -> None:
         """Close all connections, which ends members that wait for a call, and end all processes; see `dismiss`."""
-        if self.board:
-            self.board.close()
+        self._opened.close()
         self._launcher.dismiss(polite)

@@ -14,7 +14,6 @@ from contextlib import suppress
 from inspect import signature
 from itertools import chain, repeat
 from pathlib import Path
-from pkgutil import resolve_name
 from queue import SimpleQueue
 from typing import Any, get_type_hints
 
@@ -65,9 +64,7 @@ class _Host:
             self._execute(call.call, call_text(call.method, call.args), lambda: self._run(call))  # noqa: B023
 
     def _make(self) -> None:
-        a = self._place
-        arguments = {"device": a.device, "run_dir": a.run_dir, "threads": a.threads}
-        self._worker = resolve_name(a.worker)(a.config, a.number, **arguments)
+        self._worker = self._place.construct()
         gc.freeze()  # exempts what the imports created from collection, so that `leave` collects fast
 
     def _run(self, call: Call) -> Any:

@@ -8,12 +8,11 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence, Set
 from math import inf
-from pkgutil import resolve_name
 from typing import Any
 
 from platform.cluster.crew.base.crew import Crew, arguments, call_text
 from platform.cluster.crew.base.failures import Failure, Member, WorkerFailed
-from platform.cluster.crew.base.job import Job, threads
+from platform.cluster.crew.base.job import Job, assign
 from platform.cluster.crew.base.rendezvous import open_store
 
 
@@ -26,8 +25,7 @@ class InlineCrew(Crew):
         self.unstarted = []
         self._closed = False
         self._member = Member(0, socket.gethostname(), os.getpid())
-        keywords = {"device": job.device, "run_dir": str(job.run_dir), "threads": threads(job.config, 1)}
-        self._worker = resolve_name(job.worker)(job.config, 0, **keywords)
+        self._worker = assign(job, 0, local_rank=0, local_world_size=1, group_rank=0).construct()
 
     @property
     def members(self) -> Mapping[int, Member]:
