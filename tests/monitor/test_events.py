@@ -1,4 +1,4 @@
-"""Every kind of event is written as it is read, and the page of the run directory lists them all, and every key of the metrics."""
+"""Every kind of event is written as it is read; the page of the run directory lists them all, and every metrics key."""
 
 import json
 import re
