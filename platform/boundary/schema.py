@@ -1,8 +1,8 @@
 """Checked conversion of plain data that somebody else may have written into a shape declared as Python types.
 
 The shape is a dataclass (read from a map), a NamedTuple (from a list of the same length) or a type such as
-`dict[str, list[int]]`; `Annotated[int, Span(1, 9)]` adds a bound. Data of another shape raises `Malformed`, which says
-where and why in one line.
+`dict[str, list[int]]`; `Annotated[int, Span(1, 9)]` adds a bound, and `object` leaves a value unread. Data of another
+shape raises `Malformed`, which says where and why in one line.
 """
 
 from __future__ import annotations
@@ -49,6 +49,9 @@ class Span(NamedTuple):
             raise Malformed(f"{shown(value)} is not in {self.least} to {self.most}")
 
 
+Count = Annotated[int, Span(0, (1 << 53) - 1)]  # as exact in JSON's numbers
+
+
 class Text(NamedTuple):
     """Bound on a string: the regular expression that all of it must match."""
 
@@ -85,6 +88,12 @@ class Many(NamedTuple):
             raise Malformed(f"has {len(value)} entries, not {self.least} to {self.most}")
 
 
+class By(NamedTuple):
+    """Reader of a type that is not read as its fields are declared: stands in place of bounds."""
+
+    read: Reader
+
+
 class OpenMap(NamedTuple):
     """Bound on a map that may have other keys too: the types of its known keys, and the keys that it must have."""
 
@@ -104,6 +113,15 @@ class OpenMap(NamedTuple):
 def read(kind: Any, value: Any) -> Any:
     """Return `value` converted to the type `kind`. Raises Malformed."""
     return reader(kind)(value)
+
+
+def fields_of(value: object) -> dict[str, Any]:
+    """Return the map that `read` turns into this dataclass, with its values as they are, less lists and maps that are
+    empty as by default; serves `json.dumps` as `default`. Raises TypeError for any other value."""
+    if is_dataclass(value) and not isinstance(value, type):
+        found = ((field, getattr(value, field.name)) for field in fields(value))
+        return {f.name: each for f, each in found if each or f.default_factory not in (list, dict)}
+    raise TypeError(f"a {type(value).__name__} is no plain data")
 
 
 def shown(value: Any) -> str:
@@ -141,6 +159,9 @@ def _number(value: Any) -> float:
     if type(value) is int and abs(value) <= LARGEST or type(value) is float and not isnan(value):
         return float(value)
     raise Malformed(f"{shown(value)} is no number")
+
+
+Real = Annotated[float, By(lambda value: value if type(value) is float else _number(value))]  # may be NaN, as a loss
 
 
 def _integer(value: Any) -> int:
@@ -205,10 +226,13 @@ _PLAIN: dict[Any, Reader] = {
     bool: _exactly(bool, "neither true nor false"),
     NoneType: _exactly(NoneType, "not null"),
     Any: _any,
+    object: lambda value: value,
 }
 
 
 def _bounded(base: Any, *bounds: Any) -> Reader:
+    if isinstance(bounds[0], By):
+        return bounds[0].read
     inner = reader(base)
 
     def read_bounded(value: Any) -> Any:

@@ -99,7 +99,7 @@ def _check_and_drive(
     from platform.cluster.control.saving.checkpoints import Checkpoints
     from platform.cluster.run.changes import changes, report
     from platform.cluster.run.origin import check_writable, origin
-    from platform.train.recovery.places import saves
+    from platform.train.recovery.urls import saves
 
     found = origin(config)
     places = places or reserve()
@@ -113,7 +113,7 @@ def _check_and_drive(
     report(changed, journal, monitor.say)
     state.checkpoints = checkpoints = Checkpoints(config, plan, found, journal, monitor.say)
     job = Job(
-        config=config.to_dict(),
+        config=config,
         coordinates=[plan.mesh.coordinates(rank) for rank in range(size)],
         device=places.device,
         run_dir=directory.path,

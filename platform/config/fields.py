@@ -15,8 +15,9 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import Field, asdict, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
+from platform.boundary.schema import By
 from platform.config.execution import Checkpoint, Cluster, Elastic, Monitor, Resume, Run
 from platform.config.key import WORKERS, key
 from platform.plan.language.scheme import GATHERED, SLICE_VIA
@@ -215,6 +216,9 @@ class Config:
         Raises ConfigError for an unknown key or a wrong type.
         """
         return _build(cls, values, "")
+
+
+SentConfig = Annotated[Config, By(Config.from_dict)]  # as driver and workers exchange it: no number changes its type
 
 
 def key_fields() -> dict[str, Field[Any]]:

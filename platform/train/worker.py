@@ -7,7 +7,6 @@ import json
 import os
 import socket
 import time
-from collections.abc import Sequence
 from concurrent import futures
 from datetime import timedelta
 from functools import partial
@@ -22,9 +21,10 @@ from platform.boundary.terminal import print_line, tolerated
 from platform.checkpoint.in_memory.snapshots import RankSnapshots
 from platform.checkpoint.storage.catalogue import load_manifest
 from platform.checkpoint.storage.manifest import Corrupt, Refused
+from platform.checkpoint.storage.report import FileReport
 from platform.checkpoint.storage.storage import open_storage
 from platform.config.extensions import load_extensions
-from platform.config.fields import Config, ConfigError
+from platform.config.fields import Config, ConfigError, SentConfig
 from platform.data.corpus import corpus_of
 from platform.optimizer.optimizers import preload_imports
 from platform.parallel.communicator.base import Communicator, Launch, SingleRank
@@ -36,12 +36,23 @@ from platform.plan.core.step_collectives import process_groups
 from platform.plan.language.mesh import Mesh
 from platform.plan.schedule.rows import StageRows
 from platform.planning.make_plan import make_plan
-from platform.train.recovery import places
+from platform.train.protocol.answers import (
+    Built,
+    Copied,
+    Differences,
+    Joined,
+    Proof,
+    StepReport,
+    Taken,
+    Unrestored,
+    Unwritten,
+)
+from platform.train.recovery import urls
 from platform.train.recovery.proof import proof
-from platform.train.recovery.source import gathering, who_has
+from platform.train.recovery.source import Source
 from platform.train.recovery.verify import differing
 from platform.train.step.faults import Fault
-from platform.train.step.step_report import Report
+from platform.train.step.step_report import Combiner
 from platform.train.step.trainer import Trainer
 from platform.train.step.training_state import State
 
@@ -49,8 +60,8 @@ JOIN_SECONDS = 600.0  # for all ranks to join; the driver ends the wait earlier 
 
 
 class Worker:
-    """Member `number` of a crew; in each generation it is seated as one of the ranks or is a spare. Arguments and
-    results of its calls are plain data.
+    """Member `number` of a crew; in each generation it is seated as one of the ranks or is a spare. Arguments of calls
+    are read as the signatures here declare them, results as `platform.train.protocol.answers` does.
 
     The driver's calls in a generation are, in order: `prove`, `form`, `build`, perhaps `restore` or `recover`; then
     `step`, `snapshot`, `write`, `written`, `evaluate` and `sample`, each on all ranks; then `leave`. The last call of
@@ -59,9 +70,9 @@ class Worker:
 
     trainer: Any  # a Trainer from `build` to `leave`
     state: Any  # a State, likewise
-    report: Any  # a Report, likewise
+    combiner: Any  # a Combiner, likewise
 
-    def __init__(self, config: dict[str, Any], number: int, *, device: str, run_dir: str, threads: int):
+    def __init__(self, config: Config, number: int, *, device: str, run_dir: str, threads: int):
         self._configure(config)
         self.number, self.run_dir, self.device = number, Path(run_dir), device
         self.communicator: Communicator | None = None
@@ -69,25 +80,25 @@ class Worker:
         torch.set_num_threads(threads)
         preload_imports(self.config.optimizer)
 
-    def _configure(self, config: dict[str, Any]) -> None:
-        self.config = Config.from_dict(config)
+    def _configure(self, config: Config) -> None:
+        self.config = config
         if mistakes := load_extensions(self.config.extend):
             raise ConfigError(mistakes)
 
-    def prove(self, probe: str) -> dict[str, Any]:
-        """Return this worker's node, what it reads at the run's places, and its code; see `train.recovery.proof`."""
+    def prove(self, probe: str) -> Proof:
+        """Return the proof of this worker's environment."""
         return proof(self.config, self.run_dir, probe)
 
     def form(
         self,
         rank: int,
         world_size: int,
-        config: dict[str, Any],
+        config: SentConfig,
         store: tuple[str, int],
         generation: int,
-        stage_of: Sequence[int],
+        stage_of: list[int],
         plan: str = "",
-    ) -> dict[str, Any]:
+    ) -> Joined:
         """Join generation `generation` as `rank` through the driver's TCPStore at (host, port) and build the groups.
 
         `config`: of the same run, perhaps with another plan. `stage_of`: the pipeline stage of every model chunk, from
@@ -118,12 +129,7 @@ class Worker:
                 self.communicator = groups
         if self.config.monitor.log_launches:
             self.communicator.log = []
-        return {
-            "rank": self.rank,
-            "coordinates": mesh.coordinates(self.rank),
-            "pid": os.getpid(),
-            "node": socket.gethostname(),
-        }
+        return Joined(rank, mesh.coordinates(rank), os.getpid(), socket.gethostname())
 
     def _local_device(self) -> str:
         if self.device != "cuda":
@@ -139,44 +145,40 @@ class Worker:
         backend = "nccl" if self.device == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=CONNECT)
 
-    def build(self, rows: list[Any], domains: Sequence[str] = ()) -> dict[str, Any]:
+    def build(self, rows: list[Any], domains: list[str] | None = None) -> Built:
         """Build parameters, optimizer and data. `rows`: the schedule rows of this stage, from
-        `platform.plan.schedule.rows.StageRows.plain`; `domains`: the node of every rank, () if all run on one."""
+        `platform.plan.schedule.rows.StageRows.plain`; `domains`: the node of every rank, None if all run on one."""
         assert self.communicator
         c = self.config
         self.trainer = Trainer(c, self.plan, self.communicator, corpus_of(c), StageRows.from_plain(rows))
         self.state = State(self.trainer)
-        self.report = Report(self.plan, self.communicator, c.elastic.slow)
+        self.combiner = Combiner(self.plan, self.communicator, c.elastic.slow)
         if c.elastic.snapshot_every:
             homes, pinned = domains or [""] * self.world_size, self.device == "cuda"
             self.memories[self.generation] = RankSnapshots(self.state.held, homes, self.rank, pinned)
         device = torch.cuda.get_device_properties() if self.device == "cuda" else None
-        return {
-            "parameters": self.plan.parameters_at(self.communicator.coordinates),
-            "device": device.name if device else "cpu",
-            "memory": device.total_memory if device else None,  # bytes; None on CPU: workers share host memory
-        }
+        parameters = self.plan.parameters_at(self.communicator.coordinates)
+        return Built(parameters, device.name, device.total_memory) if device else Built(parameters, "cpu", None)
 
-    def step(self, step: int, limit: float = inf, faults: Sequence[str] = ()) -> dict[str, Any]:
+    def step(self, step: int, limit: float = inf, faults: list[Fault] | None = None) -> StepReport | Taken:
         """Run training step `step` (from 1), see `Trainer.step`, and snapshot the state to memory every
-        `elastic.snapshot_every` steps. Returns `Report.together`. `faults`: all that strike in this step, on any rank.
-        """
+        `elastic.snapshot_every` steps. Returns what `Combiner.together` does. `faults`: all that strike in this step,
+        on any rank."""
         assert self.communicator
         self._forget_generations()
-        mine = [fault for fault in map(Fault.parse, faults) if fault.rank == self.rank]
+        mine = [fault for fault in faults or () if fault.rank == self.rank]
         verified = self.config.train.verify_every
         verify = partial(self._verify, step) if verified and step % verified == 0 else None
         report = self.trainer.step(step, limit, next(iter(mine), None), verify)
-        differ = "damaged" in report or "undecided" in report
-        done = not report["skipped"] or (self.config.train.on_spike == "skip" and not differ)
+        done = not report.skipped or (self.config.train.on_spike == "skip" and not report.differences)
         if (every := self.config.elastic.snapshot_every) and step % every == 0 and done:
-            report["seconds"]["checkpoint"] += (seconds := self._hold(step))
-            report["step_seconds"] += seconds
+            report.seconds["checkpoint"] += (seconds := self._hold(step))
+            report.step_seconds += seconds
         if self.communicator.log is not None:
             self._write_launches(self.communicator.log)
-        return self.report.together(report)
+        return self.combiner.together(report)
 
-    def _verify(self, step: int) -> dict[str, Any]:
+    def _verify(self, step: int) -> Differences:
         """Compare this rank's state with that of its replicas, see `differing`."""
         memory = self.memories.get(self.generation)
         before = memory.at(step - 1) if memory and step - 1 in memory.steps else None
@@ -195,29 +197,26 @@ class Worker:
             self.memories[self.generation].hold(step, self.state.blocks(), self.state.values(), transfer)
         return time.perf_counter() - begin
 
-    def gather(self, source: dict[str, Any], rank: int, store: tuple[str, int], generation: str) -> None:
+    def gather(self, source: Source, rank: int, store: tuple[str, int], generation: str) -> None:
         """Transfer parts of a snapshot before a generation in which some survivors have no seat: the seated ones get
         what only the others hold. Called on all `gathered` members of the source, each with its index among them as
         `rank`. The group, whose store prefix is `generation`, serves this call only: `leave` follows."""
-        mesh = Mesh.of({"data": len(source["gathered"])})
+        mesh = Mesh.of({"data": len(source.gathered)})
         with PROGRESS.waiting("gather"):
             self._join(rank, mesh.size, store, generation)
         self.communicator = communicator = ProcessGroups(mesh, rank, (), self._local_device())
-        snapshot = self.memories[source["generation"]].at(source["step"])
-        snapshot.take_over(gathering(source)[1], rank, communicator.transfer)
+        snapshot = self.memories[source.generation].at(source.step)
+        snapshot.take_over(source.gathering()[1], rank, communicator.transfer)
 
-    def recover(self, source: dict[str, Any]) -> None:
+    def recover(self, source: Source) -> None:
         """Recover the state from snapshots that survivors of a generation hold in memory, and snapshot it again under
         this generation's plan, so that nothing is lost if this one fails at once. All ranks call it together, also
-        those that hold nothing.
-
-        `source`: see `platform.train.recovery.source.who_has`.
-        """
-        memory = self.memories[source["generation"]] if self.rank in dict(source["ranks"]).values() else None
+        those that hold nothing."""
+        memory = self.memories[source.generation] if self.rank in source.ranks.values() else None
         if memory:
-            memory.keep_only(source["step"])
-        self.state.recover(who_has(source), memory.at(source["step"]) if memory else None)
-        self._hold(source["step"])
+            memory.keep_only(source.step)
+        self.state.recover(source.holders(), memory.at(source.step) if memory else None)
+        self._hold(source.step)
 
     def _write_launches(self, log: list[Launch]) -> None:
         path = self.run_dir / "logs" / f"launches-{self.rank}.jsonl"
@@ -227,49 +226,47 @@ class Worker:
                 file.writelines(json.dumps(vars(launch)) + "\n" for launch in log)
         log.clear()
 
-    def snapshot(self) -> dict[str, Any]:
-        """Copy this rank's share of the state to host memory for a checkpoint. Returns {"values": the optimizer's
-        numbers, "tensors": name -> global shape on rank 0, {} elsewhere}."""
+    def snapshot(self) -> Copied:
+        """Copy this rank's share of the state to host memory for a checkpoint."""
         self.state.image.fill(self.state.blocks())
         tensors = {h.name: list(h.shape) for h in self.state.held} if self.rank == 0 else {}
-        return {"tensors": tensors, "values": self.state.values()}
+        return Copied(tensors, self.state.values())
 
     def write(self, directory: str) -> None:
         """Start writing the copy of the last `snapshot` to a checkpoint directory; `written` returns the outcome."""
-        storage = open_storage(places.home(self.config))
+        storage = open_storage(urls.home(self.config))
         writer = futures.ThreadPoolExecutor(1, "checkpoint")
         self._written = writer.submit(self.state.image.write, storage, directory)
         writer.shutdown(wait=False)  # its thread ends after the write
 
-    def written(self, seconds: float) -> dict[str, Any] | None:
-        """Return the report of `Image.write`, or {"error": why} if the storage failed, which is no failure of this
-        worker; None if the write is still running after `seconds`."""
+    def written(self, seconds: float) -> FileReport | Unwritten | None:
+        """Return the outcome of `write`, None if it is still running after `seconds`."""
         if futures.wait([self._written], seconds).not_done:
             return None
         try:
             return self._written.result()
         except OSError as error:
-            return {"error": f"{type(error).__name__}: {error}"}
+            return Unwritten(f"{type(error).__name__}: {error}")
 
-    def restore(self, directory: str, own: bool = False) -> dict[str, str]:
+    def restore(self, directory: str, own: bool = False) -> Unrestored | None:
         """Restore the state from a checkpoint of any plan, in the storage that the run resumes from or, if `own`, saves
-        to. Returns, alike on all ranks, {} or {"corrupt" | "refused" | "failed": why}, with the state undefined."""
-        storage = open_storage(places.home(self.config) if own else places.source(self.config)[0])
+        to. Returns, alike on all ranks, None or why the state is undefined now."""
+        storage = open_storage(urls.home(self.config) if own else urls.source(self.config)[0])
         manifest = load_manifest(storage, directory)  # an error here concerns this rank alone, and fails it
         try:
             self.state.restore(storage, directory, manifest)
         except Corrupt as error:
-            return {"corrupt": str(error)}
+            return Unrestored("corrupt", str(error))
         except Refused as error:
-            return {"refused": str(error)}
+            return Unrestored("refused", str(error))
         except OSError as error:
-            return {"failed": str(error)}
+            return Unrestored("failed", str(error))
         if self.config.elastic.snapshot_every:
             self._hold(manifest.meta.step)
-        return {}
+        return None
 
-    def evaluate(self) -> dict[str, float]:
-        """Return {"val_loss": mean loss per token of the held-out batches}, equal on all ranks."""
+    def evaluate(self) -> float:
+        """Return the mean loss per token of the held-out batches, equal on all ranks."""
         return self.trainer.evaluate()
 
     def sample(self, tokens: int) -> str:
@@ -285,7 +282,7 @@ class Worker:
         """Leave the generation: close its groups and free its model. Works in any state, repeatedly too; `form` may
         follow. Raises RuntimeError if the device no longer works, which makes this process useless."""
         communicator, self.communicator = self.communicator, None
-        self.trainer = self.state = self.report = None
+        self.trainer = self.state = self.combiner = None
         if communicator:
             communicator.abort()  # after a failure, closing would wait for collectives in progress
             communicator.close()

@@ -128,7 +128,7 @@ def main() -> None:
     if arguments.step:
         trainer = Trainer(c, plan, SingleRank(plan.mesh), Tokens(c))
         trainer.step(1)
-        step = min(trainer.step(k)["step_seconds"] for k in (2, 3))
+        step = min(trainer.step(k).step_seconds for k in (2, 3))
         stall = statistics.median(wall for wall, _ in times["copy"])
         print(f"step {step:.2f} s; the copy is {100 * stall / step:.1f} % of it")
 

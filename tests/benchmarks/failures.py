@@ -71,7 +71,7 @@ def main() -> None:
     coordinates = [{"data": rank} for rank in range(options.workers)]
     found: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as directory:
-        job = Job(Config().to_dict(), coordinates, "cpu", Path(directory), "tests.doubles.gloo_worker:GlooWorker")
+        job = Job(Config(), coordinates, "cpu", Path(directory), "tests.doubles.gloo_worker:GlooWorker")
         with open_crew("processes", job) as crew:
             for generation in range(1, options.trials + 1):
                 numbers = sorted(crew.members)[: options.workers]

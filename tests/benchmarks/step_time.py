@@ -109,7 +109,7 @@ def main() -> None:
         ours = trainer_of(c, plan, SingleRank(plan.mesh, args.device))
         plain = PlainLoop(c, args.device, ours.weights.master)
         for k in (1, 2):  # warm-up; the losses agree
-            a, b = ours.step(k)["loss"], plain.step(k)
+            a, b = ours.step(k).loss, plain.step(k)
             assert abs(a - b) < (1e-4 if c.precision == "fp32" else 2e-2) * abs(b), (a, b)
         pairs = []
         for k in range(3, 3 + args.pairs):

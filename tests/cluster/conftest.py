@@ -1,3 +1,5 @@
+from copy import deepcopy
+
 import pytest
 
 from platform.cluster.crew.base.job import Job
@@ -33,6 +35,6 @@ def config(tmp_path):
 def job(config, tmp_path):
     def make(size, worker="tests.doubles.fake_worker:FakeWorker"):
         coordinates = [{"stage": 0, "data": rank} for rank in range(size)]
-        return Job(config.to_dict(), coordinates, "cpu", tmp_path, worker)
+        return Job(deepcopy(config), coordinates, "cpu", tmp_path, worker)
 
     return make

@@ -3,10 +3,12 @@ state is the number of updates that it has had, and a snapshot that is not where
 
 import math
 from collections import defaultdict
+from dataclasses import replace
 
-from platform.cluster.crew.base.crew import ByRank, Crew, arguments, shown
+from platform.checkpoint.storage.report import FileReport
+from platform.cluster.crew.base.crew import ByRank, Crew, arguments, call_text
 from platform.cluster.crew.base.failures import Failure, Member, WorkerFailed
-from platform.config.fields import Config
+from platform.train.protocol.answers import Built, Copied, Differences, Joined, SlowRank, StepReport, Unrestored
 from platform.train.recovery.proof import proof
 
 
@@ -25,7 +27,7 @@ class FakeWorker:
     def prove(self, probe):
         mine = proof(self.crew.config, self.crew.job.run_dir, probe)
         return (
-            mine | {"node": "afar", "code": {"platform": "of yesterday"}}
+            replace(mine, node="afar", code={"platform": "of yesterday"})
             if self.number in self.crew.strangers
             else mine
         )
@@ -33,68 +35,68 @@ class FakeWorker:
     def form(self, rank, world_size, config, store, generation, stage_of, plan=""):
         assert self.state is None, "it has not left"
         self.rank, self.size, self.generation = rank, world_size, generation
-        self.config = Config.from_dict(config)
-        return {"rank": rank, "coordinates": self.crew.job.coordinates[rank], "pid": 1, "node": "n"}
+        self.config = config
+        return Joined(rank, self.crew.job.coordinates[rank], 1, "n")
 
     def build(self, rows, domains):
         self.state = 0
-        return {"parameters": 42, "device": "cpu", "memory": self.crew.memory}
+        return Built(42, "cpu", self.crew.memory)
 
     def gather(self, source, rank, store, generation):
-        assert [number for _, number in source["gathered"]][rank] == self.number
-        assert source["step"] in self.memories[source["generation"]]
+        assert source.members(source.gathered)[rank] == self.number
+        assert source.step in self.memories[source.generation]
 
     def recover(self, source):
-        if self.rank in dict(source["ranks"]).values():
-            assert source["step"] in self.memories[source["generation"]], "it does not have that"
-        self.state = source["step"]
+        if self.rank in source.ranks.values():
+            assert source.step in self.memories[source.generation], "it does not have that"
+        self.state = source.step
         self.memories[self.generation] = [self.state]
 
     def restore(self, directory, own):
         self.state = int(directory.split("-")[1])
         if directory in self.crew.corrupt:
-            return {"corrupt": "a bit has flipped"}
+            return Unrestored("corrupt", "a bit has flipped")
         self.memories[self.generation] = [self.state]
-        return {}
+        return None
 
     def step(self, step, limit, faults):
         assert self.state == step - 1, f"{self.state} updates before step {step}"
         self.forget()
         loss = self.crew.losses[step].pop(0) if self.rank == 0 and self.crew.losses[step] else 1.0
         skipped, c = not loss <= limit or math.isnan(loss), self.config
-        verdict = self.crew.verdicts[step].pop(0) if self.rank == 0 and self.crew.verdicts[step] else {}
+        verdict = self.crew.verdicts[step].pop(0) if self.rank == 0 and self.crew.verdicts[step] else Differences()
         for worker in self.crew.seated if self.rank == 0 else []:  # all learn it
             worker.skipped = skipped or bool(verdict)
-            if worker.rank in dict(verdict.get("damaged", [])):
+            if worker.rank in dict(verdict.damaged):
                 worker.memories = {}  # nobody may ask for what it has
         if not self.skipped or c.train.on_spike == "skip":
             self.state = step
             if c.elastic.snapshot_every and step % c.elastic.snapshot_every == 0:
                 self.memories[self.generation] = [*self.memories.get(self.generation, []), step][-2:]
         batch = c.train.global_batch
-        return {
-            "step": step, "loss": loss, "grad_norm": 0.5, "lr": 1e-3, "skipped": skipped, "tokens": step * batch,
-            "samples": [(step - 1) * batch, step * batch], "step_seconds": 0.001, "seconds": {"checkpoint": 0.0},
-            "comm_bytes": {}, "peak_memory_bytes": 1, "world_size": self.size,
-            "slow": [[rank, 2.0] for rank, w in enumerate(self.crew.seated) if w.number in self.crew.slow],
-            **verdict,
-        }  # fmt: skip
+        return StepReport(
+            step=step, loss=loss, grad_norm=0.5, lr=1e-3, skipped=skipped, tokens=step * batch,
+            samples=((step - 1) * batch, step * batch), step_seconds=0.001, seconds={"checkpoint": 0.0},
+            comm_bytes={}, peak_memory_bytes=1, world_size=self.size,
+            slow=[SlowRank(rank, 2.0) for rank, w in enumerate(self.crew.seated) if w.number in self.crew.slow],
+            differences=verdict,
+        )  # fmt: skip
 
     def forget(self):
         self.memories = {g: held for g, held in self.memories.items() if g == self.generation}
 
     def snapshot(self):
-        return {"tensors": {}, "values": {"state": self.state}}
+        return Copied({}, {"state": self.state})
 
     def write(self, directory):
         self.crew.writes.append(directory)
 
     def written(self, seconds):
-        blocks = {"file": "blocks-00000.bin", "bytes": 0, "blocks": []}
+        blocks = FileReport("blocks-00000.bin", 0, [])
         return None if self.crew.stuck or (self.crew.writing and not seconds) else blocks
 
     def evaluate(self):
-        return {"val_loss": 2.0}
+        return 2.0
 
     def leave(self):
         self.state = None
@@ -107,7 +109,7 @@ class FakeCrew(Crew):
     elastic, store = True, ("nowhere", 0)
 
     def __init__(self, job, spares, script, nodes=1):
-        self.job, self.config, self._nodes = job, Config.from_dict(job.config), nodes
+        self.job, self.config, self._nodes = job, job.config, nodes
         self._script = {call: list(happens) for call, happens in script.items()}
         self.workers, self.seated, self._going, self.unstarted = {}, [], set(), []
         self.strangers, self.slow, self.corrupt, self.writes, self.calls = set(), set(), set(), [], []
@@ -146,7 +148,7 @@ class FakeCrew(Crew):
         self.job, self.seated = job, [self.workers[n] for n in numbers]
 
     def call(self, method, *args, within=math.inf):
-        name = shown(method, args) if method == "step" else method
+        name = call_text(method, args) if method == "step" else method
         self.calls.append((name, within))
         happens = (self._script.get(name) or [{}]).pop(0)
         if callable(happens):

@@ -7,9 +7,13 @@ import signal
 import socket
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
+from platform.checkpoint.storage.report import FileReport
+from platform.config.fields import SentConfig
 from platform.parallel.communicator.progress import PROGRESS
+from platform.train.protocol.answers import Built, Copied, Joined, StepReport, Taken
 
 
 class FakeWorker:
@@ -20,59 +24,59 @@ class FakeWorker:
         self.device, self.threads, self.config = device, threads, config
 
     def prove(self, probe):
-        from platform.config.fields import Config
         from platform.train.recovery.proof import proof
 
-        return proof(Config.from_dict(self.config), self.run_dir, probe)
+        return proof(self.config, self.run_dir, probe)
 
-    def form(self, rank, world_size, config, store, generation, stage_of, plan=""):
+    def form(self, rank, world_size, config: SentConfig, store, generation, stage_of, plan=""):
         from torch.distributed import PrefixStore, TCPStore
 
         self.rank, self.world_size, self.config = rank, world_size, config
         tcp = TCPStore(store[0], store[1], is_master=False)
         self.store = PrefixStore(f"generation/{generation}", tcp)
         self._meet("form")
-        return {"rank": self.rank, "coordinates": {"data": self.rank}, "pid": os.getpid(), "node": socket.gethostname()}
+        return Joined(rank, {"data": rank}, os.getpid(), socket.gethostname())
 
     def build(self, rows, domains=()):
-        return {"parameters": 42, "device": "cpu", "memory": None}
+        return Built(42, "cpu", None)
 
     def step(self, step, limit=math.inf, faults=()):
         """As of all ranks together."""
         self._meet(f"step {step}")
         first = (step - 1) * 4
-        return {
-            "step": step,
-            "loss": 1.0 / step,
-            "grad_norm": 0.5,
-            "lr": 1e-3,
-            "skipped": False,
-            "tokens": step * 4 * self.config["model"]["length"],
-            "samples": [first, first + 4],
-            "step_seconds": 0.001,
-            "seconds": {"forward": 0.25, "data": 0.0, "checkpoint": 0.0},
-            "comm_bytes": {"all_reduce/data": 21},
-            "peak_memory_bytes": 101,
-            "world_size": self.world_size,
-            "slow": [],
-        }
+        report = StepReport(
+            step=step,
+            loss=1.0 / step,
+            grad_norm=0.5,
+            lr=1e-3,
+            skipped=False,
+            tokens=step * 4 * self.config.model.length,
+            samples=(first, first + 4),
+            step_seconds=0.001,
+            seconds={"forward": 0.25, "data": 0.0, "checkpoint": 0.0},
+            comm_bytes={"all_reduce/data": 21},
+            peak_memory_bytes=101,
+            world_size=self.world_size,
+            slow=[],
+        )
+        return report if self.rank == 0 else Taken(step)
 
     def evaluate(self):
-        return {"val_loss": 2.0}
+        return 2.0
 
     def snapshot(self):
-        return {"tensors": {}, "values": {}}
+        return Copied({}, {})
 
     def write(self, directory):
-        folder = Path(self.config["run"]["dir"], "checkpoints", directory)
+        folder = Path(self.config.run.dir, "checkpoints", directory)
         folder.mkdir(exist_ok=True, parents=True)
         (folder / f"blocks-{self.rank:05}.bin").touch()
 
     def written(self, seconds):
-        return {"file": f"blocks-{self.rank:05}.bin", "bytes": 0, "blocks": []}
+        return FileReport(f"blocks-{self.rank:05}.bin", 0, [])
 
     def restore(self, directory, own):
-        return {}
+        return None
 
     def sample(self, tokens):
         return "word " * tokens
@@ -144,7 +148,7 @@ class Prints(FakeWorker):
     """At any time, and much, through Python and below it."""
 
     def form(self, rank, *args):
-        return {"rank": rank, "pid": os.getpid(), "node": "here"}
+        return Joined(rank, {}, os.getpid(), "here")
 
     def speak(self):
         for stream in (sys.stdout, sys.stderr):
@@ -199,6 +203,6 @@ class OnAnotherNode(FakeWorker):
         if self.number == 0:
             return super().prove(probe)
         self.run_dir = self.run_dir / "of-another-node"
-        self.config["run"]["dir"] = str(self.run_dir)
+        self.config.run.dir = str(self.run_dir)
         found = super().prove(probe)
-        return found | {"node": "n2", "code": {"platform": "0123"}}
+        return replace(found, node="n2", code={"platform": "0123"})

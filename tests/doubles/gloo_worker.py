@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from platform.parallel.communicator.progress import PROGRESS
+from platform.train.protocol.answers import Joined
 
 
 class GlooWorker:
@@ -21,7 +22,7 @@ class GlooWorker:
         self.rank, self.generation = rank, generation
         prefix = dist.PrefixStore(f"generation/{generation}", dist.TCPStore(*store, is_master=False))
         dist.init_process_group("gloo", store=prefix, rank=rank, world_size=world_size)
-        return {"rank": rank, "pid": os.getpid(), "node": "here"}
+        return Joined(rank, {}, os.getpid(), "here")
 
     def turn(self, kill=None, stays=False):
         """`stays`: who notices that a rank is gone keeps its connections (the mistake that leaves others waiting)."""

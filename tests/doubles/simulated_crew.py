@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, replace
 
 from platform.cluster.crew.base.job import assign
+from platform.cluster.crew.base.launcher import Launcher
 from platform.cluster.crew.base.remote import RemoteCrew
 from tests.doubles.simulated_worker import node
 
@@ -38,16 +39,15 @@ class Call:
 
 
 class SimulatedCrew(RemoteCrew):
-    """`per_node` members are threads of one process, which is a node: they die together."""
-
-    can_hire = True
+    """Notes what its calls cost."""
 
     def __init__(self, job, spares=0, *, per_node):
-        self.per_node, self.calls = per_node, []
-        super().__init__(job, spares)
+        self.calls = []
+        super().__init__(Nodes(per_node), job, spares)
 
     def meter(self):
-        return Meter(time.monotonic(), time.process_time(), self._board.sent, self._board.received)
+        board = self._roster.board
+        return Meter(time.monotonic(), time.process_time(), board.sent, board.received)
 
     def call(self, method, *args, **keywords):
         begin, failed = self.meter(), True
@@ -58,35 +58,42 @@ class SimulatedCrew(RemoteCrew):
         finally:
             self.calls.append(Call(self._call, method, args, begin, self.meter(), failed))
 
-    def _open(self):
-        self._nodes = {}  # number -> its process
+
+class Nodes(Launcher):
+    """`per_node` members are threads of one process, which is a node: they die together."""
+
+    def __init__(self, per_node):
+        super().__init__()
+        self.per_node, self._nodes = per_node, {}  # number -> its process
+
+    def open(self, job, size):
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["tests.doubles.simulated_worker"])  # torch is imported once
         return "127.0.0.1"
 
-    def _launch(self, numbers):
+    def launch(self, job, numbers, board):
         for at in range(0, len(numbers), self.per_node):
             of_node = numbers[at : at + self.per_node]
             name = f"node{of_node[0] // self.per_node}"
-            places = [assign(self.job, n, local_rank=0, local_world_size=1, group_rank=0) for n in of_node]
+            places = [assign(job, n, local_rank=0, local_world_size=1, group_rank=0) for n in of_node]
             # what is a process's own, its members have not
             places = [replace(place, log="", environment={}, node=name) for place in places]
-            told = (places, self._board.address, [self._board.token(number) for number in of_node])
+            told = (places, board.address, [board.token(number) for number in of_node])
             process = self._context.Process(target=node, args=told, name=name, daemon=True)
             process.start()
             self._nodes |= dict.fromkeys(of_node, process)
 
-    def _ended(self, number, seconds):
+    def ended(self, number, seconds):
         self._nodes[number].join(seconds)
         code = self._nodes[number].exitcode
         if code is None:
             return None
         return f"its node was killed by {signal.Signals(-code).name}" if code < 0 else f"its node's status is {code}"
 
-    def _kill(self, number):
+    def kill(self, number):
         """It ends when its connection is closed."""
 
-    def _dismiss(self, polite):
+    def dismiss(self, polite):
         deadline = time.monotonic() + (EXIT_SECONDS if polite else 0.0)
         processes = set(self._nodes.values())
         for process in processes:

@@ -1,17 +1,17 @@
 """Workers that say what real ones say, and compute nothing; many of them are threads of one process, their node."""
 
-import json
 import math
 import os
 import threading
 import time
-from functools import cache
 
 from platform.cluster.crew.launchers.host import serve
-from platform.config.fields import Config
+from platform.config.fields import SentConfig
 from platform.parallel.communicator.progress import PROGRESS
 from platform.plan.language.mesh import Mesh
+from platform.train.protocol.answers import Built, Joined, StepReport, Taken
 from platform.train.recovery.proof import proof
+from platform.train.recovery.source import Source
 from platform.train.step.faults import Fault, strike
 
 LATE_STEP = 1  # in which everybody takes long, and so is asked for beats; a first step may last
@@ -30,10 +30,7 @@ def node(places, address, tokens):
         thread.join()
 
 
-@cache
-def proof_of_node(config, run_dir, probe):
-    """The members of a node see the same."""
-    return proof(Config.from_dict(json.loads(config)), run_dir, probe)
+PROOFS = {}  # the members of a node see the same
 
 
 class SimulatedWorker:
@@ -43,32 +40,34 @@ class SimulatedWorker:
         self.number, self.run_dir, self.config = number, run_dir, config
 
     def prove(self, probe):
-        return proof_of_node(json.dumps(self.config), self.run_dir, probe)
+        if probe not in PROOFS:
+            PROOFS[probe] = proof(self.config, self.run_dir, probe)
+        return PROOFS[probe]
 
-    def form(self, rank, world_size, config, store, generation, stage_of, plan=""):
+    def form(self, rank, world_size, config: SentConfig, store, generation, stage_of, plan=""):
         self.rank, self.world_size, self.config = rank, world_size, config
-        axes = {"stage": config["pipeline"]["stages"], "data": config["parallel"]["data"], **config["tensor"]["axes"]}
+        axes = {"stage": config.pipeline.stages, "data": config.parallel.data, **config.tensor.axes}
         where = Mesh.of(axes).coordinates(rank)
-        return {"rank": rank, "coordinates": where, "pid": os.getpid(), "node": "simulated"}
+        return Joined(rank, where, os.getpid(), "simulated")
 
     def build(self, rows, domains=()):
         assert len(domains) == self.world_size and rows
-        return {"parameters": 1_367_000_000, "device": "cpu", "memory": None}
+        return Built(1_367_000_000, "cpu", None)
 
-    def recover(self, source):
-        assert len(source["ranks"]) <= self.world_size
+    def recover(self, source: Source):
+        assert len(source.ranks) <= self.world_size
 
-    def step(self, step, limit=math.inf, faults=()):
+    def step(self, step, limit=math.inf, faults: list[Fault] = ()):
         if step == LATE_STEP:
             for piece in range(8):
                 PROGRESS.enter(f"piece {piece}")
-                time.sleep(self.config["elastic"]["hang_seconds"] / 8)
-        for fault in map(Fault.parse, faults):
+                time.sleep(self.config.elastic.hang_seconds / 8)
+        for fault in faults:
             if fault.rank == self.rank:
                 with open(f"{self.run_dir}/struck", "w") as file:
                     file.write(str(time.monotonic()))
                 strike(fault.kind)
-        return report(step, self.world_size) if self.rank == 0 else {"step": step}
+        return report(step, self.world_size) if self.rank == 0 else Taken(step)
 
     def abort(self):
         pass
@@ -82,18 +81,18 @@ class SimulatedWorker:
 
 def report(step, world_size):
     """Of all ranks together, as long as a real one."""
-    return {
-        "step": step,
-        "loss": 10.824631691,
-        "grad_norm": 1.7320508075,
-        "lr": 6e-05,
-        "skipped": False,
-        "tokens": step * 1536 * 2048,
-        "samples": [(step - 1) * 1536, step * 1536],
-        "step_seconds": 0.1234567891,
-        "seconds": dict.fromkeys(SECTIONS, 0.0123456789),
-        "comm_bytes": dict.fromkeys(MOVED, 1234567890),
-        "peak_memory_bytes": 12345678901,
-        "world_size": world_size,
-        "slow": [],
-    }
+    return StepReport(
+        step=step,
+        loss=10.824631691,
+        grad_norm=1.7320508075,
+        lr=6e-05,
+        skipped=False,
+        tokens=step * 1536 * 2048,
+        samples=((step - 1) * 1536, step * 1536),
+        step_seconds=0.1234567891,
+        seconds=dict.fromkeys(SECTIONS, 0.0123456789),
+        comm_bytes=dict.fromkeys(MOVED, 1234567890),
+        peak_memory_bytes=12345678901,
+        world_size=world_size,
+        slow=[],
+    )

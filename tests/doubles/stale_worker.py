@@ -1,12 +1,13 @@
 """Recoveries that are wrong on purpose: what the comparison of a run with an undisturbed one must find."""
 
+from platform.train.recovery.source import Source
 from platform.train.worker import Worker
 
 
 class StaleWorker(Worker):
     """Recovers the step before the one that it is asked for."""
 
-    def recover(self, source):
+    def recover(self, source: Source):
         for memory in self.memories.values():
             for snapshot in memory._snapshots:
                 snapshot.step += 1
@@ -16,7 +17,7 @@ class StaleWorker(Worker):
 class ForgetfulWorker(Worker):
     """Recovers the parameters without the optimizer's moments."""
 
-    def recover(self, source):
+    def recover(self, source: Source):
         super().recover(source)
         for w in self.trainer.weights.owned.values():
             self.trainer.optimizer.state[w]["exp_avg"].zero_()

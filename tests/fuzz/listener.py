@@ -17,6 +17,7 @@ from typing import Any
 
 from platform.cluster.wire import secret, switchboard
 from platform.cluster.wire.channel import encode
+from platform.cluster.wire.messages import Answer, Hello
 from platform.cluster.wire.switchboard import Switchboard
 
 MEMBER = 0  # who is served all the while
@@ -223,7 +224,7 @@ class Listener:
 
     def serve(self) -> None:
         """The member's message arrives, and no other."""
-        said = {"answer": self.count, "value": None}
+        said = Answer(self.count, None)
         self.member.sendall(encode(said))
         assert self.events(1) == [(MEMBER, said)]
 
@@ -313,7 +314,7 @@ class Listener:
             connection.sendall(data[start:end])
             heard += board.poll(0)
         heard += self.events(1 + bool(more) - len(heard))
-        assert [number for number, _ in heard] == [own] * len(heard) and "hello" in heard[0][1]
+        assert [number for number, _ in heard] == [own] * len(heard) and isinstance(heard[0][1], Hello)
         connection.recv(LIMIT)  # its welcome
         return connection, own
 

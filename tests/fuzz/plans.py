@@ -203,10 +203,10 @@ def steps_of(trainer: Trainer, communicator: Communicator, steps: range) -> Resu
     log, communicator.log = communicator.log, None
     reports += [trainer.step(k) for k in steps[1:]]
     trainer._update = update  # type: ignore[method-assign]
-    assert not any(report["skipped"] for report in reports), "a step was skipped"
+    assert not any(report.skipped for report in reports), "a step was skipped"
     final = {n: w.detach().clone() for n, w in trainer.weights.master.items()}
-    (loss, norm), *numbers = [(report["loss"], report["grad_norm"]) for report in reports]
-    moved = Counter(reports[0]["comm_bytes"])
+    (loss, norm), *numbers = [(report.loss, report.grad_norm) for report in reports]
+    moved = Counter(reports[0].comm_bytes)
     return Result(communicator.rank, loss, norm, gradients, initial, final, sum(numbers, ()), moved, log)
 
 

@@ -159,8 +159,8 @@ def compute(c: Config, plan: Plan, communicator: Communicator) -> Result:
     communicator.log = []
     first = trainer.step(1, verify=keep)
     log, communicator.log = communicator.log, None
-    moved = Counter(first["comm_bytes"])
-    losses = [first["loss"], *(trainer.step(k)["loss"] for k in range(2, STEPS + 1))]
+    moved = Counter(first.comm_bytes)
+    losses = [first.loss, *(trainer.step(k).loss for k in range(2, STEPS + 1))]
     final = {n: w.detach().clone() for n, w in trainer.weights.master.items()}
     return Result(communicator.rank, first["loss"], first["grad_norm"], gradients, initial, final, losses, moved, log)
 

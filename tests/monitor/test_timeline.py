@@ -123,14 +123,14 @@ def test_ranks_report_what_they_ran_when_asked(kind):
     c.monitor.timeline = True
     rows = lower(schedule)
     reports = run_threads(plan.mesh, lambda communicator: trainer_of(c, plan, communicator).step(1))
-    assert all(r["comm_bytes"] == s["comm_bytes"] for r, s in zip(reports, silent(c, plan), strict=True))
+    assert all(r.comm_bytes == s.comm_bytes for r, s in zip(reports, silent(c, plan), strict=True))
     for rank, report in enumerate(reports):
         stage = plan.mesh.coordinates(rank)["stage"]
-        names = [name for name, _, _ in report["timeline"]]
+        names = [name for name, _, _ in report.timeline]
         assert [name for name in names if name[0].isdigit()] == [str(a) for a in rows[stage]]
         assert {"forward", "backward", "reduce", "optimizer", "exposed_comm"} <= set(names) and names[-1] == "step"
-        assert report["timeline"][-1][1] == 0.0
-        ran = executed(stage, {str(a): a for a in rows[stage]}, report["timeline"])
+        assert report.timeline[-1][1] == 0.0
+        ran = executed(stage, {str(a): a for a in rows[stage]}, report.timeline)
         assert all(a.end <= b.start for a, b in zip(ran, ran[1:], strict=False))
         assert bubble([ran]) >= 0
 
@@ -139,7 +139,7 @@ def silent(c, plan):
     """Reports of ranks that are not asked."""
     quiet = replace(c, monitor=replace(c.monitor, timeline=False))
     reports = run_threads(plan.mesh, lambda communicator: trainer_of(quiet, plan, communicator).step(1))
-    assert all("timeline" not in report for report in reports)
+    assert all(report.timeline == [] for report in reports)
     return reports
 
 

@@ -19,7 +19,7 @@ def test_progress_names_the_innermost_section_and_whether_it_waits():
 
     def note():
         beat = PROGRESS.beat()
-        beats.append((beat["call"], beat["section"], beat["waiting"]))
+        beats.append((beat.call, beat.section, beat.waiting))
 
     PROGRESS.begin("step(3)")
     note()
@@ -47,23 +47,23 @@ def test_progress_names_the_innermost_section_and_whether_it_waits():
 def test_seconds_count_from_the_last_change():
     PROGRESS.begin("step(1)")
     threading.Event().wait(0.05)
-    before = PROGRESS.beat()["seconds"]
+    before = PROGRESS.beat().seconds
     PROGRESS.enter("data")
-    assert before >= 0.05 > PROGRESS.beat()["seconds"]
+    assert before >= 0.05 > PROGRESS.beat().seconds
 
 
 def test_a_generation_that_was_left_is_gone_and_the_next_one_is_the_same(tmp_path):
     c = configure(vocab=300)
     c.run.dir, c.data.kind = str(tmp_path), "synthetic"
-    worker = Worker(c.to_dict(), 0, device="cpu", run_dir=str(tmp_path), threads=1)
+    worker = Worker(c, 0, device="cpu", run_dir=str(tmp_path), threads=1)
     worker.leave()  # a spare has nothing to leave
     losses = []
     for generation in (1, 2):
-        worker.form(0, 1, c.to_dict(), ("127.0.0.1", 1), generation, [0])
+        worker.form(0, 1, c, ("127.0.0.1", 1), generation, [0])
         with pytest.raises(RuntimeError, match="still in the generation before"):
-            worker.form(0, 1, c.to_dict(), ("127.0.0.1", 1), generation, [0])
+            worker.form(0, 1, c, ("127.0.0.1", 1), generation, [0])
         worker.build(stage_rows(schedule_of(c, 1))[0].plain())
-        losses.append([worker.step(step)["loss"] for step in (1, 2)])
+        losses.append([worker.step(step).loss for step in (1, 2)])
         alive = [weakref.ref(worker.trainer), *map(weakref.ref, worker.trainer.weights.owned.values())]
         assert len(alive) > 10 and None not in [ref() for ref in alive]
         worker.leave()

@@ -7,12 +7,13 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from platform.boundary.redaction import redact
 from platform.checkpoint.storage import manifest as manifests
 from platform.checkpoint.storage.manifest import Corrupt, Manifest, Meta, Newer, Refused
 from platform.checkpoint.storage.read import stored_pieces, verify_pieces
+from platform.checkpoint.storage.report import FileReport
 from platform.checkpoint.storage.storage import UNKNOWN, Storage, read_note, write_note
 
 _DIRECTORY = r"step-([0-9]{8,15})-([0-9]{6,15})-([0-9a-f]{6})"
@@ -59,7 +60,7 @@ def commit(
     storage: Storage,
     directory: str,
     tensors: Mapping[str, Sequence[int]],
-    reports: Sequence[Mapping[str, Any]],
+    reports: Sequence[FileReport],
     meta: Meta,
     guard: Callable[[], None] = lambda: None,
 ) -> Manifest:

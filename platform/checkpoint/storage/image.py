@@ -7,10 +7,10 @@ import os
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 from platform.checkpoint.blocks.buffer import Buffer
 from platform.checkpoint.blocks.placement import LARGEST_BLOCK, Block, Share
+from platform.checkpoint.storage.report import BlockReport, FileReport
 from platform.checkpoint.storage.storage import Storage
 
 THREADS = min(4, os.cpu_count() or 1)  # for hashing, and for reading
@@ -31,11 +31,8 @@ class Image:
         """Copy this rank's shares out of `blocks`, which contain all of them and may change once this returns."""
         self._buffer.fill(blocks)
 
-    def write(self, storage: Storage, directory: str) -> dict[str, Any]:
-        """Write the file, hashing it meanwhile; return the report for the driver, plain data:
-
-        {file, bytes, blocks: [[name, dtype, shape, offset, extent, at, sha256], ...]}. Raises OSError.
-        """
+    def write(self, storage: Storage, directory: str) -> FileReport:
+        """Write the file, hashing it meanwhile; return the report for the driver. Raises OSError."""
         view = memoryview(self._buffer.data.numpy().data)
         with ThreadPoolExecutor(THREADS, "checkpoint-hash") as pool:
             hashes = [pool.submit(_sha256, view[at:end]) for _, at, end in self._buffer.places]
@@ -48,10 +45,10 @@ class Image:
                 pool.shutdown(cancel_futures=True)
                 raise
             blocks = [
-                [held.name, held.dtype, list(held.shape), list(box.offset), list(box.extent), at, digest.result()]
+                BlockReport(held.name, held.dtype, held.shape, box.offset, box.extent, at, digest.result())
                 for ((held, box), at, _), digest in zip(self._buffer.places, hashes, strict=True)
             ]
-        return {"file": self.file, "bytes": len(view), "blocks": blocks}
+        return FileReport(self.file, len(view), blocks)
 
 
 def _sha256(data: memoryview) -> str:

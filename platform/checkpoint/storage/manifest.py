@@ -13,6 +13,7 @@ from platform.boundary import documents, schema
 from platform.boundary.schema import Malformed, Many, OneOf, OpenMap, Span, Text
 from platform.checkpoint.blocks.box import Box, gaps
 from platform.checkpoint.blocks.placement import DTYPES, LARGEST_BLOCK
+from platform.checkpoint.storage.report import FileReport
 
 KIND = "elastic-platform checkpoint"
 FORMAT = 1  # tests/checkpoint/format_1 holds a checkpoint in it: every later version reads every earlier one
@@ -94,18 +95,17 @@ class Manifest:
         return sum(self.files.values())
 
     @classmethod
-    def of(cls, meta: Meta, reports: Iterable[Mapping[str, Any]]) -> Manifest:
+    def of(cls, meta: Meta, reports: Iterable[FileReport]) -> Manifest:
         """Assemble the manifest from the workers' reports; see `Image.write`."""
         files: dict[str, int] = {}
         kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
         blocks: dict[str, list[StoredBlock]] = {}
         for report in reports:
-            files[report["file"]] = report["bytes"]
-            for name, dtype, shape, offset, extent, at, sha256 in report["blocks"]:
-                if kinds.setdefault(name, (dtype, tuple(shape))) != (dtype, tuple(shape)):
+            files[report.file] = report.bytes
+            for name, dtype, shape, offset, extent, at, sha256 in report.blocks:
+                if kinds.setdefault(name, (dtype, shape)) != (dtype, shape):
                     raise Refused(f"{name} has several shapes or types in the workers' reports")
-                stored = StoredBlock(Box(tuple(offset), tuple(extent)), report["file"], at, sha256)
-                blocks.setdefault(name, []).append(stored)
+                blocks.setdefault(name, []).append(StoredBlock(Box(offset, extent), report.file, at, sha256))
         tensors = {n: StoredTensor(n, *kinds[n], tuple(sorted(found))) for n, found in blocks.items()}
         return cls(meta, files, tensors)
 

@@ -13,9 +13,10 @@ from typing import Any
 from platform.checkpoint.storage.catalogue import begin, commit, discard, prune
 from platform.checkpoint.storage.lease import Lease, Superseded
 from platform.checkpoint.storage.manifest import Meta
+from platform.checkpoint.storage.report import FileReport
 from platform.checkpoint.storage.storage import Storage
 
-Write = Callable[[str], Sequence[Mapping[str, Any]]]
+Write = Callable[[str], Sequence[FileReport]]
 """Has every worker write its image into the directory of this name, and returns their reports; raises what they raise.
 Called from the saver's thread, again for every attempt: the images must stay as they are until the save is over."""
 

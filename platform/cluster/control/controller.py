@@ -21,6 +21,7 @@ from platform.cluster.crew.base.crew import Crew
 from platform.cluster.crew.base.failures import Failure, GaveUp, Member, Reform, WorkerFailed
 from platform.monitor import MetricsRow
 from platform.monitor.records import events
+from platform.train.protocol.answers import StepReport
 from platform.train.step.faults import Faults
 
 FIRST_STEP_SECONDS = 120.0  # for a run's first step, which allocates buffers and opens connections
@@ -120,10 +121,10 @@ class Controller:
             report = reports[0]
             bubble = val_loss = None
             if generation.timeline:
-                bubble = generation.timeline.step(step, start, [report["timeline"] for report in reports])
+                bubble = generation.timeline.step(step, start, [report.timeline for report in reports])
             if every and step % every == 0:
                 within = self._deadline(generation)  # per clock section, of which an evaluation may have many
-                val_loss = crew.call("evaluate", within=within)[0]["val_loss"]
+                val_loss = crew.call("evaluate", within=within)[0]
             row = metrics_row(
                 report,
                 generation,
@@ -142,22 +143,22 @@ class Controller:
                 self._reform_if_needed(crew, generation, report)
         self._checkpoints.finish(crew)
 
-    def _step(self, crew: Crew, generation: Generation, step: int) -> tuple[list[dict[str, Any]], float]:
+    def _step(self, crew: Crew, generation: Generation, step: int) -> tuple[list[Any], float]:
         """Take a step; return every rank's report and its seconds. At a loss spike `Trainer.step` has updated nothing,
         and the step is repeated, skipped, or ends the run, as train.on_spike says."""
         policy = self._config.train.on_spike
         for attempt in range(1, self._config.elastic.attempts + 1):
-            faults = [str(fault) for fault in self._faults.take(step, generation.size)]
+            faults = self._faults.take(step, generation.size)
             if faults:
-                self._journal.write(events.Injected(step=step, faults=faults))
+                self._journal.write(events.Injected(step=step, faults=list(map(str, faults))))
             self._former.ledger.only(generation.number)  # workers drop the others when they take a step
             limit, start = self._spikes.limit, perf_counter()
             reports = crew.call("step", step, limit, faults, within=self._deadline(generation))
             seconds, report = perf_counter() - start, reports[0]
             self._check_replicas(crew, generation, step, report)
-            if not report["skipped"]:
+            if not report.skipped:
                 return reports, seconds
-            loss, norm = report["loss"], report["grad_norm"]
+            loss, norm = report.loss, report.grad_norm
             why = f"step {step} has a loss of {loss:g} and a gradient norm of {norm:g}"
             why += f", above the limit of {limit:g}" if limit < inf else ""
             self._journal.write(
@@ -171,11 +172,11 @@ class Controller:
             self._monitor.say(f"{why}: it is done again")
         raise GaveUp(f"{why}, {self._config.elastic.attempts} times in a row")
 
-    def _check_replicas(self, crew: Crew, generation: Generation, step: int, report: dict[str, Any]) -> None:
+    def _check_replicas(self, crew: Crew, generation: Generation, step: int, report: StepReport) -> None:
         """Raise WorkerFailed naming the ranks whose state differs from their replicas': it is restored from those, and
         nothing of theirs is used. Raises GaveUp if replicas differ and nothing tells which is right. `Trainer.step` has
         updated nothing in either case."""
-        if unknown := report.get("undecided"):
+        if unknown := report.differences.undecided:
             ranks, tensor = unknown[0]
             names = " and ".join(generation.job.name(rank) for rank in ranks)
             more = f" and {len(unknown) - 1} more" if unknown[1:] else ""
@@ -183,7 +184,7 @@ class Controller:
             why = "differ, and nothing tells who is right: their memory is damaged"
             raise GaveUp(f"before step {step} was done, {tensor}{more} of {names} {why}")
         damaged: dict[int, list[str]] = {}
-        for rank, tensor in report.get("damaged", ()):
+        for rank, tensor in report.differences.damaged:
             damaged.setdefault(rank, []).append(tensor)
         if not damaged:
             return
@@ -256,7 +257,7 @@ class Controller:
             self._checkpoints.finish(crew)
         return self._checkpoints.step == self.done
 
-    def _reform_if_needed(self, crew: Crew, generation: Generation, report: dict[str, Any]) -> None:
+    def _reform_if_needed(self, crew: Crew, generation: Generation, report: StepReport) -> None:
         """Look, between two steps, whether another generation is needed or would be better: raises Reform if so."""
         if proposal := self._advisor.needed_reform(crew, generation):
             if not self._former.recruiter.count(crew):

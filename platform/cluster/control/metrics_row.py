@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from platform.cluster.control.forming.context import Generation
 from platform.monitor import MetricsRow
+from platform.train.protocol.answers import StepReport
 
 
 def metrics_row(
-    report: Mapping[str, Any],
+    report: StepReport,
     generation: Generation,
     wall_seconds: float,
     *,
@@ -27,27 +25,27 @@ def metrics_row(
     step's tokens, samples of `length`; `mfu` is relative to the peak of a worker, None if that is unknown. `stalled`:
     seconds for which saving has held up the run since the step before.
     """
-    first, end = report["samples"]
+    first, end = report.samples
     tokens_per_second = (end - first) * length / wall_seconds
-    flops_per_worker = tokens_per_second * generation.plan.flops_per_token / report["world_size"]
-    seconds = report["seconds"]
+    flops_per_worker = tokens_per_second * generation.plan.flops_per_token / report.world_size
+    seconds = report.seconds
     return MetricsRow(
-        step=report["step"],
-        loss=report["loss"],
-        grad_norm=report["grad_norm"],
-        lr=report["lr"],
-        tokens=report["tokens"],
-        samples=report["samples"],
+        step=report.step,
+        loss=report.loss,
+        grad_norm=report.grad_norm,
+        lr=report.lr,
+        tokens=report.tokens,
+        samples=[first, end],
         seconds=seconds | {"checkpoint": seconds["checkpoint"] + stalled} if stalled else seconds,
-        peak_memory_bytes=report["peak_memory_bytes"],
-        world_size=report["world_size"],
+        peak_memory_bytes=report.peak_memory_bytes,
+        world_size=report.world_size,
         step_seconds=wall_seconds,
         tokens_per_second=tokens_per_second,
         tflops_per_worker=flops_per_worker / 1e12,
         mfu=flops_per_worker / generation.peak_flops if generation.peak_flops else None,
-        comm_bytes=dict(sorted(report["comm_bytes"].items())),
+        comm_bytes=dict(sorted(report.comm_bytes.items())),
         generation=generation.number,
-        skipped=report["skipped"] or None,
+        skipped=report.skipped or None,
         bubble=bubble,
         val_loss=val_loss,
         recovery_seconds=recovery_seconds,

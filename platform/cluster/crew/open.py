@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from platform.cluster.crew.base.crew import Crew
 from platform.cluster.crew.base.job import Job
+from platform.cluster.crew.base.remote import RemoteCrew
 
 
 def open_crew(kind: str, job: Job, spares: int = 0) -> Crew:
@@ -16,15 +17,15 @@ def open_crew(kind: str, job: Job, spares: int = 0) -> Crew:
 
             return InlineCrew(job)
         case "processes":
-            from platform.cluster.crew.launchers.processes import ProcessCrew
+            from platform.cluster.crew.launchers.processes import Processes
 
-            return ProcessCrew(job, spares)
+            return RemoteCrew(Processes(), job, spares)
         case "local" | "ray":
-            from platform.cluster.crew.launchers.ray_crew import RayCrew
+            from platform.cluster.crew.launchers.ray_actors import RayActors
 
-            return RayCrew(job, spares, embedded=kind == "local")
+            return RemoteCrew(RayActors(embedded=kind == "local"), job, spares)
         case "torchrun":
-            from platform.cluster.crew.launchers.torchrun import TorchrunCrew
+            from platform.cluster.crew.launchers.torchrun import Torchrun
 
-            return TorchrunCrew(job)
+            return RemoteCrew(Torchrun(), job)
     raise AssertionError(kind)

@@ -43,7 +43,7 @@ def _labelled(config: Config) -> Device | None:
         return None
     from platform.cluster.crew.launchers import ray_session
 
-    ray_session.connect()
+    ray_session.join_cluster()
     found = [device for name in ray_session.accelerators() if (device := _named(name))]
     return min(found, key=lambda device: device.memory, default=None)
 

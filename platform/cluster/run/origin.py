@@ -18,7 +18,7 @@ from platform.cluster.run import traces
 from platform.config.execution import RESUME
 from platform.config.fields import Config, ConfigError, violation
 from platform.config.identity import refusal
-from platform.train.recovery import places
+from platform.train.recovery import urls
 
 ANSWER_SECONDS = 10.0  # for the first request to a storage
 
@@ -48,7 +48,7 @@ def origin(config: Config, *, held: bool = False, over: bool = False) -> Origin 
     c = config.checkpoint
     if c.resume == "never":
         return None
-    url, name = places.source(config)
+    url, name = urls.source(config)
     key = "checkpoint.url" if c.resume in RESUME else "checkpoint.resume"
     storage = answering(url, key)
     where = os.path.join(storage.url, name) if name else storage.url
@@ -84,7 +84,7 @@ def traced(config: Config) -> int:
 
 def check_writable(config: Config) -> None:
     """Raise ConfigError if checkpoints cannot be written: writes a probe file to the storage and removes it again."""
-    storage = answering(places.home(config), "checkpoint.url")
+    storage = answering(urls.home(config), "checkpoint.url")
     made = missing_directories(storage.root) if isinstance(storage, Local) else []
     name = f".probe-{secrets.token_hex(4)}"
     try:

@@ -143,7 +143,7 @@ def _supply(kind: str) -> Supply:
         return Supply(gpu_count(), usable_cores(), "on this machine")
     from platform.cluster.crew.launchers import ray_session
 
-    ray_session.connect()
+    ray_session.join_cluster()
     free = ray_session.free_resources()
     return Supply(int(free.get("GPU", 0)), int(free.get("CPU", 0)), "free in the Ray cluster", shared=True)
 

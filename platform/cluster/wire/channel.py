@@ -9,11 +9,15 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from time import monotonic, sleep
 from typing import Any
 
+from platform.boundary import schema
+from platform.boundary.schema import Malformed
 from platform.cluster.wire import secret
+from platform.cluster.wire.messages import Greeting, Hello, Welcome
 
 LIMIT = 1 << 28  # bytes of one message
 READ_BYTES = 1 << 16  # small enough for malloc to reuse; a larger buffer would be mapped anew for each read
@@ -26,14 +30,15 @@ class Garbled(Exception):
     """Signals that the other end of the connection violated the protocol."""
 
 
-def encode(message: Mapping[str, Any]) -> bytes:
-    """Encode one message as a frame. Floats may be infinite or NaN. Raises TypeError for anything but plain data."""
+def encode(message: object) -> bytes:
+    """Encode one message as a frame. Raises TypeError as `text` does."""
     return framed(text(message))
 
 
-def text(value: Any) -> bytes:
-    """Return a value as the JSON text that stands for it in a message."""
-    return json.dumps(value, separators=(",", ":")).encode()
+def text(value: object) -> bytes:
+    """Return a value as the JSON text that stands for it in a message: a dataclass as the map of its fields, a tuple as
+    a list. Floats may be infinite or NaN. Raises TypeError for anything but such plain data."""
+    return json.dumps(value, separators=(",", ":"), default=schema.fields_of).encode()
 
 
 def framed(payload: bytes) -> bytes:
@@ -43,7 +48,15 @@ def framed(payload: bytes) -> bytes:
     return _HEADER.pack(len(payload)) + payload
 
 
-class Decoder:
+def read(kind: Any, message: object) -> Any:
+    """Read a message as one of the kinds in `platform.cluster.wire.messages`. Raises Garbled."""
+    try:
+        return schema.read(kind, message)
+    except Malformed as error:
+        raise Garbled(f"no message: {error}") from None
+
+
+class Unframer:
     """Cuts a stream of bytes into messages, each of at most `limit` bytes."""
 
     def __init__(self, limit: int = LIMIT):
@@ -103,12 +116,12 @@ class Line:
     """Worker's end of its connection to the driver. `send` may be called from any thread, `messages` from only one.
 
     Attributes:
-        welcome: the driver's first message, less its proof.
+        told: plain data that the driver tells every member in its welcome.
     """
 
     def __init__(self, connection: socket.socket):
-        self._connection, self._lock, self._decoder = connection, threading.Lock(), Decoder()
-        self.welcome: dict[str, Any] = {}
+        self._connection, self._lock, self._frames = connection, threading.Lock(), Unframer()
+        self.told: Any = None
 
     def send(self, frame: bytes) -> None:
         """Send one encoded message. Raises OSError if the driver has closed the connection."""
@@ -116,9 +129,9 @@ class Line:
             self._connection.sendall(frame)
 
     def messages(self) -> Iterator[dict[str, Any]]:
-        """Yield the driver's messages until it closes the connection. Raises OSError, Garbled."""
+        """Yield the driver's messages, unread, until it closes the connection. Raises OSError, Garbled."""
         while data := self._connection.recv(READ_BYTES):
-            yield from self._decoder.feed(data)
+            yield from self._frames.feed(data)
 
     def close(self) -> None:
         """Close the connection."""
@@ -148,15 +161,21 @@ def _greet(connection: socket.socket, token: str, number: int, node: str) -> Lin
     try:
         connection.settimeout(None)
         tune(connection)
-        hello = {"number": number, "node": node or socket.gethostname(), "pid": os.getpid(), "nonce": nonce}
-        line.send(encode({"hello": hello | {"proof": secret.proof(token, secret.MEMBER, nonce)}}))
-        line.welcome = next(line.messages(), {})
-        if not line.welcome:
+        proof = secret.proof(token, secret.MEMBER, nonce)
+        line.send(encode(Greeting(Hello(number, node or socket.gethostname(), os.getpid(), nonce, proof))))
+        if (first := next(line.messages(), None)) is None:
             raise ConnectionResetError("it hung up")
-        proof = line.welcome.pop("welcome", None)
-        if not (isinstance(proof, str) and secret.same(proof, secret.proof(token, secret.DRIVER, nonce))):
-            raise PermissionError("who answers is not the driver")
+        line.told = _told(first, secret.proof(token, secret.DRIVER, nonce))
     except BaseException:
         line.close()
         raise
     return line
+
+
+def _told(message: object, wanted: str) -> Any:
+    """Return what a welcome tells. Raises PermissionError unless it has the `wanted` proof."""
+    with suppress(Malformed):
+        welcome: Welcome = schema.read(Welcome, message)
+        if secret.same(welcome.welcome, wanted):
+            return welcome.told
+    raise PermissionError("who answers is not the driver")

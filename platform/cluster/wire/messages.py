@@ -1,67 +1,105 @@
-"""Shapes of the messages that a member may send to the driver; any other message is treated as garbled."""
+"""Messages of the control channel. On the wire each one is the map of its fields, and the names of these tell messages
+apart; any other message is garbled.
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
-from math import inf
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple
 
-Shape = Callable[[Any], bool] | Mapping[str, Any]  # a predicate, or an object's keys with their shapes
+from platform.boundary.schema import Count, Malformed, Span, Text, shown
+from platform.parallel.communicator.progress import Activity
 
 _PROCESSES = 1 << 22  # upper bound of Linux process ids
-_NODE = 512  # characters of a node's name, at most
 
 
-def fits(value: Any, shape: Shape) -> bool:
-    """Return True if plain data has the given shape; an object must have exactly the keys named."""
-    if callable(shape):
-        return shape(value)
-    return isinstance(value, dict) and value.keys() == shape.keys() and all(fits(value[k], s) for k, s in shape.items())
+class Printable(NamedTuple):
+    """Bound on a string: all of its characters are printable, and there are `most` at most."""
+
+    most: int
+
+    def check(self, value: str) -> None:
+        """Raise Malformed for any other string."""
+        if len(value) > self.most or not value.isprintable():
+            raise Malformed(f"{shown(value)} is no printable text of at most {self.most} characters")
 
 
-def understood(message: Mapping[str, Any]) -> bool:
-    """Return True if an admitted member may send `message`, that is, if it has one of the shapes in SAID."""
-    return any(fits(message, shape) for shape in SAID)
+Node = Annotated[str, Printable(512)]
+_Digits = Annotated[str, Text("[0-9a-f]{64}", "a text of 64 hexadecimal digits")]
 
 
-def a_text(value: Any) -> bool:
-    return isinstance(value, str)
+@dataclass(frozen=True)
+class Hello:
+    """Introduction of a member, with the proof for its own `nonce` that it holds its token."""
+
+    number: Count
+    node: Node
+    pid: Annotated[int, Span(2, _PROCESSES)]  # never 0: the driver may kill this pid, and 0 is its own group
+    nonce: _Digits
+    proof: _Digits
 
 
-def a_truth(value: Any) -> bool:
-    return isinstance(value, bool)
+@dataclass(frozen=True)
+class Greeting:
+    """First message of a member."""
+
+    hello: Hello
 
 
-def a_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 53  # excludes bool
+@dataclass(frozen=True)
+class Welcome:
+    """First message of the driver: its own proof for the member's nonce, and what it tells every member."""
+
+    welcome: _Digits
+    told: Any = None
 
 
-def a_duration(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value < inf
+@dataclass(frozen=True)
+class Call:
+    """Order to run a method of the worker. `call`: its number, which the answer names."""
+
+    call: Count
+    method: str
+    args: list[object]
 
 
-def _process(value: Any) -> bool:
-    return a_count(value) and 1 < value <= _PROCESSES  # never 0: the driver may kill this pid, and 0 is its own group
+@dataclass(frozen=True)
+class Ask:
+    """Order to send a `Beat` for the call of this number at once."""
+
+    beat: Count
 
 
-def a_name(value: Any) -> bool:
-    return isinstance(value, str) and len(value) <= _NODE and value.isprintable()
+@dataclass(frozen=True)
+class Abort:
+    """Order to make a call that waits in a collective raise, if it can."""
+
+    abort: bool = True
 
 
-def _digits(value: Any) -> bool:
-    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
+@dataclass(frozen=True)
+class Answer:
+    """Result of the call numbered `answer`; it is left unread until the method is known."""
+
+    answer: Count
+    value: object
 
 
-def anything(value: Any) -> bool:
-    return True
+@dataclass(frozen=True)
+class Raised:
+    """Traceback of the call numbered `answer`."""
+
+    answer: Count
+    error: str
 
 
-GREETING: Shape = {
-    "hello": {"number": a_count, "node": a_name, "pid": _process, "nonce": _digits, "proof": _digits},
-}
-SAID: Sequence[Shape] = (
-    {"answer": a_count, "value": anything},
-    {"answer": a_count, "error": a_text},
-    {"beat": a_count, "progress": {"call": a_text, "section": a_text, "waiting": a_truth, "seconds": a_duration}},
-)
+@dataclass(frozen=True)
+class Beat:
+    """Sign of life during the call numbered `beat`."""
+
+    beat: Count
+    progress: Activity
+
+
+Order = Call | Ask | Abort  # from the driver
+Said = Answer | Raised | Beat  # from an admitted member

@@ -21,12 +21,12 @@ def new() -> str:
 
 def token(key: str, session: str, number: int) -> str:
     """Derive the token of member `number` from the run's key; its holder cannot derive another member's."""
-    return _digest(key, "token", session, str(number))
+    return _hmac(key, "token", session, str(number))
 
 
 def proof(own: str, who: str, nonce: str) -> str:
     """Compute the proof, for one nonce, that side `who` (MEMBER or DRIVER) holds the token `own`."""
-    return _digest(own, who, nonce)
+    return _hmac(own, who, nonce)
 
 
 def same(given: str, wanted: str) -> bool:
@@ -34,5 +34,5 @@ def same(given: str, wanted: str) -> bool:
     return hmac.compare_digest(given.encode("utf-8", "surrogatepass"), wanted.encode())
 
 
-def _digest(key: str, *words: str) -> str:
+def _hmac(key: str, *words: str) -> str:
     return hmac.new(key.encode(), "\0".join(words).encode(), hashlib.sha256).hexdigest()

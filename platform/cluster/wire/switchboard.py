@@ -6,17 +6,17 @@ import errno
 import selectors
 import socket
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from math import inf
 from time import monotonic
 from typing import Any
 
 from platform.cluster.wire import secret
-from platform.cluster.wire.channel import LIMIT, READ_BYTES, Decoder, Garbled, encode, tune
+from platform.cluster.wire.channel import LIMIT, READ_BYTES, Garbled, Unframer, encode, read, tune
 from platform.cluster.wire.files import OWN, PER_MEMBER, allow_many_files
-from platform.cluster.wire.messages import GREETING, fits, understood
+from platform.cluster.wire.messages import Greeting, Hello, Said, Welcome
 
-Event = tuple[int, dict[str, Any] | None]  # member number, and its message or None when its connection closed
+Heard = tuple[int, Hello | Said | None]  # member number, and its message or None when its connection closed
 
 _GREETING_BYTES = 4096
 _GREETING_SECONDS = 10.0  # from connecting to the greeting
@@ -55,16 +55,16 @@ class Switchboard:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._members: dict[int, _Connection] = {}
         self._strangers: dict[_Connection, float] = {}  # when each connected, oldest first
-        self._told: Mapping[str, Any] = {}
-        self._events: deque[Event] = deque()
+        self._told: object = None
+        self._events: deque[Heard] = deque()
 
     def token(self, number: int) -> str:
         """Return the token with which member `number` authenticates itself in `dial`."""
         return secret.token(self._key, self.session, number)
 
-    def tell(self, welcome: Mapping[str, Any]) -> None:
-        """Add these entries to the welcome (a member's first message) of every member admitted from now on."""
-        self._told = dict(welcome)
+    def tell(self, told: object) -> None:
+        """Tell this, plain data, in the welcome of every member admitted from now on."""
+        self._told = told
 
     def expect(self, numbers: Iterable[int]) -> None:
         """Allow these members to dial in, once each."""
@@ -77,8 +77,8 @@ class Switchboard:
             if len(connection.outgoing) == 1:
                 self._write(connection)
 
-    def poll(self, timeout: float) -> list[Event]:
-        """Return the events so far: at least one, unless `timeout` seconds pass. A member's first is {"hello": ...}."""
+    def poll(self, timeout: float) -> list[Heard]:
+        """Return the events so far: at least one, unless `timeout` seconds pass. A member's first is its Hello."""
         deadline = monotonic() + timeout
         while True:
             for key, ready in self._selector.select(self._patience(deadline)):
@@ -171,7 +171,7 @@ class Switchboard:
         try:
             data = connection.socket.recv(_GREETING_BYTES if connection.number is None else READ_BYTES)
             self.received += len(data)
-            for message in connection.decoder.feed(data):
+            for message in connection.frames.feed(data):
                 self._hear(connection, message)
                 if connection.closed:
                     return
@@ -186,25 +186,20 @@ class Switchboard:
         """Handle one message. Raises Garbled if it is not allowed from this connection."""
         if connection.number is None:
             self._admit(connection, message)
-        elif understood(message):
-            self._events.append((connection.number, message))
         else:
-            raise Garbled("no member says that")
+            self._events.append((connection.number, read(Said, message)))
 
     def _admit(self, connection: _Connection, message: dict[str, Any]) -> None:
-        if not fits(message, GREETING):
-            raise Garbled("no greeting")
-        hello = message["hello"]
-        number, nonce, proof = hello["number"], hello.pop("nonce"), hello.pop("proof")
-        token = self.token(number)
-        if number not in self.expected or not secret.same(proof, secret.proof(token, secret.MEMBER, nonce)):
+        hello: Hello = read(Greeting, message).hello
+        number, token = hello.number, self.token(hello.number)
+        if number not in self.expected or not secret.same(hello.proof, secret.proof(token, secret.MEMBER, hello.nonce)):
             raise Garbled("a stranger")
         self.expected.remove(number)
         del self._strangers[connection]
-        connection.number, connection.decoder.limit = number, LIMIT
+        connection.number, connection.frames.limit = number, LIMIT
         self._members[number] = connection
-        self._events.append((number, {"hello": hello}))
-        self.send(number, encode({"welcome": secret.proof(token, secret.DRIVER, nonce), **self._told}))
+        self._events.append((number, hello))
+        self.send(number, encode(Welcome(secret.proof(token, secret.DRIVER, hello.nonce), self._told)))
 
     def _write(self, connection: _Connection) -> None:
         if connection.closed:
@@ -248,6 +243,6 @@ class _Connection:
     def __init__(self, accepted: socket.socket):
         self.socket = accepted
         self.number: int | None = None
-        self.decoder = Decoder(_GREETING_BYTES)
+        self.frames = Unframer(_GREETING_BYTES)
         self.outgoing: deque[memoryview] = deque()
         self.writing = self.closed = False

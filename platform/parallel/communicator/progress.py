@@ -4,8 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from time import monotonic
-from typing import Any
+from typing import Annotated
+
+from platform.boundary.schema import Span
+
+
+@dataclass(frozen=True)
+class Activity:
+    """Heartbeat of a worker: the driver's call that it is in, "" for none; the innermost
+    section; True if it waits there for other ranks; and the seconds since any of these changed."""
+
+    call: str
+    section: str
+    waiting: bool
+    seconds: Annotated[float, Span(0, 1e12)]
 
 
 class Progress:
@@ -35,10 +49,10 @@ class Progress:
         finally:
             self.enter(*before)
 
-    def beat(self) -> dict[str, Any]:
-        """Return the heartbeat, plain data: {"call", "section", "waiting", "seconds": since any of these changed}."""
+    def beat(self) -> Activity:
+        """Return the heartbeat."""
         section, waiting, since = self._now
-        return {"call": self._call, "section": section, "waiting": waiting, "seconds": monotonic() - since}
+        return Activity(self._call, section, waiting, monotonic() - since)
 
 
 PROGRESS = Progress()

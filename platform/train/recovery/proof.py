@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -16,32 +15,22 @@ import platform as package
 from platform.checkpoint.storage.manifest import NAME
 from platform.checkpoint.storage.storage import open_storage
 from platform.config.fields import Config, ConfigError
-from platform.train.recovery import places
+from platform.train.protocol.answers import Proof
+from platform.train.recovery import urls
 
 LIBRARIES = ("elastic-platform", "torch", "numpy", "ray")
 
 
-def proof(config: Config, run_dir: Path, probe: str) -> dict[str, Any]:
-    """Describe this process's environment as plain data, which is equal in all processes of a sound run except `node`.
-
-    node      host name
-    sees      run.dir, checkpoint.url (if the run saves) and checkpoint.resume (if it names a checkpoint) -> hash of the
-              file read there (`probe`; for checkpoint.resume the manifest), or why it cannot be read
-    code      `platform` and the user's modules -> hash of their source files
-    versions  see `versions`
-    """
+def proof(config: Config, run_dir: Path, probe: str) -> Proof:
+    """Describe this process's environment; it reads the file `probe`, and for checkpoint.resume the manifest."""
     sees = {"run.dir": _read(str(run_dir), probe)}
-    if places.saves(config):
-        sees["checkpoint.url"] = _read(places.home(config), probe)
-    url, name = places.source(config)
+    if urls.saves(config):
+        sees["checkpoint.url"] = _read(urls.home(config), probe)
+    url, name = urls.source(config)
     if name:
         sees["checkpoint.resume"] = _read(url, f"{name}/{NAME}")
-    return {
-        "node": socket.gethostname(),
-        "sees": sees,
-        "code": {name: source_digest(name) for name in ("platform", *config.extend)},
-        "versions": versions(),
-    }
+    code = {name: source_digest(name) for name in ("platform", *config.extend)}
+    return Proof(socket.gethostname(), sees, code, versions())
 
 
 def _read(url: str, path: str) -> str:
@@ -56,12 +45,12 @@ def source_digest(module: str) -> str:
     """Hash the source of an imported module, or all source files of a package."""
     found = package if module == "platform" else sys.modules[module]
     if paths := getattr(found, "__path__", None):
-        return _digest((str(f.relative_to(p)), f) for p in map(Path, paths) for f in sorted(p.rglob("*.py")))
+        return _hash_files((str(f.relative_to(p)), f) for p in map(Path, paths) for f in sorted(p.rglob("*.py")))
     file = getattr(found, "__file__", None)
-    return _digest([("", Path(file))] if file else [])
+    return _hash_files([("", Path(file))] if file else [])
 
 
-def _digest(files: Iterable[tuple[str, Path]]) -> str:
+def _hash_files(files: Iterable[tuple[str, Path]]) -> str:
     """Hash files and their relative names, so that their location does not matter."""
     total = hashlib.sha256()
     for name, file in files:

@@ -3,52 +3,86 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from platform.checkpoint.blocks.placement import HeldTensor
 from platform.checkpoint.in_memory.copies import Copy, copies
 from platform.checkpoint.in_memory.recover import handed_over, is_recoverable, keepers, lost_to, surviving
-from platform.config.fields import Config
+from platform.config.fields import SentConfig
 from platform.planning.make_plan import make_plan
 from platform.train.step.training_state import held_of
 
 
-def who_has(source: Mapping[str, Any]) -> list[HeldTensor]:
-    """List the tensors of a state in memory, each with the new ranks that hold its blocks; equal on all ranks.
+@dataclass(frozen=True)
+class Formation:
+    """Formation of a generation, which determines who holds which part of its state: its configuration, the pipeline
+    stage of every chunk (None: as the configuration says), and every rank's node (`domains`; all "" if they are
+    empty) and member (`seats`)."""
 
-    `source` is plain data:
+    config: SentConfig
+    stage_of: list[int] | None
+    domains: list[str]
+    seats: list[int]
 
-    generation, step           of the snapshots
-    config, stage_of, domains  as that generation's workers got them
-    ranks                      [old rank, new rank] of each survivor that has a seat in the new generation
-    gathered                   [old rank, member] of all survivors if some of them have no seat, in the order of their
-                               ranks in `Worker.gather`, which is called first; else []
+    def state(self) -> tuple[list[HeldTensor], list[Copy]]:
+        """Return the tensors of the state with their holders, and the copies kept in other failure domains."""
+        plan = make_plan(self.config, stage_of=self.stage_of)
+        state = held_of(self.config, plan)
+        return state, copies(state, self.domains or [""] * plan.mesh.size)
+
+
+@dataclass(frozen=True)
+class Source:
+    """State in memory that a generation continues from: the snapshots of `step` in generation `generation`.
+
+    Attributes:
+        formed: the formation of that generation.
+        kept: its ranks whose members have a seat in the new generation.
+        gathered: all its ranks that survived if some of their members have no seat, in the order of their ranks in
+            `Worker.gather`, which is called first; else empty.
+        seats: the member at every rank of the new generation; empty until `take_seats` assigns them.
     """
-    ranks = dict(source["ranks"])
-    if not source["gathered"]:
-        return surviving(*_state(source), ranks)
-    survived, handed = gathering(source)
-    order = [old for old, _ in source["gathered"]]
-    return surviving(survived, handed, {order.index(old): new for old, new in ranks.items()})
 
+    generation: int
+    step: int
+    formed: Formation
+    kept: list[int]
+    gathered: list[int]
+    seats: list[int] = field(default_factory=list)
 
-def gathering(source: Mapping[str, Any]) -> tuple[list[HeldTensor], list[Copy]]:
-    """Return the blocks that the `gathered` members hold, by their index among these, and the parts that the members
-    without a seat send to those with one."""
-    order, seated = [old for old, _ in source["gathered"]], dict(source["ranks"])
-    survived = surviving(*_state(source), {old: i for i, old in enumerate(order)})
-    return survived, handed_over(survived, [old in seated for old in order])
+    def members(self, ranks: Iterable[int]) -> list[int]:
+        """Return the members that had these ranks."""
+        return [self.formed.seats[rank] for rank in ranks]
+
+    @property
+    def ranks(self) -> dict[int, int]:
+        """Return old rank -> new rank of the survivors that have a seat."""
+        new = {member: rank for rank, member in enumerate(self.seats)}
+        return {old: new[member] for old, member in zip(self.kept, self.members(self.kept), strict=True)}
+
+    def holders(self) -> list[HeldTensor]:
+        """List the tensors of the state, each with the new ranks that hold its blocks; equal on all ranks."""
+        if not self.gathered:
+            return surviving(*self.formed.state(), self.ranks)
+        survived, handed = self.gathering()
+        return surviving(survived, handed, {self.gathered.index(old): new for old, new in self.ranks.items()})
+
+    def gathering(self) -> tuple[list[HeldTensor], list[Copy]]:
+        """Return the blocks that the members of the `gathered` ranks hold, by their index among these, and the parts
+        that those without a seat send to those with one."""
+        survived = surviving(*self.formed.state(), {old: i for i, old in enumerate(self.gathered)})
+        seated = set(self.kept)
+        return survived, handed_over(survived, [old in seated for old in self.gathered])
 
 
 def find_source(
-    held: Mapping[int, Iterable[tuple[int, Sequence[int]]]], formed: Mapping[int, Mapping[str, Any]], size: int
-) -> tuple[dict[str, Any] | None, list[str]]:
+    held: Mapping[int, Iterable[tuple[int, Sequence[int]]]], formed: Mapping[int, Formation], size: int
+) -> tuple[Source | None, list[str]]:
     """Find the newest state that is whole in the members' memory, or None if only storage is left; and say why newer
     states are not whole, in a line each.
 
-    `held`: alive member -> (generation, steps of its snapshots) pairs. `formed`: generation -> {"config", "stage_of",
-    "domains", "seats": the member at every rank}. `size`: number of ranks of the new generation. The result is a
-    source (`who_has`) without "ranks" and with "members": [old rank, member] of those to be seated by `take_seats`.
+    `held`: alive member -> (generation, steps of its snapshots) pairs. `formed`: by generation. `size`: number of ranks
+    of the new generation.
     """
     having: dict[tuple[int, int], set[int]] = {}
     for member, generations in held.items():
@@ -58,33 +92,29 @@ def find_source(
     reasons: list[str] = []
     for step, generation in sorted(having, reverse=True):
         old, members = formed[generation], having[step, generation]
-        alive = [rank for rank, member in enumerate(old["seats"]) if member in members]
-        state = _state(old)
+        alive = [rank for rank, member in enumerate(old.seats) if member in members]
+        state = old.state()
         found = keepers(*state)
         if not is_recoverable(found, set(alive)):
             missing = lost_to(*state, alive)
             more = f" and {len(missing) - 1} more" if missing[1:] else ""
             reasons.append(f"step {step} of generation {generation}: not all is left of {missing[0]}{more}")
             continue
-        chosen = _choose(found, alive, size)
-        source = {key: old[key] for key in ("config", "stage_of", "domains")}
-        source |= {"generation": generation, "step": step, "members": [[r, old["seats"][r]] for r in chosen[:size]]}
-        return source | {"gathered": [[r, old["seats"][r]] for r in alive] if len(chosen) > size else []}, reasons
+        needed = _few(found, alive, size)
+        gathered = alive if len(needed) > size else []
+        return Source(generation, step, old, needed[:size], gathered), reasons
     return None, reasons
 
 
-def take_seats(source: Mapping[str, Any], others: Sequence[int], size: int) -> tuple[list[int], dict[str, Any]]:
-    """Assign a member to every rank of the new generation, and return with these seats the source that its workers
-    `recover` from. A member that holds part of the state keeps its rank if it exists, so that little moves; `others`
-    fill the remaining seats in order."""
-    keep = {rank: member for rank, member in source["members"] if rank < size}
-    rest = iter([member for rank, member in source["members"] if rank >= size] + list(others))
-    seats = [keep[rank] if rank in keep else next(rest) for rank in range(size)]
-    ranks = [[rank, seats.index(member)] for rank, member in source["members"]]
-    return seats, {**{key: value for key, value in source.items() if key != "members"}, "ranks": ranks}
+def take_seats(source: Source, others: Sequence[int], size: int) -> Source:
+    """Assign a member to every rank of the new generation. A member that holds part of the state keeps its rank if it
+    exists, so that little moves; `others` fill the remaining seats in order."""
+    keep = {rank: source.formed.seats[rank] for rank in source.kept if rank < size}
+    rest = iter([*source.members(rank for rank in source.kept if rank >= size), *others])
+    return replace(source, seats=[keep[rank] if rank in keep else next(rest) for rank in range(size)])
 
 
-def _choose(found: Mapping[tuple[int, ...], Set[int]], alive: Sequence[int], size: int) -> list[int]:
+def _few(found: Mapping[tuple[int, ...], Set[int]], alive: Sequence[int], size: int) -> list[int]:
     """Choose among the old ranks `alive` some that together hold the whole state, given its `keepers`: at most `size`,
     or more if a greedy search finds no fewer."""
     chosen = set(alive)
@@ -92,11 +122,3 @@ def _choose(found: Mapping[tuple[int, ...], Set[int]], alive: Sequence[int], siz
         if len(chosen) > size and is_recoverable(found, chosen - {rank}):
             chosen.remove(rank)
     return sorted(chosen)
-
-
-def _state(formed: Mapping[str, Any]) -> tuple[list[HeldTensor], list[Copy]]:
-    """Return the tensors of a generation's state with their holders, and the copies kept in other failure domains."""
-    config = Config.from_dict(formed["config"])
-    plan = make_plan(config, stage_of=formed["stage_of"])
-    state = held_of(config, plan)
-    return state, copies(state, formed["domains"] or [""] * plan.mesh.size)

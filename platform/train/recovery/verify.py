@@ -3,7 +3,6 @@ named."""
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -14,15 +13,15 @@ from torch import Tensor
 from platform.checkpoint.blocks.box import Box
 from platform.checkpoint.blocks.placement import Block, HeldTensor, Share
 from platform.checkpoint.in_memory.snapshots import Snapshot
-from platform.parallel.communicator.base import Communicator
 from platform.parallel.sharding import gradients
 from platform.plan.core.plan import Plan
+from platform.train.protocol.answers import Damage, Differences, Dispute
 from platform.train.step.faults import WORDS
 from platform.train.step.trainer import Trainer
-from platform.train.step.training_state import State
+from platform.train.step.training_state import State, tell_all
 
 ODD = 0x1E3779B97F4A7C15
-COMPUTE = "compute"  # kind of the compute copies, besides `model` and the optimizer's moments
+COPIES = "compute"  # kind of the compute copies, besides `model` and the optimizer's moments
 
 
 @torch.no_grad()
@@ -36,30 +35,29 @@ def checksum(x: Tensor) -> Tensor:
     return total
 
 
-def differing(trainer: Trainer, state: State, before: Snapshot | None) -> dict[str, list[Any]]:
+def differing(trainer: Trainer, state: State, before: Snapshot | None) -> Differences:
     """Compare weights and optimizer state over replicas; all ranks call it together and get the same result.
 
-    Returns {} if all agree; else "damaged": [rank, tensor] of each that differs from the majority of its replicas or,
-    if there is no majority, from its own record (`before`, or for compute copies the master copies); and "undecided":
-    [ranks, tensor] of the rest. `before`: this rank's snapshot after the last update, if there is one.
+    Damaged is what differs from the majority of its replicas or, if there is no majority, from its rank's own record
+    (`before`, or for compute copies the master copies); the rest is undecided. `before`: this rank's snapshot after the
+    last update, if there is one.
     """
     plan, communicator = trainer.plan, trainer.communicator
     mine = _tensors(trainer)
     sums = torch.stack([checksum(x) for x in mine.values()]).tolist() if mine else []
-    told = _tell_all(communicator, dict(zip(mine, sums, strict=True)))
+    told = tell_all(communicator, dict(zip(mine, sums, strict=True)))
     damaged, undecided = judge(plan, told)
     if undecided:
-        names = {name for _, name in undecided}
-        changed = _tell_all(communicator, [*_restless(trainer, names), *_changed(state, before, names)])
+        names = {dispute.tensor for dispute in undecided}
+        changed = tell_all(communicator, [*_restless(trainer, names), *_changed(state, before, names)])
         more, undecided = _decide(undecided, told, changed)
         damaged += more
-    found: dict[str, list[Any]] = {"damaged": sorted(damaged), "undecided": undecided}
-    return {key: value for key, value in found.items() if value}
+    return Differences(sorted(damaged), undecided)
 
 
-def judge(plan: Plan, told: Sequence[Mapping[str, int]]) -> tuple[list[tuple[int, str]], list[tuple[list[int], str]]]:
-    """Return (rank, tensor) of all that differ from the majority of their replicas, and (ranks, tensor) where there is
-    no majority. `told`: every rank's checksums by tensor."""
+def judge(plan: Plan, told: Sequence[Mapping[str, int]]) -> tuple[list[Damage], list[Dispute]]:
+    """Return what differs from the majority of its replicas, and what has no majority. `told`: every rank's checksums
+    by tensor."""
     parameters = {p.name: p for p in plan.parameters}
     replicas: dict[tuple[str, Any], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, sums in enumerate(told):
@@ -71,24 +69,24 @@ def judge(plan: Plan, told: Sequence[Mapping[str, int]]) -> tuple[list[tuple[int
     for (tensor, _), by_value in replicas.items():
         *others, most = sorted(by_value.values(), key=len)
         if others and 2 * len(most) > sum(map(len, by_value.values())):
-            damaged += [(rank, tensor) for ranks in others for rank in ranks]
+            damaged += [Damage(rank, tensor) for ranks in others for rank in ranks]
         elif others:
-            undecided.append((sorted(rank for ranks in by_value.values() for rank in ranks), tensor))
+            undecided.append(Dispute(sorted(rank for ranks in by_value.values() for rank in ranks), tensor))
     return damaged, undecided
 
 
 def _decide(
-    undecided: list[tuple[list[int], str]], told: Sequence[Mapping[str, int]], changed: Sequence[Collection[str]]
-) -> tuple[list[tuple[int, str]], list[tuple[list[int], str]]]:
-    """Split undecided cases into damaged (rank, tensor) and still undecided: a rank whose tensor contradicts its own
+    undecided: list[Dispute], told: Sequence[Mapping[str, int]], changed: Sequence[Collection[str]]
+) -> tuple[list[Damage], list[Dispute]]:
+    """Split undecided cases into damage and still undecided ones: a rank whose tensor contradicts its own
     record is damaged if all other replicas agree."""
     damaged, left = [], []
     for ranks, tensor in undecided:
         wrong = [rank for rank in ranks if tensor in changed[rank]]
         if wrong and len({told[rank][tensor] for rank in ranks if rank not in wrong}) == 1:
-            damaged += [(rank, tensor) for rank in wrong]
+            damaged += [Damage(rank, tensor) for rank in wrong]
         else:
-            left.append((ranks, tensor))
+            left.append(Dispute(ranks, tensor))
     return damaged, left
 
 
@@ -101,14 +99,14 @@ def _tensors(trainer: Trainer) -> dict[str, Tensor]:
             moments = trainer.optimizer.state[master].items()
             out |= {f"{k}.{name}": v for k, v in moments if isinstance(v, Tensor) and v.shape == master.shape}
         if not plan.storage and weights.compute[name] is not master:
-            out[f"{COMPUTE}.{name}"] = weights.compute[name].detach()
+            out[f"{COPIES}.{name}"] = weights.compute[name].detach()
     return out
 
 
 @torch.no_grad()
 def _restless(trainer: Trainer, names: Collection[str]) -> list[str]:
     """List the compute copies among `names` that differ from those the masters give; all ranks call it together."""
-    weights, wanted = trainer.weights, [n for n in names if n.startswith(f"{COMPUTE}.")]
+    weights, wanted = trainer.weights, [n for n in names if n.startswith(f"{COPIES}.")]
     if not wanted:
         return []
     fresh = {n: torch.empty_like(w, requires_grad=False) for n, w in weights.compute.items()}
@@ -134,10 +132,3 @@ def _same(block: Block, held: HeldTensor, before: Snapshot) -> bool:
         return True
     live = block.tensor[real.within(block.box)].cpu().contiguous().view(-1).view(torch.uint8)
     return torch.equal(live, before.read(Share(held, real)).reshape(-1))
-
-
-def _tell_all(communicator: Communicator, value: Any) -> list[Any]:
-    """Exchange a plain value with all ranks; returns every rank's, by rank."""
-    mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    received = communicator.exchange([mine] * communicator.mesh.size)
-    return [json.loads(bytes(message.tolist())) for message in received]

@@ -3,7 +3,7 @@ number."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import torch
 
@@ -11,12 +11,13 @@ from platform.parallel.communicator.base import Communicator
 from platform.plan.communication.traffic import label
 from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import step_collectives
+from platform.train.protocol.answers import SlowRank, StepReport, Taken
 from platform.train.step.trainer import SECTIONS
 
 OWN_WORK = ("data", "forward", "backward", "optimizer")  # sections in which a rank does not wait for others
 
 
-class Report:
+class Combiner:
     """Combines the step reports of all ranks of `communicator`. A rank whose own work takes more than `slow` times the
     median of its stage is reported as slow; `slow` = 0 reports none."""
 
@@ -26,29 +27,28 @@ class Report:
         moved = {label(c.op, plan.mesh.ordered(c.axes)) for _, c, _ in step_collectives(plan)}
         self._moved = sorted(moved)
 
-    def together(self, mine: dict[str, Any]) -> dict[str, Any]:
+    def together(self, mine: StepReport) -> StepReport | Taken:
         """Combine the reports `mine`, returned by `Trainer.step`; all ranks call it. Returns on rank 0 `mine` with
-        `seconds` as means, `comm_bytes` as sums, `peak_memory_bytes` as the maximum, and `world_size` and `slow`:
-        [[rank, ratio], ...]; elsewhere only the step, as its acknowledgement, and the timeline."""
-        seconds, moved = mine["seconds"], mine["comm_bytes"]
+        `seconds` as means, `comm_bytes` as sums, `peak_memory_bytes` as the maximum, and the slow ranks."""
+        seconds, moved = mine.seconds, mine.comm_bytes
         assert moved.keys() <= set(self._moved), f"not planned: {moved.keys() - set(self._moved)}"
         own = sum(seconds[section] for section in OWN_WORK)
-        told = [own, mine["peak_memory_bytes"], *(seconds[s] for s in SECTIONS)]
+        told = [own, mine.peak_memory_bytes, *(seconds[s] for s in SECTIONS)]
         numbers = told + [moved.get(key, 0) for key in self._moved]
         ranks = self._communicator.collect(torch.tensor(numbers, dtype=torch.float64))
         if ranks is None:
-            return {key: mine[key] for key in ("step", "timeline") if key in mine}
+            return Taken(mine.step, mine.timeline)
         work, memory, sections, sums = ranks.split([1, 1, len(SECTIONS), len(self._moved)], 1)
         total = dict(zip(self._moved, map(int, sums.sum(0).tolist()), strict=True))
-        return mine | {
-            "seconds": dict(zip(SECTIONS, sections.mean(0).tolist(), strict=True)),
-            "comm_bytes": {key: n for key, n in total.items() if n},
-            "peak_memory_bytes": int(memory.max()),
-            "world_size": len(ranks),
-            "slow": self._slower(work.flatten()),
-        }
+        return replace(
+            mine,
+            seconds=dict(zip(SECTIONS, sections.mean(0).tolist(), strict=True)),
+            comm_bytes={key: n for key, n in total.items() if n},
+            peak_memory_bytes=int(memory.max()),
+            slow=self._slower(work.flatten()),
+        )
 
-    def _slower(self, work: torch.Tensor) -> list[list[float]]:
+    def _slower(self, work: torch.Tensor) -> list[SlowRank]:
         usual = torch.stack([work[self._stages == stage].median() for stage in self._stages])
         ratios = (work / usual.clamp_min(1e-9)).tolist()
-        return [[rank, ratio] for rank, ratio in enumerate(ratios) if self._slow and ratio > self._slow]
+        return [SlowRank(rank, ratio) for rank, ratio in enumerate(ratios) if self._slow and ratio > self._slow]

@@ -6,7 +6,7 @@ import resource
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import inf, isfinite, nan, sqrt
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from platform.config.fields import Config
+from platform.data.corpus import Corpus
 from platform.data.tokenizer import END_OF_TEXT
 from platform.model import build_model
 from platform.model.blocks import LOGITS, Activations
@@ -31,23 +32,12 @@ from platform.parallel.sharding.gradients import GradientReduction
 from platform.plan.core.chunks import Chunk
 from platform.plan.core.plan import Plan
 from platform.plan.schedule.rows import StageRows
+from platform.train.protocol.answers import Differences, SectionSpan, StepReport
 from platform.train.step.faults import Fault, armed, flip
 from platform.train.step.inputs import Blocks, place
 from platform.train.step.weights import DTYPES, Weights
 
 SECTIONS = ("data", "forward", "backward", "exposed_comm", "bubble", "reduce", "optimizer", "checkpoint")
-
-
-class Corpus(Protocol):
-    """Interface to platform.data as the trainer needs it: a global order of samples per split."""
-
-    def batch(self, split: str, start: int, end: int) -> Any: ...  # data tensor -> int64 [end - start, length]
-
-    def predicted(self, split: str, start: int, end: int) -> int: ...  # number of labels that are not padding
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, ids: list[int]) -> str: ...
 
 
 class Trainer:
@@ -81,9 +71,9 @@ class Trainer:
         step: int,
         limit: float = inf,
         fault: Fault | None = None,
-        verify: Callable[[], dict[str, Any]] | None = None,
-    ) -> dict[str, Any]:
-        """Run training step `step` (from 1) and return this rank's report, plain data, which `Report` aggregates.
+        verify: Callable[[], Differences] | None = None,
+    ) -> StepReport:
+        """Run training step `step` (from 1) and return this rank's report, which `Combiner` aggregates.
 
         If the loss or gradient norm is not finite, or the loss is above `limit`, nothing is updated and the report's
         `skipped` is true, alike on all ranks, because both numbers are global. `fault` strikes this rank. `verify` runs
@@ -102,26 +92,29 @@ class Trainer:
         with clock.section("step"):
             loss, norm = self.compute_gradients(step)
             with clock.section("reduce"):
-                differ = verify() if verify else {}
-            skipped = bool(differ) or not (isfinite(loss) and isfinite(norm) and loss <= limit)
+                differences = verify() if verify else Differences()
+            skipped = bool(differences) or not (isfinite(loss) and isfinite(norm) and loss <= limit)
             with clock.section("optimizer"):
                 lr = learning_rate(self.config.optimizer, step, self.config.train.steps)
                 self.weights.drop_gradients() if skipped else self._update(norm, lr)
         seconds, spans = clock.read()
-        report = {
-            "step": step,
-            "loss": loss,
-            "grad_norm": norm,
-            "lr": lr,
-            "skipped": skipped,
-            "tokens": step * plan.tokens_per_step,
-            "samples": [(step - 1) * batch, step * batch],
-            "step_seconds": sum(seconds.values()),
-            "seconds": {name: seconds.get(name, 0.0) for name in SECTIONS},
-            "comm_bytes": dict(communicator.moved),
-            "peak_memory_bytes": peak_memory(communicator.device),
-        }
-        return report | differ | ({"timeline": spans} if self.config.monitor.timeline else {})
+        return StepReport(
+            step=step,
+            loss=loss,
+            grad_norm=norm,
+            lr=lr,
+            skipped=skipped,
+            tokens=step * plan.tokens_per_step,
+            samples=((step - 1) * batch, step * batch),
+            step_seconds=sum(seconds.values()),
+            seconds={name: seconds.get(name, 0.0) for name in SECTIONS},
+            comm_bytes=dict(communicator.moved),
+            peak_memory_bytes=peak_memory(communicator.device),
+            world_size=plan.mesh.size,
+            slow=[],
+            differences=differences,
+            timeline=[SectionSpan(*span) for span in spans] if self.config.monitor.timeline else [],
+        )
 
     def compute_gradients(self, step: int) -> tuple[float, float]:
         """Compute the gradient of the global mean loss into `weights.gradients`, reduced but not yet clipped.
@@ -219,7 +212,7 @@ class Trainer:
         self.weights.refresh()
 
     @torch.no_grad()
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self) -> float:
         """Compute the mean loss per token over the first `eval.batches` global batches of the held-out split."""
         total = torch.zeros((), dtype=torch.float64, device=self.communicator.device)
         together = self.plan.sizes["batch"]
@@ -236,7 +229,7 @@ class Trainer:
 
             self._pipeline(forward).run(self.rows.forward)
         loss, _ = self._sum_over_world(total, torch.zeros_like(total))
-        return {"val_loss": loss / self.corpus.predicted("validation", 0, end)}
+        return loss / self.corpus.predicted("validation", 0, end)
 
     @torch.no_grad()
     def sample(self, count: int, prompt: str = "def ", temperature: float = 0.8) -> str:

@@ -21,6 +21,7 @@ from platform.checkpoint.storage.manifest import Manifest, Refused
 from platform.checkpoint.storage.storage import Storage
 from platform.config.fields import Config
 from platform.optimizer.optimizers import state_of
+from platform.parallel.communicator.base import Communicator
 from platform.plan.core.plan import Plan
 from platform.train.step.trainer import Trainer
 from platform.train.step.weights import DTYPES
@@ -76,8 +77,9 @@ class State:
     def recover(self, survived: Sequence[HeldTensor], snapshot: Snapshot | None) -> None:
         """Recover the state from the snapshots of survivors of any plan; all ranks call it together. `snapshot`: this
         rank's own, None if it has none; see `platform.checkpoint.in_memory.recover.recover`."""
-        values = self._agreed(snapshot.values if snapshot else {})
-        self._prepare(values)
+        known = [values for values in tell_all(self._communicator, snapshot.values if snapshot else {}) if values]
+        assert all(values == known[0] for values in known), "the optimizer's numbers are alike on all ranks"
+        self._prepare(known[0] if known else {})
         recover(survived, snapshot.read if snapshot else _nothing, self.held, self.blocks(), **self._world)
         self._trainer.weights.refresh()
 
@@ -85,14 +87,6 @@ class State:
     def _world(self) -> dict[str, Any]:
         communicator = self._communicator
         return {"rank": communicator.rank, "world_size": self._plan.mesh.size, "exchange": communicator.exchange}
-
-    def _agreed(self, values: dict[str, float]) -> dict[str, float]:
-        """Share the optimizer's numbers, known to some ranks, with all; {} if none knows them."""
-        mine = torch.frombuffer(bytearray(json.dumps(values).encode()), dtype=torch.uint8)
-        received = self._communicator.exchange([mine] * self._plan.mesh.size)
-        known = [found for message in received if (found := json.loads(bytes(message.tolist())))]
-        assert all(found == known[0] for found in known), "the optimizer's numbers are alike on all ranks"
-        return known[0] if known else {}
 
     def _prepare(self, values: Mapping[str, float]) -> None:
         """Prepare the optimizer's state: zero moments, to be filled, and its numbers from `values`."""
@@ -106,6 +100,13 @@ class State:
 
     def _of(self, w: Tensor) -> dict[str, Any]:
         return self._trainer.optimizer.state[w]
+
+
+def tell_all(communicator: Communicator, value: Any) -> list[Any]:
+    """Exchange a plain value with all ranks; returns every rank's, by rank."""
+    mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    received = communicator.exchange([mine] * communicator.mesh.size)
+    return [json.loads(bytes(message.tolist())) for message in received]
 
 
 def _nothing(part: Share) -> Tensor:

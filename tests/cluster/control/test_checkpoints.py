@@ -6,6 +6,7 @@ import pytest
 
 from platform.checkpoint.storage.catalogue import begin, commit
 from platform.checkpoint.storage.manifest import Meta
+from platform.checkpoint.storage.report import FileReport
 from platform.checkpoint.storage.storage import open_storage
 from platform.cluster.control.saving.cadence import Cadence
 from platform.cluster.control.saving.checkpoints import Checkpoints
@@ -14,6 +15,7 @@ from platform.cluster.run.origin import origin
 from platform.config.fields import ConfigError
 from platform.config.identity import identity
 from platform.monitor import Journal, JsonLines
+from platform.train.protocol.answers import Copied, Unrestored, Unwritten
 from tests.doubles.fake_plan import fake_plan
 
 
@@ -25,15 +27,15 @@ class Answers:
 
     def call(self, method, *arguments):
         if method == "snapshot":
-            return [{"tensors": {}, "values": {}}, {"tensors": {}, "values": {"step": 1.0}}]
+            return [Copied({}, {}), Copied({}, {"step": 1.0})]
         if method == "write":
             return [None, None]
         answer = self.written.pop(0)
         if answer == "goes on":
-            return [None, {"file": "blocks-00001.bin", "bytes": 0, "blocks": []}]
+            return [None, FileReport("blocks-00001.bin", 0, [])]
         if isinstance(answer, Exception):
             raise answer
-        return [{"file": "blocks-00000.bin", "bytes": 0, "blocks": []} if answer == "good" else {"error": answer}] * 2
+        return [FileReport("blocks-00000.bin", 0, []) if answer == "good" else Unwritten(answer)] * 2
 
 
 @pytest.fixture
@@ -146,14 +148,15 @@ def test_auto_starts_again_only_where_nothing_sound_would_be_left_behind(config)
     assert origin(config).manifest.meta.step == 2
 
 
-@pytest.mark.parametrize("answer", [{"failed": "Permission denied"}, {"refused": "has no model.w"}])
+@pytest.mark.parametrize(
+    "answer", [Unrestored("failed", "Permission denied"), Unrestored("refused", "has no model.w")], ids=str
+)
 def test_what_the_workers_cannot_restore_is_refused(config, said, tmp_path, answer):
     stored(config)
     checkpoints = Checkpoints(config, fake_plan(2), origin(config), Journal(tmp_path / "journal.jsonl"), said.append)
     crew = Answers()
     crew.call = lambda method, *arguments: [answer]
-    reason = next(iter(answer.values()))
-    with pytest.raises(ConfigError, match=f"step-00000002-.*: cannot be resumed from: {reason}"):
+    with pytest.raises(ConfigError, match=f"step-00000002-.*: cannot be resumed from: {answer.reason}"):
         checkpoints.restore(crew)
 
 

@@ -1,6 +1,7 @@
 """Before a run forms, every node proves that it is of one mind with the driver."""
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,26 +10,27 @@ from platform.checkpoint.storage.storage import open_storage
 from platform.cluster.control.forming import preflight
 from platform.cluster.crew.open import open_crew
 from platform.config.fields import Config, ConfigError
+from platform.train.protocol.answers import Proof
 from platform.train.recovery.proof import proof, source_digest, versions
 from tests.doubles.fake_plan import run_fake
 from tests.harness.process_tree import descendants, gone
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
-OWN = {
-    "node": "head",
-    "sees": {"run.dir": "11", "checkpoint.url": "22"},
-    "code": {"platform": "aa", "mine": "bb"},
-    "versions": {"python": "3.11.2", "torch": "2.13.0"},
-}
+OWN = Proof(
+    node="head",
+    sees={"run.dir": "11", "checkpoint.url": "22"},
+    code={"platform": "aa", "mine": "bb"},
+    versions={"python": "3.11.2", "torch": "2.13.0"},
+)
 
 
 def proofs(**changes):
     """Those of four workers on two nodes, of which the second differs."""
-    other = copy.deepcopy(OWN) | {"node": "n2"}
+    other = replace(copy.deepcopy(OWN), node="n2")
     for key, value in changes.items():
         part, _, name = key.partition("__")
-        other[part][name] = value
-    good = copy.deepcopy(OWN) | {"node": "n1"}
+        getattr(other, part)[name] = value
+    good = replace(copy.deepcopy(OWN), node="n1")
     return [good, good, other, other]
 
 
@@ -84,12 +86,12 @@ def test_source_is_hashed_by_content_and_name(tmp_path, monkeypatch):
 def test_a_proof_is_plain_and_names_what_cannot_be_read(config, tmp_path):
     config.checkpoint.every, config.checkpoint.resume = 1, str(tmp_path / "step-00000002-000001-aaaaaa")
     found = proof(config, tmp_path, "probe")
-    assert found["sees"] == dict.fromkeys(
+    assert found.sees == dict.fromkeys(
         ("run.dir", "checkpoint.url", "checkpoint.resume"), "unreadable (FileNotFoundError)"
     )
     (tmp_path / "probe").write_text("x")
-    assert len(proof(config, tmp_path, "probe")["sees"]["run.dir"]) == 12
-    assert found["versions"] == versions() and versions()["torch"].startswith("2.")
+    assert len(proof(config, tmp_path, "probe").sees["run.dir"]) == 12
+    assert found.versions == versions() and versions()["torch"].startswith("2.")
 
 
 def test_a_run_on_nodes_that_disagree_is_refused_and_leaves_nothing_behind(config):
@@ -121,5 +123,5 @@ def test_a_local_run_that_saves_nothing_proves_no_storage(config, job, tmp_path)
     config.checkpoint.on_stop = False
     with open_crew("inline", job(1)) as crew:
         assert preflight.refused(crew, config, tmp_path) == {}
-        assert proof(config, tmp_path, "x")["sees"].keys() == {"run.dir"}
+        assert proof(config, tmp_path, "x").sees.keys() == {"run.dir"}
     assert open_storage(str(tmp_path)).list("checkpoints") == {} and not Path(config.run.dir, "checkpoints").exists()

@@ -28,7 +28,7 @@ def test_a_crew_calls_every_rank_and_leaves_nothing_behind(kind, job, tmp_path):
     before = descendants()
     on_term = signal.getsignal(signal.SIGTERM)
     with open_crew(kind, job(3)) as crew:
-        assert [worker["rank"] for worker in formed(crew, job(3))] == [0, 1, 2]
+        assert [worker.rank for worker in formed(crew, job(3))] == [0, 1, 2]
         assert crew.call("add", 1, 2) == [3, 4, 5]
         places = crew.call("place")
         inside = descendants() - before
@@ -107,7 +107,7 @@ from platform.cluster.crew.open import open_crew
 from platform.cluster.crew.base.job import Job
 from platform.config.fields import Config
 if __name__ == "__main__":
-    job = Job(Config().to_dict(), [{"data": 0}, {"data": 1}], "cpu", Path("."), "tests.doubles.fake_worker:FakeWorker")
+    job = Job(Config(), [{"data": 0}, {"data": 1}], "cpu", Path("."), "tests.doubles.fake_worker:FakeWorker")
     with open_crew(KIND, job) as crew:
         print(*(member.pid for member in crew.members.values()), flush=True)
         crew.seat(job, [0, 1])
@@ -130,7 +130,7 @@ if __name__ == "__main__":
 
 def test_inline_is_this_process(job):
     with open_crew("inline", job(1)) as crew:
-        assert formed(crew, job(1))[0]["pid"] == os.getpid()
+        assert formed(crew, job(1))[0].pid == os.getpid()
         assert crew.call("add", 1, 2) == [3]
         with pytest.raises(WorkerFailed, match=r"rank0 failed in fail\(0\): ValueError: boom on 0") as caught:
             crew.call("fail", 0)

@@ -62,7 +62,7 @@ def test_every_kind_of_failure_costs_exactly_the_culprit(kind, job):
         assert crew.release() == [] and [*crew.members] == [1, 3, 5]  # who only raised can go on
 
         form(crew, job(3), [1, 3, 5], 5)
-        assert [report["step"] for report in crew.call("step", 1, within=60.0)] == [1] * 3
+        assert [report.step for report in crew.call("step", 1, within=60.0)] == [1] * 3
         inside = descendants() - before
         assert {member.pid for member in crew.members.values()} <= inside
     assert gone(inside)
@@ -82,7 +82,7 @@ def test_what_is_nobodys_fault_and_what_happens_beside_a_call(job):
 
         os.kill(crew.members[2].pid, signal.SIGKILL)
         crew.hire(1)
-        [newcomer] = [process for process in crew._processes.values() if process.name == "worker3"]
+        [newcomer] = [process for process in crew._launcher._processes.values() if process.name == "worker3"]
         newcomer.kill()
         assert crew.call("add", 1, 2) == [3, 4]  # neither has a rank
         while crew.starting or 2 in crew.members:

@@ -1,11 +1,23 @@
 """What runs around a worker."""
 
 import gc
+import json
 import weakref
+from math import inf
+from types import MethodType
 
+import pytest
+
+from platform.boundary.schema import Malformed
 from platform.cluster.crew.base.job import Assignment
-from platform.cluster.crew.launchers.host import _Host
-from platform.cluster.wire.channel import Decoder
+from platform.cluster.crew.launchers.host import _Host, typed
+from platform.cluster.wire.channel import Unframer, text
+from platform.config.fields import Config
+from platform.train.protocol import answers
+from platform.train.protocol.answers import Damage, Differences, Dispute, SectionSpan, SlowRank, StepReport
+from platform.train.recovery.source import Formation, Source
+from platform.train.step.faults import Fault
+from platform.train.worker import Worker
 
 
 class Hand:
@@ -28,7 +40,7 @@ class Sent:
         self.messages = []
 
     def send(self, frame):
-        self.messages += Decoder().feed(frame)
+        self.messages += Unframer().feed(frame)
 
 
 def test_a_worker_that_failed_leaves_with_empty_hands(capsys):
@@ -40,3 +52,40 @@ def test_a_worker_that_failed_leaves_with_empty_hands(capsys):
     [answer] = line.messages
     assert answer["answer"] == 7 and "ValueError: boom" in answer["error"]
     assert "ValueError: boom" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("method", "args"),
+    [
+        (
+            Worker.gather,
+            [Source(1, 2, Formation(Config(), [0], ["a"], [0, 7]), [0], [0, 1]), 1, ("here", 5), "2/gather"],
+        ),
+        (Worker.recover, [Source(1, 2, Formation(Config(), None, [], [0, 7]), [0], [], [7])]),
+        (Worker.step, [3, inf, [Fault(3, "kill", 1, "forward")]]),
+    ],
+)
+def test_what_the_driver_gives_is_what_the_worker_gets(method, args):
+    found = typed(MethodType(method, object()), json.loads(text(args)))
+    assert found == args and list(map(type, found)) == list(map(type, args))
+    with pytest.raises(Malformed):
+        typed(MethodType(method, object()), [None])
+
+
+def test_no_number_of_a_configuration_changes_its_type():
+    """Both sides plan from it, and plans are compared by digest."""
+    config = Config()
+    config.model.rope_theta = 10000
+    sent = json.loads(text([Source(1, 2, Formation(config, None, [], []), [], [])]))
+    [found] = typed(MethodType(Worker.recover, object()), sent)
+    assert type(found.formed.config.model.rope_theta) is int
+
+
+def test_what_the_worker_answers_is_what_the_driver_gets():
+    report = StepReport(
+        step=3, loss=inf, grad_norm=0.5, lr=1e-3, skipped=True, tokens=9, samples=(4, 8), step_seconds=0.5,
+        seconds={"data": 0.25}, comm_bytes={"send/stage": 8}, peak_memory_bytes=1, world_size=2,
+        slow=[SlowRank(1, 2.0)], differences=Differences([Damage(1, "model.w")], [Dispute([0, 1], "model.v")]),
+        timeline=[SectionSpan("data", 0.0, 0.25)],
+    )  # fmt: skip
+    assert answers.read("step", 0, json.loads(text(report))) == report

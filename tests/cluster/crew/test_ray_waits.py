@@ -5,33 +5,30 @@ import logging
 import pytest
 
 from platform.cluster.crew.base.failures import NoPlaces
-from platform.cluster.crew.launchers import ray_crew
-from platform.cluster.crew.launchers.ray_crew import RayCrew
+from platform.cluster.crew.launchers import ray_actors
 
 
 @pytest.fixture
-def crew(job, monkeypatch):
-    """One that was never opened; every turn lasts 10 s of a clock that nothing else moves."""
-    crew, now = RayCrew.__new__(RayCrew), [0.0]
-    crew.job = job(4)
-    monkeypatch.setattr(ray_crew, "monotonic", lambda: now[0])
-    crew.pass_time = lambda seconds: now.__setitem__(0, now[0] + seconds)
-    return crew
+def pass_time(monkeypatch):
+    """Every turn lasts 10 s of a clock that nothing else moves."""
+    now = [0.0]
+    monkeypatch.setattr(ray_actors, "monotonic", lambda: now[0])
+    return lambda seconds: now.__setitem__(0, now[0] + seconds)
 
 
-def test_a_slow_start_is_waited_for_and_said(crew, caplog):
+def test_a_slow_start_is_waited_for_and_said(job, pass_time, caplog):
     caplog.set_level(logging.INFO, "platform.cluster")
     there = iter([0, 0, 0, 0, 0, 0, 0, 3, 4])  # after 80 s
 
     def ready(seconds):
-        crew.pass_time(seconds)
+        pass_time(seconds)
         return next(there)
 
-    crew._wait(ready, 4)
+    ray_actors._wait(job(4), ready, 4)
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 8 and said[-1] == "waiting for Ray to start 4 times {'CPU': 1.0}, 3 of 4 there, up to 520 s"
 
 
-def test_a_start_that_never_comes_is_no_mistake_of_the_configuration(crew):
+def test_a_start_that_never_comes_is_no_mistake_of_the_configuration(job, pass_time):
     with pytest.raises(NoPlaces, match=r"waited 600 s for Ray to start 4 times {'CPU': 1.0}, 2 of 4 there"):
-        crew._wait(lambda seconds: crew.pass_time(seconds) or 2, 4)
+        ray_actors._wait(job(4), lambda seconds: pass_time(seconds) or 2, 4)

@@ -11,6 +11,7 @@ from platform.cluster.crew.open import open_crew
 from platform.plan.schedule.rows import stage_rows
 from platform.planning.choose_schedule import schedule_of
 from platform.planning.make_plan import make_plan
+from platform.train.protocol.answers import Taken
 from tests.cluster.crew.test_generations import fails, form
 from tests.harness.oracle import configure
 
@@ -53,16 +54,14 @@ def test_the_same_processes_train_under_another_plan(tmp_path):
         c.run.dir, c.data.kind = str(tmp_path), "synthetic"
         plan, schedule = make_plan(c), schedule_of(c, len(members))
         coordinates = [plan.mesh.coordinates(rank) for rank in range(plan.mesh.size)]
-        crew.seat(Job(c.to_dict(), coordinates, "cpu", tmp_path), members)
+        crew.seat(Job(c, coordinates, "cpu", tmp_path), members)
         size, ranks = len(members), ByRank(range(len(members)))
-        formed = crew.call("form", ranks, size, c.to_dict(), crew.store, number, list(schedule.placement))
-        assert [worker["pid"] for worker in formed] == [crew.members[member].pid for member in members]
+        formed = crew.call("form", ranks, size, c, crew.store, number, list(schedule.placement))
+        assert [worker.pid for worker in formed] == [crew.members[member].pid for member in members]
         crew.call("build", [stage.plain() for stage in stage_rows(schedule)][0])
 
     c = configure(data=4, global_batch=12, vocab=300)
-    job = Job(
-        c.to_dict(), [{"data": rank} for rank in range(4)], "cpu", tmp_path, "tests.doubles.failing_worker:KilledWorker"
-    )
+    job = Job(c, [{"data": rank} for rank in range(4)], "cpu", tmp_path, "tests.doubles.failing_worker:KilledWorker")
     with open_crew("processes", job) as crew:
         generation(crew, 1, [0, 1, 2, 3])
         [expected, *_] = crew.call("step", 1)
@@ -71,7 +70,7 @@ def test_the_same_processes_train_under_another_plan(tmp_path):
         assert [failure.member.number for failure in crew.release()] == [1]
         generation(crew, 2, [0, 2, 3])
         report, *others = crew.call("step", 1)
-        assert others == [{"step": 1}, {"step": 1}]
+        assert others == [Taken(1), Taken(1)]
         for key in ("loss", "grad_norm"):
-            assert report[key] == pytest.approx(expected[key], rel=1e-12)
-        assert crew.call("step", 2)[0]["loss"] != expected["loss"]
+            assert getattr(report, key) == pytest.approx(getattr(expected, key), rel=1e-12)
+        assert crew.call("step", 2)[0].loss != expected.loss

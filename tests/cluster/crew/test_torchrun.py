@@ -14,6 +14,7 @@ from platform.cluster.crew.base.crew import ByRank
 from platform.cluster.crew.launchers import torchrun
 from platform.cluster.crew.open import open_crew
 from platform.cluster.wire.channel import Line, encode
+from platform.cluster.wire.messages import Welcome
 from platform.cluster.wire.switchboard import Switchboard
 from platform.config.fields import ConfigError
 from tests.harness.dialled import dialled
@@ -44,7 +45,7 @@ def test_the_store_holds_neither_secrets_nor_the_configuration(store, job, confi
         assert held, "the followers find the driver by it"
         for value in held.values():
             assert "password" not in value and "checkpoint" not in value
-            assert crew._board.token(0) not in value and crew._board._key not in value
+            assert crew._roster.board.token(0) not in value and crew._launcher.key not in value
             assert set(json.loads(value)) == {"address", "session"}
     assert "torchrun.key" not in os.listdir(job(1).run_dir)
 
@@ -61,7 +62,7 @@ def test_the_key_is_for_this_user_alone_and_gone_once_all_are_there(store, job, 
     with open_crew("torchrun", job(1)) as crew:
         assert seen == [(0o600, True)] and not (job(1).run_dir / "torchrun.key").exists()
         crew.seat(job(1), [0])
-        assert crew.call("form", ByRank(range(1)), 1, job(1).config, crew.store, 1, [0])[0]["rank"] == 0
+        assert crew.call("form", ByRank(range(1)), 1, job(1).config, crew.store, 1, [0])[0].rank == 0
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604])
@@ -109,8 +110,8 @@ def test_whoever_writes_another_address_into_the_store_learns_nothing_and_comman
         connection = Line(stranger.accept()[0])
         heard = next(connection.messages())
         assert board.token(1) not in str(heard) and key not in str(heard)
-        connection.send(encode({"welcome": heard["hello"]["proof"], "place": {"worker": "os:system"}}))
+        connection.send(encode(Welcome(heard["hello"]["proof"], {"worker": "os:system"})))
         follower.join(20)
         assert len(ended) == 1
         board.expect([1])
-        assert dialled(board, 1)[0].welcome == {}  # the true one
+        assert dialled(board, 1)[0].told is None  # the true one

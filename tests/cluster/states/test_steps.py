@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from platform.monitor import MetricsLog
+from platform.train.protocol.answers import Damage, Differences, Dispute
 from tests.doubles.fake_crew import Dead, Hung
 from tests.harness.scripted_run import events, once_each, seats, steps
 
@@ -85,7 +86,7 @@ def test_generations_count_over_drivers(config, drive):
     assert [row["generation"] for row in rows] == [1, 2, 2, 3, 4, 4]
 
 
-DAMAGED = {"damaged": [[1, "model.embedding"], [1, "model.head"]]}
+DAMAGED = Differences([Damage(1, "model.embedding"), Damage(1, "model.head")])
 
 
 def test_a_damaged_rank_is_named_and_restored_from_the_others(config, drive):
@@ -107,7 +108,7 @@ def test_a_rank_that_is_damaged_again_and_again_ends_the_run(config, drive):
 
 
 def test_replicas_of_which_nobody_is_right_end_the_run(config, drive):
-    verdict = {"undecided": [[[0, 2], "model.embedding"]]}
+    verdict = Differences(undecided=[Dispute([0, 2], "model.embedding")])
     assert drive(prepare=lambda crew: crew.verdicts.update({4: [verdict]})) == 1
     assert events(config, "undecided")[0]["tensors"] == [[[0, 2], "model.embedding"]]
     assert "model.embedding of rank0[data0] and rank2[data2] differ" in drive.out

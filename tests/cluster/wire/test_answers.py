@@ -1,18 +1,24 @@
 """A member that answers what no worker answers: in this process, each in a thread of its own."""
 
+import json
 import threading
 
 import pytest
 
+from platform.boundary.schema import Malformed
 from platform.cluster.crew.base.failures import WorkerFailed
 from platform.cluster.crew.base.job import assign
+from platform.cluster.crew.base.launcher import Launcher
 from platform.cluster.crew.base.remote import RemoteCrew
 from platform.cluster.crew.launchers.host import serve
-from platform.cluster.wire.answers import is_answer
+from platform.cluster.wire.channel import text
+from platform.train.protocol import answers
+from platform.train.protocol.answers import Taken
 from tests.doubles.simulated_worker import SimulatedWorker, report
 
-WRONG = [5, None, "x", [], {}, {"step": "1"}, {"step": True}, report(1, 2) | {"samples": [0]}]
-WRONG += [report(1, 2) | {key: value} for key in report(1, 2) for value in (None, "x", [[]]) if key != "step_seconds"]
+RIGHT = json.loads(text(report(1, 2)))
+WRONG = [5, None, "x", [], {}, {"step": "1"}, {"step": True}, RIGHT | {"samples": [0]}]
+WRONG += [RIGHT | {key: value} for key in RIGHT for value in (None, "x", [[]])]
 
 
 class Garbled(SimulatedWorker):
@@ -22,32 +28,32 @@ class Garbled(SimulatedWorker):
         self.number = number
 
     def step(self, value, rank):
-        return value if self.number == rank else report(1, 2)
+        return value if self.number == rank else Taken(1) if self.number else report(1, 2)
 
 
-class Threads(RemoteCrew):
-    def _open(self):
+class Threads(Launcher):
+    def open(self, job, size):
         return "127.0.0.1"
 
-    def _launch(self, numbers):
+    def launch(self, job, numbers, board):
         for number in numbers:
-            place = assign(self.job, number, local_rank=0, local_world_size=1, group_rank=0)
-            told = type(place)(**vars(place) | {"log": "", "environment": {}}), self._board.address
-            args, alone = (*told, self._board.token(number)), {"own_process": False}
+            place = assign(job, number, local_rank=0, local_world_size=1, group_rank=0)
+            told = type(place)(**vars(place) | {"log": "", "environment": {}}), board.address
+            args, alone = (*told, board.token(number)), {"own_process": False}
             threading.Thread(target=serve, args=args, kwargs=alone, daemon=True).start()
 
-    def _ended(self, number, seconds):
+    def ended(self, number, seconds):
         return None
 
-    def _kill(self, number):
+    def kill(self, number):
         pass
 
-    def _dismiss(self, polite):
+    def dismiss(self, polite):
         pass
 
 
 def test_a_wrong_answer_is_the_end_of_who_gives_it(job):
-    with Threads(job(2, "tests.cluster.wire.test_answers:Garbled"), 1) as crew:
+    with RemoteCrew(Threads(), job(2, "tests.cluster.wire.test_answers:Garbled"), 1) as crew:
         crew.seat(job(2), [0, 1])
         assert crew.call("step", None, 7)[0] == report(1, 2)
         with pytest.raises(WorkerFailed, match="died in step.*: what it answers is no answer") as caught:
@@ -59,5 +65,6 @@ def test_a_wrong_answer_is_the_end_of_who_gives_it(job):
 
 @pytest.mark.parametrize("value", WRONG, ids=lambda value: str(value)[:40])
 def test_what_is_no_report(value):
-    assert is_answer("step", 0, report(1, 2)) and is_answer("step", 1, {"step": 1})
-    assert not is_answer("step", 0, value)
+    assert answers.read("step", 0, RIGHT) == report(1, 2) and answers.read("step", 1, {"step": 1}) == Taken(1)
+    with pytest.raises(Malformed):
+        answers.read("step", 0, value)

@@ -10,8 +10,10 @@ import time
 import pytest
 
 from platform.cluster.crew.base.watch import Watch
-from platform.cluster.wire.channel import Decoder, Garbled, encode
+from platform.cluster.wire.channel import Garbled, Unframer, encode
+from platform.cluster.wire.messages import Answer, Hello
 from platform.cluster.wire.switchboard import Switchboard
+from platform.parallel.communicator.progress import Activity
 from tests.harness.dialled import dialled, frame, greeting
 
 
@@ -34,11 +36,11 @@ def test_messages_survive_any_cutting():
     messages = [{"a": [1.5, math.inf, -math.inf]}, {"b": "é" * 5000}, {}]
     stream = b"".join(map(encode, messages))
     for size in (1, 7, 4096, len(stream)):
-        decoder, found = Decoder(), []
+        decoder, found = Unframer(), []
         for at in range(0, len(stream), size):
             found += decoder.feed(stream[at : at + size])
         assert found == messages
-    [nan] = Decoder().feed(encode({"x": math.nan}))
+    [nan] = Unframer().feed(encode({"x": math.nan}))
     assert math.isnan(nan["x"])
     with pytest.raises(TypeError):
         encode({"x": object()})
@@ -47,7 +49,7 @@ def test_messages_survive_any_cutting():
 @pytest.mark.parametrize("payload", [b"[]", b"\xff", b"[" * 3000, b'{"a":', b"9" * 4000])
 def test_what_is_no_message_is_garbled(payload):
     with pytest.raises(Garbled):
-        list(Decoder().feed(frame(payload)))
+        list(Unframer().feed(frame(payload)))
 
 
 def test_large_messages_both_ways_at_once(board):
@@ -58,14 +60,15 @@ def test_large_messages_both_ways_at_once(board):
     def member():
         for message in line.messages():
             received.append(message)
-            line.send(encode({"answer": 1, "value": large}))
+            line.send(encode(Answer(1, large)))
 
     threading.Thread(target=member, daemon=True).start()
-    assert heard == [(0, {"hello": {"number": 0, "node": "here", "pid": os.getpid()}})]
+    [(number, hello)] = heard
+    assert isinstance(hello, Hello) and (number, hello.number, hello.node, hello.pid) == (0, 0, "here", os.getpid())
     call = encode({"call": large})
     for _ in range(3):
         board.send(0, call)
-    assert until(board, 3) == [(0, {"answer": 1, "value": large})] * 3
+    assert until(board, 3) == [(0, Answer(1, large))] * 3
     assert received == [{"call": large}] * 3
 
 
@@ -105,8 +108,8 @@ def test_strangers_are_cut_off_and_harm_nobody(board, monkeypatch):
     silent.settimeout(20)
     assert board.poll(0.1) == board.poll(0.5) == board.poll(0.1) == []
     assert silent.recv(1) == b""
-    good.send(encode({"answer": 5, "value": None}))
-    assert until(board, 1) == [(0, {"answer": 5, "value": None})]
+    good.send(encode(Answer(5, None)))
+    assert until(board, 1) == [(0, Answer(5, None))]
     late, [(number, _)] = dialled(board, 1)  # the number that they tried is still free
     assert number == 1
     late.close()
@@ -118,8 +121,8 @@ def test_a_member_that_speaks_nonsense_is_lost_alone(board):
     line.send(b"\xff" * 100)
     assert until(board, 1) == [(0, None)]
     board.send(0, encode({}))  # to somebody who is gone
-    other.send(encode({"answer": 5, "value": None}))
-    assert until(board, 1) == [(1, {"answer": 5, "value": None})]
+    other.send(encode(Answer(5, None)))
+    assert until(board, 1) == [(1, Answer(5, None))]
 
 
 def test_many_connections_from_one_process(board):
@@ -146,7 +149,7 @@ lines[0]._connection.recv(1)
         for number in range(count):
             board.send(number, call)
         answers = until(board, count)
-        assert {number for number, message in answers if message == {"answer": 1, "value": None}} == set(range(count))
+        assert {number for number, message in answers if message == Answer(1, None)} == set(range(count))
         process.kill()
         assert {number for number, message in until(board, count) if message is None} == set(range(count))
     finally:
@@ -155,7 +158,7 @@ lines[0]._connection.recv(1)
 
 
 def beat(seconds, waiting=False, section="forward"):
-    return {"call": "step(3)", "section": section, "seconds": seconds, "waiting": waiting}
+    return Activity("step(3)", section, waiting, seconds)
 
 
 def test_who_hangs():
@@ -176,7 +179,7 @@ def test_who_hangs():
     assert hung.keys() == pending and not blamed
     watch.answered(27.0)  # another one: those that waited for it may go on
     assert watch.hung(pending, 36.9) == ({}, set()) and watch.hung(pending, 37.0)[0]
-    watch.heard(1, {"call": "", "section": "", "seconds": 50.0, "waiting": False}, 37.0)  # its answer is under way
+    watch.heard(1, Activity("", "", False, 50.0), 37.0)  # its answer is under way
     assert watch.hung(pending, 37.0) == ({}, set())
 
 

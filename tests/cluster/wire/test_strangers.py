@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing, suppress
 
 import pytest
 
-from platform.cluster.crew.base.rendezvous import Rendezvous
+from platform.cluster.crew.base.rendezvous import open_store
 from platform.cluster.wire import switchboard
 from platform.cluster.wire.channel import dial, encode
 from platform.cluster.wire.files import OWN, PER_MEMBER
@@ -124,12 +124,11 @@ def test_the_store_of_a_generation_outlives_what_strangers_send():
     """torch's own server, in the driver's process."""
     from torch.distributed import TCPStore
 
-    rendezvous = Rendezvous("127.0.0.1")
-    rendezvous.start()
-    member = TCPStore(*rendezvous.address, is_master=False)
+    store = open_store("127.0.0.1")
+    member = TCPStore(store.host, store.port, is_master=False)
     draw = random.Random(0)
     for number in range(300):
-        with socket.create_connection(rendezvous.address) as stranger, suppress(ConnectionError):
+        with socket.create_connection((store.host, store.port)) as stranger, suppress(ConnectionError):
             head = draw.choice((b"", b"\0", b"\x3c\x85\xf7\x09", draw.randbytes(1)))
             stranger.sendall(head + draw.choice((draw.randbytes(90), b"\xff" * 90, b"\1" + b"\x7f" * 16)))
         member.set("alive", str(number))

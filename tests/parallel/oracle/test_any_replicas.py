@@ -87,8 +87,8 @@ def trained(c, steps, start: str = "", end: str = "", storage=None) -> list[floa
         found = []
         for step in steps:
             report = trainer.step(step)
-            assert report["samples"] == [(step - 1) * BATCH, step * BATCH]
-            found.append(report["loss"])
+            assert report.samples == ((step - 1) * BATCH, step * BATCH)
+            found.append(report.loss)
         if end:
             state.image.fill(state.blocks())
             reports.append(state.image.write(storage, end))

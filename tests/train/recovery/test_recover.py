@@ -3,7 +3,6 @@ in one go give."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from platform.checkpoint.in_memory.snapshots import RankSnapshots
 from platform.parallel.communicator.base import Communicator, SingleRank
 from platform.plan.language.mesh import Mesh
 from platform.planning.make_plan import make_plan
-from platform.train.recovery.source import find_source, gathering, take_seats, who_has
+from platform.train.recovery.source import Formation, Source, find_source, take_seats
 from platform.train.step.training_state import State
 from tests.harness.oracle import trainer_of
 from tests.harness.pairwise import cover, product
@@ -73,7 +72,7 @@ def ranks(name: str, work) -> list:
 
 def numbers(trainer, step: int) -> tuple[float, float]:
     report = trainer.step(step)
-    return report["loss"], report["grad_norm"]
+    return report.loss, report.grad_norm
 
 
 @cache
@@ -93,43 +92,43 @@ def undisturbed(name: str) -> list[Undisturbed]:
     return ranks(name, work)
 
 
-def source_of(case: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
-    """The members (numbered by old rank, fresh ones from 100) at every new rank, and what they recover from."""
+def source_of(case: dict[str, Any]) -> Source:
+    """What they recover from. Members are numbered by old rank, fresh ones from 100."""
     before, size = undisturbed(case["old"]), SIZES[case["new"]]
     members = list(range(len(before)))
     homes = domains(case["old"], case["nodes"])
-    formed = {0: {"config": asdict(config(case["old"])), "stage_of": None, "domains": homes, "seats": members}}
+    formed = {0: Formation(config(case["old"]), None, homes, members)}
     held = {m: [(0, before[m].memories[case["nodes"]].steps)] for m in members if m not in lost(case)}
     source, reasons = find_source(held, formed, size)
-    assert source and source["step"] == 2 and not reasons
+    assert source and source.step == 2 and not reasons
     return take_seats(source, list(range(100, 100 + size)), size)
 
 
-def gather(source: dict[str, Any], before: list[Undisturbed], nodes: str) -> None:
+def gather(source: Source, before: list[Undisturbed], nodes: str) -> None:
     """Survivors without a seat pass on what only they have."""
-    _, handed = gathering(source)
+    _, handed = source.gathering()
 
     def work(communicator) -> None:
-        snapshot = before[source["gathered"][communicator.rank][1]].memories[nodes].at(source["step"])
+        snapshot = before[source.gathered[communicator.rank]].memories[nodes].at(source.step)
         snapshot.take_over(handed, communicator.rank, communicator.transfer)
 
-    run_threads(Mesh.of({"data": len(source["gathered"])}), work)
+    run_threads(Mesh.of({"data": len(source.gathered)}), work)
 
 
 def recovered(case: dict[str, Any], forget: str = "") -> bool:
     """Returns whether survivors without a seat had to pass on what they have. `forget`: a kind of tensor that is lost
     on the way."""
-    seats, source = source_of(case)
+    source = source_of(case)
     before = undisturbed(case["old"])
-    if source["gathered"]:
+    if source.gathered:
         gather(source, before, case["nodes"])
-    memories = {new: before[seats[new]].memories[case["nodes"]] for _, new in source["ranks"]}
-    survived = who_has(source)
+    memories = {new: before[source.seats[new]].memories[case["nodes"]] for new in source.ranks.values()}
+    survived = source.holders()
 
     def work(trainer, communicator):
         state = State(trainer)
         memory = memories.get(communicator.rank)
-        state.recover(survived, memory.at(source["step"]) if memory else None)
+        state.recover(survived, memory.at(source.step) if memory else None)
         start, values = live_copies(state), state.values()
         for block in state.blocks():
             if block.name.split(".")[0] == forget:
@@ -153,7 +152,7 @@ def recovered(case: dict[str, Any], forget: str = "") -> bool:
         for part, there in zip(parts, before, strict=True):
             assert part[2] == there.numbers[2:]
             assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(part[3], there.after[1], strict=True))
-    return bool(source["gathered"])
+    return bool(source.gathered)
 
 
 def test_survivors_go_on_under_another_plan(record_count):

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Any
-
 import pytest
 import torch
 
 from platform.checkpoint.in_memory.snapshots import RankSnapshots
 from platform.config.fields import Config
 from platform.planning.make_plan import make_plan
-from platform.train.recovery.source import find_source, take_seats, who_has
+from platform.train.recovery.source import Formation, Source, find_source, take_seats
 from platform.train.step.training_state import State
 from tests.harness.oracle import trainer_of
 from tests.train.recovery.test_resume import config
@@ -28,7 +25,7 @@ def first(given: tuple[Config, list[str]], plan, communicator) -> tuple[list[flo
     HELD["memory"] = memory = RankSnapshots(state.held, domains, communicator.rank)
     numbers = []
     for step in (1, 2, 3):
-        numbers.append(trainer.step(step)["loss"])
+        numbers.append(trainer.step(step).loss)
         moved = dict(communicator.moved)
         if step < 3:
             memory.hold(step, state.blocks(), state.values(), communicator.transfer)
@@ -36,14 +33,14 @@ def first(given: tuple[Config, list[str]], plan, communicator) -> tuple[list[flo
     return numbers, memory.steps, sum(len(parts) for parts in memory._route.sent.values())
 
 
-def second(given: tuple[Config, dict[str, Any]], plan, communicator) -> float:
+def second(given: tuple[Config, Source], plan, communicator) -> float:
     torch.set_num_threads(1)
     c, source = given
     memory = HELD.pop("memory", None)
     trainer = trainer_of(c, plan, communicator)
-    here = communicator.rank in dict(source["ranks"]).values()
-    State(trainer).recover(who_has(source), memory.at(2) if memory and here else None)
-    return trainer.step(3)["loss"]
+    here = communicator.rank in source.ranks.values()
+    State(trainer).recover(source.holders(), memory.at(2) if memory and here else None)
+    return trainer.step(3).loss
 
 
 @pytest.mark.parametrize(
@@ -56,12 +53,12 @@ def test_gloo_carries_the_copies(pool, old, new, gone):
     domains = [f"node {rank // 2}" for rank in members] if len(gone) == 2 else ["node"] * len(members)
     parts = pool.run(first, (config(old), domains), plans[old])
     assert all(steps == [1, 2] for _, steps, _ in parts) and sum(sent for _, _, sent in parts)
-    formed = {1: {"config": asdict(config(old)), "stage_of": None, "domains": domains, "seats": members}}
+    formed = {1: Formation(config(old), None, domains, members)}
     held = {member: [(1, parts[member][1])] for member in members if member not in gone}
     source, _ = find_source(held, formed, size)
-    assert source and not source["gathered"]
-    seats, source = take_seats(source, sorted(gone), size)
-    assert seats == list(
+    assert source and not source.gathered
+    source = take_seats(source, sorted(gone), size)
+    assert source.seats == list(
         range(size)
     )  # the pool's processes keep their ranks; those that are gone come back with nothing
     for loss in pool.run(second, (config(new), source), plans[new]):

@@ -70,7 +70,7 @@ class Runs:
             def work(state: State, part: Part, trainer) -> None:
                 for step in (1, 2):
                     report = trainer.step(step)
-                    part.numbers.append((report["loss"], report["grad_norm"]))
+                    part.numbers.append((report.loss, report.grad_norm))
                     part.after.append(copies(state))
                     if step == 1:
                         part.values = state.values()
@@ -95,7 +95,7 @@ class Runs:
                 if block.name.split(".")[0] == forget:
                     block.tensor.zero_()
             report = trainer.step(2)
-            part.numbers.append((report["loss"], report["grad_norm"]))
+            part.numbers.append((report.loss, report.grad_norm))
             part.after.append(copies(state))
 
         return ranks(config(name), work)

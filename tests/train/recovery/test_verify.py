@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from platform.checkpoint.in_memory.snapshots import RankSnapshots
 from platform.config.fields import Config
 from platform.planning.make_plan import make_plan
+from platform.train.protocol.answers import Damage, Differences, Dispute
 from platform.train.recovery.verify import checksum, differing
 from platform.train.step.faults import Fault
 from platform.train.step.training_state import State
@@ -36,11 +37,11 @@ def steps(c: Config, flipped: int | None = None, hold: bool = True, spoil=None) 
             old = {n: w.detach().clone() for n, w in trainer.weights.master.items()}
             report = trainer.step(step, fault=fault, verify=lambda b=before: differing(trainer, state, b))
             if step < FLIPPED:
-                assert not report["skipped"], report
+                assert not report.skipped, report
             if hold:
                 memory.hold(step, state.blocks(), state.values(), communicator.transfer)
         changed = {n for n, w in trainer.weights.master.items() if not torch.equal(w, old[n])}
-        return report | {"changed": changed}
+        return report, changed
 
     return run_threads(plan.mesh, work)
 
@@ -64,14 +65,14 @@ PLANS = {
 @pytest.mark.parametrize("name", [*PLANS, *(pytest.param(name, marks=pytest.mark.full) for name in MORE)])
 def test_replicas_agree(name):
     reports = steps((PLANS | MORE)[name])
-    assert not any("damaged" in r or "undecided" in r or r["skipped"] for r in reports)
+    assert not any(r.differences or r.skipped for r, _ in reports)
 
 
 @pytest.mark.parametrize(("name", "tensor"), [("data 3", "model"), ("zero 1", "compute")])
 def test_the_majority_names_the_rank(name, tensor):
-    for report in steps(PLANS[name], flipped=1, hold=False):
-        assert report["damaged"] == [(1, f"{tensor}.embedding")] and "undecided" not in report
-        assert report["skipped"] and report["changed"] <= {"embedding"}  # by the flip alone
+    for report, changed in steps(PLANS[name], flipped=1, hold=False):
+        assert report.differences == Differences([Damage(1, f"{tensor}.embedding")])
+        assert report.skipped and changed <= {"embedding"}  # by the flip alone
 
 
 @pytest.mark.parametrize(
@@ -87,14 +88,14 @@ def test_the_majority_names_the_rank(name, tensor):
 )
 @pytest.mark.parametrize("rank", [0, 1])
 def test_of_two_the_one_that_contradicts_its_own_record(c, kind, rank):
-    for report in steps(c, flipped=rank):
-        assert report["damaged"] == [(rank, f"{kind}.embedding")] and "undecided" not in report
+    for report, _ in steps(c, flipped=rank):
+        assert report.differences == Differences([Damage(rank, f"{kind}.embedding")])
 
 
 def test_of_two_without_a_record_nobody_is_named():
-    for report in steps(configure(data=2), flipped=1, hold=False):
-        assert report["undecided"] == [([0, 1], "model.embedding")] and "damaged" not in report
-        assert report["skipped"]
+    for report, _ in steps(configure(data=2), flipped=1, hold=False):
+        assert report.differences == Differences(undecided=[Dispute([0, 1], "model.embedding")])
+        assert report.skipped
 
 
 def test_moments_count():
@@ -103,8 +104,8 @@ def test_moments_count():
             state = trainer.optimizer.state[trainer.weights.master["norm.gain"]]
             state["exp_avg_sq"].view(-1)[3] += 1e-9
 
-    for report in steps(PLANS["data 3"], spoil=spoil):
-        assert report["damaged"] == [(2, "exp_avg_sq.norm.gain")]
+    for report, _ in steps(PLANS["data 3"], spoil=spoil):
+        assert report.differences.damaged == [Damage(2, "exp_avg_sq.norm.gain")]
 
 
 @given(st.integers(1, 200_000), st.data())

@@ -9,7 +9,8 @@ import pytest
 
 from platform.parallel.communicator.base import SingleRank
 from platform.planning.make_plan import make_plan
-from platform.train.step.step_report import OWN_WORK, Report
+from platform.train.protocol.answers import SlowRank, StepReport, Taken
+from platform.train.step.step_report import OWN_WORK, Combiner
 from platform.train.step.trainer import SECTIONS
 from tests.harness.oracle import configure, trainer_of
 from tests.harness.threads import run_threads
@@ -26,7 +27,7 @@ CASES = {
 
 def steps(config, communicator):
     plan = make_plan(config)
-    trainer, report = trainer_of(config, plan, communicator), Report(plan, communicator, slow=1.5)
+    trainer, report = trainer_of(config, plan, communicator), Combiner(plan, communicator, slow=1.5)
     found = []
     for step in (1, 2):
         mine = trainer.step(step)
@@ -48,32 +49,35 @@ def check(ranks):
     for step in (1, 2):
         own = [rank[step - 1][0] for rank in ranks]
         together, *others = (rank[step - 1][1] for rank in ranks)
-        assert others == [{"step": step}] * (len(ranks) - 1)
+        assert others == [Taken(step)] * (len(ranks) - 1)
         moved: Counter[str] = Counter()
         for report in own:
-            moved.update(report["comm_bytes"])
-        assert together["comm_bytes"] == dict(moved)
-        assert all(type(n) is int for n in together["comm_bytes"].values())
+            moved.update(report.comm_bytes)
+        assert together.comm_bytes == dict(moved)
+        assert all(type(n) is int for n in together.comm_bytes.values())
         for section in SECTIONS:
-            assert together["seconds"][section] == pytest.approx(fmean(r["seconds"][section] for r in own))
-        assert together["peak_memory_bytes"] == max(r["peak_memory_bytes"] for r in own)
-        assert together["world_size"] == len(ranks)
+            assert together.seconds[section] == pytest.approx(fmean(r.seconds[section] for r in own))
+        assert together.peak_memory_bytes == max(r.peak_memory_bytes for r in own)
+        assert together.world_size == len(ranks)
         for key in ("loss", "grad_norm", "lr", "samples", "tokens", "skipped"):
-            assert together[key] == own[0][key]
+            assert getattr(together, key) == getattr(own[0], key)
+
+
+def report(seconds, moved=None):
+    return StepReport(1, 1.0, 1.0, 1.0, False, 1, (0, 1), 1.0, seconds, moved or {}, 1, 1, [])
 
 
 def test_a_slow_rank_is_named():
     """Rank 2 takes four times as long as its stage's others; that stage 1 takes twice as long is its layers'."""
     plan = make_plan(CASES["pipeline"])
-    base = {"step": 1, "peak_memory_bytes": 1, "comm_bytes": {}}
 
     def work(communicator):
         seconds = dict.fromkeys(SECTIONS, 0.0)
         seconds["forward"] = {0: 1.0, 1: 2.0}[communicator.coordinates["stage"]] * (4 if communicator.rank == 2 else 1)
         seconds["exposed_comm"] = 100.0 * communicator.rank
-        return Report(plan, communicator, slow=1.5).together(base | {"seconds": seconds})
+        return Combiner(plan, communicator, slow=1.5).together(report(seconds))
 
-    assert run_threads(plan.mesh, work)[0]["slow"] == [[2, 4.0]]
+    assert run_threads(plan.mesh, work)[0].slow == [SlowRank(2, 4.0)]
     assert "exposed_comm" not in OWN_WORK
 
 
@@ -81,8 +85,7 @@ def test_a_collective_that_was_not_planned_is_ours_to_mend():
     plan = make_plan(configure())
     with pytest.raises(AssertionError, match="not planned"):
         seconds = dict.fromkeys(SECTIONS, 0.0)
-        mine = {"step": 1, "peak_memory_bytes": 1, "comm_bytes": {"all_reduce/moon": 8}, "seconds": seconds}
-        Report(plan, SingleRank(plan.mesh), 0).together(mine)
+        Combiner(plan, SingleRank(plan.mesh), 0).together(report(seconds, {"all_reduce/moon": 8}))
 
 
 def on_gloo(config, plan, communicator):

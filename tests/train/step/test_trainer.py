@@ -75,8 +75,8 @@ def test_a_step_consumes_its_samples_exactly(name):
         by_step = []
         for step in range(1, STEPS + 1):
             report = trainer.step(step)
-            assert report["samples"] == [(step - 1) * B, step * B]
-            assert report["tokens"] == step * B * c.model.length
+            assert report.samples == ((step - 1) * B, step * B)
+            assert report.tokens == step * B * c.model.length
             by_step.append(Counter(trainer.corpus.asked))
             trainer.corpus.asked.clear()
         return by_step
@@ -90,10 +90,10 @@ def test_a_step_consumes_its_samples_exactly(name):
 
 def test_the_report_is_plain_and_complete():
     (report,) = on_all_ranks(case(), lambda trainer: trainer.step(1))
-    assert set(report["seconds"]) == set(SECTIONS)
-    assert 0 < sum(report["seconds"].values()) <= report["step_seconds"]
-    assert report["comm_bytes"] == {} and report["peak_memory_bytes"] > 0
-    assert all(type(report[k]) is float for k in ("loss", "grad_norm", "lr", "step_seconds"))
+    assert set(report.seconds) == set(SECTIONS)
+    assert 0 < sum(report.seconds.values()) <= report.step_seconds
+    assert report.comm_bytes == {} and report.peak_memory_bytes > 0
+    assert all(type(getattr(report, k)) is float for k in ("loss", "grad_norm", "lr", "step_seconds"))
 
 
 def with_clip(c: Config, clip: float) -> Config:
@@ -135,10 +135,10 @@ def test_no_clipping(clip):
 def look(trainer) -> tuple[float, str, float, set]:
     """Validation loss, a sample, the loss of a step after both, and the groups that they launch in."""
     trainer.communicator.log = log = []
-    loss = trainer.evaluate()["val_loss"]
+    loss = trainer.evaluate()
     text = trainer.sample(20)
     trainer.communicator.log = None
-    return loss, text, trainer.step(1)["loss"], {launch.axes for launch in log}
+    return loss, text, trainer.step(1).loss, {launch.axes for launch in log}
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +210,7 @@ def test_a_prompt_longer_than_the_window_and_a_text_longer_than_it():
 
 def test_the_same_step_gives_the_same_numbers():
     def work(trainer):
-        return [trainer.step(k)["loss"] for k in (1, 2)]
+        return [trainer.step(k).loss for k in (1, 2)]
 
     first, second = (on_all_ranks(case(dropout=0.2), work) for _ in range(2))
     assert first == second
@@ -226,12 +226,12 @@ def test_a_step_that_is_skipped_changes_nothing(name, cause):
         fault = Fault(1, "nan", 1) if trainer.communicator.rank == trainer.plan.mesh.size - 1 else None
         before = {n: w.detach().clone() for n, w in trainer.weights.master.items()}
         report = trainer.step(1, 0.1) if cause == "a spike" else trainer.step(1, fault=fault)
-        assert report["skipped"] and not trainer.weights.gradients
-        assert isfinite(report["grad_norm"]) == (cause == "a spike")
+        assert report.skipped and not trainer.weights.gradients
+        assert isfinite(report.grad_norm) == (cause == "a spike")
         assert all(torch.equal(w, before[n]) for n, w in trainer.weights.master.items())
         again = trainer.step(1)
-        assert not again["skipped"]
-        return again["loss"], again["grad_norm"]
+        assert not again.skipped
+        return again.loss, again.grad_norm
 
     undisturbed = on_all_ranks(CASES[name], lambda trainer: trainer.step(1))
-    assert on_all_ranks(CASES[name], work) == [(r["loss"], r["grad_norm"]) for r in undisturbed]
+    assert on_all_ranks(CASES[name], work) == [(r.loss, r.grad_norm) for r in undisturbed]

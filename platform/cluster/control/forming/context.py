@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from platform.cluster.crew.base.job import Job
 from platform.cluster.crew.base.signals import StopSignals
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from platform.cluster.control.saving.checkpoints import Checkpoints
     from platform.cluster.run.directory import RunDirectory
     from platform.cluster.run.resources import Places
+    from platform.train.recovery.source import Formation
 
 
 @dataclass(frozen=True)
@@ -35,19 +36,21 @@ class RunContext:
 
 @dataclass
 class Generation:
-    """A formed mesh. `seats`, `domains`: each rank's member and node; `step`: updates in the state that it starts from;
-    `peak_flops`: FLOP/s of a worker, None if unknown."""
+    """A formed mesh. `step`: updates in the state that it starts from; `peak_flops`: FLOP/s of a worker, None if
+    unknown."""
 
     number: int
     plan: Plan
-    stage_of: list[int]
-    seats: list[int]
-    domains: list[str]
-    config: dict[str, Any]
+    formed: Formation
     step: int
     peak_flops: float | None
     timeline: Timeline | None
     job: Job
 
-    def __post_init__(self) -> None:
-        self.size = len(self.seats)
+    @property
+    def seats(self) -> list[int]:
+        return self.formed.seats
+
+    @property
+    def size(self) -> int:
+        return len(self.seats)

@@ -26,7 +26,7 @@ from platform.plan.schedule.rows import stage_rows
 from platform.plan.schedule.simulate import simulate
 from platform.plan.schedule.table import Schedule, table
 from platform.planning.choose_schedule import schedule_of
-from platform.train.recovery.source import find_source, take_seats
+from platform.train.recovery.source import Formation, Source, find_source, take_seats
 
 _WIDTH = 300  # columns of a schedule table that is still shown
 
@@ -55,14 +55,14 @@ class Former:
         self._journal.write(events.Forming(world_size=size, mesh=mesh, plan=made, reason=found.reason, alive=alive))
         self._show(plan, schedule, found.reason)
         seats, source = self._seats(members, size)
-        if source and source["gathered"]:
+        if source and source.gathered:
             self._gather(crew, source, number)
         job = replace(self._job, coordinates=[plan.mesh.coordinates(rank) for rank in range(size)])
         crew.seat(job, seats)
         self._prove(crew, seats)
-        config, stage_of = found.config.to_dict(), list(schedule.placement)
-        workers = crew.call("form", ByRank(range(size)), size, config, crew.store, number, stage_of, made)
-        numbered = [worker | {"number": number} for worker, number in zip(workers, seats, strict=True)]
+        stage_of = list(schedule.placement)
+        workers = crew.call("form", ByRank(range(size)), size, found.config, crew.store, number, stage_of, made)
+        numbered = [vars(worker) | {"number": number} for worker, number in zip(workers, seats, strict=True)]
         self._journal.write(events.Formed(workers=numbered))
         there = crew.members
         domains = [there[n].node if n in there else "" for n in seats]  # "": gone by now, and the next call fails
@@ -70,30 +70,32 @@ class Former:
         plain = [stage.plain() for stage in of_stage]
         build = "build", ByRank(plain[c["stage"]] for c in job.coordinates), domains
         built = crew.call(*build)
-        self.recruiter.memory = min(self.recruiter.memory, *(b["memory"] or inf for b in built))
+        self.recruiter.memory = min(self.recruiter.memory, *(b.memory or inf for b in built))
         step = self._recover(crew, source) if source else self._restore(crew, build)
         self._formed = True
-        self._journal.write(events.Running(step=step + 1, parameters_per_worker=built[0]["parameters"]))
+        self._journal.write(events.Running(step=step + 1, parameters_per_worker=built[0].parameters))
         timeline = None
         if self._config.monitor.timeline:
             names, stages = [job.name(rank) for rank in range(size)], [c["stage"] for c in job.coordinates]
             timeline = Timeline(schedule, [stage.step for stage in of_stage], names, stages)
-        peak = dense_bf16_peak(built[0]["device"])
-        generation = Generation(number, plan, stage_of, seats, domains, config, step, peak, timeline, job)
+        peak = dense_bf16_peak(built[0].device)
+        formed = Formation(found.config, stage_of, domains, seats)
+        generation = Generation(number, plan, formed, step, peak, timeline, job)
         if source or (step and self._config.elastic.snapshot_every):
             self.ledger.add(generation, step)
         return generation
 
-    def _seats(self, members: list[int], size: int) -> tuple[list[int], dict[str, Any] | None]:
+    def _seats(self, members: list[int], size: int) -> tuple[list[int], Source | None]:
         """Return the member at every rank, and the source in memory that they recover from; None if no state in memory
         is whole, or a checkpoint is newer."""
         source, reasons = find_source(self.ledger.by(members), self.ledger.formed, size)
         for reason in reasons:
             self._journal.write(events.NotWhole(reason=reason))
-        if source is None or source["step"] < self._checkpoints.step:
+        if source is None or source.step < self._checkpoints.step:
             return members[:size], None
-        having = {member for _, member in source["members"]}
-        return take_seats(source, [m for m in members if m not in having], size)
+        having = set(source.members(source.kept))
+        source = take_seats(source, [m for m in members if m not in having], size)
+        return source.seats, source
 
     def _show(self, plan: Plan, schedule: Schedule, reason: str) -> None:
         if plan is not self._shown:
@@ -104,9 +106,9 @@ class Former:
         if schedule.stages > 1:
             self._monitor.say(_described(schedule))
 
-    def _gather(self, crew: Crew, source: dict[str, Any], number: int) -> None:
+    def _gather(self, crew: Crew, source: Source, number: int) -> None:
         """Let members that hold state but get no seat hand it over first, in a group with the other holders."""
-        order = [member for _, member in source["gathered"]]
+        order = source.members(source.gathered)
         crew.seat(replace(self._job, coordinates=[{"data": i} for i in range(len(order))]), order)
         crew.call("gather", source, ByRank(range(len(order))), crew.store, f"{number}/gather")
         crew.release()
@@ -134,12 +136,11 @@ class Former:
             self._journal.write(events.Barred(numbers=sorted(barred), reasons=reasons))
             raise Reform(f"a new worker gets no seat: {reasons[0]}")
 
-    def _recover(self, crew: Crew, source: dict[str, Any]) -> int:
+    def _recover(self, crew: Crew, source: Source) -> int:
         start = perf_counter()
         crew.call("recover", source)
-        step: int = source["step"]
-        self._journal.write(events.Restored(step=step, source="memory", seconds=perf_counter() - start))
-        return step
+        self._journal.write(events.Restored(step=source.step, source="memory", seconds=perf_counter() - start))
+        return source.step
 
     def _restore(self, crew: Crew, build: tuple[Any, ...]) -> int:
         """Restore from storage, the last resort, or start from nothing; return the step. Raises GaveUp if there was a

@@ -6,24 +6,22 @@ import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from platform.boundary.redaction import redact
 from platform.checkpoint.storage.storage import Storage, open_storage
 from platform.cluster.crew.base.crew import Crew
 from platform.config.fields import Config, ConfigError, violation
-from platform.train.recovery import places
+from platform.train.protocol.answers import Proof
+from platform.train.recovery import urls
 from platform.train.recovery.proof import proof
-
-Proof = Mapping[str, Any]  # as platform.train.recovery.proof.proof returns it
 
 
 def refused(crew: Crew, config: Config, run_dir: Path) -> dict[int, list[str]]:
     """Return the ranks whose proof differs from the driver's, each with one line per disagreement. The probe files that
     it writes are deleted afterwards. Raises ConfigError if the driver itself cannot write them."""
     storages = {"run.dir": open_storage(str(run_dir))}
-    if places.saves(config):
-        storages["checkpoint.url"] = open_storage(places.home(config))
+    if urls.saves(config):
+        storages["checkpoint.url"] = open_storage(urls.home(config))
     with _probe(storages) as name:
         own, found = proof(config, run_dir, name), crew.call("prove", name)
     return {rank: lines for rank, its in enumerate(found) if (lines := disagreements(own, [its], config))}
@@ -50,14 +48,14 @@ def disagreements(own: Proof, found: Iterable[Proof], config: Config) -> list[st
     """Return one line for each difference between the proofs `found` and `own`, the driver's."""
     where = {
         "run.dir": config.run.dir,
-        "checkpoint.url": redact(places.home(config)),
+        "checkpoint.url": redact(urls.home(config)),
         "checkpoint.resume": redact(config.checkpoint.resume),
     }
     lines = []
     for its in found:
-        for kind, name, value in ((k, n, v) for k in ("sees", "code", "versions") for n, v in own[k].items()):
-            if (there := its[kind].get(name)) != value:
-                how = f"{there} on node {its['node']}, {value} at the driver"
+        for kind, name, value in ((k, n, v) for k in ("sees", "code", "versions") for n, v in getattr(own, k).items()):
+            if (there := getattr(its, kind).get(name)) != value:
+                how = f"{there} on node {its.node}, {value} at the driver"
                 if kind == "sees":
                     lines.append(violation(name, where[name], f"{how}; all nodes must see the same"))
                 else:

@@ -87,7 +87,7 @@ class Recruiter:
             self._journal.write(events.NotStarted(number=failure.member.number, cause=failure.cause))
             self._say(f"a new worker did not start: {failure}")
             self._hire_from = monotonic() + HIRE_AGAIN_SECONDS
-        crew.unstarted = []
+        crew.unstarted.clear()
         e = self._config.elastic
         if not (e.replace and crew.can_hire) or monotonic() < self._hire_from:
             return

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from platform.cluster.control.forming.context import Generation, RunContext
 from platform.cluster.control.forming.recruiter import Recruiter
 from platform.cluster.crew.base.crew import Crew
 from platform.monitor.records import events
+from platform.train.protocol.answers import StepReport
 
 SLOW_STEPS = 5  # consecutive steps in which a worker must be slow to be reported
 
@@ -36,7 +36,7 @@ class ReformAdvisor:
         self._journal.write(events.Notice(numbers=leaving))
         return ReformProposal(f"{len(leaving)} of {generation.size} workers are about to be taken away")
 
-    def optional_reform(self, crew: Crew, generation: Generation, report: Mapping[str, Any]) -> ReformProposal | None:
+    def optional_reform(self, crew: Crew, generation: Generation, report: StepReport) -> ReformProposal | None:
         """Return a proposal if a spare can replace a slow worker, or the mesh can grow; also hires missing
         workers. `report`: of the step just done."""
         self._recruiter.refill(crew)
@@ -52,13 +52,13 @@ class ReformAdvisor:
             f"{alive} workers are there: the mesh grows from {generation.size} to {found.plan.mesh.size}"
         )
 
-    def _slow_ones(self, generation: Generation, report: Mapping[str, Any]) -> list[int]:
+    def _slow_ones(self, generation: Generation, report: StepReport) -> list[int]:
         """Return the members that were slow in the last SLOW_STEPS steps; report each once."""
-        ratios = {generation.seats[rank]: ratio for rank, ratio in report["slow"]}
+        ratios = {generation.seats[rank]: ratio for rank, ratio in report.slow}
         self._slow = {number: self._slow.get(number, 0) + 1 for number in ratios}
         for number in (n for n, steps in self._slow.items() if steps == SLOW_STEPS):
             rank, ratio = generation.seats.index(number), ratios[number]
-            node = generation.domains[rank]
+            node = generation.formed.domains[rank]
             self._journal.write(events.Slow(number=number, rank=rank, node=node, ratio=ratio))
             self._say(f"rank {rank} on {node} is slow: {ratio:.1f} times its stage's median")
         return [number for number, steps in self._slow.items() if steps >= SLOW_STEPS]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
 
 from platform.cluster.control.forming.context import Generation
+from platform.train.recovery.source import Formation
 
 
 class SnapshotLedger:
@@ -16,12 +16,9 @@ class SnapshotLedger:
         self._distrusted: set[tuple[int, int]] = set()  # (generation, member)
 
     @property
-    def formed(self) -> Mapping[int, Mapping[str, Any]]:
+    def formed(self) -> Mapping[int, Formation]:
         """Return how each generation was formed, as `platform.train.recovery.source.find_source` takes it."""
-        return {
-            number: {"config": g.config, "stage_of": g.stage_of, "domains": g.domains, "seats": g.seats}
-            for number, (g, _) in self._newest.items()
-        }
+        return {number: generation.formed for number, (generation, _) in self._newest.items()}
 
     def add(self, generation: Generation, step: int) -> None:
         """Record that all members of a generation hold the state after `step`: they start from it or committed it."""

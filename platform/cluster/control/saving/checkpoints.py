@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
@@ -15,6 +15,7 @@ from platform.boundary.redaction import redact
 from platform.checkpoint.storage.catalogue import find, quarantine
 from platform.checkpoint.storage.lease import Lease
 from platform.checkpoint.storage.manifest import Meta
+from platform.checkpoint.storage.report import FileReport
 from platform.checkpoint.storage.saver import Saver
 from platform.checkpoint.storage.storage import open_storage
 from platform.cluster.control.saving.cadence import Cadence
@@ -27,7 +28,8 @@ from platform.monitor import Journal
 from platform.monitor.records import events
 from platform.plan.core.plan import Plan
 from platform.plan.core.plan_data import digest as plan_digest
-from platform.train.recovery import places
+from platform.train.protocol.answers import Unrestored, Unwritten
+from platform.train.recovery import urls
 from platform.train.recovery.proof import versions
 
 POLL_SECONDS = 0.01
@@ -36,7 +38,7 @@ FAILURES = 3  # failed saves in a row, over at least elastic.wait seconds, after
 
 _NEWEST = ("auto", "must")  # values of checkpoint.resume under which a run resumes from its own newest checkpoint
 
-Reports = Sequence[Mapping[str, Any]]  # by rank: the report of `Image.write`, or {"error": why}
+Reports = Sequence[FileReport | Unwritten]  # by rank
 
 
 class Checkpoints:
@@ -48,9 +50,9 @@ class Checkpoints:
 
     def __init__(self, config: Config, plan: Plan, found: Origin | None, journal: Journal, say: Callable[[str], None]):
         self._config, self.plan, self._origin, self._journal, self._say = config, plan, found, journal, say
-        self._storage = open_storage(places.home(config))
+        self._storage = open_storage(urls.home(config))
         c, owner = config.checkpoint, f"process {os.getpid()} on {socket.gethostname()}"
-        lease = Lease.take(self._storage, owner) if places.saves(config) else None
+        lease = Lease.take(self._storage, owner) if urls.saves(config) else None
         self._cadence = Cadence(c.every)
         self._leased = lease is not None and c.resume in _NEWEST  # this driver alone judges the run's checkpoints
         self._saver = Saver(self._storage, last=c.keep, every=c.keep_every, lease=lease)
@@ -127,18 +129,17 @@ class Checkpoints:
         if not (found and found.directory):
             return True
         start = perf_counter()
-        answer: Mapping[str, str] = crew.call("restore", found.directory, found.directory in self._own)[0]
-        if not answer:
+        failure: Unrestored | None = crew.call("restore", found.directory, found.directory in self._own)[0]
+        if failure is None:
             seconds = perf_counter() - start
             self._journal.write(events.Restored(step=self.step, directory=found.directory, seconds=seconds))
             self._say(f"continues after step {self.step}: {found.storage.url}/{found.directory}")
             return True
-        [(how, reason)] = answer.items()
-        if how != "corrupt":
+        if failure.fault != "corrupt":
             where = f"{found.storage.url}/{found.directory}"
-            raise ConfigError(violation("checkpoint.resume", where, f"cannot be resumed from: {reason}"))
-        quarantine(found.storage, found.directory, reason)
-        self._refuse(found.directory, reason)
+            raise ConfigError(violation("checkpoint.resume", where, f"cannot be resumed from: {failure.reason}"))
+        quarantine(found.storage, found.directory, failure.reason)
+        self._refuse(found.directory, failure.reason)
         self.look_again()
         return False
 
@@ -174,7 +175,7 @@ class Checkpoints:
         if self._saver.busy:
             self._abandoned = True
             self._saver.cancel()
-            self._reports.put([{"error": "the workers were re-formed while they wrote"}])
+            self._reports.put([Unwritten("the workers were re-formed while they wrote")])
         self._writing, self._wanted, self._reports = False, SimpleQueue(), SimpleQueue()
 
     def save(self, crew: Crew, step: int, useful_seconds: float | None = None) -> None:
@@ -184,10 +185,10 @@ class Checkpoints:
         self._cadence.saved()
         self._abandoned, self._began = False, monotonic()
         snapshots = crew.call("snapshot")
-        numbers: dict[str, Any] = next((s["values"] for s in snapshots if s["values"]), {})
+        numbers: dict[str, Any] = next((s.values for s in snapshots if s.values), {})
         self._wanted, self._reports, self._useful = SimpleQueue(), SimpleQueue(), useful_seconds
         write = partial(_written, self._wanted, self._reports)
-        self._saver.save(snapshots[0]["tensors"], self._meta(step, {"optimizer": numbers}), write)
+        self._saver.save(snapshots[0].tensors, self._meta(step, {"optimizer": numbers}), write)
 
     def advance(self, crew: Crew, wait: float = 0.0) -> None:
         """Advance the save under way between steps: give the workers their directory, collect their reports (waiting
@@ -247,10 +248,12 @@ class Checkpoints:
             self._say(f"WARNING: {what} after step {event.step}: {event.reason}; {goes_on}")
 
 
-def _written(wanted: SimpleQueue[str], reports: SimpleQueue[Reports], directory: str) -> Reports:
+def _written(wanted: SimpleQueue[str], reports: SimpleQueue[Reports], directory: str) -> list[FileReport]:
     """Wait for the workers' reports on a save attempt. Runs in the saver's thread; only the driver's calls the crew."""
     wanted.put(directory)
-    found = reports.get()
-    if errors := [f"rank {rank}: {r['error']}" for rank, r in enumerate(found) if "error" in r]:
-        raise OSError(errors[0])
+    found = []
+    for rank, report in enumerate(reports.get()):
+        if isinstance(report, Unwritten):
+            raise OSError(f"rank {rank}: {report.error}")
+        found.append(report)
     return found

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
 from math import inf
-from types import TracebackType
 from typing import Any
 
 from platform.cluster.crew.base.failures import Failure, Member
@@ -16,7 +16,7 @@ class ByRank(list[Any]):
     """Call argument that differs by rank: a list with one value per rank."""
 
 
-class Crew(ABC):
+class Crew(AbstractContextManager["Crew"]):
     """Group of worker processes, the members, of which some have a rank (are seated) and the others are spares. A
     context manager: leaving it closes the crew, and no process remains. Must be used from one thread.
 
@@ -53,8 +53,9 @@ class Crew(ABC):
 
     @abstractmethod
     def call(self, method: str, *args: Any, within: float = inf) -> list[Any]:
-        """Run `worker.method(*args)` on all ranks at once and return the results by rank. Arguments and results are
-        JSON data (tuples arrive as lists); a `ByRank` argument gives each rank its own value.
+        """Run `worker.method(*args)` on all ranks at once and return the results by rank, as
+        `platform.train.protocol.answers` declares them. Arguments are plain data or dataclasses of it; a `ByRank`
+        argument gives each rank its own value.
 
         Raises WorkerFailed as soon as one rank has failed, without waiting for others that may hang in a collective;
         also if a rank has made no progress for `within` seconds.
@@ -74,10 +75,7 @@ class Crew(ABC):
     def close(self) -> None:
         """End all workers: by request and within a bounded time, or by force after a failure. May be called again."""
 
-    def __enter__(self) -> Crew:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -94,7 +92,7 @@ def arguments(args: Iterable[Any], rank: int) -> list[Any]:
     return [a[rank] if isinstance(a, ByRank) else a for a in args]
 
 
-def shown(method: str, args: Iterable[Any]) -> str:
+def call_text(method: str, args: Iterable[Any]) -> str:
     """Format a call for messages, with its first argument if that is short: step(3)."""
     first = next(iter(args), "")
     return f"{method}({first if isinstance(first, str | int) else '...'})"

@@ -6,7 +6,10 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
+
+from platform.config.fields import Config, SentConfig
 
 WORKER = "platform.train.worker:Worker"
 START = 0  # call number of the answer that reports the construction of the worker
@@ -16,7 +19,7 @@ START = 0  # call number of the answer that reports the construction of the work
 class Job:
     """Instructions common to all workers of a generation, independent of the launcher."""
 
-    config: Mapping[str, Any]  # Config.to_dict()
+    config: Config
     coordinates: Sequence[Mapping[str, int]]  # mesh coordinates of each rank
     device: str  # cpu | cuda
     run_dir: Path
@@ -40,52 +43,50 @@ class Job:
 
 @dataclass(frozen=True)
 class Assignment:
-    """Assignment of one worker: what to construct, and with which device, threads, log and environment. Plain data: its
-    `asdict` is JSON."""
+    """Assignment of one worker: what to construct, and with which device, threads, log and environment."""
 
     worker: str
-    config: Mapping[str, Any]
+    config: SentConfig
     number: int
     device: str
     run_dir: str
     threads: int
     log: str = ""  # file for standard output and error; "" = do not redirect
     environment: dict[str, str] = field(default_factory=dict)
-    secrets: Mapping[str, str] = field(default_factory=dict)
+    secrets: dict[str, str] = field(default_factory=dict)
     node: str = ""  # its failure domain; "" = the machine's name
+
+    def construct(self) -> Any:
+        """Construct the worker in this process."""
+        options = {"device": self.device, "run_dir": self.run_dir, "threads": self.threads}
+        return resolve_name(self.worker)(self.config, self.number, **options)
 
 
 def assign(
     job: Job, number: int, *, local_rank: int, local_world_size: int, group_rank: int, cores: int | None = None
 ) -> Assignment:
     """Return the assignment of member `number`: slot `local_rank` of `local_world_size` on machine `group_rank`, which
-    has `cores` CPU cores (None: as many as this process may use).
+    has `cores` CPU cores (None: as many as this process may use), which are divided among its workers.
 
     Its environment has those of torchrun's variables that stay the same in all generations.
     """
-    count = threads(job.config, local_world_size, cores)
-    environment = {
-        "LOCAL_RANK": local_rank,
-        "LOCAL_WORLD_SIZE": local_world_size,
-        "GROUP_RANK": group_rank,
-        "OMP_NUM_THREADS": count,
-    }
+    threads = job.config.cluster.threads or max(1, (cores or usable_cores()) // local_world_size)
     return Assignment(
         worker=job.worker,
         config=job.config,
         number=number,
         device=job.device,
         run_dir=str(job.run_dir),
-        threads=count,
+        threads=threads,
         log=str(job.log(number)),
-        environment={key: str(value) for key, value in environment.items()},
-        secrets=job.secrets,
+        environment={
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": str(local_world_size),
+            "GROUP_RANK": str(group_rank),
+            "OMP_NUM_THREADS": str(threads),
+        },
+        secrets=dict(job.secrets),
     )
-
-
-def threads(config: Mapping[str, Any], local_world_size: int, cores: int | None = None) -> int:
-    """Return the CPU threads per worker: `cluster.threads`, else the machine's cores divided among its workers."""
-    return config["cluster"]["threads"] or max(1, (cores or usable_cores()) // local_world_size)
 
 
 def usable_cores() -> int:

@@ -2,86 +2,109 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from math import inf
 from time import monotonic
+from types import MappingProxyType
 from typing import Any
 
-from platform.cluster.crew.base.crew import ByRank, Crew, arguments, shown
+from platform.boundary.schema import Malformed
+from platform.cluster.crew.base.crew import ByRank, Crew, arguments, call_text
 from platform.cluster.crew.base.failures import Failure, Member, WorkerFailed
 from platform.cluster.crew.base.job import START, Job
-from platform.cluster.crew.base.members import CUT_OFF, Members
-from platform.cluster.crew.base.rendezvous import Rendezvous
+from platform.cluster.crew.base.launcher import Launcher
+from platform.cluster.crew.base.rendezvous import open_store
+from platform.cluster.crew.base.roster import Roster
 from platform.cluster.crew.base.watch import BEAT_SECONDS, Watch
-from platform.cluster.wire.answers import is_answer
-from platform.cluster.wire.channel import encode, framed, text
+from platform.cluster.wire.channel import framed, text
+from platform.cluster.wire.messages import Abort, Answer, Ask, Beat, Call, Raised
+from platform.train.protocol import answers
 
-GRACE = (0.0, 0.5, 2.0)  # seconds to wait for a likelier culprit, indexed by `Failure.innocence`
+SUSPENSE_SECONDS = (0.0, 0.5, 2.0)  # to wait for a likelier culprit, indexed by `Failure.innocence`
 LEAVE_SECONDS = 5.0  # without progress in any member that is to leave its call and groups; then those left are killed
 CLOSE_SECONDS = 10.0  # for the members to close by themselves; then they are killed
 
 
-class RemoteCrew(Members, Crew):
-    """Implements ranks, calls, failures and release over the switchboard, for every launcher with processes."""
+class RemoteCrew(Crew):
+    """Implements ranks, calls, failures and release over the switchboard; `launcher` starts and ends the processes."""
 
     elastic = True
 
-    def __init__(self, job: Job, spares: int = 0):
-        self._silence: float = job.config["elastic"]["hang_seconds"]
-        self._seats: list[int] = []  # rank -> member number
-        self._gone: dict[int, str] = {}  # seated members that died in this generation, and how
+    def __init__(self, launcher: Launcher, job: Job, spares: int = 0):
+        self.job, self.can_hire, self._launcher = job, launcher.can_hire, launcher
+        self._silence = job.config.elastic.hang_seconds
+        self._roster = Roster(launcher, job)
+        self.unstarted = self._roster.unstarted
+        self._ranks: dict[int, int] = {}  # member number -> rank, in order
         self._hung: set[int] = set()  # members to blame for a hang; `release` kills them
         self._failures: dict[int, Failure] = {}  # of this generation
         self._call = START
         self._polite = True  # True while the members can be expected to answer
         self._closed = False
-        self._rendezvous: Rendezvous | None = None
-        super().__init__(job, spares)
+        self._rendezvous: Any = None  # the store of this generation
         try:
             with self._impolite():
-                self._start()
+                self._roster.start(job.world_size + spares)
         except BaseException:
             self.close()
             raise
 
+    @property
+    def members(self) -> Mapping[int, Member]:
+        self._roster.poll(0.0)
+        return MappingProxyType(dict(sorted(self._roster.ready.items())))
+
+    @property
+    def leaving(self) -> Set[int]:
+        return self._launcher.leaving(self.members)
+
+    @property
+    def starting(self) -> Set[int]:
+        self._roster.poll(0.0)
+        return frozenset(self._roster.starting)
+
+    def hire(self, count: int) -> None:
+        self._roster.hire(count)
+
     def seat(self, job: Job, numbers: Sequence[int]) -> None:
-        assert not self._seats and len(set(numbers)) == len(numbers) == job.world_size
-        self.job, self._seats = job, list(numbers)
-        for number in numbers:
-            if number not in self._members:
-                self._gone[number] = "it was gone before the generation began"
-        self._rendezvous = Rendezvous(self._host)
-        self._rendezvous.start()
-        self.store = self._rendezvous.address
+        assert not self._ranks and len(set(numbers)) == len(numbers) == job.world_size
+        self.job = self._roster.job = job
+        self._ranks = {number: rank for rank, number in enumerate(numbers)}
+        for number in self._ranks.keys() - self._roster.ready.keys():
+            self._roster.deaths[number] = "it was gone before the generation began"
+        self._rendezvous = open_store(self._roster.host)
+        self.store = self._rendezvous.host, self._rendezvous.port
 
     def call(self, method: str, *args: Any, within: float = inf) -> list[Any]:
         self._send(method, args)
-        values = self._gather(method, shown(method, args), within)
-        return [values[number] for number in self._seats]
+        values = self._gather(method, call_text(method, args), within)
+        return [values[number] for number in self._ranks]
 
     def release(self) -> list[Failure]:
         self._polite = True
         with self._impolite():
             self._rendezvous = None  # frees members that wait in the store for a lost rank
-            for number in self._hung & self._members.keys():
-                self._dispose(number)
-            lost = [f for number, f in self._failures.items() if number not in self._members]
-            left = set(self._seats) & self._members.keys()
-            self._tell(left, {"abort": True})
-            self._tell(left, self._next_call("leave"))
-            answers = self._answers(left, LEAVE_SECONDS, beats=True)
+            ready = self._roster.ready
+            for number in self._hung & ready.keys():
+                self._roster.dispose(number)
+            lost = [failure for number, failure in self._failures.items() if number not in ready]
+            left = self._ranks.keys() & ready.keys()
+            self._roster.send(left, Abort())
+            self._roster.send(left, self._next_call("leave"))
+            answered = self._answers(left, LEAVE_SECONDS, beats=True)
             for number in left - self._gone.keys():
-                if number not in answers:
+                answer = answered.get(number)
+                if answer is None:
                     lost.append(self._failure(number, "hung", "leave()", f"it has not left in {LEAVE_SECONDS:.0f} s"))
-                elif "error" in answers[number]:
-                    lost.append(self._failure(number, "failed", "leave()", answers[number]["error"]))
+                elif isinstance(answer, Raised):
+                    lost.append(self._failure(number, "failed", "leave()", answer.error))
                 else:
                     continue
-                self._dispose(number)
+                self._roster.dispose(number)
             known = {failure.member.number for failure in lost}
             lost += [self._failure(n, "died", "release()", why) for n, why in self._gone.items() if n not in known]
-            self._seats, self._gone, self._hung, self._failures = [], {}, set(), {}
+            self._ranks, self._hung, self._failures = {}, set(), {}
         return lost
 
     def close(self) -> None:
@@ -91,88 +114,89 @@ class RemoteCrew(Members, Crew):
         polite, self._polite = self._polite, False
         try:
             if polite:
-                ready = set(self._members)
-                self._tell(ready, self._next_call("close"))
-                polite = self._answers(ready, CLOSE_SECONDS).keys() == ready and not self._starting
+                ready = set(self._roster.ready)
+                self._roster.send(ready, self._next_call("close"))
+                polite = self._answers(ready, CLOSE_SECONDS).keys() == ready and not self._roster.starting
         finally:
             self._rendezvous = None
-            self._opened.close()  # closes the connections, which ends members waiting for a call
-            self._dismiss(polite)
+            self._roster.close(polite)
 
     # calls and answers
 
-    def _next_call(self, method: str, args: Sequence[Any] = ()) -> dict[str, Any]:
+    @property
+    def _gone(self) -> dict[int, str]:
+        """Return the seated members that are dead, and how they died."""
+        return {number: cause for number, cause in self._roster.deaths.items() if number in self._ranks}
+
+    def _next_call(self, method: str, args: Sequence[object] = ()) -> Call:
         self._call += 1
-        return {"call": self._call, "method": method, "args": args}
+        return Call(self._call, method, list(args))
 
     def _send(self, method: str, args: tuple[Any, ...]) -> None:
-        call = self._next_call(method, args)
         if not any(isinstance(a, ByRank) for a in args):
-            return self._tell(self._seats, call)
-        head = text(call | {"args": []}).removesuffix(b"]}")
+            return self._roster.send(self._ranks, self._next_call(method, args))
+        head = text(self._next_call(method)).removesuffix(b"]}")
         texts: dict[int, bytes] = {}  # by identity: a value that several ranks get is encoded once
-        for rank, number in enumerate(self._seats):
+        for number, rank in self._ranks.items():
             own = arguments(args, rank)
             for value in own:
                 if id(value) not in texts:
                     texts[id(value)] = text(value)
-            self._board.send(number, framed(head + b",".join(texts[id(value)] for value in own) + b"]}"))
-
-    def _tell(self, numbers: Collection[int], message: Mapping[str, Any]) -> None:
-        if numbers:
-            frame = encode(message)  # encoded once for all members
-            for number in numbers:
-                self._board.send(number, frame)
+            self._roster.board.send(number, framed(head + b",".join(texts[id(value)] for value in own) + b"]}"))
 
     def _gather(self, method: str, call: str, within: float) -> dict[int, Any]:
         """Collect the answer of every seated member, by number. Raises WorkerFailed."""
         values: dict[int, Any] = {}
-        failures = self._failures
-        pending, deadline, watch = set(self._seats), inf, Watch(within, monotonic(), self._silence)
+        failures, roster = self._failures, self._roster
+        pending, deadline, watch = set(self._ranks), inf, Watch(within, monotonic(), self._silence)
         with self._impolite():
             while pending:
-                for number in self._gone.keys() - failures.keys():
-                    failures[number] = self._failure(number, "died", call, self._gone[number])
+                gone = self._gone
+                for number in gone.keys() - failures.keys():
+                    failures[number] = self._failure(number, "died", call, gone[number])
                 hung, self._hung = watch.hung(pending, monotonic())
                 failures |= {number: self._failure(number, "hung", call, cause) for number, cause in hung.items()}
-                if hung or self._gone or monotonic() >= deadline:
+                if hung or gone or monotonic() >= deadline:
                     raise WorkerFailed(list(failures.values()))
-                self._tell(watch.ask(pending, monotonic()), {"beat": self._call})
-                for number, message in self._events(min(watch.patience(monotonic()), deadline - monotonic())):
-                    if message.get("beat") == self._call:
-                        watch.heard(number, message["progress"], monotonic())
-                    elif message.get("answer") == self._call and number in pending:
-                        if "error" in message:
-                            failures[number] = self._failure(number, "failed", call, message["error"])
-                            deadline = min(deadline, monotonic() + GRACE[failures[number].innocence])
-                        elif not is_answer(method, self._seats.index(number), message["value"]):
-                            self._book_death(number, "what it answers is no answer")
-                            continue  # stays pending, and is now dead
-                        else:
-                            values[number] = message["value"]
+                roster.send(watch.ask(pending, monotonic()), Ask(self._call))
+                for number, message in roster.poll(min(watch.patience(monotonic()), deadline - monotonic())):
+                    match message:
+                        case Beat(beat=self._call):
+                            watch.heard(number, message.progress, monotonic())
+                        case Raised(answer=self._call) if number in pending:
+                            failures[number] = self._failure(number, "failed", call, message.error)
+                            deadline = min(deadline, monotonic() + SUSPENSE_SECONDS[failures[number].innocence])
+                            pending.remove(number)
+                        case Answer(answer=self._call) if number in pending:
+                            try:
+                                values[number] = answers.read(method, self._ranks[number], message.value)
+                            except Malformed:
+                                roster.bury(number, "what it answers is no answer")
+                                continue  # stays pending, and is now dead
                             watch.answered(monotonic())
-                        pending.remove(number)
+                            pending.remove(number)
                 if failures and not pending:
                     raise WorkerFailed(list(failures.values()))
         return values
 
-    def _answers(self, numbers: Collection[int], seconds: float, beats: bool = False) -> dict[int, dict[str, Any]]:
+    def _answers(self, numbers: Collection[int], seconds: float, beats: bool = False) -> dict[int, Answer | Raised]:
         """Collect the answers to the last call from those of `numbers` that are alive. Stops when none has answered for
         `seconds`; with `beats`, progress of any of them counts too."""
-        answers: dict[int, dict[str, Any]] = {}
+        found: dict[int, Answer | Raised] = {}
         pending, deadline, ask = set(numbers), monotonic() + seconds, monotonic() + BEAT_SECONDS
-        while (pending := pending & self._members.keys()) and monotonic() < deadline:
+        while (pending := pending & self._roster.ready.keys()) and monotonic() < deadline:
             if beats and monotonic() >= ask:
-                self._tell(pending, {"beat": self._call})
+                self._roster.send(pending, Ask(self._call))
                 ask = monotonic() + BEAT_SECONDS
-            for number, message in self._events(min(deadline, ask if beats else inf) - monotonic()):
-                if message.get("answer") == self._call:
-                    answers[number] = message
-                    pending.discard(number)
-                    deadline = monotonic() + seconds
-                elif message.get("beat") == self._call:
-                    deadline = max(deadline, monotonic() + seconds - message["progress"]["seconds"])
-        return answers
+            for number, message in self._roster.poll(min(deadline, ask if beats else inf) - monotonic()):
+                match message:
+                    case Answer(answer=self._call) | Raised(answer=self._call):
+                        found[number] = message
+                        pending.discard(number)
+                        deadline = monotonic() + seconds
+                    case Beat(beat=self._call):
+                        deadline = max(deadline, monotonic() + seconds - message.progress.seconds)
+        return found
 
     @contextmanager
     def _impolite(self) -> Iterator[None]:
@@ -184,13 +208,7 @@ class RemoteCrew(Members, Crew):
         yield
         self._polite = before
 
-    def _book_death(self, number: int, cause: str | None) -> None:
-        super()._book_death(number, cause)
-        if number in self._seats:
-            self._gone[number] = cause or CUT_OFF
-
     def _failure(self, number: int, kind: str, call: str, cause: str) -> Failure:
-        member = self._greeted.get(number, Member(number, "", 0))
-        rank = self._seats.index(number)
+        rank, member = self._ranks[number], self._roster.member(number)
         name, coordinates = self.job.name(rank), dict(self.job.coordinates[rank])
-        return Failure(member, kind, call, cause, rank, name, coordinates, self._log(number))
+        return Failure(member, kind, call, cause, rank, name, coordinates, self._roster.log(number))

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import socket
+from typing import Any
 
 
-class Rendezvous:
-    """TCPStore server at `address` (host, port); it answers from `start` on and for as long as this object lives.
+def open_store(host: str) -> Any:
+    """Start a TCPStore server that listens on `host` alone (by default it would listen on all addresses, and it has no
+    authentication); it answers for as long as the returned store lives."""
+    from torch.distributed import TCPStore
 
-    It listens on that one address only. A TCPStore by default listens on all of them and has no authentication.
-    """
-
-    def __init__(self, host: str):
-        self._listener = socket.create_server((host, 0))
-        self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
-
-    def start(self) -> None:
-        """Begin to answer; until then connections wait. Separate from the constructor because it imports torch."""
-        from torch.distributed import TCPStore
-
-        fd = self._listener.detach()
-        self._store = TCPStore(*self.address, is_master=True, wait_for_workers=False, master_listen_fd=fd)
+    listener = socket.create_server((host, 0))
+    port, descriptor = listener.getsockname()[1], listener.detach()
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)

@@ -4,9 +4,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from math import inf
-from typing import Any
+
+from platform.parallel.communicator.progress import Activity
 
 SOON = 0.98  # fraction of `within` after which hung members are looked for, so that the finding is in time
 NEARLY = 0.9  # fraction of `within` that counts as hung: a hang from soon after the start is found at the deadline
@@ -23,7 +24,7 @@ class Watch:
         self._next = start + min(within, silence) - BEAT_SECONDS
         self._asked: dict[int, float] = {}  # members that owe a beat, and since when; oldest first
         self._moved = start  # time of the last known progress of any member
-        self._beats: dict[int, Mapping[str, Any]] = {}
+        self._beats: dict[int, Activity] = {}
 
     def ask(self, pending: Collection[int], now: float) -> list[int]:
         """Return the pending members to ask for a beat now; empty if it is too early."""
@@ -34,11 +35,11 @@ class Watch:
         self._asked.update(dict.fromkeys(asked, now))
         return asked
 
-    def heard(self, number: int, beat: Mapping[str, Any], now: float) -> None:
-        """Record a beat of member `number`, as `Progress.beat` returns it."""
+    def heard(self, number: int, beat: Activity, now: float) -> None:
+        """Record a beat of member `number`."""
         self._asked.pop(number, None)
         self._beats[number] = beat
-        self._moved = max(self._moved, now - beat["seconds"])
+        self._moved = max(self._moved, now - beat.seconds)
 
     def answered(self, now: float) -> None:
         """Record that a member answered the call, which counts as progress: ranks that waited for it will move."""
@@ -66,8 +67,8 @@ class Watch:
         if not late or any(number in self._asked or number not in self._beats for number in pending):
             return {}, set()
         beats = {number: self._beats[number] for number in pending}
-        busy = {number: beat for number, beat in beats.items() if not beat["waiting"]}
-        stuck = {n: _where(b) for n, b in busy.items() if b["call"] and b["seconds"] >= NEARLY * self._within}
+        busy = {number: beat for number, beat in beats.items() if not beat.waiting}
+        stuck = {n: _where(b) for n, b in busy.items() if b.call and b.seconds >= NEARLY * self._within}
         if stuck:
             return stuck, set(stuck)
         if not busy and now - self._moved >= self._within:
@@ -75,6 +76,5 @@ class Watch:
         return {}, set()
 
 
-def _where(beat: Mapping[str, Any]) -> str:
-    place = f"{beat['call']}: {beat['section']}" if beat["section"] else beat["call"]
-    return f"{beat['seconds']:.1f} s at {place}"
+def _where(beat: Activity) -> str:
+    return f"{beat.seconds:.1f} s at {beat.call}{beat.section and ': '}{beat.section}"

@@ -9,20 +9,23 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from inspect import signature
+from itertools import chain, repeat
 from pathlib import Path
-from pkgutil import resolve_name
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, get_type_hints
 
+from platform.boundary import schema
 from platform.boundary.redaction import Shield, register_secrets
-from platform.cluster.crew.base.crew import shown
+from platform.cluster.crew.base.crew import call_text
 from platform.cluster.crew.base.job import START, Assignment
-from platform.cluster.wire.channel import Garbled, Line, dial, encode
+from platform.cluster.wire.channel import Garbled, Line, dial, encode, read
+from platform.cluster.wire.messages import Abort, Answer, Ask, Beat, Call, Order, Raised
 from platform.parallel.communicator.progress import PROGRESS
 
-GRACE = 2.0  # seconds for a worker to end by itself once its driver is gone
+ORPHAN_SECONDS = 2.0  # for a worker to end by itself once its driver is gone
 
 
 def serve(place: Assignment, address: tuple[str, int], token: str, *, own_process: bool = True) -> None:
@@ -51,33 +54,34 @@ class _Host:
 
     def __init__(self, place: Assignment, line: Line, own_process: bool):
         self._place, self._line, self._own_process = place, line, own_process
-        self._calls: SimpleQueue[tuple[int, str, list[Any]] | None] = SimpleQueue()
+        self._calls: SimpleQueue[Call | None] = SimpleQueue()
         self._worker: Any = None
 
     def run(self) -> None:
         threading.Thread(target=self._read, name="control", daemon=True).start()
         self._execute(START, "start()", self._make)
         while call := self._calls.get():
-            number, method, args = call
-            self._execute(number, shown(method, args), lambda: getattr(self._worker, method)(*args))  # noqa: B023
+            self._execute(call.call, call_text(call.method, call.args), lambda: self._run(call))  # noqa: B023
 
     def _make(self) -> None:
-        a = self._place
-        arguments = {"device": a.device, "run_dir": a.run_dir, "threads": a.threads}
-        self._worker = resolve_name(a.worker)(a.config, a.number, **arguments)
+        self._worker = self._place.construct()
         gc.freeze()  # exempts what the imports created from collection, so that `leave` collects fast
+
+    def _run(self, call: Call) -> Any:
+        method = getattr(self._worker, call.method)
+        return method(*typed(method, call.args))
 
     def _execute(self, number: int, call: str, function: Callable[[], Any]) -> None:
         PROGRESS.begin(call)
         cause = ""
         try:
-            frame = encode({"answer": number, "value": function()})
+            frame = encode(Answer(number, function()))
         except Exception:
-            cause = traceback.format_exc()
+            cause = traceback.format_exc().encode(errors="backslashreplace").decode()[-schema.LONGEST :]
         if cause:  # after the except block: within it the failed frames are alive, and keep groups open
             self._leave()
             print(cause, file=sys.stderr, end="")  # into the log file as well
-            frame = encode({"answer": number, "error": cause})
+            frame = encode(Raised(number, cause))
         PROGRESS.begin("")
         with suppress(OSError):  # the driver is gone: `_read` ends this process
             self._line.send(frame)
@@ -94,18 +98,26 @@ class _Host:
     def _read(self) -> None:
         try:
             for message in self._line.messages():
-                if "call" in message:
-                    self._calls.put((message["call"], message["method"], message["args"]))
-                elif "beat" in message:
-                    self._line.send(encode({"beat": message["beat"], "progress": PROGRESS.beat()}))
-                elif "abort" in message and self._worker is not None:
-                    threading.Thread(target=self._worker.abort, name="abort", daemon=True).start()
+                match read(Order, message):
+                    case Call() as call:
+                        self._calls.put(call)
+                    case Ask(beat=number):
+                        self._line.send(encode(Beat(number, PROGRESS.beat())))
+                    case Abort() if self._worker is not None:
+                        threading.Thread(target=self._worker.abort, name="abort", daemon=True).start()
         except (OSError, Garbled):
             pass
         self._calls.put(None)
         if self._own_process:
-            time.sleep(GRACE)
+            time.sleep(ORPHAN_SECONDS)
             os._exit(1)
+
+
+def typed(method: Callable[..., Any], args: Sequence[object]) -> list[Any]:
+    """Return the arguments of a call, plain data, as the method's signature declares them. Raises Malformed."""
+    hints = get_type_hints(method, include_extras=True)
+    kinds = chain((hints.get(name, object) for name in signature(method).parameters), repeat(object))
+    return [schema.read(kind, value) for kind, value in zip(kinds, args, strict=False)]
 
 
 def _redirect_output(path: str) -> None:

@@ -8,13 +8,12 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence, Set
 from math import inf
-from pkgutil import resolve_name
 from typing import Any
 
-from platform.cluster.crew.base.crew import Crew, arguments, shown
+from platform.cluster.crew.base.crew import Crew, arguments, call_text
 from platform.cluster.crew.base.failures import Failure, Member, WorkerFailed
-from platform.cluster.crew.base.job import Job, threads
-from platform.cluster.crew.base.rendezvous import Rendezvous
+from platform.cluster.crew.base.job import Job, assign
+from platform.cluster.crew.base.rendezvous import open_store
 
 
 class InlineCrew(Crew):
@@ -26,8 +25,7 @@ class InlineCrew(Crew):
         self.unstarted = []
         self._closed = False
         self._member = Member(0, socket.gethostname(), os.getpid())
-        keywords = {"device": job.device, "run_dir": str(job.run_dir), "threads": threads(job.config, 1)}
-        self._worker = resolve_name(job.worker)(job.config, 0, **keywords)
+        self._worker = assign(job, 0, local_rank=0, local_world_size=1, group_rank=0).construct()
 
     @property
     def members(self) -> Mapping[int, Member]:
@@ -40,9 +38,8 @@ class InlineCrew(Crew):
     def seat(self, job: Job, numbers: Sequence[int]) -> None:
         assert job.world_size == 1 and list(numbers) == [0]
         self.job = job
-        self._rendezvous = Rendezvous("127.0.0.1")
-        self._rendezvous.start()
-        self.store = self._rendezvous.address
+        self._rendezvous = open_store("127.0.0.1")
+        self.store = self._rendezvous.host, self._rendezvous.port
 
     def call(self, method: str, *args: Any, within: float = inf) -> list[Any]:
         try:
@@ -50,7 +47,7 @@ class InlineCrew(Crew):
         except Exception as error:
             cause = traceback.format_exc()  # as other crews report it: the failing line is in the user's own code
             print(cause, file=sys.stderr, end="")
-            call, name, coordinates = shown(method, args), self.job.name(0), self.job.coordinates[0]
+            call, name, coordinates = call_text(method, args), self.job.name(0), self.job.coordinates[0]
             raise WorkerFailed([Failure(self._member, "failed", call, cause, 0, name, coordinates)]) from error
 
     def release(self) -> list[Failure]:

@@ -1,4 +1,4 @@
-"""Crew of plain processes on this machine, without Ray."""
+"""Launcher of plain processes on this machine, without Ray."""
 
 from __future__ import annotations
 
@@ -9,38 +9,41 @@ from collections.abc import Sequence
 from itertools import count
 from time import monotonic
 
-from platform.cluster.crew.base.job import Assignment, assign, one_gpu
-from platform.cluster.crew.base.remote import RemoteCrew
+from platform.cluster.crew.base.job import Assignment, Job, assign, one_gpu
+from platform.cluster.crew.base.launcher import Launcher
 from platform.cluster.crew.base.signals import STOPPING
 from platform.cluster.crew.launchers.host import serve
+from platform.cluster.wire.switchboard import Switchboard
 
-_EXIT_SECONDS = 3.0  # for a process to exit after it was asked to close
+_JOIN_SECONDS = 3.0  # for a process to exit after it was asked to close
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
-class ProcessCrew(RemoteCrew):
-    """Crew with one spawned process per member. A process hired after another died gets its slot, and so its GPU."""
+class Processes(Launcher):
+    """Spawns one process per member. A process hired after another died gets its slot, and so its GPU."""
 
-    def _open(self) -> str:
+    def __init__(self) -> None:
+        super().__init__()
         self._processes: dict[int, multiprocessing.process.BaseProcess] = {}
         self._slots: dict[int, int] = {}  # member number -> slot, of living members
+
+    def open(self, job: Job, size: int) -> str:
         return "127.0.0.1"
 
-    def _launch(self, numbers: Sequence[int]) -> None:
+    def launch(self, job: Job, numbers: Sequence[int], board: Switchboard) -> None:
         context = multiprocessing.get_context("spawn")
         for number in numbers:
             slot = next(i for i in count() if i not in self._slots.values())
             self._slots[number] = slot
-            size = self.job.world_size
-            place = assign(self.job, number, local_rank=slot, local_world_size=size, group_rank=0)
-            if self.job.device == "cuda":
+            place = assign(job, number, local_rank=slot, local_world_size=job.world_size, group_rank=0)
+            if job.device == "cuda":
                 place.environment.update(one_gpu(slot))
-            told = (place, self._board.address, self._board.token(number))
+            told = (place, board.address, board.token(number))
             process = context.Process(target=_main, args=told, name=f"worker{number}", daemon=True)
             process.start()
             self._processes[number] = process
 
-    def _ended(self, number: int, seconds: float) -> str | None:
+    def ended(self, number: int, seconds: float) -> str | None:
         process = self._processes[number]
         process.join(seconds)
         code = process.exitcode
@@ -48,15 +51,15 @@ class ProcessCrew(RemoteCrew):
             return None
         return f"the process was killed by {signal.Signals(-code).name}" if code < 0 else f"its exit status is {code}"
 
-    def _kill(self, number: int) -> None:
+    def kill(self, number: int) -> None:
         self._slots.pop(number, None)
         if process := self._processes.pop(number, None):
             process.kill()
             process.join()
             process.close()  # frees its pipes
 
-    def _dismiss(self, polite: bool) -> None:
-        deadline = monotonic() + (_EXIT_SECONDS if polite else 0.0)
+    def dismiss(self, polite: bool) -> None:
+        deadline = monotonic() + (_JOIN_SECONDS if polite else 0.0)
         for process in self._processes.values():
             process.join(max(0.0, deadline - monotonic()))
         for process in self._processes.values():

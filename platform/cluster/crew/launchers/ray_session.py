@@ -96,7 +96,7 @@ def _look_again_for_the_token() -> None:
     raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
-def connect() -> None:
+def join_cluster() -> None:
     """Join the cluster at RAY_ADDRESS, or the one on this machine. Raises ConfigError if there is none."""
     import ray
     from ray.exceptions import RayError

@@ -1,4 +1,4 @@
-"""Crew whose processes torchrun has started: `torchrun --nproc-per-node N -m platform.launch +experiment=...`.
+"""Launcher for processes that torchrun has started: `torchrun --nproc-per-node N -m platform.launch +experiment=...`.
 
 The process of rank 0 is the driver. Every process, including rank 0, serves a worker: it reads from torchrun's own
 store where to dial, and from then on is a member like any other. A member that raises continues in the next generation.
@@ -12,26 +12,27 @@ prove that it has the key before anything else that it sends, such as the config
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import stat
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Any
+from typing import Annotated, Any
 
-from platform.cluster.crew.base.job import Assignment, assign, one_gpu
-from platform.cluster.crew.base.remote import RemoteCrew
+from platform.boundary import documents, schema
+from platform.boundary.schema import Malformed, Span
+from platform.cluster.crew.base.job import Assignment, Job, assign, one_gpu
+from platform.cluster.crew.base.launcher import Launcher
 from platform.cluster.crew.base.signals import STOPPING
 from platform.cluster.crew.launchers.host import attend
 from platform.cluster.wire import secret
-from platform.cluster.wire.channel import dial
+from platform.cluster.wire.channel import dial, text
+from platform.cluster.wire.switchboard import Switchboard
 from platform.config.fields import ConfigError, violation
 
 SECRET = "PLATFORM_SECRET"
@@ -41,7 +42,7 @@ _KEY_SECONDS = 30.0  # for a file just written by another machine to become visi
 _DRIVER = "driver"  # the store's only key; its value: the driver's address and session, or null if no crew was formed
 _FOREVER = timedelta(days=365)  # a follower waits as long as the driver lives
 _CONNECT = timedelta(seconds=30)
-_EXIT_SECONDS = 3.0  # for the worker thread of this process to end
+_THREAD_SECONDS = 3.0  # for the worker thread of this process to end
 
 
 def present() -> bool:
@@ -63,11 +64,10 @@ def follow(run_dir: Path) -> None:
     store.wait([_DRIVER], _FOREVER)
     if (told := _published(store.get(_DRIVER))) is None:
         return
-    address, session = told
     for number in STOPPING:  # torchrun signals all processes; the driver decides, and needs its workers to save
         signal.signal(number, signal.SIG_IGN)
     rank = int(os.environ["RANK"])
-    _serve(address, secret.token(_key(run_dir), session, rank), rank, own_process=True)
+    _serve(told.address, secret.token(_key(run_dir), told.session, rank), rank, own_process=True)
 
 
 def dismiss() -> None:
@@ -85,69 +85,77 @@ def given_key() -> str:
     return key
 
 
-class TorchrunCrew(RemoteCrew):
-    """Crew of the processes that torchrun started, numbered by torchrun's ranks. Member 0 is a thread of this process,
+@dataclass(frozen=True)
+class _Driver:
+    """Value of the key _DRIVER of the store."""
+
+    address: tuple[str, Annotated[int, Span(1, (1 << 16) - 1)]]
+    session: str
+
+
+class Torchrun(Launcher):
+    """Admits the processes that torchrun started, numbered by torchrun's ranks. Member 0 is a thread of this process,
     so that the driver can watch it like the others. Members cannot be killed, and none can be hired."""
 
     can_hire = False
+    _file: Path | None = None  # with the key, until all members have read it
 
-    def _open(self) -> str:
-        self._key = given_key()
-        if not self._key:
-            self._key = secret.new()
-            _write(self._key, file := self.job.run_dir / _FILE)
-            self._opened.callback(file.unlink, missing_ok=True)
+    def open(self, job: Job, size: int) -> str:
+        self.key = given_key()
+        if not self.key:
+            self.key = secret.new()
+            _write(self.key, file := job.run_dir / _FILE)
+            self._file = file
         return "127.0.0.1" if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"] else os.environ["MASTER_ADDR"]
 
-    def _start(self) -> None:
-        super()._start()
-        (self.job.run_dir / _FILE).unlink(missing_ok=True)  # all members have read it
+    def ready(self) -> None:
+        if self._file:
+            self._file.unlink(missing_ok=True)
 
-    def _launch(self, numbers: Sequence[int]) -> None:
+    def launch(self, job: Job, numbers: Sequence[int], board: Switchboard) -> None:
         local_size = int(os.environ["LOCAL_WORLD_SIZE"])
-        place = assign(self.job, 0, local_rank=0, local_world_size=local_size, group_rank=0)
+        place = assign(job, 0, local_rank=0, local_world_size=local_size, group_rank=0)
         # torchrun sets the environment of the others, and has its own options for logs
-        self._board.tell({"place": asdict(replace(place, environment={}, log=""))})
-        _connect().set(_DRIVER, json.dumps({"address": self._board.address, "session": self._board.session}))
-        own = self._board.address, self._board.token(0), 0
+        board.tell(replace(place, environment={}, log=""))
+        _connect().set(_DRIVER, text(_Driver(board.address, board.session)).decode())
+        own = board.address, board.token(0), 0
         self._own = threading.Thread(
             target=_serve, args=own, kwargs={"own_process": False}, name="worker0", daemon=True
         )
         self._own.start()
 
-    def _log(self, number: int) -> Path | None:
+    def log(self, job: Job, number: int) -> Path | None:
         return None
 
-    def _ended(self, number: int, seconds: float) -> str | None:
+    def ended(self, number: int, seconds: float) -> str | None:
         return None  # torchrun reports it, and ends this process too
 
-    def _kill(self, number: int) -> None:
+    def kill(self, number: int) -> None:
         pass  # it ends by itself when its connection is closed
 
-    def _dismiss(self, polite: bool) -> None:
+    def dismiss(self, polite: bool) -> None:
+        self.ready()
         if polite:
-            self._own.join(_EXIT_SECONDS)
+            self._own.join(_THREAD_SECONDS)
 
 
 def _serve(address: tuple[str, int], token: str, number: int, *, own_process: bool) -> None:
     """Dial the driver and serve as the worker that its welcome describes."""
     line = dial(address, token, number)
-    place = Assignment(**line.welcome["place"])
+    place: Assignment = schema.read(Assignment, line.told)
     if place.device == "cuda":
         os.environ.update(one_gpu(int(os.environ["LOCAL_RANK"])))
     attend(replace(place, number=number), line, own_process=own_process)
 
 
-def _published(data: bytes) -> tuple[tuple[str, int], str] | None:
-    """Parse the store's value into the driver's address and session; None if no crew was formed. Raises PermissionError
-    for a value that no driver writes, since anyone can write to the store."""
-    with suppress(ValueError, TypeError, KeyError, RecursionError):
-        if (told := json.loads(data)) is None:
-            return None
-        (host, port), session = told["address"], told["session"]
-        if isinstance(host, str) and type(port) is int and 0 < port < 1 << 16 and isinstance(session, str):
-            return (host, port), session
-    raise PermissionError("torchrun's store holds what no driver writes: somebody else uses it")
+def _published(data: bytes) -> _Driver | None:
+    """Parse the store's value; None if no crew was formed. Raises PermissionError for a value that no driver writes,
+    since anyone can write to the store."""
+    try:
+        found: _Driver | None = schema.read(_Driver | None, documents.from_json(data))
+        return found
+    except Malformed:
+        raise PermissionError("torchrun's store holds what no driver writes: somebody else uses it") from None
 
 
 def _write(key: str, file: Path) -> None:

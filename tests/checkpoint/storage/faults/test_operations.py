@@ -192,11 +192,11 @@ def test_a_commit_needs_all_reports(storage):
     with pytest.raises(Refused, match="the workers wrote b, which is no part of the state"):
         catalogue.commit(storage, directory, {"a": (6, 4), "c": ()}, [one, two], meta(2))
     with pytest.raises(Refused, match="is in several blocks"):
-        catalogue.commit(storage, directory, step.shapes, [one, two, {**one, "file": two["file"]}], meta(2))
-    other = {**two, "blocks": [[*b[:2], [9, 9], *b[3:]] if b[0] == "a" else b for b in two["blocks"]]}
+        catalogue.commit(storage, directory, step.shapes, [one, two, replace(one, file=two.file)], meta(2))
+    other = replace(two, blocks=[b._replace(shape=(9, 9)) if b.name == "a" else b for b in two.blocks])
     with pytest.raises(Refused, match="a has several shapes or types"):
         catalogue.commit(storage, directory, step.shapes, [one, other], meta(2))
-    os.truncate(storage.root / directory / two["file"], 1)
+    os.truncate(storage.root / directory / two.file, 1)
     with pytest.raises(Refused, match="blocks-00001.bin has 1 bytes instead of"):
         catalogue.commit(storage, directory, step.shapes, [one, two], meta(2))
     with pytest.raises(ValueError):

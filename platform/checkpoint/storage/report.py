@@ -1,0 +1,27 @@
+"""Report of a worker on the file of a checkpoint that it has written. Imports no torch, because the driver reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class BlockReport(NamedTuple):
+    """Block of the global tensor `name`: its bytes begin at `at` of the file and have the hash `sha256`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    extent: tuple[int, ...]
+    at: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class FileReport:
+    """Content of one worker's block file, of `bytes` bytes."""
+
+    file: str
+    bytes: int
+    blocks: list[BlockReport]

@@ -1,0 +1,231 @@
+"""Launcher of Ray actors, one per worker, in an embedded Ray on this machine or in the cluster at RAY_ADDRESS."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import replace
+from time import monotonic
+from typing import Any, NamedTuple
+
+from platform.cluster.crew.base.failures import Failure, Member, NoPlaces, WorkerFailed
+from platform.cluster.crew.base.job import Assignment, Job, assign, usable_cores
+from platform.cluster.crew.base.launcher import Launcher
+from platform.cluster.crew.launchers.host import serve
+from platform.cluster.crew.launchers.ray_session import Embedded, Notices, join_cluster
+from platform.cluster.wire.switchboard import Switchboard
+
+_LOG = logging.getLogger("platform.cluster")
+_PLACEMENT_SECONDS = 60.0  # at least, for Ray to grant resources that were free a moment ago
+_TURN_SECONDS = 10.0  # interval of the messages that say what is being waited for
+_REASON_SECONDS = 0.3  # for Ray to report how a process ended; the loss of a node it learns only much later
+
+
+class _Location(NamedTuple):
+    """Location of an actor: its machine's Ray id and CPU cores, and its GPU, in an order by number."""
+
+    machine: str
+    gpu: tuple[int, str]
+    cores: int
+
+
+class RayActors(Launcher):
+    """Starts one actor per member. The initial members are placed on as few machines as possible and numbered by
+    machine, within a machine by GPU. A hired member starts wherever Ray finds a place, as soon as there is one."""
+
+    def __init__(self, *, embedded: bool):
+        super().__init__()
+        self._embedded = embedded
+        self._actors: dict[int, Any] = {}  # actors not killed yet, by member number
+        self._crowd = 0  # most initial members on one machine; 0 before the start
+        self._serving: dict[int, Any] = {}  # each actor's running `serve` call
+        self._notices: Notices | None = None
+        self._ray: Embedded | None = None
+
+    def open(self, job: Job, size: int) -> str:
+        if self._embedded:
+            growth = max(0, job.config.elastic.max_workers - job.world_size)
+            self._ray = Embedded(max(size, job.world_size) + growth, gpus=job.device == "cuda")
+        else:
+            join_cluster()
+        import ray
+
+        self._notices = Notices()
+        self._here = ray.get_runtime_context().get_node_id()
+        return "127.0.0.1" if self._embedded else ray.util.get_node_ip_address()
+
+    def leaving(self, members: Mapping[int, Member]) -> Set[int]:
+        if self._notices is None or not (nodes := self._notices.nodes):
+            return frozenset()
+        everybody = self._here in nodes  # the driver's node is draining, and the run ends with it
+        return {number for number, member in members.items() if everybody or _node_id(member.node) in nodes}
+
+    def launch(self, job: Job, numbers: Sequence[int], board: Switchboard) -> None:
+        if not self._crowd:
+            self._launch_together(job, numbers, board)
+            return
+        for number in numbers:
+            # Its node is not known yet: threads are sized as if it shared the most crowded initial machine.
+            place = assign(job, number, local_rank=0, local_world_size=self._crowd, group_rank=0)
+            self._serve(_actor(job), place, board)
+
+    def _launch_together(self, job: Job, numbers: Sequence[int], board: Switchboard) -> None:
+        import ray
+
+        size = len(numbers)
+        actors = [_actor(job, node) for node in _nodes(job, size)]
+        self._actors = dict(zip(numbers, actors, strict=True))
+        places = [actor.locate.remote() for actor in actors]
+        _wait(job, lambda seconds: len(ray.wait(places, num_returns=size, timeout=seconds)[0]), size)
+        found = [_located(number, place) for number, place in zip(numbers, places, strict=True)]
+        machines = list(dict.fromkeys(where.machine for where in found))
+        order = sorted(range(size), key=lambda i: (machines.index(found[i].machine), found[i].gpu))
+        crowds = [[i for i in order if found[i].machine == machine] for machine in machines]
+        self._crowd = max(map(len, crowds))
+        for number, i in zip(numbers, order, strict=True):
+            machine = machines.index(found[i].machine)
+            crowd = crowds[machine]
+            where = {"local_rank": crowd.index(i), "local_world_size": len(crowd), "group_rank": machine}
+            self._serve(actors[i], assign(job, number, **where, cores=found[i].cores), board)
+
+    def _serve(self, actor: Any, place: Assignment, board: Switchboard) -> None:
+        number = place.number
+        self._actors[number] = actor
+        self._serving[number] = actor.serve.remote(place, board.address, board.token(number))
+
+    def ended(self, number: int, seconds: float) -> str | None:
+        import ray
+        from ray.exceptions import RayActorError, RayError
+
+        serving = self._serving[number]
+        if not ray.wait([serving], timeout=min(seconds, _REASON_SECONDS))[0]:
+            return None
+        try:
+            ray.get(serving)
+        except RayActorError as error:
+            return _reason(error)
+        except RayError as error:
+            return str(error)
+        return "the actor ended by itself"
+
+    def kill(self, number: int) -> None:
+        import ray
+
+        if not (actor := self._actors.pop(number, None)):
+            return  # killed before: its pid may belong to another process by now
+        ray.kill(actor, no_restart=True)
+        member = self.greeted.get(number)
+        if member and _node_id(member.node) == self._here:
+            with suppress(ProcessLookupError):  # on the driver's own machine: immediate, which ray.kill is not
+                os.kill(member.pid, signal.SIGKILL)
+
+    def dismiss(self, polite: bool) -> None:
+        import ray
+
+        if self._notices:
+            self._notices.close()
+        if ray.is_initialized():
+            for number in list(self._actors):
+                self.kill(number)
+            ray.shutdown()  # ends an embedded Ray; only disconnects from a cluster
+        if self._ray:
+            self._ray.close()
+
+
+class _Actor:
+    """Ray actor that runs one member. The driver asks where it runs before it assigns the member a number."""
+
+    def __init__(self) -> None:
+        self._name = "worker"
+
+    def __repr__(self) -> str:  # shown in Ray's own messages
+        return self._name
+
+    def locate(self) -> _Location:
+        import ray
+
+        context = ray.get_runtime_context()
+        gpus = context.get_accelerator_ids().get("GPU", [])
+        first = gpus[0] if gpus else "0"
+        return _Location(context.get_node_id(), (len(first), first), usable_cores())
+
+    def serve(self, place: Assignment, address: tuple[str, int], token: str) -> None:
+        import ray
+
+        self._name = f"worker{place.number}"
+        node = f"{socket.gethostname()}/{ray.get_runtime_context().get_node_id()}"
+        serve(replace(place, node=node), address, token)
+
+
+def _nodes(job: Job, size: int) -> list[str]:
+    """Return a node for each of `size` actors: as few nodes as possible on which all of them fit together.
+
+    A placement group finds them and is then removed. If the actors stayed in it, Ray would have to find room for all
+    places of a lost node together before it could replace any of them.
+    """
+    from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+
+    group = placement_group([_needs(job)] * size, strategy="PACK")
+    try:
+        _wait(job, lambda seconds: size if group.wait(seconds) else 0, size)
+        node_of = placement_group_table(group)["bundles_to_node_id"]
+    finally:
+        remove_placement_group(group)
+    return [node_of[i] for i in range(size)]
+
+
+def _needs(job: Job) -> dict[str, float]:
+    return {"CPU": 1.0} | ({"GPU": 1.0} if job.device == "cuda" else {})
+
+
+def _wait(job: Job, ready: Callable[[float], int], size: int) -> None:
+    """Poll `ready` (seconds to wait -> how many are ready) until `size` are. A busy machine is slow at this, and nodes
+    come and go, so waiting is no error. Raises NoPlaces after the longest of `elastic.wait`, `cluster.wait` and
+    _PLACEMENT_SECONDS."""
+    wait = max(job.config.elastic.wait, job.config.cluster.wait, _PLACEMENT_SECONDS)
+    deadline = monotonic() + wait
+    while (there := ready(min(_TURN_SECONDS, max(0.0, deadline - monotonic())))) < size:
+        lack = f"Ray to start {size} times {_needs(job)}, {there} of {size} there"
+        if monotonic() >= deadline:
+            raise NoPlaces(f"waited {wait:.0f} s for {lack}")
+        _LOG.info("waiting for %s, up to %.0f s", lack, deadline - monotonic())
+
+
+def _located(number: int, location: Any) -> _Location:
+    """Return the answer of `_Actor.locate`. Raises WorkerFailed if the actor died while starting."""
+    import ray
+    from ray.exceptions import RayError
+
+    try:
+        located: _Location = ray.get(location)
+        return located
+    except RayError as error:
+        member, name = Member(number, "", 0), f"worker{number}"
+        raise WorkerFailed([Failure(member, "died", "start()", _reason(error), name=name)]) from None
+
+
+def _actor(job: Job, node: str = "") -> Any:
+    """Create an actor on `node`, or wherever Ray finds a place if "" or if the node has none."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    gpus = int(job.device == "cuda")
+    actor = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=0, max_task_retries=0)(_Actor)
+    where = NodeAffinitySchedulingStrategy(node, soft=True) if node else "DEFAULT"
+    return actor.options(scheduling_strategy=where).remote()
+
+
+def _node_id(node: str) -> str:
+    """Extract Ray's node id from a member's node, which is HOST/ID."""
+    return node.rpartition("/")[2]
+
+
+def _reason(error: Exception) -> str:
+    """Reduce Ray's report of an actor's death to one line, without the identifiers before and the guesses after it."""
+    text = " ".join(str(error).split()).partition("Some common causes include")[0]
+    text = text[max(0, text.find("The actor is dead because")) :]
+    return text.partition(" Worker exit type: SYSTEM_ERROR")[0].strip()  # the rest only repeats that it died
