@@ -196,7 +196,7 @@ def _run(args: Namespace) -> int:
     return max(statuses, key=SEVERITY.index)
 
 
-class Job(NamedTuple):
+class PlannedJob(NamedTuple):
     """Run that a command starts."""
 
     arguments: list[str]
@@ -205,9 +205,9 @@ class Job(NamedTuple):
     secrets: dict[str, str]  # its own, so that it is the same run as that of its arguments alone
 
 
-def _planned(args: Namespace) -> list[Job]:
+def _planned(args: Namespace) -> list[PlannedJob]:
     """Compose and plan every job of a command. Raises ConfigError with the mistakes of all jobs."""
-    jobs: list[Job] = []
+    jobs: list[PlannedJob] = []
     lines: list[str] = []
     with open_composer(args.config_dir) as composer:
         for arguments in jobs_of(args.overrides, args.multirun):
@@ -223,14 +223,14 @@ def _planned(args: Namespace) -> list[Job]:
     return jobs
 
 
-def _plan_job(composer: Composer, arguments: list[str]) -> tuple[list[str], Job | None]:
+def _plan_job(composer: Composer, arguments: list[str]) -> tuple[list[str], PlannedJob | None]:
     """Return one line per mistake in a job, and the job if it has a plan."""
     config, wrong = _compose(composer, arguments)
     if experiment_of(arguments) is None:
         names = composer.options("experiment")
         wrong.insert(0, f"experiment: none is chosen; write +experiment=NAME, NAME one of {', '.join(names)}")
     plan, lines = prepare(config, wrong)
-    return lines, Job(arguments, config, plan, known_secrets()) if plan else None
+    return lines, PlannedJob(arguments, config, plan, known_secrets()) if plan else None
 
 
 def prepare(config: Config, wrong: Sequence[str]) -> tuple[Plan | None, list[str]]:

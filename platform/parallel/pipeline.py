@@ -22,7 +22,7 @@ from platform.plan.core.chunks import Chunk, FlowSpecs
 from platform.plan.core.plan import Plan
 from platform.plan.schedule.table import BACKWARD_KINDS, SENDS_IN_FLIGHT, Action, Kind, with_completed
 
-Key = tuple[int, int]  # chunk, microbatch
+PassKey = tuple[int, int]  # chunk, microbatch
 Forward = Callable[[Chunk, int, dict[str, Tensor], Deferred | None], dict[str, Tensor]]
 
 
@@ -55,10 +55,10 @@ class PipelineExecutor:
     forward: Forward
     accumulated: Callable[[int | None], None] = lambda done: None
     peak_live: int = 0  # most forward passes that awaited their backward at once
-    _live: dict[Key, _Live] = field(default_factory=dict)
-    _flow: dict[Key, dict[str, Tensor]] = field(default_factory=dict)  # outputs for the next chunk, here or to be sent
-    _gradients: dict[Key, dict[str, Tensor]] = field(default_factory=dict)  # the same for the backward direction
-    _arriving: dict[tuple[str, Key], dict[str, Handle]] = field(default_factory=dict)
+    _live: dict[PassKey, _Live] = field(default_factory=dict)
+    _flow: dict[PassKey, dict[str, Tensor]] = field(default_factory=dict)  # outputs for the next chunk
+    _gradients: dict[PassKey, dict[str, Tensor]] = field(default_factory=dict)  # the same for the backward direction
+    _arriving: dict[tuple[str, PassKey], dict[str, Handle]] = field(default_factory=dict)
     _sending: deque[Handle] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
@@ -152,7 +152,7 @@ class PipelineExecutor:
         coming = {name: self.communicator.receive(shape, self.dtype, action.peer) for name, shape in shapes.items()}
         self._arriving[way, (action.chunk, action.microbatch)] = coming
 
-    def _arrived(self, way: str, key: Key, flow: FlowSpecs) -> dict[str, Tensor]:
+    def _arrived(self, way: str, key: PassKey, flow: FlowSpecs) -> dict[str, Tensor]:
         if not flow:
             return {}
         coming, out = self._arriving.pop((way, key)), {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from pathlib import Path
 
 import pytest
 
@@ -50,6 +51,37 @@ def test_papers_are_named():
     texts = [*FILES, *ROOT.glob("docs/*.md"), ROOT / "README.md", *ROOT.glob("conf/**/*.yaml")]
     numbered = [str(path) for path in texts if re.search(r"papers? 00\d|\bnotes/\w+\.md", path.read_text())]
     assert numbered == []
+
+
+RECORDS = PACKAGE / "monitor" / "records" / "events.py"  # named like what they record: events.NAME
+# Functions that do the same in two rooms: a reader who knows the one knows the other.
+SAME = {
+    "main": "the entry point of a command",
+    "compose": "api and launch: a configuration from overrides",
+    "run": "api and driver: a run from a configuration",
+    "read": "plain data into a declared shape",
+    "summary": "a text for people of what a file holds",
+    "proof": "evidence that the other side can check",
+    "where_present": "a tensor where the rank has it, by the runtime and by the memory meter",
+    "key": "what identifies a value: a field of the configuration, a stream of random numbers",
+}
+
+
+def defined(kind: type[ast.stmt], files: list[Path]) -> dict[str, list[str]]:
+    """Return the top-level public names of the given kind, each with the files that define it."""
+    found: dict[str, list[str]] = {}
+    for path in files:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, kind) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
+    return found
+
+
+def test_no_name_has_two_meanings():
+    classes = defined(ast.ClassDef, [path for path in FILES if path != RECORDS])
+    assert {name: paths for name, paths in classes.items() if len(paths) > 1} == {}
+    functions = {name: paths for name, paths in defined(ast.FunctionDef, FILES).items() if len(paths) > 1}
+    assert functions.keys() == SAME.keys(), functions
 
 
 @pytest.mark.parametrize(

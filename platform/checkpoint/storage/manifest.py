@@ -21,7 +21,7 @@ NAME = "manifest.json"
 LARGEST = 256 << 20  # bytes of a manifest: about two million blocks, 30 TB
 VALUES = 1 << 25  # JSON values in a manifest
 
-Count = Annotated[int, Span(0, 10**18)]
+SampleCount = Annotated[int, Span(0, 10**18)]
 Bytes = Annotated[int, Span(0, 1 << 60)]
 File = Annotated[str, Text(r"[A-Za-z0-9_-]{1,200}\.bin", "the name of a block file")]  # stays in its folder
 Name = Annotated[str, Text(r"[^\x00-\x1f\x7f-\x9f]{1,1000}", "a name")]
@@ -46,7 +46,7 @@ class Meta:
     """Metadata of a checkpoint, all but its tensors: plain JSON data, without NaN or infinities."""
 
     step: Annotated[int, Span(0, 10**15)]  # updates done
-    samples: Count  # consumed of the global order: the data position
+    samples: SampleCount  # consumed of the global order: the data position
     seed: Annotated[int, Span(0, schema.LARGEST)]
     corpus: str  # hash of the tokenised corpus
     identity: dict[str, Any]  # of the run: platform.config.identity.identity

@@ -12,7 +12,7 @@ import torch
 
 from platform.parallel.communicator.progress import PROGRESS
 
-Span = tuple[str, float, float]  # section, its start and end: seconds since the first mark after the last reading
+ClockSpan = tuple[str, float, float]  # section, its start and end: seconds since the first mark after the last reading
 
 
 class Clock:
@@ -51,7 +51,7 @@ class Clock:
             self._open.pop()
             PROGRESS.enter(*before)
 
-    def read(self) -> tuple[dict[str, float], list[Span]]:
+    def read(self) -> tuple[dict[str, float], list[ClockSpan]]:
         """Return seconds per section since the last reading, with the time outside of any under '', and every section
         that was open since, ordered by end: a section follows those nested in it."""
         assert not self._open, "a clock is read between sections"

@@ -17,7 +17,7 @@ from platform.plan.core.chunks import Chunk, FlowSpecs, RecordableModel
 from platform.plan.core.plan import Plan
 from platform.plan.language.layout import at_zero, padded
 from platform.plan.memory.metered import Metered
-from platform.plan.memory.storages import Key, MeteredStorage
+from platform.plan.memory.storages import GradientKey, MeteredStorage
 from platform.plan.memory.worker_bytes import run_chunk, weight_bytes
 from platform.plan.schedule.table import SENDS_IN_FLIGHT, Action, Kind, with_completed
 
@@ -54,7 +54,7 @@ class Passes:
     backward: int
     pending: int
     weights: int
-    gradients: Mapping[Key, int]
+    gradients: Mapping[GradientKey, int]
 
 
 def footprint(
@@ -77,7 +77,7 @@ def measure(
     at: Mapping[str, int],
     dropout: float,
     splits: bool,
-    there: Iterable[Key],
+    there: Iterable[GradientKey],
 ) -> Passes:
     """Measure the passes of a chunk on the worker at `at`. `splits`: weight gradients are separate passes, run later;
     `there`: parameters that already have a gradient."""
@@ -95,7 +95,7 @@ def measure(
     most, full, results = ledger.peak - before, ledger.now, [(v.key, v.elements) for v in out.values()]
     del out
     kept, given = ledger.now - before, full - ledger.now
-    coming: dict[Key, MeteredStorage] = {key: meter.new(n) for key, n in results}
+    coming: dict[GradientKey, MeteredStorage] = {key: meter.new(n) for key, n in results}
     held, start = list(coming.values()), ledger.now
     ledger.peak = start
     inputs = {v.key for v in flow.values()}
@@ -124,7 +124,7 @@ class _Walk:
         self.compute, self.master = plan.itemsize["compute"], plan.itemsize["master"]
         self.chunks = {chunk.number: chunk for chunk in plan.chunks}
         self.parameters = {p.name: p for p in plan.parameters if plan.present(p, at)}
-        self.sums: dict[Key, int] = {}  # bytes of gradients accumulated over microbatches
+        self.sums: dict[GradientKey, int] = {}  # bytes of gradients accumulated over microbatches
         self.held: dict[tuple[str, int, int], int] = {}  # (what, chunk, microbatch that use it) -> bytes
         self.sending: deque[int] = deque()
         self._measured: dict[tuple, Passes] = {}

@@ -11,7 +11,7 @@ from platform.plan.communication.rule import VANISH, Conversion, Step
 from platform.plan.core.plan import Plan
 from platform.plan.language.layout import at_zero
 from platform.plan.language.ops import Ops, Parameter, Spec
-from platform.plan.memory.storages import Backward, Gradients, Key, Ledger, MeteredStorage, Saved, Tape, Value
+from platform.plan.memory.storages import Backward, GradientKey, Gradients, Ledger, MeteredStorage, Saved, Tape, Value
 
 INTEGER = 8  # bytes of a token id, and of an element's index
 
@@ -27,7 +27,7 @@ class Meter(Ops):
     def __init__(self, plan: Plan, dropout: float, at: Mapping[str, int]):
         self.plan, self.dropout_rate, self.recompute, self.at = plan, dropout, plan.recompute, at
         self.ledger, self.tape = Ledger(), Tape()
-        self.leaves: dict[Key, MeteredStorage] = {}
+        self.leaves: dict[GradientKey, MeteredStorage] = {}
         self.deferred: list[Callable[[], None]] | None = None
         self.wide = plan.itemsize["accumulate"]
         self.grad = True

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-Key = int | str  # of a gradient: a parameter's name, or a number for an activation
+GradientKey = int | str  # of a gradient: a parameter's name, or a number for an activation
 
 
 @dataclass
@@ -48,9 +48,9 @@ class Value:
 
     __slots__ = ("elements", "key", "storage")
 
-    def __init__(self, storage: MeteredStorage | None, elements: int, key: Key | None = None):
+    def __init__(self, storage: MeteredStorage | None, elements: int, key: GradientKey | None = None):
         self.storage, self.elements = storage, elements
-        self.key: Key = next(_KEYS) if key is None else key
+        self.key: GradientKey = next(_KEYS) if key is None else key
 
 
 Gradients = Sequence[MeteredStorage | None]
@@ -60,8 +60,8 @@ Backward = Callable[[Gradients, Saved], Gradients]  # (gradients of results, sav
 
 @dataclass
 class _Node:
-    outs: Sequence[Key]
-    ins: Sequence[Key]
+    outs: Sequence[GradientKey]
+    ins: Sequence[GradientKey]
     saved: Saved
     backward: Backward
 
@@ -79,7 +79,7 @@ class Tape:
         """Return the distinct storages that the operations save."""
         return list({id(s): s for node in self._nodes for s in node.saved if s}.values())
 
-    def unwind(self, gradients: dict[Key, MeteredStorage], leaves: dict[Key, MeteredStorage]) -> None:
+    def unwind(self, gradients: dict[GradientKey, MeteredStorage], leaves: dict[GradientKey, MeteredStorage]) -> None:
         """Run the operations' backward passes in reverse order, freeing what was saved. `gradients`: on entry of the
         outputs, in the end of the inputs; `leaves`: of parameters. A further gradient of the same tensor is added in
         place.
