@@ -80,7 +80,7 @@ def einsum_layer(trainer: Trainer, calls: int = 300) -> tuple[float, float, int]
 
     named = best(lambda: ops.project(small, shapes.hidden, (weight,), (shapes.stream,)))
     plain = best(lambda: torch.matmul(small, tensor.t()))
-    products = sum(len(g.members) for o in trainer.plan.operations.values() for g in o.groups)
+    products = sum(len(g.einsums) for o in trainer.plan.operations.values() for g in o.groups)
     return named, plain, products
 
 
