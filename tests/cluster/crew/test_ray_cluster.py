@@ -84,15 +84,15 @@ def test_machines_go_and_come(two_machines, job, monkeypatch):
 
         stopped = crew.members[min(crew.members)]
         os.kill(stopped.pid, signal.SIGSTOP)
-        crew._dispose(stopped.number)
+        crew._roster.dispose(stopped.number)
         assert gone([stopped.pid])
         wait(lambda: len(crew.members) == 2)  # its place is taken
         two_machines.add_node(num_cpus=1)
         wait(lambda: len(crew.members) == 3)
         assert not crew.starting and not crew.unstarted
 
-        crew._notices.close()  # as if it had heard that the driver's own machine goes
-        crew._notices.nodes = frozenset([crew._here])
+        crew._launcher._notices.close()  # as if it had heard that the driver's own machine goes
+        crew._launcher._notices.nodes = frozenset([crew._launcher._here])
         assert crew.leaving == crew.members.keys()
 
 
