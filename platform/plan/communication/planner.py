@@ -49,7 +49,7 @@ class Planner:
         return self._layouts[tensor]
 
     def _layout(self, tensor: Spec | Parameter) -> Layout:
-        """Compute the layout of a tensor from the scheme's table of its region or role, without the cache of `layout`."""
+        """Compute a layout from the scheme's table of its region or role, without the cache of `layout`."""
         dims = tensor.dims
         wanted = (*dims, "heads") if "kv_heads" in dims else dims
         if isinstance(tensor, Parameter):

@@ -23,7 +23,7 @@ TRAFFIC = {
 
 
 def label(op: str, axes: Iterable[str]) -> str:
-    """Return the key under which the traffic of a collective is counted in `comm_bytes`, such as `all_reduce/data+t`."""
+    """Return the key under which a collective is counted in `comm_bytes`, such as `all_reduce/data+t`."""
     return f"{op}/{'+'.join(axes)}"
 
 

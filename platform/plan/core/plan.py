@@ -100,7 +100,7 @@ class Plan:
         return replicated_axes(self.layout(spec), self.mesh) if self.scatter_gather else ()
 
     def sent_elements(self, spec: Spec) -> int:
-        """Return the elements that each rank of a stage sends of one activation, or of its gradient, to another stage."""
+        """Return the elements that each rank sends of one activation, or of its gradient, to another stage."""
         return self.shared_elements(spec, self.shared_axes(spec))
 
     def kept_axes(self, spec: Spec) -> tuple[str, ...]:

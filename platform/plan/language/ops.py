@@ -151,7 +151,7 @@ class Ops(ABC):
 
     @abstractmethod
     def einsum(self, name: str, x: Any, x_spec: Spec, y: Any, y_spec: Spec, out: Spec) -> Any:
-        """Return the einsum of two activations, of type `out`. A dim that `out` lacks is contracted: both must have it."""
+        """Return the einsum of two activations as `out`. A dim that `out` lacks is contracted: both have it."""
 
     @abstractmethod
     def reduce(self, name: str, function: str, x: Any, spec: Spec, out: Spec) -> Any:

@@ -50,7 +50,7 @@ class Scheme:
         return {a: sizes[a] for a in dict.fromkeys((*first, *sizes))}
 
     def key(self, axis: str) -> str:
-        """Return the configuration key that sets the size of a mesh axis, such as `tensor.axes.t`, for error messages."""
+        """Return the key that sets the size of a mesh axis, such as `tensor.axes.t`, for error messages."""
         if axis == "data":
             return "parallel.data"
         return f"{'branch' if axis in self.branches else 'tensor'}.axes.{axis}"
