@@ -22,6 +22,7 @@ from platform.plan.core.step_collectives import communication
 from platform.plan.schedule.rows import stage_rows
 from platform.planning.choose_schedule import schedule_of
 from platform.planning.make_plan import make_plan
+from platform.train.protocol.answers import Differences
 from platform.train.step.trainer import Trainer
 from tests.harness.replay import replay
 from tests.harness.threads import run_threads
@@ -151,10 +152,10 @@ def compute(c: Config, plan: Plan, communicator: Communicator) -> Result:
     initial = {n: w.detach().clone() for n, w in trainer.weights.master.items()}
     gradients: dict[str, Tensor] = {}
 
-    def keep() -> dict[str, Any]:
+    def keep() -> Differences:
         """Copies the gradients when they are reduced and not yet clipped."""
         gradients.update((n, g.clone()) for n, g in trainer.weights.gradients.items())
-        return {}
+        return Differences()
 
     communicator.log = []
     first = trainer.step(1, verify=keep)
@@ -162,7 +163,7 @@ def compute(c: Config, plan: Plan, communicator: Communicator) -> Result:
     moved = Counter(first.comm_bytes)
     losses = [first.loss, *(trainer.step(k).loss for k in range(2, STEPS + 1))]
     final = {n: w.detach().clone() for n, w in trainer.weights.master.items()}
-    return Result(communicator.rank, first["loss"], first["grad_norm"], gradients, initial, final, losses, moved, log)
+    return Result(communicator.rank, first.loss, first.grad_norm, gradients, initial, final, losses, moved, log)
 
 
 def run(c: Config, plan: Plan | None = None) -> tuple[Plan, list[Result]]:

@@ -112,7 +112,7 @@ def test_memory_is_converted_once_per_axis(branch, axes):
     plan = make_plan(configure("1d_sp", {"t": 2}, branch=branch, branch_axes=branch_axes, **MODELS["t5"]))
     (memory,) = (o for (_, name), o in plan.operations.items() if name.endswith("cross.key") and o.groups)
     (group,) = memory.groups
-    assert len(group.members) == 2 * 2
+    assert len(group.einsums) == 2 * 2
     assert len(group.x.forward) == axes and len(group.x.backward) == axes
 
 
