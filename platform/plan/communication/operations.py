@@ -135,7 +135,7 @@ def _softmax(planner: Planner, operation: Operation) -> PlannedOperation:
 
 
 def _relayout(planner: Planner, operation: Operation) -> PlannedOperation:
-    """Plan a relayout operation: a conversion from the layout of the input with its dims renamed to that of the output."""
+    """Plan a relayout operation: a conversion from the layout of the input, its dims renamed, to that of the output."""
     spec, out = operation.inputs[0], operation.outputs[0]
     renamed = dict(zip(spec.dims, out.dims, strict=True))
     have, goal = planner.layout(spec), planner.layout(out)
