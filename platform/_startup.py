@@ -8,8 +8,12 @@ import sys
 
 
 class PlatformFirst:
+    """Finder of Python's import system that finds `platform` in the first folder of sys.path that has this package."""
+
     @staticmethod
     def find_spec(name, path=None, target=None):
+        """Return the import spec of this package for the name `platform`, None for any other name or if it is
+        nowhere."""
         if name != "platform":
             return None
         from importlib.machinery import PathFinder  # imported here to keep interpreter start cheap
@@ -22,6 +26,8 @@ class PlatformFirst:
 
 
 def install():
+    """Put the finder of this package in front of sys.meta_path; extend the standard library's `platform`, if it is
+    imported already, with this package's submodules."""
     sys.meta_path.insert(0, PlatformFirst)
     std = sys.modules.get("platform")
     if std is not None and not hasattr(std, "__path__"):  # another .pth imported it first

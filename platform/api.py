@@ -69,7 +69,8 @@ FILES = CONF.parent  # the folder of conf/, jobs/ (Kubernetes, Slurm) and dashbo
 
 @dataclass(frozen=True)
 class Result:
-    """Holds the outcome of a run. `metrics` and `events` are those of the whole run, earlier drivers' included."""
+    """Outcome of a run that Python code started. `metrics` and `events` are those of the whole run, earlier drivers'
+    included."""
 
     status: int  # exit status of the same command: 0, 1 or 75 (docs/design.md, section 7)
     outcome: str  # done | failed | stopped (by a signal or its time limit: `resume` continues it)
@@ -79,14 +80,14 @@ class Result:
 
     @property
     def loss(self) -> float | None:
-        """Return the loss of the last step, None if no step was done."""
+        """Return the training loss of the run's last step, None if no step was done."""
         return self.metrics[-1].loss if self.metrics else None
 
 
 def compose(*overrides: str, experiment: str = "", config_dir: str | os.PathLike[str] | None = None) -> Config:
-    """Return the configuration of `+experiment=EXPERIMENT OVERRIDE ...`, checked: "train.steps=4", "tensor=1d".
-    `config_dir`: a folder of your own files, laid out as conf/. The values of the result may be changed; `plan` and
-    `run` check them again.
+    """Compose the configuration of `+experiment=EXPERIMENT OVERRIDE ...`, checked; overrides are "train.steps=4",
+    "tensor=1d". `config_dir`: a folder of your own files, laid out as conf/. The values of the result may be changed;
+    `plan` and `run` check them again.
 
     Raises ConfigError.
     """
@@ -95,8 +96,9 @@ def compose(*overrides: str, experiment: str = "", config_dir: str | os.PathLike
 
 
 def plan(config: Config, workers: int | None = None) -> Plan:
-    """Return the plan that `python -m platform.plan` prints: which block of each tensor lies on which rank, and all
-    that a step communicates. `workers`: their number, for parallel.data=-1. Starts nothing. Raises ConfigError."""
+    """Make the plan of a run without starting anything, as `python -m platform.plan` prints it: which block of each
+    tensor lies on which rank, and all that a step communicates. `workers`: their number, for parallel.data=-1. Raises
+    ConfigError."""
     if lines := wrong_configuration(config):
         raise ConfigError(lines)
     return make_plan(config, workers)
@@ -138,7 +140,8 @@ def resume(run_dir: str | os.PathLike[str], *overrides: str, callbacks: Callback
 
 
 def _stored(directory: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
-    """Read the configuration of the run in `directory`. Raises ConfigError for one that has none that is whole."""
+    """Read the configuration of the run in `directory`, to resume it with the arguments `overrides`. Raises ConfigError
+    if there is no whole one, or if it has secrets, which are not stored, that `overrides` do not give again."""
     try:
         config = traces.configuration(directory)
     except (OSError, Malformed) as error:
@@ -156,6 +159,7 @@ def _stored(directory: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _result(status: int, directory: Path) -> Result:
+    """Read the Result of the run in `directory`, whose driver returned the exit status `status`."""
     metrics = directory / traces.METRICS
     rows = MetricsLog.read(metrics) if metrics.exists() else []
     return Result(
@@ -168,6 +172,7 @@ def _result(status: int, directory: Path) -> Result:
 
 
 def _row(found: dict[str, Any]) -> MetricsRow:
+    """Build a row of metrics from a line of metrics.jsonl; a missing value is None."""
     values: dict[str, Any] = {key: found.get(key) for key in MetricsRow.__dataclass_fields__}
     return MetricsRow(**values)
 
@@ -176,5 +181,6 @@ class _FromPython(Command):
     """Start of a run from Python, in the place of a command line; its only argument is the run directory."""
 
     def again(self, override: str = "") -> str:
+        """Return the line of Python that resumes the run, with `override` if one is given."""
         words = ", ".join(map(repr, [*self.arguments, *filter(None, [override])]))
         return f"from platform.api import resume; resume({words})"

@@ -64,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _answer(argv: Sequence[str], parser: ArgumentParser) -> int:
+    """Parse a command line, do what it asks for, and return the exit status; a user's mistakes are printed."""
     try:
         args = parser.parse_intermixed_args(argv)
         for flag in ("config_path", "config_name", "experimental_rerun"):
@@ -79,11 +80,12 @@ def _answer(argv: Sequence[str], parser: ArgumentParser) -> int:
 
 
 def _misread(message: str) -> NoReturn:
+    """Raise ConfigError for a command line that the parser of flags refuses, with its message."""
     raise ConfigError(f"command line: {message}; nearest legal: +experiment=NAME KEY=VALUE, --help")
 
 
 def compose(overrides: Sequence[str], config_dir: str | None = None, stored: Mapping[str, Any] | None = None) -> Config:
-    """Return the configuration that a command with the arguments `overrides` runs; `config_dir` adds the user's files.
+    """Compose the configuration that a command with the arguments `overrides` runs; `config_dir` adds the user's files.
     `stored`: a configuration (`Config.to_dict`) on top of which the arguments come.
 
     Raises ConfigError with one line for each argument that Hydra refuses and each illegal value.
@@ -96,7 +98,7 @@ def compose(overrides: Sequence[str], config_dir: str | None = None, stored: Map
 
 
 def _compose(composer: Composer, arguments: Sequence[str]) -> tuple[Config, list[str]]:
-    """Return the configuration and one line per mistake in it."""
+    """Compose and complete the configuration of one job's arguments; return it, and one line per mistake in it."""
     modules = typed_values(arguments).get("extend")  # first: other arguments may name what they register
     load_extensions([name for name in modules if isinstance(name, str)] if isinstance(modules, list) else [])
     config, accepted, refused = composer.load(arguments)
@@ -110,11 +112,11 @@ def _compose(composer: Composer, arguments: Sequence[str]) -> tuple[Config, list
 
 
 def _complete(config: Config, arguments: Sequence[str]) -> list[str]:
-    """Complete `config` in place: import the user's modules, drop settings that an experiment made for another scheme,
-    parse `tensor.layout`, and make the paths absolute.
+    """Complete a composed configuration in place: import the user's modules, drop settings that an experiment made for
+    another scheme, parse `tensor.layout`, and make the paths absolute.
 
-    Typed settings are kept, so that `wrong_configuration` can refuse them. Returns one line per mistake found on the
-    way; some of them can only be seen by comparing with `arguments`.
+    Settings that the user typed are kept, so that `wrong_configuration` can refuse them. Returns one line per mistake
+    found on the way; some of them can only be seen by comparing with `arguments`, those of the job.
     """
     typed = typed_values(arguments)
     lines = load_extensions(config.extend)
@@ -152,7 +154,9 @@ def _complete(config: Config, arguments: Sequence[str]) -> list[str]:
 
 
 def _own_axes(group: str, axes: Mapping[str, int], declared: Sequence[str], typed: Mapping[str, Any]) -> dict[str, int]:
-    """Return the axes to keep: the declared ones, and typed ones unless undeclared and of size 1 (without effect).
+    """Return the sizes in `axes` of the mesh axes that a job keeps in `group` (tensor or branch): of those that its
+    scheme has (`declared`), and of those in `typed`, the keys that the user typed, unless undeclared and of size 1
+    (without effect).
 
     Undeclared axes that only an experiment sets are dropped; undeclared typed ones stay, to be refused later.
     """
@@ -166,7 +170,8 @@ PATHS = "run.dir data.path data.target_path data.cache pipeline.file checkpoint.
 
 
 def _complete_paths(config: Config) -> list[str]:
-    """Make every path absolute, as workers have other working directories. Return one line per unusable path."""
+    """Make every path in a configuration absolute, in place, as workers have other working directories. Return one
+    refusal line per path that begins with ~USER of a user that does not exist."""
     lines = []
     for key in PATHS:
         group, name = key.split(".")
@@ -179,6 +184,7 @@ def _complete_paths(config: Config) -> list[str]:
 
 
 def _run(args: Namespace) -> int:
+    """Plan all jobs of a command, then train them one after the other; return the most severe exit status."""
     try:
         with StopSignals():
             jobs = _planned(args)
@@ -197,7 +203,7 @@ def _run(args: Namespace) -> int:
 
 
 class PlannedJob(NamedTuple):
-    """Run that a command starts."""
+    """Planned run of a command, which has one, or one per member of a sweep."""
 
     arguments: list[str]
     config: Config
@@ -206,7 +212,7 @@ class PlannedJob(NamedTuple):
 
 
 def _planned(args: Namespace) -> list[PlannedJob]:
-    """Compose and plan every job of a command. Raises ConfigError with the mistakes of all jobs."""
+    """Compose and plan every job of a command, before any starts. Raises ConfigError with the mistakes of all jobs."""
     jobs: list[PlannedJob] = []
     lines: list[str] = []
     with open_composer(args.config_dir) as composer:
@@ -224,7 +230,8 @@ def _planned(args: Namespace) -> list[PlannedJob]:
 
 
 def _plan_job(composer: Composer, arguments: list[str]) -> tuple[list[str], PlannedJob | None]:
-    """Return one line per mistake in a job, and the job if it has a plan."""
+    """Compose and plan the job with these arguments; return one line per mistake in it, and the job, None without a
+    plan."""
     config, wrong = _compose(composer, arguments)
     if experiment_of(arguments) is None:
         names = composer.options("experiment")
@@ -234,8 +241,8 @@ def _plan_job(composer: Composer, arguments: list[str]) -> tuple[list[str], Plan
 
 
 def prepare(config: Config, wrong: Sequence[str]) -> tuple[Plan | None, list[str]]:
-    """Plan a job of which the mistakes `wrong` are known; return the plan, None if there is none, and all its mistakes.
-    Settles parallel.data=-1 in `config`, so that workers make the same plan."""
+    """Plan a job whose configuration has the mistakes `wrong` already; return the plan, None if there is none, and all
+    mistakes, one line each. Settles parallel.data=-1 in `config`, so that workers make the same plan."""
     from platform.data.corpus import check_data
     from platform.planning.make_plan import make_plan
 
@@ -255,7 +262,8 @@ def prepare(config: Config, wrong: Sequence[str]) -> tuple[Plan | None, list[str
 
 
 def _workers(config: Config) -> int | None:
-    """Return the number of available workers if `parallel.data` is -1 (use all of them), else None."""
+    """Return the number of workers that are available to a job if `parallel.data` is -1 (use all of them), else
+    None."""
     if config.parallel.data != -1:
         return None
     from platform.cluster.run.resources import available_workers
@@ -264,6 +272,7 @@ def _workers(config: Config) -> int | None:
 
 
 def _train(config: Config, plan: Plan, command: Command) -> int:
+    """Train one planned job to its end and return its exit status; a refusal or a traceback is printed."""
     from platform.cluster import driver
 
     try:
@@ -276,7 +285,8 @@ def _train(config: Config, plan: Plan, command: Command) -> int:
 
 
 def command_of(arguments: Sequence[str], config_dir: str | None = None) -> Command:
-    """Return the Command of one run: its typed arguments, and a function that counts the workers of other arguments."""
+    """Make the Command of one run, by which it tells the user how to start it again: its typed arguments, and a
+    function that counts the workers of a run with other arguments (0 if that is refused)."""
     from platform.cluster.run.commands import Command
     from platform.planning.make_plan import make_plan
 
@@ -291,6 +301,7 @@ def command_of(arguments: Sequence[str], config_dir: str | None = None) -> Comma
 
 
 def _refuse(error: ConfigError) -> int:
+    """Print the lines of a refusal to stderr; return the exit status REFUSED."""
     for line in "\n".join(error.violations).split("\n"):
         print_line(f"config: {line}", sys.stderr)
     return REFUSED
@@ -309,7 +320,8 @@ def _show(args: Namespace) -> int:
 
 
 def _inform(argv: Sequence[str], args: Namespace) -> int:
-    """Let Hydra answer --help, --hydra-help, --info, --cfg hydra and --cfg all, or shell completion."""
+    """Let Hydra answer a command that asks for --help, --hydra-help, --info, --cfg hydra, --cfg all or shell
+    completion; return the exit status."""
     import hydra
 
     if not args.shell_completion:

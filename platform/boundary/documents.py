@@ -25,7 +25,8 @@ _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 
 
 def open_regular(path: str | os.PathLike[str]) -> io.FileIO:
-    """Open the regular file at `path`, unbuffered. Raises OSError for anything else, without waiting (pipe, device)."""
+    """Open the regular file at `path` for reading, unbuffered. Raises OSError for anything else (pipe, device), without
+    waiting for it."""
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     mode = os.fstat(file).st_mode
     if not stat.S_ISREG(mode):
@@ -37,7 +38,7 @@ def open_regular(path: str | os.PathLike[str]) -> io.FileIO:
 
 
 def read_bytes(path: str | os.PathLike[str], most: int = SMALL) -> bytes:
-    """Return the bytes of a file. Raises Malformed if there are more than `most`."""
+    """Return the bytes of a regular file. Raises Malformed if there are more than `most`."""
     with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size > most:
             raise Malformed(f"more than {most} bytes")
@@ -51,7 +52,8 @@ def read_bytes(path: str | os.PathLike[str], most: int = SMALL) -> bytes:
 
 
 def one_line(raw: bytes | bytearray, most: int = 300) -> str:
-    """Return a note for people as one printable line of at most `most` characters."""
+    """Decode foreign bytes meant for people, such as a note in a file or an error's text, as one printable line of at
+    most `most` characters."""
     text = " ".join(bytes(raw[: 4 * most]).decode(errors="replace").split())
     return "".join(c if c.isprintable() else "?" for c in text)[:most]
 
@@ -78,7 +80,8 @@ def from_json(raw: bytes | bytearray, most: int = SMALL, values: int = VALUES, s
 
 
 def _too_many(raw: bytes | bytearray, values: int) -> bool:
-    """Return True if a JSON text has more than `values` values, counted by the marks , [ { outside its strings."""
+    """Return True if a JSON text has more than `values` values, counted before parsing by the marks , [ { outside its
+    strings."""
     if len(raw) <= values:
         return False
     marks = b",[{"
@@ -88,6 +91,7 @@ def _too_many(raw: bytes | bytearray, values: int) -> bool:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build the map of a parsed JSON object from its (key, value) pairs. Raises Malformed for a key given twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
         raise Malformed(f"the key {_repeated(name for name, _ in pairs)} twice")
@@ -95,6 +99,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _repeated(names: Iterable[str]) -> str:
+    """Return, printable, the first name that occurs a second time."""
     seen: set[str] = set()
     return shown(next(name for name in names if name in seen or seen.add(name)))  # type: ignore[func-returns-value]
 
@@ -110,7 +115,8 @@ def _no_constant(name: str) -> Any:
 
 
 def from_yaml(raw: bytes, most: int = SMALL) -> Any:
-    """Parse a YAML text of at most `most` bytes. Raises Malformed, also for an alias or a key given twice."""
+    """Parse a YAML text of at most `most` bytes into plain data. Raises Malformed, also for an alias or a key given
+    twice."""
     import yaml
 
     if len(raw) > most:
@@ -145,5 +151,6 @@ def _first_line(error: Exception) -> str:
 
 
 def json_file(path: Path, most: int = SMALL, values: int = VALUES) -> Any:
-    """Parse the JSON file at `path`. Raises Malformed or OSError."""
+    """Parse the JSON file at `path`, of at most `most` bytes and `values` values, as `from_json` does. Raises Malformed
+    or OSError."""
     return from_json(read_bytes(path, most), most, values)

@@ -27,7 +27,8 @@ _known: dict[str, str] = {}  # secret -> text shown in its place; global, so tha
 
 
 def redact(value: T) -> T:
-    """Return a text, or plain data with texts in it, without secrets. Keys and numbers stay. Idempotent."""
+    """Replace the secrets in a text, or in every text of nested plain data, before it is shown or stored: registered
+    ones, and those of any URL. Names in maps and numbers stay. Idempotent."""
     if isinstance(value, str):
         return _redact(value)  # type: ignore[return-value]
     if isinstance(value, Mapping):
@@ -48,7 +49,8 @@ def _with_references(text: str) -> str:
 
 @lru_cache(maxsize=8)
 def _pattern(known: tuple[tuple[str, str], ...]) -> re.Pattern[str]:
-    """Build a pattern of all known texts: replacements match first, so that they stay, then secrets, longest first."""
+    """Build the regular expression of all texts in `known`, (secret, replacement) pairs: replacements match first, so
+    that they stay, then secrets, longest first."""
     shown = sorted({shown for _, shown in known if shown != REDACTED}, key=len, reverse=True)
     secrets = sorted((secret for secret, _ in known), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, [*shown, *secrets])))
@@ -78,7 +80,8 @@ def bare_url(url: str) -> str:
 
 
 def _masked(text: str) -> tuple[str, dict[int, str]]:
-    """Return the text with a private-use character in the place of each reference, and the map back to references."""
+    """Replace each reference `${...}` in a URL by one private-use character, so that the URL can be split around it;
+    return the text, and the map from code point back to reference."""
     masks = dict(zip(range(_PRIVATE, _PRIVATE + 256), dict.fromkeys(_REFERENCE.findall(text)), strict=False))
     for character, reference in masks.items():
         text = text.replace(reference, chr(character))
@@ -86,20 +89,24 @@ def _masked(text: str) -> tuple[str, dict[int, str]]:
 
 
 def _is_reference(text: str) -> bool:
+    """Return True if a text consists of the characters that `_masked` put in the place of references."""
     return bool(text) and all(_PRIVATE <= ord(c) < _PRIVATE + 256 for c in text)
 
 
 def _first(characters: str, text: str) -> int:
+    """Return the index of the first of `characters` in a text; its length if there is none."""
     return next((i for i, c in enumerate(text) if c in characters), len(text))
 
 
 def _hidden(pair: str) -> str:
+    """Redact the value of one NAME=VALUE pair of a URL's query, unless it is a reference."""
     name, equals, value = pair.partition("=")
     return pair if _is_reference(value) else f"{name}={REDACTED}" if equals else REDACTED
 
 
 def register_secrets(secrets: Mapping[str, str]) -> None:
-    """Register secret -> replacement pairs for `redact`, which also finds a secret in quoted or escaped form."""
+    """Register secret -> replacement pairs for `redact`, which also finds a secret in quoted or escaped form; secrets
+    of fewer than SHORTEST (4) characters are left out."""
     for secret, shown in secrets.items():
         if len(secret) >= SHORTEST:
             for form in (secret, unquote(secret), quote(secret), quote(secret, safe="")):
@@ -109,7 +116,8 @@ def register_secrets(secrets: Mapping[str, str]) -> None:
 
 
 def register_url_secrets(value: Any) -> None:
-    """Register the secrets in the URLs among these texts; a URL extends to the end of its text, spaces included."""
+    """Register, for `redact`, the secrets in the URLs among the texts in `value`, a text or nested lists and maps of
+    them. A URL extends to the end of its text, spaces included."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list | tuple):
@@ -124,7 +132,8 @@ def register_url_secrets(value: Any) -> None:
 
 
 def _secrets_in(rest: str) -> Iterator[str]:
-    """Yield the secrets in a URL, for every way in which a client may split it; "" for a part without one."""
+    """Yield the secrets in `rest`, a URL after its "://": password or token, and query values; for every way in which a
+    client may split it, "" for a part without one."""
     host = re.split("[/?#]", rest, maxsplit=1)[0]
     for credentials in {part.rpartition("@")[0] for part in (rest, host)}:
         _, colon, password = credentials.partition(":")
@@ -137,18 +146,20 @@ def _secrets_in(rest: str) -> Iterator[str]:
 
 
 def known_secrets() -> dict[str, str]:
-    """Return the known secrets as an argument for `register_secrets` in the processes that this one starts."""
+    """Return the registered secrets as secret -> replacement, an argument for `register_secrets` in the processes that
+    this one starts."""
     return dict(_known)
 
 
 def forget_secrets() -> None:
-    """Forget all secrets, at the start of another command."""
+    """Forget all registered secrets, at the start of another command in this process."""
     _known.clear()
 
 
 @contextmanager
 def own_secrets(secrets: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Forget, within the context, all secrets but these and those registered in it; after it, all are known again.
+    """Restrict the registered secrets, within the context of one job, to `secrets` and those registered in it; after
+    it, all others are known again too.
 
     What `redact` makes of a text is then the same whatever the process did before.
     """
@@ -162,7 +173,7 @@ def own_secrets(secrets: Mapping[str, str] | None = None) -> Iterator[None]:
 
 
 class Shield:
-    """Text stream that redacts what is written to it."""
+    """Text stream that redacts the secrets in what is written to it, and passes it on to `stream`."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -181,6 +192,7 @@ class Shield:
 
 @contextmanager
 def shielded(out: TextIO, error: TextIO) -> Iterator[None]:
-    """Redact all that this process prints within the context, tracebacks included."""
+    """Redact secrets in all that this process prints within the context, tracebacks included; `out` and `error` get
+    what it writes to stdout and stderr."""
     with redirect_stdout(Shield(out)), redirect_stderr(Shield(error)):
         yield

@@ -24,14 +24,16 @@ _SHOWN = 60  # most characters of a value in a message
 
 
 class Malformed(ValueError):
-    """Error for data of another shape than declared. Its text is one line of printable ASCII: "PLACE: REASON"."""
+    """Error for foreign data of another shape than declared. Its text is one line of printable ASCII: "PLACE:
+    REASON"."""
 
     def __init__(self, reason: str, place: str = ""):
         super().__init__(f"{place}: {reason}" if place else reason)
         self.reason, self.place = reason, place
 
     def within(self, key: str | int) -> Malformed:
-        """Return the same mistake with its place seen from the map or list that holds it at `key`."""
+        """Return this error with its place seen from the map or list that holds the wrong part at `key`, a name or an
+        index."""
         first = f"[{key}]" if isinstance(key, int) else shown(key).strip("'")
         between = "." if self.place and not self.place.startswith("[") else ""
         return Malformed(self.reason, f"{first}{between}{self.place}")
@@ -44,7 +46,7 @@ class Span(NamedTuple):
     most: float
 
     def check(self, value: Any) -> None:
-        """Raise Malformed if `value` is outside, as NaN always is."""
+        """Raise Malformed if the number `value` is outside these bounds, as NaN always is."""
         if not self.least <= value <= self.most:
             raise Malformed(f"{shown(value)} is not in {self.least} to {self.most}")
 
@@ -59,7 +61,7 @@ class Text(NamedTuple):
     what: str  # what a legal string is called in messages
 
     def check(self, value: str) -> None:
-        """Raise Malformed if `value` does not match."""
+        """Raise Malformed if the string `value` does not match the pattern."""
         if not re.fullmatch(self.pattern, value):
             raise Malformed(f"{shown(value)} is not {self.what}")
 
@@ -71,7 +73,7 @@ class OneOf(NamedTuple):
     what: str
 
     def check(self, value: Any) -> None:
-        """Raise Malformed if `value` is not in the set."""
+        """Raise Malformed if `value` is not one of the legal values."""
         if value not in self.values:
             raise Malformed(f"unknown {self.what} {shown(value)}")
 
@@ -83,7 +85,7 @@ class Many(NamedTuple):
     most: int
 
     def check(self, value: Any) -> None:
-        """Raise Malformed if there are more or fewer."""
+        """Raise Malformed if the list or map `value` has more or fewer entries than allowed."""
         if not self.least <= len(value) <= self.most:
             raise Malformed(f"has {len(value)} entries, not {self.least} to {self.most}")
 
@@ -101,7 +103,7 @@ class OpenMap(NamedTuple):
     needed: tuple[str, ...] = ()
 
     def check(self, value: dict[str, Any]) -> None:
-        """Raise Malformed if a needed key is missing, or a known one has a value of another type."""
+        """Raise Malformed if the map `value` lacks a needed key, or has a value of another type at a known one."""
         for key in self.needed:
             if key not in value:
                 raise Malformed(f"lacks {key}")
@@ -111,7 +113,8 @@ class OpenMap(NamedTuple):
 
 
 def read(kind: Any, value: Any) -> Any:
-    """Return `value` converted to the type `kind`. Raises Malformed."""
+    """Convert foreign plain data `value`, such as parsed JSON, to the declared type `kind`: a dataclass, a NamedTuple,
+    or such as dict[str, int]. Raises Malformed, which names the place and the reason."""
     return reader(kind)(value)
 
 
@@ -125,7 +128,7 @@ def fields_of(value: object) -> dict[str, Any]:
 
 
 def shown(value: Any) -> str:
-    """Return a short form of a value for a message: one line of printable ASCII."""
+    """Return a short form of a foreign value for an error message: one line of printable ASCII."""
     if isinstance(value, int) and value.bit_length() > 64:
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, str):
@@ -135,7 +138,8 @@ def shown(value: Any) -> str:
 
 @cache
 def reader(kind: Any) -> Reader:
-    """Return the function that reads values of the type `kind`, built once per type."""
+    """Return the function that converts foreign plain data to the declared type `kind`, or raises Malformed; built once
+    per type."""
     origin, arguments = get_origin(kind), get_args(kind)
     if kind in _PLAIN:
         return _PLAIN[kind]
@@ -181,7 +185,8 @@ def _string(value: Any) -> str:
 
 
 def _exactly(kind: type, otherwise: str) -> Reader:
-    """Return the reader of values of one type; others are refused as `otherwise`."""
+    """Return the reader of values whose type is exactly `kind`; it raises Malformed for others, which it says are
+    `otherwise`."""
 
     def read_exactly(value: Any) -> Any:
         if type(value) is not kind:
@@ -192,7 +197,8 @@ def _exactly(kind: type, otherwise: str) -> Reader:
 
 
 def _at(place: Any, read_part: Reader, part: Any) -> Any:
-    """Read one part of a map or list; a mistake in it is said with its place."""
+    """Apply `read_part` to one part of a map or list; a Malformed that it raises gets `place`, the name or index of the
+    part."""
     try:
         return read_part(part)
     except Malformed as error:
@@ -200,7 +206,8 @@ def _at(place: Any, read_part: Reader, part: Any) -> Any:
 
 
 def _any(value: Any, depth: int = 0) -> Any:
-    """Check any plain data: maps with texts as keys, lists, texts, numbers, booleans and null."""
+    """Check plain data of any shape, `depth` levels inside the whole: maps with texts as keys, lists, texts, numbers,
+    booleans and null, at most DEEPEST levels of maps and lists."""
     kind = type(value)
     if kind in (dict, list) and depth == DEEPEST:
         raise Malformed(f"more than {DEEPEST} maps and lists in each other")
@@ -231,6 +238,8 @@ _PLAIN: dict[Any, Reader] = {
 
 
 def _bounded(base: Any, *bounds: Any) -> Reader:
+    """Return the reader of Annotated[base, *bounds]: reads as `base`, then lets each bound, such as Span(1, 9), check
+    the value."""
     if isinstance(bounds[0], By):
         return bounds[0].read
     inner = reader(base)
@@ -245,6 +254,8 @@ def _bounded(base: Any, *bounds: Any) -> Reader:
 
 
 def _either(kinds: tuple[Any, ...]) -> Reader:
+    """Return the reader of a Union: gives what the first of `kinds` that accepts a value makes of it; refuses for the
+    reason of the first kind."""
     readers = [reader(kind) for kind in kinds]
 
     def read_either(value: Any) -> Any:
@@ -260,6 +271,7 @@ def _either(kinds: tuple[Any, ...]) -> Reader:
 
 
 def _map(key: Any, item: Any) -> Reader:
+    """Return the reader of dict[key, item] from a map."""
     read_key, read_item = reader(key), reader(item)
 
     def read_map(value: Any) -> dict[Any, Any]:
@@ -275,6 +287,7 @@ def _map(key: Any, item: Any) -> Reader:
 
 
 def _sequence(item: Any, kind: type) -> Reader:
+    """Return the reader of list[item] or tuple[item, ...] from a list; `kind` is list or tuple."""
     read_item = reader(item)
 
     def read_sequence(value: Any) -> Any:
@@ -286,7 +299,8 @@ def _sequence(item: Any, kind: type) -> Reader:
 
 
 def _row(made: Callable[[list[Any]], Any], hints: dict[Any, Any]) -> Reader:
-    """Return the reader of a tuple or NamedTuple from a list of the same length."""
+    """Return the reader of a tuple or NamedTuple from a list of the same length. `hints`: the declared type of each
+    entry, by its name or index; `made`: the function that makes the tuple of the list of converted entries."""
     names, readers = list(hints), [reader(hint) for hint in hints.values()]
 
     def read_row(value: Any) -> Any:
@@ -298,7 +312,8 @@ def _row(made: Callable[[list[Any]], Any], hints: dict[Any, Any]) -> Reader:
 
 
 def _record(kind: Any) -> Reader:
-    """Return the reader of a dataclass from a map of its fields."""
+    """Return the reader of the dataclass `kind` from a map of its fields; it refuses unknown keys, and missing ones
+    without a default."""
     hints = get_type_hints(kind, include_extras=True)
     readers = {field.name: reader(hints[field.name]) for field in fields(kind)}
     needed = [field.name for field in fields(kind) if _needed(field)]

@@ -15,7 +15,8 @@ def print_line(text: str, stream: TextIO | None = None) -> None:
 
 
 def write_text(stream: TextIO | None, text: str) -> None:
-    """Write to a stream, ignoring errors: the text is lost, and the next one is tried again."""
+    """Write a text to a standard stream and flush it, ignoring errors: if the stream is closed or broken, the text is
+    lost, and the next one is tried again."""
     if stream is not None:  # Python sets a standard stream to None if it was closed at the start
         with suppress(OSError, ValueError):  # ValueError: the stream was closed later
             stream.write(text)
@@ -23,7 +24,7 @@ def write_text(stream: TextIO | None, text: str) -> None:
 
 
 def flush_streams() -> None:
-    """Flush the standard streams, so that this process exits with its own status.
+    """Flush stdout and stderr at the end of a command, so that this process exits with its own status.
 
     Python exits with 120 if flushing fails at exit; a stream that fails here is redirected to /dev/null.
     """
@@ -38,7 +39,8 @@ def flush_streams() -> None:
 
 @contextmanager
 def tolerated(tell: Callable[[str], None], what: str) -> Iterator[None]:
-    """Warn through `tell`, instead of raising OSError, if a file that a run can do without cannot be written."""
+    """Warn through `tell`, instead of raising OSError, if a file that a run can do without, called `what`, cannot be
+    written within the context."""
     try:
         yield
     except OSError as error:

@@ -9,19 +9,22 @@ from pathlib import Path
 
 
 def missing_directories(path: Path) -> list[Path]:
-    """Return the directories, deepest first, that creating `path` would create."""
+    """Return the directories, deepest first, that creating the directory `path` would create, to remove them if the run
+    is refused."""
     return [p for p in (path, *path.parents) if not p.exists()]
 
 
 def remove_empty(directories: Iterable[Path]) -> None:
-    """Remove these directories, in order, up to the first that is not empty; that one and the rest stay."""
+    """Remove the directories that were made for a refused run, in order, up to the first that is not empty; that one
+    and the rest stay."""
     with suppress(OSError):
         for directory in directories:
             directory.rmdir()
 
 
 def remove_files(directory: Path, names: Iterable[str]) -> None:
-    """Remove these files and folders of a directory, if they exist."""
+    """Remove the files and folders `names` in `directory`, made for a refused run, if they exist; errors are
+    ignored."""
     for path in (directory / name for name in names):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)

@@ -23,6 +23,7 @@ from platform.config.fields import ConfigError, closest, violation
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the command line `python -m platform.checkpoint`; return its exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m platform.checkpoint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -62,7 +63,8 @@ def _answer(given: argparse.Namespace) -> int:
 
 
 def _open(url: str) -> tuple[Storage, list[str]]:
-    """Open the storage; return it, and the directories in it that the URL names, newest first."""
+    """Open the storage that the URL names or lies in; return it, and the directories of the checkpoints meant: the one
+    in the URL, else all in the storage, newest first. Raises Refused if there is none."""
     folder, name = catalogue.split_url(url)
     storage = open_storage(folder)
     if name:
@@ -74,6 +76,8 @@ def _open(url: str) -> tuple[Storage, list[str]]:
 
 
 def _newest(url: str) -> tuple[Storage, str, Manifest]:
+    """Return the storage, directory and manifest of the newest checkpoint that the URL names and that can be used.
+    Raises Refused with the reason of each if none can."""
     storage, directories = _open(url)
     reasons = []
     for directory in directories:
@@ -85,6 +89,8 @@ def _newest(url: str) -> tuple[Storage, str, Manifest]:
 
 
 def _verify(given: argparse.Namespace) -> int:
+    """Verify every byte of the checkpoints that the URL names, and print a line for each; return exit status 1 if any
+    is refused."""
     storage, directories = _open(given.url)
     bad = 0
     for directory in directories:
@@ -98,6 +104,7 @@ def _verify(given: argparse.Namespace) -> int:
 
 
 def _show(given: argparse.Namespace) -> int:
+    """Print the metadata and the tensors of the checkpoint that the URL names, as text or JSON."""
     storage, directory, manifest = _newest(given.url)
     found = summary(manifest)
     if given.json:
@@ -113,7 +120,7 @@ def _show(given: argparse.Namespace) -> int:
 
 
 def summary(manifest: Manifest) -> dict[str, Any]:
-    """Return what `show` prints, as plain data."""
+    """Return the contents of a checkpoint as the plain data that `python -m platform.checkpoint show` prints."""
     meta, tensors = manifest.meta, manifest.tensors
     return {
         "step": meta.step,
@@ -131,6 +138,8 @@ def summary(manifest: Manifest) -> dict[str, Any]:
 
 
 def _export(given: argparse.Namespace) -> int:
+    """Write the tensors of a checkpoint whose names begin with `--only` in another format. Raises ConfigError if there
+    are none."""
     storage, directory, manifest = _newest(given.url)
     names = [n for n in manifest.tensors if n.startswith(given.only)]
     if not names:
@@ -141,6 +150,8 @@ def _export(given: argparse.Namespace) -> int:
 
 
 def _import(given: argparse.Namespace) -> int:
+    """Make a checkpoint of a file or directory in another format; without the metadata of an exported checkpoint, it is
+    at step 0. Raises Refused if the source does not hold the format."""
     storage = open_storage(given.url)
     try:
         meta, tensors = IMPORT[given.format](given.source)

@@ -36,7 +36,8 @@ Tensors = Iterable[tuple[str, Tensor]]
 
 
 def export_safetensors(storage: Storage, directory: str, manifest: Manifest, target: str, names: list[str]) -> None:
-    """Write the tensors `names`, read one after the other, to one file `target` (a path or URL)."""
+    """Write the tensors `names` of a checkpoint, one in memory at a time, to one safetensors file `target` (a path or
+    URL), whose header carries the checkpoint's `Meta`. Raises FileExistsError if the file exists."""
     header: dict[str, Any] = {"__metadata__": {META: json.dumps(asdict(manifest.meta))}}
     at = 0
     for name in names:
@@ -58,7 +59,9 @@ def export_safetensors(storage: Storage, directory: str, manifest: Manifest, tar
 
 
 def import_safetensors(source: str) -> tuple[Meta | None, Tensors]:
-    """Return the metadata and tensors of a safetensors file; tensors are read as they are iterated over."""
+    """Return (metadata, tensors) of a safetensors file `source` (a path or URL): the `Meta` of the checkpoint that was
+    exported to it, None if its header carries none, and (name, tensor) pairs, each tensor read only when the iteration
+    comes to it. Raises Malformed, Refused or OSError."""
     folder, file = _split(source)
     length = int.from_bytes(folder.read(file, 0, 8), "little")
     size = folder.list("")[file]
@@ -86,14 +89,16 @@ def import_safetensors(source: str) -> tuple[Meta | None, Tensors]:
 
 @dataclass(frozen=True)
 class _ForeignTensor:
-    """Tensor as an entry of a safetensors header."""
+    """Entry of a safetensors header that describes one tensor; `data_offsets`: [start, end) in the bytes after the
+    header."""
 
     dtype: str
     shape: Annotated[tuple[Annotated[int, Span(0, 1 << 48)], ...], Many(0, 16)]
     data_offsets: tuple[Bytes, Bytes]
 
     def check(self, name: str, there: int) -> None:
-        """Raise Refused for an unsupported type, Malformed unless the offsets span the tensor within `there` bytes."""
+        """Raise Refused if checkpoints cannot hold the element type of the tensor `name`, Malformed unless its offsets
+        span exactly its bytes and end within the file's `there` bytes of data."""
         if self.dtype not in _FROM_SAFETENSORS:
             raise Refused(f"{name}: type {schema.shown(self.dtype)} is not one of {', '.join(_FROM_SAFETENSORS)}")
         start, end = self.data_offsets
@@ -108,8 +113,9 @@ def _meta(raw: bytes) -> Meta:
 
 
 def export_dcp(storage: Storage, directory: str, manifest: Manifest, target: str, names: list[str]) -> None:
-    """Write the tensors `names` to a local DCP directory; all are in memory at once. `Meta` becomes a tensor of bytes,
-    so that it is not pickled."""
+    """Write the tensors `names` of a checkpoint to a new local directory `target` in the format of
+    torch.distributed.checkpoint; all are in memory at once. The checkpoint's `Meta` becomes a tensor of bytes, so that
+    it is not pickled. Raises FileExistsError if the directory exists, OSError if it cannot be written."""
     import torch.distributed.checkpoint as dcp  # imported here: it is slow, and rarely needed
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -126,7 +132,9 @@ def export_dcp(storage: Storage, directory: str, manifest: Manifest, target: str
 
 
 def import_dcp(source: str) -> tuple[Meta | None, Tensors]:
-    """Return the metadata and tensors of a local DCP directory; tensors are read as they are iterated over.
+    """Return (metadata, tensors) of a local directory in the format of torch.distributed.checkpoint (DCP): the `Meta`
+    of the checkpoint that was exported to it, None if it holds none, and (name, tensor) pairs, each tensor read only
+    when the iteration comes to it.
 
     DCP's `.metadata` is a pickle, which can run code: only for directories that you trust.
     """
@@ -147,7 +155,8 @@ def import_dcp(source: str) -> tuple[Meta | None, Tensors]:
 
 
 def store_tensors(storage: Storage, tensors: Tensors, meta: Meta) -> str:
-    """Make a checkpoint of whole tensors, a file for each, one in memory at a time; return its directory."""
+    """Make a checkpoint on `storage` of whole tensors from another format, a block file for each, one in memory at a
+    time; return the checkpoint's directory."""
     directory = begin(storage, meta.step)
     reports, shapes = [], {}
     for number, (name, tensor) in enumerate(tensors):
@@ -170,14 +179,16 @@ IMPORT: dict[str, Callable[[str], tuple[Meta | None, Tensors]]] = {"safetensors"
 
 @contextmanager
 def _no_process_group() -> Iterator[None]:
-    """Hide DCP's warning that it runs without a process group, as it is told to."""
+    """Hide the warning of torch.distributed.checkpoint (DCP) that it runs without a process group, as it is told to
+    here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield
 
 
 def _new_target(target: str) -> tuple[Storage, str]:
-    """Split the URL of a target. Raises FileExistsError if it exists: a failure midway would destroy it."""
+    """Split the path or URL of an export's target into the storage of its folder and its name there. Raises
+    FileExistsError if it exists: a failure midway would destroy it."""
     folder, name = _split(target)
     if name in folder.list(""):
         raise FileExistsError(f"{target} exists; name another target")
@@ -185,7 +196,8 @@ def _new_target(target: str) -> tuple[Storage, str]:
 
 
 def _split(url: str) -> tuple[Storage, str]:
-    """Split into (the folder as a storage, the file's name in it)."""
+    """Split the path or URL of a file in another format into its folder, opened as a storage, and the file's name in
+    that folder."""
     if "://" in url:
         folder, _, name = url.rpartition("/")
         return open_storage(folder, "target"), name

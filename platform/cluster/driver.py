@@ -43,13 +43,13 @@ def run(
     worker: str = WORKER,
     guard: CallbackGuard | None = None,
 ) -> int:
-    """Train `config` under `plan` to its last step and return the exit status (docs/design.md, section 7). `command`:
-    the command line of the run, by default that of the experiment alone. `worker`: "module:Class" of the workers.
-    `guard`: of the callbacks of the run.
+    """Train the model of `config` under `plan` to the run's last step, as its driver, and return the exit status
+    (docs/design.md, section 7). `command`: the command line of the run, by default that of the experiment alone.
+    `worker`: "module:Class" of the workers. `guard`: calls the user's callbacks.
 
-    Raises ConfigError for what the user has to correct, before any process starts unless only the workers can see it
-    (a checkpoint that they refuse); all other ends are handled by `platform.cluster.endings`. Under torchrun every
-    process calls this; rank 0 drives, and the others only serve workers.
+    Raises ConfigError for what the user has to correct, before any process starts unless only the workers can see it (a
+    checkpoint that they refuse); all other ends are handled by `platform.cluster.endings`. Under torchrun every process
+    calls this; rank 0 drives, and the others only serve workers.
     """
     if torchrun.is_follower():
         torchrun.follow(Path(config.run.dir))
@@ -81,7 +81,8 @@ def run(
 def _check_and_drive(
     config: Config, plan: Plan, worker: str, signals: StopSignals, state: DriverState, opened: ExitStack
 ) -> int:
-    """Refuse what cannot work, cheapest checks first, then drive the run; return the exit status."""
+    """Refuse a run that cannot work, cheapest checks first, claim its directory and places for its workers, then drive
+    it; return the exit status. `opened`: closes what this opens, when the run ends."""
     directory, steps = state.directory, state.steps
     directory.check(config)
     if directory.finished(steps):
@@ -132,8 +133,9 @@ def _check_and_drive(
 
 
 def _corpus(config: Config, say: Callable[[str], None]) -> str:
-    """Open the corpus, before any lease, W&B run or worker exists, and return its digest; workers then find its tokens
-    in the cache. Raises ConfigError for an error inside a file, and then leaves no empty directories behind."""
+    """Open the training corpus, before any lease, W&B run or worker exists, and return its hash; workers then find its
+    tokens in the cache. Raises ConfigError for an error inside a file of data, and then leaves no empty directories
+    behind."""
     made = missing_directories(cache.root(config.data.cache))
     with _relay_log("platform.data", say):
         try:
@@ -144,7 +146,8 @@ def _corpus(config: Config, say: Callable[[str], None]) -> str:
 
 
 def _open_records(config: Config, state: DriverState, opened: ExitStack) -> tuple[Journal, RunMonitor]:
-    """Open the journal and the monitor. Raises ConfigError if the run directory cannot be written."""
+    """Open the run's journal and its monitor (console, metrics, W&B), to be closed by `opened`. Raises ConfigError if
+    the run directory cannot be written."""
     path = state.directory.path
     try:
         journal = Journal(state.directory.journal, state.say, state.guard.event)
@@ -157,7 +160,8 @@ def _open_records(config: Config, state: DriverState, opened: ExitStack) -> tupl
 
 
 def _drive(run: RunContext, corpus: str, state: DriverState) -> None:
-    """Train to the last step, through as many generations as it takes. Raises Unsaved if that step is not saved."""
+    """Start the crew and train to the run's last step, through as many generations as it takes. `corpus`: the hash of
+    the data. Raises Unsaved if the state after the last step was to be saved and is not."""
     from platform.cluster.control.controller import Controller
     from platform.cluster.control.forming.former import Former
 
@@ -182,7 +186,7 @@ def _drive(run: RunContext, corpus: str, state: DriverState) -> None:
 
 @contextmanager
 def _time_limit(config: Config, signals: StopSignals) -> Iterator[None]:
-    """Request a stop when the time limit of the run is reached."""
+    """Request a stop of the run, during the block, when run.time_limit or the end of the Slurm allocation is near."""
     left = seconds_left(config.run)
     if left is None:
         yield
@@ -197,7 +201,8 @@ def _time_limit(config: Config, signals: StopSignals) -> Iterator[None]:
 
 
 def _impossible(config: Config, plan: Plan) -> Iterator[str]:
-    """Yield a violation if elastic.max_workers or elastic.min_workers contradicts the size of the plan."""
+    """Yield a line for the user if elastic.max_workers or elastic.min_workers contradicts the plan's number of
+    workers."""
     e, size = config.elastic, plan.mesh.size
     if 0 < e.max_workers < size:
         constraint = f"must be 0 or >= the {size} workers of the plan"
@@ -208,9 +213,9 @@ def _impossible(config: Config, plan: Plan) -> Iterator[str]:
 
 
 def _check_memory(config: Config, plan: Plan, kind: str, say: Callable[[str], None], *, stated: bool = False) -> None:
-    """Raise ConfigError for a plan that needs more memory than its devices of `kind` have, or warn of it, as
-    cluster.memory says. `stated`: the call before any device is looked for, which checks only if the configuration
-    alone determines the memory; the later call checks otherwise."""
+    """Raise ConfigError for a plan that needs more memory than its workers' devices of `kind` (cpu | cuda) have, or
+    warn the user of it, as cluster.memory says. `stated`: True in the call before any device is looked for, which
+    checks only if the configuration alone determines the memory; the later call checks otherwise."""
     from platform.cluster.run.devices import device_of
     from platform.planning.remedies import lack_of_memory
 
@@ -229,7 +234,7 @@ def _check_memory(config: Config, plan: Plan, kind: str, say: Callable[[str], No
 
 @contextmanager
 def _relay_log(name: str, say: Callable[[str], None]) -> Iterator[None]:
-    """Pass to `say` what is logged under `name` during the block, at INFO or above."""
+    """Pass to `say` the messages that are logged under the logger `name` during the block, at INFO or above."""
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

@@ -33,13 +33,14 @@ DONE, FAILED, STOPPED = 0, 1, 75  # exit statuses; 75: the same command continue
 
 
 class Unsaved(Exception):
-    """Signals that the last step is done and could not be saved."""
+    """Signals that the run's last training step is done and that its state could not be saved."""
 
 
 @dataclass
 class DriverState:
-    """State of a driver, from which the end is reported; it fills up as the run comes up. `command`: the command line;
-    `steps`: the number of the last step; `guard`: the callbacks."""
+    """State of a run's driver, from which its end is reported; it fills up as the run comes up. `command`: the command
+    line that started it; `steps`: the number of the last step; `guard`: calls the user's callbacks; `status`: exit
+    status."""
 
     config: Config
     directory: RunDirectory
@@ -58,27 +59,27 @@ class DriverState:
 
     @property
     def done(self) -> int:
-        """Return the step that this driver's workers have reached, trained or resumed from; 0 for none."""
+        """Return the last training step in the state of this driver's workers, trained or resumed from; 0 for none."""
         return self.controller.done if self.controller else 0
 
     @property
     def worked(self) -> bool:
-        """Return True if this driver completed a step, even if it was rolled back since."""
+        """Return True if this driver has committed a training step, even if it was rolled back since."""
         return bool(self.controller and self.controller.worked)
 
     @property
     def saved(self) -> int:
-        """Return the step of the newest checkpoint, 0 for none."""
+        """Return the training step of the run's newest checkpoint, 0 for none."""
         return self.checkpoints.step if self.checkpoints else 0
 
     @property
     def kept(self) -> str:
-        """Return a readable statement of what is saved and how to continue."""
+        """Return a sentence for the user at the end of a run: what of it is saved, and how to continue."""
         return self.checkpoints.kept if self.checkpoints else "nothing was done; the same command does it"
 
     @property
     def resume(self) -> str:
-        """Return the command that continues the run, indented on a line of its own."""
+        """Return the command line that continues the run, for the user to copy: indented, on a line of its own."""
         return f"\n  {self.command.again(self.checkpoints.resume if self.checkpoints else '')}"
 
 
@@ -86,15 +87,18 @@ Ending = tuple[events.End, str]  # the journal's event, still without the run's 
 
 
 def _done(error: None, state: DriverState) -> Ending:
+    """Describe the end of a run that did its last step: the journal's event, and no message."""
     return events.Done(), ""
 
 
 def _unsaved(error: Unsaved, state: DriverState) -> Ending:
+    """Describe, for journal and user, the end of a run whose last step is done and could not be saved."""
     return events.Unsaved(), f"step {state.done} could not be saved: {state.kept}:{state.resume}"
 
 
 def _stopped(error: Stopped, state: DriverState) -> Ending:
-    """Describe a requested stop: it can be resumed unless steps were done and none is saved."""
+    """Describe, for journal and user, the end of a run by a requested stop: as resumable (Drained) unless steps were
+    done and none is saved (Stopped)."""
     if not (state.worked or state.saved):
         return events.Drained(signal=str(error)), f"stopped by {error}: nothing was done; the same command does it"
     lost = max(0, state.done - state.saved)
@@ -106,17 +110,21 @@ def _stopped(error: Stopped, state: DriverState) -> Ending:
 
 
 def _no_places(error: NoPlaces, state: DriverState) -> Ending:
+    """Describe, for journal and user, the end of a run for whose workers the cluster had no room."""
     return events.NoPlaces(
         cause=str(error)
     ), f"{error}; {state.kept if state.checkpoints else 'the same command tries again'}"
 
 
 def _gave_up(error: GaveUp | WorkerFailed, state: DriverState) -> Ending:
+    """Describe, for journal and user, the end of a run by a failure that it could not survive."""
     text = f"{error}\nstopped after step {state.done}: {state.kept}:{state.resume}"
     return events.GaveUp(cause=str(error)), text
 
 
 def _unexpected(error: BaseException, state: DriverState) -> Ending:
+    """Describe, for journal and user, the end of a run by an exception that nobody foresaw, whose traceback it writes
+    to a log."""
     cause = f"{type(error).__name__}: {error}".partition("\n")[0]
     where = _write_down(error, state)
     text = f"unexpected: {cause} (where it happened: {where})\nstopped after step {state.done}: {state.kept}"
@@ -136,7 +144,8 @@ STATUS: dict[type[events.End], int] = {events.Done: DONE, events.Drained: STOPPE
 
 
 def end(error: BaseException | None, state: DriverState) -> int:
-    """Report to journal and user how the run ended, what is saved and what failures cost; return the exit status."""
+    """Report to journal and user how the run ended, what is saved and what failures cost; return the exit status.
+    `error`: the exception that ended the run, None if its last step is done and saved."""
     if state.checkpoints and error:
         state.checkpoints.confirm()
     event, text = next(how for kind, how in ENDINGS if isinstance(error, kind))(error, state)
@@ -151,7 +160,8 @@ def end(error: BaseException | None, state: DriverState) -> int:
 
 
 def _progress(error: BaseException | None, state: DriverState) -> dict[str, Any]:
-    """Return the fields of `End` for the journal's last event: steps done, saved and lost, useful seconds."""
+    """Return the fields on the run's progress for the last event of its journal, `End`: steps done, saved and lost,
+    useful seconds."""
     controller = state.controller
     useful = {"useful_seconds": controller.take_useful_seconds()} if controller else {}
     if error is None:
@@ -161,7 +171,8 @@ def _progress(error: BaseException | None, state: DriverState) -> dict[str, Any]
 
 
 def _account(journal: Journal, monitor: RunMonitor) -> None:
-    """Report goodput and the cost of failures, computed from the journal; tell the user if there were any."""
+    """Report the run's goodput and the cost of its failures, computed from its journal: in the journal and to the
+    monitor, and to the user if there were failures or re-forming."""
     try:
         happened = journal.events()
         cost = goodput(happened)
@@ -175,7 +186,8 @@ def _account(journal: Journal, monitor: RunMonitor) -> None:
 
 
 def _write_down(error: BaseException, state: DriverState) -> str:
-    """Write the traceback to the run's logs, else to standard error; return the path, or "above"."""
+    """Write the traceback of the exception that ended the run to its logs/driver.log, or to standard error if that
+    fails; return the file's path, or "above"."""
     text = redact("".join(traceback.format_exception(error)))
     log = state.directory.path / "logs" / "driver.log"
     try:

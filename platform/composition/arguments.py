@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def rewrite(argument: str) -> str:
-    """Rewrite an argument as users type it into Hydra's grammar.
+    """Rewrite a command-line argument as users type it into Hydra's grammar.
 
         experiment=gpt_quick      +experiment=gpt_quick      not in the defaults list
         tensor.axes.t=2           ++tensor.axes.t=2          axes may be new keys
@@ -47,14 +47,15 @@ def rewrite(argument: str) -> str:
 
 
 def _is_registered(group: str, name: str) -> bool:
-    """Return True if `name` is a legal `group`.kind without a file of its own: a user's module registered it."""
+    """Return True if a user's module registered `name` as a kind of `group`, such as "pipeline": it is a legal value of
+    the key `group`.kind, but no YAML file of that group."""
     kind, files = f"{group}.kind", loader()
     registered = kind in KEYS and name in KEYS[kind].choices and files is not None
     return registered and name not in files.get_group_options(group)
 
 
 def quote(value: str) -> str:
-    """Quote a value as a string in Hydra's grammar, unless it is quoted already."""
+    """Quote the value of a command-line argument as a string in Hydra's grammar, unless it is quoted already."""
     if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
         return value
     escaped = re.sub(r"(\\*)('|\Z)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), value)
@@ -67,12 +68,14 @@ DEEPEST = 20  # deepest nesting of brackets in such an argument, those inside qu
 
 
 def parse(argument: str) -> Override:
-    """Parse an argument as users type it into Hydra's Override. Raises HydraException if Hydra's grammar refuses it."""
+    """Parse a command-line argument as users type it into Hydra's Override. Raises HydraException if Hydra's grammar
+    refuses it."""
     return _grammar(rewrite(argument), loader())
 
 
 def _parse(argument: str) -> Override | None:
-    """Parse a rewritten argument into Hydra's Override, or return None if Hydra's grammar refuses it."""
+    """Parse a command-line argument that `rewrite` returned into Hydra's Override, or return None if Hydra's grammar
+    refuses it."""
     from hydra.errors import HydraException
 
     try:
@@ -82,7 +85,8 @@ def _parse(argument: str) -> Override | None:
 
 
 def loader() -> Any:
-    """Return the loader of groups of files while Hydra is open, else None."""
+    """Return Hydra's config loader, which lists and reads the groups of YAML files, while Hydra is initialised, else
+    None."""
     from hydra.core.global_hydra import GlobalHydra
 
     hydra = GlobalHydra.instance()
@@ -91,7 +95,8 @@ def loader() -> Any:
 
 @lru_cache(maxsize=4096)
 def _grammar(argument: str, loader: Any) -> Override:
-    """Parse an argument in Hydra's grammar; `loader` expands a glob(...) over a group."""
+    """Parse an argument KEY=VALUE in Hydra's grammar; `loader` is Hydra's, which expands a glob(...) over a group's
+    files. Raises HydraException also for one that is too long or whose brackets are nested too deep."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -105,7 +110,8 @@ def _grammar(argument: str, loader: Any) -> Override:
 
 
 def jobs_of(overrides: Sequence[str], multirun: bool) -> list[list[str]]:
-    """Return the arguments of each job: one job without `-m`, else Hydra's product of choices, ranges and globs.
+    """Return the arguments of each job (run) of a command with the arguments `overrides`: one job without `-m`, which
+    sets `multirun`, else Hydra's product of choices, ranges and globs.
 
     Raises ConfigError if a sweep has no value.
     """
@@ -123,7 +129,8 @@ def jobs_of(overrides: Sequence[str], multirun: bool) -> list[list[str]]:
 
 
 def typed_values(arguments: Sequence[str]) -> dict[str, Any]:
-    """Return the keys and values that the user typed; the members of `tensor.axes={...}` count as typed too."""
+    """Return the configuration keys that the arguments of a command set, with their values; the members of
+    `tensor.axes={...}` count as typed too, as `tensor.axes.NAME`."""
     typed: dict[str, Any] = {}
     for argument in arguments:
         if (parsed := _parse(rewrite(argument))) and not parsed.is_delete():
@@ -136,7 +143,8 @@ def typed_values(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def experiment_of(arguments: Sequence[str]) -> str | None:
-    """Return the name of the run's experiment: "a", "a+b" for `+experiment=[a,b]`, or None if none is chosen."""
+    """Return the name of the experiment that the arguments of a run choose, to name its directory: "a", "a+b" for
+    `+experiment=[a,b]`, or None if none is chosen."""
     value = typed_values(arguments).get("experiment")
     names = [str(name) for name in (value if isinstance(value, list) else [value]) if name]
     return "+".join(names).replace("/", "_") or None
@@ -146,7 +154,8 @@ _KINDS = {"Integer": "an integer", "Float": "a number"}
 
 
 def translate_error(argument: str, error: Exception) -> str:
-    """Translate an error of Hydra or OmegaConf about one argument into one line for the user."""
+    """Translate the error that Hydra or OmegaConf raised for one command-line argument into one refusal line for the
+    user."""
     key, _, value = argument.lstrip("+").partition("=")
     text = str(error) + (f"\n{error.__cause__}" if error.__cause__ else "")
     if option := re.search(r"Could not (?:find|load) '(.+)/(.*?)'", text):
@@ -188,13 +197,15 @@ def translate_error(argument: str, error: Exception) -> str:
 
 
 def _default(key: str) -> list[Any]:
-    """Return the default of a key as a list of one; [] if there is no such key or its default is empty."""
+    """Return the default of a configuration key as a list of one value to suggest; [] if there is no such key or its
+    default is empty."""
     value = flat_values(Config()).get(key)
     return [str(value).lower() if isinstance(value, bool) else value] if value or value == 0 else []
 
 
 def _similar_keys(key: str) -> list[str]:
-    """Return up to three keys or groups that the user may have meant: similar as a whole, or in their last part."""
+    """Return up to three configuration keys or groups that the user may have meant by the unknown `key`: similar as a
+    whole, or in their last part."""
     known = [*vars(Config()), *flat_values(Config())]
     whole = get_close_matches(key, known, n=3, cutoff=0.7)
     ends = get_close_matches(key.split(".")[-1], {name.split(".")[-1] for name in known}, n=3, cutoff=0.7)

@@ -26,7 +26,9 @@ RefusedArguments = list[tuple[str, Exception]]  # (argument, error that Hydra, O
 
 @contextmanager
 def open_composer(config_dir: str | None, stored: Mapping[str, Any] | None = None) -> Iterator[Composer]:
-    """Open Hydra on our files and the user's own in `config_dir`. Raises ConfigError if that is no directory."""
+    """Initialise Hydra on the files in conf/ and the user's own in `config_dir`, and yield the composer of
+    configurations. `stored`: a configuration (`Config.to_dict`) that takes the files' place. Raises ConfigError if
+    `config_dir` is no directory."""
     from hydra import initialize_config_dir
     from hydra.core.config_store import ConfigStore
 
@@ -45,7 +47,8 @@ def open_composer(config_dir: str | None, stored: Mapping[str, Any] | None = Non
 
 
 def user_errors() -> tuple[type[Exception], ...]:
-    """Return the exception types that Hydra, OmegaConf and YAML raise for mistakes of a user."""
+    """Return the exception types that Hydra, OmegaConf and YAML raise for mistakes of a user in arguments or
+    configuration files."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
@@ -56,8 +59,9 @@ def user_errors() -> tuple[type[Exception], ...]:
 
 
 class Composer:
-    """Composes configurations while Hydra is open. `own`: the argument that adds the user's files, if any. `stored`: a
-    whole configuration that takes the place of the files, but for the groups of which an argument chooses another."""
+    """Composer of configurations from command-line arguments, while Hydra is initialised. `own`: the argument that adds
+    the user's folder of YAML files to Hydra's search path, if any. `stored`: a whole configuration that takes the place
+    of the files, but for the groups of which an argument chooses another."""
 
     def __init__(self, own: Sequence[str], stored: Mapping[str, Any]):
         self.own, self.stored = list(own), stored
@@ -65,7 +69,8 @@ class Composer:
         self._chosen: dict[tuple[str, ...], DictConfig] = {}  # choices -> composed files, as jobs of a sweep share them
 
     def load(self, arguments: Sequence[str]) -> tuple[Config, list[str], RefusedArguments]:
-        """Return the configuration of the accepted arguments, these arguments, and the refused ones with errors."""
+        """Compose the configuration of command-line arguments. Return it, the arguments that it accepts, in order, and
+        the refused ones, each with the error that it raised."""
         choices, values, refused = self._sorted(arguments)
         base, chosen, no_choices = _accepted(self._choose, choices)
         config, given, no_values = _accepted(lambda some: _with_values(base, some), values)
@@ -74,13 +79,14 @@ class Composer:
         return config, sorted([*chosen, *given], key=order.__getitem__), wrong
 
     def options(self, group: str) -> list[str]:
-        """Return the names of the options in a group of files; [] if there is no such group."""
+        """Return the names of the YAML files in a group, such as "tensor"; [] if there is no such group."""
         if group not in self._options:
             self._options[group] = loader().get_group_options(group)
         return self._options[group]
 
     def _sorted(self, arguments: Sequence[str]) -> tuple[list[str], list[str], RefusedArguments]:
-        """Return the arguments that choose files, those that set values, and those refused as neither."""
+        """Divide arguments into those that choose YAML files (tensor=3d), those that set values (train.steps=4), and
+        those refused as neither, with their errors."""
         from hydra.errors import HydraException
 
         choices: list[str] = []
@@ -103,7 +109,8 @@ class Composer:
         return choices, values, refused
 
     def _choose(self, choices: Sequence[str]) -> DictConfig:
-        """Compose the chosen files into one configuration. Raises any of `user_errors`."""
+        """Compose the YAML files that the arguments `choices` choose, and the stored configuration over them, into one
+        configuration; the same choices are composed once. Raises any of `user_errors`."""
         import hydra
         from omegaconf import OmegaConf
 
@@ -120,7 +127,8 @@ class Composer:
 
 
 def _accepted(make: Callable[[list[str]], T], arguments: list[str]) -> tuple[T, list[str], RefusedArguments]:
-    """Return what `make` makes of the arguments that it accepts, these, and the refused ones with their errors.
+    """Find the arguments that `make`, which composes from a list of arguments, accepts; return its result for them,
+    these, and the refused ones with the errors (`user_errors`) that it raised.
 
     Each argument is tried after those before it, but only if they are not accepted all at once.
     """
@@ -138,7 +146,8 @@ def _accepted(make: Callable[[list[str]], T], arguments: list[str]) -> tuple[T, 
 
 
 def _with_values(base: DictConfig, values: Sequence[str]) -> Config:
-    """Set values in a copy of `base`, as Hydra does. Raises any of `user_errors`."""
+    """Apply the arguments `values` (KEY=VALUE) to a copy of the composed files `base`, as Hydra does, and convert the
+    result to a Config. Raises any of `user_errors`."""
     from copy import deepcopy
 
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -150,7 +159,8 @@ def _with_values(base: DictConfig, values: Sequence[str]) -> Config:
 
 
 def _plain(config: DictConfig) -> Config:
-    """Convert to our own dataclasses, with references resolved and secrets in URLs learned.
+    """Convert a configuration that Hydra composed to a Config, with references resolved and the secrets in URLs
+    registered for redaction.
 
     Raises any of `user_errors`: an unknown key, an interpolation of a missing key, a value left as ???.
     """

@@ -14,7 +14,8 @@ TOO_DEEP = f"it is nested deeper than {DEEPEST}, or holds itself"
 
 
 def register() -> str:
-    """Register `OwnFiles`, through which Hydra reads `own://` paths; return that scheme."""
+    """Register `OwnFiles` with Hydra, a source that reads a user's YAML files (`own://` paths) within bounds; return
+    the scheme "own"."""
     from hydra._internal.core_plugins.file_config_source import FileConfigSource
     from hydra._internal.sources_registry import SourcesRegistry
     from hydra.plugins.config_source import ConfigLoadError, ConfigResult
@@ -35,7 +36,8 @@ def register() -> str:
 
 
 def unreadable(path: str) -> str:
-    """Return why a file must not be given to Hydra; "" if it may be. Raises yaml.YAMLError if it is not YAML."""
+    """Return why the YAML file of a user at `path` must not be given to Hydra: too large, too deep, not UTF-8, no map;
+    "" if it may be. Raises yaml.YAMLError if it is not YAML."""
     import yaml
     from omegaconf._utils import get_yaml_loader
 
@@ -60,14 +62,15 @@ def unreadable(path: str) -> str:
 
 
 def _nesting(event: Any) -> int:
-    """Return by how much an event of a YAML stream changes the depth of nesting."""
+    """Return by how much an event of a YAML stream changes the depth of nesting: 1, -1 or 0."""
     from yaml.events import CollectionEndEvent, CollectionStartEvent
 
     return isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
 
 
 def _too_much(values: Any) -> str:
-    """Return why plain data is too large or too deep; "" if it is not. An object counts once per place it occurs in."""
+    """Return why the plain data of a user's YAML file has too many values or is nested too deep; "" if not. An object
+    counts once per place it occurs in."""
     left, count = [(values, 0)], 0
     while left:
         value, depth = left.pop()

@@ -21,7 +21,8 @@ _read: dict[str, str] = {}  # value -> the reference that read it
 
 
 def watch_environment() -> None:
-    """Replace the resolver of `${oc.env:NAME}` with one that remembers the values it reads."""
+    """Replace OmegaConf's resolver of `${oc.env:NAME}` with one that remembers the values it reads, so that `resolve`
+    can register them as secrets."""
     from omegaconf import OmegaConf
     from omegaconf.resolvers import oc
 
@@ -34,9 +35,11 @@ def watch_environment() -> None:
 
 
 def resolve(composed: Any) -> dict[str, Any]:
-    """Resolve what Hydra composed into plain data, and register what its resolvers read for texts as secrets.
+    """Resolve the references `${...}` in a configuration that Hydra composed, and return it as nested plain data.
+    Values that a resolver, such as `${oc.env:NAME}`, read from outside the configuration into a text become secrets:
+    they are registered for redaction.
 
-    Choices of ours (`precision=${oc.env:P}`) and numbers are no secrets. Raises what OmegaConf raises.
+    Legal choices of a key (`precision=${oc.env:P}`) and numbers are no secrets. Raises what OmegaConf raises.
     """
     from omegaconf import OmegaConf
 
@@ -58,18 +61,21 @@ def resolve(composed: Any) -> dict[str, Any]:
 
 
 def _reads(raw: str) -> bool:
-    """Return True if a reference reads something outside the configuration; falling back to its default does not."""
+    """Return True if `raw`, a value with references `${...}` as written, reads something outside the configuration; an
+    unset environment variable, in whose place its default is taken, does not count."""
     names = {*_RESOLVER.findall(raw)} - _HARMLESS
     variables = re.findall(r"\$\{\s*oc\.env\s*:\s*(\w+)", raw)
     return bool(names - {"oc.env"}) or any(name in os.environ for name in variables)
 
 
 def _is_word(text: str) -> bool:
+    """Return True if a text is a number or a legal choice of some configuration key, and so no secret."""
     return bool(re.fullmatch(r"[-+.\deE_]+", text)) or any(text in key.choices for key in KEYS.values())
 
 
 def _pairs(raw: Any, value: Any, key: str) -> Iterator[tuple[str, str, Any]]:
-    """Yield (key, value as written, resolved value) for every value that contains a reference."""
+    """Yield (key, value as written, resolved value) for every value of a configuration that contains a reference
+    `${...}`. `raw` and `value` are its parts at `key` before and after resolution."""
     if isinstance(raw, dict) and isinstance(value, dict):
         for name, part in raw.items():
             yield from _pairs(part, value.get(name), f"{key}.{name}" if key else str(name))
@@ -81,6 +87,7 @@ def _pairs(raw: Any, value: Any, key: str) -> Iterator[tuple[str, str, Any]]:
 
 
 def _texts(value: Any) -> Iterator[str]:
+    """Yield every text in nested plain data, names in maps excepted."""
     if isinstance(value, dict | list):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _texts(item)

@@ -21,12 +21,14 @@ LONGEST = 10_000  # most characters in one text
 
 
 def allow(key: str, value: Any) -> None:
-    """Add a legal value for a key, when a module named in `extend` registers a model, an optimizer or the like."""
+    """Add `value`, such as a model's name, to the legal choices of a configuration key, such as "model.kind", when a
+    user's module (named in `extend`) registers it."""
     KEYS[key] = replace(KEYS[key], choices=tuple(dict.fromkeys((*KEYS[key].choices, value))))
 
 
 def flat_values(config: Config) -> dict[str, Any]:
-    """Return every key with its value, flattened: {"seed": 0, "train.steps": 100, "tensor.axes": {}, ...}."""
+    """Return every key of a configuration with its value, flattened: {"seed": 0, "train.steps": 100, "tensor.axes": {},
+    ...}."""
     out: dict[str, Any] = {}
     for group, value in vars(config).items():
         out |= {f"{group}.{k}": v for k, v in vars(value).items()} if is_dataclass(value) else {group: value}
@@ -34,22 +36,27 @@ def flat_values(config: Config) -> dict[str, Any]:
 
 
 def not_built(key: str, value: Any) -> str | None:
-    """Return a message naming the missing capability if `value` is planned but not built yet, else None."""
+    """Return "not built yet (CAPABILITY)" if `value` of a configuration key is declared at its field as planned but not
+    implemented, else None."""
     what = KEYS[key].not_built.get(value)
     return what and f"not built yet ({what})"
 
 
 def wrong_values(config: Config) -> dict[str, list[str]]:
-    """Return the keys whose values are illegal by themselves, each with one line per mistake."""
+    """Return the configuration keys whose values are illegal by themselves (choice, bounds, characters), each with one
+    refusal line per mistake. Rules that relate keys are in `platform.config.checks`."""
     return {key: lines for key, value in flat_values(config).items() if (lines := list(_wrong_value(key, value)))}
 
 
 def impossible_values(config: Config) -> list[str]:
-    """Return the lines of `wrong_values` as one list, in the order of the keys."""
+    """Return one refusal line per configuration value that is illegal by itself: the lines of `wrong_values` as one
+    list, in the order in which the keys are declared."""
     return [line for lines in wrong_values(config).values() for line in lines]
 
 
 def _wrong_value(key: str, value: Any) -> Iterator[str]:
+    """Yield a refusal line per mistake in the value of one configuration key: no legal choice, or else each number out
+    of bounds and each illegal text in it."""
     legal = KEYS[key]
     if legal.choices and value not in legal.choices:
         yield violation(key, value, not_built(key, value) or "unknown", closest(value, legal.choices))
@@ -63,7 +70,9 @@ def _wrong_value(key: str, value: Any) -> Iterator[str]:
 
 
 def _scalars(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (place, part) for every scalar nested in a value; names in a mapping count as texts, with the place ""."""
+    """Yield (place, part) for every scalar nested in the value of a configuration key, so that each is checked. `name`
+    is the place of `value` itself: names in maps and indices in lists joined by dots, such as "rows.0". Texts that are
+    names in a map are yielded too, with the place ""."""
     if isinstance(value, Mapping):
         for key, part in value.items():
             yield from ((("", key),) if isinstance(key, str) else ())
@@ -76,6 +85,8 @@ def _scalars(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _wrong_number(where: str, legal: Key, number: float) -> Iterator[str]:
+    """Yield a refusal line if a number breaks the bounds that its key declares (`legal`); `where` is the key with the
+    number's place in its value, such as "tensor.axes.t"."""
     bounds, most = legal.bounds, legal.most
     broken = [b for b in bounds.split(" and ") if bounds and not _holds(number, *b.split())]
     if broken:
@@ -87,6 +98,9 @@ def _wrong_number(where: str, legal: Key, number: float) -> Iterator[str]:
 
 
 def _wrong_text(where: str, legal: Key, text: str) -> Iterator[str]:
+    """Yield a refusal line if a text has a control character, a line separator or half a surrogate pair, is too long,
+    or does not match the pattern that its key declares (`legal`); `where` is the key with the text's place in its
+    value."""
     if odd := next((c for c in text if category(c) in ("Cc", "Cs", "Zl", "Zp")), None):
         yield violation(where, text, f"the character U+{ord(odd):04X} does not belong into a text; leave it out")
     elif len(text) > LONGEST:
@@ -96,5 +110,6 @@ def _wrong_text(where: str, legal: Key, text: str) -> Iterator[str]:
 
 
 def _holds(number: float, comparison: str, limit: str) -> bool:
+    """Return True if `number` COMPARISON `limit` holds, such as >= "0" or < "inf"; never for NaN."""
     compare: Callable[[float, float], bool] = {">=": ge, ">": gt, "<=": le, "<": lt}[comparison]
     return compare(number, inf if limit == "inf" else float(limit))  # every comparison with NaN is False

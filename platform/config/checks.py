@@ -27,7 +27,7 @@ from platform.plan.schedule.generators import ONE_CHUNK
 
 
 def wrong_configuration(config: Config) -> list[str]:
-    """Return one line per mistake in a configuration; [] if there is none.
+    """Return one refusal line per mistake in a configuration; [] if there is none.
 
     Reads no file, device or cluster. A rule is skipped where one of the keys it relates is already wrong by itself.
     """
@@ -37,11 +37,14 @@ def wrong_configuration(config: Config) -> list[str]:
 
 
 def _refused(config: Config, key: str, constraint: str, legal: Iterable[Any] = ()) -> str:
-    """Return the line for a key whose value does not go with others."""
+    """Return the refusal line of `key` with its value in `config`, which does not go with the values of other keys;
+    `constraint` says why, `legal` are the values to suggest."""
     return violation(key, flat_values(config)[key], constraint, legal)
 
 
 def _attention(config: Config) -> Iterator[str]:
+    """Yield a refusal line for each number of heads that does not divide what it must (model width, query heads), and
+    for an odd width per head under rotary positions."""
     m = config.model
     rope = "model.positions=rope needs an even d_kv"
     if not m.d_kv and m.d_model % m.heads:
@@ -64,7 +67,9 @@ def _replicas(config: Config) -> Iterator[str]:
 
 
 def too_many_workers(config: Config) -> Iterator[str]:
-    """Yield a line if the product of all mesh axes exceeds WORKERS; bounds.py refuses an axis too long by itself."""
+    """Yield a refusal line, which names the longest axis, if the sizes of all mesh axes of a configuration (replicas,
+    stages, tensor, branch) multiply to more than WORKERS; `platform.config.bounds` refuses an axis too long by
+    itself."""
     sizes = {
         "parallel.data": max(1, config.parallel.data),
         "pipeline.stages": config.pipeline.stages,
@@ -92,6 +97,7 @@ def _stop_at(config: Config) -> Iterator[str]:
 
 
 def _time_limit(config: Config) -> Iterator[str]:
+    """Yield a refusal line if `run.time_limit` is no duration, or longer than clocks and timers take."""
     key = "run.time_limit"
     try:
         if seconds_of(config.run.time_limit) > SECONDS:
@@ -101,6 +107,7 @@ def _time_limit(config: Config) -> Iterator[str]:
 
 
 def _checkpoint_every(config: Config) -> Iterator[str]:
+    """Yield a refusal line if `checkpoint.every` is neither a number of steps nor a duration."""
     key, every = "checkpoint.every", config.checkpoint.every
     try:
         rhythm_of(every)
@@ -130,7 +137,8 @@ _ACTION = re.compile(r"\d+[FBIW]\d+", re.ASCII)
 
 
 def _faults(config: Config) -> Iterator[str]:
-    """Yield a line per fault that would never be injected: malformed, or at a step or section that the run lacks."""
+    """Yield a refusal line per entry of `elastic.faults`, the failures to inject for a test, that would never be
+    injected: malformed, or at a step or section of a step that the run lacks."""
     steps = config.train.steps
     for fault in config.elastic.faults:
         if not (found := FAULT.fullmatch(fault)):
@@ -148,7 +156,8 @@ def _faults(config: Config) -> Iterator[str]:
 
 
 def absent_ranks(config: Config, workers: int) -> Iterator[str]:
-    """Yield a line per fault at a rank that never exists in a run that starts with `workers` workers."""
+    """Yield a refusal line per entry of `elastic.faults`, the failures to inject for a test, at a rank that never
+    exists: `workers` start the run, and it may grow to `elastic.max_workers`."""
     most = max(workers, config.elastic.max_workers)
     for fault in config.elastic.faults:
         if (found := FAULT.fullmatch(fault)) and int(found["rank"]) >= most:
@@ -176,6 +185,8 @@ def _data(config: Config) -> Iterator[str]:
 
 
 def _objective(config: Config) -> Iterator[str]:
+    """Yield a refusal line if the training objective does not go with the model's kind, the data or the sequence
+    lengths, or if a model other than an encoder-decoder has a source length."""
     data, m = config.data, config.model
     objective, legal = objective_of(config), OBJECTIVES[m.kind]
     if objective not in legal or (objective == "pairs") != (data.kind == "pairs"):
@@ -195,6 +206,8 @@ def _buckets(config: Config) -> Iterator[str]:
 
 
 def _pipeline(config: Config) -> Iterator[str]:
+    """Yield a refusal line for each number of stages or chunks that the pipeline schedule cannot have, and for a table
+    of a schedule that is missing or not read."""
     p = config.pipeline
     for key, size in (("pipeline.stages", p.stages), ("pipeline.chunks", p.chunks)):
         if p.kind == "none" and size != 1:
@@ -215,6 +228,8 @@ def _zero(config: Config) -> Iterator[str]:
 
 
 def _scheme(config: Config) -> Iterator[str]:
+    """Yield a refusal line for a tensor scheme without its table, each size of an axis that it does not declare, a
+    layout that it does not read, and each mistake in the tables of tensor and branch."""
     tensor, declared = config.tensor, axes_of(config.tensor)
     if tensor.scheme not in ("serial", "layout") and not (tensor.regions or tensor.parameters):
         yield _refused(config, "tensor.scheme", "a scheme's name without its table; write tensor=NAME")
@@ -229,6 +244,8 @@ def _scheme(config: Config) -> Iterator[str]:
 
 
 def _branch(config: Config) -> Iterator[str]:
+    """Yield a refusal line for a branch scheme without its table, and for each branch axis that has no scheme or whose
+    name a tensor axis has."""
     tensor, branch = config.tensor, config.branch
     if branch.kind != "none" and not (branch.append or branch.prepend):
         yield _refused(config, "branch.kind", "a branch's name without its table; write branch=NAME")
@@ -246,11 +263,14 @@ def _slice_via(config: Config) -> Iterator[str]:
 
 
 def slices_heads(branch: Branch) -> bool:
-    """Return True if this branch kind slices heads by all-to-all around attention, with the batch split before it."""
+    """Return True if a branch scheme splits the batch in region `attention` and other dims in `core`, the attention
+    itself: it then slices heads by all-to-all, the collective that `branch.slice_via` may replace."""
     return "core" in branch.append and "batch" in branch.append.get("attention", ())
 
 
 def _axis_names(config: Config) -> Iterator[str]:
+    """Yield a refusal line for each tensor or branch axis whose name is reserved or no identifier of ASCII
+    characters."""
     for group, axes in (("tensor", config.tensor.axes), ("branch", config.branch.axes)):
         for name, size in axes.items():
             if name in RESERVED:

@@ -11,7 +11,8 @@ _DURATION = re.compile(r" *".join(rf"(?:([0-9]+(?:\.[0-9]+)?){unit})?" for unit 
 
 
 def rhythm_of(every: int | str) -> tuple[int, float]:
-    """Return `checkpoint.every` as (steps, seconds), at least one of them 0. Raises ValueError if it is neither."""
+    """Parse `checkpoint.every`, a number of steps or a duration such as 1h30m, into (steps, seconds), at least one of
+    them 0. Raises ValueError if it is neither."""
     if isinstance(every, int) or re.fullmatch(r"[0-9]+", every):
         if (steps := int(every)) < 0:
             raise ValueError(every)
@@ -25,14 +26,15 @@ def rhythm_of(every: int | str) -> tuple[int, float]:
 
 
 def nearest_rhythms(every: str) -> list[str]:
-    """Return legal values near a malformed `checkpoint.every`: its first number as steps, and as minutes."""
+    """Return legal values to suggest for a malformed `checkpoint.every`: its first number as steps, and as minutes."""
     found = re.search(r"[0-9]{1,9}", every)
     number = int(found[0]) if found else 30
     return [str(number), f"{number or 1}m"]
 
 
 def seconds_of(duration: str) -> float:
-    """Return 90, 1:30 or 0:01:30 as seconds; "" is 0. Raises ValueError for any other form."""
+    """Parse a duration in seconds, M:SS or H:MM:SS, as `run.time_limit` takes it, into seconds: 90, 1:30 and 0:01:30
+    are 90; "" is 0. Raises ValueError for any other form."""
     parts = duration.split(":") if duration else ["0"]
     numbers = [float(part) for part in parts]
     seconds = sum(n * 60**i for i, n in enumerate(reversed(numbers)))

@@ -15,7 +15,8 @@ from platform.config.fields import violation
 
 
 def load_extensions(modules: Sequence[str]) -> list[str]:
-    """Import the modules; return one line for each that cannot be imported."""
+    """Import the user's modules that `extend` names, which register models, sources and the like; return one refusal
+    line for each that cannot be imported."""
     lines = []
     for name in modules:
         try:

@@ -26,7 +26,8 @@ Rules = dict[str, dict[str, list[str]]]  # region or parameter role -> tensor di
 
 
 class ConfigError(ValueError):
-    """User's mistakes; `violations` holds one line for each: key, value, constraint and the nearest legal values."""
+    """Refusal for a user's mistakes, in the configuration or in the files it names; `violations` holds one line for
+    each: key, value, constraint and the nearest legal values."""
 
     def __init__(self, violations: Sequence[str] | str):
         given = [violations] if isinstance(violations, str) else violations
@@ -211,7 +212,7 @@ class Config:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Config:
-        """Build a Config from the result of `to_dict`; missing keys get their defaults.
+        """Build a Config from nested plain values, as `to_dict` returns them; missing keys get their defaults.
 
         Raises ConfigError for an unknown key or a wrong type.
         """
@@ -222,7 +223,8 @@ SentConfig = Annotated[Config, By(Config.from_dict)]  # as driver and workers ex
 
 
 def key_fields() -> dict[str, Field[Any]]:
-    """Return the field of every key by the key's full name, such as `train.steps`, in the order of declaration."""
+    """Return the dataclass field of every configuration key by the key's full name, such as `train.steps`, in the order
+    of declaration."""
     found: dict[str, Field[Any]] = {}
     for f in fields(Config):
         group = _group(f)
@@ -231,11 +233,13 @@ def key_fields() -> dict[str, Field[Any]]:
 
 
 def _group(f: Field[Any]) -> Any:
-    """Return the dataclass of a field that is a group of keys, else None."""
+    """Return the dataclass, such as Train, of a field of Config that is a group of keys, else None."""
     return f.default_factory if is_dataclass(f.default_factory) else None
 
 
 def _build(cls: type, values: dict[str, Any], prefix: str) -> Any:
+    """Build the dataclass `cls` (Config, or recursively a group of keys) from plain values; `prefix` is the group's
+    name with a dot, "" for Config. Raises ConfigError for an unknown key or a wrong type."""
     known = {f.name: f for f in fields(cls)}
     if unknown := [f"{prefix}{k}" for k in values if k not in known]:
         raise ConfigError([f"{key}: unknown key" for key in unknown])
@@ -251,7 +255,8 @@ def _build(cls: type, values: dict[str, Any], prefix: str) -> Any:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Return True if plain data has the type of a field; an integer is accepted as a float."""
+    """Return True if a plain value has the type `hint` of a configuration field, entries of lists and maps included; an
+    integer is accepted as a float."""
     kind, inner = get_origin(hint), get_args(hint)
     if hint is Any:
         return True
@@ -266,7 +271,7 @@ _WORDS = {str: "text", int: "an integer", float: "a number", bool: "true or fals
 
 
 def type_in_words(hint: Any) -> str:
-    """Return the type of a key as the user reads it."""
+    """Describe the type of a configuration key to a user: "an integer", "a list, each of it text"."""
     if get_origin(hint) is list:
         return "a list, each of it " + type_in_words(get_args(hint)[0])
     if get_origin(hint) is dict:
@@ -284,7 +289,8 @@ OBJECTIVES: dict[str, Sequence[str]] = {
 
 
 def objective_of(config: Config) -> str:
-    """Return the training objective: `data.objective`, else the default for `model.kind` and the data."""
+    """Return the training objective of a configuration, such as "causal": `data.objective`, else the default for
+    `model.kind` and the data."""
     default = "pairs" if config.data.kind == "pairs" else OBJECTIVES[config.model.kind][0]
     return config.data.objective or default
 
@@ -295,7 +301,8 @@ def short_hash(values: Any) -> str:
 
 
 def violation(key: str, value: Any, constraint: str, legal: Iterable[Any] = ()) -> str:
-    """Return one line for the user: "KEY=VALUE: constraint; nearest legal: a, b"."""
+    """Format a refused value of a configuration key as one printable line for the user: "KEY=VALUE: constraint; nearest
+    legal: a, b". A value of more than SHOWN (300) characters is cut."""
     given, *names = [str(v).lower() if isinstance(v, bool) else str(v) for v in (value, *legal)]
     if len(given) > SHOWN:
         given = f"{given[:SHOWN]}... ({len(given)} characters)"
@@ -306,14 +313,16 @@ SHOWN = 300  # most characters of a value in a line for the user
 
 
 def printable(line: str) -> str:
-    """Return the text with every unprintable character escaped: one line that is safe for any terminal."""
+    """Escape every unprintable character of a text, line ends included, so that it is one line that is safe for any
+    terminal."""
     if line.isprintable():
         return line
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in line)
 
 
 def closest(value: Any, legal: Iterable[Any]) -> list[Any]:
-    """Return the legal values, most similar first: the three nearest integers, or all names by spelling."""
+    """Return the legal values of a configuration key, to suggest for a refused `value`, most similar first: the three
+    nearest integers, or all names by spelling."""
     values = list(legal)
     if all(type(v) is int for v in (value, *values)):
         return sorted(values, key=lambda v: (abs(v - value), v))[:3]

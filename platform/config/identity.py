@@ -34,7 +34,8 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def identity(config: Config) -> dict[str, Any]:
-    """Return the values that identify a run (design.md, section 7), without secrets.
+    """Return the values of a configuration that identify a run (design.md, section 7), nested by group, secrets
+    redacted.
 
     A run directory or checkpoint in which any of them differs belongs to another run.
     """
@@ -51,7 +52,8 @@ def identity(config: Config) -> dict[str, Any]:
 
 
 def completed(there: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the identity that an earlier version stored, with keys that it lacks set to their defaults, and redacted.
+    """Return the identity of a run as an earlier version of this package stored it, with the keys that it lacks set to
+    their defaults, and secrets redacted.
 
     A group that is missing altogether stays missing.
     """
@@ -63,7 +65,9 @@ def completed(there: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differences(there: Any, here: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
-    """Return the differences of two nested maps of plain values: key -> (there, here), None for a missing key."""
+    """Compare two nested maps of plain values, such as a stored configuration (`there`) and the present one (`here`):
+    return key, joined by dots, -> (value there, value here) where they differ, None for a missing key. `prefix` is the
+    key of the two maps themselves."""
     if there == here or not isinstance(there, dict | None) or not isinstance(here, dict | None):
         return {} if there == here else {prefix: (there, here)}
     there, here = there or {}, here or {}
@@ -76,8 +80,9 @@ def differences(there: Any, here: Any, prefix: str = "") -> dict[str, tuple[Any,
 def refusal(there: Mapping[str, Any], config: Config, key: str, value: Any, what: str) -> list[str]:
     """Return why a run with the stored identity `there` cannot resume under `config`; [] if it can.
 
-    Compares all identity keys that `resume.allow` does not free. The first line is a violation of `key` whose
-    constraint is `what`, and names a sufficient `resume.allow` if there is one; then comes one line per difference.
+    Compares all identity keys that `resume.allow` does not free. The first line refuses the place of the stored run,
+    `key`=`value` such as run.dir=DIRECTORY, for the reason `what`, and names a sufficient `resume.allow` if there is
+    one; then comes one line per difference.
     """
     allow = config.resume.allow
     found = {k: v for k, v in differences(completed(there), identity(config)).items() if not _freed(k, allow)}
@@ -91,7 +96,8 @@ def refusal(there: Mapping[str, Any], config: Config, key: str, value: Any, what
 
 
 def wrong_allowances(config: Config) -> Iterator[str]:
-    """Yield a line for each entry of `resume.allow` that is no key or group that may be freed."""
+    """Yield a refusal line for each entry of `resume.allow` that is no key or group of a run's identity that may change
+    on resume."""
     known = differences({}, identity(config))
     for key in config.resume.allow:
         if key in FREE or key in MAY_CHANGE:
@@ -110,7 +116,8 @@ def _reason(key: str) -> str:
 
 
 def default_directory(config: Config, experiment: str) -> str:
-    """Return `runs/EXPERIMENT-HASH`, the hash being over the configuration without secrets.
+    """Return the run directory of a command that names none: `runs/EXPERIMENT-HASH`, the hash being over the
+    configuration without secrets, so that the same command resumes the same run.
 
     If that does not exist, returns the directory in which an earlier version, which hashed other keys, began this run.
     """
@@ -123,6 +130,8 @@ def default_directory(config: Config, experiment: str) -> str:
 
 
 def _of_the_run(config: Config) -> dict[str, Any]:
+    """Return the values of a configuration that name its default run directory, nested, without secrets and without
+    keys that a resumed run may set otherwise, such as `train.stop_at`."""
     values: dict[str, Any] = redact(config.to_dict())
     for key in ("run", "resume"):  # a resumed run is the same run
         del values[key]
@@ -133,7 +142,9 @@ def _of_the_run(config: Config) -> dict[str, Any]:
 
 
 def _began_as(path: Path, values: Mapping[str, Any]) -> bool:
-    """Return True if the run in `path` has these values, keys unknown to its version being at their defaults."""
+    """Return True if config.yaml in the run directory `path` has the values `values` (of `_of_the_run`), keys unknown
+    to its version being at their defaults. The number of replicas may differ where `values` leaves it to the workers
+    (-1)."""
     try:
         there = _of_the_run(Config.from_dict(yaml.load((path / "config.yaml").read_bytes(), _LOADER)))  # noqa: S506
     except (OSError, yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError):

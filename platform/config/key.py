@@ -13,7 +13,8 @@ SECONDS = 10**8  # longest duration (three years): clocks and timers take no mor
 
 @dataclass(frozen=True)
 class Key:
-    """Legal values of a key by itself; in a list or map, of each value in it.
+    """Declaration of a configuration key: guidance for the user, and its legal values by itself; in a list or map, of
+    each value in it.
 
     `platform.config.bounds` refuses other values, `platform.config.reference` prints the rest for people.
     """
@@ -28,7 +29,8 @@ class Key:
     constraint: str = ""  # pattern, or rule of `platform.config.checks`, in words
 
     def legal(self) -> str:
-        """Return the legal values in words, "" if every value of the type is legal."""
+        """Describe the legal values of a configuration key to a user, such as "1 to 1,000" or "adamw, or a registered
+        name"; "" if every value of the type is legal."""
         if self.choices:
             names = [str(choice).lower() if isinstance(choice, bool) else str(choice) for choice in self.choices]
             return ", ".join(name or '""' for name in names) + (", or a registered name" if self.open else "")
@@ -40,7 +42,8 @@ class Key:
 
 
 def key(default: Any, guidance: str, legal: str | tuple[Any, ...] = "", **more: Any) -> Any:
-    """Return the dataclass field of a key: its default, and its `Key` as metadata. Lists and maps are copied.
+    """Make the dataclass field that declares a configuration key: its default, and its `Key` as metadata. Each Config
+    gets a copy of a default list or map.
 
     `legal` gives the choices as a tuple, or the bounds of a number as a text; `more` the other fields of the `Key`.
     """

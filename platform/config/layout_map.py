@@ -25,18 +25,20 @@ _PARTS = {  # key -> (what its entries are called, their legal names)
 
 
 def allow_dims(names: Iterable[str]) -> None:
-    """Add the dims of a model that a user registers."""
+    """Add the tensor dims of a model that a user registers to the dims that `tensor.layout` and scheme tables may
+    name."""
     KNOWN_DIMS.extend(name for name in names if name not in KNOWN_DIMS)
 
 
 def axes_of(tensor: Tensor) -> list[str]:
-    """Return the axes that the chosen scheme declares, outer to inner: `tensor.order`, else those in its tables."""
+    """Return the mesh axes that a tensor-parallel scheme declares, outer to inner: `tensor.order`, else those in its
+    tables."""
     tables = [*tensor.regions.values(), *tensor.parameters.values()]
     return tensor.order or list(dict.fromkeys(a for table in tables for axes in table.values() for a in axes))
 
 
 def parse_layout(layout: str | Mapping[str, Any], axes: Iterable[str]) -> tuple[Rules, Rules]:
-    """Return the rules (regions, parameters) of a user's own layout over the mesh axes `axes`.
+    """Parse `tensor.layout`, a user's own layout over the mesh axes `axes`, into its rules (of regions, of parameters).
 
     `layout` has one of three forms; the first two apply to every region and every parameter:
         "batch:rows;heads:cols"        dims separated by `;`, `,`, `|` or spaces; two axes on one dim: "heads:a+b"
@@ -68,6 +70,8 @@ def parse_layout(layout: str | Mapping[str, Any], axes: Iterable[str]) -> tuple[
 
 
 def _read_layout(layout: str | Mapping[str, Any]) -> Mapping[str, Any]:
+    """Read `tensor.layout` as a map: a text "dim:axis;dim:axis+axis" becomes dim -> "axis+axis", YAML is parsed, a map
+    returned as it is. Raises ConfigError for a malformed text or a dim given twice."""
     if isinstance(layout, str) and layout.lstrip().startswith("{"):
         try:
             layout = yaml.load(layout, _Strict)  # noqa: S506
@@ -88,6 +92,8 @@ def _read_layout(layout: str | Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _axis_list(dim: str, value: Any) -> list[str]:
+    """Return the mesh axes that `tensor.layout` gives for a dim as a list of names: `value` is "a+b", a list, or None.
+    Raises ConfigError for anything else."""
     names = value.split("+") if isinstance(value, str) else [] if value is None else value
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise ConfigError(
@@ -97,7 +103,8 @@ def _axis_list(dim: str, value: Any) -> list[str]:
 
 
 def wrong_tables(config: Config) -> Iterator[str]:
-    """Yield a line for each region, role, dim or axis that is unknown or named twice."""
+    """Yield a refusal line for each region, parameter role, dim or axis in the tables of the tensor scheme and the
+    branch scheme that is unknown or named twice, and for a table whose scheme has no name of its own."""
     tensor, branch = config.tensor, config.branch
     yield from _nameless(tensor, branch)
     yield from _repeated("tensor.order", tensor.order)
@@ -119,6 +126,8 @@ def wrong_tables(config: Config) -> Iterator[str]:
 
 
 def _nameless(tensor: Tensor, branch: Branch) -> Iterator[str]:
+    """Yield a refusal line for the tensor scheme `serial` or the branch scheme `none`, which split nothing, with a
+    table that splits something."""
     if tensor.scheme == "serial" and (tensor.regions or tensor.parameters or tensor.order):
         constraint = "a table that splits something needs a name of its own"
         yield violation("tensor.scheme", tensor.scheme, constraint, ["a line `scheme: NAME` in its file"])
@@ -128,18 +137,21 @@ def _nameless(tensor: Tensor, branch: Branch) -> Iterator[str]:
 
 
 def _unknown(key: str, names: Iterable[str], what: str, legal: Sequence[str]) -> Iterator[str]:
+    """Yield a refusal line, as a value of `key`, for each of `names` that is not in `legal`; `what` says what they
+    name, such as "region"."""
     for name in names:
         if name not in legal:
             yield violation(key, name, f"no such {what}", closest(name, legal))
 
 
 def _repeated(key: str, names: Sequence[str]) -> Iterator[str]:
+    """Yield a refusal line, as a value of `key`, for each name that occurs more than once in `names`."""
     for name in dict.fromkeys(name for name in names if list(names).count(name) > 1):
         yield violation(key, name, "named twice; once is enough", [",".join(dict.fromkeys(names))])
 
 
 class _Strict(yaml.SafeLoader):
-    """YAML loader that refuses a key given twice in one mapping."""
+    """YAML loader for `tensor.layout` that refuses a key given twice in one mapping."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value]

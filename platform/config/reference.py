@@ -27,7 +27,7 @@ _PAGE = (
 
 
 class Entry(NamedTuple):
-    """Key as a reader wants it."""
+    """Row of the reference of configuration keys: full name, type and default in words, and declaration."""
 
     name: str
     type: str
@@ -36,7 +36,7 @@ class Entry(NamedTuple):
 
 
 def page() -> str:
-    """Return the text of `docs/configuration.md`: one table per group."""
+    """Render the text of `docs/configuration.md`, the reference of all configuration keys: one table per group."""
     lines = [_PAGE]
     for group, says, entries in _groups():
         lines += [f"## {group or 'The run as a whole'}", "", says, ""]
@@ -49,7 +49,8 @@ def page() -> str:
 
 
 def summary() -> str:
-    """Return the keys for a terminal: default, meaning and legal values of each."""
+    """Render the reference of all configuration keys that ends `--help` in a terminal: default, meaning and legal
+    values of each."""
     lines = []
     for group, says, entries in _groups():
         lines += ["", f"{group}: {says}" if group else says]
@@ -61,7 +62,8 @@ def summary() -> str:
 
 
 def _groups() -> Iterator[tuple[str, str, list[Entry]]]:
-    """Yield (name, responsibility, keys) of every group; "" for the keys without a group, which come first."""
+    """Yield each group of configuration keys as (name, docstring of its class, rows of its keys) for the reference of
+    keys; first, with the name "", the keys without a group."""
     fields = key_fields()
     classes = {name: hint for name, hint in get_type_hints(Config).items() if name not in fields}
     for group, kind in {"": Config, **classes}.items():
@@ -72,6 +74,7 @@ def _groups() -> Iterator[tuple[str, str, list[Entry]]]:
 
 
 def _entry(name: str, f: Field[Any], hint: Any) -> Entry:
+    """Make the row of configuration key `name` in the reference from its field and the field's type `hint`."""
     default = f.default_factory() if callable(f.default_factory) else f.default
     shown = default if isinstance(default, str) and default else json.dumps(default)
     return Entry(name, type_in_words(hint), shown, f.metadata["key"])

@@ -30,7 +30,8 @@ _WANDB: Variable = (r"online|offline|disabled|shared|run|dryrun|", "no mode of W
 
 
 def wrong_surroundings(config: Config, environment: Mapping[str, str] | None = None) -> list[str]:
-    """Return one line per path, URL or environment variable that this run cannot use here."""
+    """Return one refusal line per directory, storage URL or environment variable that a run of `config` cannot use on
+    this machine, judging without creating or connecting to anything; `environment`: by default os.environ."""
     lines = list(_variables(config, os.environ if environment is None else environment))
     checkpoint, folders = config.checkpoint, {"run.dir": config.run.dir, "data.cache": config.data.cache}
     for key, path in {**folders, "checkpoint.url": checkpoint.url}.items():
@@ -46,6 +47,8 @@ def wrong_surroundings(config: Config, environment: Mapping[str, str] | None = N
 
 
 def _variables(config: Config, environment: Mapping[str, str]) -> Iterator[str]:
+    """Yield a refusal line per environment variable of torchrun, Ray or W&B, as far as this run reads it, that is
+    malformed; torchrun's also if one is missing."""
     torchrun = "TORCHELASTIC_RUN_ID" in environment and "RANK" in environment
     read = {
         **({"RAY_ADDRESS": _RAY} if config.cluster.kind == "ray" and not torchrun else {}),
@@ -83,7 +86,8 @@ def wrong_protocol(url: str, writing: bool = True) -> str:
 
 
 def _unusable(path: str) -> str:
-    """Return why `path` is no writable directory and cannot become one; "" if it is or can."""
+    """Return why `path`, of a run directory, cache or checkpoints, is no writable directory and cannot become one; ""
+    if it is or can."""
     path = os.path.abspath(path)
     if path.strip("/") == "":
         return "is the root of the file system"
@@ -109,7 +113,8 @@ def _is_there(path: str) -> bool:
 
 
 def expanded(key: str, path: str) -> tuple[str, list[str]]:
-    """Return the absolute path (a URL and "" stay as they are), and one line if ~USER names no user."""
+    """Expand ~ in the path that configuration key `key` holds, and make it absolute (a URL and "" stay as they are).
+    Return it, and [] or, if ~USER names no user, one refusal line."""
     if not path or "://" in path:
         return path, []
     there = os.path.expanduser(path)

@@ -25,7 +25,8 @@ logger = logging.getLogger(__name__)
 
 
 def root(cache: str) -> Path:
-    """Return the folder of all entries: `data.cache`, else elastic-platform in the user's cache folder."""
+    """Return the folder of the cache of tokenised corpora: `cache` (the key data.cache) if given, else elastic-platform
+    in the user's cache folder."""
     if cache:
         return Path(cache).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "elastic-platform"
@@ -36,12 +37,13 @@ def fetch(
     build: Callable[[Path], dict[str, Any]],
     read: Callable[[Path, dict[str, Any]], T],
 ) -> T:
-    """Return what `read` makes of the folder `entry`, which is built first if it is missing, torn or corrupt.
+    """Return what `read` makes of a cache entry, the folder `entry`, which is built first if it is missing, torn or
+    corrupt.
 
-    `build(folder)` fills an empty private folder and returns the description (plain JSON), to which
-    `files: {name: {bytes, sha256}}` is added. `read(folder, description)` raises Malformed for an entry that `build`
-    cannot have made. Of several processes that build at once, the first to finish wins. Raises ConfigError if the cache
-    cannot be written.
+    `build(folder)` fills an empty private folder and returns the description (plain JSON), to which `files: {name:
+    {bytes, sha256}}` is added. `read(folder, description)` raises Malformed for an entry that `build` cannot have made.
+    Of several processes that build at once, the first to finish wins. Raises ConfigError if the cache cannot be
+    written.
     """
     if found := _verified(entry, read):
         return found
@@ -69,12 +71,14 @@ def fetch(
 
 
 def sha256(file: Path) -> str:
-    """Hash a file's content."""
+    """Return the SHA-256 of a file's content as 64 hexadecimal digits."""
     with documents.open_regular(file) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _seal(folder: Path, description: dict[str, Any]) -> None:
+    """Write meta.json into the folder of a new cache entry: its description, size and hash of every file, and a hash of
+    these."""
     files = {f.name: {"bytes": f.stat().st_size, "sha256": sha256(f)} for f in sorted(folder.iterdir())}
     content = description | {"files": files}
     (folder / _META).write_text(json.dumps({"content": content, "sha256": _hash(content)}, indent=2))
@@ -82,7 +86,7 @@ def _seal(folder: Path, description: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class _File:
-    """Size and hash of a file of an entry, from when it was made."""
+    """Size and hash of one file of a cache entry, from when it was made."""
 
     bytes: Annotated[int, Span(0, 1 << 50)]
     sha256: Annotated[str, Text("[0-9a-f]{64}", "a SHA-256")]
@@ -90,14 +94,15 @@ class _File:
 
 @dataclass(frozen=True)
 class _Meta:
-    """File meta.json of an entry: its description, of which `files` is checked, and the description's hash."""
+    """File meta.json of a cache entry: its description, of which `files` is checked, and the description's hash."""
 
     content: Annotated[dict[str, Any], OpenMap((("files", dict[_Name, _File]),), ("files",))]
     sha256: str
 
 
 def _verified(folder: Path, read: Callable[[Path, dict[str, Any]], T]) -> T | None:
-    """Return what `read` makes of an entry if it holds what was written and `read` accepts it, None otherwise."""
+    """Return what `read` makes of a cache entry if its files hold what was written, by size and hash, and `read`
+    accepts it, None otherwise."""
     try:
         meta: _Meta = schema.read(_Meta, documents.json_file(folder / _META))
         if meta.sha256 != _hash(meta.content):

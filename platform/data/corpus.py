@@ -49,11 +49,12 @@ class Corpus:
 
     @property
     def samples(self) -> dict[str, int]:
-        """Return the number of samples per epoch of each split."""
+        """Return the number of samples per epoch of each split of the corpus, train and validation."""
         return {split: max(0, self.objective.samples(stream)) for split, stream in self.streams.items()}
 
     def batch(self, split: str, start: int, end: int) -> dict[str, NDArray[np.int64]]:
-        """Return samples [start, end) of the split's endless global order: data tensor -> int64 [end - start, length].
+        """Return samples [start, end) of the split's endless global order, as data tensors such as "tokens": name ->
+        int64 [end - start, length].
 
         Every epoch of `train` has a permutation of its own; `validation` is never shuffled.
         """
@@ -61,10 +62,12 @@ class Corpus:
         return self.objective.batch(self.streams[split], self._order(split, start, end), keys)
 
     def predicted(self, split: str, start: int, end: int) -> int:
-        """Count the labels of samples [start, end) that are not padding: the mean loss is over these."""
+        """Count the labels in samples [start, end) of the split's global order that are not padding: the mean loss is
+        over these."""
         return self.objective.predicted(self.streams[split], self._order(split, start, end))
 
     def _order(self, split: str, start: int, end: int) -> NDArray[np.int64]:
+        """Return the index in its split of each of samples [start, end) of the split's endless global order."""
         samples = self.samples[split]
         epoch, index = np.divmod(np.arange(start, end), samples)
         if split == "train":
@@ -73,7 +76,9 @@ class Corpus:
 
 
 def check_data(data: Data, *, vocab: int = tokenizer.SMALLEST) -> list[str]:
-    """Return the mistakes in `data` that show without tokenising, in well under a second: one line per violation."""
+    """Return one refusal line per mistake in the keys of `data` that shows without tokenising, in well under a second:
+    kind, fraction, paths, beginnings of files. `vocab`: most entries of the tokenizer, which needs at least one per
+    byte value."""
     violations = []
     if data.kind not in (kinds := [*sources.SOURCES, "pairs", "synthetic"]):
         return [f"data={data.kind}: unknown; there are {', '.join(kinds)}"]
@@ -91,7 +96,8 @@ def check_data(data: Data, *, vocab: int = tokenizer.SMALLEST) -> list[str]:
 
 
 def corpus_of(config: Config) -> Corpus:
-    """Open the corpus of a run; see `open_corpus`."""
+    """Open the tokenised corpus that a run's configuration names, cut into samples of its training objective; see
+    `open_corpus`."""
     m = config.model
     shape = {"length": m.length, "source_length": m.source_length, "vocab": m.vocab}
     return open_corpus(config.data, **shape, seed=config.seed, objective=objective_of(config))
@@ -100,7 +106,7 @@ def corpus_of(config: Config) -> Corpus:
 def open_corpus(
     data: Data, *, length: int, vocab: int, seed: int, source_length: int = 0, objective: str = "causal"
 ) -> Corpus:
-    """Open the corpus of `data` in samples of `length` tokens, from a vocabulary of at most `vocab`.
+    """Open the tokenised corpus of `data` in samples of `length` tokens, from a vocabulary of at most `vocab`.
 
     `source_length`: tokens per sequence of the encoder in an encoder-decoder; 0 = length.
 
@@ -118,7 +124,8 @@ def open_corpus(
 
 
 def held_out(sizes: Sequence[int], fraction: float) -> set[int]:
-    """Choose the documents of the validation split: in a fixed random order, each that still fits into its fraction.
+    """Choose the documents of the validation split, by their numbers: in a fixed random order, each that still fits
+    into `fraction` of the corpus. `sizes`: characters of each document.
 
     The result is empty if whole documents cannot fill half of that fraction, as with a single document: then the end of
     the token stream is held out instead.
@@ -133,6 +140,7 @@ def held_out(sizes: Sequence[int], fraction: float) -> set[int]:
 
 
 def _synthetic(data: Data, objective: Objective, vocab: int, seed: int) -> Corpus:
+    """Open a corpus of random tokens, uniform in [0, vocab), for data=synthetic."""
     return Corpus(
         vocab=vocab,
         digest=short_hash(["synthetic", _FORMAT, vocab, seed]),
@@ -145,8 +153,9 @@ def _synthetic(data: Data, objective: Objective, vocab: int, seed: int) -> Corpu
 
 
 def _tokenised(data: Data, objective: Objective, vocab: int, seed: int) -> Corpus:
-    """Open a corpus of text, tokenised by the first process that asks: the cache entry that its files and all that
-    decides about its tokens name."""
+    """Open a corpus of text: its entry in the cache, built by the first process that asks. The entry is named by a hash
+    of the files and of every option that decides about their tokens, such as `vocab`, the most entries of the
+    tokenizer."""
     if data.kind == "pairs":
         files, build = pairs.pair_files(data), _build_pairs
         decisive = [[pairs.deciding_options(data), *map(cache.sha256, files)], data.validation, vocab]
@@ -172,7 +181,8 @@ def _tokenised(data: Data, objective: Objective, vocab: int, seed: int) -> Corpu
 
 
 def _streams(splits: Mapping[str, Sequence[int]], tokens: NDArray[Any], ends: NDArray[Any] | None) -> dict[str, Any]:
-    """Cut the tokens into splits: (start, end) each, or, of pairs, whose `ends` are given, (tokens, pairs)."""
+    """Cut the tokens of a cached corpus into its splits. `splits` gives (start, end) of each in tokens; for pairs of
+    texts, which have `ends` [pairs, 2], it gives (number of tokens, number of pairs) of each."""
     if ends is None:
         return {split: tokens[start:end] for split, (start, end) in splits.items()}
     streams, place, pair = {}, 0, 0
@@ -184,7 +194,7 @@ def _streams(splits: Mapping[str, Sequence[int]], tokens: NDArray[Any], ends: ND
 
 @dataclass(frozen=True)
 class _Entry:
-    """Description of a cache entry: the type of tokens.bin, and the splits as `_streams` takes them."""
+    """Description of a corpus in the cache: the type of tokens.bin, and the splits as `_streams` takes them."""
 
     dtype: Annotated[str, OneOf(("<u2", "<u4"), "type")]
     splits: dict[Annotated[str, OneOf(("train", "validation"), "split")], tuple[_PLACE, _PLACE]]
@@ -192,8 +202,9 @@ class _Entry:
 
 
 def _read_entry(folder: Path, meta: dict[str, Any], vocab: int) -> _Entry:
-    """Read the description of a cache entry. Raises Malformed for an entry that `_build` or `_build_pairs` cannot have
-    made, even if its hashes hold."""
+    """Read the description of a corpus in the cache, `meta`, and check the files in `folder` against it; `vocab`: most
+    entries of the tokenizer. Raises Malformed for an entry that `_build` or `_build_pairs` cannot have made, even if
+    its hashes hold."""
     entry: _Entry = schema.read(_Entry, meta)
     try:
         entries: int = tokenizer.load_tokenizer(folder / "tokenizer.json").get_vocab_size()
@@ -213,7 +224,9 @@ def _read_entry(folder: Path, meta: dict[str, Any], vocab: int) -> _Entry:
 
 
 def _pairs_fit(ends: NDArray[np.int64], train: Sequence[int], held: Sequence[int], tokens: int) -> bool:
-    """Return True if the ends of each split's pairs rise to its number of tokens; a split is (tokens, pairs)."""
+    """Return True if `ends`, the token positions in ends.bin where source and target of each pair end, rise in each
+    split to its number of tokens. `train` and `held` are the splits' (number of tokens, number of pairs); `tokens`
+    counts those of tokens.bin."""
     if min(*train, *held) < 0 or train[0] + held[0] != tokens or 2 * (train[1] + held[1]) != len(ends):
         return False
     parts = (ends[: 2 * train[1]], train[0]), (ends[2 * train[1] :], held[0])
@@ -221,7 +234,8 @@ def _pairs_fit(ends: NDArray[np.int64], train: Sequence[int], held: Sequence[int
 
 
 def _build_pairs(folder: Path, files: list[Path], data: Data, vocab: int) -> dict[str, Any]:
-    """Write tokens.bin and ends.bin (the training pairs, then those held out) and tokenizer.json."""
+    """Build the cache entry of a corpus of pairs of texts: write into `folder` tokens.bin and ends.bin (the training
+    pairs, then those held out) and tokenizer.json, of at most `vocab` entries. Return its description."""
     found = list(pairs.read_pairs(files, data))
     if not found:
         raise ConfigError(f"data.path={data.path}: no pair of texts in it")
@@ -238,7 +252,8 @@ def _build_pairs(folder: Path, files: list[Path], data: Data, vocab: int) -> dic
 
 
 def _build(folder: Path, files: list[Path], data: Data, vocab: int) -> dict[str, Any]:
-    """Write tokens.bin (the training documents, then those held out) and tokenizer.json. The documents are read once
+    """Build the cache entry of a corpus of documents: write into `folder` tokens.bin (the training documents, then
+    those held out) and tokenizer.json, of at most `vocab` entries. Return its description. The documents are read once
     for their sizes and their faults, once to train the tokenizer, and once per split to encode them."""
     sizes: list[int] = []
     for number, piece in sources.read_documents(files, data):
@@ -267,8 +282,8 @@ def _build(folder: Path, files: list[Path], data: Data, vocab: int) -> dict[str,
 
 
 def _train(folder: Path, texts: Iterable[str], characters: int, vocab: int) -> tuple["Tokenizer", np.dtype]:
-    """Train a tokenizer on texts, evenly spaced ones if they have many `characters`; save it, and return it with the
-    type of its tokens in files."""
+    """Train a tokenizer of at most `vocab` entries on texts of `characters` in all, evenly spaced ones if these are
+    many; save it as tokenizer.json in `folder`, and return it with the integer type of its tokens in files."""
     share = min(1.0, _TRAINING / characters)
     bpe = tokenizer.train_tokenizer((t for i, t in enumerate(texts) if int((i + 1) * share) > int(i * share)), vocab)
     bpe.save(str(folder / "tokenizer.json"))
@@ -276,7 +291,8 @@ def _train(folder: Path, texts: Iterable[str], characters: int, vocab: int) -> t
 
 
 def _too_small(corpus: Corpus, data: Data, length: int) -> list[str]:
-    """Return a line for each split that does not hold one sample, with the nearest legal settings."""
+    """Return a refusal line for each split of a corpus that does not hold one whole sample, with the nearest legal
+    settings."""
     tokens = {split: len(stream) for split, stream in corpus.streams.items()}
     needed, total = corpus.objective.needs, sum(tokens.values())
     violations = []

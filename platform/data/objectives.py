@@ -24,7 +24,7 @@ Keys = NDArray[np.uint64]
 
 
 class Objective(Protocol):
-    """Samples of a stream, and what is predicted in them."""
+    """Interface of a training objective: how it makes samples of a stream of tokens, and what is predicted in them."""
 
     @property
     def needs(self) -> int: ...  # tokens of a stream for one sample
@@ -83,6 +83,8 @@ class Masked:
         return len(stream) // self.length
 
     def batch(self, stream: Any, index: Ints, keys: Keys) -> dict[str, Ints]:
+        """Return samples `index` of the stream as `tokens`, in part masked, and `labels`, each int64 [len(index),
+        length]; `keys` [len(index)] decide what is masked."""
         rows = _windows(stream, index * self.length, self.length)
         place, key = np.arange(self.length), keys[:, None]
         chosen = _choice(key, self.length, self._count)
@@ -127,6 +129,8 @@ class SpanDenoising:
         return len(stream) // self.needs
 
     def batch(self, stream: Any, index: Ints, keys: Keys) -> dict[str, Ints]:
+        """Return samples `index` of the stream as `source` [len(index), source_length], `tokens` and `labels`
+        [len(index), length], int64; `keys` [len(index)] decide which spans are missing."""
         n = self.needs
         noise, spans = _noise(n)
         rows = _windows(stream, index * n, n)
@@ -176,27 +180,31 @@ OBJECTIVES: dict[str, Callable[[int, int, int], Objective]] = {  # of (length, s
 
 
 def target(labels: Ints) -> dict[str, Ints]:
-    """Return what a decoder reads and predicts: `labels`, and as `tokens` the same shifted right behind END_OF_TEXT."""
+    """Return the data tensors of a decoder that predicts `labels` [samples, length]: these, and as its input `tokens`
+    the same shifted right by one behind END_OF_TEXT; padding stays -1."""
     shifted = np.pad(labels[:, :-1], ((0, 0), (1, 0)), constant_values=END_OF_TEXT)
     return {"tokens": np.where(labels < 0, PADDING, shifted), "labels": labels}
 
 
 def _noise(n: int) -> tuple[int, int]:
-    """Return how many of n tokens are missing, and in how many spans."""
+    """Return how many of the n tokens of a sample span denoising removes, and in how many spans."""
     noise = max(1, round(NOISE * n))
     return noise, max(1, round(noise / SPAN))
 
 
 def _windows(stream: Any, starts: Ints, length: int) -> Ints:
+    """Return int64 [len(starts), length]: the tokens of the stream from each of `starts` on."""
     return np.asarray(stream[starts[:, None] + np.arange(length)]).astype(np.int64)
 
 
 def _padded(rows: Ints, length: int) -> Ints:
+    """Pad rows of token ids with -1 at the end to `length`."""
     return np.pad(rows, ((0, 0), (0, length - rows.shape[1])), constant_values=PADDING)
 
 
 def _choice(key: NDArray[np.uint64], n: int, count: int) -> NDArray[np.bool_]:
-    """Return [rows, n] with `count` entries of each row True, chosen uniformly; key [rows, 1]."""
+    """Draw a mask [rows, n] with `count` entries of each row True, chosen uniformly; `key` [rows, 1] decides the draw
+    of its row."""
     chosen = np.zeros((len(key), n), bool)
     ranked = np.argsort(mix(key, 0, np.arange(n)), 1, kind="stable")
     np.put_along_axis(chosen, ranked[:, :count], True, 1)
@@ -204,7 +212,8 @@ def _choice(key: NDArray[np.uint64], n: int, count: int) -> NDArray[np.bool_]:
 
 
 def _parts(keys: Keys, salt: int, total: int, parts: int) -> Ints:
-    """Draw [rows, parts] positive integers, each row summing to `total`, uniformly among all such rows."""
+    """Draw [rows, parts] positive integers, each row summing to `total`, uniformly among all such rows; `keys` [rows]
+    and `salt`, the number of the draw, decide it."""
     cuts = _choice(mix(keys, 3, salt)[:, None], total - 1, parts - 1)
     ends = np.nonzero(cuts)[1].reshape(len(keys), parts - 1) + 1
     return np.diff(ends, axis=1, prepend=0, append=total)

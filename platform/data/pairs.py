@@ -27,7 +27,8 @@ _BATCH = 4096  # pairs that are encoded at once
 
 @dataclass(frozen=True)
 class PairStream:
-    """Tokenised pairs: `tokens` holds source and target of each pair in turn, `ends` [pairs, 2] where they end."""
+    """Tokenised pairs of texts: `tokens` holds source and target of each pair in turn, `ends` [pairs, 2] where they
+    end."""
 
     tokens: NDArray[Any]
     ends: Ints
@@ -36,7 +37,8 @@ class PairStream:
         return len(self.tokens)
 
     def rows(self, side: int, index: Ints, length: int) -> Ints:
-        """Return [len(index), length]: sources (side 0) or targets (1) and END_OF_TEXT, cut or padded to length."""
+        """Return token ids [len(index), length] of the pairs `index`: their sources (side 0) or targets (side 1), each
+        followed by END_OF_TEXT, cut or padded with -1 to `length`."""
         bounds = np.concatenate([[0], self.ends.reshape(-1)])
         start, end = bounds[2 * index + side], bounds[2 * index + side + 1]
         offset = np.arange(length)
@@ -46,7 +48,8 @@ class PairStream:
 
 
 def pair_files(data: Data) -> list[Path]:
-    """Find the files that `read_pairs` reads. Raises ConfigError if a path is missing or they do not make pairs."""
+    """Find the files of data=pairs, for `read_pairs`: one of sources and one of targets, .jsonl files, or the standard
+    library's. Raises ConfigError if a path is missing or they do not make pairs."""
     if not data.path:
         return sources.stdlib_files(data)
     found = [sources.text_files(replace(data, path=path)) for path in filter(None, (data.path, data.target_path))]
@@ -56,7 +59,7 @@ def pair_files(data: Data) -> list[Path]:
 
 
 def check_pairs(data: Data) -> list[str]:
-    """Return what is wrong with the paths: one line per violation."""
+    """Return one refusal line per mistake in the paths of data=pairs; the files are not read."""
     try:
         return [] if pair_files(data) else [f"data={data.kind}: no file"]
     except ConfigError as error:
@@ -64,8 +67,8 @@ def check_pairs(data: Data) -> list[str]:
 
 
 def read_pairs(files: Sequence[Path], data: Data) -> Iterator[tuple[str, str]]:
-    """Yield (source, target), neither blank, of the `files` of `data`. Raises ConfigError for files of unequal lengths
-    and faults in them."""
+    """Yield the pairs of texts (source, target), neither blank, in the `files` of data=pairs. Raises ConfigError for
+    files of unequal lengths and faults in them."""
     if not data.path:
         found = _stdlib(files)
     elif data.target_path:
@@ -76,6 +79,8 @@ def read_pairs(files: Sequence[Path], data: Data) -> Iterator[tuple[str, str]]:
 
 
 def _lines(source: Path, target: Path) -> Iterator[tuple[str, str]]:
+    """Yield each line of the file `source` with the same line of the file `target`. Raises ConfigError if one has more
+    lines."""
     lines = [0, 0]
     for pair in zip_longest(_text_lines(source), _text_lines(target)):
         lines = [n + (text is not None) for n, text in zip(lines, pair, strict=True)]
@@ -86,12 +91,15 @@ def _lines(source: Path, target: Path) -> Iterator[tuple[str, str]]:
 
 
 def _text_lines(file: Path) -> Iterator[str]:
+    """Yield the lines of a file of UTF-8 text, which may be compressed, without their ends."""
     with sources.naming_file(file), sources.open_unpacked(file) as stream:
         for line in stream:
             yield from line.decode().splitlines()
 
 
 def _objects(file: Path, data: Data) -> Iterator[tuple[str, str]]:
+    """Yield the texts in fields `data.field` and `data.target_field` of each line's JSON object in a .jsonl file.
+    Raises ConfigError for a line that lacks one."""
     with sources.naming_file(file), sources.open_unpacked(file) as stream:
         for number, line in enumerate(stream, 1):
             try:
@@ -103,7 +111,8 @@ def _objects(file: Path, data: Data) -> Iterator[tuple[str, str]]:
 
 
 def _stdlib(modules: Sequence[Path]) -> Iterator[tuple[str, str]]:
-    """Yield (header, first paragraph of the docstring) of every function and class that has a docstring."""
+    """Yield (header, first paragraph of the docstring) of every function and class in Python source files that has a
+    docstring, as pairs of texts for data=pairs without a path."""
     for module in modules:
         for node in ast.walk(ast.parse(module.read_bytes())):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and ast.get_docstring(node):
@@ -113,7 +122,9 @@ def _stdlib(modules: Sequence[Path]) -> Iterator[tuple[str, str]]:
 
 
 def write_pairs(folder: Path, bpe: "Tokenizer", pairs: Iterator[tuple[str, str]], dtype: np.dtype) -> list[int]:
-    """Append to tokens.bin and ends.bin; return the numbers of tokens and pairs that were written."""
+    """Append the tokens of pairs of texts, the next split of a cached corpus, to the files in `folder`: tokens.bin (of
+    type `dtype`), and ends.bin (int64, the position in this split where each text ends). Return the numbers of tokens
+    and pairs that were written."""
     place = pairs_written = 0
     with (folder / "tokens.bin").open("ab") as tokens, (folder / "ends.bin").open("ab") as ends:
         while batch := list(islice(pairs, _BATCH)):
@@ -126,5 +137,6 @@ def write_pairs(folder: Path, bpe: "Tokenizer", pairs: Iterator[tuple[str, str]]
 
 
 def deciding_options(data: Data) -> str:
-    """Return, as JSON, the part of the configuration that decides which pairs the files hold."""
+    """Return, as JSON, the keys of `data` that decide which pairs of texts its files hold, to name the cache entry
+    by."""
     return json.dumps([bool(data.path), bool(data.target_path), data.field, data.target_field])

@@ -9,7 +9,8 @@ _ROUNDS = 8  # of the Feistel network; with 4, the permutations of small ranges 
 
 
 def mix(*words: ArrayLike) -> NDArray[np.uint64]:
-    """Hash integers to 64 bits, elementwise with broadcasting: the finaliser of SplitMix64, once per word."""
+    """Hash integers to 64 bits, elementwise with broadcasting, in place of a random generator with a state: the
+    finaliser of SplitMix64, once per word."""
     hashed: NDArray[np.uint64] = np.zeros((), np.uint64)
     with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is meant
         for word in words:
@@ -21,7 +22,8 @@ def mix(*words: ArrayLike) -> NDArray[np.uint64]:
 
 
 def order(seed: int, epoch: ArrayLike, n: int, index: ArrayLike) -> NDArray[np.int64]:
-    """Map `index` to its image in the permutation of [0, n) of its `epoch`; elementwise with broadcasting.
+    """Map sample `index` to its image in the permutation of [0, n) that `seed` and `epoch` give; elementwise with
+    broadcasting.
 
     A Feistel network permutes [0, 4**half), the smallest such range that holds n. Applying it again to images outside
     [0, n) until all lie inside (cycle walking) makes it a permutation of [0, n); fewer than four rounds are expected.

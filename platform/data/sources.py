@@ -34,17 +34,19 @@ _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idlelib", "li
 
 
 def stdlib_files(data: Data) -> list[Path]:
-    """Find the Python source files of the running interpreter's own standard library (about 9 MB)."""
+    """Find the files of data=stdlib: Python source files of the running interpreter's own standard library (about 9
+    MB)."""
     return _walk(Path(sysconfig.get_path("stdlib")), [".py"], skip=_NOT_STDLIB)
 
 
 def stdlib_bytes(data: Data) -> int:
-    """Return the size in bytes of the standard library's source files."""
+    """Return the size in bytes of the text of data=stdlib: the standard library's source files, all together."""
     return sum(file.stat().st_size for file in stdlib_files(data))
 
 
 def text_files(data: Data) -> list[Path]:
-    """Find the user's files: `data.path` is a file, a glob, or a folder (of which non-hidden files of `ENDINGS`)."""
+    """Find the user's files of data=text: `data.path` is a file, a glob, or a folder (of which non-hidden files of
+    `ENDINGS`). Raises ConfigError if there is none."""
     if not data.path:
         raise ConfigError("data.path: data=text needs a file, a folder or a glob")
     path = Path(data.path).expanduser()
@@ -65,14 +67,15 @@ SOURCES: dict[str, Callable[[Data], list[Path]]] = {"stdlib": stdlib_files, "tex
 
 
 def register_source(name: str, files: Callable[[Data], list[Path]]) -> None:
-    """Register `data.kind=NAME`: `files` finds its files of text."""
+    """Register a source of text as `data.kind=NAME`: the function `files` finds its files of text, given the keys of
+    group data."""
     SOURCES[name] = files
     allow("data.kind", name)
 
 
 def files_of(data: Data) -> list[Path]:
-    """Return the files of the text, from any iterable of paths that a source gives. Raises ConfigError, naming the
-    source, if it gives anything else or raises; its own ConfigError and OSError pass unchanged."""
+    """Return the files of text that the source `data.kind` finds, as paths. Raises ConfigError, naming the source, if
+    it raises, or gives anything but an iterable of paths; its own ConfigError and OSError pass unchanged."""
     found: object = None
     try:
         found = SOURCES[data.kind](data)
@@ -87,7 +90,8 @@ def files_of(data: Data) -> list[Path]:
 
 
 def check_files(data: Data) -> list[str]:
-    """Return what is wrong with the source, as far as its first files' beginnings tell: one line per violation."""
+    """Return one refusal line per mistake in the source of text, as far as the beginnings of its first files tell: no
+    file, no text, a fault in a file."""
     try:
         files = files_of(data)
         if not files:
@@ -109,7 +113,7 @@ def check_files(data: Data) -> list[str]:
 
 
 def read_documents(files: list[Path], data: Data) -> Generator[tuple[int, str], None, None]:
-    """Yield (number of the document, next piece of its text); no piece is empty.
+    """Read the documents in files of text: yield (number of the document, next piece of its text); no piece is empty.
 
     Raises ConfigError, naming the file and the place, for content that is unreadable, not text, or lacks `data.field`.
     """
@@ -123,7 +127,8 @@ def read_documents(files: list[Path], data: Data) -> Generator[tuple[int, str], 
 
 
 class Bounded:
-    """Limits a byte stream: raises ConfigError if it unpacks to far more than its file, or has a line over LINE."""
+    """Byte stream of a file within bounds: raises ConfigError if it unpacks to far more than its file (`packed` bytes),
+    or has a line over LINE."""
 
     def __init__(self, stream: BinaryIO, packed: int):
         self._stream, self._most = stream, max(_UNPACKED, _RATIO * packed)
@@ -153,7 +158,7 @@ class Bounded:
 
 @contextmanager
 def open_unpacked(file: Path) -> Iterator[Bounded]:
-    """Open a file, decompressed if it is in gzip format."""
+    """Open a file of text as a bounded byte stream, decompressed if it is in gzip format."""
     with open_regular(file) as raw, io.BufferedReader(raw) as plain:
         packed = plain.peek(2)[:2] == b"\x1f\x8b"
         stream = gzip.GzipFile(fileobj=plain) if packed else plain
@@ -162,7 +167,8 @@ def open_unpacked(file: Path) -> Iterator[Bounded]:
 
 @contextmanager
 def naming_file(file: Path) -> Iterator[None]:
-    """Raise ConfigError, naming the file, in place of the errors that reading or parsing it raises."""
+    """Raise ConfigError, naming the file of data, in place of the errors that reading or parsing it raises within the
+    context."""
     try:
         yield
     except (ConfigError, OSError, EOFError, zlib.error, UnicodeDecodeError, Malformed) as error:
@@ -171,12 +177,13 @@ def naming_file(file: Path) -> Iterator[None]:
 
 
 def is_jsonl(file: Path) -> bool:
-    """Return True if the file, by its name, holds one JSON object per line."""
+    """Return True if a file of data, by its name, holds one JSON object per line."""
     return file.name.removesuffix(".gz").endswith(".jsonl")
 
 
 def _blocks(stream: Bounded, data: Data) -> Iterator[tuple[bool, str]]:
-    """Yield a file as one document: (True for the first, piece) of about _READ_AT_ONCE bytes, to a line end if near."""
+    """Yield a file of text as one document: (True for the first, piece) of about _READ_AT_ONCE bytes, to a line end if
+    near. Raises ConfigError for a NUL byte or text that is not UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     begins = True
     while True:
@@ -197,7 +204,8 @@ def _blocks(stream: Bounded, data: Data) -> Iterator[tuple[bool, str]]:
 
 
 def _lines(stream: Bounded, data: Data) -> Iterator[tuple[bool, str]]:
-    """Yield (True, the string in field `data.field`) of each line's JSON object; skip blank lines and empty strings."""
+    """Yield the documents of a .jsonl file: (True, the string in field `data.field`) of each line's JSON object; skip
+    blank lines and empty strings."""
     for number, text in enumerate(stream, 1):
         if not text.strip():
             continue
@@ -217,12 +225,13 @@ def _lines(stream: Bounded, data: Data) -> Iterator[tuple[bool, str]]:
 
 
 def encodable(text: str) -> str:
-    """Replace lone surrogates, which JSON may escape and UTF-8 cannot hold."""
+    """Replace lone surrogates in a text by "?": JSON may escape them, and UTF-8 cannot hold them."""
     return text.encode(errors="replace").decode()
 
 
 def _walk(folder: Path, endings: list[str], skip: set[str]) -> list[Path]:
-    """Find the files under `folder` with one of the endings (or that and .gz), in one order on every machine."""
+    """Find the files of text under `folder` with one of the endings (or that and .gz), in one order on every machine;
+    hidden folders and those named in `skip` are left out."""
 
     def refuse(error: OSError) -> None:  # to skip a folder would silently change the corpus
         raise error
@@ -239,11 +248,12 @@ def _walk(folder: Path, endings: list[str], skip: set[str]) -> list[Path]:
 
 
 def _nearest(path: Path) -> str:
-    """Name the files beside a missing path that have similar names, for an error message; "" if there is none."""
+    """Name the files beside a missing `data.path` that have similar names, for its refusal; "" if there is none."""
     beside = sorted(p.name for p in islice(path.parent.glob("[!.]*"), 1000)) if path.parent.is_dir() else []
     close = get_close_matches(path.name, beside, cutoff=0.5)
     return f"; nearest: {', '.join(str(path.parent / name) for name in close)}" if close else ""
 
 
 def _key(data: Data) -> str:
+    """Return the setting that names the source of text, for a refusal: data.path=PATH, or data=KIND."""
     return f"data.path={data.path}" if data.path else f"data={data.kind}"

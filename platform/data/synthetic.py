@@ -12,7 +12,8 @@ from platform.data.permutation import mix
 
 @dataclass(frozen=True)
 class RandomTokens:
-    """Endless stream of uniform random tokens in [0, vocab), indexed like an array."""
+    """Endless stream of uniform random tokens in [0, vocab), indexed like an array: stream `number` of those that
+    `seed` gives."""
 
     seed: int
     number: int
@@ -26,10 +27,11 @@ class RandomTokens:
 
 
 def encode_bytes(text: str, vocab: int) -> list[int]:
-    """Encode the text's bytes as ids, modulo the vocabulary: a prompt to generate text from."""
+    """Encode a prompt for a model that was trained on synthetic tokens: the text's UTF-8 bytes as ids, modulo the
+    vocabulary."""
     return [byte % vocab for byte in text.encode()]
 
 
 def show_ids(ids: Sequence[int]) -> str:
-    """Return the ids as printable placeholders."""
+    """Return synthetic token ids, which stand for no text, as printable placeholders: "<5> <17>"."""
     return " ".join(f"<{i}>" for i in ids)

@@ -20,7 +20,7 @@ _BATCH = 2_000_000  # characters encoded at once; the library needs some 100 byt
 
 
 def train_tokenizer(texts: Iterable[str], vocab: int) -> "Tokenizer":
-    """Train a tokenizer of at most `vocab` entries; the same texts give the same tokenizer."""
+    """Train a byte-level BPE tokenizer of at most `vocab` entries on texts; the same texts give the same tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -38,8 +38,9 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> "Tokenizer":
 
 
 def _bounded(text: str) -> list[str]:
-    """Cut the text after every _LONGEST letters, digits, spaces or signs in a row: training takes time quadratic in
-    what the tokenizer sees as one word. Other texts stay whole."""
+    """Cut a training text in two after every _LONGEST letters in a row, and likewise digits, spaces or signs, because
+    training takes time quadratic in the length of such a run, which the tokenizer sees as one word. A text without so
+    long a run stays whole."""
     if len(text) <= _LONGEST or not (found := list(_RUN.finditer(text))):
         return [text]
     cuts = [0, *(run.end() for run in found), len(text)]
@@ -47,7 +48,7 @@ def _bounded(text: str) -> list[str]:
 
 
 def load_tokenizer(file: Path) -> "Tokenizer":
-    """Load the tokenizer that was saved in `file`."""
+    """Load the tokenizer that was saved in `file`; it encodes the spelling of a special token like any text."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(file))
@@ -56,7 +57,8 @@ def load_tokenizer(file: Path) -> "Tokenizer":
 
 
 def encode_documents(tokenizer: "Tokenizer", pieces: Iterable[tuple[int, str]]) -> Iterator[NDArray[np.uint32]]:
-    """Yield, in parts, the token stream of `pieces`, (document, text) each: END_OF_TEXT in front of each document."""
+    """Encode pieces of text, (number of the document, text) each, into one stream of token ids with END_OF_TEXT in
+    front of each document; yield it in parts."""
     current = -1
     for batch in _batches(pieces):
         ids = []
@@ -69,6 +71,8 @@ def encode_documents(tokenizer: "Tokenizer", pieces: Iterable[tuple[int, str]]) 
 
 
 def _batches(pieces: Iterable[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
+    """Group pieces of text, (number of the document, text) each, into lists of at least _BATCH characters, each encoded
+    at once."""
     batch: list[tuple[int, str]] = []
     characters = 0
     for piece in pieces:

@@ -1,4 +1,5 @@
-"""Registry of models by name. A model is a class with `sizes`, `inputs`, `parameters()` and `forward(ops, inputs)`."""
+"""Registry of models by name. A model is a class with `sizes`, `inputs`, `parameters()` and `forward(ops, inputs)`,
+written in named dims against `Ops`; no rank, layout or collective is named here."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -27,7 +28,7 @@ def register_model(
     objectives: Sequence[str] = ("causal",),
     dims: Iterable[str] = (),
 ) -> None:
-    """Register a model as `model.kind=NAME`: `model(config.model)` must satisfy
+    """Register a user's model class as `model.kind=NAME`: `model(config.model)` must satisfy
     `platform.plan.core.chunks.RecordableModel`. `objectives`: the values of data.objective that it allows, the default
     first. `dims`: dims that only this model has, which tensor.layout may then split."""
     MODELS[name] = model
@@ -37,6 +38,7 @@ def register_model(
 
 
 def build_model(config: ModelConfig) -> Any:
-    """Build the configured model. Raises ModelMistake in place of any error from a user's own model class."""
+    """Build the model that `config.kind` names. Raises ModelMistake in place of any error from a user's own model
+    class."""
     with as_model_mistakes(MODELS[config.kind]):
         return MODELS[config.kind](config)

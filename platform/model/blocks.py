@@ -24,7 +24,8 @@ ACTIVATIONS = {"gelu": ("gelu", False), "relu": ("relu", False), "swiglu": ("sil
 
 
 class StackSpecs:
-    """Specs of the activations in one stack of blocks. `length`: tokens per sequence; None: the model's length."""
+    """Holds the Specs (region, dims) of the activations in one stack of blocks. `length`: tokens per sequence in this
+    stack; None: the model's length."""
 
     def __init__(self, length: int | None = None):
         sizes = () if length is None else (("length", length),)
@@ -36,7 +37,8 @@ class StackSpecs:
 
 
 def dim_sizes(c: ModelConfig) -> dict[str, int]:
-    """Return the global size of every dim of a Transformer's tensors."""
+    """Return dim name -> global size, for every dim of a Transformer's tensors, from its configuration; zeros there
+    (kv_heads, d_kv, d_ff) are replaced by what they stand for."""
     return {
         "length": c.length,
         "d_model": c.d_model,
@@ -50,14 +52,15 @@ def dim_sizes(c: ModelConfig) -> dict[str, int]:
 
 
 class Layer:
-    """Base of a model and its layers. The parameters are those among the attributes and in the layers among them, in
-    the order in which they were set."""
+    """Base of a model and its layers. Its parameters are those among the attributes, and those of the layers among
+    them, in the order in which they were set."""
 
     def parameters(self) -> list[Parameter]:
         return list(_parameters_in(vars(self).values()))
 
 
 def _parameters_in(values: Iterable[Any]) -> Iterator[Parameter]:
+    """Yield the parameters among attribute values, and those of layers, lists and dicts among them, in order."""
     for value in values:
         if isinstance(value, Parameter):
             yield value
@@ -69,7 +72,7 @@ def _parameters_in(values: Iterable[Any]) -> Iterator[Parameter]:
 
 @dataclass(frozen=True)
 class Norm(Layer):
-    """Normalisation over d_model: `kind` is layernorm or rmsnorm, which has no bias."""
+    """Normalisation over d_model: `kind` is layernorm or rmsnorm; rmsnorm has no bias."""
 
     kind: str
     gain: Parameter
@@ -77,6 +80,7 @@ class Norm(Layer):
 
     @classmethod
     def of(cls, name: str, kind: str) -> Norm:
+        """Make the norm of `kind` (layernorm or rmsnorm) whose parameters are called NAME.gain and NAME.bias."""
         bias = Parameter(f"{name}.bias", ("d_model",), "vector", "zeros") if kind == "layernorm" else None
         return cls(kind, Parameter(f"{name}.gain", ("d_model",), "vector", "ones"), bias)
 
@@ -93,16 +97,18 @@ class Residual(Layer):
         self.norm = Norm.of(f"{name}.norm", c.norm)
 
     def enter(self, ops: Ops, x: Any) -> Any:
+        """Return what the layer reads of the stream x: its norm, or x itself in a post-norm model."""
         return x if self.config.post_norm else self.norm(ops, x, self.shapes.stream)
 
     def leave(self, ops: Ops, x: Any, y: Any) -> Any:
+        """Add the layer's output y, with dropout, to the stream x; a post-norm model then normalises the sum."""
         x = ops.pointwise("add", x, ops.dropout(f"{self.name}.residual", y, self.shapes.stream))
         return self.norm(ops, x, self.shapes.stream) if self.config.post_norm else x
 
 
 class Attention(Residual):
-    """Self-attention, or cross-attention to the output of an encoder of the specs `memory`. d_model, the dim that
-    is gathered, comes first in the weights' dims."""
+    """Self-attention, or cross-attention to the output of an encoder whose Specs are `memory`; a Residual layer.
+    d_model, the dim that is gathered, comes first in the weights' dims."""
 
     def __init__(
         self, name: str, c: ModelConfig, shapes: StackSpecs, *, causal: bool, memory: StackSpecs | None = None
@@ -121,8 +127,9 @@ class Attention(Residual):
         self.output_bias = [Parameter(f"{name}.output_bias", ("d_model",), "vector", "zeros")] if c.bias else []
 
     def __call__(self, ops: Ops, x: Any, memory: Any = None, *, mask: Any = None, bias: Any = None) -> Any:
-        """Apply norm, attention and the residual connection to x. `memory`: the (key, value) of cross-attention, from
-        `keys_and_values`; `mask`, `bias`: as in `Ops.attention`."""
+        """Apply norm, attention and the residual connection to the stream x [length, batch, d_model]. `memory`: the
+        (key, value) of cross-attention, from `keys_and_values`; None for self-attention. `mask`, `bias`: as in
+        `Ops.attention`."""
         s, m = self.shapes, self.memory
         weights, specs, biases = (self.query, self.key, self.value), (s.query, s.key, s.key), self.inner_biases
         if self.cross:
@@ -144,8 +151,8 @@ class Attention(Residual):
 
 
 def keys_and_values(ops: Ops, layers: list[Attention], memory: Any) -> list[tuple[Any, Any]]:
-    """Compute (key, value) of the encoder's output `memory` for every cross-attention layer, in one group of einsums:
-    the memory is converted once, and its gradient, summed over the layers, is reduced once."""
+    """Compute the (key, value) of every cross-attention layer from the encoder's output `memory`, in one group of
+    einsums: the memory is converted once, and its gradient, summed over the layers, is reduced once."""
     shapes = layers[0].memory
     weights = [w for layer in layers for w in (layer.key, layer.value)]
     biases = [b for layer in layers for b in layer.inner_biases[1:]]
@@ -154,7 +161,7 @@ def keys_and_values(ops: Ops, layers: list[Attention], memory: Any) -> list[tupl
 
 
 class FeedForward(Residual):
-    """Feed-forward layer: down(f(up(x))), or down(f(gate(x)) * up(x)) with a gated activation."""
+    """Feed-forward layer (a Residual layer): down(f(up(x))), or down(f(gate(x)) * up(x)) with a gated activation."""
 
     def __init__(self, name: str, c: ModelConfig, shapes: StackSpecs):
         super().__init__(name, c, shapes)
@@ -177,7 +184,8 @@ class FeedForward(Residual):
 
 
 class Embedding(Layer):
-    """Maps token ids to activations and adds learned or sinusoidal positions, or none. Stacks may share `table`."""
+    """Maps token ids to activations by the rows of `table`, which stacks may share, and adds learned or sinusoidal
+    positions, or none."""
 
     def __init__(self, prefix: str, c: ModelConfig, shapes: StackSpecs, table: Parameter):
         self.name, self.config, self.spec, self.table = f"{prefix}embedding", c, shapes.stream, table
@@ -207,14 +215,16 @@ class TransformerBlock(Layer):
         self.mlp = FeedForward(f"{name}.mlp", c, shapes)
 
     def __call__(self, ops: Ops, x: Any, pair: Any, *, mask: Any, bias: Any, memory_mask: Any) -> Any:
+        """Run the block on the stream x. `pair`: the (key, value) of its cross-attention; `mask`, `bias`: of
+        self-attention; `memory_mask`: of cross-attention."""
         x = self.attention(ops, x, mask=mask, bias=bias)
         x = self.cross(ops, x, pair, mask=memory_mask) if self.cross else x
         return self.mlp(ops, x)
 
 
 class Stack(Layer):
-    """Sequence of blocks with what they share: the relative position bias (T5) and the final norm, which a post-norm
-    stack lacks because every layer ends with a norm. `units`: the names of the blocks."""
+    """Sequence of Transformer blocks with what they share: the relative position bias (T5) and the final norm, which a
+    post-norm stack lacks because every layer ends with a norm. `units`: the names of the blocks."""
 
     def __init__(
         self, prefix: str, c: ModelConfig, shapes: StackSpecs, *, causal: bool, memory: StackSpecs | None = None
@@ -230,8 +240,9 @@ class Stack(Layer):
     def __call__(
         self, ops: Ops, x: Any, units: Sequence[str], *, mask: Any = None, memory: Any = None, memory_mask: Any = None
     ) -> Any:
-        """Run the blocks named in `units`, and the final norm after the stack's last block. `mask` hides the padding
-        of x, `memory_mask` that of the encoder's `memory`; both are data tensors."""
+        """Run the blocks of this stack named in `units` on the stream x, and the final norm after the stack's last
+        block; x is returned unchanged if `units` names none of its blocks. `mask` hides the padding of x, `memory_mask`
+        that of the encoder's output `memory`; both are data tensors."""
         s, blocks = self.shapes, [block for name, block in self.blocks.items() if name in units]
         if not blocks:
             return x
@@ -256,7 +267,8 @@ class Stack(Layer):
 
 
 class Head(Layer):
-    """Computes logits over vocab, with the embedding's table (`tied`) or a table of its own, and their loss."""
+    """Computes logits over vocab from the last block's output, by the embedding's table (model.tied) or a table of its
+    own, and the loss against labels."""
 
     def __init__(self, c: ModelConfig, shapes: StackSpecs, embedding: Parameter):
         self.config, self.spec = c, shapes.stream
@@ -266,7 +278,9 @@ class Head(Layer):
         return [] if self.config.tied else [self.table]
 
     def __call__(self, ops: Ops, x: Any, labels: Any) -> Activations:
-        """Return {"loss": ...} against the data tensor `labels`, or {"logits": ...} if `labels` is None."""
+        """Compute the logits of the stream x [length, batch, d_model] and return {"loss": cross-entropy summed over
+        this rank's tokens} against the data tensor `labels`, or {"logits": [length, batch, vocab]} if `labels` is None,
+        as when text is sampled."""
         return {"logits": self.logits(ops, x)} if labels is None else {"loss": self.loss(ops, x, labels)}
 
     def logits(self, ops: Ops, x: Any) -> Any:
@@ -277,7 +291,8 @@ class Head(Layer):
 
 
 class Transformer(Layer):
-    """Base of Transformers with one table of token embeddings. `units`: the names of what stages are made of."""
+    """Base of Transformers with one table of token embeddings. `units`: the names of the smallest parts (embeddings,
+    blocks, head) that pipeline stages are made of, in order."""
 
     inputs: tuple[str, ...] = ("tokens", "labels")
     units: tuple[str, ...]
@@ -289,13 +304,14 @@ class Transformer(Layer):
         return self.part(ops, inputs, {}, self.units)["loss"]
 
     def part(self, ops: Ops, inputs: Mapping[str, Any], flow: Mapping[str, Any], units: Sequence[str]) -> Activations:
-        """Run `units` on `flow`, the activations by name from the units before; return those for the units after. The
-        head returns the `loss` if there are labels, else `logits` [length, batch, vocab] in its region's layout."""
+        """Run the parts of the model named in `units`, one pipeline chunk, on `flow`, the activations by name from the
+        units before; return those for the units after. The head returns the `loss` if `inputs`, the data tensors by
+        name, have labels, else `logits` [length, batch, vocab] in its region's layout."""
         raise NotImplementedError
 
 
 class SingleStack(Transformer):
-    """Base of Transformers with one stack of blocks, `causal` or reading both ways except for padding."""
+    """Base of Transformers with one stack of blocks, `causal` or reading in both directions except for padding."""
 
     causal: bool
 
@@ -314,7 +330,7 @@ class SingleStack(Transformer):
 
 
 def embedding_table(c: ModelConfig) -> Parameter:
-    """Return the table of the token embedding. With sinusoidal positions it starts as N(0, 1 / d_model), scaled by
-    sqrt(d_model) on use (`Embedding`), so that tokens are as large as positions."""
+    """Return the declaration of a Transformer's token embedding [vocab, d_model]. With sinusoidal positions it starts
+    as N(0, 1 / d_model), scaled by sqrt(d_model) on use (`Embedding`), so that tokens are as large as positions."""
     std = 1 / sqrt(c.d_model) if c.positions == "sinusoidal" else STD
     return Parameter("embedding", ("vocab", "d_model"), "in", std=std, decay=True)

@@ -47,7 +47,9 @@ class Branches(Layer):
         read = slices or source
 
         def weight(part: str, role: str, first: Spec, second: Spec, spread: float) -> Parameter:
-            """Return the weight between two activations: the dims that only one of them has, and the branch dim."""
+            """Return the weight parameter between two activations: its dims are those that only one of them has, and
+            the branch dim. `part`: last part of its name; `role`: as in `Parameter`; `spread`: its initial standard
+            deviation."""
             dims = tuple(d for d in first.dims if d not in second.dims)
             dims += tuple(d for d in second.dims if d not in first.dims or d == dim)
             sizes = tuple((d, n) for d, n in dict((*first.sizes, *second.sizes)).items() if d in dims)
@@ -58,10 +60,9 @@ class Branches(Layer):
         self.joining = [weight("output", "out", out, inner, joined)] if join == "sum" else []
 
     def __call__(self, ops: Ops, x: Any, inside: Inside | None = None) -> Any:
-        """Project x into the branches, apply `inside`, join. `inside(ops, *projected)` computes all branches of this
-        rank at once, with any ops on tensors that have the branch dim; for branches that differ only in their
-        pointwise function see `pointwise_per_branch`.
-        """
+        """Project x [source] into the branches, apply `inside`, and join them into one activation [out]. `inside(ops,
+        *projected)` computes all branches of this rank at once, with any ops on tensors that have the branch dim; for
+        branches that differ only in their pointwise function see `pointwise_per_branch`."""
         read = self.slices or self.source
         if self.slices:
             x = ops.reshape(f"{self.name}.slices", x, self.source, self.slices)
@@ -73,5 +74,6 @@ class Branches(Layer):
 
 
 def pointwise_per_branch(functions: Sequence[str], inner: Spec, dim: str = "branch") -> Inside:
-    """Return an `inside` that applies pointwise function i to branch i, on the ranks that hold that branch."""
+    """Return an `inside` for `Branches` that applies the pointwise function `functions[i]` (by name) to branch i, on
+    the ranks that hold that branch. `inner`: the Spec of the branches' activation, whose dim `dim` enumerates them."""
     return lambda ops, x: ops.pointwise_each(functions, x, inner, dim)

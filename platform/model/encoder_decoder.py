@@ -30,8 +30,8 @@ class EncoderDecoder(Transformer):
         self.units = (*encoder, "decoder.embedding", *self.decoder.units, "head")
 
     def part(self, ops: Ops, inputs: Mapping[str, Any], flow: Mapping[str, Any], units: Sequence[str]) -> Activations:
-        """Run some of the `units`: see `Transformer.part`. The encoder's output flows on as `memory` beside the
-        decoder's `stream`."""
+        """Run the parts of the model named in `units`, one pipeline chunk, as `Transformer.part` does. The encoder's
+        output flows on to later chunks as `memory` beside the decoder's `stream`."""
         source, flow = inputs.get("source"), dict(flow)
         if "encoder.embedding" in units:
             flow["stream"] = self.source(ops, source)

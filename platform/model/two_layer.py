@@ -14,8 +14,8 @@ HIDDEN = Spec.of("mlp", "length batch hidden")
 
 
 class TwoLayer:
-    """Regression model: `forward` maps ids [length, batch] to half the summed squared error of y against |x|, where x
-    are fixed random features of the ids.
+    """Regression model of Mesh-TensorFlow's example: `forward` maps ids [length, batch] to half the summed squared
+    error of y against |x|, where x are fixed random features of the ids.
 
     hidden = 2 io units can represent |x| = relu(x) + relu(-x) exactly. The paper's batch is length x batch here; the
     shipped configuration has length 1. Labels are not read.

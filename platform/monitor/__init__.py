@@ -1,4 +1,6 @@
-"""Monitoring of a run, on the driver only: console, journal, metrics, goodput, story, timeline, Weights & Biases."""
+"""Monitoring of a run, on the driver only: console, journal, metrics, goodput, story, timeline, Weights & Biases.
+Nothing here changes what a run does.
+"""
 
 from platform.monitor.goodput import cost_line, goodput
 from platform.monitor.monitor import RunMonitor, open_monitor

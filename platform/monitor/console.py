@@ -33,9 +33,11 @@ _COLUMNS: tuple[
 
 
 class Console:
-    """Prints a line for the first step that it sees, for every `every`-th step and for the last one.
+    """Prints a run's progress: a line for the first step that it sees, for every `every`-th step and for the last one,
+    and on a terminal a status line that every step refreshes.
 
     Loss and gradient norm are that step's own; tokens/s and MFU are means over the steps since the previous line.
+    `stream`: None prints nothing.
     """
 
     def __init__(
@@ -48,7 +50,8 @@ class Console:
         self._pace: deque[tuple[int, float]] = deque(maxlen=50)  # (step, clock) of recent steps, for the time left
 
     def step(self, row: MetricsRow) -> None:
-        """Show a committed step."""
+        """Show a committed step: print its metrics if a line is due, and its validation loss if it has one; refresh the
+        status line."""
         step = row.step
         if self._pace and step <= self._pace[-1][0]:  # rolled back: time lost is no part of the pace
             self._pace.clear()
@@ -71,11 +74,11 @@ class Console:
             self._write(_ERASE + status[:width])
 
     def say(self, text: str) -> None:
-        """Print `text` as a line of its own, in place of the status line."""
+        """Print `text` as a line of its own on the console of the run, in place of the status line."""
         self._write((_ERASE if self._live else "") + text + "\n")
 
     def close(self) -> None:
-        """Clear the status line off the terminal."""
+        """Clear the run's status line off the terminal."""
         if self._live:
             self._write(_ERASE)
 
@@ -86,6 +89,8 @@ class Console:
         self.say("".join(f"{text(row, left):>{width}}" for _, width, text in _COLUMNS))
 
     def _left(self, step: int) -> str:
+        """Return the time that the steps after `step` will take at the pace of recent ones, as text; "~" if it is
+        unknown."""
         (first, then), (last, now) = self._pace[0], self._pace[-1]
         return _duration((now - then) / (last - first) * (self._total - step)) if last > first else "~"
 

@@ -10,10 +10,9 @@ from platform.monitor.records.events import Goodput, JournalEvent
 
 
 def goodput(journal: Iterable[JournalEvent]) -> Goodput:
-    """Compute the goodput from a journal's events, in order. Events add the useful seconds of the steps that were
-    committed since the one before that did; steps that are lost take theirs back, as do those that a driver left
-    unsaved at its end.
-    """
+    """Compute what failures cost a run from its journal's events, in order: goodput, steps lost, and recovery times.
+    Useful seconds are those of committed steps, less those of the steps that a rollback repeats or a driver leaves
+    unsaved at its end."""
     failures = transitions = lost = 0
     useful = seconds = 0.0
     recoveries: list[float] = []
@@ -58,7 +57,8 @@ def goodput(journal: Iterable[JournalEvent]) -> Goodput:
 
 
 def cost_line(cost: Goodput) -> str:
-    """Return the cost of failures as a line for people."""
+    """Format what failures cost a run as one line for people: failures survived, steps lost, recovery times,
+    goodput."""
     recovery = ""
     if cost.recoveries:
         recovery = f"; to the first new step {median(cost.recoveries):.2f} s median, {max(cost.recoveries):.2f} s"

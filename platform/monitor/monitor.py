@@ -17,33 +17,37 @@ OnStep = Callable[[MetricsRow], None]
 
 
 class RunMonitor:
-    """Sends a run's progress to metrics.jsonl, the console, W&B if configured, and the function `on_step`."""
+    """Sends a run's progress to metrics.jsonl, the console, W&B if configured, and the function `on_step`, called with
+    each row."""
 
     def __init__(self, metrics: MetricsLog, console: Console, wandb: WandbLog | None, on_step: OnStep):
         self._metrics, self._console, self._wandb, self._on_step = metrics, console, wandb, on_step
 
     def step(self, row: MetricsRow) -> None:
-        """Record and show a committed step."""
+        """Record a committed step's row in metrics.jsonl, and show it on the console, on W&B and to `on_step`."""
         self._metrics.write(row)
         self._console.step(row)
         self._to_wandb(lambda wandb: wandb.step(row))
         self._on_step(row)
 
     def say(self, text: str) -> None:
-        """Print a line on the console."""
+        """Print a line of text on the run's console."""
         self._console.say(text)
 
     def summary(self, values: dict[str, Any]) -> None:
-        """Record results of the whole run, such as its goodput, on W&B."""
+        """Record numbers of the whole run by name, such as its goodput, on W&B; do nothing without W&B."""
         self._to_wandb(lambda wandb: wandb.summary(values))
 
     def close(self, status: int) -> None:
-        """Close metrics, console and W&B; `status` is the exit status that the launcher will return."""
+        """Close the metrics file, console and W&B of a run; `status` is the exit status that the launcher will
+        return."""
         self._metrics.close()
         self._console.close()
         self._to_wandb(lambda wandb: wandb.close(status))
 
     def _to_wandb(self, action: Callable[[WandbLog], None]) -> None:
+        """Perform `action` on the W&B log, if there is one; at its first error stop logging there and say so: the run
+        goes on."""
         if self._wandb is None:
             return
         try:
@@ -61,11 +65,12 @@ def open_monitor(
     stream: TextIO | None = None,
     on_step: OnStep = lambda row: None,
 ) -> RunMonitor:
-    """Open the monitor of a run that lives in the existing directory `run_dir` and ends after `total_steps` updates.
+    """Open the monitor of a run that lives in the existing directory `run_dir` and ends after `total_steps` optimizer
+    steps.
 
-    `stream` (default: standard output) is refreshed in place if it is a terminal. `on_step` is called with each row
-    after it was recorded. Says where W&B writes, if it does.
-    Raises OSError if no file can be created in the directory.
+    `stream` (default: standard output) is refreshed in place if it is a terminal. `on_step` is called with each step's
+    row of metrics after it was recorded. Says where W&B writes, if it does. Raises OSError if no file can be created in
+    the directory.
     """
     console = Console(stream or sys.stdout, total_steps=total_steps, every=config.monitor.every)
     metrics = MetricsLog(run_dir / METRICS, console.say)

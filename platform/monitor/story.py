@@ -10,6 +10,7 @@ from platform.monitor.records.events import JournalEvent
 
 
 def _mesh(mesh: dict[str, int]) -> str:
+    """Format a mesh (axis -> size) as text, without the axes of size 1."""
     return " x ".join(f"{axis} {n}" for axis, n in mesh.items() if n > 1) or "1"
 
 
@@ -46,7 +47,8 @@ LINES: dict[
 
 
 def story(journal: Sequence[JournalEvent]) -> str:
-    """Return the lines of a journal's last driver, as LINES has them, each with the seconds since its start."""
+    """Tell what happened to a run under its last driver: a title, and a line for each event of the journal that LINES
+    has text for, with the seconds since that driver's start."""
     start = max((i for i, event in enumerate(journal) if isinstance(event, events.Starting)), default=0)
     found = [(event.time, LINES[type(event)](event)) for event in journal[start:] if type(event) in LINES]
     lines = [f"{time - journal[start].time:9.2f}  {text}" for time, text in found if text]

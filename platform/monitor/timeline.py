@@ -26,7 +26,8 @@ Interval = Sequence[Any]  # name of a section or action, start, end: seconds sin
 
 
 class Timeline:
-    """Collects the spans of a run whose stages run `rows`, lowered from `schedule`. `names`, `stages`: those of each
+    """Collects the measured spans (name, start, end) of all ranks in a run's last steps, to write them as a trace and a
+    picture. `rows`: the actions of every stage, lowered from `schedule`; `names`, `stages`: name and stage of each
     rank."""
 
     def __init__(self, schedule: Schedule, rows: Rows, names: Sequence[str], stages: Sequence[int]):
@@ -35,10 +36,10 @@ class Timeline:
         self._steps: deque[tuple[int, float, Sequence[Sequence[Interval]]]] = deque(maxlen=KEPT_STEPS)
 
     def step(self, step: int, start: float, spans: Sequence[Sequence[Interval]]) -> dict[str, float] | None:
-        """Add the spans of every rank in the step that began at `start`, seconds on the driver's clock.
+        """Add the measured spans of every rank in the step that began at `start`, seconds on the driver's clock.
 
-        Returns the bubble, {"planned", "measured"}, both in units of the busiest worker's computing time; None without
-        a pipeline. Planned: the schedule simulated with each kind of action's mean time.
+        Returns the bubble of the pipeline, {"planned", "measured"}, both in units of the busiest worker's computing
+        time; None without a pipeline. Planned: the schedule simulated with each kind of action's mean time.
         """
         self._steps.append((step, start, spans))
         if self._schedule.stages == 1:
@@ -47,8 +48,8 @@ class Timeline:
         return {"planned": self._planned(ran).bubble, "measured": bubble(ran)}
 
     def write(self, directory: Path) -> None:
-        """Write `timeline.json`, a trace of the last steps for Perfetto or chrome://tracing, and `timeline.svg`, the
-        last step of the first worker of each stage. Does nothing if no step was done."""
+        """Write into the run's directory `timeline.json`, a trace of the last steps for Perfetto or chrome://tracing,
+        and `timeline.svg`, the last step of the first worker of each stage. Does nothing if no step was done."""
         if not self._steps:
             return
         trace = {"traceEvents": list(self._trace()), "displayTimeUnit": "ms"}
@@ -56,15 +57,19 @@ class Timeline:
         (directory / "timeline.svg").write_text(self._picture())
 
     def _ran(self, spans: Sequence[Sequence[Interval]]) -> list[list[TimedAction]]:
+        """Return, per rank, the schedule's actions among its spans of one step, with their times."""
         return [executed(s, self._actions[s], own) for s, own in zip(self._stages, spans, strict=True)]
 
     def _planned(self, ran: Sequence[Sequence[TimedAction]]) -> Simulation:
+        """Simulate the schedule with the mean measured time of each kind of action; `ran`: per rank, its measured
+        actions."""
         seconds: dict[Kind, list[float]] = defaultdict(list)
         for event in (event for events in ran for event in events):
             seconds[event.action.kind].append(event.end - event.start)
         return simulate(self._schedule, {kind: fmean(found) for kind, found in seconds.items()})
 
     def _picture(self) -> str:
+        """Return an SVG of the last step: the simulated schedule above the measured actions of one rank per stage."""
         step, _, spans = self._steps[-1]
         ran = self._ran(spans)
         planned = self._planned(ran)
@@ -79,7 +84,7 @@ class Timeline:
         )
 
     def _trace(self) -> Iterator[dict[str, Any]]:
-        """Yield trace events.
+        """Yield the spans of the kept steps as trace events, times in microseconds since the first of these steps.
 
         Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (Trace Event Format).
         """
@@ -101,7 +106,8 @@ class Timeline:
 
 
 def executed(stage: int, actions: dict[str, Action], spans: Sequence[Interval]) -> list[TimedAction]:
-    """Return the actions among a rank's spans, in order. A computation begins when the input it waited for arrived."""
+    """Return the schedule's actions among the measured spans of a rank of `stage` in one step, in order. A computation
+    begins when the input that it waited for arrived. `actions`: name -> action of the stage."""
     events, arrived = [], 0.0
     for name, start, end in spans:  # ordered by end: a wait comes before the action that waited
         if name == WAIT:
@@ -112,7 +118,8 @@ def executed(stage: int, actions: dict[str, Action], spans: Sequence[Interval]) 
 
 
 def bubble(ran: Sequence[Sequence[TimedAction]]) -> float:
-    """Return makespan / ideal - 1 of the actions that the ranks ran; ideal: computing time of the busiest rank."""
+    """Return the pipeline bubble that was measured in a step, makespan / ideal - 1; ideal: the computing time of the
+    busiest rank. `ran`: per rank, its measured actions."""
     computed = [[e for e in events if e.action.kind in COMPUTE] for events in ran]
     makespan = max(e.end for events in computed for e in events) - min(e.start for events in computed for e in events)
     return makespan / max(sum(e.end - e.start for e in events) for events in computed) - 1

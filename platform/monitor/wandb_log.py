@@ -21,6 +21,8 @@ class WandbLog:
     """
 
     def __init__(self, config: Config, run_dir: Path):
+        """Start or continue the W&B run: online if there is an API key that the server accepts, else offline; offline
+        or disabled if WANDB_MODE says so."""
         import wandb
 
         wandb_dir = run_dir / "wandb"
@@ -57,23 +59,24 @@ class WandbLog:
         self.where = {"offline": f"offline ({why}){upload}", "disabled": f"disabled ({why})"}.get(mode) or self._run.url
 
     def step(self, row: MetricsRow) -> None:
-        """Log a row of metrics.jsonl."""
+        """Log a committed step's row of metrics.jsonl on W&B, under the W&B names of its keys."""
         self._run.log(for_wandb(row))
 
     def summary(self, values: dict[str, Any]) -> None:
-        """Record numbers of the whole run, which W&B shows beside its name."""
+        """Record numbers of the whole run by name, which W&B shows beside the name of the run."""
         self._run.summary.update({f"elastic/{key}": value for key, value in values.items()})
 
     def close(self, status: int) -> None:
-        """End the W&B run with the launcher's exit status; uploads the rest if online."""
+        """End the W&B run with the launcher's exit status; marks it as preempted if the run will be continued, and
+        uploads the rest if online."""
         if status == RESUMABLE:
             self._run.mark_preempting()
         self._run.finish(exit_code=status)
 
 
 def _stable_id(path: Path) -> str:
-    """Return the id of the W&B run, drawn once and kept in the run directory: a restarted driver continues its W&B run,
-    and no other run joins it."""
+    """Return the id of the W&B run, drawn once and kept in the file `path` of the run directory: a restarted driver
+    continues its W&B run, and no other run joins it."""
     if not path.exists():
         draft = path.with_suffix(".new")
         draft.write_text(secrets.token_hex(4))

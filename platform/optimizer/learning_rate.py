@@ -1,4 +1,4 @@
-"""Learning-rate schedules by name, as functions of the update's number."""
+"""Learning-rate schedules by name, as functions of the optimizer update's number."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ SCHEDULES: dict[str, LearningRate] = {"constant": _constant, "cosine": _cosine, 
 
 
 def register_schedule(name: str, schedule: LearningRate) -> None:
-    """Register a learning-rate schedule as `optimizer.schedule=NAME`."""
+    """Register a learning-rate schedule as `optimizer.schedule=NAME`: `schedule(config.optimizer, step, steps)` returns
+    the fraction of optimizer.lr at update `step` of `steps` after warm-up."""
     SCHEDULES[name] = schedule
     allow("optimizer.schedule", name)
 
 
 def learning_rate(o: Optimizer, step: int, steps: int) -> float:
-    """Return the learning rate of update `step` (from 1) of `steps`: linear warm-up to lr, then the schedule; the
-    cosine ends at min_lr x lr."""
+    """Return the learning rate of optimizer update `step` (from 1) of `steps`, by config.optimizer `o`: linear warm-up
+    to lr, then the configured schedule; the cosine ends at min_lr x lr."""
     if step <= o.warmup_steps:
         return o.lr * step / o.warmup_steps
     return o.lr * SCHEDULES[o.schedule](o, step, steps)

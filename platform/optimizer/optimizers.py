@@ -25,6 +25,7 @@ class OptimizerKind:
 
 
 def _adamw(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
+    """Make torch's fused AdamW of parameter groups."""
     import torch
 
     return torch.optim.AdamW(groups, o.lr, (o.betas[0], o.betas[1]), o.eps, fused=True)
@@ -34,8 +35,9 @@ OPTIMIZERS = {"adamw": OptimizerKind(_adamw, moments=2)}
 
 
 def state_of(o: Optimizer, dtype: torch.dtype, device: torch.device) -> tuple[list[str], dict[str, Any]]:
-    """Return what an optimizer keeps per parameter of `dtype`: the names of its moments (tensors of the parameter's
-    shape), and its other state by name with the values after one step. Found by taking a step."""
+    """Return what the configured optimizer keeps per parameter of `dtype`: the names of its moments (tensors of the
+    parameter's shape), and its other state by name with the values after one step; for snapshots and checkpoints. Found
+    by taking a step on two dummy elements."""
     import torch
 
     w = torch.zeros(2, dtype=dtype, device=device, requires_grad=True)
@@ -48,14 +50,17 @@ def state_of(o: Optimizer, dtype: torch.dtype, device: torch.device) -> tuple[li
 
 
 def find_need(o: Optimizer) -> str:
-    """Return `element` if an optimizer updates parts of a matrix as it does the whole matrix, else `tensor`; tried with
-    three steps each on the whole, on blocks of rows and on flat parts."""
+    """Find by trial whether the configured optimizer, registered without `needs`, updates parts of a matrix as it does
+    the whole matrix: return `element` if so, else `tensor` (it must see every tensor whole). Three steps each are taken
+    on the whole, on blocks of rows and on flat parts."""
     import torch
 
     draw = torch.Generator().manual_seed(0)
     values = [torch.randn(6, 4, generator=draw, dtype=torch.float64) for _ in range(4)]
 
     def updated(cut: Callable[[torch.Tensor], list[torch.Tensor]]) -> list[torch.Tensor]:
+        """Return the parts into which `cut` divides the first matrix, after three optimizer steps with the gradients
+        cut alike."""
         start, *gradients = (cut(value.clone()) for value in values)
         parts = [part.requires_grad_() for part in start]
         optimizer = OPTIMIZERS[o.kind].make([{"params": parts, "weight_decay": 0.1}], o)
@@ -75,8 +80,9 @@ def find_need(o: Optimizer) -> str:
 
 
 def preload_imports(o: Optimizer) -> None:
-    """Take a dummy step, so that torch's imports for an optimizer's first step (most of a second) are done while nobody
-    waits: before a spare is ready, and before the driver looks for a state to recover."""
+    """Take a dummy step of the configured optimizer, so that torch's imports for the first step (most of a second) are
+    done while nobody waits: in a worker before it is ready as a spare, and in the driver before it looks for a state to
+    recover."""
     import torch
 
     state_of(o, torch.float32, torch.device("cpu"))
@@ -88,10 +94,10 @@ def register_optimizer(
     moments: int,
     needs: str | None = None,
 ) -> None:
-    """Register an optimizer as `optimizer.kind=NAME`; see `OptimizerKind`. `needs`: `element` if it updates every
-    element by itself, `tensor` if it must see every tensor whole, `matrix` if only those of two or more dims; found by
-    trying (`find_need`) if None. A plan that would split what it needs whole is refused. Raises ValueError for any
-    other word."""
+    """Register an optimizer as `optimizer.kind=NAME`; `make` and `moments` as in `OptimizerKind`. `needs`: `element` if
+    it updates every element by itself, `tensor` if it must see every tensor whole, `matrix` if only those of two or
+    more dims; found by trying (`find_need`) if None. A plan that would split what it needs whole is refused. Raises
+    ValueError for any other word."""
     if needs not in (None, ELEMENT, *FEWEST_DIMS):
         raise ValueError(f"needs={needs!r}: must be {ELEMENT}, {' or '.join(FEWEST_DIMS)}")
     OPTIMIZERS[name] = OptimizerKind(make, moments)

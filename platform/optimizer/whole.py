@@ -21,14 +21,15 @@ NEEDS: dict[str, Need] = {"adamw": ELEMENT}
 
 
 def need_of(o: Optimizer) -> str:
-    """Return what the configured optimizer needs: element, tensor or matrix."""
+    """Return what the configured optimizer must see whole of a parameter: `element` (nothing), `tensor` or `matrix`."""
     need = NEEDS[o.kind]
     return need if isinstance(need, str) else need(o)
 
 
 def split_violations(config: Config, plan: Plan) -> Iterator[str]:
-    """Yield the violation if the optimizer would get parts of tensors that it needs whole, naming the axes that split
-    them: it would silently compute different updates."""
+    """Yield a line that refuses the plan if the configured optimizer would get parts of tensors that it needs whole (it
+    would silently compute different updates); the line names the axes that split them and the choices that would
+    not."""
     need, kind = need_of(config.optimizer), config.optimizer.kind
     if need == ELEMENT:
         return
@@ -45,8 +46,10 @@ def split_violations(config: Config, plan: Plan) -> Iterator[str]:
 
 
 def _split(plan: Plan, p: Parameter) -> bool:
+    """Return True if a rank's master copy of the parameter is not the whole tensor."""
     return plan.master_shape(p) != plan.global_shape(p)
 
 
 def _axes(plan: Plan, p: Parameter) -> list[str]:
+    """Return the axes of more than one rank that split the parameter's master copy."""
     return [a for a in plan.split_over(p) if plan.mesh.extent((a,)) > 1]

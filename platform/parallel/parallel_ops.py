@@ -36,8 +36,9 @@ POINTWISE_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
 
 
 def where_present(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap an operation so that for an absent (empty) block it computes nothing and returns an empty tensor that stays
-    connected to the autograd graphs of all its tensor arguments."""
+    """Wrap a method of `ParallelOps` so that, where its first tensor argument is absent (an empty block: this rank has
+    none), it computes nothing and returns an empty tensor that stays connected to the autograd graphs of all its tensor
+    arguments."""
 
     @wraps(operation)
     def run(self, *arguments, **options):
@@ -49,7 +50,8 @@ def where_present(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @dataclass
 class PassPosition:
-    """Place of a forward pass in the run: everything that dropout masks depend on besides the global element."""
+    """Place of a forward pass in the run: all that dropout masks depend on besides the operation's name and the global
+    element."""
 
     seed: int = 0
     step: int = 0
@@ -61,7 +63,8 @@ class ParallelOps(Ops):
     """Executes a plan's operations on the rank of `communicator`. `tensors`: parameter name -> local block.
 
     A data tensor is passed as a mapping from the operations that read it, keyed (kind, name), to this rank's block of
-    integers [length, batch] in the layout given by `plan.readers`. A tensor of which this rank has no block is empty.
+    integers [length, batch] in the layout given by `plan.readers`. An activation or parameter of which this rank has no
+    block is an empty tensor.
     """
 
     def __init__(self, plan: Plan, communicator: Communicator, tensors: Mapping[str, Tensor], dropout: float = 0.0):
@@ -89,10 +92,12 @@ class ParallelOps(Ops):
         return recomputed(self.communicator, function, restore, self.plan.kept_axes(spec), x, *more)
 
     def _planned(self, kind: str, name: str) -> PlannedOperation:
+        """Return the plan's entry of the model operation `name` of `kind`, such as ("lookup", "embedding")."""
         return self.plan.operations[kind, name]
 
     def _range(self, spec: Spec, dim: str, device: torch.device) -> Tensor:
-        """Return the global positions along `dim` of this rank's block of an activation."""
+        """Return the global positions along `dim`, int64 [local extent], of this rank's block of the activation
+        `spec`."""
         first, n = self._blocks[spec][spec.dims.index(dim)]
         return torch.arange(first, first + n, device=device)
 
@@ -120,7 +125,9 @@ class ParallelOps(Ops):
         return self._of_ids("one_hot", name, ids, out, lambda ids, column: ids == column)
 
     def _of_ids(self, kind, name, ids, out, compute):
-        """Return the activation that `compute` makes of ids and the positions along the last dim of `out`."""
+        """Compute an activation from the data tensor `ids` alone, for `features` and `one_hot`: return compute(ids
+        [length, batch, 1], global positions along the last dim of `out`) on this rank's block, in the parameters'
+        dtype."""
         found, dtype = ids[kind, name], next(iter(self.tensors.values())).dtype
         if not absent(found):
             found = compute(found.unsqueeze(-1), self._range(out, out.dims[-1], found.device))
@@ -152,6 +159,9 @@ class ParallelOps(Ops):
         biases: Sequence[Tensor] = (),
         deferred: Deferred | None = None,
     ) -> tuple[Tensor, ...]:
+        """Compute the planned einsums of the activation x with `operands` (parameters or one activation), group by
+        group, and return the outputs in the order of `operands`. `biases`, `deferred`: see
+        `platform.parallel.kernels.einsum.einsums`."""
         results: dict[int, Tensor] = {}
         for group in planned.groups:
             indices = [e.index for e in group.einsums]
@@ -179,7 +189,9 @@ class ParallelOps(Ops):
         return apply(self.communicator, y.permute([kept.index(d) for d in out.dims]), leave)
 
     def _without_padding(self, x: Tensor, spec: Spec, dims: Sequence[str], value: float) -> Tensor:
-        """Return x with `value` where this rank's block extends beyond the size of a dim; only vocab is ever padded."""
+        """Return x, this rank's block of `spec`, with `value` at the positions along `dims` that lie beyond the dim's
+        global size: the padding of a split dim (only vocab is ever padded), hidden from a sum, maximum or softmax over
+        it."""
         for i, dim in enumerate(spec.dims):
             if dim in dims:
                 first, n = self._blocks[spec][i]
@@ -343,7 +355,8 @@ class ParallelOps(Ops):
         return error.square().double().sum() / 2
 
     def gathered(self, x: Tensor, spec: Spec) -> Tensor:
-        """Return an activation whole on every rank, without gradient and without vocab padding (for sampling text)."""
+        """Gather the local block x of an activation into the whole tensor on every rank, without gradient and without
+        vocab padding: logits, for sampling text."""
         whole = convert(self.communicator, x, relayout_steps(spec.dims, self.plan.layout(spec), Layout())).wait()
         for i, size in enumerate(self.plan.global_shape(spec)):
             whole = whole.narrow(i, 0, size)
@@ -351,7 +364,8 @@ class ParallelOps(Ops):
 
 
 def initialise(plan: Plan, communicator: Communicator, p: Parameter, seed: int, out: Tensor) -> None:
-    """Fill `out`, this rank's block of a parameter, as a function of (seed, parameter name, global element)."""
+    """Fill `out`, this rank's block of the parameter `p`, with its initial values (normal, zeros or ones), as a
+    function of (seed, parameter name, global element) alone: the same model under every plan."""
     with torch.no_grad():
         if p.init == "normal":
             where = plan.block(p, communicator.coordinates)

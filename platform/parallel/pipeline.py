@@ -27,12 +27,13 @@ Forward = Callable[[Chunk, int, dict[str, Tensor], Deferred | None], dict[str, T
 
 
 class StageFailed(RuntimeError):
-    """Failure of one action of a row; the message names rank, stage, action and microbatch."""
+    """Failure of one action of a stage's schedule row; the message names rank, stage, action and microbatch."""
 
 
 @dataclass
 class _Live:
-    """State that a forward pass keeps for its backward: input leaves and the autograd edges of its outputs."""
+    """State that one forward pass of a chunk keeps for its backward pass: input leaves, the autograd edges of its
+    outputs, and the deferred weight gradients (None where the schedule does not split the backward pass)."""
 
     inputs: dict[str, Tensor]
     outputs: dict[str, GradientEdge]
@@ -41,12 +42,13 @@ class _Live:
 
 @dataclass
 class PipelineExecutor:
-    """Runs schedule rows on the rank of `communicator`, timing each action as a section. `plan`: that of its stage.
+    """Runs schedule rows on the rank of `communicator`, timing each action as a section of its clock. `plan`: that of
+    this rank's stage.
 
-    `forward(chunk, microbatch, flow, deferred)` runs a model chunk on received activations and returns its output
-    activations by name, or {"loss": ...}, whose gradient is 1. If `deferred` is a list, the backward pass appends to it
-    the functions that compute weight gradients. `accumulated(done)` is called after each backward action; `done` is the
-    chunk number if that action was the last of the row for the chunk, else None.
+    `forward(chunk, microbatch, flow, deferred)` runs a model chunk on the activations received by name (`flow`) and
+    returns its output activations by name, or {"loss": ...}, whose gradient is 1. If `deferred` is a list, the backward
+    pass appends to it the functions that compute weight gradients. `accumulated(done)` is called after each backward
+    action; `done` is the chunk number if that action was the last of the row for the chunk, else None.
     """
 
     plan: Plan
@@ -65,7 +67,8 @@ class PipelineExecutor:
         self._chunks = {chunk.number: chunk for chunk in self.plan.chunks}
 
     def run(self, row: Iterable[Action]) -> None:
-        """Run a lowered row to its end. Raises StageFailed naming the action that failed."""
+        """Run this stage's lowered row of a schedule (compute actions, sends and receives, in order) to its end, with
+        all sends completed. Raises StageFailed naming the action that failed."""
         row = list(row)
         self._splits = any(a.kind is Kind.WEIGHT for a in row)
         self.peak_live = 0
@@ -84,6 +87,8 @@ class PipelineExecutor:
         assert not (self._live or self._flow or self._gradients or self._arriving), "a row ends with nothing left over"
 
     def _forward(self, action: Action) -> None:
+        """Run an action's forward pass on the inputs that arrived or that the chunk before left here; keep what the
+        backward pass needs, and leave the detached outputs for the next chunk."""
         chunk, key = self._chunks[action.chunk], (action.chunk, action.microbatch)
         grad = torch.is_grad_enabled()
         if key in self._flow:
@@ -106,6 +111,8 @@ class PipelineExecutor:
         self._weight_gradient(action)
 
     def _input_gradient(self, action: Action) -> None:
+        """Run an action's backward pass from the gradients of the chunk's outputs (1 for the loss), and leave those of
+        its inputs for the chunk before; weight gradients are computed too unless the row defers them."""
         chunk, key = self._chunks[action.chunk], (action.chunk, action.microbatch)
         live = self._live[key]
         gradients: dict[str, Tensor] = {}
@@ -122,12 +129,15 @@ class PipelineExecutor:
         live.inputs.clear()
 
     def _weight_gradient(self, action: Action) -> None:
+        """Compute the weight gradients that the backward pass of an action's chunk and microbatch deferred, if any."""
         live = self._live.pop((action.chunk, action.microbatch))
         with self.communicator.clock.section("backward"):
             while live.deferred:
                 live.deferred.pop(0)()
 
     def _send(self, way: str, action: Action) -> None:
+        """Start sending an action's activations (`way` "forward") or their gradients ("backward") to the peer stage:
+        one part per rank of what several ranks replicate, if the plan scatters them."""
         assert action.peer is not None
         chunk = self._chunks[action.chunk]
         if way == "forward":
@@ -142,6 +152,8 @@ class PipelineExecutor:
             self._sending.popleft().wait()
 
     def _receive(self, way: str, action: Action) -> None:
+        """Post the receives of an action's activations (`way` "forward") or their gradients ("backward") from the peer
+        stage."""
         assert action.peer is not None
         chunk = self._chunks[action.chunk]
         flow = chunk.receives if way == "forward" else chunk.sends
@@ -153,6 +165,8 @@ class PipelineExecutor:
         self._arriving[way, (action.chunk, action.microbatch)] = coming
 
     def _arrived(self, way: str, key: PassKey, flow: FlowSpecs) -> dict[str, Tensor]:
+        """Wait for the tensors that `_receive` posted for `key` (chunk, microbatch), and gather those sent in parts;
+        tensors of which this rank has no block are empty."""
         if not flow:
             return {}
         coming, out = self._arriving.pop((way, key)), {}
@@ -165,7 +179,8 @@ class PipelineExecutor:
         return out
 
     def _present(self, flow: FlowSpecs) -> FlowSpecs:
-        """Return the part of a flow of which this rank has a block; its other tensors are empty here."""
+        """Return the (name, spec) pairs of `flow`, the activations between two chunks, of which this rank has a block;
+        the others are empty tensors here and are neither sent nor received."""
         return tuple((name, spec) for name, spec in flow if self.plan.present(spec, self.communicator.coordinates))
 
 
@@ -184,8 +199,9 @@ _ACTIONS: Mapping[Kind, Callable[[PipelineExecutor, Action], None]] = {
 
 
 def sum_tied(plan: Plan, communicator: Communicator, gradients: Mapping[str, Tensor]) -> None:
-    """Sum in place the gradients of parameters that several stages use: the owner stage adds those of the others in
-    stage order and sends them the sum. `plan`: that of this rank's stage."""
+    """Sum in place the gradients of tied parameters, which several pipeline stages use (such as the table shared by
+    embedding and head): the owner stage adds the other stages' gradients in stage order and sends them the sum.
+    `gradients`: parameter name -> this rank's gradient; `plan`: that of this rank's stage."""
     here = communicator.coordinates["stage"]
     for name, (owner, *others) in plan.tied.items():
         if name not in gradients:  # neither this rank nor its peers in other stages have a block

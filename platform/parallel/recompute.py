@@ -13,8 +13,8 @@ from platform.parallel.sharding.share import gather_parts, keep_part
 
 
 class _Recomputed(torch.autograd.Function):
-    """Autograd function behind `recomputed`. `restore` is entered for the second forward pass and restores the position
-    in the run, on which dropout masks depend.
+    """Autograd function behind `recomputed`. `restore()` is entered around the second forward pass and restores the
+    position in the run, on which dropout masks depend.
 
     All ranks of a stage run the same backward pass in the same order, so they also issue the collectives of the second
     forward pass in the same order.
@@ -50,9 +50,10 @@ def recomputed(
     x: Tensor,
     *more: Tensor | None,
 ) -> Tensor:
-    """Return function(x, *more), saving only the arguments; the backward pass computes the rest again.
+    """Return function(x, *more), an activation, saving only the arguments for autograd; the backward pass calls
+    `function` again to compute what lies between.
 
-    x, replicated over `axes`, is saved as one part per rank. `restore`: returns a context in which
-    `function` computes the same as now.
+    The ranks along `axes` hold equal x and save one part each, gathered again in the backward pass; `more` is saved
+    whole. `restore`: returns a context in which `function` computes the same as now (dropout masks included).
     """
     return _Recomputed.apply(communicator, function, restore, axes, x, *more)

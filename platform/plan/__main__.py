@@ -49,6 +49,8 @@ def main() -> int:
 
 
 def _answer(arguments: argparse.Namespace) -> int:
+    """Print the explanation that the command line asks for, as text or JSON, or with `--shrink` its plans for fewer and
+    fewer workers; return the exit status of `python -m platform.plan`."""
     try:
         config = compose(arguments.overrides, arguments.config_dir)
         plan = make_plan(config, arguments.workers)
@@ -74,7 +76,8 @@ def _answer(arguments: argparse.Namespace) -> int:
 
 
 def _shrink(config: Config, memory: float, as_json: bool) -> Iterator[str]:
-    """Yield one line per plan of the shrinking run; a plan holds down to one worker more than the next line has."""
+    """Yield one printable line, text or JSON, per plan that the run would have as it loses workers one by one. A plan
+    holds from its own number of workers down to one more than the next line has; `memory`: bytes per worker."""
     if not as_json:
         yield f"{'workers':>7}  {'idle':>4}  {'bytes per step':>14}  mesh"
     for workers, found in shrinking(config, memory=memory):

@@ -1,4 +1,4 @@
-"""Choice of a run's schedule and number of microbatches from its configuration."""
+"""Choice of a run's pipeline schedule and number of microbatches from its configuration."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ MISTAKES_SHOWN = 20  # violations listed for a table from a file
 
 
 def register_pipeline(name: str, generator: Generator) -> None:
-    """Register a schedule as `pipeline.kind=NAME`: a function (stages, chunks per stage, microbatches) -> compute rows.
+    """Register a pipeline schedule as `pipeline.kind=NAME`: a function (stages, chunks per stage, microbatches) ->
+    compute rows, one row of actions per stage.
 
     The generator refuses numbers that it cannot take by raising `platform.plan.schedule.table.ScheduleError`; the
     nearest microbatch counts that it does take are then found by trying.
@@ -31,11 +32,11 @@ def register_pipeline(name: str, generator: Generator) -> None:
 
 
 def count_microbatches(config: Config, data: int) -> int:
-    """Return the microbatches of a global batch over `data` replicas: the fewest that hold it and that the schedule
-    takes. Missing sequences are padding, which weighs nothing. (A table in a file fixes its own number; `schedule_of`
-    refuses any other.)
+    """Return the number of microbatches, each spread over `data` replicas, of one global batch: the fewest that hold
+    the batch and that the configured schedule takes. Missing sequences are padding, which weighs nothing. (A table in a
+    file fixes its own number; `schedule_of` refuses any other.)
 
-    Raises ConfigError if the table would be too long to make.
+    Raises ConfigError if the schedule's table would be too long to make.
     """
     pipeline, unit = config.pipeline, config.train.microbatch * data
     needed = -(-config.train.global_batch // unit)
@@ -56,10 +57,11 @@ def count_microbatches(config: Config, data: int) -> int:
 
 
 def schedule_of(config: Config, data: int) -> Schedule:
-    """Return the table that a run over `data` replicas follows: generated, or read from pipeline.file.
+    """Return the schedule's table that a run over `data` replicas follows: generated as pipeline.kind says, or read
+    from pipeline.file.
 
-    Without a pipeline it is 1F1B on one stage: each microbatch's backward pass right after its forward pass.
-    Raises ConfigError with every violation.
+    Without a pipeline it is 1F1B on one stage: each microbatch's backward pass right after its forward pass. Raises
+    ConfigError with every violation.
     """
     pipeline, batch = config.pipeline, config.train.global_batch
     unit = config.train.microbatch * data  # sequences of one microbatch of all replicas
@@ -78,6 +80,9 @@ def schedule_of(config: Config, data: int) -> Schedule:
 
 
 def _from_file(config: Config, microbatches: int, unit: int) -> Schedule:
+    """Return the schedule read from the table in pipeline.file. Raises ConfigError with its mistakes, the first
+    MISTAKES_SHOWN, or with every number of it that differs from the configuration's. `unit`: sequences of one
+    microbatch of all replicas."""
     path = config.pipeline.file
     try:
         schedule = from_csv(path)
@@ -92,6 +97,8 @@ def _from_file(config: Config, microbatches: int, unit: int) -> Schedule:
 
 
 def _mismatches(config: Config, schedule: Schedule, microbatches: int, unit: int) -> Iterator[str]:
+    """Yield a line per number (stages, chunks, microbatches) of a schedule from a file that differs from the
+    configuration's. `unit`: sequences of one microbatch of all replicas."""
     for key, given, own in [
         ("pipeline.stages", config.pipeline.stages, schedule.stages),
         ("pipeline.chunks", config.pipeline.chunks, schedule.chunks),

@@ -28,8 +28,9 @@ DEEP = 32  # models of more layers are first planned with two, so that a refusal
 
 
 def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int] | None = None) -> Plan:
-    """Build the plan of a run. `workers`: their number, from which parallel.data=-1 is settled. `stage_of`: the stage
-    of every model chunk; from the schedule if None.
+    """Build the plan of a run from its configuration. `workers`: number of workers, from which parallel.data=-1 is
+    settled (None: one replica). `stage_of`: the pipeline stage of every model chunk, in order; from the schedule if
+    None.
 
     Raises ConfigError with one line per violation.
     """
@@ -77,8 +78,8 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
 
 
 def plan_quickly(config: Config) -> Plan | None:
-    """Build the plan of a configuration, None if it is refused; chunks are placed without making the table where the
-    schedule is a shipped one."""
+    """Build the plan of a candidate configuration, None if it is refused: for searches over many. Chunks are placed
+    without making the schedule's table where the schedule is a shipped one."""
     pipeline = config.pipeline
     loop = tuple(range(pipeline.stages)) * pipeline.chunks  # where the shipped schedules place chunks
     try:
@@ -88,8 +89,8 @@ def plan_quickly(config: Config) -> Plan | None:
 
 
 def _legal_meshes(config: Config, data: int) -> Iterator[dict[str, int]]:
-    """Yield sizes of the tensor scheme's axes, with the configured product, on which this model has a legal plan, the
-    nearest to the configured sizes first."""
+    """Yield, as remedies for an illegal plan, sizes of the tensor scheme's axes by name, with the configured product,
+    on which this model has a legal plan over `data` replicas, the nearest to the configured sizes first."""
     given = {axis: config.tensor.axes.get(axis, 1) for axis in axes_of(config.tensor)}
     workers = prod(given.values())
     found = (
@@ -101,8 +102,8 @@ def _legal_meshes(config: Config, data: int) -> Iterator[dict[str, int]]:
 
 
 def is_legal(config: Config, data: int) -> bool:
-    """Return True if the model has a legal plan with these axes over `data` replicas. One layer is planned, as all
-    layers are alike."""
+    """Return True if the configured model has a legal plan with the configured sizes of tensor and branch axes over
+    `data` replicas. One layer is planned, without pipeline stages, as all layers are alike."""
     scheme = compose_scheme(asdict(config.tensor), asdict(config.branch), data)
     model = build_model(replace(config.model, layers=1))
     try:

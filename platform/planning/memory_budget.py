@@ -18,9 +18,9 @@ from platform.planning.make_plan import make_plan
 
 
 class MemoryBudget:
-    """Memory budget of a worker: tells which configurations fit. `memory`: bytes; inf: unknown, everything fits. The
-    budget is at least what the plan of `config` needs by our count: the run was started with it, and the count is an
-    estimate."""
+    """Memory budget of a worker: tells which candidate configurations fit. `memory`: bytes of a worker; inf: unknown,
+    everything fits. The budget is at least what the plan of `config`, with which the run was started, needs by our
+    count: the run fits, and the count is an estimate."""
 
     def __init__(self, config: Config, memory: float):
         self.memory = memory
@@ -31,7 +31,8 @@ class MemoryBudget:
             self._count, self._itemsize = plan.parameter_count, plan.itemsize
 
     def may_hold(self, config: Config) -> bool:
-        """Return True if an even share of parameters, gradients and optimizer state fits; quick: makes no plan."""
+        """Return True if an even share of the candidate's parameters, gradients and optimizer state fits the budget of
+        a worker; quick, as it makes no plan."""
         if self.memory == inf:
             return True
         split = prod((*config.tensor.axes.values(), *config.branch.axes.values(), config.pipeline.stages))
@@ -42,25 +43,29 @@ class MemoryBudget:
         return self._count * (updated + used) / split <= self.memory
 
     def holds(self, config: Config, plan: Plan) -> bool:
+        """Return True if every worker's predicted peak under the candidate's plan fits the budget; weights alone are
+        tried first."""
         if self.memory == inf:
             return True
         return max(_weights(config, plan)) <= self.memory and needed_bytes(config, plan) <= self.memory
 
 
 def needed_bytes(config: Config, plan: Plan) -> int:
-    """Return the peak bytes of the worker of the plan that needs most."""
+    """Return the predicted peak memory, in bytes, of the worker of the plan that needs most."""
     return max(footprints(config, plan), key=lambda f: f.total).total
 
 
 def footprints(config: Config, plan: Plan) -> list[Footprint]:
-    """Return the footprint of a worker of every stage, by stage."""
+    """Return the predicted memory (`Footprint`) of one worker of every pipeline stage under the plan, in stage
+    order."""
     model, moments = build_model(config.model), OPTIMIZERS[config.optimizer.kind].moments
     lowered = lower(_schedule(config, plan))
     return [footprint(plan, model, row, stage, moments, config.model.dropout) for stage, row in enumerate(lowered)]
 
 
 def _schedule(config: Config, plan: Plan) -> Schedule:
-    """Return the run's schedule, or one of fewer microbatches with the same peak memory."""
+    """Return the run's pipeline schedule, or one of fewer microbatches with the same peak memory, which is quicker to
+    lower."""
     pipeline = config.pipeline
     if pipeline.kind == "file":
         return schedule_of(config, config.parallel.data)
@@ -70,7 +75,7 @@ def _schedule(config: Config, plan: Plan) -> Schedule:
 
 
 def _weights(config: Config, plan: Plan) -> list[int]:
-    """Return, by stage, the bytes of parameters, gradients and optimizer state on its worker that has a block of every
-    tensor."""
+    """Return, by pipeline stage, the bytes of parameters, gradients and optimizer state on the stage's worker that has
+    a block of every tensor."""
     moments, first = OPTIMIZERS[config.optimizer.kind].moments, plan.mesh.coordinates(0)
     return [sum(weight_bytes(plan, moments, {**first, "stage": stage}).values()) for stage in range(plan.stages)]

@@ -17,15 +17,16 @@ SHOWN = 2  # fitting changes named to the user
 
 @dataclass(frozen=True)
 class Device:
-    """Device of a worker: its `memory` in bytes, and its name for messages."""
+    """Device that a worker computes on (a GPU, or a share of a host): its `memory` in bytes, and its `name` as the
+    subject of messages."""
 
     memory: float
     name: str
 
 
 def lack_of_memory(config: Config, plan: Plan, device: Device) -> str:
-    """Return a line for the user if a worker needs more memory than the device has, naming the smallest changes that
-    fit (each one planned); else "". Pure."""
+    """Return a line for the user if some worker of the plan needs more memory than the device has, naming the smallest
+    changes of the configuration that fit (each one planned); else "". Pure."""
     found = footprints(config, plan)
     stage, most = max(enumerate(found), key=lambda pair: pair[1].total)
     if most.total <= device.memory:
@@ -51,9 +52,10 @@ def lack_of_memory(config: Config, plan: Plan, device: Device) -> str:
 
 
 def fitting_changes(config: Config, memory: float, weights: int = 0) -> Iterator[tuple[str, int]]:
-    """Yield (change as typed, bytes then needed) for changes that fit `memory`, the smallest first. `weights`: bytes of
-    parameters, gradients and optimizer state now; where these alone are too much, only changes that lessen them are
-    tried."""
+    """Yield (change as the user types it, bytes that the neediest worker then needs) for changes of the configuration
+    whose plan fits `memory` bytes per worker, from the cheapest changes to those that take more workers. `weights`:
+    bytes of parameters, gradients and optimizer state of a worker now; where these alone are too much, only changes
+    that lessen them are tried."""
     for change, changed, for_weights in _changes(config):
         if weights > memory and not for_weights:
             continue  # weights alone are too much, and this change leaves them as they are
@@ -63,8 +65,8 @@ def fitting_changes(config: Config, memory: float, weights: int = 0) -> Iterator
 
 
 def _changes(c: Config) -> Iterator[tuple[str, Config, bool]]:
-    """Yield (change as typed, changed configuration, True if it lessens weights), from the cheapest changes to those
-    that take more workers."""
+    """Yield (change as the user types it, changed configuration, True if it lessens the bytes of weights) for changes
+    that lessen a worker's memory, from the cheapest to those that take more workers."""
     if (half := c.train.microbatch // 2) and c.pipeline.kind != "file":
         yield f"train.microbatch={half}", _with(c, "train", microbatch=half), False
     if c.tensor.scheme == "1d":
@@ -95,4 +97,5 @@ def _changes(c: Config) -> Iterator[tuple[str, Config, bool]]:
 
 
 def _with(config: Config, group: str, **values: Any) -> Config:
+    """Return the configuration with other values in one group of its keys."""
     return replace(config, **{group: replace(getattr(config, group), **values)})

@@ -24,8 +24,8 @@ FEW_LAYERS = 4  # deeper models get a bound first, and are counted exactly only 
 
 
 class Replanned(NamedTuple):
-    """Configuration and plan for another number of workers. `reason`: one line for people, such as "3 workers: data
-    2 -> 1, 1 idle"."""
+    """Configuration and plan of a run for another number of workers. `reason`: one line for people, such as "3 workers:
+    data 2 -> 1, 1 idle"."""
 
     config: Config
     plan: Plan
@@ -54,8 +54,9 @@ def replan(config: Config, workers: int, *, memory: float = inf) -> Replanned | 
 
 
 def shrinking(config: Config, *, memory: float = inf) -> Iterator[tuple[int, Replanned | None]]:
-    """Yield (largest number of workers with this plan, plan) from `most_workers` down to one worker; a number without
-    a plan is yielded with None and ends it."""
+    """Yield (workers, plan) for a run that loses workers one by one, from `most_workers` down: each plan with the
+    largest number of workers that gets it; a number without a plan is yielded with None and ends it. `memory`: bytes of
+    a worker."""
     workers = most_workers(config)
     while workers:
         found = replan(config, workers, memory=memory)
@@ -64,7 +65,8 @@ def shrinking(config: Config, *, memory: float = inf) -> Iterator[tuple[int, Rep
 
 
 def most_workers(config: Config) -> int:
-    """Return the number of workers up to which the run may grow."""
+    """Return the number of workers up to which the run may grow: elastic.max_workers, or as many as it was configured
+    for."""
     return config.elastic.max_workers or _one_replica(config) * config.parallel.data
 
 
@@ -72,16 +74,19 @@ ConfiguredPlan = tuple[Config, Plan]
 
 
 def _one_replica(config: Config) -> int:
-    """Return the number of workers in one data replica."""
+    """Return the number of workers in one data replica: the product of the tensor and branch axes and the stages."""
     return prod((*config.tensor.axes.values(), *config.branch.axes.values(), config.pipeline.stages))
 
 
 def _most_replicas(config: Config) -> int:
-    """Return how many replicas can get a sequence; any further one would see padding alone."""
+    """Return how many data replicas can get a sequence of the global batch; any further one would see padding alone."""
     return -(-config.train.global_batch // config.train.microbatch)
 
 
 def _with_fewer_replicas(config: Config, workers: int, budget: MemoryBudget) -> ConfiguredPlan | None:
+    """Return the configuration and plan with the most data replicas that `workers` and, beyond the configured number,
+    the sequences of the global batch allow, and all else as configured; None if not even one replica is possible, or
+    the plan is refused or does not fit the budget."""
     data = min(workers // _one_replica(config), max(config.parallel.data, _most_replicas(config)))
     if not data:
         return None
@@ -91,7 +96,8 @@ def _with_fewer_replicas(config: Config, workers: int, budget: MemoryBudget) -> 
 
 
 class _Sizes(NamedTuple):
-    """Sizes of the tensor scheme's axes and of the branch axes, each in order, and numbers of stages and replicas."""
+    """Candidate of the search: sizes of the tensor scheme's axes and of the branch axes, each in order, and numbers of
+    pipeline stages and data replicas."""
 
     tensor: tuple[int, ...]
     branch: tuple[int, ...]
@@ -104,7 +110,8 @@ class _Sizes(NamedTuple):
 
 
 class _Search:
-    """Searches all sizes of all axes for the best plan on at most `workers` ranks."""
+    """Searches all sizes of all axes for the best plan on at most `workers` ranks: most ranks, then fewest bytes moved
+    per step, then nearest to the configured sizes."""
 
     def __init__(self, config: Config, workers: int, budget: MemoryBudget):
         self.config, self.workers, self.budget = config, workers, budget
@@ -116,6 +123,8 @@ class _Search:
         self._bounds: dict[_Sizes, float] = {}
 
     def best(self) -> ConfiguredPlan | None:
+        """Return the best configuration and plan, None if no plan fits: the first number of ranks, from `workers` down,
+        with a plan."""
         for ranks in range(self.workers, 0, -1):
             candidates = [s for s in self._of(ranks) if self.legal(s)]
             if found := self._fewest_bytes(candidates):
@@ -123,8 +132,9 @@ class _Search:
         return None
 
     def _fewest_bytes(self, candidates: Iterable[_Sizes]) -> ConfiguredPlan | None:
-        """Return the candidate that moves the fewest bytes per step, the nearest of equals; exact counts are made only
-        while the lower bound leaves a candidate a chance."""
+        """Return, of candidate sizes for one number of ranks, the configuration and plan that move the fewest bytes per
+        step, of equals those nearest to the configured sizes; None if none is legal and fits. Exact counts are made
+        only while the lower bound leaves a candidate a chance."""
         best, found = (inf,), None
         for bound, sizes in sorted((self._bound(s), s) for s in candidates):
             if bound > best[0]:
@@ -138,7 +148,7 @@ class _Search:
         return found
 
     def _of(self, ranks: int) -> Iterator[_Sizes]:
-        """Yield all sizes whose product is `ranks`."""
+        """Yield all candidate sizes whose product is `ranks` and of which every data replica gets a sequence."""
         for (tensor, branch), stages in product(self._scheme_sizes, range(1, self.own.stages + 1)):
             data, rest = divmod(ranks, prod(tensor) * prod(branch) * stages)
             if not rest and data <= _most_replicas(self.config):
@@ -146,8 +156,8 @@ class _Search:
 
     @cached_property
     def _scheme_sizes(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Return candidate (tensor, branch) sizes: each axis takes the sizes that are legal with all others at 1, since
-        the dims that it splits do not depend on the others."""
+        """Return the candidate sizes of (tensor axes, branch axes): each axis takes the sizes that are legal with all
+        others at 1, since the dims that it splits do not depend on the others."""
         tensor, branch = (1,) * len(self.axes), (1,) * len(self.branches)
         free = [[n for n in range(1, self.workers + 1) if self._allowed(_with_size(tensor, i, n), branch)]
                 for i in range(len(tensor))]  # fmt: skip
@@ -157,18 +167,21 @@ class _Search:
         return [(t, b) for t, b in pairs if prod(t) * prod(b) <= self.workers]
 
     def legal(self, sizes: _Sizes) -> bool:
+        """Return True if the sizes may fit the memory budget, by a quick bound, and the model has a legal plan at
+        them."""
         return self.budget.may_hold(self.configured(sizes)) and self._allowed(sizes.tensor, sizes.branch)
 
     def _allowed(self, tensor: tuple[int, ...], branch: tuple[int, ...]) -> bool:
-        """Return True if the model has a legal plan at these sizes; `data` always divides, so data=1 tells."""
+        """Return True if the model has a legal plan at these sizes of tensor and branch axes, remembered; any number of
+        data replicas divides, so one replica tells."""
         if (tensor, branch) not in self._legal:
             self._legal[tensor, branch] = is_legal(self.configured(_Sizes(tensor, branch, 1, 1)), 1)
         return self._legal[tensor, branch]
 
     def _bound(self, sizes: _Sizes) -> float:
-        """Return a lower bound of the bytes moved per step: without stages, which only add traffic, and extrapolated
-        linearly in the layers from models of 2 and 3; 0 for a model of at most FEW_LAYERS, or if one of these cannot be
-        planned."""
+        """Return a lower bound of the bytes that a plan of these sizes moves per step: without stages, which only add
+        traffic, and extrapolated linearly in the layers from models of 2 and 3; 0 for a model of at most FEW_LAYERS, or
+        if one of these cannot be planned."""
         layers, one = self.config.model.layers, sizes._replace(stages=1)
         if layers <= FEW_LAYERS:
             return 0.0
@@ -180,6 +193,8 @@ class _Search:
         return self._bounds[one]
 
     def configured(self, sizes: _Sizes) -> Config:
+        """Return the run's configuration with these sizes; a schedule from a file, which is only for the configured
+        stages and microbatches, becomes a shipped one, and one stage has no pipeline."""
         c, kind = self.config, self.config.pipeline.kind
         if kind == "file":  # its table is only for the configured stages and microbatches
             kind = "1f1b" if c.pipeline.chunks == 1 else "interleaved"
@@ -195,6 +210,8 @@ class _Search:
         )
 
     def _distance(self, sizes: _Sizes) -> tuple:
+        """Return the sort key of sizes by nearness to the configured ones: axes that differ, then the sum of
+        differences."""
         pairs = list(zip(sizes.flat, self.own.flat, strict=True))
         return sum(a != b for a, b in pairs), sum(abs(a - b) for a, b in pairs), sizes
 
@@ -204,6 +221,8 @@ def _with_size(sizes: tuple[int, ...], i: int, n: int) -> tuple[int, ...]:
 
 
 def _reason(before: Config, after: Config, plan: Plan, workers: int) -> str:
+    """Return the line for people that says how the configuration changes for `workers` workers and how many stay
+    idle."""
     pairs = [
         ("data", before.parallel.data, after.parallel.data),
         ("stages", before.pipeline.stages, after.pipeline.stages),

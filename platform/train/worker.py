@@ -60,8 +60,9 @@ JOIN_SECONDS = 600.0  # for all ranks to join; the driver ends the wait earlier 
 
 
 class Worker:
-    """Member `number` of a crew; in each generation it is seated as one of the ranks or is a spare. Arguments of calls
-    are read as the signatures here declare them, results as `platform.train.protocol.answers` does.
+    """Member `number` of a crew: answers the driver's calls in a worker's process. In each generation it is seated as
+    one of the ranks or is a spare. Arguments of calls are read as the signatures here declare them, results as
+    `platform.train.protocol.answers` does. `run_dir`: the run directory; `threads`: of torch on the CPU.
 
     The driver's calls in a generation are, in order: `prove`, `form`, `build`, perhaps `restore` or `recover`; then
     `step`, `snapshot`, `write`, `written`, `evaluate` and `sample`, each on all ranks; then `leave`. The last call of
@@ -81,12 +82,15 @@ class Worker:
         preload_imports(self.config.optimizer)
 
     def _configure(self, config: Config) -> None:
+        """Set the run's configuration and import the user's modules that it names in `extend`. Raises ConfigError for
+        one that cannot be imported."""
         self.config = config
         if mistakes := load_extensions(self.config.extend):
             raise ConfigError(mistakes)
 
     def prove(self, probe: str) -> Proof:
-        """Return the proof of this worker's environment."""
+        """Return what this worker sees of the run's storage, and hashes and versions of its code, for the driver to
+        compare with its own. `probe`: name of the file of random bytes that the driver has written to each storage."""
         return proof(self.config, self.run_dir, probe)
 
     def form(
@@ -99,7 +103,8 @@ class Worker:
         stage_of: list[int],
         plan: str = "",
     ) -> Joined:
-        """Join generation `generation` as `rank` through the driver's TCPStore at (host, port) and build the groups.
+        """Join generation number `generation` as `rank` of `world_size`, through the driver's TCPStore `store` (host,
+        port), and open the process groups of the plan.
 
         `config`: of the same run, perhaps with another plan. `stage_of`: the pipeline stage of every model chunk, from
         the driver's schedule. `plan`: the digest that this worker's plan must have, "" for any. Raises RuntimeError if
@@ -132,12 +137,15 @@ class Worker:
         return Joined(rank, mesh.coordinates(rank), os.getpid(), socket.gethostname())
 
     def _local_device(self) -> str:
+        """Return the torch device of this worker, "cpu" or "cuda:0", and make it current."""
         if self.device != "cuda":
             return self.device
         torch.cuda.set_device(0)  # each worker process sees a single GPU
         return "cuda:0"
 
     def _join(self, rank: int, size: int, address: tuple[str, int], generation: int | str) -> None:
+        """Join the default process group of torch.distributed as `rank` of `size`; return once all ranks are there.
+        `address`: host and port of the driver's TCPStore; `generation`: prefix of this group's keys in it."""
         store = dist.PrefixStore(f"generation/{generation}", dist.TCPStore(*address, is_master=False))
         if store.add("there", 1) == size:
             store.set("all", "")
@@ -146,8 +154,9 @@ class Worker:
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=CONNECT)
 
     def build(self, rows: list[Any], domains: list[str] | None = None) -> Built:
-        """Build parameters, optimizer and data. `rows`: the schedule rows of this stage, from
-        `platform.plan.schedule.rows.StageRows.plain`; `domains`: the node of every rank, None if all run on one."""
+        """Build this rank's parameters, optimizer and data for the generation that it has joined; return their size and
+        the device's. `rows`: the schedule rows of this stage, from `platform.plan.schedule.rows.StageRows.plain`;
+        `domains`: the node of every rank, None if all run on one."""
         assert self.communicator
         c = self.config
         self.trainer = Trainer(c, self.plan, self.communicator, corpus_of(c), StageRows.from_plain(rows))
@@ -161,9 +170,9 @@ class Worker:
         return Built(parameters, device.name, device.total_memory) if device else Built(parameters, "cpu", None)
 
     def step(self, step: int, limit: float = inf, faults: list[Fault] | None = None) -> StepReport | Taken:
-        """Run training step `step` (from 1), see `Trainer.step`, and snapshot the state to memory every
-        `elastic.snapshot_every` steps. Returns what `Combiner.together` does. `faults`: all that strike in this step,
-        on any rank."""
+        """Run training step `step` (from 1) on this rank, see `Trainer.step`, and snapshot the state to memory every
+        `elastic.snapshot_every` steps. Return the report on all ranks if this is rank 0, else an acknowledgement.
+        `limit`: the most that the loss may be; `faults`: all that are injected in this step, on any rank."""
         assert self.communicator
         self._forget_generations()
         mine = [fault for fault in faults or () if fault.rank == self.rank]
@@ -179,17 +188,21 @@ class Worker:
         return self.combiner.together(report)
 
     def _verify(self, step: int) -> Differences:
-        """Compare this rank's state with that of its replicas, see `differing`."""
+        """Compare this rank's weights and optimizer state with those of its replicas, before the update of training
+        step `step`; see `platform.train.recovery.verify.differing`."""
         memory = self.memories.get(self.generation)
         before = memory.at(step - 1) if memory and step - 1 in memory.steps else None
         return differing(self.trainer, self.state, before)
 
     def _forget_generations(self) -> None:
-        """Drop snapshots of older generations: all ranks of this one have its state once it takes a step."""
+        """Drop the in-memory snapshots that this worker took in earlier generations, to free host memory. Called at the
+        start of every training step: all ranks of this generation hold the run's state by then, so nobody recovers from
+        older ones."""
         self.memories = {g: memory for g, memory in self.memories.items() if g == self.generation}
 
     def _hold(self, step: int) -> float:
-        """Copy the state to a snapshot in memory, see `RankSnapshots.hold`. Returns the seconds taken."""
+        """Take a snapshot of this rank's state after training step `step` to host memory, and pass copies of parts to
+        peers, see `RankSnapshots.hold`; all ranks call it together. Return the seconds taken."""
         assert self.communicator
         begin = time.perf_counter()
         with self.trainer.clock.section("checkpoint"):
@@ -198,9 +211,10 @@ class Worker:
         return time.perf_counter() - begin
 
     def gather(self, source: Source, rank: int, store: tuple[str, int], generation: str) -> None:
-        """Transfer parts of a snapshot before a generation in which some survivors have no seat: the seated ones get
-        what only the others hold. Called on all `gathered` members of the source, each with its index among them as
-        `rank`. The group, whose store prefix is `generation`, serves this call only: `leave` follows."""
+        """Exchange parts of in-memory snapshots before a generation in which some survivors get no seat: those that get
+        one receive what only the others hold. Called on all `gathered` members of the source, each with its index among
+        them as `rank`. The process group, whose prefix in `store` is `generation`, serves this call only: `leave`
+        follows."""
         mesh = Mesh.of({"data": len(source.gathered)})
         with PROGRESS.waiting("gather"):
             self._join(rank, mesh.size, store, generation)
@@ -209,9 +223,9 @@ class Worker:
         snapshot.take_over(source.gathering()[1], rank, communicator.transfer)
 
     def recover(self, source: Source) -> None:
-        """Recover the state from snapshots that survivors of a generation hold in memory, and snapshot it again under
-        this generation's plan, so that nothing is lost if this one fails at once. All ranks call it together, also
-        those that hold nothing."""
+        """Recover the training state from the snapshots that survivors of an earlier generation hold in memory,
+        `source`, and snapshot it again under this generation's plan, so that nothing is lost if this one fails at once.
+        All ranks call it together, also those that hold nothing."""
         memory = self.memories[source.generation] if self.rank in source.ranks.values() else None
         if memory:
             memory.keep_only(source.step)
@@ -219,6 +233,8 @@ class Worker:
         self._hold(source.step)
 
     def _write_launches(self, log: list[Launch]) -> None:
+        """Append the communicator's log of collectives to the run's logs/launches-RANK.jsonl, and empty it. If that
+        fails, a warning is printed and training goes on."""
         path = self.run_dir / "logs" / f"launches-{self.rank}.jsonl"
         with tolerated(print_line, str(path)):
             path.parent.mkdir(0o700, parents=True, exist_ok=True)
@@ -227,20 +243,22 @@ class Worker:
         log.clear()
 
     def snapshot(self) -> Copied:
-        """Copy this rank's share of the state to host memory for a checkpoint."""
+        """Copy this rank's share of the training state to host memory, for a checkpoint that `write` then writes."""
         self.state.image.fill(self.state.blocks())
         tensors = {h.name: list(h.shape) for h in self.state.held} if self.rank == 0 else {}
         return Copied(tensors, self.state.values())
 
     def write(self, directory: str) -> None:
-        """Start writing the copy of the last `snapshot` to a checkpoint directory; `written` returns the outcome."""
+        """Start a thread that writes the copy of the last `snapshot` to `directory` of the checkpoint storage;
+        `written` returns the outcome."""
         storage = open_storage(urls.home(self.config))
         writer = futures.ThreadPoolExecutor(1, "checkpoint")
         self._written = writer.submit(self.state.image.write, storage, directory)
         writer.shutdown(wait=False)  # its thread ends after the write
 
     def written(self, seconds: float) -> FileReport | Unwritten | None:
-        """Return the outcome of `write`, None if it is still running after `seconds`."""
+        """Return the outcome of the last `write` of this rank's share of a checkpoint: the file written, or why it was
+        not; None if it is still running after waiting `seconds`."""
         if futures.wait([self._written], seconds).not_done:
             return None
         try:
@@ -249,8 +267,8 @@ class Worker:
             return Unwritten(f"{type(error).__name__}: {error}")
 
     def restore(self, directory: str, own: bool = False) -> Unrestored | None:
-        """Restore the state from a checkpoint of any plan, in the storage that the run resumes from or, if `own`, saves
-        to. Returns, alike on all ranks, None or why the state is undefined now."""
+        """Restore the training state from the checkpoint `directory`, of any plan, in the storage that the run resumes
+        from or, if `own`, saves to. Return None on success, else why the state is undefined now, alike on all ranks."""
         storage = open_storage(urls.home(self.config) if own else urls.source(self.config)[0])
         manifest = load_manifest(storage, directory)  # an error here concerns this rank alone, and fails it
         try:
@@ -266,21 +284,24 @@ class Worker:
         return None
 
     def evaluate(self) -> float:
-        """Return the mean loss per token of the held-out batches, equal on all ranks."""
+        """Return the mean loss per token over the first eval.batches batches of the held-out data, equal on all
+        ranks."""
         return self.trainer.evaluate()
 
     def sample(self, tokens: int) -> str:
-        """Generate text of `tokens` tokens, equal on all ranks."""
+        """Generate a text of `tokens` tokens from the model being trained, for the user to read; equal on all ranks."""
         return self.trainer.sample(tokens)
 
     def abort(self) -> None:
-        """Make a call that waits in a collective raise, if the backend can. Called from another thread."""
+        """Interrupt a call of this worker that waits in a collective, so that it raises, if the backend can. Called
+        from another thread."""
         if communicator := self.communicator:
             communicator.abort()
 
     def leave(self) -> None:
-        """Leave the generation: close its groups and free its model. Works in any state, repeatedly too; `form` may
-        follow. Raises RuntimeError if the device no longer works, which makes this process useless."""
+        """Leave the generation: close its process groups and free its model; in-memory snapshots stay. Works in any
+        state, repeatedly too; `form` may follow. Raises RuntimeError if the device no longer works, which makes this
+        process useless."""
         communicator, self.communicator = self.communicator, None
         self.trainer = self.state = self.combiner = None
         if communicator:
@@ -294,5 +315,5 @@ class Worker:
             torch.cuda.empty_cache()
 
     def close(self) -> None:
-        """Close the worker for good; may be called after a failure."""
+        """Leave the generation, as the driver's last call to this worker; may be called after a failure."""
         self.leave()

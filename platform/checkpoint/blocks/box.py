@@ -31,11 +31,12 @@ class Box(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Return the number of elements."""
+        """Return the number of elements in the box."""
         return prod(self.extent)
 
     def overlap(self, other: Box) -> Box | None:
-        """Return the intersection, or None if it is empty."""
+        """Return the box of the elements that this box and `other`, of the same global tensor, have in common, or None
+        if there are none."""
         offset, extent = [], []
         for a, m, b, n in zip(self.offset, self.extent, other.offset, other.extent, strict=True):
             first, last = max(a, b), min(a + m, b + n)
@@ -46,7 +47,8 @@ class Box(NamedTuple):
         return Box(tuple(offset), tuple(extent))
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """Return the index of this box in an array that holds `outer`."""
+        """Return the slices that select this box in an array that holds just the elements of `outer`, a box around
+        it."""
         spans = zip(self.offset, outer.offset, self.extent, strict=True)
         return tuple(slice(a - b, a - b + n) for a, b, n in spans)
 
@@ -55,7 +57,8 @@ class Box(NamedTuple):
 
 
 def stretch(box: Box, first: int, last: int) -> list[Box]:
-    """Return boxes that hold the elements [first, last) of a row-major `box`, in order: whole rows and partial ends.
+    """Return the boxes that together hold the elements [first, last) of a flattened (row-major) `box`, in their order:
+    the end of a row, whole rows, the beginning of a row. So a shard of a flattened block becomes blocks of the tensor.
 
     >>> [str(b) for b in stretch(Box.whole((3, 4)), 2, 12)]
     ['[0:1, 2:4]', '[1:3, 0:4]']
@@ -108,8 +111,12 @@ def gaps(shape: Sequence[int], boxes: Sequence[Box]) -> list[str]:
 
 
 def _first_wrong(ends: NDArray[np.int64], cut: Sequence[int]) -> tuple[dict[int, tuple[int, int]], int] | None:
-    """Find the first cell, in row-major order, that is not covered exactly once: (dim -> (offset, extent), times
-    covered minus 1); None if there is none. `ends`: [boxes, dims, 2], the last of which is the whole tensor."""
+    """Find the first cell of a tensor, in row-major order, that its blocks do not cover exactly once, for `gaps`:
+    return (cut dim -> (offset, extent) of the cell, number of blocks that cover it minus 1), or None if there is none.
+
+    `cut`: the dims along which any block is smaller than the tensor. `ends`: int [blocks + 1, len(cut), 2], the start
+    and end index of every block along these dims; the last row is the whole tensor.
+    """
     signs = np.ones(len(ends), np.int64)
     signs[-1] = -1
     corners = np.empty((len(ends), 0), np.int64)

@@ -13,8 +13,9 @@ from platform.checkpoint.blocks.placement import DTYPES, Block, Share
 
 
 class Buffer:
-    """Host memory for `parts`, one after the other without a gap: `places` says where each begins and ends in `data`
-    (uint8). `pinned`: for copies from tensors on a GPU."""
+    """Host memory that holds the bytes of `parts` of global tensors, one after the other without a gap: `places` says
+    where each begins and ends in `data` (uint8 [bytes]). `pinned`: page-locked, for asynchronous copies from tensors on
+    a GPU."""
 
     def __init__(self, parts: Iterable[Share], pinned: bool = False):
         self.places: list[tuple[Share, int, int]] = []
@@ -30,12 +31,14 @@ class Buffer:
 
     @classmethod
     def aligned(cls, parts: Sequence[Share], pinned: bool = False) -> Buffer:
-        """Make a buffer with larger element types first: each part is aligned to its type, as `fill` needs."""
+        """Make a buffer in which parts of larger element types come first, so that each is aligned to its type, as
+        `fill` needs."""
         return cls(sorted(parts, key=lambda part: -part.tensor.itemsize), pinned)
 
     @torch.no_grad()
     def fill(self, blocks: Sequence[Block]) -> None:
-        """Copy every part out of `blocks`, which may change once this returns. Each part lies in one of them."""
+        """Copy every part of this buffer out of `blocks`, the live tensors of this process, which may change once this
+        returns. Each part lies within one of them."""
         found: dict[str, list[tuple[Box, Tensor]]] = defaultdict(list)
         for name, box, tensor in blocks:
             found[name].append((box, tensor))
@@ -47,7 +50,8 @@ class Buffer:
             torch.cuda.synchronize()
 
     def read(self, part: Share) -> Tensor | None:
-        """Return a view, uint8 [*extent, bytes of an element]; None if no part of the buffer contains all of `part`."""
+        """Return a view of the bytes of `part`, uint8 [*extent, bytes of an element], or None if no single part of the
+        buffer contains all of it."""
         for outer, at, end in self._at.get(part.tensor.name, ()):
             if part.box.overlap(outer) == part.box:
                 return self.data[at:end].view(*outer.extent, part.tensor.itemsize)[part.box.within(outer)]

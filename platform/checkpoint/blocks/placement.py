@@ -48,7 +48,9 @@ class HeldTensor:
 
     @classmethod
     def of(cls, name: str, dtype: torch.dtype, shape: Sequence[int], blocks: Iterable[tuple[int, Box]]) -> HeldTensor:
-        """Collect the blocks of all ranks, (rank, block) each in rank order; padding is cut off."""
+        """Describe a global tensor by the (rank, block) pairs of all ranks, in rank order: ranks of the same block
+        become its replicas. `shape`: without padding; blocks are cut down to it, and those that lie wholly in the
+        padding are left out."""
         whole, holders = Box.whole(shape), defaultdict(list)
         for rank, box in blocks:
             if real := box.overlap(whole):
@@ -62,8 +64,9 @@ class HeldTensor:
 
 
 def planned_tensors(plan: Plan, kind: str, dtype: torch.dtype) -> list[HeldTensor]:
-    """Return who holds what, under the plan, of state laid out like the master copies: these (`kind` = model) or a
-    moment of the optimizer. The tensors are named KIND.PARAMETER."""
+    """Return which ranks hold which block of every tensor of one kind of training state, under the plan: the master
+    copies of the parameters (`kind` = model), or a moment of the optimizer, which is laid out like them. Tensors are
+    named KIND.PARAMETER."""
     ranks = [(rank, plan.mesh.coordinates(rank)) for rank in range(plan.mesh.size)]
     out, known = [], {}
     for p in plan.parameters:
@@ -76,8 +79,9 @@ def planned_tensors(plan: Plan, kind: str, dtype: torch.dtype) -> list[HeldTenso
 
 
 def local_blocks(plan: Plan, kind: str, tensors: Mapping[str, Tensor], coordinates: Mapping[str, int]) -> list[Block]:
-    """Return views of the local tensors of the rank at `coordinates` as its blocks of the `planned_tensors`. `tensors`:
-    by parameter, each of `plan.master_shape`."""
+    """Return the tensors that one rank has of a kind of training state, as views: its blocks of the `planned_tensors`
+    of the same `kind`. `tensors`: parameter name -> local tensor of shape `plan.master_shape`; `coordinates`: the
+    rank's place in the mesh."""
     out = []
     for p in plan.parameters:
         at = 0
@@ -89,8 +93,9 @@ def local_blocks(plan: Plan, kind: str, tensors: Mapping[str, Tensor], coordinat
 
 
 def _kept(plan: Plan, p: Parameter, coordinates: Mapping[str, int]) -> list[Box]:
-    """Return the block of the rank at `coordinates`, or, if it keeps a shard of that, the boxes that make up the shard,
-    in order; [] if it has none."""
+    """Return the boxes of parameter `p` of which the rank at `coordinates` keeps master copy and optimizer state: its
+    block, or, if the plan shards that state, the boxes that make up its shard of the block, in order; [] if it has
+    none."""
     if not plan.present(p, coordinates):
         return []
     box = Box.of(plan.block(p, coordinates))
@@ -98,8 +103,8 @@ def _kept(plan: Plan, p: Parameter, coordinates: Mapping[str, int]) -> list[Box]
 
 
 class Piece(NamedTuple, Generic[S]):
-    """Part of a global tensor that one rank fetches, from a place on storage or in memory (`source`), and passes on as
-    a whole. `had`: the ranks that need not receive it."""
+    """Part of a global tensor that one rank fetches, from a place on storage or in memory (`source`), and passes on to
+    the ranks whose blocks it overlaps. `had`: the ranks that hold it already, and need not receive it."""
 
     name: str
     dtype: str
@@ -113,7 +118,7 @@ class Piece(NamedTuple, Generic[S]):
 
 
 class Share(NamedTuple):
-    """Block of a global tensor, or the part of a block that a rank stores."""
+    """Block of a global tensor, or the part of a block that one rank stores or keeps a copy of."""
 
     tensor: HeldTensor
     box: Box
@@ -124,7 +129,8 @@ class Share(NamedTuple):
 
 
 def shares(state: Sequence[HeldTensor], rank: int) -> list[Share]:
-    """Return what `rank` stores: about 1/n of the bytes of all blocks that it and its n - 1 replicas hold.
+    """Return the parts of the state that `rank` writes into a checkpoint: about 1/n of the bytes of all blocks that it
+    and its n - 1 replicas hold.
 
     Replicas divide the blocks that they hold: laid end to end, cut into n equal stretches, each cut moved to the start
     of a row of at most LARGEST_ROW bytes. No share is larger than LARGEST_BLOCK and a row.
@@ -134,7 +140,8 @@ def shares(state: Sequence[HeldTensor], rank: int) -> list[Share]:
 
 
 def group_by_holders(state: Sequence[HeldTensor], rank: int | None = None) -> dict[tuple[int, ...], list[Share]]:
-    """Group the blocks by the ranks that hold them; if `rank` is given, only the blocks that it holds."""
+    """Group the blocks of all tensors by the ranks that hold them (ranks -> blocks), so that replicas can divide their
+    work; if `rank` is given, only the blocks that it holds."""
     found: dict[tuple[int, ...], list[Share]] = defaultdict(list)
     for tensor in state:
         for box, ranks in tensor.holders.items():
@@ -144,7 +151,8 @@ def group_by_holders(state: Sequence[HeldTensor], rank: int | None = None) -> di
 
 
 def equal_share(blocks: Sequence[Share], member: int, members: int) -> list[Share]:
-    """Return what number `member` gets if `members` ranks divide the blocks evenly, in parts of about LARGEST_BLOCK."""
+    """Return the parts that rank number `member` gets if the `members` replicas of `blocks` divide them: blocks are
+    laid end to end and cut into equal stretches of bytes, and these into parts of about LARGEST_BLOCK bytes."""
     sizes = [block.nbytes for block in blocks]
     first, last = sum(sizes) * member // members, sum(sizes) * (member + 1) // members
     out, start = [], 0
@@ -160,7 +168,8 @@ def equal_share(blocks: Sequence[Share], member: int, members: int) -> list[Shar
 
 
 def cut_share(block: Share, positions: Sequence[int]) -> list[list[Share]]:
-    """Cut `block` at `positions` [bytes], moved to whole rows: the shares between each two neighbours."""
+    """Cut a block at `positions`, ascending offsets in its row-major bytes, each moved to the nearest start of a row
+    (`_row`); return the parts between each two neighbouring positions, one list per stretch."""
     if tuple(positions) == (0, block.nbytes):
         return [[block]]
     tensor, box = block
@@ -170,6 +179,7 @@ def cut_share(block: Share, positions: Sequence[int]) -> list[list[Share]]:
 
 
 def _row(extent: tuple[int, ...], itemsize: int) -> int:
-    """Return the elements of a row: the largest trailing part of a block that is not cut, at most LARGEST_ROW bytes."""
+    """Return the number of elements of a row, the unit at whose starts `cut_share` may cut a block of `extent`: its
+    largest part of whole trailing dims with at most LARGEST_ROW bytes, at least one element."""
     parts = (prod(extent[d:]) for d in range(len(extent) + 1))
     return next(n for n in parts if n * itemsize <= LARGEST_ROW or n == 1)

@@ -9,7 +9,7 @@ from platform.checkpoint.blocks.placement import HeldTensor, Share, cut_share, e
 
 
 class Copy(NamedTuple):
-    """Part of a block that `sender` holds and of which `receiver` keeps a copy."""
+    """Part of a block that `sender` holds and of which `receiver` keeps a copy in its host memory."""
 
     part: Share
     sender: int
@@ -17,14 +17,15 @@ class Copy(NamedTuple):
 
 
 def copies(state: Sequence[HeldTensor], domains: Sequence[Hashable]) -> list[Copy]:
-    """Assign one copy, in another domain, to every block that only ranks of one domain hold, so that every tensor
-    survives the loss of any one domain. `domains`: the node of every rank; if all are the same, each rank is a domain.
+    """Assign one in-memory copy, in another failure domain, to every block of `state` that only ranks of one domain
+    hold, so that every tensor survives the loss of any one domain. `domains`: the node of every rank; if all are the
+    same, each rank is a domain.
 
     The result is equal on all ranks, and as balanced as possible: with N ranks, n of them in domain D, and b bytes that
-    only D holds, a rank keeps L = max(sum of b / N, b / (N - n) of any D) bytes, and at most LARGEST_ROW more.
-    Method: lay the domains' bytes end to end on a circle of N x L; give every rank an arc of L, in the order of the
-    domains; turn the arcs until no domain keeps its own bytes. As b <= L x (N - n), the largest turn that any domain
-    needs suits all.
+    only D holds, a rank keeps L = max(sum of b / N, b / (N - n) of any D) bytes, and at most LARGEST_ROW more. Method:
+    lay the domains' bytes end to end on a circle of N x L; give every rank an arc of L, in the order of the domains;
+    turn the arcs until no domain keeps its own bytes. As b <= L x (N - n), the largest turn that any domain needs suits
+    all.
     """
     homes: Sequence[Hashable] = domains if len(set(domains)) > 1 else range(len(domains))
     lines: dict[Hashable, list[tuple[Share, int]]] = {home: [] for home in homes}
@@ -56,6 +57,7 @@ def copies(state: Sequence[HeldTensor], domains: Sequence[Hashable]) -> list[Cop
 
 
 def kept_bytes(state: Sequence[HeldTensor], kept: Sequence[Copy], rank: int) -> dict[str, int]:
-    """Return the bytes of host memory of a rank's two snapshots: `own` state, and `copies` kept for peers."""
+    """Return the bytes of host memory that the two snapshots of `rank` take: {"own": of its blocks of `state`,
+    "copies": of the parts (`kept`) that it keeps for peers}."""
     own = sum(box.size * t.itemsize for t in state for box, ranks in t.holders.items() if rank in ranks)
     return {"own": 2 * own, "copies": 2 * sum(copy.part.nbytes for copy in kept if copy.receiver == rank)}

@@ -24,8 +24,12 @@ from platform.checkpoint.moves.passing import BUDGET, Exchange, clear_padding, d
 
 
 def surviving(state: Sequence[HeldTensor], kept: Sequence[Copy], ranks: Mapping[int, int]) -> list[HeldTensor]:
-    """Return who holds which blocks after a failure; a block without a surviving holder is replaced by the copies of
-    its parts. `ranks`: old rank -> new rank, of the survivors."""
+    """Return which ranks hold which blocks of the training state in memory after a failure; a block without a surviving
+    holder is replaced by the copies of its parts that survivors keep.
+
+    `state`: who held which blocks before, by old rank; `kept`: the copies assigned then (`copies`); `ranks`: old rank
+    -> rank in the result, of the survivors.
+    """
     by: dict[tuple[str, int], list[Copy]] = defaultdict(list)
     for copy in kept:
         by[copy.part.tensor.name, copy.sender].append(copy)
@@ -47,18 +51,21 @@ def surviving(state: Sequence[HeldTensor], kept: Sequence[Copy], ranks: Mapping[
 
 
 def lost(state: Sequence[HeldTensor]) -> list[str]:
-    """Return the names of the tensors of which `state`, a result of `surviving`, lacks a part."""
+    """Return the names of the tensors that the survivors of a failure do not hold as a whole. `state`: a result of
+    `surviving`."""
     return [t.name for t in state if sum(box.size for box in t.holders) < prod(t.shape)]
 
 
 def lost_to(state: Sequence[HeldTensor], kept: Sequence[Copy], alive: Collection[int]) -> list[str]:
-    """Return the names of the tensors of which the old ranks `alive`, with the copies they keep, lack a part."""
+    """Return the names of the tensors that cannot be recovered whole from the memory of the old ranks `alive`: from
+    their blocks of `state`, and from the copies of blocks (`kept`) that they keep for peers."""
     return lost(surviving(state, kept, {rank: rank for rank in alive}))
 
 
 def keepers(state: Sequence[HeldTensor], kept: Sequence[Copy]) -> dict[tuple[int, ...], set[int]]:
-    """Map each set of ranks that hold the same blocks to the peers that keep these blocks' copies. Computed once, it
-    lets `is_recoverable` answer for many sets of ranks whether `lost_to` would find nothing lost."""
+    """Map each set of ranks that hold the same blocks of `state` to the peers that keep copies (`kept`) of these
+    blocks; the empty set if nobody does. Computed once, it lets `is_recoverable` answer for many sets of ranks whether
+    `lost_to` would find nothing lost."""
     found: dict[tuple[int, ...], set[int]] = {}
     by: dict[tuple[str, int], dict[tuple[int, ...], list[Box]]] = defaultdict(lambda: defaultdict(list))
     for tensor in state:
@@ -77,13 +84,15 @@ def keepers(state: Sequence[HeldTensor], kept: Sequence[Copy]) -> dict[tuple[int
 
 
 def is_recoverable(found: Mapping[tuple[int, ...], Set[int]], alive: Set[int]) -> bool:
-    """Return True if the ranks `alive` hold everything: of each block a holder, or all peers that keep its copies.
-    `found`: a result of `keepers`."""
+    """Return True if the ranks `alive` hold the whole training state in memory: of each block a holder, or all peers
+    that keep its copies. `found`: a result of `keepers`."""
     return all(not alive.isdisjoint(ranks) or (having and having <= alive) for ranks, having in found.items())
 
 
 def handed_over(survived: Sequence[HeldTensor], stays: Sequence[bool]) -> list[Copy]:
-    """Assign what only leaving ranks hold to the ranks that stay, evenly. `stays`: for every rank, True if it stays."""
+    """Assign the blocks that only ranks without a seat in the next generation hold to ranks that stay, evenly by bytes,
+    as copies to be sent before it forms. `survived`: a result of `surviving`; `stays`: for every rank in it, True if it
+    stays."""
     leaving = [
         replace(t, holders={box: ranks for box, ranks in t.holders.items() if not any(stays[r] for r in ranks)})
         for t in survived
@@ -106,12 +115,13 @@ def recover(
     exchange: Exchange = exchange_alone,
     budget: int = BUDGET,
 ) -> None:
-    """Fill this rank's `blocks`; all ranks call it together. What a block has beyond the global tensor becomes zero.
+    """Fill this rank's `blocks` from the training state that survivors of a failure hold in memory; all ranks call it
+    together. What a block has beyond the global tensor becomes zero.
 
     `survived`: which ranks hold which blocks in memory (a result of `surviving`, nothing lost); `state`: who holds
     which blocks under the new plan; both equal on all ranks. `read`: returns the bytes of a part that this rank holds,
-    uint8 [*extent, bytes of an element]. A rank takes what it holds from its own memory; of what other ranks need,
-    all holders send equal shares.
+    uint8 [*extent, bytes of an element]. `budget`: bytes that a rank receives per `exchange`, on average. A rank takes
+    what it holds from its own memory; of what other ranks need, all holders send equal shares.
     """
     clear_padding(state, blocks)
     parts: list[list[Piece[Share]]] = [[] for _ in range(world_size)]

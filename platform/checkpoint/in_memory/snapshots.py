@@ -17,7 +17,8 @@ Transfer = Callable[[Sequence[tuple[int, Tensor]], Sequence[tuple[int, Tensor]]]
 
 
 class CopyRoute:
-    """Sends and receives of one rank for a list of copies: parts by peer, in the same order on both sides."""
+    """Parts of blocks that one rank sends to its peers (`sent`: receiver -> parts) and keeps for them (`kept`: sender
+    -> parts), taken from a list of copies: in the same order on both sides."""
 
     def __init__(self, passed: Sequence[Copy], rank: int):
         self.sent: dict[int, list[Share]] = defaultdict(list)
@@ -29,19 +30,21 @@ class CopyRoute:
                 self.kept[sender].append(part)
 
     def buffer(self) -> Buffer:
-        """Return a buffer for all parts that this rank receives."""
+        """Return an empty buffer of host memory for all parts that this rank receives from peers."""
         return Buffer([part for parts in self.kept.values() for part in parts])
 
     def follow(self, snapshot: Snapshot, buffer: Buffer, transfer: Transfer) -> None:
-        """Send parts of `snapshot` and receive those of peers into `buffer`; all ranks call it together."""
+        """Send the parts that peers keep out of this rank's `snapshot`, and receive those that it keeps for them into
+        `buffer`, made by `CopyRoute.buffer`; all ranks call it together."""
         sent = [(peer, _together([snapshot.read(part) for part in parts])) for peer, parts in self.sent.items()]
         sizes = [sum(part.nbytes for part in parts) for parts in self.kept.values()]
         transfer(sent, list(zip(self.kept, buffer.data.split(sizes), strict=True)) if sizes else [])
 
 
 class Snapshot:
-    """State at one step: a rank's `own` blocks, the `copies` it keeps for peers, and numbers by name (`values`).
-    `step` is None unless the snapshot is complete. `handed`: parts from ranks that leave before the next generation."""
+    """Training state at one step in a rank's host memory: its `own` blocks, the `copies` that it keeps for peers, and
+    numbers by name (`values`). `step` is None unless the snapshot is complete. `handed`: parts from ranks that leave
+    before the next generation. `pinned`: `own` is page-locked."""
 
     def __init__(self, own: Sequence[Share], route: CopyRoute, pinned: bool):
         self.own, self.copies, self.handed = Buffer.aligned(own, pinned), route.buffer(), Buffer([])
@@ -49,14 +52,17 @@ class Snapshot:
         self.values: dict[str, float] = {}
 
     def read(self, part: Share) -> Tensor:
-        """Return the bytes of a part that this rank holds: uint8 [*extent, bytes of an element]."""
+        """Return the bytes of a part of a global tensor that this rank holds: in its own blocks, as a copy for a peer,
+        or handed over to it. uint8 [*extent, bytes of an element]."""
         for buffer in (self.own, self.copies, self.handed):
             if (found := buffer.read(part)) is not None:
                 return found
         raise AssertionError(f"{part.tensor.name} {part.box} is not in this rank's memory")
 
     def take_over(self, passed: Sequence[Copy], rank: int, transfer: Transfer) -> None:
-        """Send the parts `passed` to other ranks and receive this rank's into `handed`; all ranks call it together."""
+        """Send the parts in `passed` (a result of `handed_over`) that this rank is the sender of, and receive those
+        meant for it into `handed`; all ranks call it together, before a generation in which some survivors have no
+        seat."""
         route = CopyRoute(passed, rank)
         handed = route.buffer()
         route.follow(self, handed, transfer)
@@ -71,7 +77,8 @@ class RankSnapshots:
     """
 
     def __init__(self, state: Sequence[HeldTensor], domains: Sequence[Hashable], rank: int, pinned: bool = False):
-        """Derive the copies to exchange; `state` and `domains` (of every rank) are equal on all ranks."""
+        """Derive which parts this rank sends to peers and keeps for them. `state` (who holds which blocks) and
+        `domains` (the node of every rank) are equal on all ranks."""
         self._own = [block for blocks in group_by_holders(state, rank).values() for block in blocks]
         self._route = CopyRoute(copies(state, domains), rank)
         self._pinned = pinned
@@ -86,11 +93,12 @@ class RankSnapshots:
         return next(snapshot for snapshot in self._snapshots if snapshot.step == step)
 
     def keep_only(self, step: int) -> None:
-        """Free every snapshot but that of `step`."""
+        """Free every snapshot of this rank but that of `step`."""
         self._snapshots = [self.at(step)]
 
     def hold(self, step: int, blocks: Sequence[Block], values: dict[str, float], transfer: Transfer) -> None:
-        """Take a snapshot: copy this rank's blocks, and send the parts that peers keep; all ranks call it together. The
+        """Take a snapshot of the training state after `step`: copy this rank's `blocks` and numbers (`values`) into
+        host memory, and exchange with peers the parts that they keep for each other; all ranks call it together. The
         previous snapshot stays intact even if this fails."""
         snapshot = self._free()
         snapshot.step = None
@@ -99,7 +107,8 @@ class RankSnapshots:
         snapshot.step, snapshot.values = step, values
 
     def _free(self) -> Snapshot:
-        """Return the snapshot to write to, moved to the end: an incomplete one, a new one, or the older of the two."""
+        """Return the snapshot that `hold` may overwrite, moved to the end of the list: an incomplete one, a new one if
+        there are fewer than two, or the older of the two."""
         torn = [snapshot for snapshot in self._snapshots if snapshot.step is None]
         if not torn and len(self._snapshots) < 2:
             torn = [Snapshot(self._own, self._route, self._pinned)]
@@ -109,7 +118,8 @@ class RankSnapshots:
 
 
 def _together(parts: Sequence[Tensor]) -> Tensor:
-    """Join the bytes of all parts: a view if they are adjacent, as they are unless types or senders alternate."""
+    """Join the bytes of a snapshot's parts for one peer into a flat uint8 message: a view if they are adjacent in
+    memory, as they are unless types or senders alternate, else a copy."""
     flat = [part.reshape(-1) for part in parts]
     for part, after in zip(flat, flat[1:], strict=False):
         if part.data_ptr() + part.numel() != after.data_ptr():

@@ -25,7 +25,8 @@ Holders = dict[str, list[tuple[Box, tuple[int, ...]]]]  # tensor -> (block, its 
 
 
 def divide(pieces: Sequence[Piece[S]], count: int) -> list[list[Piece[S]]]:
-    """Divide `pieces`, in order, into `count` stretches of about equal bytes."""
+    """Divide `pieces`, in order, into `count` stretches of about equal bytes, for as many turns or ranks; some may be
+    empty."""
     total, at = sum(piece.nbytes for piece in pieces), 0
     out: list[list[Piece[S]]] = [[] for _ in range(count)]
     for piece in pieces:
@@ -35,12 +36,13 @@ def divide(pieces: Sequence[Piece[S]], count: int) -> list[list[Piece[S]]]:
 
 
 def exchange_alone(messages: list[Tensor]) -> list[Tensor]:
-    """Return `messages`: the exchange of a job of one process."""
+    """Return `messages` as they are: the all-to-all (`Exchange`) of a job of one process."""
     return messages
 
 
 def clear_padding(state: Sequence[HeldTensor], blocks: Sequence[Block]) -> None:
-    """Set the blocks that reach beyond their global tensor to zero."""
+    """Set those of this rank's `blocks` to zero that reach beyond their global tensor (a padded vocab), before they are
+    filled: padding is never stored. `state`: gives every tensor's shape without padding."""
     shapes = {t.name: t.shape for t in state}
     for name, box, tensor in blocks:
         if box.overlap(Box.whole(shapes[name])) != box:
@@ -55,10 +57,12 @@ def pass_on(
     rank: int,
     exchange: Exchange,
 ) -> None:
-    """Fill this rank's `blocks` with what the ranks send; all ranks call it together.
+    """Fill this rank's `blocks` with the pieces of global tensors that all ranks fetch and send, one `exchange` per
+    turn; all ranks call it together.
 
-    `turns`: per turn and rank, the pieces that it passes on; `state`: who holds which blocks now; both equal on all
-    ranks. Raises one of FAILURES on every rank alike if `fetch` does on any: the blocks are then undefined.
+    `turns`: per turn and rank, the pieces that it passes on; `fetch`: returns their bytes; `state`: who holds which
+    blocks now; `turns` and `state` are equal on all ranks. Raises one of FAILURES on every rank alike if `fetch` does
+    on any: the blocks are then undefined.
     """
     holders = {t.name: sorted(t.holders.items()) for t in state}
     mine: dict[str, list[Block]] = defaultdict(list)
@@ -72,8 +76,8 @@ def pass_on(
 
 
 def _messages(pieces: Sequence[Piece[S]], fetch: Fetch[S], holders: Holders, world_size: int) -> list[Tensor]:
-    """Return a message per rank: the parts of the pieces that lie in its blocks, or why `fetch` failed. A rank that
-    raised here would leave its peers waiting for its message."""
+    """Return one message (uint8) per receiving rank: the parts of the fetched `pieces` that lie in that rank's blocks,
+    or why `fetch` failed: a rank that raised here would leave its peers waiting for its message."""
     try:
         found = fetch(pieces)
     except FAILURES as error:
@@ -103,7 +107,8 @@ def _raise_failures(received: Sequence[Tensor]) -> None:
 
 
 def _unpack(message: Tensor, pieces: Sequence[Piece[S]], mine: dict[str, list[Block]]) -> None:
-    """Copy a message into this rank's blocks. The sender packed its parts by piece, then by block of this rank."""
+    """Copy the message of one sender into this rank's blocks. `pieces`: those that the sender passed on and this rank
+    did not have; `mine`: tensor name -> this rank's blocks, sorted. The parts are packed by piece, then by block."""
     at = HEADER_BYTES
     for piece in pieces:
         dtype = DTYPES[piece.dtype]

@@ -41,11 +41,13 @@ def restore(
     exchange: Exchange = exchange_alone,
     budget: int = BUDGET,
 ) -> None:
-    """Fill this rank's `blocks`; all ranks call it together. What a block has beyond the global tensor becomes zero.
+    """Fill this rank's `blocks` from a checkpoint that any plan saved; all ranks call it together. What a block has
+    beyond the global tensor becomes zero.
 
     `state`: every tensor to restore and who holds its blocks now, equal on all ranks; values are converted if the
-    checkpoint has another element type. Raises, on every rank alike, Refused if the checkpoint lacks such a tensor,
-    Corrupt or OSError if any rank cannot read what was written: the blocks are then undefined.
+    checkpoint has another element type. `budget`: bytes that a rank receives per `exchange`, on average. Raises, on
+    every rank alike, Refused if the checkpoint lacks such a tensor, Corrupt or OSError if any rank cannot read what was
+    written: the blocks are then undefined.
     """
     check_against(manifest, {t.name: t.shape for t in state})
     wanted = stored_pieces(manifest, [t.name for t in state])
@@ -60,7 +62,8 @@ def restore(
 
 
 def read_tensor(storage: Storage, directory: str, manifest: Manifest, name: str) -> Tensor:
-    """Read a tensor in this process and in its stored type. Raises Refused or OSError."""
+    """Read one whole global tensor of a checkpoint into the memory of this process alone, in its stored type. Raises
+    Refused, or its subclass Corrupt, or OSError."""
     stored = manifest.tensors[name]
     box = Box.whole(stored.shape)
     out = torch.empty(box.extent, dtype=DTYPES[stored.dtype])

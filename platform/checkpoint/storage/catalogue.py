@@ -35,7 +35,8 @@ class Attempt(NamedTuple):
 
 
 def attempts(storage: Storage) -> list[Attempt]:
-    """List the attempts that were begun and not deleted, newest first. Other names in the storage are ignored."""
+    """List the attempts at a checkpoint on the storage, complete or not, that were begun and not deleted, newest first.
+    Entries with other names are ignored."""
     found = (re.fullmatch(_DIRECTORY, name) for name in storage.list(""))
     named = ((m[0], Attempt(int(m[2]), int(m[1]), m[3])) for m in found if m)
     return sorted((attempt for name, attempt in named if attempt.directory == name), reverse=True)
@@ -48,7 +49,8 @@ def split_url(url: str) -> tuple[str, str | None]:
 
 
 def begin(storage: Storage, step: int) -> str:
-    """Name a fresh directory, newer than all existing ones. Writes nothing. Raises OSError if no number is left."""
+    """Choose the name of the directory for a new attempt at a checkpoint of `step`, numbered above all that the storage
+    has. Writes nothing. Raises OSError if no number is left."""
     newest = next(iter(attempts(storage)), Attempt(0, 0, ""))
     name = Attempt(newest.number + 1, step, secrets.token_hex(3)).directory
     if not re.fullmatch(_DIRECTORY, name):
@@ -84,7 +86,8 @@ def commit(
 
 
 def load_manifest(storage: Storage, directory: str) -> Manifest:
-    """Read the manifest, and check everything about the checkpoint that can be checked without reading its blocks.
+    """Read the manifest of the checkpoint in `directory`, and check everything about the checkpoint that can be checked
+    without reading its blocks.
 
     Raises Refused if it cannot be used, and its subclass Corrupt only if it was not being deleted meanwhile; OSError if
     the storage fails or cannot tell.
@@ -109,13 +112,15 @@ def load_manifest(storage: Storage, directory: str) -> Manifest:
 
 
 def verify(storage: Storage, directory: str) -> Manifest:
-    """Verify every byte, after the checks of `load_manifest`; return the manifest."""
+    """Verify every byte of the checkpoint in `directory`, after the checks of `load_manifest`; return its manifest."""
     manifest = load_manifest(storage, directory)
     verify_pieces(storage, directory, stored_pieces(manifest))
     return manifest
 
 
 def _check(storage: Storage, directory: str, manifest: Manifest) -> None:
+    """Raise Refused if a manifest contradicts itself, or a block file that it lists is missing or of another size;
+    OSError if a file cannot be inspected."""
     manifests.refuse(manifest.faults())
     there = storage.list(directory)
     for name, size in manifest.files.items():
@@ -161,6 +166,8 @@ def find(storage: Storage, *, deep: bool = True, mark: bool = True) -> Selection
 
 
 def _first_good(storage: Storage, there: Sequence[Attempt], deep: bool, mark: bool) -> Selection:
+    """Select the first of the attempts `there` whose checkpoint can be trusted, with the reasons against those before
+    it. `deep`, `mark`: see `find`."""
     refused: list[tuple[str, str]] = []
     sound: list[str] = []
     for attempt in there:

@@ -18,7 +18,7 @@ _NAME = r"lease-([0-9]{6,18})-([0-9a-f]{8})"
 
 
 class Superseded(Exception):
-    """Signals that another driver has taken the lease."""
+    """Signals that another driver has taken the lease on the run's checkpoints: this one may write no more."""
 
 
 class Lease:
@@ -29,7 +29,8 @@ class Lease:
 
     @classmethod
     def take(cls, storage: Storage, owner: str) -> Lease:
-        """Take the lease, superseding whoever holds it. `owner`: a name for people. Raises OSError."""
+        """Take the lease on a storage of checkpoints, superseding whoever holds it. `owner`: text that tells people
+        which driver this is. Raises OSError."""
         older = _found(storage)
         epoch = max((int(match[1]) for match in older), default=0) + 1
         lease = cls(storage, f"lease-{epoch:06d}-{secrets.token_hex(4)}", epoch, owner)
@@ -43,8 +44,8 @@ class Lease:
         return lease
 
     def check(self) -> None:
-        """Raise Superseded if another driver holds the lease now, OSError if the storage does not say. If nobody does,
-        because the file was removed, take it again."""
+        """Raise Superseded if another driver holds the lease on the storage now, OSError if the storage does not say.
+        If nobody holds it, because its file was removed, take it again."""
         if not _found(self._storage):
             write_note(self._storage, self._name, self._owner)
         newest = max(_found(self._storage), key=lambda match: (int(match[1]), match[2]), default=None)

@@ -110,8 +110,9 @@ class Manifest:
         return cls(meta, files, tensors)
 
     def faults(self) -> list[str]:
-        """Return what is impossible in it, one line each: holes, overlaps, bytes of a file in no block or in two, and
-        blocks larger than any that is ever written, which a reader would have to hold as a whole."""
+        """Return what is impossible in a checkpoint with this manifest, one line each: holes and overlaps in a tensor,
+        bytes of a file in no block or in two, and blocks larger than any that is ever written, which a reader would
+        have to hold as a whole."""
         lines = [
             f"{name}: {line}" for name, t in self.tensors.items() for line in gaps(t.shape, [b.box for b in t.blocks])
         ]
@@ -133,7 +134,8 @@ class Manifest:
         return lines
 
     def encode(self) -> bytes:
-        """Return the document. Raises ValueError for metadata that JSON cannot hold, such as NaN."""
+        """Return the manifest as the bytes of `manifest.json`, sealed by their SHA-256. Raises ValueError for metadata
+        that JSON cannot hold, such as NaN."""
         tensors = ",\n".join(_json(vars(t)) for t in self.tensors.values())
         body = (
             f'{{\n"kind": {_json(KIND)},\n"format": {FORMAT},\n"meta": {_json(asdict(self.meta))},\n'
@@ -143,7 +145,9 @@ class Manifest:
 
     @classmethod
     def decode(cls, raw: bytes) -> Manifest:
-        """Parse the document. Raises Refused with the reason; Corrupt if the bytes differ from what was written."""
+        """Parse the bytes of `manifest.json`. Raises Corrupt if they are damaged: they do not have the SHA-256 in their
+        last line, or a field is malformed; Newer if their format is newer than FORMAT; else Refused if another program
+        wrote them."""
         body = raw[: raw.rfind(b'"sha256": ')]
         if raw != body + _seal(body):
             raise Corrupt(f"{NAME} is torn or damaged: its SHA-256 does not hold")
@@ -167,7 +171,8 @@ def _json(value: Any) -> str:
 
 
 def _seal(body: bytes) -> bytes:
-    """Return the last line, the SHA-256 of `body`. Every later format ends with it too."""
+    """Return the last line of a manifest, the SHA-256 of the lines before it (`body`). Every later format ends with it
+    too."""
     return f'"sha256": "{hashlib.sha256(body).hexdigest()}"}}\n'.encode()
 
 

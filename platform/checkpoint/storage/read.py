@@ -13,30 +13,33 @@ from platform.checkpoint.storage.storage import Storage
 
 
 def stored_pieces(manifest: Manifest, names: Iterable[str] | None = None) -> list[Piece[StoredBlock]]:
-    """Return the stored blocks of these tensors (default: of all), each read as a whole, ordered by file and by place
-    in it."""
+    """Return the stored blocks of the tensors `names` of a checkpoint (default: of all) as pieces to read, each as a
+    whole, ordered by file and by place in it."""
     chosen = [manifest.tensors[name] for name in (manifest.tensors if names is None else names)]
     found = [Piece(t.name, t.dtype, block.box, block) for t in chosen for block in t.blocks]
     return sorted(found, key=lambda piece: (piece.source.file, piece.source.at, piece.nbytes))
 
 
 def read_pieces(storage: Storage, directory: str, wanted: Sequence[Piece[StoredBlock]]) -> list[memoryview]:
-    """Read the bytes of every piece. Raises Corrupt if they differ from what was written, Refused if the checkpoint is
-    deleted meanwhile, OSError if the storage fails."""
+    """Read the bytes of stored blocks of a checkpoint, in the order of `wanted`, several files at once. Raises Corrupt
+    if they differ from what was written, Refused if the checkpoint is deleted meanwhile, OSError if the storage
+    fails."""
     with ThreadPoolExecutor(THREADS, "checkpoint-read") as pool:
         parts = pool.map(lambda run: _read(storage, directory, run), _runs(wanted))
         return [data for part in parts for data in part]
 
 
 def verify_pieces(storage: Storage, directory: str, wanted: Sequence[Piece[StoredBlock]]) -> None:
-    """Verify every piece as `read_pieces` does, but keep nothing: at most THREADS x LARGEST_BLOCK are in memory."""
+    """Verify stored blocks of a checkpoint by their SHA-256, raising as `read_pieces`, but keep nothing: at most
+    THREADS x LARGEST_BLOCK are in memory."""
     with ThreadPoolExecutor(THREADS, "checkpoint-verify") as pool:
         for _ in pool.map(lambda run: bool(_read(storage, directory, run)), _runs(wanted)):
             pass
 
 
 def _runs(wanted: Sequence[Piece[StoredBlock]]) -> list[list[Piece[StoredBlock]]]:
-    """Group pieces that are adjacent in a file, up to LARGEST_BLOCK bytes a group: one request each."""
+    """Group stored blocks that are adjacent in a file of a checkpoint, up to LARGEST_BLOCK bytes a group, so that each
+    group takes one request to the storage. `wanted`: ordered by file and place."""
     out: list[list[Piece[StoredBlock]]] = []
     file, start, end = "", 0, 0
     for piece in wanted:
@@ -51,6 +54,8 @@ def _runs(wanted: Sequence[Piece[StoredBlock]]) -> list[list[Piece[StoredBlock]]
 
 
 def _read(storage: Storage, directory: str, run: Sequence[Piece[StoredBlock]]) -> list[memoryview]:
+    """Read a run of stored blocks that are adjacent in one file by a single request, verify each by its SHA-256, and
+    return the bytes of each. Raises as `read_pieces`."""
     file, start = run[0].source.file, run[0].source.at
     try:
         data = memoryview(storage.read(f"{directory}/{file}", start, start + sum(piece.nbytes for piece in run)))

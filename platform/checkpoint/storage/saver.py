@@ -22,7 +22,8 @@ Called from the saver's thread, again for every attempt: the images must stay as
 
 
 class Saver:
-    """Driver's side of saving. `poll` returns what happened; no exception ever reaches training.
+    """Saves checkpoints from the driver, one at a time in a background thread. `poll` returns what happened; no
+    exception ever reaches training.
 
     Events, plain data: {event: checkpoint, step, directory, bytes, seconds},
     {event: checkpoint_failed, step, directory, attempt, reason, again: whether it is tried once more},
@@ -64,7 +65,7 @@ class Saver:
         self._cancelled.set()
 
     def poll(self) -> list[dict[str, Any]]:
-        """Return the events since the last call, in order."""
+        """Return the events of saves since the last call, in order: saved, failed, not pruned, superseded."""
         out = []
         with suppress(queue.Empty):
             while True:
@@ -78,6 +79,8 @@ class Saver:
         return not self.busy
 
     def _save(self, tensors: Mapping[str, Sequence[int]], meta: Meta, write: Write) -> None:
+        """Run one save in the saver's thread: try until a checkpoint is committed, the tries are used up, the save is
+        cancelled or the lease is lost; delete superseded checkpoints after a success."""
         for attempt in range(1, self._tries + 1):
             try:
                 if self._try(tensors, meta, write, attempt):
@@ -88,6 +91,8 @@ class Saver:
                 return
 
     def _try(self, tensors: Mapping[str, Sequence[int]], meta: Meta, write: Write, attempt: int) -> bool:
+        """Try once to have the workers write a checkpoint and to commit it, with an event for either outcome; return
+        True if it is committed. Raises Superseded."""
         directory, start = "", time.monotonic()
         try:
             self._check()

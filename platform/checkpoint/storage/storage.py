@@ -22,36 +22,41 @@ UNKNOWN = -1  # size of an entry that cannot be inspected: a dangling link, no p
 
 
 class Storage(Protocol):
-    """Files by path relative to a root. All methods raise OSError; FileNotFoundError if there is no such file."""
+    """Place that files are kept on, each by a path relative to its root. All methods raise OSError; FileNotFoundError
+    if there is no such file."""
 
     url: str  # for messages: without its secrets
 
     def write(self, path: str, chunks: Iterable[memoryview]) -> None:
-        """Write a file. Afterwards it is durable and complete; after a failure it does not exist."""
+        """Write `chunks`, in order, to a file. Afterwards it is durable and complete; after a failure it does not
+        exist."""
 
     def read(self, path: str, start: int = 0, end: int | None = None) -> bytearray:
-        """Return bytes [start, end), by default to the end; fewer if the file is shorter."""
+        """Return bytes [start, end) of a file, by default to its end; fewer if the file is shorter."""
 
     def list(self, path: str) -> dict[str, int]:
-        """Map the names in a directory to bytes (any number for a subdirectory, UNKNOWN if it cannot be inspected); {}
-        if there is no such directory. Lists everything in it, or raises OSError."""
+        """Map the names in a directory of the storage to their sizes in bytes (any number for a subdirectory, UNKNOWN
+        if it cannot be inspected); {} if there is no such directory. Lists everything in it, or raises OSError."""
 
     def delete(self, path: str) -> None:
-        """Delete a file, or a directory with everything in it; do nothing if there is none."""
+        """Delete a file of the storage, or a directory with everything in it; do nothing if there is none."""
 
 
 def read_note(storage: Storage, path: str) -> str:
-    """Return the beginning of a file for people as one printable line."""
+    """Return a note that a driver left on the storage, who holds a lease or why a checkpoint is quarantined, as one
+    printable line: its first 4096 bytes."""
     return documents.one_line(storage.read(path, 0, _NOTE))
 
 
 def write_note(storage: Storage, path: str, text: str) -> None:
-    """Write a line for people."""
+    """Write one line of text to a file for people who look at the storage, and for `read_note`: who holds a lease, or
+    why a checkpoint is quarantined."""
     storage.write(path, [memoryview(f"{text}\n".encode())])
 
 
 def open_storage(url: str, key: str = "checkpoint.url") -> Storage:
-    """Open the storage at a path or fsspec URL. Raises ConfigError, naming `key`, if it cannot be used."""
+    """Open the storage at a path or fsspec URL. Raises ConfigError if it cannot be used, naming `key`, the
+    configuration key that the URL comes from."""
     register_url_secrets(url)  # its secrets are then redacted from whatever its client reports
     if reason := wrong_protocol(url, key == "checkpoint.url"):
         raise ConfigError(violation(key, bare_url(url), reason, ["a path"]))
@@ -66,7 +71,7 @@ def open_storage(url: str, key: str = "checkpoint.url") -> Storage:
 
 
 class Local:
-    """Directory on a local or network file system: what was written survives a loss of power."""
+    """Storage in a directory on a local or network file system (`root`): what was written survives a loss of power."""
 
     def __init__(self, root: Path | str):
         self.root = Path(root).expanduser()
@@ -125,7 +130,8 @@ class Local:
 
 
 def _size(entry: os.DirEntry[str]) -> int | None:
-    """Return the bytes of an entry, UNKNOWN if it cannot be inspected, None if it has been deleted meanwhile."""
+    """Return the size in bytes of a file found in a directory of a storage, UNKNOWN if it cannot be inspected, None if
+    it has been deleted meanwhile."""
     with suppress(OSError):
         return entry.stat().st_size
     try:
@@ -138,7 +144,7 @@ def _size(entry: os.DirEntry[str]) -> int | None:
 
 
 def _make_directory(path: Path) -> None:
-    """Create a directory and its parents, durably."""
+    """Create a directory and its missing parents, so that they survive a loss of power."""
     if not path.is_dir():
         _make_directory(path.parent)
         with suppress(FileExistsError):  # another worker was faster; the second one synchronises too
@@ -147,7 +153,7 @@ def _make_directory(path: Path) -> None:
 
 
 def _synchronise(directory: Path) -> None:
-    """Make the names in a directory durable."""
+    """Flush a directory to disk, so that files created in it, renamed or deleted stay so after a loss of power."""
     handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
@@ -156,7 +162,8 @@ def _synchronise(directory: Path) -> None:
 
 
 class Remote:
-    """Storage that fsspec reaches. An object appears when its upload is complete; nothing is renamed."""
+    """Storage at a URL that fsspec reaches, such as s3://. An object appears when its upload is complete; nothing is
+    renamed."""
 
     def __init__(self, url: str):
         self.url = bare_url(url).rstrip("/")
@@ -185,7 +192,8 @@ class Remote:
                 raise
 
     def _open(self, target: str) -> Any:
-        """Open a file that becomes visible when it is committed, not whenever it is closed."""
+        """Open the object `target` on a remote storage for writing; it becomes visible when it is committed, not
+        whenever it is closed. Creates missing directories."""
         try:
             return self._system.open(target, "wb", autocommit=False)
         except FileNotFoundError:  # only now: an object store would create a missing bucket
@@ -219,7 +227,8 @@ def _bytes(entry: dict[str, Any]) -> int:
 
 @contextmanager
 def _translated(url: str) -> Iterator[None]:
-    """Raise OSError in place of a client library's own exceptions."""
+    """Raise OSError, naming the storage's `url`, in place of the exceptions of its client library, while the context is
+    open."""
     try:
         yield
     except (OSError, MemoryError):

@@ -30,7 +30,7 @@ HUNG_AFTER = 5  # usual durations that a step may last before a worker in it cou
 
 
 class RunState(Enum):
-    """States of a run; the journal's events tell when each began."""
+    """States of a run's control loop; the journal's events tell when each began."""
 
     FORMING = "the live workers become a mesh, which goes on from the newest state"
     RUNNING = "steps are taken, committed and saved"
@@ -39,7 +39,8 @@ class RunState(Enum):
 
 
 class Controller:
-    """Drives one run from state to state. `done`: updates so far; `worked`: at least one step has been done."""
+    """Drives one run from state to state, as `RunState` lists them. `done`: number of updates in the workers' state
+    now; `worked`: at least one training step was committed, even if it was rolled back since."""
 
     def __init__(self, run: RunContext, former: Former):
         self._config, self._steps, self._former = run.config, run.steps, former
@@ -61,8 +62,8 @@ class Controller:
         self.state, self.worked, self.done = RunState.FORMING, False, 0
 
     def run(self, crew: Crew) -> None:
-        """Train until the last step, re-forming after failures. Raises GaveUp, Stopped; ConfigError until a mesh has
-        formed."""
+        """Train on a crew of workers until the last step, re-forming the mesh after failures. Raise GaveUp, Stopped;
+        ConfigError only until the first mesh has formed."""
         while self.state is not RunState.DONE:
             try:
                 self.state = self._does[self.state](crew)
@@ -76,15 +77,17 @@ class Controller:
                 self.state = RunState.RELEASING
 
     def give_up_unsaved(self) -> tuple[int, float]:
-        """Return the number of unsaved steps, which are lost when the driver ends and memory goes, and the seconds that
-        they took."""
+        """Return the number of steps since the newest checkpoint, which are lost when the driver ends and the workers'
+        memory goes, and the seconds that these steps took. For the report of the run's end: the steps' durations are
+        forgotten."""
         steps = max(0, self.done - self._checkpoints.step)
         return steps, self._pace.take_back(self.done - steps)
 
     # FORMING
 
     def _form(self, crew: Crew) -> RunState:
-        """Form a generation; `done` is then the step of its state, and the steps that are lost are reported."""
+        """Form a generation of workers and return RUNNING. `done` becomes the step of the state that it goes on from;
+        steps that were done beyond it are reported as rolled back."""
         if not self._unsaved:
             self._signals.check()
         self._generation = generation = self._former.form(crew)
@@ -99,7 +102,8 @@ class Controller:
     # RUNNING
 
     def _train_on(self, crew: Crew) -> RunState:
-        """Train to the last step, and write what is to be seen of it: timeline and sample."""
+        """Train in the generation that has formed until the run's last step, then print a text sample if monitor.sample
+        asks for one, and return DONE. The timeline is written in any case, if monitor.timeline is set."""
         generation = self._generation
         assert generation
         try:
@@ -113,6 +117,8 @@ class Controller:
         return RunState.DONE
 
     def _train(self, crew: Crew, generation: Generation) -> None:
+        """Take, commit, evaluate and save one training step after another until the last. Raises Reform if another
+        generation is needed or better."""
         every, first = self._config.eval.every, self.done + 1
         self._save_if_due(crew, self.done)  # a failure or a signal may have left a save undone
         for step in range(first, self._steps + 1):
@@ -144,8 +150,9 @@ class Controller:
         self._checkpoints.finish(crew)
 
     def _step(self, crew: Crew, generation: Generation, step: int) -> tuple[list[Any], float]:
-        """Take a step; return every rank's report and its seconds. At a loss spike `Trainer.step` has updated nothing,
-        and the step is repeated, skipped, or ends the run, as train.on_spike says."""
+        """Let all ranks take training step `step`; return their answers by rank, rank 0's being the report on all, and
+        the seconds that it took. If `Trainer.step` has updated nothing because of a loss spike, the step is repeated,
+        skipped, or ends the run with GaveUp, as train.on_spike says."""
         policy = self._config.train.on_spike
         for attempt in range(1, self._config.elastic.attempts + 1):
             faults = self._faults.take(step, generation.size)
@@ -173,9 +180,9 @@ class Controller:
         raise GaveUp(f"{why}, {self._config.elastic.attempts} times in a row")
 
     def _check_replicas(self, crew: Crew, generation: Generation, step: int, report: StepReport) -> None:
-        """Raise WorkerFailed naming the ranks whose state differs from their replicas': it is restored from those, and
-        nothing of theirs is used. Raises GaveUp if replicas differ and nothing tells which is right. `Trainer.step` has
-        updated nothing in either case."""
+        """Raise WorkerFailed naming the ranks whose weights or optimizer state `report` shows to be damaged, so that
+        they are restored from replicas; no snapshot of theirs is used. Raise GaveUp if replicas differ and nothing
+        tells which is right. `Trainer.step` has updated nothing in either case."""
         if unknown := report.differences.undecided:
             ranks, tensor = unknown[0]
             names = " and ".join(generation.job.name(rank) for rank in ranks)
@@ -194,6 +201,7 @@ class Controller:
 
     @staticmethod
     def _damage(crew: Crew, generation: Generation, step: int, rank: int, tensors: Sequence[str]) -> Failure:
+        """Describe, as the Failure of one rank, that the tensors named are not what its replicas hold."""
         number, job = generation.seats[rank], generation.job
         more = f" and {len(tensors) - 1} more" if tensors[1:] else ""
         cause = f"its {tensors[0]}{more} is not what its replicas hold"
@@ -201,15 +209,17 @@ class Controller:
         return Failure(member, "damaged", f"step({step})", cause, rank, job.name(rank), job.coordinates[rank])
 
     def _deadline(self, generation: Generation) -> float:
-        """Return the seconds that a step may last before a worker in it counts as hung: HUNG_AFTER times the usual of
-        this generation (until that is known, COLD times the run's usual), and at least elastic.hang_seconds."""
+        """Return the seconds that a training step may last before a worker in it counts as hung: HUNG_AFTER times the
+        median step of this generation (until that is known, COLD times the run's; until that is known,
+        FIRST_STEP_SECONDS), and at least elastic.hang_seconds."""
         usual, ever = self._pace.usual(generation.step), self._pace.usual(0)
         if usual is None:
             usual = FIRST_STEP_SECONDS / HUNG_AFTER if ever is None else COLD * ever
         return max(self._config.elastic.hang_seconds, HUNG_AFTER * usual)
 
     def _commit(self, generation: Generation, row: MetricsRow) -> None:
-        """Commit a step that every rank has acknowledged: count it, record it, and write its row."""
+        """Commit a training step that every rank has acknowledged: count it, remember its duration and loss, and hand
+        its row to metrics and console."""
         self.done, self.worked = row.step, True
         self._stall, self._failed = 0.0, None
         self._failures = Counter({step: n for step, n in self._failures.items() if step > row.step})
@@ -222,12 +232,14 @@ class Controller:
 
     @property
     def _in_memory(self) -> bool:
-        """Return True if the workers' memory holds a snapshot of the state after the last step; see `Worker.step`."""
+        """Return True if the workers' memory holds a snapshot of the state after the last committed step; `Worker.step`
+        takes one every elastic.snapshot_every steps."""
         every = self._config.elastic.snapshot_every
         return bool(every) and self.done % every == 0
 
     def _save_if_due(self, crew: Crew, step: int) -> None:
-        """Advance the save under way, begin one if due, and end the run if a stop was requested."""
+        """Continue the save under way, begin a checkpoint after training step `step` if one is due, and raise Stopped
+        if a stop was requested and steps are left. Raise GaveUp if saving keeps failing."""
         start = perf_counter()
         self._checkpoints.advance(crew)
         self._checkpoints.check_hope()
@@ -238,7 +250,7 @@ class Controller:
             self._drain(crew)
 
     def _drain(self, crew: Crew) -> None:
-        """Save what is unsaved and raise Stopped if the run was asked to end."""
+        """Save the state if it is unsaved, then raise Stopped, if a stop of the run was requested; else do nothing."""
         if self._signals.requested:
             self._checkpoints.confirm()
             self._save_now(crew)
@@ -246,11 +258,13 @@ class Controller:
 
     @property
     def _unsaved(self) -> bool:
-        """Return True if the state after the last step is not saved yet and a stop would save it."""
+        """Return True if the state after the last committed step is in no checkpoint and a stop of the run would save
+        it."""
         return bool(self.done) and self._checkpoints.due(self.done, last=False, stopping=True)
 
     def _save_now(self, crew: Crew) -> bool:
-        """Save the state after the last step if the run keeps checkpoints; return True if storage holds it now."""
+        """Save the state after the last committed step and wait for it, if the run saves checkpoints on a stop or this
+        one is due; return True if storage holds that state now."""
         self._checkpoints.finish(crew)
         if self._unsaved:
             self._checkpoints.save(crew, self.done, self.take_useful_seconds())
@@ -258,7 +272,9 @@ class Controller:
         return self._checkpoints.step == self.done
 
     def _reform_if_needed(self, crew: Crew, generation: Generation, report: StepReport) -> None:
-        """Look, between two steps, whether another generation is needed or would be better: raises Reform if so."""
+        """Raise Reform, between two training steps, if seated workers are about to be taken away, or if a mesh with a
+        spare for a slow worker, or with more workers, can form now without losing a step. `report`: rank 0's on the
+        step just committed."""
         if proposal := self._advisor.needed_reform(crew, generation):
             if not self._former.recruiter.count(crew):
                 self._signals.request("a notice that all workers are about to be taken away")
@@ -271,8 +287,8 @@ class Controller:
             raise Reform(proposal.reason)
 
     def _loses_nothing(self, crew: Crew) -> bool:
-        """Return True if a generation formed now would lose no step, saving first if there are no snapshots; optional
-        re-forming waits until that is so."""
+        """Return True if a generation formed now would go on after the last committed step, from memory or, if the run
+        takes no snapshots, from a checkpoint saved now. Re-forming that is not necessary waits until that is so."""
         if self._config.elastic.snapshot_every:
             return self._in_memory
         return bool(self._config.checkpoint.every) and self._save_now(crew)
@@ -280,7 +296,9 @@ class Controller:
     # RELEASING
 
     def _survive(self, crew: Crew, failure: WorkerFailed) -> None:
-        """Journal a failure, after which the next generation can form. Raises GaveUp if none can."""
+        """Journal and print the failure of a worker, after which the next generation can form. Raise GaveUp if none
+        can: the crew is not elastic, the step has failed elastic.attempts times, or a worker's own error came before
+        any step was done."""
         self._failed = self._failed or perf_counter()
         culprit, step = failure.culprit, self.done + 1
         self._journal.write(
@@ -308,6 +326,7 @@ class Controller:
             raise GaveUp(f"{failure}{often}{where}")
 
     def _release(self, crew: Crew) -> RunState:
+        """Make all workers leave their generation, journal which were lost, and return FORMING."""
         start = perf_counter()
         self._checkpoints.abandon()
         lost = crew.release()
@@ -316,6 +335,7 @@ class Controller:
         return RunState.FORMING
 
     def take_useful_seconds(self) -> float:
-        """Return the seconds of the steps committed since the last event that reported them, for the next one."""
+        """Return the seconds of the training steps committed since the last journal event that reported them, and count
+        anew; the caller reports them with the next event."""
         useful, self._useful = self._useful, 0.0
         return useful

@@ -18,12 +18,15 @@ def metrics_row(
     val_loss: float | None,
     recovery_seconds: float | None,
 ) -> MetricsRow:
-    """Return the row for a committed step. `report`: of all ranks together, see `platform.train.step.step_report`.
+    """Convert rank 0's report on a committed training step, which covers all ranks (see
+    `platform.train.step.step_report`), into its row of metrics.jsonl.
 
-    `step_seconds` is the driver's wall time from sending the step out to the last rank's answer, so that dispatch
-    counts; `seconds` are means over the ranks, `comm_bytes` sums, `peak_memory_bytes` maxima. Throughput counts this
-    step's tokens, samples of `length`; `mfu` is relative to the peak of a worker, None if that is unknown. `stalled`:
-    seconds for which saving has held up the run since the step before.
+    `step_seconds` is `wall_seconds`, the driver's time from sending the step out to the last rank's answer, so that
+    dispatch counts; `seconds` are means over the ranks, `comm_bytes` sums, `peak_memory_bytes` maxima. Throughput
+    counts this step's tokens, samples of `length`; `mfu` is relative to the peak of a worker, None if that is unknown.
+    `stalled`: seconds for which saving has held up the run since the step before; `bubble`: planned and measured
+    pipeline bubble, None without timeline or pipeline; `val_loss`: None if no evaluation followed the step;
+    `recovery_seconds`: time since the first failure since the step before, None if there was none.
     """
     first, end = report.samples
     tokens_per_second = (end - first) * length / wall_seconds

@@ -9,7 +9,8 @@ USUAL_STEPS = 32  # steps that `Pace.usual` takes the median over
 
 
 class Pace:
-    """Durations of the consecutive steps that this driver has committed and that were not rolled back."""
+    """Durations of the consecutive training steps that this driver has committed and that were not rolled back; its
+    length is their number."""
 
     def __init__(self) -> None:
         self._before = 0  # the step before the first one recorded
@@ -19,20 +20,23 @@ class Pace:
         return len(self._seconds)
 
     def add(self, step: int, seconds: float) -> None:
-        """Append a step; it must follow the last one, or the step that `take_back` went back to."""
+        """Append the duration of training step `step`, which must follow the last one added, or the one that
+        `take_back` went back to."""
         if not self._seconds:
             self._before = step - 1
         assert step == self._before + len(self._seconds) + 1, f"step {step} does not follow"
         self._seconds.append(seconds)
 
     def take_back(self, step: int) -> float:
-        """Forget the steps after `step`, and return the seconds that they took."""
+        """Forget the durations of all training steps after `step`, because the run goes on from there or ends there,
+        and return the sum of their seconds."""
         kept = max(0, step - self._before)
         lost = sum(self._seconds[kept:])
         del self._seconds[kept:]
         return lost
 
     def usual(self, since: int) -> float | None:
-        """Return the median seconds of the last USUAL_STEPS steps after step `since`; None if there are none."""
+        """Return the median seconds of the last USUAL_STEPS training steps after step `since`; None if there are
+        none."""
         known = self._seconds[max(0, since - self._before) :][-USUAL_STEPS:]
         return median(known) if known else None

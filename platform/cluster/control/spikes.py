@@ -11,7 +11,8 @@ _FEWEST = 8  # fewer losses than this: nothing is a spike, as a run's first loss
 
 
 class Spikes:
-    """Tracks recent losses. `limit`: the most that the next loss may be, `factor` times their median, or inf."""
+    """Tracks the losses of recent training steps, to tell a loss spike. `factor`: train.spike, how many times their
+    median a loss may be; 0: any."""
 
     def __init__(self, factor: float):
         self._factor = factor
@@ -19,9 +20,11 @@ class Spikes:
 
     @property
     def limit(self) -> float:
+        """Return the most that the next step's loss may be: `factor` times the median of recent losses; inf while they
+        are too few, or if spikes are not looked for."""
         return self._factor * median(self._losses) if self._factor and len(self._losses) >= _FEWEST else inf
 
     def add(self, loss: float) -> None:
-        """Add the loss of a committed step, if it is finite."""
+        """Add the loss of a committed training step to the recent ones, if it is finite."""
         if isfinite(loss):
             self._losses.append(loss)

@@ -8,9 +8,10 @@ from platform.cluster.crew.base.remote import RemoteCrew
 
 
 def open_crew(kind: str, job: Job, spares: int = 0) -> Crew:
-    """Open a crew of `kind`, inline | processes | local | ray | torchrun, with a member per rank of `job` plus `spares`
-    more (fewer if `spares` is negative). Members are ready, numbered from 0, and none is seated. Raises WorkerFailed if
-    a member cannot start, NoPlaces if the cluster finds no place for it in time."""
+    """Open the crew of a run on a cluster of `kind`, inline | processes | local | ray | torchrun, with a worker per
+    rank of `job` plus `spares` more (fewer if `spares` is negative; inline and torchrun ignore it), and wait until all
+    are ready. Members are numbered from 0, and none has a rank yet. Raises WorkerFailed if a member cannot start,
+    NoPlaces if the cluster finds no place for it in time."""
     match kind:
         case "inline":
             from platform.cluster.crew.launchers.inline import InlineCrew

@@ -13,7 +13,7 @@ from platform.monitor.records.metrics import MetricsRow
 
 @dataclass(frozen=True)
 class Callbacks:
-    """Functions that a run calls in the process that drives it, each with a copy of what was just recorded.
+    """Functions of the user that a run calls in the driver's process, each with a copy of what was just recorded.
 
     `on_step(row)`: after every committed step, with its row of metrics.jsonl. `on_event(event)`: after every event of
     the run, with its entry in journal.jsonl. The run waits until they return, and ignores what they return.
@@ -24,8 +24,9 @@ class Callbacks:
 
 
 class CallbackGuard:
-    """Keeps the exceptions of callbacks out of the run. The first one is kept as `error` and asks `stop` to end the run
-    at the next safe moment, as a signal does; a callback that has raised is not called again."""
+    """Calls the user's callbacks and keeps their exceptions out of the run. The first exception is kept as `error` and
+    makes the guard call `stop`, which ends the run at the next safe moment, as a signal does; a callback that has
+    raised is not called again."""
 
     def __init__(self, callbacks: Callbacks):
         self._callbacks = callbacks
@@ -34,12 +35,16 @@ class CallbackGuard:
         self.stop: Callable[[str], None] = lambda reason: None  # set by the driver
 
     def step(self, row: MetricsRow) -> None:
+        """Call the user's `on_step` with a copy of a committed step's row of metrics.jsonl."""
         self._call("on_step", row)
 
     def event(self, event: JournalEvent) -> None:
+        """Call the user's `on_event` with a copy of an event of the journal."""
         self._call("on_event", event)
 
     def _call(self, name: str, value: MetricsRow | JournalEvent) -> None:
+        """Call the user's callback of this name with a copy of `value`, unless it has raised before; an exception that
+        it raises is kept, and stops the run at the next safe moment."""
         function = getattr(self._callbacks, name)
         if function is None or name in self._failed:
             return

@@ -24,10 +24,11 @@ _OF_ONE_COMMAND = ("run.dir", "resume.allow", "checkpoint.resume")  # choices of
 def changes(
     there: Mapping[str, Any] | None, meta: Meta | None, config: Config, mesh: Mapping[str, int]
 ) -> dict[str, tuple[Any, Any]]:
-    """Return what differs from the run's last launch: key -> (there, here).
+    """Return the configuration keys whose values differ from the run's last launch: key -> (value there, value here).
 
-    `there`: the configuration in the run directory; `meta`: metadata of the checkpoint that the run resumes from, which
-    holds the run's identity and its mesh (compared as mesh.AXIS, only where `there` is None); `mesh`: today's.
+    `there`: the configuration in the run directory, None if it is new; `meta`: metadata of the checkpoint that the run
+    resumes from, which holds the run's identity and its mesh (compared as mesh.AXIS, only if `there` is None); `mesh`:
+    axis -> size in today's plan.
     """
     found = differences(completed(meta.identity), identity(config)) if meta else {}
     if meta and not there:
@@ -39,7 +40,8 @@ def changes(
 
 
 def report(found: Mapping[str, tuple[Any, Any]], journal: Journal, say: Callable[[str], None]) -> None:
-    """Write one `changed` event to the journal and say one line per changed key; do neither where nothing changed."""
+    """Report the configuration keys that changed since the run's last launch, as `changes` returns them: one `changed`
+    event in the journal and one line per key to the user; nothing if none changed."""
     if found:
         journal.write(events.Changed(keys=dict(found)))
     for key, (there, here) in found.items():

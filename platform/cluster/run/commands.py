@@ -20,21 +20,24 @@ _SECRET = f"  # {REDACTED} stands for a secret: type it again"
 
 @dataclass(frozen=True)
 class Command:
-    """Command line that started this run. `workers(arguments)`: the number of workers that a command with these
-    arguments would run on, 0 where it would be refused."""
+    """Command line that started this run, from which those printed for the user are made. `arguments`: Hydra overrides;
+    `config_dir`: the user's own folder of configurations; `workers(arguments)`: the number of workers that a command
+    with these arguments would run on, 0 if it would be refused."""
 
     arguments: Sequence[str] = ()
     config_dir: str | None = None
     workers: Callable[[Sequence[str]], int] = lambda arguments: 0
 
     def again(self, override: str = "") -> str:
-        """Return this command line, with `override` replacing any argument for the same key: it continues the run."""
+        """Return the command line that continues this run: its own, with `override` (KEY=VALUE, or "") in place of any
+        argument for the same key."""
         others = [argument for argument in self.arguments if _key(argument) != _key(override)]
         return self._line([*others, override] if override else others)
 
     def other_layout(self, config: Config, workers: int) -> str:
-        """Return a command that computes the same numbers under another tensor scheme on `workers` workers, in a run
-        directory of its own; "" where no other scheme fits."""
+        """Return a command line that trains the same model on the same data under another tensor scheme, on `workers`
+        workers, and so computes the same numbers, in a run directory of its own; "" if no other scheme fits. Suggested
+        to the user at the end of a run."""
         present = config.tensor.scheme
         names = ["1d_sp"] * (present == "1d") + [name for name in _LAYOUTS if name != present]
         for name in dict.fromkeys(names):
@@ -46,6 +49,7 @@ class Command:
         return ""
 
     def _line(self, arguments: Iterable[str]) -> str:
+        """Format a command of these arguments for the user's shell, quoted, and with secrets hidden."""
         own = ["--config-dir", self.config_dir] if self.config_dir else []
         words = [*own, *map(_shown, arguments)]
         secret = any(word.endswith(f"={REDACTED}") for word in words)
@@ -53,19 +57,22 @@ class Command:
 
 
 def _key(argument: str) -> str:
+    """Return the configuration key of a command-line argument such as "+train.steps=5"."""
     return argument.partition("=")[0].lstrip("+")
 
 
 def _shown(argument: str) -> str:
-    """Return an argument without its secret: a reference to the environment where it came from there, else REDACTED."""
+    """Return a command-line argument fit to be printed: if it contains a secret, with a reference to the environment
+    variable that the secret came from, else with REDACTED as its value."""
     shown = redact(argument)
     hidden = REDACTED in shown or "://" in shown
     return argument if shown == argument else f"{argument.partition('=')[0]}={REDACTED}" if hidden else shown
 
 
 def _moved(arguments: Iterable[str], name: str) -> Iterator[str]:
-    """Yield the arguments for a new run under scheme `name`: without the tensor scheme, with "-NAME" appended to the
-    run directory and checkpoint URL, and without checkpoint.resume=auto|must, as there is nothing to resume yet."""
+    """Yield a run's command-line arguments, changed for a new run under the tensor scheme `name`: without the tensor
+    scheme, with "-NAME" appended to run directory and checkpoint URL, and without checkpoint.resume=auto|must, as there
+    is nothing to resume yet."""
     for argument in arguments:
         key, _, value = argument.partition("=")
         plain = _key(argument)
@@ -78,7 +85,8 @@ def _moved(arguments: Iterable[str], name: str) -> Iterator[str]:
 
 
 def _sizes(axes: str, workers: int) -> Iterator[list[str]]:
-    """Yield overrides of the sizes of `axes` with product `workers`; first [], which keeps the experiment's sizes."""
+    """Yield lists of overrides of the sizes of a tensor scheme's mesh axes, named by the letters of `axes`, whose
+    product is `workers`; first [], which keeps the sizes that the experiment configures."""
     yield []
     divisors = [k for k in range(1, workers + 1) if workers % k == 0] if workers < 1 << 16 else [1, workers]
     for sizes in product(divisors, repeat=len(axes)):

@@ -13,8 +13,8 @@ _BYTES_PER_TOKEN = 3.5  # of Python source, under a vocabulary trained on it
 
 
 def demonstration(config: Config, plan: Plan, nbytes: float) -> str:
-    """Return a one-line warning if a run would take more than a day at its devices' peak and has only `nbytes` bytes
-    of Python's standard library (data=stdlib) to train on; else ""."""
+    """Return a one-line warning for a run that would take more than a day even at its devices' peak, but has only the
+    demonstration text, `nbytes` bytes of Python's standard library (data=stdlib), to train on; else ""."""
     tokens = config.train.steps * plan.tokens_per_step
     peak = dense_bf16_peak(config.cluster.gpu) or _CORE
     if config.data.kind != "stdlib" or tokens * plan.flops_per_token < _DAY * peak * plan.mesh.size:

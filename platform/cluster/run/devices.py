@@ -15,7 +15,9 @@ _LIMIT = Path("/sys/fs/cgroup/memory.max")  # memory limit of the container, if 
 
 
 def device_of(config: Config, kind: str, workers: int) -> Device | None:
-    """Return the device of `kind` (cpu | cuda) that each of `workers` workers gets; None if its memory is unknown."""
+    """Return the name and memory of the device that each of `workers` workers gets, as far as it is known before any
+    starts: from cluster.device_memory, the GPUs of this machine or cluster, cluster.gpu, or the workers' share of host
+    memory. None if unknown. `kind`: cpu | cuda."""
     c = config.cluster
     if c.device_memory:
         return Device(c.device_memory * 1e9, f"cluster.device_memory={c.device_memory:g}: it")
@@ -27,7 +29,7 @@ def device_of(config: Config, kind: str, workers: int) -> Device | None:
 
 
 def _seen() -> Device | None:
-    """Return the GPU of this machine with the least memory, None if there is no GPU."""
+    """Return the GPU of this machine that has the least memory; None if there is no GPU."""
     if not gpu_count():
         return None
     import torch
@@ -38,7 +40,8 @@ def _seen() -> Device | None:
 
 
 def _labelled(config: Config) -> Device | None:
-    """Return the accelerator type in the Ray cluster with the least memory, None if it is not Ray or none is known."""
+    """Return the accelerator model with the least memory among those that the nodes of the Ray cluster are labelled
+    with; None if the workers are not started by Ray, or no label is known."""
     if crew_kind(config.cluster) != "ray":
         return None
     from platform.cluster.crew.launchers import ray_session
@@ -49,11 +52,13 @@ def _labelled(config: Config) -> Device | None:
 
 
 def _named(gpu: str) -> Device | None:
+    """Return the accelerator of this model name, e.g. "H100", with its memory; None for a model that is not known."""
     memory = memory_of(gpu)
     return Device(memory, f"{gpu}") if memory else None
 
 
 def _host_memory() -> int:
+    """Return the bytes of memory of this machine, or of its container if that has a lower limit."""
     limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with suppress(OSError, ValueError):
         limit = min(limit, int(_LIMIT.read_text()))

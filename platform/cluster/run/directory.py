@@ -26,18 +26,19 @@ OURS = (JOURNAL, METRICS, traces.LOCK, "wandb")  # may exist before the first st
 
 
 class RunDirectory:
-    """Directory `path` of a run: holds its configuration, plan, journal, metrics and logs, and lets in one driver."""
+    """Directory `path` of a run: holds its configuration, plan, journal, metrics and logs, and lets in one driver at a
+    time."""
 
     def __init__(self, path: Path | str):
-        """Take the path only: nothing is read or created."""
+        """Initialise the paths only: nothing is read or created."""
         self.path = Path(path)
         self.journal = self.path / JOURNAL
         self._config, self._plan, self._lock = (self.path / name for name in (traces.CONFIG, traces.PLAN, traces.LOCK))
 
     def check(self, config: Config) -> dict[str, Any] | None:
-        """Return the configuration that the directory's run had last, None if it holds no run. Raises ConfigError if
-        its files are not a run's, and if it holds a run of another identity: the message names each differing key, and
-        keys freed by `resume.allow` do not count."""
+        """Return the configuration that the run in this directory had last, as nested dicts; None if it holds no run.
+        Raises ConfigError if its files are not a run's, or if its run has another identity than `config`: the message
+        names each differing key, and keys freed by `resume.allow` do not count."""
         try:
             there = traces.configuration(self.path)
         except OSError as error:
@@ -57,8 +58,8 @@ class RunDirectory:
         return there.to_dict()
 
     def finished(self, steps: int) -> bool:
-        """Return True if the directory's run has already done this many updates. Raises ConfigError if its journal
-        cannot be read."""
+        """Return True if the run in this directory has already ended with `steps` updates or more. Raises ConfigError
+        if its journal cannot be read."""
         try:
             return traces.finished(self.path, steps)
         except OSError as error:
@@ -66,9 +67,10 @@ class RunDirectory:
 
     @contextmanager
     def claim(self, config: Config, plan: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
-        """Create the directory, lock it for this driver, write `config.yaml` and `plan.json`, and yield the
-        configuration that was there before. If a ConfigError ends the run, both files get their previous contents back,
-        and a new run that was refused before its first step leaves nothing behind.
+        """Create the run directory, lock it for this driver, write `config.yaml` and `plan.json` (`plan`: its summary),
+        and yield the configuration that was there before, None if there was none. If a ConfigError ends the run, both
+        files get their previous contents back, and a new run that was refused before its first step leaves nothing
+        behind.
 
         Raises ConfigError if the directory cannot be written, another driver is alive, or the identity differs.
         """
@@ -95,7 +97,9 @@ class RunDirectory:
 
     @contextmanager
     def _left_as_found(self, made: list[Path], own_logs: bool) -> Iterator[None]:
-        """Remove what this driver created if a ConfigError ends a run that had not begun before and took no step."""
+        """Remove the files and directories that this driver created, if a ConfigError ends a run that had not begun
+        before and took no step. `made`: directories that did not exist; `own_logs`: the user already had a folder
+        `logs` there."""
         begun = self._config.exists() or self.journal.exists()
         try:
             yield
@@ -110,12 +114,13 @@ class RunDirectory:
             raise
 
     def write_plan(self, plan: dict[str, Any]) -> None:
-        """Write `plan.json`, the newest generation's plan; the journal's `forming` events have each one's mesh."""
+        """Write `plan.json`, the summary of the newest generation's plan; the journal's `forming` events have the mesh
+        of each."""
         _replace(self._plan, json.dumps(redact(plan), indent=1) + "\n")
 
     def _lock_or_refuse(self, lock: int) -> None:
-        """Lock the directory for this driver, or raise ConfigError naming the owner. The kernel frees the lock of a
-        process that dies, so no lock is ever stale."""
+        """Lock the run directory for this driver, by the open lock file `lock` (a descriptor), or raise ConfigError
+        naming the process that holds it. The kernel frees the lock of a process that dies, so no lock is ever stale."""
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -128,7 +133,7 @@ class RunDirectory:
             raise self.unusable(error) from None
 
     def unusable(self, error: OSError) -> ConfigError:
-        """Return the ConfigError for a run directory that cannot be used because of `error`."""
+        """Return the ConfigError for the user whose run directory cannot be used because of `error`."""
         return self._refusal(f"cannot be used ({error.strerror}); name a directory that you can write to")
 
     def _refusal(self, constraint: str) -> ConfigError:
@@ -137,8 +142,8 @@ class RunDirectory:
 
 @contextmanager
 def _as_they_were(*files: Path) -> Iterator[None]:
-    """Restore the previous contents of `files` if the body raises ConfigError: a refused configuration must not stay on
-    disk as the run's own."""
+    """Restore the previous contents of `files`, the run's config.yaml and plan.json, if the body raises ConfigError: a
+    refused configuration must not stay on disk as the run's own."""
     before = {file: file.read_bytes() if file.is_file() else None for file in files}
     try:
         yield
@@ -153,6 +158,7 @@ def _as_they_were(*files: Path) -> Iterator[None]:
 
 
 def _replace(path: Path, text: str) -> None:
+    """Write a text file in one step, so that a reader finds the old or the new text, never half of one."""
     draft = path.with_name(f".{path.name}.draft")
     try:
         draft.write_text(text, encoding="utf-8", errors="surrogateescape")

@@ -25,7 +25,8 @@ ANSWER_SECONDS = 10.0  # for the first request to a storage
 
 @dataclass(frozen=True)
 class Origin:
-    """Checkpoint that a run resumes from, or none, and the newer ones that were passed over: (directory, reason)."""
+    """Checkpoint that a run resumes from, or none: its storage, directory and manifest, and the newer checkpoints that
+    were passed over, as (directory, reason)."""
 
     storage: Storage
     directory: str | None
@@ -35,15 +36,17 @@ class Origin:
 
     @property
     def step(self) -> int:
+        """Return the number of updates in the checkpoint, 0 if there is none."""
         return self.manifest.meta.step if self.manifest else 0
 
 
 def origin(config: Config, *, held: bool = False, over: bool = False) -> Origin | None:
     """Find the checkpoint that checkpoint.resume means now; return None if it is `never`. Only manifests are read, not
-    the tensors. `held`: this driver holds the storage's lease and so quarantines corrupt checkpoints; without it
-    nothing is written. `over`: the run may start at step 1 although its directory shows steps.
+    the tensors. `held`: this driver holds the lease of the checkpoint storage, and so quarantines corrupt checkpoints;
+    without it nothing is written. `over`: the run may start over at step 1 although its directory shows steps as done.
 
-    Raises ConfigError if there is nothing to resume from but there must be, and for a run of another identity.
+    Raises ConfigError if there is no checkpoint to resume from but there must be one, and if it is of a run of another
+    identity.
     """
     c = config.checkpoint
     if c.resume == "never":
@@ -75,7 +78,8 @@ def origin(config: Config, *, held: bool = False, over: bool = False) -> Origin 
 
 
 def traced(config: Config) -> int:
-    """Return the highest step that the run directory shows as done, 0 if none. Raises ConfigError if unreadable."""
+    """Return the highest training step that the files in the run directory show as done, 0 if none, so that a run
+    without a checkpoint does not start over unnoticed. Raises ConfigError if the directory cannot be read."""
     try:
         return traces.steps(Path(config.run.dir))
     except (OSError, Malformed) as error:
@@ -83,7 +87,8 @@ def traced(config: Config) -> int:
 
 
 def check_writable(config: Config) -> None:
-    """Raise ConfigError if checkpoints cannot be written: writes a probe file to the storage and removes it again."""
+    """Raise ConfigError if the run could not write checkpoints: write a probe file to its checkpoint storage and delete
+    it again."""
     storage = answering(urls.home(config), "checkpoint.url")
     made = missing_directories(storage.root) if isinstance(storage, Local) else []
     name = f".probe-{secrets.token_hex(4)}"
@@ -97,8 +102,9 @@ def check_writable(config: Config) -> None:
 
 
 def answering(url: str, key: str) -> Storage:
-    """Connect to a storage, list it once and return it. Raises ConfigError, naming `key`, if it cannot be reached or
-    has not answered after ANSWER_SECONDS: client libraries alone would retry for minutes."""
+    """Open the storage at `url`, list it once and return it. Raises ConfigError, naming the configuration key `key`
+    that the URL is from, if it cannot be reached or has not answered after ANSWER_SECONDS: client libraries alone would
+    retry for minutes."""
     found: list[Storage | BaseException] = []
 
     def ask() -> None:

@@ -22,7 +22,8 @@ _CROWDED = 4  # workers per core
 
 @dataclass(frozen=True)
 class Supply:
-    """Free GPUs and CPUs. `cpus` limits the workers only if `shared` (Ray); elsewhere workers share the cores."""
+    """GPUs and CPUs that are free for workers, on this machine or in the Ray cluster (`where`, for messages). `cpus`
+    limits the number of workers only if `shared` (Ray); elsewhere workers share the cores."""
 
     gpus: int
     cpus: int
@@ -44,12 +45,14 @@ class Places(NamedTuple):
 
 
 def crew_kind(cluster: Cluster) -> str:
-    """Return inline | processes | local | ray | torchrun: torchrun if it started this process, else `cluster.kind`."""
+    """Return the kind of launcher that starts the workers, inline | processes | local | ray | torchrun: torchrun if it
+    started this process, else `cluster.kind`."""
     return "torchrun" if torchrun.present() else cluster.kind
 
 
 def available_workers(cluster: Cluster) -> int:
-    """Return how many workers fit, for `parallel.data=-1`: one per GPU if GPUs may be used, else one per core."""
+    """Return how many workers the cluster has room for, from which `parallel.data=-1` is settled: one per GPU if GPUs
+    may be used, else one per core; under torchrun as many as it started."""
     kind = crew_kind(cluster)
     if kind == "inline":
         return 1
@@ -63,7 +66,8 @@ def available_workers(cluster: Cluster) -> int:
 def reserve_workers(
     cluster: Cluster, world_size: int, say: Callable[[str], None], spares: int = 0, least: int = 0
 ) -> Places:
-    """Find room for `world_size` workers, or at least for `least` of them if that is not 0, and say what was chosen.
+    """Find room in the cluster for a run's `world_size` workers, or at least for `least` of them if that is not 0, and
+    for its `spares`; say which device was chosen.
 
     Spares are started if there is room now, and never waited for. Raises ConfigError if there is too little room, and
     NoPlaces if there is still too little after waiting `cluster.wait` seconds.
@@ -88,7 +92,8 @@ def reserve_workers(
 
 
 def _refuse_impossible(kind: str, world_size: int, spares: int) -> None:
-    """Raise ConfigError for a combination that no waiting can make possible."""
+    """Raise ConfigError for a number of workers and spares that a launcher of this kind can never start, however long
+    the run waited, and for too low a limit on open files."""
     if kind == "inline" and world_size != 1:
         constraint = f"trains a world of one, and this plan has {world_size} workers"
         raise ConfigError(violation("cluster", kind, constraint, ["cluster=processes", "cluster=local"]))
@@ -105,8 +110,8 @@ def _refuse_impossible(kind: str, world_size: int, spares: int) -> None:
 
 
 def _wait(kind: str, cluster: Cluster, needed: int, least: int, say: Callable[[str], None]) -> tuple[Supply, str, str]:
-    """Wait until there is room for `needed` workers, at most `cluster.wait` seconds. Return the supply, the device and,
-    if there is room only for `least` or more, the message that says what is missing; else "". Raises as
+    """Wait until the cluster has room for `needed` workers, at most `cluster.wait` seconds. Return what is free, the
+    device (cpu | cuda) and a message on what is missing if there is room only for `least` or more, else "". Raises as
     `reserve_workers`."""
     deadline, said = monotonic() + cluster.wait, ""
     while True:
@@ -130,7 +135,8 @@ def _wait(kind: str, cluster: Cluster, needed: int, least: int, say: Callable[[s
 
 
 def gpu_count() -> int:
-    """Return how many GPUs this process may use; 0 without importing torch where there is no GPU driver."""
+    """Return how many GPUs of this machine the process may use; 0, without importing torch, if there is no GPU
+    driver."""
     if not any(Path(sign).exists() for sign in ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg")):
         return 0
     import torch
@@ -139,6 +145,8 @@ def gpu_count() -> int:
 
 
 def _supply(kind: str) -> Supply:
+    """Return the GPUs and CPUs that a launcher of this kind could use now: free ones of the Ray cluster for "ray", else
+    all of this machine."""
     if kind != "ray":
         return Supply(gpu_count(), usable_cores(), "on this machine")
     from platform.cluster.crew.launchers import ray_session
@@ -149,14 +157,15 @@ def _supply(kind: str) -> Supply:
 
 
 def _choose(device: str, needed: int, least: int, supply: Supply) -> str:
-    """Return cpu | cuda; "auto" means cuda if there is one GPU for each worker that the run may start with."""
+    """Return the device of the workers, cpu | cuda, for the value of cluster.device; "auto" means cuda if there is a
+    GPU for each worker that the run may start with (`needed`, or `least` if fewer will do)."""
     if device == "auto":
         return "cuda" if supply.gpus >= min(needed, least) else "cpu"
     return device
 
 
 def _lack(device: str, world_size: int, supply: Supply) -> str:
-    """Return the message that says what is missing for `world_size` workers; "" if nothing is."""
+    """Return the message that says what `supply` lacks for `world_size` workers on this device; "" if nothing."""
     if device == "cuda" and supply.gpus < world_size:
         constraint = f"needs {_count(world_size, 'GPU')}, {supply.gpus} there ({supply.where})"
         return violation("cluster.device", device, constraint, ["cpu"])
@@ -167,4 +176,5 @@ def _lack(device: str, world_size: int, supply: Supply) -> str:
 
 
 def _count(number: int, what: str) -> str:
+    """Format a number with its noun, in the plural unless it is 1: "2 GPUs"."""
     return f"{number} {what}" + ("" if number == 1 else "s")

@@ -19,7 +19,8 @@ _DONE = (events.FirstStep, events.Checkpoint, events.Restored, events.RolledBack
 
 
 def configuration(directory: Path) -> Config | None:
-    """Return the configuration that the run had last, None if the directory holds no run. Raises Malformed, OSError."""
+    """Read config.yaml of a run directory: return the configuration that its run had last, None if the directory holds
+    no run. Raises Malformed, OSError."""
     try:
         found: Config = schema.read(Config, documents.from_yaml(documents.read_bytes(directory / CONFIG)))
         return found
@@ -28,7 +29,8 @@ def configuration(directory: Path) -> Config | None:
 
 
 def faults(directory: Path) -> list[str]:
-    """Return one line for each file of a run directory that is not what a run writes there."""
+    """Return one line for each file of a run directory (configuration, plan, journal, metrics, lock) that cannot be
+    read or is not what a run writes there."""
     readers: dict[str, Callable[[Path], Any]] = {JOURNAL: lambda path: list(events.read(path)), METRICS: _last_rows}
     lines = []
     for name in (CONFIG, PLAN, JOURNAL, METRICS, LOCK):
@@ -46,19 +48,21 @@ def faults(directory: Path) -> list[str]:
 
 
 def journal(directory: Path) -> Iterator[events.JournalEvent]:
-    """Yield the journal's events; none if there is no journal. Raises Malformed, OSError."""
+    """Yield the events in the journal.jsonl of a run directory; none if there is no such file. Raises Malformed,
+    OSError."""
     with suppress(FileNotFoundError, NotADirectoryError):
         yield from events.read(directory / JOURNAL)
 
 
 def finished(directory: Path, steps: int) -> bool:
-    """Return True if the run has already done this many updates. Raises Malformed, OSError."""
+    """Return True if the journal in a run directory says that its run has ended with `steps` updates or more. Raises
+    Malformed, OSError."""
     return any(isinstance(event, events.Done) and event.step >= steps for event in journal(directory))
 
 
 def steps(directory: Path) -> int:
-    """Return the highest step that the journal, or the end of the metrics, shows as done; 0 if neither shows any.
-    Raises Malformed, OSError."""
+    """Return the highest training step that a run directory's journal, or the end of its metrics, shows as done; 0 if
+    neither shows any. Raises Malformed, OSError."""
     done = [max(e.step, getattr(e, "saved", None) or 0) for e in journal(directory) if isinstance(e, _DONE)]
     with suppress(FileNotFoundError, NotADirectoryError):
         done += [row["step"] for row in _last_rows(directory / METRICS)]
@@ -66,4 +70,5 @@ def steps(directory: Path) -> int:
 
 
 def _last_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows at the end of a metrics.jsonl."""
     return records.last(path, metrics.read_row)

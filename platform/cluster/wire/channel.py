@@ -31,25 +31,29 @@ class Garbled(Exception):
 
 
 def encode(message: object) -> bytes:
-    """Encode one message as a frame. Raises TypeError as `text` does."""
+    """Encode one message between driver and worker as a frame of the control channel: its length, then its JSON text.
+    Raises TypeError as `text`, ValueError as `framed` does."""
     return framed(text(message))
 
 
 def text(value: object) -> bytes:
-    """Return a value as the JSON text that stands for it in a message: a dataclass as the map of its fields, a tuple as
-    a list. Floats may be infinite or NaN. Raises TypeError for anything but such plain data."""
+    """Return a value as the JSON text that stands for it in a message of the control channel: a dataclass as the map of
+    its fields, a tuple as a list. Floats may be infinite or NaN. Raises TypeError for anything but such plain data."""
     return json.dumps(value, separators=(",", ":"), default=schema.fields_of).encode()
 
 
 def framed(payload: bytes) -> bytes:
-    """Return the frame of one message, given its JSON text. Raises ValueError above LIMIT bytes."""
+    """Return the frame of one message of the control channel: the length of `payload`, its JSON text, as 4 big-endian
+    bytes, then `payload`. Raises ValueError if that is longer than LIMIT bytes."""
     if len(payload) > LIMIT:
         raise ValueError(f"a message of {len(payload)} bytes; {LIMIT} are allowed")
     return _HEADER.pack(len(payload)) + payload
 
 
 def read(kind: Any, message: object) -> Any:
-    """Read a message as one of the kinds in `platform.cluster.wire.messages`. Raises Garbled."""
+    """Validate a decoded JSON message of the control channel against `kind`, a dataclass in
+    `platform.cluster.wire.messages` or a union of them, and return it as an object of that kind. Raises Garbled if it
+    does not fit."""
     try:
         return schema.read(kind, message)
     except Malformed as error:
@@ -57,20 +61,23 @@ def read(kind: Any, message: object) -> Any:
 
 
 class Unframer:
-    """Cuts a stream of bytes into messages, each of at most `limit` bytes."""
+    """Cuts the bytes received on a control connection into JSON messages, each of at most `limit` bytes."""
 
     def __init__(self, limit: int = LIMIT):
         self.limit = limit
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterable[dict[str, Any]]:
-        """Return the messages that `data` completes. Raises Garbled for a frame too long or not a JSON object."""
+        """Return the JSON messages that `data`, the next bytes received on a control connection, completes; the
+        incomplete rest is kept. The result must be iterated before the next call. Raises Garbled for a message longer
+        than `limit` bytes or one that is not a JSON object."""
         if not self._buffer and _HEADER.size < len(data) <= self.limit:
             if _HEADER.unpack_from(data)[0] == len(data) - _HEADER.size:  # the common case: one whole message
                 return (_parse(data[_HEADER.size :]),)
         return self._cut(data)
 
     def _cut(self, data: bytes) -> Iterator[dict[str, Any]]:
+        """Yield the messages that `data` completes, in the general case: several in one read, or one in several."""
         buffer = self._buffer
         buffer += data
         while len(buffer) >= _HEADER.size:
@@ -86,6 +93,7 @@ class Unframer:
 
 
 def _parse(payload: bytes) -> dict[str, Any]:
+    """Parse the JSON text of one message of the control channel. Raises Garbled if it is not a JSON object."""
     try:
         message = json.loads(payload.decode())
     except (ValueError, RecursionError) as error:
@@ -96,7 +104,8 @@ def _parse(payload: bytes) -> dict[str, Any]:
 
 
 def tune(connection: socket.socket) -> None:
-    """Set socket options so that small messages leave at once (TCP_NODELAY) and a lost machine is noticed (keepalive).
+    """Set options of a TCP connection between driver and worker so that small messages leave at once (TCP_NODELAY) and
+    a lost machine is noticed within _LOST_SECONDS (keepalive).
 
     The end of a process needs no option: its kernel closes the connection.
     """
@@ -124,22 +133,26 @@ class Line:
         self.told: Any = None
 
     def send(self, frame: bytes) -> None:
-        """Send one encoded message. Raises OSError if the driver has closed the connection."""
+        """Send one message, encoded as a frame by `encode`, to the driver. Raises OSError if the driver has closed the
+        connection."""
         with self._lock:
             self._connection.sendall(frame)
 
     def messages(self) -> Iterator[dict[str, Any]]:
-        """Yield the driver's messages, unread, until it closes the connection. Raises OSError, Garbled."""
+        """Yield the driver's messages to this worker, as JSON objects not yet validated by `read`, until the driver
+        closes the connection. Raises OSError, Garbled."""
         while data := self._connection.recv(READ_BYTES):
             yield from self._frames.feed(data)
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close this worker's connection to the driver."""
         self._connection.close()
 
 
 def dial(address: tuple[str, int], token: str, number: int, node: str = "") -> Line:
-    """Connect member `number`, which holds `token`, to the driver's switchboard; return once it is admitted.
+    """Connect this worker process to the driver's switchboard at `address` (host, port) as member `number`, which holds
+    the secret `token`; return the connection once the driver has admitted it. `node`: failure domain to report to the
+    driver, "" = this machine's name.
 
     Dials again if the connection is closed: a flood of unauthenticated connections may have pushed it out. Raises
     OSError if it is not admitted within a minute, PermissionError if the peer cannot prove that it is the driver.
@@ -157,6 +170,8 @@ def dial(address: tuple[str, int], token: str, number: int, node: str = "") -> L
 
 
 def _greet(connection: socket.socket, token: str, number: int, node: str) -> Line:
+    """Exchange greeting and welcome on a new connection to the driver, in which both sides prove that they hold the
+    `token` of member `number`; return the connection as a Line. Closes the connection on any error."""
     line, nonce = Line(connection), secret.new()
     try:
         connection.settimeout(None)
@@ -173,7 +188,8 @@ def _greet(connection: socket.socket, token: str, number: int, node: str) -> Lin
 
 
 def _told(message: object, wanted: str) -> Any:
-    """Return what a welcome tells. Raises PermissionError unless it has the `wanted` proof."""
+    """Return the plain data that the driver's welcome, its first message, tells every member. Raises PermissionError
+    unless `message` is a Welcome with the proof `wanted`, which only the driver can compute."""
     with suppress(Malformed):
         welcome: Welcome = schema.read(Welcome, message)
         if secret.same(welcome.welcome, wanted):

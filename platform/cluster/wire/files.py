@@ -10,7 +10,8 @@ OWN = 128  # descriptors of the driver itself: libraries, logs, checkpoints
 
 
 def allow_many_files() -> int:
-    """Raise this process's soft limit on open files, usually 1024, to at most MANY.
+    """Raise this process's soft limit on open files (RLIMIT_NOFILE), usually 1024, to its hard limit or MANY, whichever
+    is less, so that the driver can hold a connection to every worker.
 
     Returns the limit now in force; MANY if there is none.
     """
@@ -23,7 +24,8 @@ def allow_many_files() -> int:
 
 
 def lack_of_files(members: int) -> str:
-    """Return why the driver cannot have `members` members, or "" if it can."""
+    """Return why the limit on open files keeps the driver from having `members` worker processes, or "" if it allows
+    them; raises the soft limit first. Called so that a run too large is refused before it starts."""
     needed, limit = PER_MEMBER * members + OWN, allow_many_files()
     if limit >= needed:
         return ""

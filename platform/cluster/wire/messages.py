@@ -14,12 +14,13 @@ _PROCESSES = 1 << 22  # upper bound of Linux process ids
 
 
 class Printable(NamedTuple):
-    """Bound on a string: all of its characters are printable, and there are `most` at most."""
+    """Bound on a string in a message: all of its characters are printable, and there are `most` at most."""
 
     most: int
 
     def check(self, value: str) -> None:
-        """Raise Malformed for any other string."""
+        """Raise Malformed if `value`, a string in a message, has an unprintable character or more than `most`
+        characters."""
         if len(value) > self.most or not value.isprintable():
             raise Malformed(f"{shown(value)} is no printable text of at most {self.most} characters")
 
@@ -30,7 +31,7 @@ _Digits = Annotated[str, Text("[0-9a-f]{64}", "a text of 64 hexadecimal digits")
 
 @dataclass(frozen=True)
 class Hello:
-    """Introduction of a member, with the proof for its own `nonce` that it holds its token."""
+    """Introduction of a member to the driver, with the proof for its own random `nonce` that it holds its token."""
 
     number: Count
     node: Node
@@ -41,14 +42,15 @@ class Hello:
 
 @dataclass(frozen=True)
 class Greeting:
-    """First message of a member."""
+    """First message of a member on its connection to the driver."""
 
     hello: Hello
 
 
 @dataclass(frozen=True)
 class Welcome:
-    """First message of the driver: its own proof for the member's nonce, and what it tells every member."""
+    """First message of the driver to a member. `welcome`: proof, for the member's nonce, that the driver holds the
+    member's token too; `told`: plain data that the driver tells every member."""
 
     welcome: _Digits
     told: Any = None
@@ -56,7 +58,7 @@ class Welcome:
 
 @dataclass(frozen=True)
 class Call:
-    """Order to run a method of the worker. `call`: its number, which the answer names."""
+    """Order of the driver to run a method of the worker. `call`: number of the call, which the answer repeats."""
 
     call: Count
     method: str
@@ -65,21 +67,22 @@ class Call:
 
 @dataclass(frozen=True)
 class Ask:
-    """Order to send a `Beat` for the call of this number at once."""
+    """Order of the driver to send a `Beat` for the call numbered `beat` at once."""
 
     beat: Count
 
 
 @dataclass(frozen=True)
 class Abort:
-    """Order to make a call that waits in a collective raise, if it can."""
+    """Order of the driver to make the worker's running call raise if it waits in a collective and that can be
+    aborted."""
 
     abort: bool = True
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Result of the call numbered `answer`; it is left unread until the method is known."""
+    """Result of the worker's method in the call numbered `answer`; `value` is left unread until the method is known."""
 
     answer: Count
     value: object
@@ -87,7 +90,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Raised:
-    """Traceback of the call numbered `answer`."""
+    """Exception of the worker's method in the call numbered `answer`. `error`: its traceback as text."""
 
     answer: Count
     error: str
@@ -95,7 +98,8 @@ class Raised:
 
 @dataclass(frozen=True)
 class Beat:
-    """Sign of life during the call numbered `beat`."""
+    """Heartbeat of a worker during the call numbered `beat`, sent when the driver asks; `progress`: what it is
+    doing."""
 
     beat: Count
     progress: Activity

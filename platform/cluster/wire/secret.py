@@ -15,22 +15,25 @@ MEMBER, DRIVER = "member", "driver"  # which side a proof is from
 
 
 def new() -> str:
-    """Draw a random key, session or nonce: 64 hexadecimal digits."""
+    """Draw a random key, session or nonce for the authentication between driver and workers: 64 hexadecimal digits."""
     return secrets.token_hex(32)
 
 
 def token(key: str, session: str, number: int) -> str:
-    """Derive the token of member `number` from the run's key; its holder cannot derive another member's."""
+    """Derive the secret token with which member `number` of a switchboard's `session` authenticates, from the run's
+    `key`; its holder cannot derive another member's. 64 hexadecimal digits."""
     return _hmac(key, "token", session, str(number))
 
 
 def proof(own: str, who: str, nonce: str) -> str:
-    """Compute the proof, for one nonce, that side `who` (MEMBER or DRIVER) holds the token `own`."""
+    """Compute the proof that side `who` (MEMBER or DRIVER) of a control connection holds the member's token `own`, for
+    a `nonce` that the member chose: 64 hexadecimal digits, sent in place of the token."""
     return _hmac(own, who, nonce)
 
 
 def same(given: str, wanted: str) -> bool:
-    """Compare two digests in time independent of where they differ; `given` may be any text."""
+    """Compare two proofs of the control channel in time independent of where they differ; `given`, from the peer, may
+    be any text."""
     return hmac.compare_digest(given.encode("utf-8", "surrogatepass"), wanted.encode())
 
 

@@ -29,10 +29,10 @@ _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 class Switchboard:
-    """Listens at `address` (host, port), on that host alone, and admits the members in `expected` that prove to hold
-    their token. A stranger is a connection that is not yet admitted: whatever it sends, and any error in handling it,
-    closes that connection and affects nothing else. A member that sends a message of no valid shape is closed likewise.
-    Only `poll` blocks, for as long as its caller allows.
+    """Listens in the driver at `address` (host, port), on that host alone, for worker processes, and admits the members
+    in `expected` that prove to hold their token. A stranger is a connection that is not yet admitted: whatever it
+    sends, and any error in handling it, closes that connection and affects nothing else. A member that sends a message
+    of no valid shape is closed likewise. Only `poll` blocks, for as long as its caller allows.
 
     Attributes:
         session: public; tokens are valid for this switchboard alone.
@@ -41,7 +41,8 @@ class Switchboard:
     """
 
     def __init__(self, host: str, key: str = ""):
-        """Listen on `host`. `key`: derives the tokens; "" = a fresh one."""
+        """Listen for worker processes on `host`, at a free port. `key`: secret from which the members' tokens are
+        derived; "" = a fresh random one."""
         self._files = allow_many_files()
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
         self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
@@ -59,26 +60,30 @@ class Switchboard:
         self._events: deque[Heard] = deque()
 
     def token(self, number: int) -> str:
-        """Return the token with which member `number` authenticates itself in `dial`."""
+        """Return the secret token with which member `number` authenticates itself to this switchboard in `dial`; the
+        launcher hands it to the worker process."""
         return secret.token(self._key, self.session, number)
 
     def tell(self, told: object) -> None:
-        """Tell this, plain data, in the welcome of every member admitted from now on."""
+        """Set `told`, plain data, as what the driver's welcome tells every member admitted from now on."""
         self._told = told
 
     def expect(self, numbers: Iterable[int]) -> None:
-        """Allow these members to dial in, once each."""
+        """Allow the members of these numbers to dial in to the driver, once each."""
         self.expected.update(numbers)
 
     def send(self, number: int, frame: bytes) -> None:
-        """Queue an encoded message for a member. If the member is gone, drop it: `poll` reports the loss."""
+        """Send an encoded message from the driver to member `number` without blocking; what its socket does not take
+        yet is queued. If the member is gone, drop it: `poll` reports the loss."""
         if connection := self._members.get(number):
             connection.outgoing.append(memoryview(frame))
             if len(connection.outgoing) == 1:
                 self._write(connection)
 
     def poll(self, timeout: float) -> list[Heard]:
-        """Return the events so far: at least one, unless `timeout` seconds pass. A member's first is its Hello."""
+        """Serve the driver's connections to its workers, and return the events so far, pairs (member number, message):
+        at least one, unless `timeout` seconds pass. A member's first message is its Hello; None stands for the loss of
+        its connection."""
         deadline = monotonic() + timeout
         while True:
             for key, ready in self._selector.select(self._patience(deadline)):
@@ -96,7 +101,9 @@ class Switchboard:
                 return events
 
     def _patience(self, deadline: float) -> float:
-        """Return the seconds to wait for an event; register the listener again if its pause is over."""
+        """Return the seconds that `poll`, due to return at `deadline`, may wait for its sockets: 0 if an event is
+        pending, less if the pause in accepting (`_rest`) ends earlier. Registers the listener again if that pause is
+        over."""
         now = monotonic()
         if self._accept_from > now:
             deadline = min(deadline, self._accept_from)
@@ -106,20 +113,23 @@ class Switchboard:
         return 0.0 if self._events else min(max(0.0, deadline - now), 3600.0)  # epoll rejects infinity
 
     def hang_up(self, number: int) -> None:
-        """Close the connection of a member, discard its pending events, and add none."""
+        """Close the driver's connection to a member and forbid it to dial in; discard its events that `poll` has not
+        returned, and report no loss."""
         if connection := self._members.get(number):
             self._close(connection)
         self.expected.discard(number)
         self._events = deque(event for event in self._events if event[0] != number)
 
     def close(self) -> None:
-        """Close all connections and the listener."""
+        """Close the driver's listener and all connections, of members and of peers not yet admitted."""
         for connection in [*self._members.values(), *self._strangers]:
             self._close(connection)
         self._listener.close()
         self._selector.close()
 
     def _accept(self) -> None:
+        """Accept at most _ACCEPTED new connections from the driver's listener; none is authenticated yet. If there are
+        too many of these, the longest-open one is closed."""
         for _ in range(_ACCEPTED):
             try:
                 accepted, _ = self._listener.accept()
@@ -142,23 +152,27 @@ class Switchboard:
                 self._make_room()
 
     def _most_strangers(self) -> int:
-        """Return how many strangers may be connected while the driver keeps the descriptors that its members need."""
+        """Return how many connections to the driver's listener may be open whose peer has not authenticated, such that
+        the driver keeps the file descriptors that its members need."""
         members = len(self._members) + len(self.expected)
         return max(_FEW_STRANGERS, min(_STRANGERS, self._files - OWN - PER_MEMBER * members))
 
     def _make_room(self) -> bool:
-        """Close the stranger that has been connected longest; return False if there is none."""
+        """Close the longest-open connection to the driver's listener whose peer has not authenticated, to make room for
+        another; return False if there is no such connection."""
         if self._strangers:
             self._close(next(iter(self._strangers)))
             return True
         return False
 
     def _rest(self) -> None:
-        """Stop accepting for a moment: without descriptors the listener stays ready, and `poll` would spin."""
+        """Stop accepting connections to the driver for _REST_SECONDS because no file descriptor is free: the listener
+        would stay ready, and `poll` would spin."""
         self._selector.unregister(self._listener)
         self._accept_from = monotonic() + _REST_SECONDS
 
     def _drop_the_silent(self) -> None:
+        """Close the connections whose peer has not authenticated within _GREETING_SECONDS of connecting."""
         while self._strangers:
             oldest, since = next(iter(self._strangers.items()))
             if monotonic() < since + _GREETING_SECONDS:
@@ -166,6 +180,8 @@ class Switchboard:
             self._close(oldest)
 
     def _read(self, connection: _Connection) -> None:
+        """Read the bytes that a connection has received, and handle the messages that they complete; close the
+        connection if its peer has closed it or anything is wrong with them."""
         if connection.closed:  # while an earlier event of this turn was handled
             return
         try:
@@ -183,13 +199,16 @@ class Switchboard:
             self._lose(connection)
 
     def _hear(self, connection: _Connection, message: dict[str, Any]) -> None:
-        """Handle one message. Raises Garbled if it is not allowed from this connection."""
+        """Handle one message from a worker process: admit the peer if it has not authenticated, else add the message to
+        the events of `poll`. Raises Garbled if the message is not allowed at this point."""
         if connection.number is None:
             self._admit(connection, message)
         else:
             self._events.append((connection.number, read(Said, message)))
 
     def _admit(self, connection: _Connection, message: dict[str, Any]) -> None:
+        """Accept the peer of a connection as a member if its greeting proves that it holds the token of an expected
+        one, and send it the driver's welcome. Raises Garbled for any other peer."""
         hello: Hello = read(Greeting, message).hello
         number, token = hello.number, self.token(hello.number)
         if number not in self.expected or not secret.same(hello.proof, secret.proof(token, secret.MEMBER, hello.nonce)):
@@ -202,6 +221,8 @@ class Switchboard:
         self.send(number, encode(Welcome(secret.proof(token, secret.DRIVER, hello.nonce), self._told)))
 
     def _write(self, connection: _Connection) -> None:
+        """Write the queued messages of a connection until its socket takes no more; `poll` continues when it does
+        again."""
         if connection.closed:
             return
         outgoing = connection.outgoing
@@ -223,6 +244,8 @@ class Switchboard:
             self._selector.modify(connection.socket, selectors.EVENT_READ | write, connection)
 
     def _lose(self, connection: _Connection) -> None:
+        """Close a connection that its peer has closed or that failed; if it was a member's, add the loss to the events
+        of `poll`."""
         if connection.number is not None:
             self._events.append((connection.number, None))
         self._close(connection)
@@ -238,7 +261,8 @@ class Switchboard:
 
 
 class _Connection:
-    """State of one accepted connection. `number`: of the member; None before it is admitted."""
+    """State of one connection that the driver's switchboard has accepted. `number`: of the member; None before it is
+    admitted."""
 
     def __init__(self, accepted: socket.socket):
         self.socket = accepted

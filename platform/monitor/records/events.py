@@ -38,22 +38,24 @@ class _Registered:
 
 
 class JournalEvent(_Registered, group=True):
-    """Event of a run; one of a kind that this version does not know has no other fields. The journal sets both fields:
-    `time`, seconds since the epoch, and `generation`, formations of the mesh so far."""
+    """Event of a run, a line of its journal; a line of a kind that this version does not know becomes one without
+    further fields. The journal sets `time`, seconds since the epoch, and `generation`, formations of the mesh so
+    far."""
 
     time: Seconds = 0.0
     generation: Annotated[int, Span(0, 10**9)] = 0
 
 
 class Committed(JournalEvent, group=True):
-    """Event that reports committed work: seconds of the steps since the previous event that did."""
+    """Event that also reports committed work: `useful_seconds` of the steps committed since the previous event that
+    did."""
 
     useful_seconds: Seconds | None = None
 
 
 class End(Committed, group=True):
-    """Last event of a driver but for its account. `step`: the step that its workers have reached; `saved`: that of the
-    newest checkpoint. The steps in between are lost with the workers' memory."""
+    """Last event of a driver but for its account (Goodput). `step`: the step that its workers have reached; `saved`:
+    that of the newest checkpoint. The steps in between are lost with the workers' memory."""
 
     step: Steps = 0
     saved: Steps | None = None
@@ -70,13 +72,14 @@ class Starting(JournalEvent):
 
 
 class Refused(JournalEvent):
-    """The configuration was refused after the journal had been opened."""
+    """The configuration was refused after the journal had been opened; `reasons`: a line per violation."""
 
     reasons: list[str]
 
 
 class Changed(JournalEvent):
-    """The run goes on under another configuration. `keys`: key -> value in the run's last launch, and now."""
+    """The run goes on under another configuration. `keys`: key that changed -> its value in the run's last launch, and
+    now."""
 
     keys: dict[str, Any]
 
@@ -89,27 +92,28 @@ class CheckpointRefused(JournalEvent):
 
 
 class Waiting(JournalEvent):
-    """The next generation lacks members, and waits for more."""
+    """The next generation cannot form with the members that are alive, and waits for more; `reason`: what it lacks."""
 
     alive: int
     reason: str
 
 
 class Hiring(JournalEvent):
-    """New workers were requested."""
+    """New workers were requested from the cluster; `count` of them."""
 
     count: int
 
 
 class NotStarted(JournalEvent):
-    """A requested worker did not start."""
+    """A requested worker did not start; `number`: the number that it would have had as a member."""
 
     number: int
     cause: str
 
 
 class Forming(JournalEvent):
-    """A generation begins to form. `plan`: its digest; `reason`: how it differs from the configured plan."""
+    """A generation begins to form. `plan`: digest of its plan; `reason`: how that differs from the configured plan;
+    `alive`: members, of which `world_size` get a seat."""
 
     world_size: int
     mesh: dict[str, int]
@@ -119,33 +123,35 @@ class Forming(JournalEvent):
 
 
 class NotWhole(JournalEvent):
-    """The snapshots in memory do not give a whole state."""
+    """The snapshots in the memory of surviving workers do not give the whole training state of some step."""
 
     reason: str
 
 
 class NotProven(JournalEvent):
-    """New members could not be compared with the driver, which could not write the probe files itself."""
+    """New members (`numbers`) could not be compared with the driver, which could not write the probe files itself
+    (`reasons`)."""
 
     numbers: list[int]
     reasons: list[str]
 
 
 class Barred(JournalEvent):
-    """New members see other files or run other code than the driver, and get no seat."""
+    """New members (`numbers`) see other files or run other code than the driver, and get no seat in the mesh."""
 
     numbers: list[int]
     reasons: list[str]
 
 
 class Formed(JournalEvent):
-    """Every rank has a member. `workers`: rank, coordinates, process, node and number of each."""
+    """Every rank of the new generation has a member. `workers`: rank, coordinates, process, node and number of each."""
 
     workers: list[dict[str, Any]]
 
 
 class Restored(JournalEvent):
-    """The state was recovered: from memory (`source`) or from a checkpoint (`directory`)."""
+    """The training state was recovered: from memory (`source`) or from a checkpoint (`directory`); `step`: that of the
+    state."""
 
     step: Steps
     directory: str | None = None
@@ -154,7 +160,7 @@ class Restored(JournalEvent):
 
 
 class RolledBack(JournalEvent):
-    """The state that was recovered is older than the last step done: the steps after it are done again."""
+    """The training state that was recovered is older than the last step done: the steps after it are done again."""
 
     step: Steps
     steps_lost: Steps
@@ -162,27 +168,28 @@ class RolledBack(JournalEvent):
 
 
 class Running(JournalEvent):
-    """A generation is ready for `step`."""
+    """A generation is built and has its state, and begins with `step`."""
 
     step: Steps
     parameters_per_worker: int
 
 
 class FirstStep(JournalEvent):
-    """A generation has committed its first step."""
+    """A generation has committed its first step, with which a recovery is over."""
 
     step: Steps
 
 
 class Injected(JournalEvent):
-    """Faults of elastic.faults strike in a step."""
+    """Faults of the configuration key elastic.faults are about to strike in a step, to test recovery."""
 
     step: Steps
     faults: list[str]
 
 
 class Spike(JournalEvent):
-    """A step's loss or gradient norm is not finite or above the limit; `policy`: train.on_spike."""
+    """A step's loss or gradient norm is not finite or above `limit`; `policy`: the value of train.on_spike that is
+    followed; `attempt`: number of this try of the step, from 1."""
 
     step: Steps
     loss: Number
@@ -193,21 +200,23 @@ class Spike(JournalEvent):
 
 
 class Undecided(JournalEvent):
-    """Replicas differ, and nothing tells which is right. `tensors`: the ranks that hold it, and the tensor."""
+    """Replicas of a tensor differ before a step, and nothing tells which is right. `tensors`: (ranks that hold it,
+    name) of each."""
 
     step: Steps
     tensors: list[Any]
 
 
 class Damaged(JournalEvent):
-    """Ranks hold other values than their replicas. `ranks`: rank, and its damaged tensors."""
+    """Ranks hold damaged values in tensors of which their replicas differ. `ranks`: (rank, names of its damaged
+    tensors) of each."""
 
     step: Steps
     ranks: list[Any]
 
 
 class Checkpoint(Committed):
-    """A checkpoint is complete on storage."""
+    """A checkpoint is complete on storage. `directory`: its name there; `seconds`: taken by the save."""
 
     step: Steps
     directory: str
@@ -216,7 +225,7 @@ class Checkpoint(Committed):
 
 
 class CheckpointFailed(Committed):
-    """A checkpoint could not be written; `again`: it is tried again."""
+    """An attempt at a checkpoint failed; `again`: another attempt follows."""
 
     step: Steps
     directory: str
@@ -226,14 +235,14 @@ class CheckpointFailed(Committed):
 
 
 class CheckpointPruneFailed(Committed):
-    """Older checkpoints could not be deleted."""
+    """Older checkpoints could not be deleted after a new one was saved."""
 
     step: Steps
     reason: str
 
 
 class Superseded(Committed):
-    """Another driver has taken over the run's checkpoints."""
+    """Another driver has taken over the run's checkpoints, so that this one stops."""
 
     step: Steps
     reason: str
@@ -249,13 +258,14 @@ class Slow(JournalEvent):
 
 
 class Notice(JournalEvent):
-    """The cluster is about to take members away."""
+    """The cluster has announced that it will take members (`numbers`) away."""
 
     numbers: list[int]
 
 
 class Failure(Committed):
-    """A call failed on a member, which ends the generation. `step`: the one that was not done."""
+    """A call of a method failed on a member, which ends the generation. `kind`: class of the failure; `step`: the one
+    that was not done."""
 
     number: int
     rank: int | None
@@ -269,14 +279,15 @@ class Failure(Committed):
 
 
 class Reforming(Committed):
-    """A generation ends without a failure, for another mesh."""
+    """A generation ends without a failure, so that another mesh can form; `reason`: what for."""
 
     reason: str
     step: Steps
 
 
 class Released(JournalEvent):
-    """The workers are free of their generation; without fields: all are gone, as the driver ends."""
+    """The workers have left their generation: `lost` (their numbers) died, `alive` can join the next. Without fields:
+    all are gone, as the driver ends."""
 
     lost: list[int] | None = None
     alive: int | None = None
@@ -292,25 +303,25 @@ class Unsaved(End):
 
 
 class Drained(End):
-    """A stop was requested, and nothing is lost."""
+    """A stop was requested (`signal`: by what), and the run can be resumed: it was saved, or no step was done."""
 
     signal: str
 
 
 class Stopped(End):
-    """A stop was requested, and steps were done of which none is saved."""
+    """A stop was requested (`signal`: by what), and steps were done of which none is saved."""
 
     signal: str
 
 
 class NoPlaces(End):
-    """The cluster had too few places for the workers."""
+    """The cluster had too few places for the workers of the run."""
 
     cause: str
 
 
 class GaveUp(End):
-    """An error ended the run."""
+    """An error ended the run; `cause`: its message."""
 
     cause: str
 
@@ -333,24 +344,26 @@ class Goodput(JournalEvent):
 
 
 def own(event: JournalEvent) -> dict[str, Any]:
-    """Return the fields of an event that its kind declares, then those of its groups, but for time and generation."""
+    """Return the fields of an event as plain data, without `time` and `generation`: those that its own class declares,
+    then those of its groups (Committed, End)."""
     values = records.plain(event)
     groups = type(event).__mro__[: -len(JournalEvent.__mro__)]
     return {name: values[name] for group in groups for name in group.__annotations__ if name in values}
 
 
 def to_plain(event: JournalEvent) -> dict[str, Any]:
-    """Return the journal's line for an event."""
+    """Return an event as the plain data of its line in the journal."""
     return {"time": event.time, "generation": event.generation, "event": event.word} | own(event)
 
 
 def named(event: str, **fields: Any) -> JournalEvent:
-    """Return an event by its word in the journal."""
+    """Build an event from the word that names its kind in the journal, such as "checkpoint", and its fields."""
     return EVENTS[event](**fields)
 
 
 def from_plain(line: dict[str, Any]) -> JournalEvent:
-    """Return the event of a journal's line. Raises Malformed."""
+    """Build an event from the plain data of its line in a journal. Raises Malformed if a field is missing or of a wrong
+    type."""
     head = schema.read(_HEAD, line)
     kind = EVENTS.get(head["event"], JournalEvent)
     event: JournalEvent = schema.read(kind, {name: line[name] for name in kind.__dataclass_fields__ if name in line})
@@ -358,5 +371,5 @@ def from_plain(line: dict[str, Any]) -> JournalEvent:
 
 
 def read(path: Path | str) -> Iterator[JournalEvent]:
-    """Yield the events of a journal, in order; the file may be in use. Raises Malformed, naming the line; OSError."""
+    """Yield the events in a journal's file, in order; it may be in use. Raises Malformed, naming the line; OSError."""
     return records.lines(path, from_plain)

@@ -16,7 +16,8 @@ from platform.monitor.records.json_lines import JsonLines
 
 
 class Journal:
-    """Append-only log of a run's events. `generation` counts formations of the mesh from 1, over all its drivers.
+    """Append-only file of a run's events. `generation` counts formations of the mesh from 1, over all drivers of the
+    run.
 
     Opening an existing journal cuts a torn last line and continues from its last generation; a new one is at 0.
     """
@@ -27,26 +28,26 @@ class Journal:
         tell: Callable[[str], None] = print_line,
         on_event: Callable[[JournalEvent], None] = lambda event: None,
     ):
-        """Open or create the file. `tell`: see JsonLines, which also keeps the events that cannot be written.
-        `on_event` is called with each event after it was written."""
+        """Open or create the journal's file. `tell`: prints warnings, see JsonLines, which also keeps the events that
+        cannot be written. `on_event` is called with each event after it was written."""
         self._on_event = on_event
         self._lines = JsonLines(path, tell)
         self.generation: int = max((event.generation for event in events.read(path)), default=0)
 
     def next_generation(self) -> int:
-        """Begin a generation and return its number: the events that follow belong to it."""
+        """Begin a generation of the mesh and return its number: the events that follow in the journal belong to it."""
         self.generation += 1
         return self.generation
 
     def write(self, event: JournalEvent) -> None:
-        """Write an event that happens now, in the generation under way."""
+        """Write an event that happens now to the journal, with the time and the number of the generation under way."""
         stamped = replace(event, time=time.time(), generation=self.generation)
         self._lines.append(redact(events.to_plain(stamped)) | {"event": event.word})
         self._on_event(stamped)
 
     def events(self) -> list[JournalEvent]:
-        """List every event in the file, if it can be read, and those that could not be written yet. Raises Malformed
-        for a line that is not an event."""
+        """List every event of the run: those in the journal's file, if it can be read, and those that could not be
+        written yet. Raises Malformed for a line that is not an event."""
         written: list[JournalEvent] = []
         with suppress(OSError):
             written = list(events.read(self._lines.path))

@@ -32,7 +32,7 @@ class JsonLines:
         self._file = self._open()
 
     def append(self, value: dict[str, Any]) -> None:
-        """Add one line, now or as soon as it can be written."""
+        """Append an object to the file as one line of JSON, now or as soon as it can be written."""
         self._kept.append((json.dumps(_strict(value), allow_nan=False) + "\n").encode())
         self._write_kept()
         while sum(map(len, self._kept)) > KEPT_BYTES:
@@ -40,7 +40,7 @@ class JsonLines:
             self._lost += 1
 
     def close(self) -> None:
-        """Try a last time to write the kept lines, tell how many are lost, and close the file."""
+        """Try a last time to write the lines that could not be written, tell how many are lost, and close the file."""
         self._write_kept()
         if missing := self._lost + len(self._kept):
             self._tell(f"WARNING: {self.path} lacks {missing} line{'' if missing == 1 else 's'}")
@@ -50,7 +50,7 @@ class JsonLines:
 
     @property
     def unwritten(self) -> list[dict[str, Any]]:
-        """Return the objects that could not be written yet, in order."""
+        """Return the objects that were appended but could not be written to the file yet, in order."""
         return [records.with_numbers(json.loads(line)) for line in self._kept]
 
     def _open(self) -> int:
@@ -59,12 +59,14 @@ class JsonLines:
         return file
 
     def _cut(self, file: int) -> None:
-        """Remove a torn last line."""
+        """Remove a torn last line, which a crash or a full disk left in the open `file`."""
         self._torn = True
         os.ftruncate(file, _end_of_last_line(file))
         self._torn = False
 
     def _write_kept(self) -> None:
+        """Write the lines that are still to be written, as many as possible; tell when this begins to fail, and when it
+        works again."""
         count = len(self._kept)
         try:
             while self._kept:
@@ -82,7 +84,8 @@ class JsonLines:
             self._troubled = False
 
     def _write(self, line: bytes) -> None:
-        """Write one line. After an OSError the file still ends with a whole line, or is cut before the next write."""
+        """Write one line to the file. After an OSError the file still ends with a whole line, or is cut before the next
+        write."""
         self._find()
         if self._torn:
             self._cut(self._file)
@@ -92,7 +95,8 @@ class JsonLines:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
     def _find(self) -> None:
-        """Open `path` again if it is no longer the open file: a directory may have been removed, or mounted anew."""
+        """Open `path` again if it no longer names the open file, as its directory may have been removed, or mounted
+        anew; creates it if it is missing."""
         try:
             if self._file >= 0 and os.path.samestat(os.stat(self.path), os.fstat(self._file)):
                 return
@@ -106,11 +110,13 @@ class JsonLines:
 
     @staticmethod
     def read(path: Path | str) -> list[dict[str, Any]]:
-        """Return all whole lines, in order; the file may be in use. Raises Malformed if a line is no JSON object."""
+        """Return the objects on all whole lines of such a file, in order; it may be in use. Raises Malformed if a line
+        is no JSON object."""
         return list(records.lines(path, dict))
 
 
 def _end_of_last_line(file: int, block: int = 1 << 16) -> int:
+    """Return the size in bytes of the open `file` without a torn last line; read backwards, `block` bytes at a time."""
     end = os.fstat(file).st_size
     while end:
         start = max(0, end - block)
@@ -122,6 +128,8 @@ def _end_of_last_line(file: int, block: int = 1 << 16) -> int:
 
 
 def _strict(value: Any) -> Any:
+    """Replace NaN and infinities, which JSON cannot hold, by the strings that stand for them (NON_FINITE), at any
+    depth."""
     if isinstance(value, dict):
         return {key: _strict(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -17,14 +17,15 @@ _ROW = Annotated[dict[str, Any], OpenMap((("step", Steps),), ("step",))]
 
 
 class Wandb(NamedTuple):
-    """Name of a key on W&B. A map becomes one metric per inner key: seconds.forward is time/forward."""
+    """Name of a key of MetricsRow on W&B. A map becomes one metric per inner key: seconds.forward is time/forward."""
 
     name: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsRow:
-    """Row of a step that every rank has acknowledged. What is None by default is left out where it is None."""
+    """Row of metrics.jsonl: a step that every rank has acknowledged. Keys whose default is None are left out where they
+    are None."""
 
     step: Annotated[int, Wandb("step")]  # updates done, from 1
     loss: Annotated[float, Wandb("train/loss")]
@@ -51,12 +52,13 @@ class MetricsLog(JsonLines):
     """Metrics file of a run: `write(row)` is called once per committed step."""
 
     def write(self, row: MetricsRow) -> None:
-        """Add a row, now or as soon as it can be written."""
+        """Append a committed step's row to the metrics file, now or as soon as it can be written."""
         self.append(records.plain(row))
 
     @staticmethod
     def read(path: Path | str) -> list[dict[str, Any]]:
-        """Return one row per step, ascending. After a rollback steps recur: a row replaces all from its step on."""
+        """Return the rows of a metrics file, one per step, ascending. After a rollback steps recur: a row replaces all
+        earlier ones from its step on."""
         rows: list[dict[str, Any]] = []
         for row in records.lines(path, read_row):
             while rows and rows[-1]["step"] >= row["step"]:
@@ -66,20 +68,22 @@ class MetricsLog(JsonLines):
 
 
 def read_row(row: dict[str, Any]) -> dict[str, Any]:
-    """Read a row of a metrics file, whatever version wrote it. Raises Malformed if it is of no step."""
+    """Check a row of a metrics file, which any version may have written, and return it. Raises Malformed if it has no
+    valid step."""
     found: dict[str, Any] = schema.read(_ROW, row)
     return found
 
 
 @cache
 def wandb_names() -> dict[str, str]:
-    """Return the W&B name of every key that W&B gets."""
+    """Return the W&B name of every key of a row of metrics.jsonl that W&B gets."""
     hints = get_type_hints(MetricsRow, include_extras=True)
     return {key: bound.name for key, hint in hints.items() for bound in getattr(hint, "__metadata__", ())}
 
 
 def for_wandb(row: MetricsRow) -> dict[str, float]:
-    """Return the numbers of a row under their W&B names, without those that are unknown (None)."""
+    """Return the numbers of a row of metrics.jsonl under their W&B names, maps flattened, without those that are
+    unknown (None)."""
     flat: dict[str, float] = {}
     for key, name in wandb_names().items():
         value = getattr(row, key)

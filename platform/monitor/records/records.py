@@ -31,14 +31,15 @@ Number = float | Annotated[Any, OneOf((math.nan,), "number")]  # also NaN
 
 
 def plain(record: DataclassInstance) -> dict[str, Any]:
-    """Return the fields of a dataclass without those that are None by default and None now."""
+    """Return the fields of a record (a journal's event, a row of metrics) by name, as they are written to its file:
+    those whose default is None are left out where they are None."""
     values = {field.name: (getattr(record, field.name), field.default) for field in fields(record)}
     return {name: value for name, (value, default) in values.items() if value is not None or default is MISSING}
 
 
 def lines(path: Path | str, read: Callable[[dict[str, Any]], T]) -> Iterator[T]:
-    """Yield what `read` makes of the object on every whole line, in order; the file may be in use. Raises Malformed,
-    naming the line, where `read` does; OSError."""
+    """Yield what `read` makes of the JSON object on every whole line of a journal or metrics file, in order; the file
+    may be in use. Raises Malformed, naming the line, where `read` does or a line is no JSON object; OSError."""
     with io.BufferedReader(documents.open_regular(path)) as file:
         number = 0
         while line := file.readline(LARGEST + 2):
@@ -50,7 +51,8 @@ def lines(path: Path | str, read: Callable[[dict[str, Any]], T]) -> Iterator[T]:
 
 
 def last(path: Path | str, read: Callable[[dict[str, Any]], T]) -> list[T]:
-    """Return what `read` makes of the last whole lines, as many as lie in the last _TAIL bytes. Raises as `lines`."""
+    """Return what `read` makes of the last whole lines of a journal or metrics file, as many as lie in its last _TAIL
+    bytes. Raises as `lines`."""
     with documents.open_regular(path) as file:
         start = max(0, file.seek(0, io.SEEK_END) - _TAIL)
         file.seek(start)
@@ -60,6 +62,8 @@ def last(path: Path | str, read: Callable[[dict[str, Any]], T]) -> list[T]:
 
 
 def _read(line: bytes, read: Callable[[dict[str, Any]], T], place: str) -> T:
+    """Return what `read` makes of the JSON object on a line of a file. Raises Malformed, naming the `place` of the
+    line."""
     try:
         return read(with_numbers(schema.read(dict[str, Any], documents.from_json(line, LARGEST + 2))))
     except Malformed as error:
@@ -67,7 +71,8 @@ def _read(line: bytes, read: Callable[[dict[str, Any]], T], place: str) -> T:
 
 
 def with_numbers(value: Any) -> Any:
-    """Return data with NaN and infinities in place of the strings that stand for them in JSON (NON_FINITE)."""
+    """Return data read from JSON with NaN and infinities in place of the strings that stand for them (NON_FINITE), at
+    any depth."""
     if isinstance(value, str):
         return NON_FINITE.get(value, value)
     if isinstance(value, dict):

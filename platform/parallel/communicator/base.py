@@ -32,7 +32,8 @@ _NUMBERS = itertools.count()
 
 @dataclass(frozen=True)
 class Launch:
-    """Log entry of a collective or transfer as a rank issued it; replaying all ranks' entries checks their order."""
+    """Log entry of one collective or transfer as a rank issued it: operation, axes, global ranks of the group,
+    elements; replaying all ranks' entries checks their order."""
 
     op: str
     axes: tuple[str, ...]
@@ -70,6 +71,7 @@ class Communicator(ABC):
         COMMUNICATORS[self._number] = self
 
     def index(self, axes: Sequence[str]) -> int:
+        """Return this rank's index in its group along `axes`."""
         return self.mesh.index(self.coordinates, axes)
 
     def launch(
@@ -84,9 +86,11 @@ class Communicator(ABC):
         owned: bool = False,
         root: int = 0,
     ) -> Handle | Arrived:
-        """Issue one collective of `platform.plan.communication.rule.Step` over `axes` without waiting.
+        """Issue one collective, of the kinds in `platform.plan.communication.rule.Step`, over the group of this rank
+        along `axes`, without waiting; the handle's `wait` returns this rank's result.
 
-        `x` must not be modified until the result is available. `reduce`: sum, or max for all_reduce. `owned`:
+        `x` must not be modified until the result is available. `dim`: position of the dim of `x` that is split or
+        joined; `joined`: that of the dim that an all_to_all joins. `reduce`: sum, or max for all_reduce. `owned`:
         reductions may overwrite `x`. `root`: index in the group of the member whose `x` a broadcast sends to all or a
         scatter divides (the others' `x` is overwritten, by a scatter with the part that they receive), and which alone
         gets the result of a reduce or gather (the others get an empty tensor). Several axes act as one, in mesh order,
@@ -119,27 +123,33 @@ class Communicator(ABC):
         reduce: str,
         root: int,
     ) -> Callable[[], Any]:
-        """Start the collective, which writes to `out`; the returned function blocks until it is done.
+        """Start the collective `op` in the transport, from the buffer `given` into the buffer `out`; the returned
+        function blocks until it is done. `axes`: the axes, in mesh order, along which the group lies; `group`: the
+        global ranks of its n members, in order; `reduce`: sum, or max for all_reduce; `root`: index in `group` of the
+        member that broadcasts or scatters, or that alone receives a reduce or gather.
 
-        all_gather: [...] -> [n, ...]; reduce_scatter: [n, ...] -> [...]; all_to_all: [n, ...] -> [n, ...];
-        scatter: the root's [n, ...] -> [...]; gather: [...] -> the root's [n, ...]; all_reduce, broadcast, reduce: in
-        place.
+        Shapes `given` -> `out`: all_gather: [...] -> [n, ...]; reduce_scatter: [n, ...] -> [...]; all_to_all: [n, ...]
+        -> [n, ...]; scatter: the root's [n, ...] -> [...]; gather: [...] -> the root's [n, ...]; all_reduce, broadcast,
+        reduce: in place.
         """
 
     def send(self, x: Tensor, stage: int) -> Handle:
-        """Start sending `x` to this rank's peer in another stage. `x` must not be modified until `wait` returns."""
+        """Start sending `x` to the rank of pipeline stage `stage` that has this rank's index along all other axes. `x`
+        must not be modified until `wait` returns."""
         x, peer = x.contiguous(), self._peer(stage)
         self.moved[label("send", ("stage",))] += x.nbytes
         self._log_transfer((self.rank, peer), x.numel())
         return Handle(self.clock, self._send(x, peer), lambda: x, "bubble")
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, stage: int) -> Handle:
-        """Start receiving what this rank's peer in another stage sends next."""
+        """Start receiving the next tensor of `shape` and `dtype` that the rank of pipeline stage `stage` with this
+        rank's index along all other axes sends here; `wait` returns it."""
         out, peer = torch.empty(tuple(shape), dtype=dtype, device=self.device), self._peer(stage)
         self._log_transfer((peer, self.rank), out.numel())
         return Handle(self.clock, self._receive(out, peer), lambda: out, "bubble")
 
     def _peer(self, stage: int) -> int:
+        """Return the global rank in `stage` that has this rank's index along all other axes."""
         return self.mesh.rank({**self.coordinates, "stage": stage})
 
     def _log_transfer(self, pair: tuple[int, int], elements: int) -> None:
@@ -153,13 +163,15 @@ class Communicator(ABC):
         raise AssertionError("one stage receives nothing")
 
     def barrier(self) -> None:
-        """Wait for every rank of the mesh. Not counted, not logged."""
+        """Wait until every rank of the mesh has reached this call. Not counted, not logged."""
         if axes := self.mesh.ordered(self.mesh.axes):
             with self._uncounted():
                 self.launch("all_reduce", torch.zeros(1, device=self.device), axes).wait()
 
     def meet(self, neighbours: Iterable[tuple[int, int]]) -> None:
-        """Open the connections between pairs of stages (lower first), in one order, before the first send needs one."""
+        """Open the connections between pairs of pipeline stages (`neighbours`, the lower stage first) by exchanging one
+        number between this rank and its peer in each, in one order on all ranks, before the first send of a step needs
+        one. Not counted."""
         here = self.coordinates["stage"]
         with self._uncounted():
             for lower, upper in neighbours:
@@ -171,7 +183,8 @@ class Communicator(ABC):
 
     @contextmanager
     def _uncounted(self) -> Iterator[None]:
-        """Suspend counting and logging in the context."""
+        """Suspend the counting of moved bytes and the log of launches in the context, for traffic that is not part of a
+        step."""
         moved, log = self.moved.copy(), self.log
         self.log = None
         yield
@@ -180,30 +193,34 @@ class Communicator(ABC):
     @abstractmethod
     def exchange(self, messages: Sequence[Tensor]) -> list[Tensor]:
         """Exchange bytes among all ranks of the mesh (an all-to-all): takes one uint8 tensor [bytes] on the CPU per
-        receiver, of any size, and returns one per sender, in rank order. Not counted: it is not part of a step."""
+        receiving rank, of any size, and returns one per sending rank, both in rank order. Not counted: it is not part
+        of a step."""
 
     @abstractmethod
     def collect(self, numbers: Tensor) -> Tensor | None:
-        """Collect every rank's fp64 numbers [n] on the CPU as one [ranks, n] on rank 0; return None elsewhere. Not
-        counted: reporting on a step is not part of it."""
+        """Collect every rank's fp64 numbers [n] on the CPU as one [ranks, n] on rank 0, for the report of a step;
+        return None elsewhere. Not counted: reporting on a step is not part of it."""
 
     def abort(self) -> None:  # noqa: B027  (a default that does nothing)
-        """Interrupt collectives in progress so that they fail, here and at the peers. Callable from any thread."""
+        """Interrupt this communicator's collectives in progress so that they fail, here and at the peers. Callable from
+        any thread."""
 
     @abstractmethod
     def transfer(self, sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]]) -> None:
-        """Send and receive bytes whose sizes both sides know: (peer, uint8 tensor [bytes] on the CPU) each, at most one
-        per peer and direction, none to itself. Returns when `received` are filled. Not counted."""
+        """Send and receive bytes whose sizes both sides know, such as snapshots kept at peers: `sent` and `received`
+        are pairs (global rank of the peer, uint8 tensor [bytes] on the CPU), at most one per peer and direction, none
+        to itself. Returns when the tensors in `received` are filled. Not counted."""
 
     def close(self) -> None:  # noqa: B027  (a default that does nothing)
-        """Leave the groups."""
+        """Leave the groups along mesh axes when this rank's generation ends; no collective may follow."""
 
 
 def _buffers(
     op: str, x: Tensor, n: int, dim: int, joined: int, is_root: bool, owned: bool
 ) -> tuple[Tensor, Tensor, Callable[[], Tensor]]:
-    """Return what a rank gives to a collective of `n` ranks, where its result arrives, and a function that returns it
-    in its shape."""
+    """Prepare the collective `op` of `n` ranks on `x` (parameters as in `Communicator.launch`; `is_root`: this rank is
+    the root): return the contiguous buffer that the transport reads, the one that it fills, and a function that returns
+    the result from the latter with its dims in place."""
 
     def join(at: int) -> Tensor:
         return out.movedim(0, at).flatten(at, at + 1)

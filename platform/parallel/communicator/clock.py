@@ -16,8 +16,8 @@ ClockSpan = tuple[str, float, float]  # section, its start and end: seconds sinc
 
 
 class Clock:
-    """Books time to the innermost open section. On CUDA it records events in the stream, so that only reading the clock
-    synchronises. `entered`, if set, is called with the name of every section that is entered."""
+    """Books a rank's time to the innermost open section. On CUDA it records events in the stream, so that only reading
+    the clock synchronises. `entered`, if set, is called with the name of every section that is entered."""
 
     entered: Callable[[str], None] | None = None
 
@@ -28,6 +28,8 @@ class Clock:
         self._sections: list[tuple[str, int, int]] = []  # name, indices of its first and last mark
 
     def _mark(self) -> int:
+        """Record the present time (on CUDA an event) as the end of a stretch of the innermost open section; return its
+        index."""
         if self._cuda:
             when: Any = torch.cuda.Event(enable_timing=True)
             when.record()
@@ -38,7 +40,8 @@ class Clock:
 
     @contextmanager
     def section(self, name: str, waiting: bool = False) -> Iterator[None]:
-        """Open a section for the duration of the context. `waiting`: the rank only waits for other ranks in it."""
+        """Book the time inside the context to the section `name`, but for sections opened within it, and show it as
+        this process's progress. `waiting`: the rank only waits for other ranks in it."""
         before = PROGRESS.enter(name, waiting)
         begin = self._mark()
         self._open.append(name)
@@ -52,8 +55,10 @@ class Clock:
             PROGRESS.enter(*before)
 
     def read(self) -> tuple[dict[str, float], list[ClockSpan]]:
-        """Return seconds per section since the last reading, with the time outside of any under '', and every section
-        that was open since, ordered by end: a section follows those nested in it."""
+        """Read the clock and start it anew, between sections: return (seconds, spans) since the last reading.
+        `seconds`: section name -> seconds in which it was the innermost open section ('' for the time outside of all
+        sections). `spans`: (name, start, end) of every section that was open, ordered by end, so that a section follows
+        those nested in it."""
         assert not self._open, "a clock is read between sections"
         seconds: dict[str, float] = defaultdict(float)
         marks, self._marks = self._marks, []
@@ -67,4 +72,5 @@ class Clock:
         return dict(seconds), [(name, times[begin], times[end]) for name, begin, end in sections]
 
     def _between(self, begin: Any, end: Any) -> float:
+        """Return the seconds from mark `begin` to mark `end`."""
         return begin.elapsed_time(end) / 1000 if self._cuda else end - begin

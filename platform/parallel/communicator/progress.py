@@ -1,4 +1,5 @@
-"""Current activity of this process, readable from another thread to tell computing, waiting and hanging apart."""
+"""Current activity of this process, readable from another thread (for its heartbeats) to tell computing, waiting and
+hanging apart."""
 
 from __future__ import annotations
 
@@ -23,26 +24,28 @@ class Activity:
 
 
 class Progress:
-    """Driver call and innermost section that the main thread is in. The section's state is one tuple, replaced as a
-    whole, so that a reader never sees half of a change."""
+    """Keeps the driver's call and the innermost clock section that the main thread of a worker is in. The section's
+    state is one tuple, replaced as a whole, so that a reader in another thread never sees half of a change."""
 
     def __init__(self) -> None:
         self._call = ""
         self._now = ("", False, monotonic())  # section, waiting for other ranks, since
 
     def begin(self, call: str) -> None:
-        """Record that a call of the driver begins; "" when it has ended."""
+        """Record that this worker begins to execute `call`, the driver's call as text; "" when the call has ended."""
         self._call, self._now = call, ("", False, monotonic())
 
     def enter(self, section: str, waiting: bool = False) -> tuple[str, bool]:
-        """Enter a section. Returns the arguments with which `enter` restores the previous one."""
+        """Record that the main thread enters the clock section `section`, in which it only waits for other ranks if
+        `waiting`. Returns the arguments with which `enter` restores the section before."""
         section_before, waiting_before, _ = self._now
         self._now = (section, waiting, monotonic())
         return section_before, waiting_before
 
     @contextmanager
     def waiting(self, section: str) -> Iterator[None]:
-        """Mark the context as waiting for other ranks: a rank that hangs in it is not to blame."""
+        """Mark the context as the section `section`, in which this rank waits for other ranks: a rank that hangs in it
+        is not to blame."""
         before = self.enter(section, True)
         try:
             yield
@@ -50,7 +53,7 @@ class Progress:
             self.enter(*before)
 
     def beat(self) -> Activity:
-        """Return the heartbeat."""
+        """Return the heartbeat of this process: its call, the innermost section, and how long it has been there."""
         section, waiting, since = self._now
         return Activity(self._call, section, waiting, monotonic() - since)
 

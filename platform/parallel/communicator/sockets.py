@@ -12,7 +12,8 @@ Sockets = dict[int, int]  # descriptor -> inode, which shows whether the descrip
 
 
 def open_sockets() -> Sockets:
-    """Return the open sockets of this process; {} on a system without /proc."""
+    """Return the open sockets of this process, descriptor -> inode ({} on a system without /proc); those that appear
+    while gloo forms its groups are the groups' connections."""
     found: Sockets = {}
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []:
         with suppress(OSError):
@@ -23,8 +24,9 @@ def open_sockets() -> Sockets:
 
 
 def shut_down(sockets: Sockets) -> None:
-    """Shut down connections, so that a wait at either end, in this process or another, fails. Their descriptors stay
-    open: the owner closes them."""
+    """Shut down the connections among `sockets`, as found by `open_sockets`, so that a wait at either end, in this
+    process or another, fails. Reused descriptors and listening sockets are left alone. The descriptors stay open: the
+    owner (gloo) closes them."""
     for descriptor, inode in sockets.items():
         with suppress(OSError):
             if os.fstat(descriptor).st_ino == inode:

@@ -27,7 +27,9 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 class ProcessGroups(Communicator):
     """Communicator over torch.distributed groups: NCCL on CUDA, gloo on CPU. Needs an initialised default group.
 
-    `connections`: the sockets of gloo's groups, which `abort` shuts down; set by the caller that forms the groups.
+    `axes_of_groups`: the tuples of axes, in mesh order, along which collectives will run; one group is made of each, in
+    the same order on every rank. `connections`: the sockets of gloo's groups, which `abort` shuts down; set by the
+    caller that forms the groups.
     """
 
     def __init__(self, mesh: Mesh, rank: int, axes_of_groups: Iterable[Sequence[str]], device: str = "cpu"):

@@ -20,7 +20,9 @@ COMMUNICATORS: WeakValueDictionary[int, object] = WeakValueDictionary()  # numbe
 def collective(
     x: Tensor, communicator: int, op: str, axes: str, members: int, dim: int, joined: int, reduce: str
 ) -> Tensor:
-    """Run `Communicator.launch(...).wait()`. `members`: size of the group, which gives the shape of the result."""
+    """Run a collective from inside a compiled graph, as `Communicator.launch(...).wait()` would. `communicator`: its
+    number in COMMUNICATORS; `axes`: joined by "+"; `members`: size of the group, which gives the shape of the result;
+    the rest as in `launch`."""
     launch = COMMUNICATORS[communicator].launch  # type: ignore[attr-defined]
     if op in APPEAR:  # these write to their input and return it
         x = x.clone()
@@ -29,6 +31,7 @@ def collective(
 
 @collective.register_fake
 def _(x, communicator, op, axes, members, dim, joined, reduce):
+    """Return an empty tensor of the shape that `collective` returns on this rank, for the tracing of a graph."""
     is_root = COMMUNICATORS[int(communicator)].index(axes.split("+")) == 0  # type: ignore[attr-defined]
     if op in VANISH and not is_root:
         return x.new_empty(0)
@@ -37,7 +40,8 @@ def _(x, communicator, op, axes, members, dim, joined, reduce):
 
 
 class Arrived:
-    """Handle of a collective that the compiled graph has already waited for."""
+    """Handle of a collective launched inside a compiled graph, which has already waited for it: `wait` returns the
+    result."""
 
     def __init__(self, result: Tensor):
         self._result = result

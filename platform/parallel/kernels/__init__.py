@@ -1,3 +1,2 @@
-"""Mathematics of operations on local blocks: einsum, SUMMA, statistics of split dims, positions, random numbers.
-The collectives among these computations are those of the plan.
-"""
+"""Mathematics of operations on local blocks: einsum, SUMMA, statistics of split dims, positions, random numbers. The
+collectives among these computations are the plan's, handed in as conversions and axes; no layout is chosen here."""

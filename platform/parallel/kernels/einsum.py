@@ -18,7 +18,8 @@ Deferred = list[Callable[[], None]]  # each computes and accumulates gradients o
 
 
 class _Einsums(torch.autograd.Function):
-    """Autograd function of a group. Forward: issues the gathers of x and all operands, multiplies, converts results.
+    """Autograd function of one planned group of einsums that share x. Forward: issues the gathers of x and all
+    operands, multiplies, converts the outputs.
 
     Backward: the gradient of x is computed first, and its reduction overlaps the computation of the operands'
     gradients. Tensors marked `regathered` in the plan are saved only as stored and gathered again while the output
@@ -69,6 +70,8 @@ class _Einsums(torch.autograd.Function):
 
             @torch.no_grad()
             def compute() -> None:
+                """Compute the operands' gradients, reduce them as planned, and add them to `grad`: the deferred half of
+                backward."""
                 dws = [gradient(e, g) for g, e in zip(local, group.einsums, strict=True)]
                 for leaf, dw in zip(ctx.leaves, dws, strict=True):
                     add_gradient(leaf, dw.wait())
@@ -95,8 +98,10 @@ def einsums(
     *,
     deferred: Deferred | None = None,
 ) -> Sequence[Tensor]:
-    """Compute the outputs of a group, in the order of its einsums. A group without conversions is plain local products,
-    which may add `biases`. `deferred`: see `_Einsums`; groups with panels (SUMMA) ignore it."""
+    """Compute the outputs (local blocks) of a planned group of einsums of x with several operands, in the group's
+    order, with the conversions that the plan lists. A group without conversions is plain local products, which may add
+    `biases`, one per operand. `deferred`: a list to which the backward pass appends the computation of weight gradients
+    instead of running it (zero bubble; None: it runs); groups with panels (SUMMA) ignore it."""
     if group.panels:
         return summa(communicator, group, apply(communicator, x, group.x), operands)
     if deferred is None and group.local:

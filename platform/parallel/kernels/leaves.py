@@ -9,7 +9,8 @@ from torch import Tensor
 
 
 def leaf(w: Tensor) -> Tensor:
-    """Return w itself, made a leaf that requires a gradient and whose `grad` owns its storage.
+    """Make w, a parameter's compute copy, a leaf that requires a gradient and whose `grad` owns its storage; return w
+    itself.
 
     Autograd alone would keep the first gradient that arrives, even a view of memory that others read later (a bias's,
     where a rank has one token), and add the next gradients into it.
@@ -18,6 +19,8 @@ def leaf(w: Tensor) -> Tensor:
     of = ref(w)  # weak: the parameter owns the hook, and a strong reference would be a cycle
 
     def arrived(gradient: Tensor | None) -> Tensor | None:
+        """Return a copy of the first gradient that arrives at w, which autograd then keeps in its place; None, which
+        changes nothing, for later ones."""
         w = of()
         assert w is not None
         return None if gradient is None or w.grad is not None else _copied(w, gradient)  # None: keep the gradient as is
@@ -27,11 +30,12 @@ def leaf(w: Tensor) -> Tensor:
 
 
 def add_gradient(w: Tensor, gradient: Tensor) -> None:
-    """Add `gradient`, which may be a view of other memory, to the `grad` of leaf w, as autograd would."""
+    """Add `gradient`, which may be a view of other memory, to the `grad` of the autograd leaf w outside a backward
+    pass, as autograd would: for deferred weight gradients."""
     w.grad = _copied(w, gradient) if w.grad is None else w.grad.add_(gradient)
 
 
 def _copied(w: Tensor, gradient: Tensor) -> Tensor:
-    """Copy a gradient into new memory with the strides of w: fused optimizers read both in memory order and ignore
-    strides."""
+    """Copy a gradient of w into new memory with the strides of w: fused optimizers read parameter and gradient in
+    memory order and ignore strides."""
     return torch.empty_like(w, requires_grad=False).copy_(gradient)

@@ -12,8 +12,9 @@ from platform.parallel.kernels.statistics import widened
 
 
 def rotate(x: Tensor, length: Tensor, shape: Sequence[int], theta: float) -> Tensor:
-    """Apply rotary position embedding to x [..., d_kv] (RoFormer; half-split pairs) at the positions `length`. `shape`:
-    to which the angles [length, d_kv / 2] are reshaped to broadcast against x."""
+    """Apply rotary position embedding (RoFormer; half-split pairs, base `theta`) to x, a local block of queries or keys
+    [..., d_kv]. `length`: the block's global positions; `shape`: the shape to which the angles [length, d_kv / 2] are
+    reshaped so that they broadcast against x."""
     wide, d_kv = widened(x), x.shape[-1]
     frequency = theta ** (-torch.arange(0, d_kv, 2, device=x.device, dtype=torch.float64) / d_kv)
     angle = length.double().outer(frequency)
@@ -23,16 +24,18 @@ def rotate(x: Tensor, length: Tensor, shape: Sequence[int], theta: float) -> Ten
 
 
 def sinusoid(length: Tensor, d_model: Tensor, size: int) -> Tensor:
-    """Return fp64 [length, d_model]: sin(position / 10000^(2i / size)) at column 2i, cos of the same at 2i + 1
-    ("Attention Is All You Need", 3.5)."""
+    """Return the sinusoidal position table, fp64 [length, d_model]: sin(position / 10000^(2i / size)) at column 2i, cos
+    of the same at 2i + 1 ("Attention Is All You Need", 3.5). `length`, `d_model`: the global positions and columns of
+    this rank's block; `size`: the global d_model."""
     angle = length.double().outer(10000.0 ** (-(d_model - d_model % 2).double() / size))
     return torch.where(d_model % 2 == 0, angle.sin(), angle.cos())
 
 
 def relative_bucket(offset: Tensor, buckets: int, distance: int, bidirectional: bool) -> Tensor:
-    """Return T5's bucket of every offset = memory position - position (Raffel et al. 2020, 2.1).
+    """Return the bucket (index into the table of relative biases) of every offset = memory position - position in T5
+    (Raffel et al. 2020, 2.1); int64, shaped as `offset`.
 
-    Half of the buckets hold one offset each, the rest widen logarithmically up to `distance`; all offsets beyond it
+    Half of the `buckets` hold one offset each, the rest widen logarithmically up to `distance`; all offsets beyond it
     share the last. If `bidirectional`, positive offsets get the second half of the buckets; otherwise all of them share
     bucket 0.
     """
@@ -49,13 +52,15 @@ def relative_bucket(offset: Tensor, buckets: int, distance: int, bidirectional: 
 
 
 def padding_mask(tokens: Tensor) -> Tensor:
-    """Return bool [batch, 1, 1, memory_length] that is True where `tokens` [memory_length, batch] are padding."""
+    """Return bool [batch, 1, 1, memory_length], broadcast against attention scores, that is True where the local block
+    `tokens` [memory_length, batch] is padding (negative)."""
     return (tokens < 0).t()[:, None, None]
 
 
 def attention_mask(q: Tensor, k: Tensor, causal: bool, padding: Tensor | None, bias: Tensor | None) -> Tensor:
     """Combine causality, padding and bias into one mask for scaled_dot_product_attention of q [batch, heads, length,
-    d_kv] and k: without a bias, bool (True: attended to); with one, the bias with q's dtype minimum where masked.
+    d_kv] and k: without a `bias`, bool (True: attended to); with one, the bias with q's dtype minimum where masked.
+    `padding`: True where a key is padding, as `padding_mask` returns it, or None.
 
     The dtype's minimum is used, not -inf, so that a sequence of padding alone does not become NaN.
     """

@@ -16,17 +16,19 @@ Dims = tuple[str, ...]
 
 @cache
 def local_einsum(a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:
-    """Return a function (x, y, bias=None) that multiplies two local tensors with dims `a` and `b` into dims `out`; the
-    bias has the dims of y that are in `out`.
+    """Return a function (x, y, bias=None) that multiplies two local tensors with dims `a` and `b` into dims `out`,
+    without communication; the bias has the dims of y that are in `out`.
 
     Uses one matrix product of views where the dims form contiguous runs (rows, contracted, columns), else torch.einsum.
-    The product of absent blocks is absent, and is connected to the autograd graphs of both.
+    The product of absent (empty) blocks is absent, and is connected to the autograd graphs of both.
     """
     product = _product(a, b, out)
     return lambda x, y, bias=None: x + y if absent(x) else product(x, y, bias)
 
 
 def _product(a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:
+    """Return the product function of `local_einsum` for blocks that are present: one matrix product if dims `a`, `b`
+    and `out` allow it, else torch.einsum."""
     contracted = tuple(d for d in a if d in b)
     rows, columns = tuple(d for d in a if d not in b), tuple(d for d in b if d not in a)
     a_first, b_first = a == rows + contracted, b == contracted + columns

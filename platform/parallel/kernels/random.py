@@ -1,4 +1,7 @@
-"""Random numbers as a pure function of (key, element): the same under every layout, microbatch and replica count."""
+"""Random numbers as a pure function of (key, element): the same under every layout, microbatch and replica count.
+
+`key_` is an int from `key`, which names the tensor drawn; an element is its global number in that tensor.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,13 @@ DRAWN_AT_ONCE = 1 << 16  # elements drawn at once, so that initialisation needs 
 
 
 def key(*parts: object) -> int:
-    """Derive a signed 64-bit key from any printable parts, such as (seed, "init", parameter name)."""
+    """Derive the signed 64-bit key of one stream of random numbers from any printable parts, such as (seed, "init",
+    parameter name)."""
     return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:8], "big", signed=True)
 
 
 def _signed(constant: int) -> int:
+    """Return the int64 value of an unsigned 64-bit constant."""
     return constant - (1 << 64) if constant >= 1 << 63 else constant
 
 
@@ -25,7 +30,8 @@ _GOLDEN, _MIX1, _MIX2 = (_signed(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4
 
 
 def bits(key_: int, elements: Tensor) -> Tensor:
-    """Generate 64 random bits per int64 element: SplitMix64 (Steele, Lea, Flood 2014), counter-based."""
+    """Generate 64 random bits (int64) per int64 element number by SplitMix64 (Steele, Lea, Flood 2014), counter-based:
+    a pure function of the stream's key `key_` (see `key`) and the element."""
     z = elements * _GOLDEN + key_
     z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * _MIX1  # & makes the arithmetic shift of int64 a logical one
     z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * _MIX2
@@ -33,9 +39,10 @@ def bits(key_: int, elements: Tensor) -> Tensor:
 
 
 def elements(block: Sequence[tuple[int, int]], strides: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
-    """Compute global element numbers, int64 [extents of the block]: sum of global index x stride over the dims.
+    """Compute the global element numbers of a block, int64 [extents of the block]: the sum of global index x stride
+    over the dims. They are the counters from which random numbers are drawn.
 
-    `block`: (offset, extent) per dim.
+    `block`: (offset, extent) per dim in the global tensor, whose `strides` are given in elements.
     """
     out = torch.zeros((), dtype=torch.int64, device=device)
     for (offset, extent), stride in zip(block, strides, strict=True):
@@ -44,7 +51,8 @@ def elements(block: Sequence[tuple[int, int]], strides: Sequence[int], device: t
 
 
 def keep_mask(key_: int, elements_: Tensor, rate: float) -> Tensor:
-    """Draw a bool per element that is True with probability 1 - rate."""
+    """Draw a dropout mask: a bool per global element number in `elements_` that is True (kept) with probability 1 -
+    `rate`, a pure function of the stream's key `key_` and the element."""
     return (bits(key_, elements_) & 0xFFFFFFFF) >= int(rate * 2**32)
 
 
@@ -55,7 +63,7 @@ _SINE = tuple((-1) ** (n // 2) / math.factorial(n) for n in range(1, 23, 2))  # 
 
 
 def _odd(x: Tensor, coefficients: Sequence[float]) -> Tensor:
-    """Evaluate c0 x + c1 x^3 + c2 x^5 + ..., each product and sum rounded separately."""
+    """Evaluate the odd polynomial c0 x + c1 x^3 + c2 x^5 + ... of fp64 x, each product and sum rounded separately."""
     square = x * x
     total = torch.full_like(x, coefficients[-1])
     for c in reversed(coefficients[:-1]):
@@ -64,7 +72,8 @@ def _odd(x: Tensor, coefficients: Sequence[float]) -> Tensor:
 
 
 def _square_root(x: Tensor) -> Tensor:
-    """Compute sqrt(x) to the last digit or two by Heron's rule: four steps from half the exponent, within 6 %."""
+    """Compute sqrt(x) of positive fp64 x to the last digit or two by Heron's rule: four steps from half the exponent,
+    within 6 %. Its bits are the same on every processor, which torch.sqrt does not promise."""
     root = (x.view(torch.int64) >> 1).add_(_ONE >> 1).view(torch.float64)
     for _ in range(4):
         root.add_(x / root).mul_(0.5)
@@ -72,7 +81,8 @@ def _square_root(x: Tensor) -> Tensor:
 
 
 def normal(key_: int, elements_: Tensor) -> Tensor:
-    """Draw an fp64 standard normal per element: sqrt(-2 ln u) cos(2 pi v) of two uniform numbers (Box, Muller 1958).
+    """Draw an fp64 standard normal per global element number in `elements_`, a pure function of the stream's key `key_`
+    and the element: sqrt(-2 ln u) cos(2 pi v) of two uniform numbers (Box, Muller 1958).
 
     Uses only integers and +, -, x and /, which IEEE 754 rounds correctly, so that the bits do not depend on the
     processor or on the place in a tensor. torch's log, cos and sqrt may: they are MKL's, with kernels per processor.
@@ -90,7 +100,10 @@ def normal(key_: int, elements_: Tensor) -> Tensor:
 
 @torch.no_grad()
 def fill_normal_(out: Tensor, key_: int, std: float, block: Sequence[tuple[int, int]], shape: Sequence[int]) -> None:
-    """Fill a block of a tensor of global `shape` with normal numbers; elements beyond `shape` (padding) become zero."""
+    """Fill `out`, a rank's block of a tensor of global `shape`, with normal numbers of mean 0 and deviation `std`;
+    elements beyond `shape` (padding) become zero. A value depends on `key_` (the tensor's key, see `key`) and its
+    global position alone, so that a parameter starts alike under every plan. `block`: (offset, extent) of `out` per
+    dim."""
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     row = max(1, math.prod(out.shape[1:]))
     rows = max(1, DRAWN_AT_ONCE // row)

@@ -15,16 +15,18 @@ EPS = 1e-5
 
 
 def widened(x: Tensor) -> Tensor:
-    """Cast x to the dtype in which statistics are computed: fp32 for 16-bit tensors, otherwise its own."""
+    """Cast x to the dtype in which statistics, losses and rotations are computed: fp32 for 16-bit tensors, otherwise
+    its own."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def _summed(communicator: Communicator, x: Tensor, over: Sequence[str]) -> Tensor:
+    """Return x summed over the ranks along the axes `over`."""
     return communicator.launch("all_reduce", x, over).wait()
 
 
 class _SplitNorm(torch.autograd.Function):
-    """LayerNorm or RMSNorm over the last dim [..., d], split over the axes `over`.
+    """LayerNorm or RMSNorm over the last dim of local blocks [..., d], which is split over the axes `over`.
 
     LayerNorm's statistics merge as (count, mean, M2) (Chan, Golub, LeVeque 1979): one all-gather, no cancellation.
     """
@@ -74,8 +76,8 @@ class _SplitNorm(torch.autograd.Function):
 def norm(
     x: Tensor, gain: Tensor, bias: Tensor | None, kind: str, communicator: Communicator, over: Sequence[str]
 ) -> Tensor:
-    """Apply LayerNorm or RMSNorm over the last dim, split over `over`: x [..., d_model], gain and bias [d_model], all
-    local blocks."""
+    """Apply LayerNorm or RMSNorm (`kind`: layernorm, rmsnorm) over the last dim, which is split over the axes `over`
+    (none: whole): x [..., d_model], gain and bias [d_model], all local blocks. Only statistics are communicated."""
     if over:
         return _SplitNorm.apply(x, gain, bias, kind, communicator, over)
     if kind == "layernorm":
@@ -104,7 +106,8 @@ class _SplitSoftmax(torch.autograd.Function):
 
 
 def softmax(x: Tensor, position: int, communicator: Communicator, over: Sequence[str]) -> Tensor:
-    """Compute softmax over the dim at `position`, which is split over the axes `over`."""
+    """Compute softmax of the local block x over the dim at `position`, which is split over the axes `over` (none:
+    whole)."""
     return _SplitSoftmax.apply(x, position, communicator, over) if over else torch.softmax(x, position)
 
 
@@ -130,13 +133,15 @@ class _SplitMaximum(torch.autograd.Function):
 
 
 def maximum(x: Tensor, positions: Sequence[int], communicator: Communicator, over: Sequence[str]) -> Tensor:
-    """Compute the maximum over the dims at `positions`, split over the axes `over`; all ranks along these get it."""
+    """Compute the maximum of the local block x over the dims at `positions`, which are split over the axes `over`
+    (none: whole) and vanish; every rank along these axes gets it."""
     positions = tuple(positions)
     return _SplitMaximum.apply(x, positions, communicator, over) if over else x.amax(positions)
 
 
 class _SplitCrossEntropy(torch.autograd.Function):
-    """Cross-entropy over a split vocab, see `cross_entropy`; logits [tokens, vocab block] start at column `first`."""
+    """Cross-entropy over a vocab split over the axes `over`, see `cross_entropy`; the local logits [tokens, vocab
+    block] start at global column `first`."""
 
     @staticmethod
     def forward(ctx, logits, labels, communicator, over, first, vocab, smoothing):
@@ -179,9 +184,10 @@ def cross_entropy(
     vocab: int,
     smoothing: float = 0.0,
 ) -> Tensor:
-    """Sum -log softmax(logits)[label] over local tokens, in fp64. logits [..., vocab block], labels [...]; tokens with
-    label -1 do not count. `first`: the block's first column; `vocab`: columns that are not padding; `smoothing`: the
-    share of the target that is spread evenly over vocab."""
+    """Sum -log softmax(logits)[label] over local tokens, in fp64, without gathering logits. Local blocks: logits [...,
+    vocab block], split over the axes `over` (none: whole), and labels [...]; tokens with label -1 do not count.
+    `first`: the block's first global column; `vocab`: columns that are not padding; `smoothing`: the share of the
+    target that is spread evenly over vocab."""
     logits, labels = logits.flatten(0, -2), labels.flatten()
     if over:
         return _SplitCrossEntropy.apply(logits, labels, communicator, over, first, vocab, smoothing)

@@ -22,7 +22,8 @@ from platform.plan.communication.planned import Einsum, EinsumGroup, Panels
 
 
 class _Split:
-    """Operand of a SUMMA product, cut into panels along its contracted dim, which is split over `axes`."""
+    """Operand of a SUMMA product: the `local` block, cut into panels along the contracted dim (at position `dim`),
+    which is split over `axes`."""
 
     def __init__(self, communicator: Communicator, panels: Panels, axes: Sequence[str], local: Tensor, dim: int):
         self.communicator, self.axes, self.local, self.dim = communicator, axes, local, dim
@@ -31,12 +32,14 @@ class _Split:
         self.index = communicator.index(axes)
 
     def mine(self, t: int, of: Tensor) -> Tensor | None:
-        """Return the view of panel t in this rank's block `of`, None if another rank owns the panel."""
+        """Return the view of panel number t in `of`, a block laid out as this operand's (the operand or its gradient);
+        None if another rank owns the panel."""
         owner, place = divmod(t, self.per_owner)
         return of.narrow(self.dim, place * self.extent, self.extent) if owner == self.index else None
 
     def broadcast(self, t: int) -> Callable[[], Tensor]:
-        """Start the broadcast of panel t from its owner; the returned function waits for it and returns the panel."""
+        """Start the broadcast of this operand's panel number t from the rank that owns it along the split's axes; the
+        returned function waits for it and returns the panel."""
         mine = self.mine(t, self.local)
         if not self.axes:
             assert mine is not None
@@ -47,7 +50,9 @@ class _Split:
         return self.communicator.launch("broadcast", panel, self.axes, root=t // self.per_owner).wait
 
     def reduce(self, t: int, part: Tensor, into: Tensor) -> Callable[[], None]:
-        """Start summing all ranks' parts of panel t into its owner's block `into`; the returned function waits."""
+        """Start summing `part`, every rank's contribution to panel number t of this operand's gradient, to the rank
+        that owns the panel; the returned function waits, and on the owner writes the sum into its gradient block
+        `into`."""
         handle = None
         if self.axes:
             handle = self.communicator.launch("reduce", part, self.axes, root=t // self.per_owner, owned=True)
@@ -62,6 +67,7 @@ class _Split:
 
 
 def _splits(communicator: Communicator, group: EinsumGroup, x: Tensor, operands: Sequence[Tensor]) -> list[_Split]:
+    """Return x and the operands of a SUMMA group, in this order, as `_Split`s along the contracted dim."""
     panels = group.panels
     assert panels is not None
     split = [_Split(communicator, panels, panels.x_axes, x, group.x_dims.index(panels.dim))]
@@ -71,7 +77,8 @@ def _splits(communicator: Communicator, group: EinsumGroup, x: Tensor, operands:
 
 
 def _panels_in_turn(splits: Sequence[_Split], count: int):
-    """Yield (t, panel t of every operand); the broadcasts of panel t + 1 run while panel t is used."""
+    """Yield (t, panel t of every operand) for t < `count`, in order; the broadcasts of panel t + 1 run while panel t is
+    used."""
     coming = [s.broadcast(0) for s in splits]
     for t in range(count):
         here = [wait() for wait in coming]
@@ -80,7 +87,8 @@ def _panels_in_turn(splits: Sequence[_Split], count: int):
 
 
 class _Summa(torch.autograd.Function):
-    """Autograd function of a group's products with panels: AB forward, AB^T and A^TB backward."""
+    """Autograd function of a planned group's products with panels: AB forward, AB^T (gradient of x) and A^TB (gradients
+    of the operands) backward."""
 
     @staticmethod
     def forward(ctx, communicator, group: EinsumGroup, x: Tensor, *operands: Tensor):
@@ -117,7 +125,8 @@ class _Summa(torch.autograd.Function):
 
 
 def _enter(communicator: Communicator, einsums: Sequence[Einsum], operands: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Convert the operands to the operation's layout, except along the dim whose panels are broadcast."""
+    """Convert a SUMMA group's operands from their stored layout to the operation's, except along the contracted dim,
+    whose panels are broadcast instead."""
     coming = [convert(communicator, w, e.operand.forward) for w, e in zip(operands, einsums, strict=True)]
     return [c.wait() for c in coming]
 
@@ -127,7 +136,8 @@ def _product(e: Einsum) -> Callable[..., Tensor]:
 
 
 def summa(communicator: Communicator, group: EinsumGroup, x: Tensor, operands: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Compute the outputs of a group with panels from the local block of x and the operands as stored."""
+    """Compute the outputs of a planned group of einsums by SUMMA, panel by panel of the contracted dim, from the local
+    block of x (already converted) and the operands as stored. Outputs of an absent (empty) x are absent."""
     if absent(x):
         return [x + w for w in operands]
     return _Summa.apply(communicator, group, x, *operands)

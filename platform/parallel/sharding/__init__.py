@@ -1,3 +1,2 @@
 """Tensors between layouts at run time: conversions, gradients reduced into shards, tensors kept in one part per rank.
-The steps of each are those of the plan.
-"""
+The steps of each are read from the plan; none is chosen here."""

@@ -19,7 +19,8 @@ from platform.plan.language.layout import at_zero
 
 
 class Pending:
-    """Tensor being converted to another layout; call `wait` where its value is used."""
+    """Local tensor in conversion to another layout by a plan's steps, one collective in progress at a time; call `wait`
+    where its value is used."""
 
     def __init__(self, communicator: Communicator, x: Tensor, steps: Sequence[Step], owned: bool):
         self._communicator, self._owned = communicator, owned
@@ -28,7 +29,8 @@ class Pending:
         self._advance()
 
     def _advance(self) -> None:
-        """Take the local steps up to the next collective and issue that, or take all that are left."""
+        """Take the local steps of the conversion up to the next collective and issue that, or take all that are
+        left."""
         self._handle = None
         communicator = self._communicator
         for i, step in enumerate(self._steps):
@@ -59,7 +61,7 @@ class Pending:
         self._steps = ()
 
     def proceed(self) -> None:
-        """Wait for the collective in progress, if any, and issue the next one."""
+        """Wait for this conversion's collective in progress, if there is one, and issue the next."""
         if self._handle:
             self._x = self._handle.wait()
             self._advance()
@@ -71,18 +73,19 @@ class Pending:
 
 
 def convert(communicator: Communicator, x: Tensor, steps: Sequence[Step], *, owned: bool = False) -> Pending:
-    """Start the steps of a conversion on a local tensor: the first collective is issued at once. `owned`: reductions
-    may overwrite x."""
+    """Start converting the local tensor x to another layout by a plan's `steps`, without autograd: the first collective
+    is issued at once. `owned`: reductions may overwrite x."""
     return Pending(communicator, x, steps, owned)
 
 
 def absent(x: Tensor) -> bool:
-    """Return True if x is empty, which means that this rank has no block of the tensor: real blocks are never empty."""
+    """Return True if the local tensor x is empty, which means that this rank has no block of the global tensor: real
+    blocks are never empty."""
     return not x.numel()
 
 
 class _Convert(torch.autograd.Function):
-    """Autograd function behind `apply`."""
+    """Autograd function behind `apply`: a planned change of layout, and its adjoint on the gradient."""
 
     @staticmethod
     def forward(ctx, x, communicator, conversion):
@@ -96,7 +99,8 @@ class _Convert(torch.autograd.Function):
 
 
 def apply(communicator: Communicator, x: Tensor, conversion: Conversion) -> Tensor:
-    """Apply a conversion differentiably: its `forward` steps to the value, its `backward` steps to the gradient."""
+    """Convert the local tensor x to another layout differentiably: the conversion's `forward` steps act on the value,
+    its `backward` steps on the gradient."""
     if not conversion.forward and not conversion.backward:
         return x
     return _Convert.apply(x, communicator, conversion)

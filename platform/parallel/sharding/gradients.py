@@ -20,7 +20,8 @@ ELEMENTS_AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 24}  # to be reduced: what fits
 
 
 def _buckets(parameters: Sequence[Parameter], tensors: Mapping[str, Tensor]) -> Iterator[list[Parameter]]:
-    """Yield the parameters in consecutive buckets, each of at most BUCKET_BYTES of `tensors` or a single parameter."""
+    """Yield the parameters, in order, in buckets that are communicated together: at most BUCKET_BYTES of their
+    `tensors` (by name), or a single parameter."""
     bucket: list[Parameter] = []
     size = 0
     for p in parameters:
@@ -35,10 +36,10 @@ def _buckets(parameters: Sequence[Parameter], tensors: Mapping[str, Tensor]) -> 
 
 
 class GradientReduction:
-    """Deferred reductions of partial gradients in progress: every bucket's first collective is issued at once.
+    """Deferred reductions of a step's partial gradients in progress: every bucket's first collective is issued at once.
 
-    `gradients`: parameter name -> gradient summed over the microbatches, shaped as the compute copy, of some or all
-    parameters. The tensors must not be used afterwards.
+    `gradients`: parameter name -> this rank's gradient summed over the microbatches, shaped as the compute copy, of
+    some or all parameters. The tensors must not be used afterwards.
     """
 
     @torch.no_grad()
@@ -59,7 +60,8 @@ class GradientReduction:
 
     @torch.no_grad()
     def wait(self) -> dict[str, Tensor]:
-        """Wait for the fully summed gradients: name -> this rank's block or shard, shaped as the master copy."""
+        """Wait for the reductions and return the fully summed gradients: parameter name -> this rank's block or shard,
+        shaped as the master copy."""
         for _, pending in self._under_way:
             pending.proceed()
         for bucket, pending in self._under_way:
@@ -71,16 +73,17 @@ class GradientReduction:
 
 
 def counts_here(communicator: Communicator, axes: Iterable[str]) -> bool:
-    """Return True if this rank counts its part of a quantity split over `axes` and replicated over all other axes of
-    its stage: of the replicas, the one at index 0 counts."""
+    """Return True if this rank counts its part in a sum over all ranks (loss, gradient norm) of a quantity split over
+    `axes` and replicated over all other axes of its stage: of the replicas, the one at index 0 counts."""
     split = {"stage", *axes}
     return all(i == 0 for axis, i in communicator.coordinates.items() if axis not in split)
 
 
 @torch.no_grad()
 def squared_norm(plan: Plan, communicator: Communicator, gradients: Mapping[str, Tensor]) -> Tensor:
-    """Return this rank's part of the squared 2-norm of the gradient, summed in fp64: replicated gradients are counted
-    by one rank, those of tied parameters on the owner stage. `plan`: that of this rank's stage.
+    """Return this rank's part of the squared 2-norm of the whole model's gradient, fp64; the sum over all ranks is the
+    total. Replicated gradients are counted by one rank, those of tied parameters on the owner stage. `gradients`:
+    parameter name -> reduced gradient (block or shard); `plan`: that of this rank's stage.
 
     Padded rows of vocab and the padding of shards have zero gradient and add nothing.
     """
@@ -92,7 +95,7 @@ def squared_norm(plan: Plan, communicator: Communicator, gradients: Mapping[str,
 
 
 def _squares(g: Tensor) -> Tensor:
-    """Sum the squares of a tensor in fp64, converting one piece at a time to bound memory."""
+    """Sum the squares of a local gradient in fp64, converting one piece at a time to bound memory."""
     wide = (piece.double() for piece in g.flatten().split(ELEMENTS_AT_ONCE[g.device.type]))
     return torch.stack([piece.dot(piece) for piece in wide]).sum()
 
@@ -101,8 +104,9 @@ def _squares(g: Tensor) -> Tensor:
 def gather_masters(
     plan: Plan, communicator: Communicator, masters: Mapping[str, Tensor], blocks: Mapping[str, Tensor]
 ) -> None:
-    """Gather the shards of all ranks' master copies, cast to the dtype of `blocks`, into the whole local blocks; the
-    all-gathers of all buckets run at once."""
+    """Gather the updated master copies, of which each rank has a shard, into `blocks`, the whole local compute copies,
+    in place and cast to their dtype (ZeRO-1); the all-gathers of all buckets run at once. `masters`, `blocks`: by
+    parameter name."""
     under_way = []
     for bucket in _buckets(plan.parameters, masters):
         flat = torch.cat([masters[p.name].to(blocks[p.name].dtype) for p in bucket])

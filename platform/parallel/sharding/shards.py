@@ -14,17 +14,20 @@ from platform.plan.language.layout import padded
 
 
 def flatten_padded(block: Tensor, parts: int) -> Tensor:
-    """Flatten a block to [elements], padded with zeros to a multiple of `parts`."""
+    """Flatten a local block to [elements], padded at the end with zeros to a multiple of `parts`, so that it divides
+    into equal shards."""
     missing = padded(block.numel(), parts) - block.numel()
     return F.pad(block.flatten(), (0, missing)) if missing else block.flatten()
 
 
 def unflatten_padded(flat: Tensor, shape: Sequence[int]) -> Tensor:
-    """Restore the block of `shape` from the result of `flatten_padded`: a view of `flat` if that is contiguous."""
+    """Restore the block of `shape` from `flat`, the gathered result of `flatten_padded`, without the padding: a view of
+    `flat` if that is contiguous."""
     return flat.flatten()[: prod(shape)].view(shape)
 
 
 def own_part(communicator: Communicator, block: Tensor, axes: Sequence[str]) -> Tensor:
-    """Copy this rank's part [elements] of a block that the ranks along `axes` hold alike."""
+    """Copy this rank's part [elements] of a block that the ranks along `axes` hold alike: flattened, padded with zeros
+    and divided equally in the order of their index."""
     parts = communicator.mesh.extent(axes)
     return flatten_padded(block, parts).view(parts, -1)[communicator.index(axes)].clone()

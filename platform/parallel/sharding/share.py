@@ -13,14 +13,17 @@ from platform.plan.communication.rule import Step
 
 
 def keep_part(communicator: Communicator, x: Tensor, axes: Sequence[str]) -> Tensor:
-    """Return a copy of this rank's part [elements] of x, flattened and padded; the ranks along `axes` hold equal x.
+    """Return a copy of this rank's part [elements] of the local tensor x, flattened and padded, where the ranks along
+    `axes` hold equal x: what is kept for recomputation, or sent to another stage, in place of x.
 
-    Returns x itself without axes or if x is absent."""
+    Returns x itself if `axes` is empty or x is absent (empty).
+    """
     return x if not axes or absent(x) else own_part(communicator, x, axes)
 
 
 def gather_parts(communicator: Communicator, part: Tensor, axes: tuple[str, ...], shape: Sequence[int]) -> Tensor:
-    """Gather the parts of `keep_part` into the whole tensor of `shape` on every rank along `axes`."""
+    """Gather the parts that `keep_part` made of equal tensors into the whole tensor of `shape` on every rank along
+    `axes`. Returns `part` itself if `axes` is empty or the part is absent (empty)."""
     if not axes or absent(part):
         return part
     return unflatten_padded(convert(communicator, part, [Step("all_gather", axes)]).wait(), shape)

@@ -14,7 +14,8 @@ from platform.plan.language.ops import Operation, Parameter
 
 
 def plan_einsums(planner: Planner, operation: Operation) -> PlannedOperation:
-    """Plan a project or einsum operation: einsums that convert x to the same compute layout form a group."""
+    """Plan a project or einsum operation: compute layouts, conversions and collectives of its einsums; those that
+    convert x to the same compute layout form a group, which gathers x once."""
     x, regathers = operation.inputs[0], planner.scheme.gathered == "again"
     grouped: dict[tuple[Conversion, Layout], list[tuple[Einsum, Contraction]]] = {}
     for index, (operand, out) in enumerate(zip(operation.inputs[1:], operation.outputs, strict=True)):
@@ -39,8 +40,9 @@ def plan_einsums(planner: Planner, operation: Operation) -> PlannedOperation:
 
 
 def split_into_panels(group: EinsumGroup, mesh: Mesh) -> EinsumGroup | None:
-    """Return the group computed by SUMMA, or None if it cannot be: x and all operands must gather one contracted dim in
-    their last step, and no einsum's output may need a conversion."""
+    """Return the group of einsums computed by SUMMA, one panel of the contracted dim at a time, or None if it cannot
+    be: x and all operands must gather one contracted dim in their last step, and no einsum's output may need a
+    conversion."""
     if any(e.output.forward or e.output.backward for e in group.einsums):
         return None
     for dim in group.x_dims:
@@ -57,8 +59,9 @@ def split_into_panels(group: EinsumGroup, mesh: Mesh) -> EinsumGroup | None:
 
 
 def _without_gather(c: Conversion, position: int, mesh: Mesh) -> tuple[Conversion, tuple[str, ...]]:
-    """Return the conversion without its last step and that step's axes, if it all-gathers the dim at `position` and its
-    adjoint is a reduce-scatter; else the conversion itself and ()."""
+    """Return an operand's conversion without its last step, and that step's axes, if the step all-gathers the dim at
+    `position` and its adjoint is a reduce-scatter; else the conversion itself and (). SUMMA broadcasts panels in place
+    of that gather."""
     if c.forward and c.backward:
         last, first = c.forward[-1], c.backward[0]
         if (last.op, first.op) == ("all_gather", "reduce_scatter") and last.dim == first.dim == position:
@@ -68,7 +71,8 @@ def _without_gather(c: Conversion, position: int, mesh: Mesh) -> tuple[Conversio
 
 
 def _group_collectives(planner: Planner, group: EinsumGroup, only: tuple[str, ...]) -> list[Collective]:
-    """Return every collective of a group that ranks at index 0 of the axes `only` compute, forward and backward."""
+    """Return every collective, forward and backward, of a group of einsums that the ranks at index 0 of the axes `only`
+    compute."""
     found = planner.collectives(group.x, group.regathered)
     if panels := group.panels:
         found += _panel_collectives(panels, panels.x_axes, group.x, planner.mesh, only)
@@ -83,7 +87,9 @@ def _group_collectives(planner: Planner, group: EinsumGroup, only: tuple[str, ..
 def _panel_collectives(
     panels: Panels, axes: tuple[str, ...], operand: Conversion, mesh: Mesh, only: tuple[str, ...]
 ) -> list[Collective]:
-    """Return the collectives of one operand: each panel is broadcast in both passes, and its gradient is reduced."""
+    """Return the collectives by which SUMMA passes one operand of a group, split over `axes`, around in panels: each
+    panel is broadcast in both passes, and its gradient is reduced. `operand`: its remaining conversion; `only`: the
+    axes at whose index 0 alone ranks compute."""
     if not axes:
         return []
     elements = panels.elements(prod(operand.after), axes, mesh)

@@ -15,7 +15,7 @@ KEYS = {"batch": "train.microbatch", "length": "model.length", "memory_length": 
 
 
 class IllegalPlan(ValueError):
-    """Error for a plan that cannot be executed. `violations` has one line each."""
+    """Error for layouts, sizes or stages under which a model cannot be executed. `violations` has one line each."""
 
     def __init__(self, violations: Sequence[str]):
         self.violations = list(violations)
@@ -23,9 +23,11 @@ class IllegalPlan(ValueError):
 
 
 def violations(planner: Planner, operations: Sequence[Operation], microbatch: int) -> list[str]:
-    """Return one line per clash of two dims on one axis and per dim that its axes do not divide, naming its places.
+    """Check a model's operations under a scheme before they are planned: return one message per axis that would split
+    two dims of a tensor and per dim that its axes do not divide, with the places and the nearest legal values.
 
-    If there are none, return one line per operation whose iteration space is illegal.
+    If there are none, return one message per operation whose iteration space is illegal. `microbatch`: sequences per
+    microbatch and replica.
     """
     clashes: dict[tuple[str, str, str], dict[str, None]] = defaultdict(dict)  # (axis, dim, dim) -> operations
     splits: dict[tuple[str, int, tuple[str, ...]], dict[str, None]] = defaultdict(dict)  # (dim, size, axes) -> regions
@@ -56,6 +58,7 @@ def violations(planner: Planner, operations: Sequence[Operation], microbatch: in
 
 
 def _clash(axis: str, first: str, second: str, found: Sequence[str]) -> str:
+    """Return the message that `axis` would split both dims `first` and `second` of the tensors described in `found`."""
     more = f" and {len(found) - 1} more" if len(found) > 1 else ""
     return (
         f"tensor: illegal layout: axis {axis} would split both {first} and {second} in {found[0]}{more};"
@@ -64,8 +67,8 @@ def _clash(axis: str, first: str, second: str, found: Sequence[str]) -> str:
 
 
 def _indivisible(planner: Planner, d: str, size: int, axes: Sequence[str], found: Sequence[str]) -> str | None:
-    """Return the violation of a dim that its axes do not divide, or None. `data` always divides batch; vocab is
-    padded."""
+    """Return the message that `axes` do not divide dim `d` of global size `size` in the regions `found`, with the
+    nearest legal sizes of both, or None if they do. `data` always divides batch; vocab is padded."""
     axes = [a for a in axes if (d, a) != ("batch", "data")]
     n = planner.mesh.extent(axes)
     if d == "vocab" or size % n == 0:
@@ -85,7 +88,8 @@ def _indivisible(planner: Planner, d: str, size: int, axes: Sequence[str], found
 
 
 def _legal_sizes(planner: Planner, d: str, size: int, n: int) -> list[int]:
-    """Return the multiples of n next to `size`, 0 for none; for heads, which share d_model, only its divisors."""
+    """Return the sizes of dim `d` next below and next above `size` that n ranks divide, 0 for none: multiples of n; for
+    heads, which share d_model, only divisors of it."""
     if d == "heads":
         legal = [k for k in divisors(planner.sizes["d_model"]) if k % n == 0 and k <= 2 * max(size, n)]
         return [max((k for k in legal if k < size), default=0), min((k for k in legal if k > size), default=0)]

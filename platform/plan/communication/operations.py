@@ -26,21 +26,25 @@ def _planned(
     statistics: Sequence[Collective] = (),
     **more: Any,
 ) -> PlannedOperation:
-    """Return the plan of an operation that computes in `layout`, with the collectives of its conversions and its
-    statistics; `more`: further fields."""
+    """Assemble the plan of an operation that computes in `layout`: the collectives of its `conversions`, then those
+    that merge its `statistics` (such as the maximum of a softmax) over ranks. `more`: values of further fields of
+    PlannedOperation, by name."""
     moved = [c for conversion in conversions for c in planner.collectives(conversion)]
     at = {"compute_axes": layout.axes, "only": layout.only, **more}
     return PlannedOperation(operation, (*moved, *statistics), conversions=tuple(conversions), **at)
 
 
 def _read(planner: Planner, spec: Spec | Parameter, tokens: Layout, length: str = "length") -> dict[str, Any]:
-    """Return the fields of an operation that reads a data tensor in layout `tokens`: it is as long as dim `length` of
-    `spec`."""
+    """Return the fields `tokens` and `token_count` for the plan of an operation that reads a data tensor (token ids,
+    labels, a mask) in the layout `tokens` over batch and length; the data tensor is as long as dim `length` of `spec`.
+    """
     sizes = {"batch": planner.sizes["batch"], "length": planner.sizes_of(spec)[length]}
     return {"tokens": tokens, "token_count": prod(n // planner.mesh.extent(tokens[d]) for d, n in sizes.items())}
 
 
 def _lookup(planner: Planner, operation: Operation) -> PlannedOperation:
+    """Plan a lookup of table rows by token ids: the conversions of the table and of the result, which is partial over
+    the axes that split the table's rows."""
     table, out = operation.parameters[0], operation.outputs[0]
     c = planner.lookup(operation)
     conversions = planner.parameter_conversion(operation, table, c.inputs[1]), c.output
@@ -50,7 +54,8 @@ def _lookup(planner: Planner, operation: Operation) -> PlannedOperation:
 
 
 def _vectors(planner: Planner, operation: Operation) -> PlannedOperation:
-    """Plan a shift, norm or relative_bias: its parameters take the activation's layout; a norm merges statistics."""
+    """Plan a shift, norm or relative_bias operation: its parameters are converted to the layout of its activation; a
+    norm over a split dim also merges statistics."""
     spec = operation.inputs[0]
     have = planner.layout(spec)
     conversions = [
@@ -75,7 +80,8 @@ def _local(planner: Planner, operation: Operation) -> PlannedOperation:
 
 
 def _mask_layout(layout: Layout) -> Layout:
-    """Return the layout in which attention reads its mask, the data tensor whose padding it hides: as memory_length."""
+    """Return the layout over batch and length in which attention that computes in `layout` reads its mask, the data
+    tensor whose padding it hides: its length is split as memory_length."""
     return Layout.of({"batch": layout["batch"], "length": layout["memory_length"]}, layout.only)
 
 
@@ -85,14 +91,16 @@ def _fused_attention(planner: Planner, operation: Operation) -> PlannedOperation
 
 
 def _from_data(planner: Planner, operation: Operation) -> PlannedOperation:
-    """Plan features or one_hot: every rank makes its block of the output from its own block of the data tensor."""
+    """Plan a features or one_hot operation, which moves nothing: every rank makes its block of the output from its own
+    block of the data tensor."""
     out = operation.outputs[0]
     layout = planner.layout(out)
     return _planned(planner, operation, layout, **_read(planner, out, layout.restrict(("length", "batch"))))
 
 
 def _rotate(planner: Planner, operation: Operation) -> PlannedOperation:
-    """Plan a rotate: rotated pairs lie half of d_kv apart, so a split d_kv is gathered first and split again."""
+    """Plan a rotate operation (rotary position embedding): rotated pairs lie half of d_kv apart, so a split d_kv is
+    gathered first and split again."""
     spec = operation.outputs[0]
     whole = planner.layout(spec).restrict([d for d in spec.dims if d != "d_kv"])
     conversions = planner.enter(spec, whole, whole.axes), planner.split(spec, whole)
@@ -100,9 +108,9 @@ def _rotate(planner: Planner, operation: Operation) -> PlannedOperation:
 
 
 def _expand_kv(planner: Planner, operation: Operation) -> PlannedOperation:
-    """Plan an expand_kv: each rank picks the KV heads of its own heads, free; the gradient is all-reduced over the axes
-    that split heads but not kv_heads. Raises ValueError if kv_heads are not split over a prefix of the axes of heads.
-    """
+    """Plan an expand_kv operation (grouped-query attention): each rank picks the KV heads of its own query heads, free;
+    the gradient is all-reduced over the axes that split heads but not kv_heads. Raises ValueError if kv_heads are not
+    split over a prefix of the axes of heads."""
     spec, out = operation.inputs[0], operation.outputs[0]
     have, goal = planner.layout(spec), planner.layout(out)
     if prefix(have["kv_heads"], goal["heads"]) != have["kv_heads"]:
@@ -115,6 +123,8 @@ def _expand_kv(planner: Planner, operation: Operation) -> PlannedOperation:
 
 
 def _softmax(planner: Planner, operation: Operation) -> PlannedOperation:
+    """Plan a softmax operation: over a split dim, maximum and sum are all-reduced forward, one sum backward; it reads a
+    mask as long as memory_length."""
     spec, dim = operation.inputs[0], operation["dim"]
     layout, shape = planner.layout(spec), planner.shape(spec)
     rows = prod(shape) // shape[spec.dims.index(dim)]
@@ -125,6 +135,7 @@ def _softmax(planner: Planner, operation: Operation) -> PlannedOperation:
 
 
 def _relayout(planner: Planner, operation: Operation) -> PlannedOperation:
+    """Plan a relayout operation: a conversion from the layout of the input, its dims renamed, to that of the output."""
     spec, out = operation.inputs[0], operation.outputs[0]
     renamed = dict(zip(spec.dims, out.dims, strict=True))
     have, goal = planner.layout(spec), planner.layout(out)
@@ -136,7 +147,8 @@ def _relayout(planner: Planner, operation: Operation) -> PlannedOperation:
 
 
 def _without_all_to_all(conversion: Conversion, axes: Sequence[str]) -> Conversion:
-    """Replace each all-to-all over `axes` by an all-gather and a slice, as in SUPER (Jain et al.), which has none."""
+    """Replace each all-to-all over the branch axes `axes` in a conversion by an all-gather and a slice, as in SUPER
+    (Jain et al.), which has none: `branch.slice_via=all_gather`."""
 
     def replaced(steps: Sequence[Step]) -> tuple[Step, ...]:
         out: list[Step] = []
@@ -151,8 +163,9 @@ def _without_all_to_all(conversion: Conversion, axes: Sequence[str]) -> Conversi
 
 
 def _reduce(planner: Planner, operation: Operation) -> PlannedOperation:
-    """Plan a reduce, an einsum of one operand. A maximum over split dims is all-reduced like a statistic, as is the
-    number of elements that share it, which its gradient needs; after that every rank has the result."""
+    """Plan a reduce operation (sum, mean or max over dims), as an einsum of one operand. A maximum over split dims is
+    all-reduced like a statistic, as is the number of elements that share it, which its gradient needs; after that every
+    rank has the result."""
     spec, out = operation.inputs[0], operation.outputs[0]
     c = planner.contraction([(spec, planner.layout(spec))], out)
     over = tuple(a for d in spec.dims if d not in out.dims for a in c.compute[d])
@@ -164,6 +177,8 @@ def _reduce(planner: Planner, operation: Operation) -> PlannedOperation:
 
 
 def _concatenate(planner: Planner, operation: Operation) -> PlannedOperation:
+    """Plan a concatenate operation: the dim along which the parts are joined is gathered in each part, and split again
+    in the whole."""
     out, dim = operation.outputs[0], operation["dim"]
     assert dim != "vocab", "vocab may be padded: its parts would not lie side by side"
     assert all(spec.dims == out.dims for spec in operation.inputs), "the parts and the whole have the same dims"
@@ -173,9 +188,9 @@ def _concatenate(planner: Planner, operation: Operation) -> PlannedOperation:
 
 
 def _reshape(planner: Planner, operation: Operation) -> PlannedOperation:
-    """Plan a reshape through a layout whose blocks are the same in both shapes, so that reshaping moves nothing: the
-    merged dim is split over the major dim's axes, then over the minor's if a block's extent along the major is 1. A
-    conversion before and one after it do the rest."""
+    """Plan a reshape operation through a layout whose blocks are the same in both shapes, so that reshaping moves
+    nothing: the merged dim is split over the major dim's axes, then over the minor's if a block's extent along the
+    major is 1. A conversion before and one after it do the rest."""
     spec, out = operation.inputs[0], operation.outputs[0]
     merges = len(spec.dims) > len(out.dims)
     fine, coarse = (spec, out) if merges else (out, spec)
@@ -198,6 +213,8 @@ def _reshape(planner: Planner, operation: Operation) -> PlannedOperation:
 
 
 def _cross_entropy(planner: Planner, operation: Operation) -> PlannedOperation:
+    """Plan a cross_entropy operation, which never gathers logits: over a split vocab, the maximum and then the sums of
+    each row are all-reduced; it reads the labels."""
     spec = operation.inputs[0]
     layout, shape = planner.layout(spec), planner.shape(spec)
     over = layout["vocab"]
@@ -212,8 +229,8 @@ def _cross_entropy(planner: Planner, operation: Operation) -> PlannedOperation:
 
 
 def _squared_error(planner: Planner, operation: Operation) -> PlannedOperation:
-    """Plan a squared_error, which is local: a rank's loss is over its own elements, so `tokens` has all axes that split
-    them."""
+    """Plan a squared_error operation, which moves nothing: a rank's loss is over its own elements, so `tokens` has all
+    axes that split them."""
     spec = operation.inputs[0]
     layout = planner.layout(spec)
     return _planned(planner, operation, layout, **_read(planner, spec, layout))
@@ -244,5 +261,6 @@ _PLANS: dict[str, Callable[[Planner, Operation], PlannedOperation]] = {
 
 
 def plan_operation(planner: Planner, operation: Operation) -> PlannedOperation:
-    """Plan an operation's conversions and collectives. Raises ValueError if its layouts do not allow computing it."""
+    """Plan one operation of a recorded model: its compute layout, the conversions of its operands and results, and
+    every collective with its size. Raises ValueError if its layouts do not allow computing it."""
     return _PLANS[operation.kind](planner, operation)

@@ -30,7 +30,8 @@ class Collective:
 
 @dataclass(frozen=True)
 class Einsum:
-    """Einsum of a group: an operand [dims], converted by `operand`, times the shared x gives output number `index`.
+    """Einsum of a group that shares its first operand x: the other operand, which has dims `dims` and is converted by
+    `operand`, times x gives the operation's output number `index`, which leaves by `output`.
 
     `regathered`: the converted operand is not kept but converted again for the backward pass.
     """
@@ -46,8 +47,9 @@ class Einsum:
 
 @dataclass(frozen=True)
 class Panels:
-    """SUMMA in place of two gathers: `dim`, which every einsum contracts, is split over `x_axes` in x and over
-    `operand_axes` in the operands (either may be empty), and comes in `count` panels, each broadcast by its owners."""
+    """Computation of an EinsumGroup by SUMMA, in place of two gathers: `dim`, which every einsum contracts, is split
+    over `x_axes` in x and over `operand_axes` in the operands (either may be empty), and comes in `count` panels, each
+    broadcast by its owners."""
 
     dim: str
     x_axes: tuple[str, ...]
@@ -55,13 +57,15 @@ class Panels:
     count: int
 
     def elements(self, local: int, axes: Sequence[str], mesh: Mesh) -> int:
-        """Return the elements of a panel of x or an operand, split over `axes`, of which each rank has `local`."""
+        """Return the elements of one SUMMA panel of a matrix (x or an operand) that is split over `axes` and of which
+        each rank holds `local` elements."""
         return local * mesh.extent(axes) // self.count
 
 
 @dataclass(frozen=True)
 class EinsumGroup:
-    """Einsums that read x in one compute layout, so that they share one gather of x and one reduction of its gradient.
+    """Einsums of one operation that read x in one compute layout, so that they share one gather of x and one reduction
+    of its gradient.
 
     With `panels`, the conversions leave out the gathers of the contracted dim and their adjoints. `regathered`: x is
     converted again for the backward pass, as in `Einsum`.
@@ -78,19 +82,21 @@ class EinsumGroup:
 
     @property
     def local(self) -> bool:
-        """Return True if the group is plain local products: nothing is converted, in either pass."""
+        """Return True if the group is plain local products: no operand or result is converted, in either pass, nor
+        broadcast in panels."""
         conversions = [self.x, *(c for e in self.einsums for c in (e.operand, e.output))]
         return not self.panels and not any(c.forward or c.backward for c in conversions)
 
 
 @dataclass(frozen=True)
 class PlannedOperation:
-    """Communication that a rank executes for one operation.
+    """Layout and communication with which a rank executes one operation of a model, planned by the communication rule.
 
     project and einsum have `groups`; other operations have `conversions`, one per parameter or moved operand. `over`:
-    the axes that split the dim of a norm, softmax or cross-entropy, over which its statistics are merged. `tokens`: the
-    layout over batch and length in which the operation reads a data tensor, and `token_count` the integers in a rank's
-    block of it. Only ranks at index 0 of the axes `only` compute the operation.
+    the axes that split the dim over which a norm, softmax or cross-entropy takes statistics, a lookup its rows or a
+    reduce its result; partial results are merged over them. `tokens`: the layout over batch and length in which the
+    operation reads a data tensor, and `token_count` the integers in a rank's block of it. Only ranks at index 0 of the
+    axes `only` compute the operation.
     """
 
     operation: Operation
@@ -107,7 +113,8 @@ class PlannedOperation:
 def shapes(
     steps: Sequence[Step], shape: tuple[int, ...], mesh: Mesh
 ) -> Iterator[tuple[Step, tuple[int, ...], tuple[int, ...]]]:
-    """Yield every step with the local shapes before and after it."""
+    """Yield every step of a conversion with the local shapes of the block before and after it; `shape`: the local shape
+    before the first."""
     for step in steps:
         before, shape = shape, step.after(shape, mesh.extent(step.axes))
         yield step, before, shape

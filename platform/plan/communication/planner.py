@@ -26,11 +26,12 @@ from platform.plan.language.scheme import Scheme
 
 @dataclass(frozen=True)
 class Planner:
-    """Applies the rule to the tensors of operations under one scheme on one mesh. `sizes`: global dims, vocab padded.
+    """Applies the communication rule to the tensors of operations under one scheme on one mesh. `sizes`: global sizes
+    of the model's dims in one microbatch of all replicas, vocab padded.
 
     `reduced_at_use[name, kind, parameter]`: axes over which the gradient of this use is reduced in the operation's
     backward, because the parameter's uses differ in their partial axes. `storage`: axes over which the flattened block
-    of every parameter is stored in shards, gathered before each use.
+    of every parameter is stored in shards, gathered before each use (ZeRO-3).
     """
 
     mesh: Mesh
@@ -41,13 +42,14 @@ class Planner:
     _layouts: dict[Spec | Parameter, Layout] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def layout(self, tensor: Spec | Parameter) -> Layout:
-        """Return the layout of an activation or parameter. If the scheme does not name kv_heads, they take the longest
-        prefix of the axes of heads whose product divides their number."""
+        """Return the layout that the scheme gives an activation or parameter. If the scheme does not name kv_heads,
+        they take the longest prefix of the axes of heads whose product divides their number."""
         if tensor not in self._layouts:
             self._layouts[tensor] = self._layout(tensor)
         return self._layouts[tensor]
 
     def _layout(self, tensor: Spec | Parameter) -> Layout:
+        """Compute a layout from the scheme's table of its region or role, without the cache of `layout`."""
         dims = tensor.dims
         wanted = (*dims, "heads") if "kv_heads" in dims else dims
         if isinstance(tensor, Parameter):
@@ -62,34 +64,40 @@ class Planner:
         return layout
 
     def _kv_axes(self, heads: Sequence[str]) -> tuple[str, ...]:
+        """Return the longest prefix of `heads`, the axes that split query heads, whose ranks divide the number of KV
+        heads."""
         n = len(heads)
         while self.sizes["kv_heads"] % self.mesh.extent(heads[:n]):
             n -= 1
         return tuple(heads[:n])
 
     def sizes_of(self, tensor: Spec | Parameter) -> dict[str, int]:
-        """Return the global sizes of dims for a tensor: the model's, overridden by the tensor's own."""
+        """Return the global size of every dim, by name, as it holds for a tensor: the model's sizes (vocab padded),
+        overridden by the tensor's own."""
         return {**self.sizes, **dict(tensor.sizes)}
 
     def shape(self, tensor: Spec | Parameter, layout: Layout | None = None) -> tuple[int, ...]:
-        """Return the local shape of a tensor in `layout`, by default its own."""
+        """Return the shape of a rank's block of an activation or parameter in `layout`, by default in the layout that
+        the scheme gives it."""
         layout = self.layout(tensor) if layout is None else layout
         return local_shape(tensor.dims, self.sizes_of(tensor), layout, self.mesh)
 
     def shard_elements(self, p: Parameter, axes: Sequence[str]) -> int:
-        """Return the elements of one of the equal shards over `axes` of the flattened local block, with padding."""
+        """Return the elements per rank if the local block of parameter `p` is flattened, padded and divided equally
+        over the ranks along the mesh axes `axes`, as ZeRO does."""
         n = self.mesh.extent(axes)
         return padded(prod(self.shape(p)), n) // n
 
     def stored(self, tensor: Spec | Parameter) -> tuple[int, ...]:
-        """Return the shape kept on a rank between uses: a block, or a parameter's shard if there are storage axes."""
+        """Return the local shape in which a rank keeps a tensor between its uses: a block, or a parameter's flat shard
+        if there are storage axes (ZeRO-3)."""
         if isinstance(tensor, Parameter) and self.storage:
             return (self.shard_elements(tensor, self.storage),)
         return self.shape(tensor)
 
     def partial(self, operation: Operation) -> dict[str, tuple[str, ...]]:
-        """Map each parameter's name to the axes, except storage axes, over which this operation leaves its gradient
-        partial."""
+        """Map the name of each parameter of an operation to the axes over which the operation's backward pass leaves
+        the gradient partial, to be reduced later; storage axes are left out."""
         parameters = operation.parameters
         if operation.kind == "project":
             pairs = zip(parameters, operation.outputs, strict=True)
@@ -103,7 +111,8 @@ class Planner:
         return {name: tuple(a for a in over if a not in self.storage) for name, over in found.items()}
 
     def contraction(self, operands: Sequence[tuple[Spec | Parameter, Layout]], out: Spec) -> Contraction:
-        """Apply the rule's `contract` to (tensor, its layout) operands and an activation in its own layout."""
+        """Apply the communication rule's `contract` to operands given as (tensor, the layout that it has) and to the
+        result `out` in its own layout; local shapes are filled in."""
         c = contract([(t.dims, have, isinstance(t, Parameter)) for t, have in operands], (out.dims, self.layout(out)))
         pairs = zip(c.inputs, operands, strict=True)
         inputs = tuple(self.shaped(found, t, have, c.compute.restrict(t.dims)) for found, (t, have) in pairs)
@@ -114,8 +123,8 @@ class Planner:
         return self.contraction([(t, self.layout(t)) for t in (x, y)], out)
 
     def lookup(self, operation: Operation) -> Contraction:
-        """Return the contraction of a lookup's one-hot tokens with its table. The one-hot is never materialised, so its
-        layout is free: rows split as the table's are, tokens whole."""
+        """Return the contraction of a lookup operation, seen as an einsum of one-hot tokens with its table. The one-hot
+        is never materialised, so its layout is free: rows split as the table's are, tokens whole."""
         table, out = operation.parameters[0], operation.outputs[0]
         row, layout = table.dims[0], self.layout(table)
         token_dims = tuple(d for d in out.dims if d not in table.dims)
@@ -125,18 +134,20 @@ class Planner:
     def enter(
         self, tensor: Spec | Parameter, target: Layout, axes: Sequence[str], *, source: Layout | None = None
     ) -> Conversion:
-        """Return the rule's `enter` for a tensor, from its own layout or another `source`."""
+        """Return the conversion by which `tensor` enters an operation that computes on `axes` (the communication rule's
+        `enter`), to layout `target` from its own layout or another `source`; local shapes are filled in."""
         source = self.layout(tensor) if source is None else source
         found = enter(tensor.dims, source, target, axes, parameter=isinstance(tensor, Parameter))
         return self.shaped(found, tensor, source, target)
 
     def split(self, out: Spec, source: Layout) -> Conversion:
-        """Return the rule's `leave` for a result that is whole in `source`: it is only split as its own layout is."""
+        """Return the conversion of an operation's result `out`, already complete (not partial) on every rank in layout
+        `source`, to its own layout: it is only split further, by the communication rule's `leave`."""
         return self.shaped(leave(out.dims, source, self.layout(out), ()), out, source, self.layout(out))
 
     def shaped(self, conversion: Conversion, tensor: Spec | Parameter, source: Layout, target: Layout) -> Conversion:
-        """Return a conversion of `tensor` between two layouts with its local shapes filled in, and `Step.shape` where a
-        step gives a block to ranks that had nothing."""
+        """Fill in the local shapes of a conversion of `tensor` from layout `source` to `target`, and `Step.shape` where
+        a step gives a block to ranks that had nothing."""
         before, after = self.shape(tensor, source), self.shape(tensor, target)
 
         def filled(steps: Sequence[Step], shape: tuple[int, ...]) -> tuple[Step, ...]:
@@ -146,8 +157,9 @@ class Planner:
         return Conversion(filled(conversion.forward, before), filled(conversion.backward, after), before, after)
 
     def parameter_conversion(self, operation: Operation, p: Parameter, conversion: Conversion) -> Conversion:
-        """Add to a parameter's conversion the gather over the storage axes and, if the parameter's uses differ in their
-        partial axes, this use's reduction, at the step where the gradient is smallest.
+        """Extend the conversion of parameter `p` for its use in an operation by the gather over the storage axes
+        (ZeRO-3) and, if the parameter's uses differ in their partial axes, by this use's reduction of the gradient, at
+        the step where the gradient is smallest.
 
         A sum over an axis of blocks padded with zeros along that axis is replaced by an all-gather of the blocks.
         """
@@ -164,7 +176,8 @@ class Planner:
         return replace(conversion, backward=tuple(backward))
 
     def _from_storage(self, p: Parameter, conversion: Conversion) -> Conversion:
-        """Add the all-gather of the shards over the storage axes and the reduce-scatter of the gradient into shards."""
+        """Extend a parameter's conversion by the all-gather of its shards over the storage axes (ZeRO-3) and the
+        reduce-scatter of its gradient into shards; unchanged without storage axes."""
         if not self.storage:
             return conversion
         gather = (Step("all_gather", self.storage), Step("unflatten", (), shape=self.shape(p)))
@@ -173,7 +186,8 @@ class Planner:
         return Conversion(gather + c.forward, c.backward + scatter, self.stored(p), c.after)
 
     def collectives(self, conversion: Conversion, regathered: bool = False) -> list[Collective]:
-        """Return the collectives of a conversion in both passes; `regathered`: the backward pass first repeats it."""
+        """Return the collectives that a rank launches for a conversion, first those of the forward and then those of
+        the backward pass; `regathered`: the backward pass begins by repeating the forward ones."""
         forward = self.launches(conversion.forward, conversion.before, "forward")
         repeated = [replace(c, phase="backward") for c in forward] if regathered else []
         return [*forward, *repeated, *self.launches(conversion.backward, conversion.after, "backward")]
@@ -181,7 +195,8 @@ class Planner:
     def launches(
         self, steps: Sequence[Step], shape: tuple[int, ...], phase: str, dtype: str = "compute"
     ) -> list[Collective]:
-        """Return the collectives among `steps`, taken by a local tensor of `shape`."""
+        """Return the collectives among the `steps` of a conversion, with the sizes that they have for a block of local
+        shape `shape`; `phase` and `dtype` as in Collective."""
         return [
             Collective(step.op, step.axes, prod(after if step.op == "scatter" else before), dtype, phase, step.only)
             for step, before, after in shapes(steps, shape, self.mesh)
@@ -191,5 +206,7 @@ class Planner:
     def statistics(
         self, over: Sequence[str], only: tuple[str, ...], elements: int, phase: str, op: str = "all_reduce"
     ) -> list[Collective]:
-        """Return the collective that merges statistics over the axes `over`, at index 0 of the axes `only`, if any."""
+        """Return the one collective `op` by which a norm, softmax or loss merges the statistics (maxima, sums) of a dim
+        that is split over the axes `over`; [] if none splits it. `elements`: statistics per rank; `only`: the axes at
+        whose index 0 alone ranks take part; `phase` as in Collective."""
         return [Collective(op, tuple(over), elements, "accumulate", phase, only)] if over else []

@@ -38,7 +38,8 @@ from platform.plan.language.layout import Layout, padded, prefix
 
 @dataclass(frozen=True)
 class Step:
-    """Move of one tensor: a collective or a free local change. `dim` is the position of the dim it splits or joins.
+    """Move of one tensor between layouts: a collective over the mesh axes `axes`, or a local change, which is free.
+    `dim` is the position of the dim that it splits or joins.
 
     all_gather      joins `dim` over `axes`
     reduce_scatter  sums over `axes` and splits `dim`
@@ -66,7 +67,8 @@ class Step:
     shape: tuple[int, ...] = ()
 
     def after(self, shape: Sequence[int], ranks: int) -> tuple[int, ...]:
-        """Return the shape that a block of `shape` has after the step; `ranks`: those along `axes` together."""
+        """Return the local shape of a block of local shape `shape` after this move of a conversion; `ranks`: the number
+        of ranks along the move's `axes` together."""
         if self.shape:
             return self.shape
         if self.op == "flatten":
@@ -89,7 +91,8 @@ WIDEN = ("all_gather", "gather", "broadcast")  # blocks grow, or more ranks have
 
 @dataclass(frozen=True)
 class Conversion:
-    """Steps that one operand takes between two layouts (forward), and its gradient's steps back (backward).
+    """Steps that a rank's block of one operand or result of an operation takes between two layouts (forward), and those
+    that its gradient takes back (backward).
 
     `before`, `after`: local shapes in the two layouts, which the planner fills in.
     """
@@ -101,8 +104,9 @@ class Conversion:
 
 
 def relayout_steps(dims: Sequence[str], source: Layout, target: Layout) -> tuple[Step, ...]:
-    """Return the fewest moves from one layout to another: slices first (they shrink what moves), one all-to-all for an
-    axis that moves between dims, gathers of the minor axis first."""
+    """Return the fewest moves that bring a tensor with dims `dims` from layout `source` to layout `target`: slices
+    first (they shrink what moves), one all-to-all for an axis that moves between dims, gathers of the minor axis first.
+    """
     now = {d: list(source[d]) for d in dims}
     only = list(source.only)
     wanted = {a for d in dims for a in target[d]}
@@ -156,6 +160,9 @@ def relayout_steps(dims: Sequence[str], source: Layout, target: Layout) -> tuple
 
 
 def _adjoint(step: Step, partial: Sequence[str], parameter: bool) -> list[Step]:
+    """Return the moves that undo one forward move of an operand's conversion, taken by its gradient, which is `partial`
+    over these axes. `parameter`: the operand is one; then a slice is undone by padding with zeros, which keeps the sum
+    partial. Raises ValueError for a parameter that would be used at index 0 alone."""
     match step.op:
         case "all_gather":
             return [replace(step, op="reduce_scatter" if step.axes[0] in partial else "slice")]
@@ -173,7 +180,8 @@ def _adjoint(step: Step, partial: Sequence[str], parameter: bool) -> list[Step]:
 
 
 def _located(steps: Sequence[Step], only: Sequence[str]) -> tuple[Step, ...]:
-    """Return the steps with `Step.only` filled in, starting from a tensor that exists at index 0 of the axes `only`."""
+    """Fill in `Step.only` along a conversion's moves: the axes at whose index 0 alone ranks take the move. `only`:
+    those at whose index 0 alone the tensor exists at the start."""
     here = list(only)
     out = []
     for step in steps:
@@ -193,10 +201,12 @@ def enter(
     *,
     parameter: bool = False,
 ) -> Conversion:
-    """Return the conversion of an operand into an operation that computes on `compute_axes` (rule, steps 2 and 3).
+    """Return the conversion by which an operand with dims `dims` enters an operation that computes on `compute_axes`
+    (the communication rule, steps 2 and 3): from its layout `source` to `target`, and its gradient back.
 
-    The gradient of an activation is all-reduced over the compute axes that it lacks; a parameter's stays partial over
-    `partial_axes`. Raises ValueError for a parameter that all ranks have and only those at index 0 would use.
+    The gradient of an activation is all-reduced over the compute axes that it lacks; a parameter's (`parameter`) stays
+    partial over `partial_axes`. Raises ValueError for a parameter that all ranks have and only those at index 0 would
+    use.
     """
     forward = relayout_steps(dims, source, target)
     # The gradient is partial over the compute axes except those that split this operand: undoing a slice gives every
@@ -212,13 +222,15 @@ def enter(
 
 
 def partial_axes(source: Layout, compute_axes: Sequence[str]) -> tuple[str, ...]:
-    """Return the axes over which the gradient of a parameter in layout `source` is partial after its use."""
+    """Return the axes over which an operation that computes on `compute_axes` leaves the gradient of a parameter in
+    layout `source` partial: ranks along them hold summands of it."""
     return tuple(a for a in compute_axes if a not in source.axes and a not in source.only)
 
 
 def leave(dims: Sequence[str], source: Layout, target: Layout, partial: Sequence[str]) -> Conversion:
-    """Return the conversion of a local result, partial over `partial`, to the wanted layout (rule, step 5);
-    `source` is a prefix of `target` in every dim."""
+    """Return the conversion by which an operation's local result with dims `dims`, partial (to be summed) over the axes
+    `partial`, leaves it (the communication rule, step 5): from layout `source` to the wanted `target`; `source` is a
+    prefix of `target` in every dim."""
     forward: list[Step] = []
     left = list(partial)
     for i, d in enumerate(dims):
@@ -241,7 +253,8 @@ def leave(dims: Sequence[str], source: Layout, target: Layout, partial: Sequence
 
 @dataclass(frozen=True)
 class Contraction:
-    """Outcome of the rule for one einsum: its compute layout and the conversions of its operands and its result."""
+    """Outcome of the communication rule for one einsum: its compute layout and the conversions of its operands and its
+    result."""
 
     compute: Layout  # of every dim of the iteration space; `only`: the ranks that compute it
     axes: tuple[str, ...]  # C: all axes in the compute layout
@@ -253,7 +266,8 @@ def contract(
     inputs: Sequence[tuple[Sequence[str], Layout, bool]],
     output: tuple[Sequence[str], Layout],
 ) -> Contraction:
-    """Plan an einsum of (dims, layout, is_parameter) operands into (dims, layout).
+    """Apply the communication rule to an einsum of (dims, layout, is_parameter) operands into a result (dims, layout):
+    choose its compute layout and the conversions of operands and result.
 
     Raises ValueError if one axis would split two dims of the iteration space; the message names the axis and the dims.
     """

@@ -23,12 +23,13 @@ TRAFFIC = {
 
 
 def label(op: str, axes: Iterable[str]) -> str:
-    """Return the key of a collective in `comm_bytes`, such as `all_reduce/data+t`."""
+    """Return the key under which a collective is counted in `comm_bytes`, such as `all_reduce/data+t`."""
     return f"{op}/{'+'.join(axes)}"
 
 
 def moved_bytes(c: Collective, mesh: Mesh, itemsize: dict[str, int]) -> int:
-    """Return the bytes that all workers together move in one launch of `c`; `itemsize`: bytes per element by dtype."""
+    """Return the bytes that all workers together move in one launch of the planned collective `c`; `itemsize`: bytes
+    per element by `Collective.dtype`."""
     n = mesh.extent(c.axes)
     groups = mesh.size // n // mesh.extent(c.only)
     return TRAFFIC[c.op](n, c.elements) * itemsize[c.dtype] * groups

@@ -39,14 +39,16 @@ def build_plan(
     zero: int = 0,
     dropout: float = 0.0,
 ) -> Plan:
-    """Build a run's plan: record the model and plan every operation.
+    """Build the plan of a run: record the model's forward pass, divide it into chunks and plan the layouts and
+    collectives of every operation under `scheme`.
 
-    `microbatch`: sequences per microbatch and replica; `sequences`: per step, by default all that the microbatches
-    hold, fewer if the last is partial; `stage_of`: the stage of every chunk. `zero`: what is sharded over `data` (ZeRO,
-    Rajbhandari et al. 2020): 0 nothing, 1 master copies and optimizer state, 3 also the parameters, whose storage axis
-    is then `data`. Raises ModelMistake for an error in the model's code, IllegalPlan with all violations: an axis that
-    would split two dims of one operation, a dim (other than vocab) that its axes do not divide, or more chunks than the
-    model has units.
+    `data`: number of replicas; `microbatch`: sequences per microbatch and replica; `microbatches`: per step;
+    `sequences`: per step, by default all that the microbatches hold, fewer if the last is partial; `stage_of`: the
+    stage of every chunk. `scatter_gather`, `recompute` and `precision` as in Plan. `zero`: what is sharded over `data`
+    (ZeRO, Rajbhandari et al. 2020): 0 nothing, 1 master copies and optimizer state, 3 also the parameters, whose
+    storage axis is then `data`. Raises ModelMistake for an error in the model's code, IllegalPlan with all violations:
+    an axis that would split two dims of one operation, a dim (other than vocab) that its axes do not divide, or more
+    chunks than the model has units.
     """
     mesh = Mesh.of({"stage": max(stage_of) + 1, **scheme.mesh_axes(data)})
     parameters, sizes = _declared(model, microbatch * data)
@@ -83,7 +85,8 @@ def build_plan(
 
 
 def _declared(model: RecordableModel, batch: int) -> tuple[tuple[Parameter, ...], dict[str, int]]:
-    """Return the model's parameters, checked, and the sizes of all its dims."""
+    """Return the parameters that a model declares, checked, and the global sizes of all its dims, of which `batch` is
+    that of one microbatch of all replicas. Raises ModelMistake."""
     with as_model_mistakes(model):
         parameters, own_sizes = tuple(model.parameters()), dict(model.sizes)
     if "length" not in own_sizes:
@@ -96,6 +99,8 @@ def _declared(model: RecordableModel, batch: int) -> tuple[tuple[Parameter, ...]
 def _recorded(
     model: RecordableModel, recorder: Callable[[], Recorder], chunks: int, sizes: Mapping[str, int]
 ) -> list[Recorded]:
+    """Record the model as `chunks` chunks; turn the error of a model with fewer units than chunks into IllegalPlan,
+    other errors of its code into ModelMistake."""
     try:
         with as_model_mistakes(model):
             return record(model, recorder, chunks, sizes)
@@ -106,13 +111,16 @@ def _recorded(
 
 
 def _with_vocab_padded(sizes: Mapping[str, int], scheme: Scheme, mesh: Mesh) -> dict[str, int]:
+    """Return the sizes of a model's dims with vocab padded to a multiple of the ranks along all axes that split it in
+    any layout of the scheme."""
     axes = {a for layout in (*scheme.regions.values(), *scheme.parameters.values()) for a in layout["vocab"]}
     return {**sizes, "vocab": padded(sizes["vocab"], mesh.extent(sorted(axes)))}
 
 
 def _reductions(planner: Planner, operations: Sequence[Operation]) -> tuple[Reductions, ReducedAtUse]:
-    """Return the axes over which each parameter's gradient is summed once a step, those over which all of its uses
-    leave it partial; and for each use that has more, the others, over which it is summed at that use."""
+    """Return, first, by parameter the axes over which its gradient is summed once a step: those over which all of its
+    uses in operations leave it partial. Second, by (operation's name and kind, parameter), for each use that leaves it
+    partial over more axes, the others, over which it is summed at that use."""
     uses: dict[str, list[tuple[Operation, tuple[str, ...]]]] = defaultdict(list)
     partial_of: dict[tuple, list[tuple[str, ...]]] = {}  # by `Operation.anonymous`: layers are alike
     for operation in operations:
@@ -138,7 +146,8 @@ def _planned_chunk(planner: Planner, number: int, stage: int, recorded: Recorded
 
 
 def _replicated(mesh: Mesh, operations: Mapping[tuple[str, str], PlannedOperation], sizes: Mapping[str, int]):
-    """Yield a warning per set of axes that splits no dim of some einsums, so that their work is repeated over it."""
+    """Yield one warning for the plan per set of mesh axes that splits no dim of some einsums, so that every rank along
+    these axes repeats the same work. `operations` by (kind, name); `sizes`: global sizes of dims."""
     names: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for o in operations.values():
         if einsum_flops(o.operation, sizes):

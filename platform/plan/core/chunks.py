@@ -19,7 +19,7 @@ FlowSpecs = tuple[tuple[str, Spec], ...]  # activations by name
 
 
 class RecordableModel(Protocol):
-    """Interface of a model as the planner sees it; platform.model has the implementations.
+    """Interface of a model as the code that builds plans sees it; platform.model has the implementations.
 
     A model that can be divided over pipeline stages also has `units`, the names of the smallest parts that it can be
     divided into, in order, and `part(ops, inputs, flow, units)`, which runs some of them on the activations `flow` by
@@ -39,7 +39,8 @@ class RecordableModel(Protocol):
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive units of a model, planned for one stage. `units` is empty if the model cannot be divided.
+    """Consecutive units (embedding, blocks, head) of a model, planned for one pipeline stage. `units` is empty if the
+    model cannot be divided. `number` counts through the whole model.
 
     `receives`: the activations from the previous chunk; `sends`: the activations for the next chunk.
     """
@@ -60,7 +61,8 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Recorded:
-    """Operations recorded for one chunk, and the activations that it receives and sends; not yet planned."""
+    """Operations that a run of one model chunk under the Recorder has listed, and the activations that the chunk
+    receives and sends; not yet planned."""
 
     units: tuple[str, ...]
     operations: tuple[Operation, ...]
@@ -72,9 +74,10 @@ class Recorded:
 def record(
     model: RecordableModel, recorder: Callable[[], Recorder], count: int, sizes: Mapping[str, int]
 ) -> list[Recorded]:
-    """Record a model as `count` consecutive chunks of about equal cost. `recorder` makes a new Recorder.
+    """Record a model's forward pass, without computing it, as `count` chunks of consecutive units of about equal cost,
+    for the stages of a pipeline. `recorder` makes a new Recorder; `sizes`: global sizes of the model's dims.
 
-    Raises ValueError for a model of fewer units than chunks.
+    Raises ValueError for a model of fewer units (embedding, blocks, head) than chunks.
     """
     inputs = {name: name for name in model.inputs}
     if count == 1:
@@ -110,13 +113,15 @@ def record(
 
 
 def cost(operation: Operation, sizes: Mapping[str, int]) -> float:
-    """Return an operation's forward cost for placing units on stages: FLOPs of an einsum, else elements written."""
+    """Return an operation's forward cost, by which a model's units are divided over pipeline chunks: FLOPs of an
+    einsum, else elements written, of all ranks together. `sizes`: global sizes of the model's dims."""
     elements = sum(prod(_extents(out, sizes).values()) for out in operation.outputs)
     return einsum_flops(operation, sizes) or float(elements)
 
 
 def einsum_flops(operation: Operation, sizes: Mapping[str, int]) -> float:
-    """Return 2 x the iteration space of an operation's einsums: forward FLOPs of all ranks together."""
+    """Return the forward FLOPs of an operation's einsums on all ranks together: 2 x their iteration spaces, 0 for an
+    operation without einsum. `sizes`: global sizes of the model's dims."""
     if operation.kind == "fused_attention":
         query, key, _ = operation.inputs
         assert isinstance(key, Spec)
@@ -134,6 +139,7 @@ def _extents(tensor: Spec | Parameter, sizes: Mapping[str, int]) -> dict[str, in
 
 
 def replicated_axes(layout: Layout, mesh: Mesh) -> tuple[str, ...]:
-    """Return the axes within a stage over which a tensor in `layout` is replicated: the scatter/gather optimization
-    sends 1/n per rank and gathers over them on the other stage (Megatron-LM, Narayanan et al. 2021, section 4.1)."""
+    """Return the mesh axes but `stage` over which a tensor in `layout` is replicated: with the scatter/gather
+    optimization each of their n ranks sends 1/n of it to the next stage, which gathers it over them (Megatron-LM,
+    Narayanan et al. 2021, section 4.1)."""
     return tuple(a for a in mesh.ordered(mesh.axes) if a not in ("stage", *layout.axes, *layout.only))

@@ -28,7 +28,8 @@ ITEMSIZE = {
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters whose gradients are summed over `axes` once a step, by the ranks at index 0 of the axes `only`."""
+    """Parameters whose gradients are reduced together: summed over the mesh axes `axes` once a step, by the ranks at
+    index 0 of the axes `only`."""
 
     axes: tuple[str, ...]
     only: tuple[str, ...]
@@ -37,14 +38,15 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Plan:
-    """Complete description of a run's parallel execution, or of one stage's part of it (`at`).
+    """Complete description of a run's parallel execution, or of one stage's part of it (`at`), which workers execute
+    and people read.
 
     `sizes` are those of one microbatch of all replicas together (batch = microbatch x data), vocab as configured; the
-    planner's have vocab padded. `sequences`: per step. `reductions`: parameter name -> axes over which its gradient is
-    summed once a step. `stages_of`: parameter name -> the stages that use it; the first owns it, the others of a tied
-    parameter hold copies. `scatter_gather`: stages send 1/n of a tensor that n ranks of a stage replicate. `sharded`:
-    axes over which master copies, reduced gradients and optimizer state are kept in shards: equal padded parts of the
-    flattened local block, one per rank.
+    planner's have vocab padded. `sequences`, `microbatches`: per step. `reductions`: parameter name -> axes over which
+    its gradient is summed once a step. `stages_of`: parameter name -> the stages that use it; the first owns it, the
+    others of a tied parameter hold copies. `scatter_gather`: stages send 1/n of a tensor that n ranks of a stage
+    replicate. `sharded`: axes over which master copies, reduced gradients and optimizer state are kept in shards: equal
+    padded parts of the flattened local block, one per rank.
     """
 
     planner: Planner
@@ -63,7 +65,8 @@ class Plan:
 
     @cached_property
     def operations(self) -> dict[tuple[str, str], PlannedOperation]:
-        """Map (kind, name) to operations, in model order. Chunks that share one (relative positions) plan it alike."""
+        """Map (kind, name) to the planned operations of all chunks, in model order. Chunks that share one (relative
+        positions) plan it alike."""
         return {key: o for chunk in self.chunks for key, o in chunk.operations.items()}
 
     @property
@@ -71,7 +74,7 @@ class Plan:
         return self.mesh.axes["stage"]
 
     def at(self, stage: int) -> Plan:
-        """Return the part of the plan that one stage executes: its chunks and their parameters."""
+        """Return the part of the plan that one pipeline stage executes: its chunks and their parameters."""
         chunks = tuple(c for c in self.chunks if c.stage == stage)
         return replace(
             self, chunks=chunks, parameters=tuple(p for p in self.parameters if stage in self.stages_of[p.name])
@@ -79,30 +82,35 @@ class Plan:
 
     @cached_property
     def tied(self) -> dict[str, tuple[int, ...]]:
-        """Map each parameter on several stages to these stages, over which its gradient is summed once a step."""
+        """Map the name of each parameter that several pipeline stages use to these stages, over which its gradient is
+        summed once a step."""
         return {p.name: self.stages_of[p.name] for p in self.parameters if len(self.stages_of[p.name]) > 1}
 
     @cached_property
     def neighbours(self) -> list[tuple[int, int]]:
-        """Return the pairs of stages that exchange messages, the lower stage first."""
+        """Return the pairs of pipeline stages that exchange messages (activations, or gradients of tied parameters),
+        the lower stage first."""
         pairs = [(a.stage, b.stage) for a, b in zip(self.chunks, self.chunks[1:], strict=False)]
         pairs += [(owner, other) for owner, *others in self.tied.values() for other in others]
         return sorted({(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]})
 
     def shared_axes(self, spec: Spec) -> tuple[str, ...]:
-        """Return the axes over which a tensor is scattered before it is sent to another stage, and gathered there."""
+        """Return the axes over which an activation is scattered before it is sent to another stage, and gathered there
+        (scatter/gather optimization); () if it is sent whole."""
         return replicated_axes(self.layout(spec), self.mesh) if self.scatter_gather else ()
 
     def sent_elements(self, spec: Spec) -> int:
-        """Return the elements that each rank sends of an activation, or of its gradient, to another stage."""
+        """Return the elements that each rank sends of one activation, or of its gradient, to another stage."""
         return self.shared_elements(spec, self.shared_axes(spec))
 
     def kept_axes(self, spec: Spec) -> tuple[str, ...]:
-        """Return the axes over which a tensor kept for recomputation is scattered until it is needed."""
+        """Return the axes whose ranks replicate an activation, so that each keeps an equal part of it until the
+        backward pass recomputes from it."""
         return replicated_axes(self.layout(spec), self.mesh)
 
     def shared_elements(self, spec: Spec, axes: tuple[str, ...]) -> int:
-        """Return the elements of one rank's part of a local block divided equally, with padding, over `axes`."""
+        """Return the elements of one rank's part if the local block of an activation is divided equally, with padding,
+        over the ranks along `axes`."""
         n = self.mesh.extent(axes)
         return padded(prod(self.local_shape(spec)), n) // n
 
@@ -116,48 +124,54 @@ class Plan:
 
     @property
     def storage(self) -> tuple[str, ...]:
-        """Return the sharded axes over which the compute copies too are stored in shards between uses (ZeRO-3)."""
+        """Return the axes, among `sharded`, over which the parameters' compute copies too are stored in shards between
+        uses (ZeRO-3); () for none."""
         return self.planner.storage
 
     def layout(self, tensor: Spec | Parameter) -> Layout:
         return self.planner.layout(tensor)
 
     def local_shape(self, tensor: Spec | Parameter) -> tuple[int, ...]:
-        """Return the shape of one block of a tensor; it is the same on every rank that has a block."""
+        """Return the shape of one rank's block of an activation or parameter, vocab with padding; it is the same on
+        every rank that has a block."""
         return self.planner.shape(tensor)
 
     def present(self, tensor: Spec | Parameter, coordinates: Mapping[str, int]) -> bool:
-        """Return True if the rank at `coordinates` has a block of a tensor: some tensors exist on sub-grid 0 alone, and
-        parameters only on the stages that use them."""
+        """Return True if the rank at `coordinates` has a block of an activation or parameter: some tensors exist on
+        sub-grid 0 of a D&SP branch splitting alone, and parameters only on the stages that use them."""
         here = not isinstance(tensor, Parameter) or coordinates["stage"] in self.stages_of[tensor.name]
         return here and self.layout(tensor).present(coordinates)
 
     def block(self, tensor: Spec | Parameter, coordinates: Mapping[str, int]) -> list[tuple[int, int]]:
-        """Return (offset, extent) per dim of the block at `coordinates`; the last of vocab may reach into padding."""
+        """Return (offset, extent) along every dim of the block of a global tensor that the rank at `coordinates` holds;
+        the last block of vocab may reach into padding."""
         return block(tensor.dims, self.planner.sizes_of(tensor), self.layout(tensor), self.mesh, coordinates)
 
     def shard_range(self, p: Parameter, coordinates: Mapping[str, int]) -> tuple[int, int]:
-        """Return (start, stop) of the part of its flattened local block of which the rank at `coordinates` keeps master
-        copy and optimizer state: all of it, or its shard without padding, which may be empty."""
+        """Return (start, stop) within the flattened local block of parameter `p` of the elements whose master copy and
+        optimizer state the rank at `coordinates` keeps: all of the block, or its ZeRO shard without padding, which may
+        be empty."""
         elements = prod(self.local_shape(p))
         shard = self.planner.shard_elements(p, self.sharded)
         start = self.mesh.index(coordinates, self.sharded) * shard
         return min(start, elements), min(start + shard, elements)
 
     def master_shape(self, p: Parameter) -> tuple[int, ...]:
-        """Return the shape of a rank's master copy and reduced gradient: its block, or its shard with padding."""
+        """Return the shape of one rank's master copy, and of its reduced gradient, of parameter `p`: that of its block,
+        or (elements,) of its ZeRO shard with padding."""
         return (self.planner.shard_elements(p, self.sharded),) if self.sharded else self.local_shape(p)
 
     def stored_shape(self, p: Parameter) -> tuple[int, ...]:
-        """Return the shape of a rank's compute copy between uses, and of its gradient before the reduction."""
+        """Return the shape of one rank's compute copy of parameter `p` between uses, and of the gradient before its
+        reduction."""
         return self.planner.stored(p)
 
     def split_over(self, p: Parameter) -> tuple[str, ...]:
-        """Return the axes along which ranks hold different parts of the master copy."""
+        """Return the mesh axes along which ranks hold different parts of the master copy of parameter `p`."""
         return (*self.layout(p).axes, *self.sharded)
 
     def global_shape(self, tensor: Spec | Parameter) -> tuple[int, ...]:
-        """Return the tensor's shape as the model declares it: vocab without padding."""
+        """Return the global shape of an activation or parameter as the model declares it: vocab without padding."""
         return tuple({**self.sizes, **dict(tensor.sizes)}[d] for d in tensor.dims)
 
     @cached_property
@@ -166,19 +180,21 @@ class Plan:
 
     @cached_property
     def buckets(self) -> list[Bucket]:
-        """Return the gradient reductions deferred to the end of the step, in model order."""
+        """Return the gradient reductions that wait for the end of the step, parameters with equal axes together, in
+        model order."""
         found: dict[tuple[tuple[str, ...], tuple[str, ...]], list[Parameter]] = defaultdict(list)
         for p in self.parameters:
             found[self.reductions[p.name], self.layout(p).only].append(p)
         return [Bucket(axes, only, tuple(parameters)) for (axes, only), parameters in found.items() if axes]
 
     def scattered(self, axes: Sequence[str]) -> tuple[str, ...]:
-        """Return the axes of a deferred reduction over which it leaves shards."""
+        """Return those of `axes`, over which gradients are reduced at the end of a step, along which a reduce-scatter
+        leaves each rank a shard (ZeRO)."""
         return tuple(a for a in axes if a in self.sharded)
 
     def reduction(self, bucket: Bucket) -> list[Step]:
-        """Return the steps that reduce a bucket of gradients [ranks along the scattered axes, elements of a shard]:
-        reduce-scatter before all-reduce, which moves the fewest bytes."""
+        """Return the steps that reduce a bucket of gradients, laid out as [ranks along the scattered axes, elements of
+        a shard]: reduce-scatter before all-reduce, which moves the fewest bytes."""
         scattered = self.scattered(bucket.axes)
         summed = tuple(a for a in bucket.axes if a not in scattered)
         moves = (("reduce_scatter", scattered), ("all_reduce", summed))
@@ -186,7 +202,8 @@ class Plan:
 
     @property
     def gathering(self) -> list[Step]:
-        """Return the steps that gather a bucket [elements] of updated shards into whole compute copies (ZeRO-1)."""
+        """Return the steps that gather the updated shards of a bucket of parameters [elements] into whole compute
+        copies (ZeRO-1)."""
         return [Step("all_gather", self.sharded)]
 
     @cached_property
@@ -195,20 +212,25 @@ class Plan:
 
     @cached_property
     def local_parameter_count(self) -> int:
-        """Return the parameter elements kept between uses by a worker, on the stage and sub-grid with the most."""
+        """Return the largest number of parameter elements that any worker keeps between uses: on the stage with the
+        most, on sub-grid 0."""
         return max(self.parameters_at({**self.mesh.coordinates(0), "stage": c.stage}) for c in self.chunks)
 
     def parameters_at(self, coordinates: Mapping[str, int]) -> int:
-        """Return the number of parameter elements that the worker at `coordinates` keeps between uses."""
+        """Return the number of parameter elements that the worker at `coordinates` keeps between uses, as compute
+        copies."""
         return sum(prod(self.stored_shape(p)) for p in self.parameters if self.present(p, coordinates))
 
     def masters_at(self, coordinates: Mapping[str, int]) -> int:
-        """Return the number of master elements, each with optimizer state, that the worker at `coordinates` updates."""
+        """Return the number of elements of master copies, each with optimizer state, that the worker at `coordinates`
+        updates."""
         return sum(prod(self.master_shape(p)) for p in self.parameters if self.present(p, coordinates))
 
     @cached_property
     def elsewhere(self) -> dict[str, int] | None:
-        """Return the coordinates of a worker outside of sub-grid 0 if some tensors are only there, else None."""
+        """Return the mesh coordinates of an example worker outside of sub-grid 0, which holds less than others where
+        D&SP-cSub keeps the common layers of a model on sub-grid 0 alone (index 0 along the branch axes); None if every
+        worker of a stage has a block of all its tensors."""
         only = self.scheme.sub_grid_zero
         return {a: int(a in only) for a in self.mesh.axes} if only else None
 
@@ -218,14 +240,16 @@ class Plan:
 
     @cached_property
     def flops_per_token(self) -> float:
-        """Return the model FLOPs per token of forward and backward: three times every einsum, no recomputation,
-        attention not halved for its causal mask (6N + 12 layers d_model length, N the parameters of the einsums)."""
+        """Return the model FLOPs per token of forward and backward, for model FLOPs utilisation: three times every
+        einsum, no recomputation, attention not halved for its causal mask (6N + 12 layers d_model length, N the
+        parameters of the einsums)."""
         forward = sum(einsum_flops(o.operation, self.sizes) for o in self.operations.values())
         return 3 * forward / (self.sizes["batch"] * self.sizes["length"])
 
     @cached_property
     def readers(self) -> dict[str, dict[tuple[str, str], Layout]]:
-        """Map data tensor -> (kind, name) of each operation that reads it -> its layout over batch and length."""
+        """Map each data tensor (token ids, labels, masks) to the operations that read it, (kind, name) -> layout over
+        batch and length in which the operation reads it."""
         out: dict[str, dict[tuple[str, str], Layout]] = defaultdict(dict)
         for key, o in self.operations.items():
             if o.operation.reads is not None:
@@ -234,10 +258,12 @@ class Plan:
 
     @cached_property
     def loss_layout(self) -> Layout:
-        """Return the layout of the elements that a rank's loss sums over; along its axes ranks hold parts of it."""
+        """Return the layout of the elements over which a rank's part of the loss sums; along its axes ranks hold
+        different parts of the loss, which are added up."""
         return next(o.tokens for (kind, _), o in self.operations.items() if kind in LOSSES)
 
     def moved_bytes(self, c: Collective) -> int:
-        """Return the bytes that all workers of one stage move in one launch of `c`; of all stages if `c` spans them."""
+        """Return the bytes that all workers of one stage move in one launch of the collective `c`; of all stages
+        together if `c` spans them."""
         everywhere = moved_bytes(c, self.mesh, {**self.itemsize, "metrics": 8})
         return everywhere if "stage" in c.axes and c.op != "send" else everywhere // self.stages

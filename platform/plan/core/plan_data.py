@@ -31,12 +31,12 @@ _CLASSES = {part.__name__: part for part in _PARTS}
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
-    """Return the whole of a plan as plain data: an equal plan can be rebuilt from it."""
+    """Encode a whole plan as plain JSON-able data, from which `from_dict` rebuilds an equal plan."""
     return _encoded(plan)
 
 
 def from_dict(data: Any) -> Plan:
-    """Rebuild the plan that `to_dict` made `data` of. Raises ValueError for anything else."""
+    """Rebuild the plan from which `to_dict` made `data`. Raises ValueError for anything else."""
     try:
         plan = _decoded(data)
     except (KeyError, TypeError, AttributeError) as error:
@@ -47,12 +47,14 @@ def from_dict(data: Any) -> Plan:
 
 
 def digest(plan: Plan) -> str:
-    """Return 16 hexadecimal digits that are the same for equal plans, in every process and on every machine."""
+    """Return 16 hexadecimal digits that identify a plan: the same for equal plans, in every process and on every
+    machine."""
     text = json.dumps(to_dict(plan), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _encoded(value: Any) -> Any:
+    """Encode one value of a plan, recursively: dataclasses and mappings as in the module's text, tuples as lists."""
     if is_dataclass(value):
         assert type(value) in _PARTS, f"{type(value).__name__} is missing in _PARTS"
         return {"is": type(value).__name__} | {
@@ -67,6 +69,8 @@ def _encoded(value: Any) -> Any:
 
 
 def _decoded(value: Any) -> Any:
+    """Rebuild one value of a plan from the plain data that `_encoded` made of it, recursively. Errors of foreign data
+    are KeyError, TypeError or AttributeError."""
     if isinstance(value, list):
         return tuple(map(_decoded, value))
     if not isinstance(value, Mapping):
@@ -78,7 +82,8 @@ def _decoded(value: Any) -> Any:
 
 
 def plan_summary(plan: Plan) -> dict[str, Any]:
-    """Return what `plan.json` of the run directory says of a plan, its digest too; too little to rebuild it."""
+    """Return the summary of a plan that `plan.json` in the run directory holds for people, with its digest; too little
+    to rebuild the plan."""
     return {
         "digest": digest(plan),
         "mesh": plan.mesh.axes,

@@ -14,7 +14,8 @@ WORLD_SUMS = 2  # fp64 numbers summed over the world once a step: loss and squar
 
 
 def step_collectives(plan: Plan) -> list[tuple[str, Collective, int]]:
-    """Return (place, collective, launches per rank) for every collective of one training step.
+    """List every collective of one training step under a plan as (place, collective, launches per rank); the place
+    names the operation, the pair of stages, or the part of the update.
 
     Only the ranks of one stage launch an operation's collectives, a send, or those of gradients and updates.
     """
@@ -48,7 +49,8 @@ def step_collectives(plan: Plan) -> list[tuple[str, Collective, int]]:
 
 
 def update_collectives(plan: Plan) -> list[tuple[str, Collective, int]]:
-    """Return the collectives of one stage's update: the sums of gradients, and the gathers of updated parameters.
+    """List the collectives of one stage's update at the end of a step, as (place, collective, launches per rank): the
+    sums of gradients, and the gathers of updated parameters (ZeRO-1).
 
     `plan`: the plan of that stage, see `Plan.at`.
     """
@@ -65,7 +67,8 @@ def update_collectives(plan: Plan) -> list[tuple[str, Collective, int]]:
 
 
 def _transfer(plan: Plan, spec: Spec) -> list[Collective]:
-    """Return the collectives that send an activation from stage to stage, and its gradient back."""
+    """Return the collectives that send one activation of a microbatch from a stage to the next, and its gradient back,
+    with the gathers of its parts (scatter/gather optimization)."""
     found = []
     elements, axes, only = plan.sent_elements(spec), plan.shared_axes(spec), plan.layout(spec).only
     for phase in ("forward", "backward"):
@@ -76,7 +79,8 @@ def _transfer(plan: Plan, spec: Spec) -> list[Collective]:
 
 
 def communication(plan: Plan) -> dict[str, int]:
-    """Return `OP/AXES` -> bytes that all workers move in one training step, as the run's counters will measure them."""
+    """Return the bytes that all workers together move in one training step of a plan, by `OP/AXES` such as
+    `all_reduce/data+t`, exactly as the run's counters will measure them."""
     out: dict[str, int] = defaultdict(int)
     for _, c, launches in step_collectives(plan):
         out[label(c.op, plan.mesh.ordered(c.axes))] += launches * plan.moved_bytes(c)
@@ -84,9 +88,9 @@ def communication(plan: Plan) -> dict[str, int]:
 
 
 def process_groups(plan: Plan) -> list[tuple[str, ...]]:
-    """Return the axes of every process group that a run needs, in the same order on all ranks: those of a training
-    step and, for generating text, each axis that splits the logits, which are gathered axis by axis, and `stage`, over
-    which the next token is broadcast."""
+    """Return the mesh axes of every process group that a run of the plan creates, in the same order on all ranks: those
+    of the collectives of a training step and, for generating text, each axis that splits the logits, which are gathered
+    axis by axis, and `stage`, over which the next token is broadcast."""
     used = {plan.mesh.ordered(c.axes) for _, c, _ in step_collectives(plan) if c.op != "send"}
     used |= {(axis,) for axis in plan.scheme.regions["logits"].axes}
     used |= {("stage",)} if plan.stages > 1 else set()

@@ -26,7 +26,8 @@ class Layout(Mapping[str, tuple[str, ...]]):
 
     @classmethod
     def of(cls, rules: Mapping[str, Sequence[str]], only: Sequence[str] = ()) -> Layout:
-        """Return the layout of `rules` in canonical form: dims sorted, axes of `only` that split a dim left out."""
+        """Build the layout that splits each dim of `rules` over its axes, in canonical form: dims sorted, dims without
+        axes left out, and of `only` (axes at whose index 0 alone the tensor exists) those that split a dim left out."""
         split = {a for axes in rules.values() for a in axes}
         items = tuple(sorted((dim, tuple(axes)) for dim, axes in rules.items() if axes))
         return cls(items, tuple(a for a in only if a not in split))
@@ -52,11 +53,12 @@ class Layout(Mapping[str, tuple[str, ...]]):
         return Layout(tuple((d, axes) for d, axes in self.items_ if d in kept), self.only)
 
     def present(self, coordinates: Mapping[str, int]) -> bool:
-        """Return True if the rank at `coordinates` has a block of the tensor."""
+        """Return True if the rank at mesh `coordinates` has a block of a tensor in this layout."""
         return at_zero(self.only, coordinates)
 
     def conflict(self) -> tuple[str, str, str] | None:
-        """Return (axis, dim, dim) for the first axis that splits two dims, which no tensor allows, or None."""
+        """Return (axis, dim, dim) for the first mesh axis that splits two dims of this layout, which no tensor allows,
+        or None."""
         seen: dict[str, str] = {}
         for dim, axes in self.items_:
             for axis in axes:
@@ -71,12 +73,13 @@ class Layout(Mapping[str, tuple[str, ...]]):
 
 
 def at_zero(axes: Sequence[str], coordinates: Mapping[str, int]) -> bool:
-    """Return True if `coordinates` have index 0 along all of `axes`."""
+    """Return True if a rank's mesh `coordinates` have index 0 along all of `axes`: it is where a tensor that exists
+    there alone is."""
     return not any(coordinates[a] for a in axes)
 
 
 def prefix(*lists: Sequence[str]) -> tuple[str, ...]:
-    """Return the longest common prefix of the lists."""
+    """Return the longest common prefix of lists of mesh axes."""
     out: list[str] = []
     for column in zip(*lists, strict=False):
         if len(set(column)) > 1:
@@ -86,14 +89,16 @@ def prefix(*lists: Sequence[str]) -> tuple[str, ...]:
 
 
 def padded(size: int, parts: int) -> int:
-    """Return the smallest multiple of `parts` that is at least `size`."""
+    """Return the smallest multiple of `parts` that is at least `size`: the size with padding of what is divided equally
+    among ranks."""
     return -(-size // parts) * parts
 
 
 def block(
     dims: Sequence[str], sizes: Mapping[str, int], layout: Layout, mesh: Mesh, coordinates: Mapping[str, int]
 ) -> list[tuple[int, int]]:
-    """Return (offset, extent) along every dim of the block that the rank at `coordinates` holds of a tensor.
+    """Return (offset, extent) along every dim of the block that the rank at `coordinates` holds of a global tensor with
+    dims `dims` of global `sizes` in `layout`.
 
     A dim that its axes do not divide (only vocab may be one) is padded: the last blocks reach beyond `sizes[dim]`.
     """
@@ -107,5 +112,6 @@ def block(
 
 
 def local_shape(dims: Sequence[str], sizes: Mapping[str, int], layout: Layout, mesh: Mesh) -> tuple[int, ...]:
-    """Return the shape of one block of a tensor; it is the same on every rank that has a block."""
+    """Return the shape of one rank's block of a global tensor with dims `dims` of global `sizes` in `layout`; it is the
+    same on every rank that has a block."""
     return tuple(-(-sizes[d] // mesh.extent(layout[d])) for d in dims)

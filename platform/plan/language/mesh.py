@@ -21,7 +21,8 @@ class Mesh:
 
     @classmethod
     def of(cls, axes: Mapping[str, int], world_size: int | None = None) -> Mesh:
-        """Return a mesh of these axes; one size may be -1 and becomes `world_size` over the product of the others.
+        """Build a mesh from axis sizes, outer to inner; one size may be -1 and becomes `world_size` (number of workers)
+        over the product of the others.
 
         Raises ValueError if a size is below 1 or the -1 cannot be resolved for this world.
         """
@@ -38,7 +39,7 @@ class Mesh:
         return cls(tuple(sizes.items()))
 
     def __str__(self) -> str:
-        """Return the mesh as people read it, such as "data 2 x t 3", without axes of size 1."""
+        """Format the mesh for people, such as "data 2 x t 3", without axes of size 1."""
         return " x ".join(f"{a} {n}" for a, n in self.shape if n > 1) or "1"
 
     @cached_property
@@ -50,14 +51,15 @@ class Mesh:
         return prod(n for _, n in self.shape)
 
     def extent(self, axes: Sequence[str]) -> int:
-        """Return the number of ranks along these axes together: the product of their sizes."""
+        """Return the number of ranks along these mesh axes together: the product of their sizes."""
         ranks = 1
         for axis in axes:
             ranks *= self.axes[axis]
         return ranks
 
     def ordered(self, axes) -> tuple[str, ...]:
-        """Return the given axes in mesh order without those of size 1: the canonical name of a process group."""
+        """Return the given axes in mesh order without those of size 1: the canonical name of the process group along
+        them."""
         wanted = set(axes)
         return tuple(a for a, n in self.shape if a in wanted and n > 1)
 
@@ -74,18 +76,21 @@ class Mesh:
         return rank
 
     def index(self, coordinates: Mapping[str, int], axes: Sequence[str]) -> int:
-        """Return the position of `coordinates` along `axes` taken together, the first axis being major."""
+        """Return the position of a rank with mesh `coordinates` within its group along `axes`, the first axis being
+        major."""
         i = 0
         for axis in axes:
             i = i * self.axes[axis] + coordinates[axis]
         return i
 
     def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
-        """Return the ranks that differ from `rank` only along `axes`, in the order of `index`."""
+        """Return the ranks of the process group of `rank` along `axes`: those that differ from it only along these
+        axes, in the order of `index`."""
         return _group(self, rank, tuple(axes))
 
     def groups(self, axes: Sequence[str]) -> list[tuple[int, ...]]:
-        """Return all groups along `axes`: a partition of the ranks, ordered by each group's first rank."""
+        """Return the ranks of every process group along `axes`: a partition of all ranks, ordered by each group's first
+        rank."""
         return list(dict.fromkeys(self.group(rank, axes) for rank in range(self.size)))
 
 

@@ -18,7 +18,8 @@ INITS = ("normal", "zeros", "ones")
 
 
 class ModelMistake(ValueError):
-    """Error in a model's code: the offending name, the reason with its file and line, and the legal names, if any."""
+    """Error in the code of a user's model: the offending name, the reason with its file and line, and the names that
+    would be legal there (empty if they cannot be listed)."""
 
     def __init__(self, name: str, reason: str, legal: Iterable[str] = (), place: str = ""):
         self.name, self.legal = name, list(legal)
@@ -27,7 +28,8 @@ class ModelMistake(ValueError):
 
 
 def check_specs(name: str, tensors: Sequence[Spec | Parameter], sizes: Mapping[str, int]) -> None:
-    """Raise ModelMistake for an unknown region, an unknown dim, or a dim that one tensor has twice."""
+    """Raise ModelMistake for an unknown region, an unknown dim, or a dim that one tensor has twice, among the inputs
+    and outputs `tensors` of the operation `name` of a model. `sizes`: the model's dims."""
     for t in tensors:
         if isinstance(t, Spec) and t.region not in REGIONS:
             raise ModelMistake(t.region, f"no such region, in {name}", REGIONS)
@@ -38,7 +40,8 @@ def check_specs(name: str, tensors: Sequence[Spec | Parameter], sizes: Mapping[s
 
 
 def check_parameters(declared: Sequence[Parameter], model: Any, sizes: Mapping[str, int]) -> None:
-    """Raise ModelMistake for a duplicate parameter name or an unknown role, initialiser or dim of a parameter."""
+    """Raise ModelMistake for a duplicate name or an unknown role, initialiser or dim among the parameters that `model`
+    declares. `sizes`: the model's dims."""
     place = defined_at(model)
     names = [p.name for p in declared]
     for p in declared:
@@ -51,13 +54,16 @@ def check_parameters(declared: Sequence[Parameter], model: Any, sizes: Mapping[s
 
 
 def _check_dims(tensor: Spec | Parameter, sizes: Mapping[str, int], whose: str, place: str = "") -> None:
+    """Raise ModelMistake for a dim of `tensor` of which neither the model's `sizes` nor the tensor's own tell the size;
+    `whose` ends the message, `place` is file:line."""
     for dim in tensor.dims:
         if dim not in sizes and dim not in dict(tensor.sizes):
             raise ModelMistake(dim, f"no such dim, {whose}: the model's sizes have none", sizes, place)
 
 
 def check_used(declared: Sequence[Parameter], used: Iterable[str], model: Any) -> None:
-    """Raise ModelMistake for a parameter that no operation uses: it would have no gradient."""
+    """Raise ModelMistake for a parameter that `model` declares and no recorded operation uses: it would have no
+    gradient. `used`: names."""
     there = set(used)
     for p in declared:
         if p.name not in there:
@@ -66,7 +72,8 @@ def check_used(declared: Sequence[Parameter], used: Iterable[str], model: Any) -
 
 @contextmanager
 def as_model_mistakes(model: Any) -> Iterator[None]:
-    """Raise a ModelMistake with file and line for any exception of a model from outside this package.
+    """Raise a ModelMistake with file and line in place of any exception that user code of `model`, from outside this
+    package, raises within the context.
 
     Exceptions of this package's own models, ModelMistake and MemoryError pass unchanged.
     """
@@ -92,7 +99,8 @@ def _is_ours(module: str) -> bool:
 
 
 def _place_of_call() -> str:
-    """Return file:line of the model's call: the innermost frame outside this package, else outside platform.plan."""
+    """Return file:line of the statement in a user's model that is being recorded: the innermost frame outside this
+    package, else (a model of this package) outside platform.plan."""
     stack = (frame for frame, _ in walk_stack(sys._getframe(2)))
     frames = list(takewhile(lambda f: _module(f) != "platform.plan.core.chunks", stack))  # the caller of the model
     models = [f for f in frames if not _module(f).startswith("platform.plan")]
@@ -101,7 +109,8 @@ def _place_of_call() -> str:
 
 
 def defined_at(model: Any) -> str:
-    """Return file:line of the model's `parameters` method, or the name of its class."""
+    """Return file:line of the `parameters` method of a model's class, or the name of the class if it has none, for
+    error messages."""
     code = getattr(getattr(type(model), "parameters", None), "__code__", None)
     return f"{_short(code.co_filename)}:{code.co_firstlineno}" if code else type(model).__name__
 

@@ -33,7 +33,7 @@ class Spec:
         return cls(region, tuple(dims.split()), sizes)
 
     def renamed(self, old: str, new: str) -> Spec:
-        """Return the type of the same tensor with dim `old` called `new`."""
+        """Return the type of the same activation with dim `old` called `new`."""
         sizes = tuple((new if d == old else d, n) for d, n in self.sizes)
         return Spec(self.region, tuple(new if d == old else d for d in self.dims), sizes)
 
@@ -65,8 +65,8 @@ LOSSES = ("cross_entropy", "squared_error")  # kinds of operations that end the 
 
 @dataclass(frozen=True)
 class Operation:
-    """Operation of a recorded forward pass. `name` is unique within its kind; `reads` names the data tensor that it
-    takes beside its inputs, if any; `recomputed`: it runs again in the backward pass."""
+    """Operation of a model's recorded forward pass. `name` is unique within its kind; `reads` names the data tensor
+    that it takes beside its inputs, None if it takes none; `recomputed`: it runs again in the backward pass."""
 
     kind: str
     name: str
@@ -82,7 +82,8 @@ class Operation:
 
     @property
     def anonymous(self) -> tuple:
-        """Return everything that the operation's plan depends on, without names: layers that are alike share it."""
+        """Return a key of everything on which the plan of an operation depends, without names, so that equal layers are
+        planned and checked once."""
         inputs = ((t.dims, t.role, t.sizes) if isinstance(t, Parameter) else t for t in self.inputs)
         return self.kind, tuple(inputs), self.outputs, self.attributes
 
@@ -111,45 +112,53 @@ class Ops(ABC):
     recompute: Recompute = NO_RECOMPUTATION
 
     def recomputed(self, kind: str, function: Callable[..., Any], spec: Spec, x: Any, *more: Any) -> Any:
-        """Return function(x, *more), one activation. If `self.recompute` is of this `kind`, only the arguments are kept
-        for the backward pass, which calls `function` again; of x [spec] each of n ranks that replicate it keeps 1/n."""
+        """Return function(x, *more), one activation, computed with activation checkpointing if `self.recompute` is of
+        this `kind`, "selective" or "full": then only the arguments are kept, and the backward pass calls `function`
+        again. x is of type `spec`; n ranks that replicate it keep 1/n of it each."""
         return function(x, *more)
 
     @abstractmethod
     def lookup(self, name: str, table: Parameter, tokens: Any, out: Spec) -> Any:
-        """Return the rows of `table` [vocab, ...] at the data tensor `tokens`: an einsum with an unmaterialised one-hot
-        over the table's first dim, whatever its name. Padding gives some finite row. `out`: [length batch ...]."""
+        """Return the rows of the parameter `table` [vocab, ...] that the data tensor `tokens` [length, batch] of ids
+        selects, as an embedding does: `out` [length batch ...], an einsum with a one-hot that is never materialised,
+        over the table's first dim, whatever its name. At negative ids, which are padding, the row is finite but
+        unspecified."""
 
     @abstractmethod
     def one_hot(self, name: str, ids: Any, out: Spec) -> Any:
-        """Return `out` [length batch dim]: 1 where the index along `dim` equals the data tensor `ids`, else 0; padding
-        is 0 everywhere.
+        """Return the activation `out` [length batch dim] that is 1 where the index along `dim` equals the data tensor
+        `ids` [length, batch], else 0; where `ids` is padding it is 0 everywhere.
 
         An einsum with it selects rows of an activation; `lookup` does so of a parameter without materialising it. Like
-        every activation of the plan, it takes a gradient."""
+        every activation of the plan, it takes a gradient.
+        """
 
     @abstractmethod
     def features(self, name: str, ids: Any, out: Spec) -> Any:
-        """Return fixed standard normal features [length, batch, one dim] of the data tensor `ids`: random, not learned.
+        """Return the activation `out` [length, batch, one dim] of standard normal numbers, fixed by the ids in the data
+        tensor `ids` [length, batch] and not learned, as an input for models without an embedding table.
 
-        They take a gradient, as if there were layers below."""
+        It takes a gradient, as if there were layers below.
+        """
 
     @abstractmethod
     def project(
         self, x: Any, spec: Spec, weights: Sequence[Parameter], outs: Sequence[Spec], biases: Sequence[Parameter] = ()
     ) -> tuple[Any, ...]:
-        """Return the einsums of one activation with several weights; those with equal compute layouts share one gather
-        of x and one reduction of its gradient. `biases`, one per weight or none, are added once, in the output layout.
-        """
+        """Return the einsums of activation x with several weights, one result per weight and its type in `outs`; those
+        with equal compute layouts share one gather of x and one reduction of its gradient. `biases`, one per weight or
+        none, are added once, in the output layout."""
 
     @abstractmethod
     def einsum(self, name: str, x: Any, x_spec: Spec, y: Any, y_spec: Spec, out: Spec) -> Any:
-        """Return the einsum of two activations. A dim that `out` lacks is contracted: both must have it."""
+        """Return the einsum of two activations as `out`. A dim that `out` lacks is contracted: both have it."""
 
     @abstractmethod
     def reduce(self, name: str, function: str, x: Any, spec: Spec, out: Spec) -> Any:
-        """Return the sum, mean or max of x over the dims that `out` lacks; the other dims may be reordered and the
-        region may change. Partial results are reduced as an einsum's are. Equal maxima share the gradient."""
+        """Return the sum, mean or max (`function`) of activation x over those of its dims that `out`, the result's
+        type, lacks; the other dims may be reordered and the region may change. If a reduced dim is split over ranks,
+        their partial results are combined as an einsum's are. Elements that share the maximum share its gradient
+        equally."""
 
     @abstractmethod
     def concatenate(self, name: str, x: Sequence[Any], specs: Sequence[Spec], out: Spec, dim: str) -> Any:
@@ -160,21 +169,26 @@ class Ops(ABC):
 
     @abstractmethod
     def reshape(self, name: str, x: Any, spec: Spec, out: Spec) -> Any:
-        """Split one dim into two adjacent dims, the major one first, or merge two adjacent dims into one.
+        """Split one dim of an activation into two adjacent dims, the major one first, or merge two adjacent dims into
+        one; `out`, its new type, tells which.
 
-        Axes that split the major dim need not be gathered, nor the minor's if a block's extent along the major is 1."""
+        Axes that split the major dim need not be gathered, nor the minor's if a block's extent along the major is 1.
+        """
 
     @abstractmethod
     def shift(self, x: Any, spec: Spec, parameter: Parameter) -> Any:
-        """Add a parameter (a bias, a position table), broadcast over the dims that it lacks."""
+        """Add a parameter (a bias, a position table) to an activation, broadcast over the dims that the parameter
+        lacks."""
 
     @abstractmethod
     def norm(self, x: Any, spec: Spec, kind: str, gain: Parameter, bias: Parameter | None) -> Any:
-        """Apply LayerNorm or RMSNorm over the last dim (d_model in Transformers), the only dim of `gain` and `bias`."""
+        """Apply the normalisation `kind`, LayerNorm or RMSNorm, to an activation over its last dim (d_model in
+        Transformers), the only dim of the parameters `gain` and `bias`."""
 
     @abstractmethod
     def rotate(self, name: str, x: Any, spec: Spec, theta: float) -> Any:
-        """Apply rotary position embedding over d_kv at global positions along length (RoFormer; half-split pairs)."""
+        """Apply rotary position embedding with base `theta` to queries or keys, over d_kv at global positions along
+        length (RoFormer; half-split pairs)."""
 
     @abstractmethod
     def sinusoid(self, name: str, x: Any, spec: Spec, scale: float) -> Any:
@@ -191,7 +205,8 @@ class Ops(ABC):
 
     @abstractmethod
     def expand_kv(self, name: str, x: Any, spec: Spec, out: Spec) -> Any:
-        """Repeat kv_heads (grouped queries) so that every rank has the KV heads that its query heads attend to."""
+        """Repeat the keys or values of grouped-query attention, from kv_heads to heads, so that every rank has the KV
+        heads to which its query heads attend."""
 
     @abstractmethod
     def softmax(
@@ -206,9 +221,9 @@ class Ops(ABC):
         mask: Any = None,
         bias: Any = None,
     ) -> Any:
-        """Return softmax(scale * x + bias) over `dim`. For attention scores [... length memory_length] only: `causal`
-        hides positions memory_length > length; `mask` is a data tensor [memory_length, batch] whose padding is hidden;
-        `bias` comes from `relative_bias`."""
+        """Return softmax(scale * x + bias) of an activation over `dim`. For attention scores [... length memory_length]
+        only: `causal` hides positions memory_length > length; `mask` is a data tensor [memory_length, batch] whose
+        padding is hidden; `bias` comes from `relative_bias`."""
 
     @abstractmethod
     def fused_attention(
@@ -230,23 +245,28 @@ class Ops(ABC):
 
     @abstractmethod
     def can_fuse_attention(self, spec: Spec) -> bool:
-        """Return True if length, memory_length and d_kv are whole in the region of `spec`: one kernel suffices."""
+        """Return True if the scheme leaves length, memory_length and d_kv whole in the region of `spec`: one fused
+        kernel then does attention there."""
 
     @abstractmethod
     def relayout(self, name: str, x: Any, spec: Spec, out: Spec) -> Any:
-        """Move an activation to another region, or rename dims (length -> memory_length), matched by position."""
+        """Move an activation to another region, hence another layout, or rename dims (length -> memory_length), matched
+        by position; `out`: its new type."""
 
     @abstractmethod
     def pointwise(self, function: str, *x: Any) -> Any:
-        """Apply gelu, relu, silu, tanh, identity, absolute, add or multiply to activations that share a layout."""
+        """Apply a pointwise function by name (gelu, relu, silu, tanh, identity, absolute, add or multiply) to one or
+        two activations that share a layout."""
 
     @abstractmethod
     def pointwise_each(self, functions: Sequence[str], x: Any, spec: Spec, dim: str) -> Any:
-        """Apply `functions[i]` of `pointwise` to slice i along `dim`; a rank computes its own slices only."""
+        """Apply the pointwise function named `functions[i]` to slice i of an activation along `dim`, such as one
+        activation function per expert or branch; a rank computes its own slices only."""
 
     @abstractmethod
     def dropout(self, name: str, x: Any, spec: Spec) -> Any:
-        """Drop elements with probability `dropout_rate`; the mask depends on global indices, not on the plan."""
+        """Drop elements of an activation with probability `dropout_rate`; the random mask depends on global indices,
+        not on the plan."""
 
     @abstractmethod
     def cross_entropy(self, name: str, logits: Any, spec: Spec, labels: Any, smoothing: float = 0.0) -> Any:
@@ -258,7 +278,7 @@ class Ops(ABC):
 
     @abstractmethod
     def squared_error(self, name: str, y: Any, target: Any, spec: Spec, ids: Any) -> Any:
-        """Return half the sum of (y - target)^2 over this rank's elements; the target takes no gradient.
+        """Return the loss half the sum of (y - target)^2 over this rank's elements; the target takes no gradient.
 
         Positions at which the data tensor `ids` is padding do not count.
         """
@@ -303,8 +323,9 @@ class Ops(ABC):
         return self.recomputed("selective", core, spec, q, k, v, bias)
 
     def product(self, name: str, x: Any, spec: Spec, others: Sequence[tuple[Any, Spec] | Parameter], out: Spec) -> Any:
-        """Return the einsum of x with any number of other operands, computed pairwise from the left: each intermediate
-        product is in the region of `out` and has the dims that are still needed. A good order contracts early.
+        """Return the einsum of activation x with any number of other operands, (activation, its type) or parameters,
+        computed pairwise from the left: each intermediate product is in the region of `out` and has the dims that are
+        still needed. A good order contracts early.
 
         Every dim that `out` lacks must be in two or more operands; `reduce` sums over a dim of a single one.
         """
@@ -324,6 +345,7 @@ class Ops(ABC):
 
 
 def scores_of(query: Spec, key: Spec) -> Spec:
-    """Return the type of the attention scores of queries and keys, both of which have dim length."""
+    """Return the type of the attention scores [batch heads length memory_length] of queries and keys of these types,
+    both of which have dim length."""
     sizes = (*query.sizes, *key.renamed("length", "memory_length").sizes)
     return Spec(query.region, ("batch", "heads", "length", "memory_length"), sizes)

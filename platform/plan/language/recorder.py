@@ -22,15 +22,15 @@ from platform.plan.language.scheme import Scheme
 
 @dataclass(frozen=True)
 class Symbol:
-    """Stand-in for an activation in a recorded forward pass; it carries only the type."""
+    """Stand-in for an activation while a model's forward pass is recorded; it carries only the type."""
 
     spec: Spec
 
 
 @dataclass
 class Recorder(Ops):
-    """Records the operations of a forward pass; the scheme decides `can_fuse_attention`. A data tensor is represented
-    by its name."""
+    """Records the operations of a model's forward pass as data, without computing anything; the scheme decides
+    `can_fuse_attention`. A data tensor is represented by its name."""
 
     scheme: Scheme
     dropout_rate: float = 0.0
@@ -62,8 +62,9 @@ class Recorder(Ops):
         reads: str | None = None,
         **more: Any,
     ) -> Any:
-        """Record an operation on the activations `x`, which must be of the types that `inputs` starts with; return its
-        result, or several. `more`: its attributes."""
+        """Append an operation of a model to the list; return the symbol of its result, or a tuple of several. `x`: the
+        activations, checked against the types with which `inputs` starts; `reads`: the data tensor that it reads;
+        `more`: its attributes."""
         for activation, declared in zip(x, inputs, strict=False):
             self._check(activation, declared)
         self._judge(kind, name, inputs, outputs)
@@ -74,7 +75,9 @@ class Recorder(Ops):
         return symbols[0] if len(symbols) == 1 else symbols
 
     def _judge(self, kind: str, name: str, inputs: Sequence, outputs: Sequence[Spec]) -> None:
-        """Raise ModelMistake for an unknown region or dim, an undeclared parameter or a name used twice in a kind."""
+        """Refuse a recorded operation `kind` `name` of a model with ModelMistake if its inputs or outputs have an
+        unknown region or dim, if a parameter is not declared or declared otherwise, or if an operation of the same kind
+        already has the name."""
         if self.sizes:
             check_specs(f"{kind} {name}", [*inputs, *outputs], self.sizes)
         for p in (t for t in inputs if isinstance(t, Parameter)):
@@ -87,6 +90,8 @@ class Recorder(Ops):
         self._names.add((kind, name))
 
     def _check(self, x: Symbol, spec: Spec) -> None:
+        """Raise ModelMistake if a model passes something other than an activation, or one of another type than the
+        `spec` that it declares."""
         if not isinstance(x, Symbol):
             raise ModelMistake(type(x).__name__, f"what flows is what an operation returned, as {spec}")
         if x.spec != spec:

@@ -27,7 +27,8 @@ SLICE_VIA = {
 
 @dataclass(frozen=True)
 class Scheme:
-    """Holds the layout of every region's activations and of every role's parameters.
+    """Table of the layouts of a run: of the activations in every region of a model, and of the parameters in every
+    role.
 
     `axes` are the tensor scheme's and the branch splitting's axes with their sizes, outer to inner, without `data`.
     """
@@ -43,13 +44,13 @@ class Scheme:
     slice_via: str = "all_to_all"  # how a dim is sliced over the branches: see SLICE_VIA
 
     def mesh_axes(self, data: int) -> dict[str, int]:
-        """Return every mesh axis but `stage` with its size, outer to inner."""
+        """Return every mesh axis of a run but `stage` with its size, outer to inner; `data`: the number of replicas."""
         sizes = {"data": data, **dict(self.axes)}
         first = self.branches if self.branches_outer else ()
         return {a: sizes[a] for a in dict.fromkeys((*first, *sizes))}
 
     def key(self, axis: str) -> str:
-        """Return the configuration key that sets an axis's size, such as `tensor.axes.t`."""
+        """Return the key that sets the size of a mesh axis, such as `tensor.axes.t`, for error messages."""
         if axis == "data":
             return "parallel.data"
         return f"{'branch' if axis in self.branches else 'tensor'}.axes.{axis}"
@@ -58,7 +59,8 @@ class Scheme:
         return self.regions[region].restrict(dims)
 
     def fuses_attention(self, region: str) -> bool:
-        """Return True if length, memory_length and d_kv are whole in the region: one kernel can do attention."""
+        """Return True if the scheme leaves length, memory_length and d_kv whole in `region`, so that one fused kernel
+        can do attention there."""
         return not any(self.regions[region][d] for d in ("length", "memory_length", "d_kv"))
 
     def parameter(self, role: str, dims: Sequence[str]) -> Layout:
@@ -66,16 +68,18 @@ class Scheme:
 
     @property
     def sub_grid_zero(self) -> tuple[str, ...]:
-        """Return the branch axes at whose index 0 alone some tensors exist; () if every rank has a block of all."""
+        """Return the branch axes at whose index 0 alone some tensors exist (D&SP-cSub keeps its common layers on
+        sub-grid 0); () if every rank has a block of all."""
         found = {a for layout in self.regions.values() for a in layout.only} | set(self.parameters_only)
         return tuple(a for a in self.branches if a in found)
 
 
 def compose_scheme(tensor: Mapping[str, Any], branch: Mapping[str, Any], data: int) -> Scheme:
-    """Build a Scheme from the two configuration groups (platform.config.fields.Tensor and Branch, as plain data).
+    """Compose a Scheme from a tensor scheme and a branch splitting, two configuration groups
+    (platform.config.fields.Tensor and Branch, as plain data), for `data` replicas.
 
     `data` is put first in batch's list in every region and axes of size 1 are dropped. A region's map replaces the
-    stream's; a region that the scheme does not name has the stream's (core: attention's).
+    stream's; a region that the tensor scheme does not name has the stream's (core: attention's).
     """
     order = tensor["order"] or list(tensor["axes"])
     sizes = {a: tensor["axes"].get(a, 1) for a in order} | dict(branch["axes"])

@@ -24,8 +24,9 @@ from platform.plan.schedule.table import SENDS_IN_FLIGHT, Action, Kind, with_com
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes on one worker at its peak. `activations`: kept by the `in_flight` forward passes whose backward is not
-    done; `working`: everything else, such as what an operation, its collectives, sends and receives take."""
+    """Predicted bytes of memory on one worker at its peak within a step. `activations`: kept by the `in_flight` forward
+    passes whose backward is not done; `working`: everything else, such as what an operation, its collectives, sends and
+    receives take."""
 
     parameters: int
     optimizer: int
@@ -41,12 +42,12 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Passes:
-    """Bytes that one chunk's passes over a microbatch take and keep.
+    """Predicted bytes that the passes of one chunk over a microbatch take and keep on a worker.
 
-    `forward`, `backward`, `weights`: peak of the pass (forward, backward or input gradient, weight gradient) above
-    what was there before it; `kept`: from forward to backward; `given`: of the outputs, what is not among `kept`;
-    `pending`: from the input gradient to the weight gradient where they are split; `gradients`: new ones, by
-    parameter."""
+    `forward`, `backward`, `weights`: peak of the pass (forward, backward or input gradient, weight gradient) above what
+    was there before it; `kept`: from forward to backward; `given`: of the outputs, what is not among `kept`; `pending`:
+    from the input gradient to the weight gradient where they are split; `gradients`: new ones, by parameter.
+    """
 
     forward: int
     kept: int
@@ -60,9 +61,9 @@ class Passes:
 def footprint(
     plan: Plan, model: RecordableModel, row: Iterable[Action], stage: int, moments: int, dropout: float
 ) -> Footprint:
-    """Compute the footprint of the worker of `stage` at index 0 of the other axes, which has a block of every tensor,
-    in any step but the first (which starts without optimizer state). `row`: the stage's lowered row; `moments`: numbers
-    that the optimizer keeps per parameter element."""
+    """Predict the peak memory of the worker of `stage` at index 0 of the other axes, which has a block of every tensor,
+    in any step but the first (which starts without optimizer state). `row`: the stage's row of the schedule with sends
+    and receives; `moments`: numbers that the optimizer keeps per parameter element; `dropout`: its rate."""
     at = {**plan.mesh.coordinates(0), "stage": stage}
     sizes = weight_bytes(plan, moments, at)
     walk = _Walk(plan.at(stage), model, at, dropout)
@@ -79,8 +80,9 @@ def measure(
     splits: bool,
     there: Iterable[GradientKey],
 ) -> Passes:
-    """Measure the passes of a chunk on the worker at `at`. `splits`: weight gradients are separate passes, run later;
-    `there`: parameters that already have a gradient."""
+    """Measure the bytes that the passes of one chunk take on the worker at mesh coordinates `at`, by running the model
+    on storages that only count. `splits`: weight gradients are separate passes, run later; `there`: parameters that
+    already have a gradient."""
     meter = Metered(plan, dropout, at)
     ledger = meter.ledger
     meter.deferred = [] if splits else None
@@ -115,7 +117,8 @@ def measure(
 
 
 class _Walk:
-    """Runs a stage's row in bytes and notes the peak. `now`: bytes of everything but parameters and optimizer state."""
+    """Walk along one stage's row of the schedule that adds up bytes in use and notes the peak. `now`: bytes of
+    everything but parameters and optimizer state."""
 
     def __init__(self, plan: Plan, model: RecordableModel, at: Mapping[str, int], dropout: float):
         self.plan, self.model, self.at, self.dropout = plan, model, at, dropout
@@ -131,6 +134,9 @@ class _Walk:
         self._blocks: dict[tuple, list[tuple[int, int]]] = {}
 
     def run(self, row: Sequence[Action]) -> tuple[int, int, int, int]:
+        """Account for all actions of the stage's row, for gradient reductions as they become possible, and for the
+        update; return (gradients, activations, working, forward passes in flight) at the peak, the first three in
+        bytes."""
         self.splits = any(a.kind is Kind.WEIGHT for a in row)
         incomplete = {completed for _, completed in with_completed(row) if completed is not None}
         for action, completed in with_completed(row):
@@ -145,13 +151,15 @@ class _Walk:
         return self.most
 
     def reach(self, extra: int = 0, kept: int = 0) -> None:
-        """Record a peak if `now` + `extra` bytes is one; `kept` of the extra are activations of a further forward
-        pass."""
+        """Record a peak of memory if `now` + `extra` bytes is more than any before; `kept` of the extra are activations
+        of a further forward pass."""
         if self.now + extra > sum(self.most[:3]):
             activations, live = self.kept + kept, self.live + bool(kept)
             self.most = self.gradients, activations, self.now + extra - self.gradients - activations, live
 
     def passes(self, chunk: int) -> Passes:
+        """Return the measured passes of a chunk, given which of its parameters already have a gradient; measured once
+        for each such set."""
         there = () if self.compute != self.master else tuple(n for n in self.sums if n in self.chunks[chunk].parameters)
         if (key := (chunk, there)) not in self._measured:
             found = measure(self.plan, self.model, self.chunks[chunk], self.at, self.dropout, self.splits, there)
@@ -161,6 +169,7 @@ class _Walk:
     # passes
 
     def forward(self, a: Action) -> None:
+        """Account for a forward pass of a chunk: its input, its peak, and what it keeps until the backward pass."""
         p, chunk = self.passes(a.chunk), self.chunks[a.chunk]
         self._arrive("inputs", a, chunk.receives, self.held.pop(("flow", a.chunk, a.microbatch), None))
         self.reach(p.forward, p.kept)
@@ -173,6 +182,8 @@ class _Walk:
         self.reach()
 
     def backward(self, a: Action) -> None:
+        """Account for a backward or input-gradient pass of a chunk: its peak, what it frees, and the gradient that it
+        hands to the chunk before."""
         p, chunk = self.passes(a.chunk), self.chunks[a.chunk]
         self._arrive("outputs", a, chunk.sends, self.held.pop(("gradients", a.chunk, a.microbatch), None))
         self.reach(p.backward)
@@ -196,7 +207,8 @@ class _Walk:
         self._accumulate(p)
 
     def _accumulate(self, p: Passes) -> None:
-        """Add a microbatch's gradients to their sums; if compute and master types differ, one by one, converted."""
+        """Account for adding a microbatch's gradients of one chunk to their sums over microbatches; if compute and
+        master types differ, they are converted one by one."""
         if self.compute == self.master:
             new = {name: n for name, n in p.gradients.items() if name not in self.sums}
             self.sums |= new
@@ -216,8 +228,8 @@ class _Walk:
     # sends and receives
 
     def blocks(self, flow: FlowSpecs) -> list[tuple[int, int]]:
-        """Return (bytes of the block, bytes of the part that this rank sends) for each tensor of a flow that is present
-        here; the part is 0 where the whole block is sent (no scatter/gather)."""
+        """Return (bytes of the block, bytes of the part that this rank sends) for each activation of a flow between
+        chunks that is present on the worker; the part is 0 where the whole block is sent (no scatter/gather)."""
         key = tuple(flow)
         if key not in self._blocks:
             found = []
@@ -231,6 +243,7 @@ class _Walk:
         return sum(whole for whole, _ in self.blocks(flow))
 
     def receive(self, a: Action) -> None:
+        """Account for the buffers of a receive: the parts that arrive, or whole blocks without scatter/gather."""
         forward = a.kind is Kind.RECV_F
         flow = self.chunks[a.chunk].receives if forward else self.chunks[a.chunk].sends
         size = sum(part or whole for whole, part in self.blocks(flow))
@@ -239,8 +252,9 @@ class _Walk:
         self.reach()
 
     def _arrive(self, what: str, a: Action, flow: FlowSpecs, local: int | None) -> None:
-        """Account for the input of a pass: `local` bytes from a chunk on this stage, or (None) a flow that was received
-        and is gathered from its parts."""
+        """Account for the input of a pass, `what` being "inputs" (of a forward pass) or "outputs" (their gradients, of
+        a backward pass): `local` bytes from a chunk on this stage, or (None) a `flow` that was received and is gathered
+        from its parts."""
         arrived = self.held.pop(("arriving F" if what == "inputs" else "arriving B", a.chunk, a.microbatch), 0)
         if local is None:
             local = self._bytes(flow)
@@ -251,6 +265,8 @@ class _Walk:
         self.held[what, a.chunk, a.microbatch] = local
 
     def send(self, a: Action) -> None:
+        """Account for a send: the result of the pass becomes buffers of at most SENDS_IN_FLIGHT sends, the oldest of
+        which are freed."""
         forward = a.kind is Kind.SEND_F
         key = ("flow", a.chunk + 1, a.microbatch) if forward else ("gradients", a.chunk - 1, a.microbatch)
         before = self.held.pop(key)
@@ -270,12 +286,14 @@ class _Walk:
 
     @cached_property
     def _reduced(self) -> dict[str, tuple[str, ...]]:
-        """Return, for each parameter whose gradient is reduced on this rank, the axes over which that leaves shards."""
+        """Return, by name of each parameter whose gradient is reduced by this worker at the end of a step, the axes
+        over which a reduce-scatter leaves it shards."""
         buckets = (b for b in self.plan.buckets if at_zero(b.only, self.at))
         return {p.name: self.plan.scattered(b.axes) for b in buckets for p in b.parameters if p.name in self.parameters}
 
     def _reduce(self, names: Iterable[str]) -> None:
-        """Add the copies of complete gradients that are being reduced, and the shards that a reduce-scatter leaves."""
+        """Account for the reduction of the complete gradients of parameters `names`: the copies that are being reduced,
+        and the shards that a reduce-scatter leaves."""
         for name in names:
             if name in self._reduced and name in self.sums:
                 n = self.plan.mesh.extent(self._reduced[name])
@@ -284,6 +302,8 @@ class _Walk:
         self.reach()
 
     def _finish(self) -> None:
+        """Account for the end of a step: sums of tied gradients over stages, reduced gradients during the update, and
+        the gather of updated shards (ZeRO-1)."""
         tied = [prod(self.plan.master_shape(p)) for p in self.parameters.values() if p.name in self.plan.tied]
         self.reach(max(tied, default=0) * self.master)
         masters = {name: prod(self.plan.master_shape(p)) for name, p in self.parameters.items()}

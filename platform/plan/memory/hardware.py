@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 
 class Accelerator(NamedTuple):
-    """Device by the words of its name, or of the accelerator type that Ray gives a node. `peak`: dense bf16 matrix
-    FLOP/s, None if not known; `memory`: nominal bytes, of which a driver shows a few percent more or less."""
+    """Model of accelerator with its speed and memory. `name`: words that a device's name, or the accelerator type that
+    Ray gives a node, contains; `peak`: dense bf16 matrix FLOP/s, None if not known; `memory`: nominal bytes, of which a
+    driver shows a few percent more or less."""
 
     name: str
     peak: float | None
@@ -51,7 +52,8 @@ ACCELERATORS = (
 
 
 def accelerator(device: str) -> Accelerator | None:
-    """Return the entry of the device with this name, None if the table lacks it. Names are compared by whole words.
+    """Find the speed and memory of an accelerator by its device name, None if the table of accelerators lacks it. Names
+    are compared by whole words.
 
     >>> accelerator("NVIDIA A100-SXM4-80GB")
     Accelerator(name='A100', peak=312000000000000.0, memory=80000000000.0)
@@ -61,13 +63,15 @@ def accelerator(device: str) -> Accelerator | None:
 
 
 def memory_of(device: str) -> float | None:
-    """Return the bytes of the device with this name, None if it is not known."""
+    """Return the nominal memory in bytes of an accelerator by its device name, such as "NVIDIA H100 80GB HBM3" or Ray's
+    "H100", None if the table of accelerators lacks it."""
     found = accelerator(device)
     return found and found.memory
 
 
 def dense_bf16_peak(device: str) -> float | None:
-    """Return the dense bf16 FLOP/s of the device with this name, None if they are not known.
+    """Return the peak dense bf16 FLOP/s of an accelerator by its device name, for model FLOPs utilisation; None if they
+    are not known.
 
     >>> dense_bf16_peak("NVIDIA A10G") is None
     True

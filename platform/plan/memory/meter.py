@@ -17,9 +17,9 @@ INTEGER = 8  # bytes of a token id, and of an element's index
 
 
 class Meter(Ops):
-    """Creates storages and converts layouts on the rank at `at`, counting bytes in `ledger`. `tape`: what the backward
-    pass will do; `leaves`: gradients of parameters; `deferred`: pending computations of weight gradients, None unless
-    the schedule splits them off.
+    """Meter of one worker's memory: creates storages that only count bytes in `ledger` and converts their layouts, as
+    the worker at mesh coordinates `at` would. `tape`: what the backward pass will do; `leaves`: gradients of
+    parameters; `deferred`: pending computations of weight gradients, None unless the schedule splits them off.
 
     A tensor without elements stands for an absent block; operations pass it on.
     """
@@ -33,18 +33,20 @@ class Meter(Ops):
         self.grad = True
 
     def new(self, elements: int, itemsize: int = 0, *, parameter: bool = False) -> MeteredStorage:
-        """Allocate `elements` floating-point numbers, of the compute type unless `itemsize` is given."""
+        """Allocate a counted storage of `elements` floating-point numbers, of the plan's compute type unless `itemsize`
+        (bytes) is given; `parameter`: a gathered copy of a parameter."""
         return MeteredStorage(self.ledger, elements * (itemsize or self.plan.itemsize["compute"]), elements, parameter)
 
     def integers(self, elements: int, itemsize: int = INTEGER) -> MeteredStorage:
         return MeteredStorage(self.ledger, elements * itemsize, 0)
 
     def widened(self, x: MeteredStorage | None, elements: int) -> MeteredStorage | None:
-        """Cast x to the accumulate type, in which statistics are computed: a copy only if that differs."""
+        """Count a cast of x to the accumulate type, in which statistics are computed: a new storage only if that type
+        differs from the compute type."""
         return x if self.wide == self.plan.itemsize["compute"] else self.new(elements, self.wide)
 
     def block(self, spec: Spec) -> Value:
-        """Allocate this rank's block of an activation."""
+        """Allocate a counted storage for this worker's block of an activation; it is empty if the worker has none."""
         elements = prod(self.plan.local_shape(spec)) if self.plan.present(spec, self.at) else 0
         return Value(self.new(elements), elements)
 
@@ -53,7 +55,9 @@ class Meter(Ops):
             self.tape.note(outs, ins, saved, backward)
 
     def plain(self, out: Value, ins: Sequence[Value], saved: Saved = (), work: int = 0, itemsize: int = 0) -> Value:
-        """Record an operation whose backward allocates a gradient per input, with `work` elements of scratch."""
+        """Record on the autograd tape an operation with result `out` that keeps `saved`, and whose backward pass
+        allocates a gradient per input while `work` elements of scratch are held (of the compute type unless `itemsize`
+        is given); return `out`."""
         sizes = [x.elements for x in ins]
 
         def backward(_: Gradients, __: Saved) -> Gradients:
@@ -71,9 +75,10 @@ class Meter(Ops):
         shape: tuple[int, ...],
         parameter: bool = False,
     ) -> tuple[MeteredStorage | None, int]:
-        """Return the storage and the elements of a tensor of `shape` after `steps`, as
-        `platform.parallel.sharding.convert` does them; absent tensors have 0 elements. A slice, and a block without its
-        padding, are views of the same memory; a collective writes new memory, except a broadcast on its root."""
+        """Count the memory of a conversion between layouts: return (storage, elements) of a tensor of local `shape`
+        after `steps`, taken as `platform.parallel.sharding.convert` does on this worker; an absent tensor has 0
+        elements. A slice, and a block without its padding, are views of the same storage; a collective allocates a new
+        one, except a broadcast on its root. `parameter`: the tensor is a copy of a parameter."""
         for step, _, after in shapes(steps, shape, self.plan.mesh):
             if not at_zero(step.only, self.at):
                 continue
@@ -87,8 +92,8 @@ class Meter(Ops):
         return storage, elements
 
     def _moved(self, elements: int, step: Step, parameter: bool) -> MeteredStorage:
-        """Allocate a collective's result. A split or joined dim that is not first in memory costs a copy, before or
-        after."""
+        """Allocate a counted storage for the result of a collective `step`, of `elements`. A split or joined dim that
+        is not first in memory costs a copy, before or after. `parameter`: it is a gathered copy of a parameter."""
         last = step.joined if step.op == "all_to_all" else step.dim
         before = step.op in ("reduce_scatter", "all_to_all", "scatter") and step.dim
         after = step.op in ("all_gather", "gather", "all_to_all") and last
@@ -99,12 +104,13 @@ class Meter(Ops):
         return self.new(elements, parameter=parameter) if after else out
 
     def forward(self, x: Value, conversion: Conversion) -> Value:
-        """Return a tensor after the forward steps of a conversion."""
+        """Count the forward steps of a conversion of x, outside of the autograd tape; return the converted tensor."""
         steps, shape = conversion.forward, conversion.before
         return Value(*self.convert(x.storage, x.elements, steps, shape, isinstance(x.key, str)))
 
     def apply(self, x: Value, conversion: Conversion) -> Value:
-        """Apply a differentiable conversion."""
+        """Count a conversion of x forward and record its backward steps on the autograd tape; return the converted
+        tensor."""
         if not conversion.forward and not conversion.backward:
             return x
         out = self.forward(x, conversion)
@@ -113,7 +119,8 @@ class Meter(Ops):
         return out
 
     def parameter(self, p: Parameter, conversion: Conversion | None = None) -> Value:
-        """Return a parameter as it is stored, or converted for its use."""
+        """Return the stand-in of a parameter as this worker stores it, whose bytes are counted elsewhere, or converted
+        for its use by an operation, which counts."""
         elements = prod(self.plan.stored_shape(p)) * self.plan.present(p, self.at)
         stored = Value(None, elements, p.name)
         return self.apply(stored, conversion) if conversion else stored
@@ -122,7 +129,8 @@ class Meter(Ops):
         return self.plan.operations[kind, name]
 
     def inner(self, planned: PlannedOperation, leave: Conversion) -> Value:
-        """Allocate an operation's local result, before `leave` converts it."""
+        """Allocate a counted storage for the local result of an operation, before the conversion `leave` brings it to
+        its layout; empty if this worker does not compute the operation."""
         elements = prod(leave.before) * at_zero(planned.only, self.at)
         return Value(self.new(elements), elements)
 

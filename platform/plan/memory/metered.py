@@ -19,7 +19,8 @@ _OF_RESULT = {"relu", "tanh"}  # functions that save their result, not their inp
 
 
 def where_present(operation: Callable[..., Value]) -> Callable[..., Value]:
-    """Wrap an operation so that it hands on an absent block, its first activation, as `parallel_ops.where_present`."""
+    """Wrap an operation of the memory meter so that it hands on an absent (empty) block, its first activation, without
+    counting, as `parallel_ops.where_present` does."""
 
     @wraps(operation)
     def run(self, *arguments, **options):
@@ -30,7 +31,8 @@ def where_present(operation: Callable[..., Value]) -> Callable[..., Value]:
 
 
 class Metered(Meter):
-    """Runs a model's forward pass on storages, in the same steps as `platform.parallel.parallel_ops.ParallelOps`."""
+    """Runs a model's forward pass on storages that only count bytes, in the same steps as
+    `platform.parallel.parallel_ops.ParallelOps` runs it on tensors."""
 
     def lookup(self, name, table, tokens, out):
         planned = self.planned("lookup", name)
@@ -62,6 +64,8 @@ class Metered(Meter):
         return self._einsums(self.planned("einsum", name), x, x_spec, [y], [out])[0]
 
     def _einsums(self, planned, x, spec, operands, outs, biases=(), deferred=None):
+        """Count the einsums of a planned operation of activation x with `operands`, group by group: in SUMMA panels, as
+        local products, or with communication; return their results in the order of `outs`."""
         results: dict[int, Value] = {}
         for group in planned.groups:
             mine = [operands[e.index] for e in group.einsums]
@@ -80,7 +84,8 @@ class Metered(Meter):
         return tuple(results[i] for i in range(len(operands)))
 
     def _moving(self, planned, group: EinsumGroup, x: Value, operands: Sequence[Value], deferred) -> list[Value]:
-        """Follow `platform.parallel.kernels.einsum._Einsums`: gather, multiply, convert the results."""
+        """Count one group of einsums that communicates, as `platform.parallel.kernels.einsum._Einsums` computes it:
+        gather, multiply, convert the results; return them."""
         einsums = group.einsums
         local = [self.forward(w, e.operand) for w, e in zip(operands, einsums, strict=True)]
         whole = self.forward(x, group.x)
@@ -127,6 +132,7 @@ class Metered(Meter):
         return found
 
     def _sum(self, elements: int, parts: int) -> MeteredStorage:
+        """Count the sum of the gradients of x that `parts` einsums give, added up one by one; return its storage."""
         total = self.new(elements)
         for _ in range(parts - 1):
             part = self.new(elements)
@@ -135,7 +141,8 @@ class Metered(Meter):
         return total
 
     def _panels(self, group: EinsumGroup, panels: Panels, x: Value, operands: Sequence[Value], outs) -> list[Value]:
-        """Follow `platform.parallel.kernels.summa`: current and next panel of both operands, and a product."""
+        """Count one group of einsums that SUMMA computes, as `platform.parallel.kernels.summa` does: current and next
+        panel of both operands, and a product; return the results."""
         einsums, mesh = group.einsums, self.plan.mesh
         local = [self.forward(w, e.operand) for w, e in zip(operands, einsums, strict=True)]
         sizes = [w.elements for w in local]
@@ -302,7 +309,7 @@ class Metered(Meter):
 
     @where_present
     def pointwise_each(self, functions, x, spec, dim):
-        """Count as the rank whose functions save most, if ranks differ."""
+        """Count pointwise functions per slice, as on the rank whose functions save most, if ranks differ."""
         shape = dict(zip(spec.dims, self.plan.local_shape(spec), strict=True))
         n, slices = shape[dim], range(0, len(functions), shape[dim])
         most = max(sum(f in _OF_RESULT for f in functions[i : i + n]) for i in slices)

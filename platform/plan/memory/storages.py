@@ -15,7 +15,7 @@ GradientKey = int | str  # of a gradient: a parameter's name, or a number for an
 
 @dataclass
 class Ledger:
-    """Counts the bytes of living storages: now, and their maximum since `peak` was last set."""
+    """Count of the bytes of living metered storages: now, and their maximum since `peak` was last set."""
 
     now: int = 0
     peak: int = 0
@@ -43,8 +43,8 @@ _KEYS = count()
 
 
 class Value:
-    """Stand-in for a tensor: a number of elements in a storage; the storage is None for a parameter as it is stored,
-    whose bytes are counted apart."""
+    """Stand-in for a tensor in the memory meter: a number of elements in a storage; the storage is None for a parameter
+    as it is stored, whose bytes are counted apart."""
 
     __slots__ = ("elements", "key", "storage")
 
@@ -67,7 +67,7 @@ class _Node:
 
 
 class Tape:
-    """Autograd tape: the operations of forward passes, in order."""
+    """Autograd tape of the memory meter: the operations of forward passes, in order."""
 
     def __init__(self) -> None:
         self._nodes: list[_Node] = []
@@ -76,14 +76,13 @@ class Tape:
         self._nodes.append(_Node([x.key for x in outs], [x.key for x in ins], saved, backward))
 
     def saved(self) -> list[MeteredStorage]:
-        """Return the distinct storages that the operations save."""
+        """Return the distinct storages that the recorded operations save for the backward pass."""
         return list({id(s): s for node in self._nodes for s in node.saved if s}.values())
 
     def unwind(self, gradients: dict[GradientKey, MeteredStorage], leaves: dict[GradientKey, MeteredStorage]) -> None:
-        """Run the operations' backward passes in reverse order, freeing what was saved. `gradients`: on entry of the
-        outputs, in the end of the inputs; `leaves`: of parameters. A further gradient of the same tensor is added in
-        place.
-        """
+        """Run the backward passes of the recorded operations in reverse order, freeing what was saved. `gradients`, by
+        the tensor's key: on entry those of the outputs, in the end those of the inputs; `leaves`: those of parameters,
+        added to. A further gradient of the same tensor is added in place."""
         while self._nodes:
             node = self._nodes.pop()
             given = [gradients.pop(key, None) for key in node.outs]

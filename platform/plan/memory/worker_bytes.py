@@ -14,8 +14,9 @@ Coordinates = Mapping[str, int]  # a worker's place: mesh axis -> index
 
 
 def weight_bytes(plan: Plan, moments: int, at: Coordinates | None = None) -> dict[str, int]:
-    """Return the bytes that the worker at `at` holds; default: rank 0, which has a block of every tensor of the first
-    stage. The optimizer keeps `moments` numbers of the master type per parameter element."""
+    """Return the bytes of parameters, gradients and optimizer state on the worker at mesh coordinates `at`; default:
+    rank 0, which has a block of every tensor of the first stage. The optimizer keeps `moments` numbers of the master
+    type per parameter element."""
     at = at or plan.mesh.coordinates(0)
     stored, masters = plan.parameters_at(at), plan.masters_at(at)
     compute, master = plan.itemsize["compute"], plan.itemsize["master"]
@@ -43,8 +44,9 @@ class SavedElements:
 def saved_for_backward(
     plan: Plan, model: RecordableModel, dropout: float = 0.0, at: Coordinates | None = None
 ) -> SavedElements:
-    """Count what autograd saves in one forward pass of `model` under `plan`, besides the parameters themselves, on the
-    worker at `at`; default: rank 0, which has a block of every tensor of the first stage. Several chunks are summed.
+    """Count the elements that autograd saves in one forward pass of a microbatch through `model` under `plan`, besides
+    the parameters themselves, on the worker at mesh coordinates `at`; default: rank 0, which has a block of every
+    tensor of the first stage. Several chunks are summed. `dropout`: its rate.
 
     The count is what `platform.parallel.parallel_ops` and torch's CPU kernels keep in fp32 and fp64; index and mask
     tensors of integers and booleans do not count, nor do copies that torch.einsum makes of permuted operands.
@@ -58,7 +60,8 @@ def saved_for_backward(
 
 
 def run_chunk(meter: Metered, model: RecordableModel, chunk: Chunk, flow: Mapping[str, Value]) -> dict[str, Value]:
-    """Run a chunk of the model; return its outputs by name."""
+    """Run the forward pass of one chunk of the model on the memory meter, from the activations `flow` by name; return
+    its outputs by name, the last chunk's being the loss."""
     inputs = {name: name for name in model.inputs}
     if chunk.units:
         return model.part(meter, inputs, flow, chunk.units)  # type: ignore[attr-defined]

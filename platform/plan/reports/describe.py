@@ -11,7 +11,8 @@ from platform.plan.language.scheme import REGIONS
 
 
 def describe(plan: Plan) -> str:
-    """Return the plan as the small table that a run prints first."""
+    """Return the short description of a plan that a run prints first: a table of layouts by region, and lines of
+    totals."""
     split = dict.fromkeys((*DIMS, *(d for r in REGIONS for d in plan.scheme.regions[r])))
     dims = [d for d in split if d in plan.sizes and any(plan.scheme.regions[r][d] for r in REGIONS)]
     head, *rest = rows = [["region", *dims]] + [
@@ -42,7 +43,8 @@ def describe(plan: Plan) -> str:
 
 
 def _stages(plan: Plan) -> list[tuple[int, str]]:
-    """Return (stage, units of its chunks as `embedding .. layers.3 | layers.8 .. layers.11`); [] for one stage."""
+    """Return, for the description of a plan, (stage, units of its chunks as `embedding .. layers.3 | layers.8 ..
+    layers.11`) by stage; [] for one stage."""
 
     def shown(units: Sequence[str]) -> str:
         return units[0] if len(units) == 1 else f"{units[0]} .. {units[-1]}"
@@ -52,12 +54,15 @@ def _stages(plan: Plan) -> list[tuple[int, str]]:
 
 
 def _padding(plan: Plan) -> str:
+    """Return the words of the description that tell replicas and padding sequences of a step, "" for neither."""
     dealt, replicas = plan.microbatches * plan.sizes["batch"], plan.mesh.axes["data"]
     over = f" x {replicas} replicas" if replicas > 1 else ""
     return f"{over}, {dealt - plan.sequences} of {dealt} sequences are padding" if dealt > plan.sequences else ""
 
 
 def _sharding(plan: Plan) -> str:
+    """Return the words of the description that tell how parameters or their updates are sharded (ZeRO), "" if they are
+    not."""
     if not plan.sharded:
         return ""
     over = f"chunks over {'+'.join(plan.sharded)}"

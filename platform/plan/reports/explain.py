@@ -31,8 +31,9 @@ def explain(
     dropout: float = 0.0,
     footprints: Sequence[Footprint] = (),
 ) -> dict[str, Any]:
-    """Return the explanation as JSON-able data. `moments`: numbers of optimizer state per parameter; `footprints`: the
-    memory that a worker needs, by stage."""
+    """Return the long explanation of a plan, for `python -m platform.plan`, as JSON-able data: groups, collectives with
+    their bytes, what a worker holds. `moments`: numbers of optimizer state per parameter; `workers_per_node`: for
+    counting messages; `footprints`: the memory that a worker needs, by stage."""
 
     def holds(at: Mapping[str, int]) -> dict[str, Any]:
         saved = saved_for_backward(plan, model, dropout, at)
@@ -69,15 +70,16 @@ def explain(
 
 
 def _groups(plan: Plan) -> list[tuple[str, ...]]:
-    """Return every axis by itself, then the joint axes of the groups that a run uses."""
+    """Return the axes of the process groups that the explanation lists: every mesh axis by itself, then the joint axes
+    of the groups that a run uses."""
     single = [(a,) for a, n in plan.mesh.shape if n > 1]
     return [*single, *(axes for axes in process_groups(plan) if axes not in single)]
 
 
 def collectives(plan: Plan) -> list[dict[str, Any]]:
-    """Return one row per distinct collective of a step, layers folded: it occurs `times` times in the model and is
-    launched `launches` times per rank and step, which moves `bytes` over all workers. The bytes by op and axes add up
-    to `communication(plan)`."""
+    """List the collectives of a training step for the explanation of a plan, one row per distinct collective, layers
+    folded: it occurs `times` times in the model and is launched `launches` times per rank and step, which moves `bytes`
+    over all workers. The bytes by op and axes add up to `communication(plan)`."""
     rows: dict[tuple, dict[str, Any]] = {}
     for where, c, launches in step_collectives(plan):
         axes = "+".join(plan.mesh.ordered(c.axes))
@@ -92,9 +94,9 @@ def collectives(plan: Plan) -> list[dict[str, Any]]:
 
 
 def bytes_per_layer(plan: Plan) -> float:
-    """Return the bytes that all workers move per step for one layer, on average over the layers: its collectives in
-    every microbatch, gathers of what is kept for its recomputation, and its share of gradient reductions and parameter
-    gathers."""
+    """Return the bytes that all workers of a plan move per step for one layer of the model, on average over the layers:
+    its collectives in every microbatch, gathers of what is kept for its recomputation, and its share of gradient
+    reductions and parameter gathers."""
     layers = {match[0] for p in plan.parameters if (match := _LAYER.match(p.name))}
     moved = sum(
         n * plan.moved_bytes(c)
@@ -108,7 +110,7 @@ def bytes_per_layer(plan: Plan) -> float:
 
 
 def render(plan: Plan, found: dict[str, Any]) -> str:
-    """Return the explanation as aligned text."""
+    """Format the explanation `found`, which `explain` made of the plan, as aligned text."""
     heading, *described = describe(plan).splitlines()
     blocks = [
         [heading, *described],
@@ -130,11 +132,14 @@ def render(plan: Plan, found: dict[str, Any]) -> str:
 
 
 def _ranks(groups: Sequence[Sequence[int]]) -> str:
+    """Format the first GROUPS_SHOWN process groups as lists of ranks, such as "[0 1] [2 3]", and the number of the
+    others."""
     more = f" and {len(groups) - GROUPS_SHOWN} more" if len(groups) > GROUPS_SHOWN else ""
     return " ".join("[" + " ".join(map(str, g)) + "]" for g in groups[:GROUPS_SHOWN]) + more
 
 
 def _collectives(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Format the explanation's rows of collectives as lines of a table under a heading."""
     head = ["operation", "collective", "elements", "times", "launches", "bytes per step", "phase"]
     cells = [
         [r["operation"], f"{r['op']}/{r['axes']}", f"{r['elements']:,}", f"x{r['times']}"]
@@ -150,6 +155,7 @@ def _moved(found: dict[str, Any]) -> list[list[str]]:
 
 
 def _holdings(found: dict[str, Any]) -> list[list[str]]:
+    """Return the rows (name, elements, bytes) of the explanation's table of what a worker holds."""
     saved, size = found["saved_elements_per_worker"], found["bytes_per_worker"]
     return [
         ["parameters", f"{found['parameters_per_worker']:,}", f"{human(size['parameters'])}B"],
@@ -161,6 +167,8 @@ def _holdings(found: dict[str, Any]) -> list[list[str]]:
 
 
 def _memory(found: Mapping[str, int]) -> list[list[str]]:
+    """Return the rows (part, bytes, remark) of the explanation's table of a worker's peak memory, from the fields of a
+    Footprint."""
     more = {
         "parameters": "and their master copies",
         "optimizer": "",
@@ -173,7 +181,7 @@ def _memory(found: Mapping[str, int]) -> list[list[str]]:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the rows as indented lines with aligned columns; columns of numbers are aligned to the right."""
+    """Format rows of cells as indented lines with aligned columns; columns of numbers are aligned to the right."""
     columns = list(zip(*rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
     numeric = [all(re.fullmatch(r"x?[\d,]*", cell) for cell in column[1:]) and any(column[1:]) for column in columns]

@@ -10,11 +10,12 @@ from platform.plan.language.mesh import Mesh
 def count_messages(
     mesh: Mesh, axes: Sequence[str], workers_per_node: int, *, from_zero: bool = False
 ) -> tuple[int, int]:
-    """Return the number of messages (inside a node, between nodes): one per ordered pair of ranks of each group along
-    `axes`, a rank and itself included, with consecutive ranks on a node. Counted one by one: exact for any sizes.
+    """Count the messages of the process groups along `axes`, as (inside a node, between nodes), with consecutive ranks
+    on a node: one per ordered pair of ranks of a group, a rank and itself included. Counted one by one: exact for any
+    sizes.
 
-    `from_zero`: only from each group's first rank to all (in a join, the other way round), as when the common layers
-    are on sub-grid 0 alone: one in g of them.
+    `from_zero`: only from each group's first rank to all (in a join, the other way round), as when D&SP-cSub keeps the
+    common layers on sub-grid 0 alone: one in g of them, g being the ranks of a group.
     """
     inside = between = 0
     for group in mesh.groups(axes):
@@ -26,7 +27,8 @@ def count_messages(
 
 
 def with_axes_moved(mesh: Mesh, axes: Sequence[str], *, outer: bool) -> Mesh:
-    """Return the mesh with `axes` moved outside of all other axes, or inside of them."""
+    """Return the mesh with `axes` moved outside of all other axes (slow links), or inside of them, to compare the two
+    placements of branch axes."""
     moved = tuple(pair for pair in mesh.shape if pair[0] in axes)
     others = tuple(pair for pair in mesh.shape if pair[0] not in axes)
     return Mesh(moved + others if outer else others + moved)

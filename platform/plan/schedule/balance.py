@@ -9,13 +9,14 @@ from math import inf
 
 
 def place_layers(costs: Sequence[float], chunks: int) -> list[range]:
-    """Return contiguous ranges of `costs`, one per chunk, whose largest sum is as small as possible.
+    """Divide a model's units (embedding, blocks, head) into one contiguous range of unit numbers per pipeline chunk, so
+    that the cost of the most expensive chunk is as small as possible.
 
     `costs`: one per unit in the model's order, embedding and head included, in seconds, FLOPs or any other measure.
     Among the placements with the smallest maximum the most even one (least sum of squares) is taken; among equals the
-    one with shorter early chunks, which keep more microbatches alive. Exact, by dynamic programming in
-    O(chunks x units^2), and deterministic. With fewer units than chunks, the last unit, which has the loss, goes to the
-    last chunk, and the chunks just before it are empty.
+    one with shorter early chunks, which keep more microbatches alive. Exact, by dynamic programming in O(chunks x
+    units^2), and deterministic. With fewer units than chunks, the last unit, which has the loss, goes to the last
+    chunk, and the chunks just before it are empty.
     """
     units, parts = len(costs), min(chunks, len(costs))
     total = [0.0, *accumulate(costs)]
@@ -30,8 +31,9 @@ def place_layers(costs: Sequence[float], chunks: int) -> list[range]:
 
 
 def _smallest_maximum(costs: Sequence[float], parts: int) -> float:
-    """Return the least limit under which filling ranges one after the other takes at most `parts` ranges. It is found
-    among the sums of all contiguous ranges."""
+    """Return the smallest cost that the most expensive pipeline chunk can have if the model's units (embedding, blocks,
+    head), whose costs in model order are `costs`, are placed on at most `parts` chunks of consecutive units. It is
+    found by bisection among the sums of all contiguous ranges: under a limit, chunks are filled one after the other."""
 
     def ranges(limit: float) -> int:
         count, filled = 1, 0.0
@@ -47,8 +49,9 @@ def _smallest_maximum(costs: Sequence[float], parts: int) -> float:
 
 
 def _most_even(units: int, parts: int, cost: Callable[[int, int], float], limit: float) -> list[range]:
-    """Return `parts` non-empty ranges that tile range(units), none above `limit`, with the least sum of squares; of
-    equals the one with the earliest first cut."""
+    """Return `parts` non-empty ranges of unit numbers, one per pipeline chunk, that tile range(units) in order, none of
+    a cost above `limit`, with the least sum of squared costs; of equals the one with the earliest first cut.
+    `cost(start, end)`: the sum of the costs of units start to end - 1."""
     best = [[inf] * (units + 1) for _ in range(parts + 1)]  # best[k][i]: units from i on in k ranges
     cut = [[units] * (units + 1) for _ in range(parts + 1)]  # cut[k][i]: the end of the first of these ranges
     best[0][units] = 0.0

@@ -22,15 +22,18 @@ LARGEST = 16 << 20  # bytes that a file may have
 
 
 def to_csv(schedule: Schedule, path: str | Path) -> None:
-    """Write a schedule's compute rows to a file."""
+    """Write a pipeline schedule's compute actions to a CSV file as torch.distributed.pipelining does: one line per
+    stage, cells such as `4B0` (chunk, kind, microbatch)."""
     lines = (",".join(map(str, row)) + "\n" for row in schedule.rows)
     Path(path).write_text("".join(lines), encoding="utf-8")
 
 
 def from_csv(path: str | Path) -> Schedule:
-    """Read the table in a file and validate it; the numbers of stages, chunks and microbatches follow from its cells.
+    """Read a user's pipeline schedule from a CSV file, one line per stage with cells such as `4B0`, and validate it;
+    the numbers of stages, chunks and microbatches follow from its cells.
 
-    Raises ScheduleError with every violation, also for a file that cannot be read or a table without backward passes.
+    Raises ScheduleError with every violation, also for a file that cannot be read or is larger than LARGEST bytes and
+    for a table without backward passes.
     """
     try:
         if Path(path).exists() and not Path(path).is_file():  # reading a pipe might never end
@@ -64,6 +67,8 @@ def from_csv(path: str | Path) -> Schedule:
 
 
 def _unreadable(cells: list[list[str]]) -> Iterator[str]:
+    """Yield one message per non-empty cell of a schedule's CSV lines that is not an action such as `4B0`, with its
+    stage."""
     for stage, line in enumerate(cells):
         for cell in line:
             if cell.strip() and not CELL.fullmatch(cell.strip()):

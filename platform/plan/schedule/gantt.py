@@ -24,10 +24,11 @@ LETTER = 6.5  # width of one character of a label
 
 
 def gantt_svg(panels: Mapping[str, Sequence[TimedAction]], unit: str = "s") -> str:
-    """Draw one panel per entry {title: events}, one above the other on a common time scale, with one lane per stage.
+    """Draw timelines of a pipeline step as the text of one SVG image: one panel per entry {title: events} of `panels`,
+    one above the other on a common time scale, with one lane per stage.
 
-    Boxes carry the microbatch's number; the later the chunk on its stage, the paler its box. Sends and receives, if
-    any, are strips under the boxes. `unit`: the unit of the events' times.
+    Boxes carry the microbatch's number; the later the chunk on its stage, the paler its box. Sends and receives, if the
+    events have them, are strips under the boxes. `unit`: the unit of the events' times.
     """
     span = max((e.end for events in panels.values() for e in events), default=0.0) or 1.0
     scale = (WIDTH - LEFT - RIGHT) / span
@@ -50,6 +51,8 @@ def gantt_svg(panels: Mapping[str, Sequence[TimedAction]], unit: str = "s") -> s
 
 
 def _panel(title: str, events: Sequence[TimedAction], stages: int, top: int, scale: float) -> Iterator[str]:
+    """Yield the SVG elements of one panel of the Gantt chart: title, stage labels, lanes and boxes. `top`: its upper
+    edge in pixels; `scale`: pixels per unit of time."""
     yield f'<text x="{LEFT}" y="{top + TITLE - 12}" font-size="14">{escape(title)}</text>'
     chunks = [sorted({e.action.chunk for e in events if e.stage == stage}) for stage in range(stages)]
     for stage in range(stages):
@@ -63,6 +66,8 @@ def _panel(title: str, events: Sequence[TimedAction], stages: int, top: int, sca
 
 
 def _box(event: TimedAction, lane: int, scale: float, opacity: float) -> str:
+    """Return the SVG rectangle of one action in the Gantt chart, labelled with its microbatch if there is room. `lane`:
+    upper edge of its stage's lane in pixels; `scale`: pixels per unit of time."""
     action = event.action
     x, width = LEFT + event.start * scale, (event.end - event.start) * scale
     computes = action.kind in COMPUTE
@@ -79,6 +84,8 @@ def _box(event: TimedAction, lane: int, scale: float, opacity: float) -> str:
 
 
 def _axis(span: float, y: int, scale: float, unit: str) -> Iterator[str]:
+    """Yield the SVG elements of the time axis under a panel of the Gantt chart, from 0 to `span`, at height `y` in
+    pixels with `scale` pixels per unit of time."""
     step = _round_step(span / 10)
     digits = max(0, -floor(log10(step)))
     for tick in range(floor(span / step) + 1):
@@ -89,12 +96,15 @@ def _axis(span: float, y: int, scale: float, unit: str) -> Iterator[str]:
 
 
 def _round_step(least: float) -> float:
-    """Return the smallest of 1, 2, 5 times a power of ten that is not below `least`."""
+    """Return the smallest of 1, 2, 5 times a power of ten that is not below `least`: the distance of ticks on the time
+    axis of the Gantt chart."""
     power = 10.0 ** floor(log10(least))
     return next(power * digit for digit in (1, 2, 5, 10) if power * digit >= least)
 
 
 def _legend(kinds: Sequence[Kind], top: int) -> Iterator[str]:
+    """Yield the SVG elements of the Gantt chart's legend: a coloured square and a text per distinct colour of `kinds`,
+    at height `top` in pixels."""
     x = float(LEFT)
     for fill, text in dict.fromkeys(COLOURS[kind] for kind in kinds):
         yield f'<rect x="{x:g}" y="{top + 8}" width="12" height="12" fill="{fill}"/>'

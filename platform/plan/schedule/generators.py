@@ -25,24 +25,26 @@ Generator = Callable[[int, int, int], Rows]  # (stages, chunks per stage, microb
 
 
 def gpipe(stages: int, chunks: int, microbatches: int) -> Rows:
-    """Generate GPipe (arXiv 1811.06965): all forward passes, then all backward passes."""
+    """Generate the compute table of the GPipe pipeline schedule (arXiv 1811.06965): all forward passes, then all
+    backward passes. `chunks`: per stage, must be 1, else ScheduleError."""
     _one_chunk("gpipe", chunks)
     order = [(m, 0) for m in range(microbatches)]
     return [_row(stage, stages, 1, order, warmup=microbatches) for stage in range(stages)]
 
 
 def one_f_one_b(stages: int, chunks: int, microbatches: int) -> Rows:
-    """Generate 1F1B (PipeDream-Flush; Megatron-LM (Narayanan et al. 2021), section 2.2.1): GPipe's bubble, at most
-    `stages` live microbatches."""
+    """Generate the compute table of the 1F1B pipeline schedule (PipeDream-Flush; Megatron-LM (Narayanan et al. 2021),
+    section 2.2.1): GPipe's bubble, at most `stages` live microbatches. `chunks`: per stage, must be 1, else
+    ScheduleError."""
     _one_chunk("1f1b", chunks)
     return interleaved(stages, chunks, microbatches)
 
 
 def interleaved(stages: int, chunks: int, microbatches: int) -> Rows:
-    """Generate interleaved 1F1B (Megatron-LM (Narayanan et al. 2021), section 2.2.2) in Megatron's order: the bubble of
-    1F1B divided by `chunks`.
+    """Generate the compute table of the interleaved 1F1B pipeline schedule (Megatron-LM (Narayanan et al. 2021),
+    section 2.2.2) in Megatron's order: the bubble of 1F1B divided by `chunks`, the chunks per stage.
 
-    With one chunk per stage it is 1F1B itself.
+    With one chunk per stage it is 1F1B itself; with several, fewer microbatches than stages raise ScheduleError.
     """
     order, group = _groups("interleaved", stages, chunks, microbatches)
     step = 2 if chunks > 1 else 1
@@ -53,9 +55,11 @@ def interleaved(stages: int, chunks: int, microbatches: int) -> Rows:
 
 
 def zb_h1(stages: int, chunks: int, microbatches: int) -> Rows:
-    """Generate ZB-H1 (arXiv 2401.10241): weight gradients, split off, fill the bubble; no more memory than 1F1B.
+    """Generate the compute table of the ZB-H1 pipeline schedule (arXiv 2401.10241): weight gradients, split off, fill
+    the bubble; no more memory than 1F1B.
 
-    With several chunks it is interleaved too; stage r does each weight gradient r steps after its input gradient.
+    With several `chunks` per stage it is interleaved too; stage r does each weight gradient r steps after its input
+    gradient.
     """
     order, group = _groups("zb_h1", stages, chunks, microbatches)
     return [
@@ -74,7 +78,8 @@ def _group(stages: int, microbatches: int) -> int:
 
 
 def _groups(name: str, stages: int, chunks: int, microbatches: int) -> tuple[list[tuple[int, int]], int]:
-    """Return the forward passes in order as (microbatch, chunk on the stage), and the number of microbatches per group.
+    """Return the forward passes of any stage of an interleaved schedule in order, as (microbatch, chunk on the stage),
+    and the number of microbatches per group. Raises ScheduleError, with the schedule's `name`, for too few of them.
 
     A group goes through all chunks before the next group starts. With 2 chunks and 6 microbatches in groups of 3:
 
@@ -95,9 +100,12 @@ def _groups(name: str, stages: int, chunks: int, microbatches: int) -> tuple[lis
 def _row(
     stage: int, stages: int, chunks: int, order: list[tuple[int, int]], warmup: int, delay: int | None = None
 ) -> list[Action]:
-    """Build one stage's actions. Backward passes take the order of the forward passes, with the chunks in reverse.
+    """Build one pipeline stage's row of compute actions: `warmup` forward passes, then forward and backward in turn,
+    then the remaining backward passes.
 
-    `delay`: split the backward passes, each weight gradient so many steps after its input gradient; None: unsplit.
+    `order`: the stage's forward passes in order as (microbatch, chunk on the stage); the backward passes take the same
+    order with the chunks in reverse. `delay`: split the backward passes, each weight gradient so many steps after its
+    input gradient; None: unsplit.
     """
 
     def actions(kind: Kind) -> list[Action]:
@@ -120,8 +128,8 @@ SETTLED = 16  # microbatches after which the sends in flight have reached their 
 
 
 def generate(kind: str, stages: int, chunks: int, microbatches: int) -> Schedule:
-    """Generate the table of a schedule in SCHEDULES and validate it. Raises ScheduleError if the schedule cannot take
-    these numbers."""
+    """Generate the table of a shipped pipeline schedule or of a user's, by its name `kind` in SCHEDULES, and validate
+    it. `chunks`: per stage. Raises ScheduleError if the schedule cannot take these numbers."""
     rows = tuple(tuple(row) for row in SCHEDULES[kind](stages, chunks, microbatches))
     schedule = Schedule(kind, stages, chunks, microbatches, rows)
     validate(schedule)
@@ -129,8 +137,8 @@ def generate(kind: str, stages: int, chunks: int, microbatches: int) -> Schedule
 
 
 def least_microbatches(kind: str, stages: int, chunks: int, microbatches: int) -> int:
-    """Return the smallest number >= `microbatches` that the schedule takes; `microbatches` if no number near it is
-    legal."""
+    """Return the smallest number of microbatches per step >= `microbatches` that the pipeline schedule `kind` takes,
+    with `chunks` per stage; `microbatches` itself if no number near it is legal."""
     if kind in SHIPPED:  # without making the table
         return max(microbatches, stages) if chunks > 1 else microbatches
     legal = legal_microbatches(kind, stages, chunks, microbatches) or ()
@@ -138,9 +146,13 @@ def least_microbatches(kind: str, stages: int, chunks: int, microbatches: int) -
 
 
 def representative_microbatches(kind: str, stages: int, chunks: int, microbatches: int) -> int:
-    """Return a number of microbatches <= `microbatches` whose rows hold as much at once; `microbatches` itself if no
-    smaller one is known. The shipped schedules repeat once every chunk has had its first backward pass with all its
-    forward passes in flight."""
+    """Return a smaller number of microbatches whose table of the pipeline schedule `kind` has the same peak memory on
+    every stage as one of `microbatches`, so that memory can be predicted from a short table; `microbatches` itself if
+    no smaller one is known. `chunks`: per stage.
+
+    The rows of the shipped schedules but gpipe repeat once every chunk has had its first backward pass with all its
+    forward passes in flight.
+    """
     if kind not in SHIPPED or kind == "gpipe":
         return microbatches
     if chunks == 1:
@@ -151,7 +163,8 @@ def representative_microbatches(kind: str, stages: int, chunks: int, microbatche
 
 
 def legal_microbatches(kind: str, stages: int, chunks: int, microbatches: int) -> list[int] | None:
-    """Return None if the schedule takes this number of microbatches, else the nearest that it takes, at most 3."""
+    """Return None if the pipeline schedule `kind` takes this number of microbatches per step with `chunks` per stage,
+    else the at most 3 nearest numbers that it takes, ascending, for the error message."""
 
     def legal(m: int) -> bool:
         try:

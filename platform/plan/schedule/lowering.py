@@ -18,7 +18,8 @@ Message = tuple[tuple[int, Action], tuple[int, Action]]  # (stage, send), (stage
 
 
 def validate(schedule: Schedule) -> None:
-    """Raise ScheduleError with every violation: counts, unknown or repeated actions, order; then deadlock.
+    """Raise ScheduleError with every violation of a pipeline schedule's compute table: counts, unknown or repeated
+    actions, order; if there is none of these, for a deadlock.
 
     A table without any backward pass is legal: evaluation uses one.
     """
@@ -28,7 +29,8 @@ def validate(schedule: Schedule) -> None:
 
 
 def lower(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
-    """Return each stage's row with its sends and receives. Raises ScheduleError as `validate` does.
+    """Lower a pipeline schedule: return each stage's row with sends and receives inserted, as its workers execute it.
+    Raises ScheduleError as `validate` does.
 
     The common order is that of the actions' ends in a simulation with nominal times: a receive stands before the action
     during which its message is sent, so it is posted by then.
@@ -44,7 +46,8 @@ def lower(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
 
 
 def message(schedule: Schedule, action: Action) -> Message | None:
-    """Return the send and the receive that follow a compute action; None if its result stays on the stage."""
+    """Return (sending stage, send action) and (receiving stage, receive action) of the result of a compute action in a
+    pipeline schedule; None if the result stays on its stage."""
     forward, m, chunk = action.kind is Kind.FORWARD, action.microbatch, action.chunk
     target = chunk + 1 if forward else chunk - 1
     if action.kind is Kind.WEIGHT or not 0 <= target < schedule.total_chunks:
@@ -56,6 +59,8 @@ def message(schedule: Schedule, action: Action) -> Message | None:
 
 
 def _violations(schedule: Schedule) -> Iterator[str]:
+    """Yield one message per rule that a pipeline schedule's compute table breaks: its number of rows, actions that are
+    unknown, repeated, missing or out of order, and chunks on several stages."""
     if len(schedule.rows) != schedule.stages:
         yield f"{schedule.name}: {len(schedule.rows)} rows for {schedule.stages} stages"
     stages: dict[int, int] = {}  # chunk -> stage
@@ -83,8 +88,9 @@ BEFORE = ((Kind.FORWARD, Kind.BACKWARD), (Kind.FORWARD, Kind.INPUT), (Kind.INPUT
 
 
 def _pass_violations(here: dict[Kind, int], chunk: int, m: int, trains: bool) -> Iterator[str]:
-    """Yield what is wrong with a chunk's actions on one microbatch; `here`: their positions in the row. `trains`: the
-    table has backward passes, so this chunk must have its own."""
+    """Yield one message per missing, surplus or misordered action of one chunk on microbatch `m` in a pipeline
+    schedule; `here`: the positions of its actions in the stage's row. `trains`: the table has backward passes, so this
+    chunk must have its own."""
     split = {Kind.INPUT, Kind.WEIGHT}
     backward = split if split & here.keys() else {Kind.BACKWARD}
     wanted = {Kind.FORWARD, *(backward if trains else ())}

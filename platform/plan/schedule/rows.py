@@ -12,8 +12,8 @@ from platform.plan.schedule.table import Action, Kind, Schedule
 
 @dataclass(frozen=True)
 class StageRows:
-    """Lowered rows of one stage. `step`: a training step; `forward`: a forward pass of one microbatch, number 0, for
-    evaluation and sampling."""
+    """Lowered schedule rows of one pipeline stage, which the driver sends to its workers. `step`: a training step;
+    `forward`: a forward pass of one microbatch, number 0, for evaluation and sampling."""
 
     step: tuple[Action, ...]
     forward: tuple[Action, ...]
@@ -29,7 +29,8 @@ class StageRows:
 
 
 def stage_rows(schedule: Schedule) -> list[StageRows]:
-    """Lower a schedule; return the rows by stage."""
+    """Lower a pipeline schedule for the workers: return, by stage, the row of a training step and that of a forward
+    pass, both with sends and receives."""
     chunks = (schedule.chunks_of(stage) for stage in range(schedule.stages))
     passes = tuple(tuple(Action(Kind.FORWARD, 0, chunk) for chunk in of_stage) for of_stage in chunks)
     once = Schedule("forward", schedule.stages, schedule.chunks, 1, passes)

@@ -16,7 +16,7 @@ Times = Mapping[Kind, float] | Callable[[int, Action], float]  # seconds by kind
 
 @dataclass(frozen=True, slots=True)
 class TimedAction:
-    """Action with its start and end, planned or measured, in seconds from the start of the step."""
+    """Action of a pipeline stage with its start and end, planned or measured, in seconds from the start of the step."""
 
     stage: int
     action: Action
@@ -26,10 +26,11 @@ class TimedAction:
 
 @dataclass(frozen=True)
 class Simulation:
-    """Result of `simulate`. `timeline` is ordered by end, then stage. Per stage, at the peak:
+    """Result of simulating a pipeline schedule with `simulate`. `timeline` is ordered by end, then stage. By stage, the
+    largest number at any time of:
 
-    `peak_live`: forward passes whose backward pass, or weight gradient if split off, is not done.
-    `peak_pending`: those whose input gradient is done but not the weight gradient, for which alone they hold memory.
+    `peak_live`: forward passes whose backward pass, or weight gradient if split off, is not done. `peak_pending`: those
+    whose input gradient is done but not the weight gradient, for which alone they hold memory.
     """
 
     timeline: tuple[TimedAction, ...]
@@ -40,20 +41,23 @@ class Simulation:
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """Return the seconds that each stage waits."""
+        """Return, by pipeline stage, the seconds of the simulated step in which the stage computes nothing."""
         return tuple(self.makespan - busy for busy in self.busy)
 
     @property
     def bubble(self) -> float:
-        """Return makespan / ideal - 1, where ideal is the busiest stage's own work."""
+        """Return the pipeline bubble of the simulated step as a fraction: makespan / ideal - 1, where ideal is the time
+        for which the busiest stage computes."""
         return self.makespan / max(self.busy) - 1
 
 
 def simulate(schedule: Schedule, times: Times = NOMINAL, transfer: float = 0.0) -> Simulation:
-    """Simulate a table in which every stage starts its next action as soon as its inputs are there.
+    """Simulate one step of a pipeline schedule's compute table, in which every stage starts its next action as soon as
+    its inputs are there.
 
-    `transfer`: seconds between the end of an action and the start of one on another stage that needs its result; it
-    keeps no stage busy. Raises ScheduleError with the stuck actions if stages wait for each other.
+    `times`: duration of an action by kind, or as a function of (stage, action), by default NOMINAL. `transfer`: seconds
+    between the end of an action and the start of one on another stage that needs its result; it keeps no stage busy.
+    Raises ScheduleError with the stuck actions if stages wait for each other.
     """
     seconds = times if callable(times) else (lambda stage, action: times[action.kind])
     done: dict[tuple[str, int, int], tuple[float, int]] = {}  # result -> (end, stage)
@@ -98,6 +102,7 @@ def _explain(stage: int, action: Action, schedule: Schedule, done: Mapping) -> s
 
 
 def _peaks(row: tuple[Action, ...]) -> tuple[int, int]:
+    """Return `peak_live` and `peak_pending` of `Simulation` for one stage's row."""
     steps = {Kind.FORWARD: (1, 0), Kind.BACKWARD: (-1, 0), Kind.INPUT: (0, 1), Kind.WEIGHT: (-1, -1)}
     live, pending = zip(*(steps[a.kind] for a in row), strict=True) if row else ((0,), (0,))
     return max(accumulate(live)), max(0, *accumulate(pending))

@@ -34,7 +34,8 @@ PASS = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.INPUT: "B", Kind.WEIGHT: "W"
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """Entry of a row. `chunk` counts through the whole model: chunk 0 holds the embedding, the last one the loss.
+    """Entry of one pipeline stage's row in a schedule: a pass, send or receive of one microbatch through one model
+    chunk. `chunk` counts through the whole model: chunk 0 holds the embedding, the last one the loss.
 
     `peer`: the other stage of a send or receive; None for compute actions.
     """
@@ -52,8 +53,8 @@ Rows = Sequence[Sequence[Action]]  # one row per stage
 
 
 class ScheduleError(ValueError):
-    """Refusal of a table that cannot run. `violations`: one line each, without a configuration key; the message ends
-    with the table, if there is one."""
+    """Refusal of a pipeline schedule whose table cannot run. `violations`: one line each, without a configuration key;
+    the message ends with the table `rows`, if given."""
 
     def __init__(self, violations: Sequence[str] | str, rows: Rows = ()):
         self.violations = [violations] if isinstance(violations, str) else list(violations)
@@ -63,7 +64,7 @@ class ScheduleError(ValueError):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Table of every stage's compute actions in order; `chunks` is per stage.
+    """Table of the compute actions (no sends or receives) of every pipeline stage in order; `chunks` is per stage.
 
     A chunk's stage is read from the rows, so a table may place chunks as it likes (in a loop, in a V).
     """
@@ -80,25 +81,29 @@ class Schedule:
 
     @cached_property
     def placement(self) -> tuple[int, ...]:
-        """Return the stage of every chunk; `platform.plan.schedule.lowering.validate` checks that it is unique."""
+        """Return the pipeline stage of every model chunk, by chunk number; `platform.plan.schedule.lowering.validate`
+        checks that each chunk has only one."""
         stages = {action.chunk: stage for stage, row in enumerate(self.rows) for action in row}
         return tuple(stages[chunk] for chunk in range(self.total_chunks))
 
     def chunks_of(self, stage: int) -> tuple[int, ...]:
-        """Return the chunks that live on a stage, ascending."""
+        """Return the numbers of the model chunks that the schedule places on one pipeline stage, ascending."""
         return tuple(chunk for chunk, owner in enumerate(self.placement) if owner == stage)
 
 
 def with_completed(row: Sequence[Action]) -> Iterator[tuple[Action, int | None]]:
-    """Yield the actions of a row, each with the chunk whose parameter gradients it completes, None if it completes
-    none."""
+    """Yield the actions of one stage's schedule row, each with the number of the chunk whose parameter gradients are
+    complete after it (its last backward or weight-gradient pass of the step), else None; then their reduction can
+    start."""
     last = {a.chunk: i for i, a in enumerate(row) if a.kind in (Kind.BACKWARD, Kind.WEIGHT)}
     for i, action in enumerate(row):
         yield action, action.chunk if last.get(action.chunk) == i else None
 
 
 def needs(action: Action, total_chunks: int) -> list[tuple[str, int, int]]:
-    """Return the results that a compute action waits for, as (F or B, chunk, microbatch)."""
+    """Return the results of other compute actions that must exist before a compute action of a pipeline schedule can
+    start, as (pass, chunk, microbatch), named as `result` does: F the chunk's output, B the gradient of its input.
+    `total_chunks`: chunks of all stages together."""
     chunk, microbatch = action.chunk, action.microbatch
     match action.kind:
         case Kind.FORWARD:
@@ -110,11 +115,13 @@ def needs(action: Action, total_chunks: int) -> list[tuple[str, int, int]]:
 
 
 def result(action: Action) -> tuple[str, int, int]:
-    """Return what an action computes or a send carries, as (pass, chunk, microbatch). Pass: F, the chunk's output; B,
-    the gradient of its input; W, parameter gradients, which no action waits for."""
+    """Return the name of the tensor that an action of a pipeline schedule computes or sends, as (pass, chunk,
+    microbatch), by which `needs` refers to it. The pass is F for the output of `chunk`, B for the gradient of the
+    chunk's input, W for its parameter gradients, which no other action waits for. Receives have none: KeyError."""
     return PASS[action.kind], action.chunk, action.microbatch
 
 
 def table(rows: Iterable[Iterable[Action]]) -> str:
-    """Format the rows as text, one line per stage: `stage 0 | 0F0 0F1 0B0 0B1`."""
+    """Format the rows of a pipeline schedule as text, one line per stage, such as `stage 0 | 0F0 0F1 0B0 0B1`; an
+    action is written chunk, kind, microbatch."""
     return "\n".join(f"stage {stage} | {' '.join(map(str, row))}" for stage, row in enumerate(rows))

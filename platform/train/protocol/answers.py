@@ -12,7 +12,8 @@ from platform.checkpoint.storage.report import FileReport
 
 @dataclass(frozen=True)
 class Proof:
-    """Environment of a process, equal in all processes of a sound run except for `node`, the host's name.
+    """Environment of a worker or of the driver, equal in all processes of a sound run except for `node`, the host's
+    name.
 
     sees      run.dir, checkpoint.url (if the run saves) and checkpoint.resume (if it names a checkpoint) -> hash of the
               file read there, or why it cannot be read
@@ -28,7 +29,8 @@ class Proof:
 
 @dataclass(frozen=True)
 class Joined:
-    """Place of a worker in the generation that it has joined."""
+    """Place of a worker in the generation that it has joined: rank, mesh coordinates (axis -> index), and the
+    process."""
 
     rank: Count
     coordinates: dict[str, Count]
@@ -38,8 +40,8 @@ class Joined:
 
 @dataclass(frozen=True)
 class Built:
-    """Size of a worker's model, and its device: its name, and its `memory` in bytes, None on CPU, where workers share
-    that of the host."""
+    """Size of the model built on a worker, in parameters, and its device: the name, and `memory` in bytes, None on CPU,
+    where workers share that of the host."""
 
     parameters: Count
     device: str
@@ -47,7 +49,8 @@ class Built:
 
 
 class SectionSpan(NamedTuple):
-    """Stay in a clock section: seconds since the step's barrier."""
+    """Span of time that a rank spent in a clock section of a training step, from `start` to `end`: seconds since the
+    step's barrier."""
 
     section: str
     start: float
@@ -55,21 +58,22 @@ class SectionSpan(NamedTuple):
 
 
 class SlowRank(NamedTuple):
-    """Rank whose own work takes `ratio` times the median of its stage."""
+    """Rank whose own work in a training step takes `ratio` times the median of its pipeline stage."""
 
     rank: Count
     ratio: float
 
 
 class Damage(NamedTuple):
-    """Tensor of a rank that is not what its replicas hold."""
+    """Tensor (KIND.PARAMETER) of a rank that is not what its replicas hold, and so was corrupted in memory."""
 
     rank: Count
     tensor: str
 
 
 class Dispute(NamedTuple):
-    """Tensor that replicas hold differently, when nothing tells which of them are right."""
+    """Tensor (KIND.PARAMETER) that replicas, at these ranks, hold differently, when nothing tells which of them are
+    right."""
 
     ranks: list[Count]
     tensor: str
@@ -77,18 +81,19 @@ class Dispute(NamedTuple):
 
 @dataclass(frozen=True)
 class Differences:
-    """Outcome of a comparison of replicas before an update; false if all agree."""
+    """Outcome of a comparison of replicas' weights and optimizer state before an update; false if all agree."""
 
     damaged: list[Damage] = field(default_factory=list)
     undecided: list[Dispute] = field(default_factory=list)
 
     def __bool__(self) -> bool:
+        """Return True if any replicas differ."""
         return bool(self.damaged or self.undecided)
 
 
 @dataclass(frozen=True)
 class Taken:
-    """Acknowledgement of a step by a rank other than 0."""
+    """Acknowledgement of a training step by a rank other than 0; the report of rank 0 covers all ranks."""
 
     step: Count
     timeline: list[SectionSpan] = field(default_factory=list)
@@ -96,7 +101,8 @@ class Taken:
 
 @dataclass
 class StepReport:
-    """Report of a step: a rank's own, and combined by `platform.train.step.step_report` that of all ranks, by rank 0.
+    """Report of a training step: a rank's own, and combined by `platform.train.step.step_report` that of all ranks, by
+    rank 0.
 
     If `skipped`, nothing was updated: the loss or the gradient norm is not finite, the loss is too high, or replicas
     differ. `seconds`: by clock section; `comm_bytes`: by collective.
@@ -121,8 +127,8 @@ class StepReport:
 
 @dataclass(frozen=True)
 class Copied:
-    """Copy of a rank's share of the state in host memory, ready to be written. `tensors`: name -> global shape, on rank
-    0 alone; `values`: the optimizer's numbers, {} on a rank without parameters."""
+    """Answer of a rank that has copied its share of the training state to host memory, ready to be written. `tensors`:
+    name -> global shape, on rank 0 alone; `values`: the optimizer's numbers, {} on a rank without parameters."""
 
     tensors: dict[str, list[Count]]
     values: dict[str, float]
@@ -130,14 +136,16 @@ class Copied:
 
 @dataclass(frozen=True)
 class Unwritten:
-    """Reason why the storage did not take a rank's share of a checkpoint, which is no failure of the worker."""
+    """Reason why the checkpoint storage did not take a rank's share of a checkpoint, which is no failure of the
+    worker."""
 
     error: str
 
 
 @dataclass(frozen=True)
 class Unrestored:
-    """Reason why a checkpoint was not restored; `fault`: who or what is to blame for it."""
+    """Reason why a checkpoint was not restored. `fault`: its data is corrupt, this run refused it, or the storage
+    failed."""
 
     fault: Annotated[str, OneOf(("corrupt", "refused", "failed"), "fault")]
     reason: str
@@ -157,5 +165,6 @@ _ANSWERS: dict[str, Any] = {
 
 
 def read(method: str, rank: int, value: object) -> Any:
-    """Read the answer of `rank` to a call of `method`, plain data, as what its worker returned. Raises Malformed."""
+    """Read the answer of the worker at `rank` to the driver's call of `method`, plain data, as what that method
+    returned. Raises Malformed if it is something else."""
     return schema.read(StepReport if method == "step" and rank == 0 else _ANSWERS.get(method, Any), value)

@@ -22,7 +22,9 @@ LIBRARIES = ("elastic-platform", "torch", "numpy", "ray")
 
 
 def proof(config: Config, run_dir: Path, probe: str) -> Proof:
-    """Describe this process's environment; it reads the file `probe`, and for checkpoint.resume the manifest."""
+    """Describe this process's environment, worker or driver, for the check before a mesh forms that all see the same
+    storage and run the same code. Reads the file `probe`, which the driver has written to the run directory and the
+    checkpoint storage, and the manifest of the checkpoint that checkpoint.resume names."""
     sees = {"run.dir": _read(str(run_dir), probe)}
     if urls.saves(config):
         sees["checkpoint.url"] = _read(urls.home(config), probe)
@@ -34,7 +36,8 @@ def proof(config: Config, run_dir: Path, probe: str) -> Proof:
 
 
 def _read(url: str, path: str) -> str:
-    """Return a hash of a file's content, or the reason why it cannot be read."""
+    """Hash a file that all workers and the driver must see alike, the driver's probe file or a checkpoint's manifest,
+    at `path` in the storage at `url`; return 12 hex digits of its SHA-256 or, if it cannot be read, the reason."""
     try:
         return hashlib.sha256(open_storage(url).read(path)).hexdigest()[:12]
     except (OSError, ConfigError) as error:
@@ -42,7 +45,8 @@ def _read(url: str, path: str) -> str:
 
 
 def source_digest(module: str) -> str:
-    """Hash the source of an imported module, or all source files of a package."""
+    """Hash the source of an imported module, or all source files of a package, so that workers running other code than
+    the driver are found; return 12 hex digits."""
     found = package if module == "platform" else sys.modules[module]
     if paths := getattr(found, "__path__", None):
         return _hash_files((str(f.relative_to(p)), f) for p in map(Path, paths) for f in sorted(p.rglob("*.py")))
@@ -51,7 +55,8 @@ def source_digest(module: str) -> str:
 
 
 def _hash_files(files: Iterable[tuple[str, Path]]) -> str:
-    """Hash files and their relative names, so that their location does not matter."""
+    """Hash source files, given as (relative name, path), with their relative names, so that the folder in which a
+    package is installed does not matter; return 12 hex digits of SHA-256."""
     total = hashlib.sha256()
     for name, file in files:
         total.update(f"{name}\0{hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
@@ -59,7 +64,8 @@ def _hash_files(files: Iterable[tuple[str, Path]]) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, CUDA and LIBRARIES in this process."""
+    """Return the versions of Python, CUDA and LIBRARIES in this process, by name; "none" or "not installed" for what is
+    absent."""
     found = {"python": sys.version.split()[0], "cuda": torch.version.cuda or "none"}
     for library in LIBRARIES:
         try:

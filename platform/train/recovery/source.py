@@ -15,9 +15,9 @@ from platform.train.step.training_state import held_of
 
 @dataclass(frozen=True)
 class Formation:
-    """Formation of a generation, which determines who holds which part of its state: its configuration, the pipeline
-    stage of every chunk (None: as the configuration says), and every rank's node (`domains`; all "" if they are
-    empty) and member (`seats`)."""
+    """Formation of a generation of workers, which determines who holds which part of its state in memory: its
+    configuration, the pipeline stage of every model chunk (None: as the configuration says), and every rank's node
+    (`domains`, its failure domain; all "" if they are empty) and member (`seats`)."""
 
     config: SentConfig
     stage_of: list[int] | None
@@ -25,7 +25,8 @@ class Formation:
     seats: list[int]
 
     def state(self) -> tuple[list[HeldTensor], list[Copy]]:
-        """Return the tensors of the state with their holders, and the copies kept in other failure domains."""
+        """Return the tensors of this generation's training state with the ranks that hold their blocks, and the copies
+        of parts that are kept by ranks in other failure domains."""
         plan = make_plan(self.config, stage_of=self.stage_of)
         state = held_of(self.config, plan)
         return state, copies(state, self.domains or [""] * plan.mesh.size)
@@ -33,7 +34,8 @@ class Formation:
 
 @dataclass(frozen=True)
 class Source:
-    """State in memory that a generation continues from: the snapshots of `step` in generation `generation`.
+    """State in workers' memory that a new generation continues from: the snapshots taken after training step `step` in
+    the earlier generation of number `generation`.
 
     Attributes:
         formed: the formation of that generation.
@@ -51,25 +53,26 @@ class Source:
     seats: list[int] = field(default_factory=list)
 
     def members(self, ranks: Iterable[int]) -> list[int]:
-        """Return the members that had these ranks."""
+        """Return the numbers of the members that had these ranks in the earlier generation."""
         return [self.formed.seats[rank] for rank in ranks]
 
     @property
     def ranks(self) -> dict[int, int]:
-        """Return old rank -> new rank of the survivors that have a seat."""
+        """Return rank in the earlier generation -> rank in the new one, of the survivors that have a seat."""
         new = {member: rank for rank, member in enumerate(self.seats)}
         return {old: new[member] for old, member in zip(self.kept, self.members(self.kept), strict=True)}
 
     def holders(self) -> list[HeldTensor]:
-        """List the tensors of the state, each with the new ranks that hold its blocks; equal on all ranks."""
+        """List the tensors of the surviving state, each with the ranks of the new generation that hold its blocks in
+        memory; equal on all ranks."""
         if not self.gathered:
             return surviving(*self.formed.state(), self.ranks)
         survived, handed = self.gathering()
         return surviving(survived, handed, {self.gathered.index(old): new for old, new in self.ranks.items()})
 
     def gathering(self) -> tuple[list[HeldTensor], list[Copy]]:
-        """Return the blocks that the members of the `gathered` ranks hold, by their index among these, and the parts
-        that those without a seat send to those with one."""
+        """Return the blocks of the state that the survivors hold, by their index among the `gathered` ranks, and the
+        parts that those without a seat in the new generation send to those with one."""
         survived = surviving(*self.formed.state(), {old: i for i, old in enumerate(self.gathered)})
         seated = set(self.kept)
         return survived, handed_over(survived, [old in seated for old in self.gathered])
@@ -78,11 +81,11 @@ class Source:
 def find_source(
     held: Mapping[int, Iterable[tuple[int, Sequence[int]]]], formed: Mapping[int, Formation], size: int
 ) -> tuple[Source | None, list[str]]:
-    """Find the newest state that is whole in the members' memory, or None if only storage is left; and say why newer
-    states are not whole, in a line each.
+    """Find the newest training state that is whole in the members' memory, for a new generation to continue from, or
+    None if only storage is left; and say why newer states are not whole, in a line each.
 
-    `held`: alive member -> (generation, steps of its snapshots) pairs. `formed`: by generation. `size`: number of ranks
-    of the new generation.
+    `held`: alive member -> (generation number, steps of its snapshots) pairs. `formed`: generation number -> how it was
+    formed. `size`: number of ranks of the new generation.
     """
     having: dict[tuple[int, int], set[int]] = {}
     for member, generations in held.items():
@@ -107,16 +110,18 @@ def find_source(
 
 
 def take_seats(source: Source, others: Sequence[int], size: int) -> Source:
-    """Assign a member to every rank of the new generation. A member that holds part of the state keeps its rank if it
-    exists, so that little moves; `others` fill the remaining seats in order."""
+    """Assign a member to every one of the `size` ranks of the new generation, and return `source` with them as its
+    `seats`. A member that holds part of the state keeps its rank if that exists, so that little moves; `others`,
+    members without a needed part, fill the remaining seats in order."""
     keep = {rank: source.formed.seats[rank] for rank in source.kept if rank < size}
     rest = iter([*source.members(rank for rank in source.kept if rank >= size), *others])
     return replace(source, seats=[keep[rank] if rank in keep else next(rest) for rank in range(size)])
 
 
 def _few(found: Mapping[tuple[int, ...], Set[int]], alive: Sequence[int], size: int) -> list[int]:
-    """Choose among the old ranks `alive` some that together hold the whole state, given its `keepers`: at most `size`,
-    or more if a greedy search finds no fewer."""
+    """Choose a few of the earlier generation's ranks `alive` that together hold the whole state: at most as many as the
+    new generation has seats (`size`), or more if a greedy search finds no fewer. `found`: a result of `keepers` for
+    that state."""
     chosen = set(alive)
     for rank in reversed(alive):
         if len(chosen) > size and is_recoverable(found, chosen - {rank}):

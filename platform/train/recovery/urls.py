@@ -10,15 +10,18 @@ from platform.config.fields import Config
 
 
 def home(config: Config) -> str:
-    """Return the URL of the storage that checkpoints are written to."""
+    """Return the URL of the storage that a run saves its checkpoints to: checkpoint.url, or the folder `checkpoints` of
+    the run directory."""
     return config.checkpoint.url or os.path.join(config.run.dir, "checkpoints")
 
 
 def saves(config: Config) -> bool:
-    """Return True if the run writes checkpoints at all."""
+    """Return True if a run with this configuration ever saves checkpoints: regularly, at train.stop_at, or when
+    stopped."""
     return bool(config.checkpoint.every or config.train.stop_at or config.checkpoint.on_stop)
 
 
 def source(config: Config) -> tuple[str, str | None]:
-    """Return the URL of the storage that the run resumes from, and the name of a checkpoint in it or None."""
+    """Return the URL of the storage that a run resumes from, and the name of the checkpoint in it that
+    checkpoint.resume names, None if the newest is meant. By default the storage is the one that the run saves to."""
     return (home(config), None) if config.checkpoint.resume in RESUME else split_url(config.checkpoint.resume)

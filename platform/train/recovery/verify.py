@@ -26,7 +26,8 @@ COPIES = "compute"  # kind of the compute copies, besides `model` and the optimi
 
 @torch.no_grad()
 def checksum(x: Tensor) -> Tensor:
-    """Return an int64 checksum that any change of one element changes: words times odd numbers, summed modulo 2^64."""
+    """Return an int64 checksum of a tensor that any change of one element changes, for the comparison of replicas:
+    words times odd numbers, summed modulo 2^64. A scalar on the tensor's device."""
     words = x.detach().contiguous().view(-1).view(WORDS[x.element_size()])
     total, at = torch.zeros((), dtype=torch.int64, device=x.device), 0
     for piece in words.split(gradients.ELEMENTS_AT_ONCE[x.device.type]):
@@ -36,11 +37,12 @@ def checksum(x: Tensor) -> Tensor:
 
 
 def differing(trainer: Trainer, state: State, before: Snapshot | None) -> Differences:
-    """Compare weights and optimizer state over replicas; all ranks call it together and get the same result.
+    """Compare weights and optimizer state over replicas, before an update, to find corrupted memory; all ranks call it
+    together and get the same result.
 
     Damaged is what differs from the majority of its replicas or, if there is no majority, from its rank's own record
     (`before`, or for compute copies the master copies); the rest is undecided. `before`: this rank's snapshot after the
-    last update, if there is one.
+    last update, None if there is none.
     """
     plan, communicator = trainer.plan, trainer.communicator
     mine = _tensors(trainer)
@@ -56,8 +58,9 @@ def differing(trainer: Trainer, state: State, before: Snapshot | None) -> Differ
 
 
 def judge(plan: Plan, told: Sequence[Mapping[str, int]]) -> tuple[list[Damage], list[Dispute]]:
-    """Return what differs from the majority of its replicas, and what has no majority. `told`: every rank's checksums
-    by tensor."""
+    """Judge replicas of weights and optimizer state by their checksums: return the tensors that differ from the
+    majority of their replicas, and those that differ without a majority. `told`: by rank, tensor (KIND.PARAMETER) ->
+    checksum of the block there."""
     parameters = {p.name: p for p in plan.parameters}
     replicas: dict[tuple[str, Any], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, sums in enumerate(told):
@@ -78,8 +81,9 @@ def judge(plan: Plan, told: Sequence[Mapping[str, int]]) -> tuple[list[Damage], 
 def _decide(
     undecided: list[Dispute], told: Sequence[Mapping[str, int]], changed: Sequence[Collection[str]]
 ) -> tuple[list[Damage], list[Dispute]]:
-    """Split undecided cases into damage and still undecided ones: a rank whose tensor contradicts its own
-    record is damaged if all other replicas agree."""
+    """Split disputes over tensors that replicas hold differently into damage and still undecided ones: a rank whose
+    tensor contradicts its own record is damaged if all other replicas agree. `told`: by rank, tensor -> checksum;
+    `changed`: by rank, the tensors that contradict its record."""
     damaged, left = [], []
     for ranks, tensor in undecided:
         wrong = [rank for rank in ranks if tensor in changed[rank]]
@@ -91,7 +95,8 @@ def _decide(
 
 
 def _tensors(trainer: Trainer) -> dict[str, Tensor]:
-    """Return the tensors that replicas should hold alike, by KIND.PARAMETER; what is sharded is left out."""
+    """Return this rank's tensors that replicas should hold alike, by KIND.PARAMETER (master and compute copies,
+    optimizer moments); sharded ones are left out, as no other rank holds them."""
     plan, weights, out = trainer.stage, trainer.weights, {}
     for name, master in weights.owned.items():
         if not plan.sharded:
@@ -105,7 +110,8 @@ def _tensors(trainer: Trainer) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _restless(trainer: Trainer, names: Collection[str]) -> list[str]:
-    """List the compute copies among `names` that differ from those the masters give; all ranks call it together."""
+    """List the compute copies of this rank, among the tensors `names`, that differ from a fresh copy of their master
+    weights and so are damaged; all ranks call it together."""
     weights, wanted = trainer.weights, [n for n in names if n.startswith(f"{COPIES}.")]
     if not wanted:
         return []
@@ -120,13 +126,16 @@ def _restless(trainer: Trainer, names: Collection[str]) -> list[str]:
 
 
 def _changed(state: State, before: Snapshot | None, names: Collection[str]) -> list[str]:
-    """List the tensors among `names` of which this rank's block differs from its snapshot."""
+    """List the tensors of the training state, among `names`, whose block on this rank differs from `before`, its
+    snapshot after the last update; none if there is no snapshot."""
     held = {h.name: h for h in state.held}
     mine = [block for block in state.blocks() if block.name in names] if before else []
     return sorted({block.name for block in mine if before and not _same(block, held[block.name], before)})
 
 
 def _same(block: Block, held: HeldTensor, before: Snapshot) -> bool:
+    """Return True if this rank's live block of a tensor of the training state equals, byte by byte, its copy in the
+    snapshot `before`; padding beyond the tensor's global shape does not count."""
     real = block.box.overlap(Box.whole(held.shape))
     if real is None:
         return True

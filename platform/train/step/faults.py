@@ -18,12 +18,13 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # byte
 
 
 class Injected(RuntimeError):
-    """Exception raised by a fault of kind `raise`."""
+    """Signals a failure of a worker that was injected on purpose, by a fault of kind `raise`."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Fault that strikes `rank` in `step` (from 1), on first entering clock section `section`; "" = at once."""
+    """Fault to be injected in the worker at `rank`, in training step `step` (from 1), on first entering clock section
+    `section`; "" = at once."""
 
     step: int
     kind: str  # kill | stop | raise | lock | gil | nan | flip
@@ -32,32 +33,34 @@ class Fault:
 
     @classmethod
     def parse(cls, text: str) -> Fault:
-        """Parse STEP:KIND:RANK[:SECTION]. Raises ValueError."""
+        """Parse an entry of elastic.faults, STEP:KIND:RANK[:SECTION]. Raises ValueError."""
         if not (match := FAULT.fullmatch(text)):
             raise ValueError(text)
         return cls(int(match["step"]), match["kind"], int(match["rank"]), match["section"] or "")
 
     def __str__(self) -> str:
+        """Format the fault as an entry of elastic.faults."""
         return f"{self.step}:{self.kind}:{self.rank}" + (f":{self.section}" if self.section else "")
 
 
 class Faults:
-    """Faults of a run that are still to strike: each does so once, even if its step is retried."""
+    """Faults of elastic.faults that are still to be injected in a run, kept by its driver: each strikes once, even if
+    its step is retried. `texts`: the entries."""
 
     def __init__(self, texts: Sequence[str]):
         self._left = [Fault.parse(text) for text in texts]
 
     def take(self, step: int, world_size: int) -> list[Fault]:
-        """Take the faults of this step off the list, and drop those of earlier steps, which struck under another
-        driver. A fault of a rank beyond the world strikes the last rank."""
+        """Take the faults of training step `step` off the list and return them; drop those of earlier steps, which
+        struck under another driver. A fault of a rank beyond the world strikes the last rank."""
         due = [fault for fault in self._left if fault.step == step]
         self._left = [fault for fault in self._left if fault.step > step]
         return [Fault(f.step, f.kind, min(f.rank, world_size - 1), f.section) for f in due]
 
 
 def strike(kind: str) -> None:
-    """Fail this process in the given way: SIGKILL, SIGSTOP, an exception, a deadlock on its own lock, or holding the
-    interpreter's lock (GIL) for ever."""
+    """Fail this process on purpose, in the way that the fault's kind says: SIGKILL (`kill`), SIGSTOP (`stop`), an
+    exception (`raise`), a deadlock on its own lock (`lock`), or holding the interpreter's lock for ever (`gil`)."""
     match kind:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -76,7 +79,8 @@ def strike(kind: str) -> None:
 
 
 def armed(fault: Fault) -> Callable[[str], None]:
-    """Return a `Clock.entered` that strikes this process on first entering the fault's section."""
+    """Return a callback for `Clock.entered` that injects `fault` in this process, when it first enters the fault's
+    clock section."""
     struck = False
 
     def entered(name: str) -> None:
@@ -90,7 +94,8 @@ def armed(fault: Fault) -> Callable[[str], None]:
 
 @torch.no_grad()
 def flip(weights: Mapping[str, Tensor]) -> None:
-    """Flip one bit in the first weight of which this rank has a block: silent memory corruption."""
+    """Flip one bit in the first of `weights` (name -> local block) of which this rank has a block, to inject silent
+    memory corruption."""
     w = next(w for w in weights.values() if w.numel()).detach()
     words = w.view(-1).view(WORDS[w.element_size()])
     words[len(words) // 2] ^= 1 << {2: 6, 4: 22, 8: 51}[w.element_size()]  # the highest bit of the mantissa

@@ -21,16 +21,18 @@ def place(
     rows: Callable[[int, int], Mapping[str, Any]],
     only: Container[str] | None = None,
 ) -> Blocks:
-    """Load this rank's blocks of a microbatch (of all replicas together): of all data tensors that the plan reads, or
-    of those in `only`.
+    """Load this rank's input blocks of a microbatch (of all replicas together), for each operation that reads a data
+    tensor: of all data tensors that the plan reads, or of those whose names are in `only`.
 
-    `rows(start, end)` returns every data tensor for sequences start..end of the microbatch: int64 [end - start,
-    length]. Equal blocks are read once and shared; an operation that only other ranks compute gets an empty block.
+    `rows(start, end)` returns every data tensor, by name, for sequences start..end of the microbatch: int64 [end -
+    start, length]. Blocks are int64 [length, batch], local; equal ones are read once and shared; an operation that only
+    other ranks compute gets an empty block.
     """
     dims = ("batch", "length")
     read: dict[tuple[int, int], Mapping[str, Any]] = {}
 
     def load(name: str, layout: Layout) -> Tensor:
+        """Load this rank's block of the data tensor `name` in this layout: int64 [length, batch], local."""
         if not layout.present(communicator.coordinates):
             return torch.empty(0, dtype=torch.int64, device=communicator.device)
         ((start, n),) = block(dims[:1], plan.sizes, layout, plan.mesh, communicator.coordinates)

@@ -18,8 +18,9 @@ OWN_WORK = ("data", "forward", "backward", "optimizer")  # sections in which a r
 
 
 class Combiner:
-    """Combines the step reports of all ranks of `communicator`. A rank whose own work takes more than `slow` times the
-    median of its stage is reported as slow; `slow` = 0 reports none."""
+    """Combines every rank's report on a training step into one on rank 0, through `communicator`, so that the driver
+    reads one whatever the number of ranks. A rank whose own work (without waiting for others) takes more than `slow`
+    times the median of its pipeline stage is reported as slow; `slow` = 0 reports none."""
 
     def __init__(self, plan: Plan, communicator: Communicator, slow: float):
         self._communicator, self._slow = communicator, slow
@@ -28,8 +29,9 @@ class Combiner:
         self._moved = sorted(moved)
 
     def together(self, mine: StepReport) -> StepReport | Taken:
-        """Combine the reports `mine`, returned by `Trainer.step`; all ranks call it. Returns on rank 0 `mine` with
-        `seconds` as means, `comm_bytes` as sums, `peak_memory_bytes` as the maximum, and the slow ranks."""
+        """Combine the ranks' reports on a training step, of which `mine` is this rank's, returned by `Trainer.step`;
+        all ranks call it together. Return on rank 0 its own report with `seconds` as means over the ranks, `comm_bytes`
+        as sums, `peak_memory_bytes` as the maximum, and the slow ranks; on the others an acknowledgement."""
         seconds, moved = mine.seconds, mine.comm_bytes
         assert moved.keys() <= set(self._moved), f"not planned: {moved.keys() - set(self._moved)}"
         own = sum(seconds[section] for section in OWN_WORK)
@@ -49,6 +51,7 @@ class Combiner:
         )
 
     def _slower(self, work: torch.Tensor) -> list[SlowRank]:
+        """Return the slow ranks, given the seconds of each rank's own work [ranks], in a training step."""
         usual = torch.stack([work[self._stages == stage].median() for stage in self._stages])
         ratios = (work / usual.clamp_min(1e-9)).tolist()
         return [SlowRank(rank, ratio) for rank, ratio in enumerate(ratios) if self._slow and ratio > self._slow]

@@ -41,7 +41,8 @@ SECTIONS = ("data", "forward", "backward", "exposed_comm", "bubble", "reduce", "
 
 
 class Trainer:
-    """Executes a plan on the rank of `communicator`, whose stage runs `rows`.
+    """Executes the training steps of a plan on the rank of `communicator`, whose pipeline stage runs the schedule's
+    `rows`.
 
     `peak_live`: most forward passes of chunks whose activations were alive at once in the last step.
     """
@@ -60,6 +61,8 @@ class Trainer:
         self.clock = communicator.clock = Clock(communicator.device)
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
+        """Construct the optimizer of the master weights that this rank owns, with weight decay for those that the model
+        marks."""
         o, owned = self.config.optimizer, self.weights.owned
         decayed = [owned[p.name] for p in self.stage.parameters if p.name in owned and p.decay]
         others = [owned[p.name] for p in self.stage.parameters if p.name in owned and not p.decay]
@@ -76,8 +79,9 @@ class Trainer:
         """Run training step `step` (from 1) and return this rank's report, which `Combiner` aggregates.
 
         If the loss or gradient norm is not finite, or the loss is above `limit`, nothing is updated and the report's
-        `skipped` is true, alike on all ranks, because both numbers are global. `fault` strikes this rank. `verify` runs
-        before the update on all ranks: if it finds differences they are added to the report, and nothing is updated.
+        `skipped` is true, alike on all ranks, because both numbers are global. `fault`: one to be injected in this
+        rank. `verify` compares replicas before the update, on all ranks: if it finds differences they are added to the
+        report, and nothing is updated.
         """
         plan, communicator, clock = self.plan, self.communicator, self.clock
         batch = self.config.train.global_batch
@@ -117,9 +121,10 @@ class Trainer:
         )
 
     def compute_gradients(self, step: int) -> tuple[float, float]:
-        """Compute the gradient of the global mean loss into `weights.gradients`, reduced but not yet clipped.
+        """Compute this rank's part of the gradient of the global mean loss in training step `step` into
+        `weights.gradients`: reduced over the ranks, but not yet clipped.
 
-        Returns the loss and the gradient's global 2-norm.
+        Return the loss and the whole gradient's 2-norm, both global.
         """
         loss, predicted, reductions = self._forward_backward(step)
         with self.clock.section("reduce"):
@@ -131,8 +136,9 @@ class Trainer:
         return total / predicted, sqrt(square)
 
     def _forward_backward(self, step: int) -> tuple[Tensor, int, list[GradientReduction]]:
-        """Accumulate this rank's gradient of the global mean loss. Returns its summed loss, the number of tokens over
-        which the mean is taken, and the gradient reductions, which overlap the backward passes of other chunks."""
+        """Run the forward and backward passes of training step `step`, and accumulate this rank's gradient of the
+        global mean loss. Return its summed loss (fp64 scalar), the number of tokens of the global batch over which the
+        mean is taken, and the gradient reductions, which overlap the backward passes of other chunks."""
         first, end = (k * self.config.train.global_batch for k in (step - 1, step))
         predicted = self.corpus.predicted("train", first, end)
         total = torch.zeros((), dtype=torch.float64, device=self.communicator.device)
@@ -164,25 +170,30 @@ class Trainer:
     def _pipeline(
         self, forward: Forward, accumulated: Callable[[int | None], None] = lambda done: None
     ) -> PipelineExecutor:
+        """Construct the executor of this stage's schedule. `forward` runs a chunk on a microbatch; `accumulated` is
+        called after a backward pass, with the chunk's number if it was the last of that chunk, else None."""
         dtype = DTYPES[self.plan.precision][0]
         return PipelineExecutor(self.stage, self.communicator, dtype, forward, accumulated)
 
     def _part(self, chunk: Chunk, flow: Activations, split: str, first: int, end: int) -> Activations:
         """Run a model chunk on the microbatch (of all replicas together) that starts at sequence `first` of a global
-        batch that ends before `end`."""
+        batch that ends before `end`, in the data's `split`; return its outputs. `flow`: the activations from the
+        previous chunk."""
         with self.clock.section("data"):
             inputs = self.load(split, first, end, chunk)
         return self._run(chunk, flow, inputs)
 
     def _run(self, chunk: Chunk, flow: Activations, inputs: Blocks) -> Activations:
+        """Run a model chunk on input blocks that are loaded, and the activations `flow` from the previous chunk; return
+        its outputs."""
         if chunk.units:
             return self.model.part(self.ops, inputs, flow, chunk.units)
         return {"loss": self.model.forward(self.ops, inputs)}
 
     def load(self, split: str, first: int, end: int | None = None, chunk: Chunk | None = None) -> Blocks:
-        """Load this rank's blocks of the microbatch (of all replicas together) that starts at sequence `first`, for the
-        operations of `chunk` or of all chunks of this stage. Sequences from `end` on, which complete a partial batch,
-        are padding: their labels do not count."""
+        """Load this rank's input blocks of the microbatch (of all replicas together) that starts at sequence `first` of
+        the data's `split`, for the operations of `chunk` or of all chunks of this stage. Sequences from `end` on, which
+        complete a partial batch, are padding: their labels do not count."""
 
         def read(i: int, j: int) -> Mapping[str, Any]:
             stop = first + j if end is None else min(first + j, end)
@@ -195,7 +206,8 @@ class Trainer:
         return place(self._parts[chunk.number] if chunk else self.stage, self.communicator, read)
 
     def _sum_over_world(self, loss: Tensor, squares: Tensor) -> tuple[float, float]:
-        """Sum the loss over every token of the global batch, and another fp64 scalar over all ranks."""
+        """Sum the loss over every token of the global batch, and `squares`, another fp64 scalar, over all ranks; return
+        both sums, equal on all ranks. `loss`: fp64 scalar, summed over this rank's tokens."""
         mine = loss if gradients.counts_here(self.communicator, self.plan.loss_layout.axes) else torch.zeros_like(loss)
         both = torch.stack((mine, squares))
         if world := self.plan.mesh.ordered(self.plan.mesh.axes):
@@ -203,6 +215,8 @@ class Trainer:
         return both[0].item(), both[1].item()
 
     def _update(self, norm: float, lr: float) -> None:
+        """Update the weights from their reduced gradients at learning rate `lr`, clipped to optimizer.clip. `norm`: the
+        whole gradient's 2-norm."""
         clip = self.config.optimizer.clip
         if clip and norm > clip:
             torch._foreach_mul_(list(self.weights.gradients.values()), clip / (norm + 1e-6))
@@ -213,7 +227,8 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Compute the mean loss per token over the first `eval.batches` global batches of the held-out split."""
+        """Compute the mean loss per token over the first `eval.batches` global batches of the held-out split; equal on
+        every rank."""
         total = torch.zeros((), dtype=torch.float64, device=self.communicator.device)
         together = self.plan.sizes["batch"]
         end = self.config.eval.batches * self.config.train.global_batch
@@ -233,7 +248,8 @@ class Trainer:
 
     @torch.no_grad()
     def sample(self, count: int, prompt: str = "def ", temperature: float = 0.8) -> str:
-        """Sample `count` tokens that continue `prompt`, or answer it if an encoder reads it; equal on every rank."""
+        """Sample a text of `count` tokens from the model that continues `prompt`, or answers it if an encoder reads it;
+        equal on every rank."""
         assert not isinstance(self.model, Encoder), "platform.config.checks refuses monitor.sample"
         length, given = self.plan.sizes["length"], self.corpus.encode(prompt)
         answers = "source" in self.model.inputs
@@ -249,8 +265,8 @@ class Trainer:
         return self.corpus.decode(ids[1:] if answers else ids)
 
     def _logits(self, data: Mapping[str, Tensor], position: int) -> Tensor:
-        """Return the logits [vocab] at `position` of one sequence, equal on every rank. `data`: its data tensors
-        [1, length], repeated to fill the microbatch."""
+        """Compute the model's logits [vocab] at `position` of one sequence, whole and equal on every rank, for sampling
+        a token. `data`: the sequence's data tensors, name -> [1, length], repeated to fill the microbatch."""
         found = torch.zeros(
             self.plan.sizes["vocab"], dtype=DTYPES[self.plan.precision][0], device=self.communicator.device
         )
@@ -271,12 +287,13 @@ class Trainer:
 
     @staticmethod
     def _row(ids: list[int], length: int) -> Tensor:
-        """Return [1, length]: the ids, then padding."""
+        """Return token ids as a data tensor of one sequence: int64 [1, length], the ids and then padding (-1)."""
         return F.pad(torch.tensor([ids[:length]], dtype=torch.int64), (0, max(0, length - len(ids))), value=-1)
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak memory in bytes: allocated memory on CUDA, resident set of the process on CPU."""
+    """Return the peak memory of this process in bytes: memory that torch allocated on a CUDA device, the resident set
+    on CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

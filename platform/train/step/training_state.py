@@ -28,7 +28,8 @@ from platform.train.step.weights import DTYPES
 
 
 def held_of(config: Config, plan: Plan, device: torch.device | str = "cpu") -> list[HeldTensor]:
-    """List all tensors of a run's state, each with the ranks that keep its blocks."""
+    """List all tensors of a run's training state under a plan, master weights and optimizer moments, each with its
+    global shape and the ranks that keep its blocks."""
     dtype = DTYPES[plan.precision][1]
     moments, _ = state_of(config.optimizer, dtype, torch.device(device))
     masters = planned_tensors(plan, "model", dtype)  # moments are laid out like them
@@ -36,8 +37,9 @@ def held_of(config: Config, plan: Plan, device: torch.device | str = "cpu") -> l
 
 
 class State:
-    """Training state of one rank's trainer. `held`: all tensors of the run's state with the ranks that keep their
-    blocks, equal on all ranks: model.PARAMETER, and MOMENT.PARAMETER for every moment of the optimizer."""
+    """Training state of one rank's trainer, as checkpoints and snapshots store it. `held`: all tensors of the run's
+    state with the ranks that keep their blocks, equal on all ranks: model.PARAMETER, and MOMENT.PARAMETER for every
+    moment of the optimizer."""
 
     def __init__(self, trainer: Trainer):
         self._trainer, self._plan, self._communicator = trainer, trainer.plan, trainer.communicator
@@ -48,14 +50,15 @@ class State:
 
     @property
     def image(self) -> Image:
-        """Return the host copy of this rank's checkpoint file, allocated on first use and then kept."""
+        """Return the host-memory copy of this rank's checkpoint file, allocated on first use and then kept."""
         if self._image is None:
             parts = shares(self.held, self._communicator.rank)
             self._image = Image(self._communicator.rank, parts, pinned=self._communicator.device.type == "cuda")
         return self._image
 
     def blocks(self) -> list[Block]:
-        """Return this rank's blocks of the state, valid after an update or `restore`: views of the live tensors."""
+        """Return this rank's blocks of the training state, valid after an update or `restore`: views of the live
+        tensors, to be copied from or filled."""
         kinds: dict[str, Mapping[str, Tensor]] = {"model": self._trainer.weights.master}
         for moment in self._moments:
             kinds[moment] = {n: self._of(w)[moment] for n, w in self._trainer.weights.owned.items()}
@@ -63,20 +66,22 @@ class State:
         return [block for kind, tensors in kinds.items() for block in local_blocks(self._plan, kind, tensors, here)]
 
     def values(self) -> dict[str, float]:
-        """Return the optimizer's numbers, plain data, equal for all parameters; {} on a rank without parameters."""
+        """Return the optimizer's numbers beside its moments (such as its count of steps), plain data, equal for all
+        parameters; {} on a rank without parameters."""
         return {name: float(self._of(w)[name]) for w in list(self._trainer.weights.owned.values())[:1]
                 for name in self._numbers}  # fmt: skip
 
     def restore(self, storage: Storage, directory: str, manifest: Manifest) -> None:
-        """Restore the state from a checkpoint of any plan; all ranks call it together. Raises what
-        `platform.checkpoint.moves.reshard.restore` does, and the state is then undefined."""
+        """Restore the training state from the checkpoint `directory` of any plan; all ranks call it together. Raises
+        what `platform.checkpoint.moves.reshard.restore` does, and Refused; the state is then undefined."""
         self._prepare(_numbers(manifest, self._numbers))
         restore(storage, directory, manifest, self.held, self.blocks(), **self._world)
         self._trainer.weights.refresh()
 
     def recover(self, survived: Sequence[HeldTensor], snapshot: Snapshot | None) -> None:
-        """Recover the state from the snapshots of survivors of any plan; all ranks call it together. `snapshot`: this
-        rank's own, None if it has none; see `platform.checkpoint.in_memory.recover.recover`."""
+        """Recover the training state from the in-memory snapshots of survivors of a generation of any plan; all ranks
+        call it together. `survived`: who holds which blocks; `snapshot`: this rank's own, None if it has none; see
+        `platform.checkpoint.in_memory.recover.recover`."""
         known = [values for values in tell_all(self._communicator, snapshot.values if snapshot else {}) if values]
         assert all(values == known[0] for values in known), "the optimizer's numbers are alike on all ranks"
         self._prepare(known[0] if known else {})
@@ -85,11 +90,14 @@ class State:
 
     @property
     def _world(self) -> dict[str, Any]:
+        """Return the arguments on this rank and its communicator that `restore` and `recover` of `platform.checkpoint`
+        take."""
         communicator = self._communicator
         return {"rank": communicator.rank, "world_size": self._plan.mesh.size, "exchange": communicator.exchange}
 
     def _prepare(self, values: Mapping[str, float]) -> None:
-        """Prepare the optimizer's state: zero moments, to be filled, and its numbers from `values`."""
+        """Prepare the optimizer's state to be filled from a checkpoint or snapshot: zero moments, and its numbers from
+        `values`."""
         for w in self._trainer.weights.owned.values():
             state = self._of(w)
             state.clear()
@@ -99,23 +107,26 @@ class State:
                 state[name] = torch.full_like(number, value) if isinstance(number, Tensor) else type(number)(value)
 
     def _of(self, w: Tensor) -> dict[str, Any]:
+        """Return the optimizer's state of the master weight `w`, by name."""
         return self._trainer.optimizer.state[w]
 
 
 def tell_all(communicator: Communicator, value: Any) -> list[Any]:
-    """Exchange a plain value with all ranks; returns every rank's, by rank."""
+    """Exchange a plain JSON value with all ranks; return every rank's, by rank. All ranks call it together."""
     mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     received = communicator.exchange([mine] * communicator.mesh.size)
     return [json.loads(bytes(message.tolist())) for message in received]
 
 
 def _nothing(part: Share) -> Tensor:
+    """Raise AssertionError: stands for reading a snapshot on a rank that has none, which must not be asked for a
+    part."""
     raise AssertionError(f"{part.tensor.name} {part.box} is asked of a rank that was not there")
 
 
 def _numbers(manifest: Manifest, names: Iterable[str]) -> Mapping[str, float]:
-    """Return the optimizer's numbers in a checkpoint, whose values are not trusted. Raises Refused if one of `names`
-    is missing or is not a number."""
+    """Return the optimizer's numbers, by name, in a checkpoint's manifest, whose values are not trusted. Raises Refused
+    if one of `names` is missing or is not a number."""
     try:
         kind = Annotated[dict[str, float], OpenMap((), tuple(names))]
         found: dict[str, float] = schema.read(kind, manifest.meta.values.get("optimizer"))

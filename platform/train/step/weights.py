@@ -23,10 +23,11 @@ DTYPES = {
 
 
 class Weights:
-    """Parameters of one rank. `compute`: name -> the copy that the forward pass reads, of `plan.stored_shape`: this
-    rank's block, or its shard [elements] if parameters are stored in shards. `master`: name -> the copy that the
-    optimizer updates, of `plan.master_shape`: the block or its shard, the same tensor as in `compute` if dtype and
-    shape agree. A parameter of which this rank has no block is an empty tensor."""
+    """Weights of one rank: its copies of the model's parameters, and their gradients. `compute`: name -> the copy that
+    the forward pass reads, of `plan.stored_shape`: this rank's block, or its shard [elements] if parameters are stored
+    in shards. `master`: name -> the copy that the optimizer updates, of `plan.master_shape`: the block or its shard,
+    the same tensor as in `compute` if dtype and shape agree. A parameter of which this rank has no block is an empty
+    tensor."""
 
     def __init__(self, plan: Plan, communicator: Communicator, seed: int):
         self._plan, self._communicator = plan, communicator
@@ -47,11 +48,12 @@ class Weights:
 
     @property
     def owned(self) -> dict[str, Tensor]:
-        """Return the master copies of which this rank has a block, by name."""
+        """Return name -> master copy of the parameters of which this rank has a block."""
         return {n: w for n, w in self.master.items() if not absent(w)}
 
     def accumulate(self) -> None:
-        """Add the last microbatch's gradients of the compute copies to their sums in the master dtype."""
+        """Add the last microbatch's gradients of the compute copies to their sums over microbatches, which are kept in
+        the master dtype. Does nothing where both dtypes agree, as autograd sums those itself."""
         for name, w in self.compute.items():
             if w.dtype != self._high and w.grad is not None:
                 g = w.grad.to(self._high)
@@ -60,12 +62,14 @@ class Weights:
 
     @property
     def sums(self) -> Mapping[str, Tensor]:
-        """Return name -> this rank's gradient summed over microbatches: master dtype, shaped as in `compute`."""
+        """Return name -> this rank's gradient summed over microbatches, not yet over ranks: master dtype, shaped as in
+        `compute`."""
         found = self._sums or {n: w.grad for n, w in self.compute.items() if w.grad is not None}
         return {n: g for n, g in found.items() if not absent(self.master[n])}
 
     def receive(self, reduced: Mapping[str, Tensor]) -> None:
-        """Replace the summed gradients by the reduced ones, contiguous and shaped as in `master`, for the optimizer."""
+        """Replace the gradients summed over microbatches by those reduced over ranks, name -> contiguous tensor shaped
+        as in `master`, for the optimizer."""
         self._sums.clear()
         for name, w in self.compute.items():
             w.grad = None
@@ -76,16 +80,19 @@ class Weights:
 
     @property
     def gradients(self) -> dict[str, Tensor]:
-        """Return name -> the reduced gradient given to `receive`."""
+        """Return name -> this rank's gradient for the optimizer, reduced over ranks, as given to `receive`; shaped as
+        in `master`."""
         return {n: w.grad for n, w in self.owned.items() if w.grad is not None}
 
     def drop_gradients(self) -> None:
+        """Free the reduced gradients of the master copies."""
         for master in self.master.values():
             master.grad = None
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Update the compute copies from the master copies and drop the gradients."""
+        """Update the compute copies from the master copies after these have changed, and free the gradients. All ranks
+        call it together, as masters may be shards that are gathered."""
         self.drop_gradients()
         if self._plan.sharded and not self._plan.storage:
             gradients.gather_masters(self._plan, self._communicator, self.master, self.compute)

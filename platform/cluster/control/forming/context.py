@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunContext:
-    """Context of a run. `config`, `plan`, `job`: at its start, a generation may have others; `steps`: the last step."""
+    """Context that all parts of one run's driver share. `config`, `plan`, `job`: those of the run's start, a generation
+    may have others; `steps`: the last step to train; `places`: device and number of workers that the cluster has room
+    for."""
 
     config: Config
     plan: Plan
@@ -36,8 +38,9 @@ class RunContext:
 
 @dataclass
 class Generation:
-    """A formed mesh. `step`: updates in the state that it starts from; `peak_flops`: FLOP/s of a worker, None if
-    unknown."""
+    """Mesh of seated workers that has formed, between two failures. `number`: counts from the run's first; `formed`:
+    who sits where under which configuration; `step`: updates in the state that it starts from; `peak_flops`: FLOP/s of
+    a worker, None if unknown; `timeline`: None unless monitor.timeline is set."""
 
     number: int
     plan: Plan
@@ -49,8 +52,10 @@ class Generation:
 
     @property
     def seats(self) -> list[int]:
+        """Return the number of the member at every rank."""
         return self.formed.seats
 
     @property
     def size(self) -> int:
+        """Return the number of ranks."""
         return len(self.seats)

@@ -32,7 +32,8 @@ _WIDTH = 300  # columns of a schedule table that is still shown
 
 
 class Former:
-    """Forms the generations of a run. `recruiter` chooses members and plan; `ledger` lists the snapshots in memory."""
+    """Forms the generations of a run: seats workers as a mesh that goes on from the newest state. `recruiter` chooses
+    members and plan; `ledger` lists the snapshots in the workers' memory."""
 
     def __init__(self, run: RunContext):
         self._run, self._config, self._job = run, run.config, run.job
@@ -45,7 +46,14 @@ class Former:
             preload_imports(run.config.optimizer)
 
     def form(self, crew: Crew) -> Generation:
-        """Form the next generation. Raises WorkerFailed, Reform, GaveUp, Stopped; the first time also ConfigError."""
+        """Form the next generation: wait for workers, seat them, build their part of the model and bring it to the
+        newest state, from survivors' memory or from storage.
+
+        Raises WorkerFailed if a call on a worker fails; Reform if a new worker turns out to see other files or to run
+        other code than the driver, and was barred; GaveUp if too few workers come within elastic.wait seconds, none can
+        be hired, or no state can be had; Stopped if the run was asked to stop while too few were there; ConfigError in
+        a run's first generation, for what the user has to correct.
+        """
         members, found = self.recruiter.wait(crew)
         plan, size = found.plan, found.plan.mesh.size
         schedule = schedule_of(found.config, plan.mesh.axes["data"])
@@ -86,8 +94,9 @@ class Former:
         return generation
 
     def _seats(self, members: list[int], size: int) -> tuple[list[int], Source | None]:
-        """Return the member at every rank, and the source in memory that they recover from; None if no state in memory
-        is whole, or a checkpoint is newer."""
+        """Return the member at every rank of a new mesh of `size` ranks, and the state in survivors' memory that they
+        recover from; None instead if no state in memory is whole or a checkpoint is newer. `members`: those that may be
+        seated, in order."""
         source, reasons = find_source(self.ledger.by(members), self.ledger.formed, size)
         for reason in reasons:
             self._journal.write(events.NotWhole(reason=reason))
@@ -98,6 +107,8 @@ class Former:
         return source.seats, source
 
     def _show(self, plan: Plan, schedule: Schedule, reason: str) -> None:
+        """Tell the user the plan of the generation that forms, if it differs from the one shown last, and its pipeline
+        schedule; write plan.json."""
         if plan is not self._shown:
             self._monitor.say(reason or f"{plan.mesh.size} workers: as configured")
             with tolerated(self._monitor.say, "plan.json"):
@@ -107,15 +118,16 @@ class Former:
             self._monitor.say(_described(schedule))
 
     def _gather(self, crew: Crew, source: Source, number: int) -> None:
-        """Let members that hold state but get no seat hand it over first, in a group with the other holders."""
+        """Let survivors that hold state in memory but get no seat in the new mesh send it to those that do, in a
+        temporary group of all holders. `number`: of the generation that forms next."""
         order = source.members(source.gathered)
         crew.seat(replace(self._job, coordinates=[{"data": i} for i in range(len(order))]), order)
         crew.call("gather", source, ByRank(range(len(order))), crew.store, f"{number}/gather")
         crew.release()
 
     def _prove(self, crew: Crew, seats: Sequence[int]) -> None:
-        """Check that new members see the same files and run the same code as the driver. One that does not raises
-        ConfigError in the first generation; in a later one it is barred, and Reform is raised."""
+        """Check that the seated members not checked before see the same storage and run the same code as the driver.
+        Raise ConfigError if one does not in the first generation; in a later one bar it, and raise Reform."""
         new = set(seats) - self._proven
         if not new:
             return
@@ -137,14 +149,17 @@ class Former:
             raise Reform(f"a new worker gets no seat: {reasons[0]}")
 
     def _recover(self, crew: Crew, source: Source) -> int:
+        """Let all ranks recover the state from survivors' memory, journal it, and return the step of that state."""
         start = perf_counter()
         crew.call("recover", source)
         self._journal.write(events.Restored(step=source.step, source="memory", seconds=perf_counter() - start))
         return source.step
 
     def _restore(self, crew: Crew, build: tuple[Any, ...]) -> int:
-        """Restore from storage, the last resort, or start from nothing; return the step. Raises GaveUp if there was a
-        generation before and storage cannot be read."""
+        """Restore the workers' state from storage, as nothing in memory is usable, or leave them at step 0 if there is
+        no checkpoint; return the step. `build`: the call that builds the workers, repeated after each corrupt
+        checkpoint. Raise GaveUp if storage cannot be read and a generation had formed before; ConfigError or OSError if
+        none had."""
         try:
             if self._tried:
                 self._checkpoints.look_again()
@@ -159,7 +174,8 @@ class Former:
 
 
 def _described(schedule: Schedule) -> str:
-    """Return a pipeline schedule's planned bubble, and its table unless a line is longer than _WIDTH."""
+    """Describe a pipeline schedule for the user: its size and simulated bubble, and its table unless a line of that is
+    longer than _WIDTH."""
     bubble = simulate(schedule).bubble
     title = f"schedule  {schedule.name}: {schedule.stages} stages x {schedule.chunks} chunks, {schedule.microbatches}"
     lines = [f"{title} microbatches; bubble {bubble:.1%} of the work", *table(schedule.rows).splitlines()]

@@ -17,8 +17,9 @@ from platform.train.recovery.proof import proof
 
 
 def refused(crew: Crew, config: Config, run_dir: Path) -> dict[int, list[str]]:
-    """Return the ranks whose proof differs from the driver's, each with one line per disagreement. The probe files that
-    it writes are deleted afterwards. Raises ConfigError if the driver itself cannot write them."""
+    """Return rank -> lines on what it sees or runs otherwise than the driver (storage, code, versions), for the ranks
+    that differ. The probe files that this writes to run directory and checkpoint storage are deleted afterwards. Raise
+    ConfigError if the driver itself cannot write them."""
     storages = {"run.dir": open_storage(str(run_dir))}
     if urls.saves(config):
         storages["checkpoint.url"] = open_storage(urls.home(config))
@@ -29,7 +30,9 @@ def refused(crew: Crew, config: Config, run_dir: Path) -> dict[int, list[str]]:
 
 @contextmanager
 def _probe(storages: Mapping[str, Storage]) -> Iterator[str]:
-    """Write a file of random bytes to each storage, yield its name, and delete the files at the end."""
+    """Write a file of random bytes to each storage, for the workers to read, yield the file's name, and delete the
+    files at the end. `storages`: configuration key -> storage. Raise ConfigError, naming the key, for one that cannot
+    be written."""
     name = f".probe-{secrets.token_hex(8)}"
     try:
         for key, storage in storages.items():
@@ -45,7 +48,8 @@ def _probe(storages: Mapping[str, Storage]) -> Iterator[str]:
 
 
 def disagreements(own: Proof, found: Iterable[Proof], config: Config) -> list[str]:
-    """Return one line for each difference between the proofs `found` and `own`, the driver's."""
+    """Return one line for each difference between the environments of workers, `found`, and the driver's, `own`: what
+    they see of storage, the hashes of their code, and the versions of their libraries."""
     where = {
         "run.dir": config.run.dir,
         "checkpoint.url": redact(urls.home(config)),

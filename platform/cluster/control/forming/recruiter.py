@@ -16,8 +16,9 @@ HIRE_AGAIN_SECONDS = 10.0  # pause after a new worker did not start
 
 
 class Recruiter:
-    """Chooses the members and the plan of a run's next generation, and hires workers. `barred`: members that get no
-    seat any more; `memory`: bytes of the smallest device of all workers, inf if unknown."""
+    """Chooses the members and the plan of a run's next generation, and hires missing workers. `barred`: numbers of
+    members that get no seat any more; `memory`: bytes of the smallest device among all workers so far, inf if
+    unknown."""
 
     def __init__(self, run: RunContext):
         self._config, self._plan = run.config, run.plan
@@ -31,16 +32,21 @@ class Recruiter:
         self.memory = inf
 
     def usable(self, crew: Crew) -> list[int]:
-        """Return the members that may get a seat (not barred or leaving), in the order in which they best get ranks."""
+        """Return the numbers of the members that may get a seat (neither barred nor about to be taken away), in the
+        order in which they get ranks: node by node."""
         out = self.barred | crew.leaving
         return [number for number in seating(crew.members) if number not in out]
 
     def count(self, crew: Crew) -> int:
-        """Return the number of usable members."""
+        """Return how many members may get a seat: those neither barred nor about to be taken away."""
         return len(crew.members.keys() - self.barred - crew.leaving)
 
     def best(self, members: int) -> Replanned | None:
-        """Return the best configuration and plan for at most `members` workers; None if there is no legal plan."""
+        """Return the configuration and plan of the run for at most `members` workers, with devices of `memory` bytes;
+        None if no legal plan fits. The plan of the run's start, if it has `members` workers, or fewer and the run may
+        not grow; else, as `replan` does, the one with another number of data replicas alone; if none is legal, the one
+        with the most workers, of these the fewest bytes moved per step, of these the nearest to the configured sizes of
+        the axes."""
         size = self._plan.mesh.size
         if members == size or members > size == self._most:
             return Replanned(self._config, self._plan, "")
@@ -50,11 +56,12 @@ class Recruiter:
         return self._plans[key]
 
     def wait(self, crew: Crew) -> tuple[list[int], Replanned]:
-        """Wait for enough members, at most elastic.wait seconds; return those that may be seated, and their plan.
-        Enough is elastic.min_workers; if that is not set, the whole mesh at the start, and later any number. If a stop
-        is requested one member is enough, because only the last checkpoint remains to be saved.
+        """Wait for enough workers to form the next generation, at most elastic.wait seconds; return the members that
+        may be seated, in order, and their plan. Enough is elastic.min_workers; if that is not set, the whole mesh at
+        the start, and later any number. If a stop is requested one worker is enough, because only the last checkpoint
+        remains to be saved.
 
-        Raises GaveUp, Stopped.
+        Raises GaveUp if too few come in time, or no more can come; Stopped if a stop is requested and no mesh can form.
         """
         e, begin, said = self._config.elastic, monotonic(), False
         while True:
@@ -81,8 +88,9 @@ class Recruiter:
             sleep(LOOK_SECONDS)
 
     def refill(self, crew: Crew) -> None:
-        """Hire a worker for every one that the largest mesh and the spares lack. Barred members are not replaced: a new
-        worker might be no better, and the run would be re-formed for ever."""
+        """Hire as many workers as are missing from the largest mesh that the run may form and elastic.spares, as far as
+        the cluster has room; report hired ones that did not start. Barred members are not replaced: a new worker might
+        be no better, and the run would be re-formed for ever."""
         for failure in crew.unstarted:
             self._journal.write(events.NotStarted(number=failure.member.number, cause=failure.cause))
             self._say(f"a new worker did not start: {failure}")

@@ -14,14 +14,16 @@ SLOW_STEPS = 5  # consecutive steps in which a worker must be slow to be reporte
 
 
 class ReformProposal(NamedTuple):
-    """Proposal to re-form the mesh: the reason, and the members that are barred from the next generation."""
+    """Proposal to re-form the mesh: the reason, for the user, and the numbers of the members that are barred from then
+    on."""
 
     reason: str
     barred: frozenset[int] = frozenset()
 
 
 class ReformAdvisor:
-    """Watches a run between steps and proposes re-forming the mesh."""
+    """Watches a run's workers between training steps and proposes re-forming the mesh if others, or more, should be
+    seated."""
 
     def __init__(self, run: RunContext, recruiter: Recruiter):
         self._replace, self._recruiter = run.config.elastic.replace_slow, recruiter
@@ -29,7 +31,8 @@ class ReformAdvisor:
         self._slow: dict[int, int] = {}  # member -> consecutive steps in which it was slow
 
     def needed_reform(self, crew: Crew, generation: Generation) -> ReformProposal | None:
-        """Return a proposal if the cluster is about to take away a seated worker; also journals the notice."""
+        """Return a proposal to re-form the mesh if the cluster has announced to take away a seated worker, which is
+        journalled too; else None."""
         leaving = sorted(crew.leaving & set(generation.seats))
         if not leaving:
             return None
@@ -37,8 +40,9 @@ class ReformAdvisor:
         return ReformProposal(f"{len(leaving)} of {generation.size} workers are about to be taken away")
 
     def optional_reform(self, crew: Crew, generation: Generation, report: StepReport) -> ReformProposal | None:
-        """Return a proposal if a spare can replace a slow worker, or the mesh can grow; also hires missing
-        workers. `report`: of the step just done."""
+        """Return a proposal to re-form the mesh if a spare can replace a slow worker (elastic.replace_slow), or a
+        larger mesh can form from the workers there; else None. Also hires missing workers. `report`: rank 0's on the
+        training step just committed."""
         self._recruiter.refill(crew)
         slow = self._slow_ones(generation, report)
         alive = self._recruiter.count(crew)
@@ -53,7 +57,8 @@ class ReformAdvisor:
         )
 
     def _slow_ones(self, generation: Generation, report: StepReport) -> list[int]:
-        """Return the members that were slow in the last SLOW_STEPS steps; report each once."""
+        """Return the numbers of the members that `report` and the SLOW_STEPS - 1 reports before it all show as slow;
+        tell the user of each when it first is one."""
         ratios = {generation.seats[rank]: ratio for rank, ratio in report.slow}
         self._slow = {number: self._slow.get(number, 0) + 1 for number in ratios}
         for number in (n for n, steps in self._slow.items() if steps == SLOW_STEPS):

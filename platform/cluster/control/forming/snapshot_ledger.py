@@ -9,7 +9,8 @@ from platform.train.recovery.source import Formation
 
 
 class SnapshotLedger:
-    """Ledger of in-memory snapshots: a generation's are kept by its members until the next one takes a step."""
+    """Ledger of the snapshots of the run's state that workers hold in memory, kept by the driver. Members keep a
+    generation's until the next generation takes its first step."""
 
     def __init__(self) -> None:
         self._newest: dict[int, tuple[Generation, int]] = {}  # by number: the newest step that all its members hold
@@ -17,23 +18,28 @@ class SnapshotLedger:
 
     @property
     def formed(self) -> Mapping[int, Formation]:
-        """Return how each generation was formed, as `platform.train.recovery.source.find_source` takes it."""
+        """Return generation number -> who sat where under which configuration, for every generation with snapshots, as
+        `platform.train.recovery.source.find_source` takes it."""
         return {number: generation.formed for number, (generation, _) in self._newest.items()}
 
     def add(self, generation: Generation, step: int) -> None:
-        """Record that all members of a generation hold the state after `step`: they start from it or committed it."""
+        """Record that all members of a generation hold a snapshot of the state after `step`: they have started from it,
+        or committed that step."""
         self._newest[generation.number] = generation, step
 
     def distrust(self, generation: int, members: Collection[int]) -> None:
-        """Ignore from now on what these members hold of a generation: their memory is damaged."""
+        """Ignore from now on the snapshots that these members took in the generation of this number: their memory is
+        damaged."""
         self._distrusted |= {(generation, member) for member in members}
 
     def only(self, generation: int) -> None:
-        """Forget the snapshots of all other generations: this one takes a step, and its workers drop them."""
+        """Forget the snapshots of all generations but the one of this number, which is about to take a training step:
+        its workers drop the others then."""
         self._newest = {number: held for number, held in self._newest.items() if number == generation}
 
     def by(self, members: Collection[int]) -> dict[int, list[tuple[int, list[int]]]]:
-        """Return, for each of `members`, what it holds: a list of (generation, steps)."""
+        """Return, for each of these members, the snapshots that it holds and that are trusted, as (generation number,
+        [step of its newest snapshot]) pairs."""
         found: dict[int, list[tuple[int, list[int]]]] = {member: [] for member in members}
         for number, (generation, step) in self._newest.items():
             for member in set(generation.seats) & set(members):

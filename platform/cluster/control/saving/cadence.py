@@ -8,8 +8,8 @@ from platform.config.durations import rhythm_of
 
 
 class Cadence:
-    """Save interval of `checkpoint.every`: every `steps` steps (0: none), or, if `seconds` is set, once that many
-    seconds have passed since the previous save, or since the driver started."""
+    """Interval between checkpoints that `checkpoint.every` sets: every `steps` steps (0: none), or, if `seconds` is not
+    None, once that many seconds have passed since the previous save began, or since the driver started."""
 
     def __init__(self, every: int | str):
         self.steps, seconds = rhythm_of(every)
@@ -17,11 +17,12 @@ class Cadence:
         self._since = monotonic()
 
     def due(self, step: int) -> bool:
-        """Return True if the run should save after `step`."""
+        """Return True if `checkpoint.every` asks for a checkpoint of the state after training step `step`, now."""
         if self.seconds:
             return monotonic() - self._since >= self.seconds
         return bool(self.steps) and step % self.steps == 0
 
     def saved(self) -> None:
-        """Note that a save begins. It may fail: the next one still comes at its usual time."""
+        """Note that a save begins now, from which `seconds` count. Even if that save fails, the next one is due at its
+        usual time."""
         self._since = monotonic()

@@ -42,8 +42,9 @@ Reports = Sequence[FileReport | Unwritten]  # by rank
 
 
 class Checkpoints:
-    """Saves, finds and restores the checkpoints of one run. `step`: updates in the newest good checkpoint that the run
-    resumed from or made, 0 if there is none; `plan`: the plan under which the saved state was computed.
+    """Saves, finds and restores the checkpoints of one run, for its driver. `step`: updates in the newest good
+    checkpoint that the run resumed from or made, 0 if there is none; `plan`: the plan under which the saved state was
+    computed; `found`: the checkpoint to resume from, None to start over.
 
     Methods that call the crew raise WorkerFailed, and GaveUp once another driver has taken over the run.
     """
@@ -71,7 +72,8 @@ class Checkpoints:
         self.step = self._origin.step if self._origin else 0
 
     def due(self, step: int, last: bool, stopping: bool) -> bool:
-        """Return True if `step` is to be saved. `last`: it is the run's last; `stopping`: the run was asked to end."""
+        """Return True if the state after training step `step` is to be saved now. `last`: `step` is the last one that
+        this command trains; `stopping`: the run was asked to stop, by a signal or its time limit."""
         c = self._config
         if self.step == step:
             return False
@@ -79,17 +81,20 @@ class Checkpoints:
         return at_the_end or self._cadence.due(step) or stopping and c.checkpoint.on_stop
 
     def check_hope(self) -> None:
-        """Raise GaveUp if FAILURES saves in a row failed, over elastic.wait seconds: training on would be in vain."""
+        """Raise GaveUp if the last FAILURES saves or more all failed, the first of them at least elastic.wait seconds
+        ago: to train on would be in vain if nothing can be saved."""
         if self._failed >= FAILURES and monotonic() - self._failing >= self._config.elastic.wait:
             raise GaveUp(f"{self._failed} checkpoints in a row could not be written: {self._why}")
 
     def lacks(self, last: int) -> bool:
-        """Return True if `last`, the run's last step, was to be saved and could not be."""
+        """Return True if no checkpoint holds the state after `last`, the run's last training step, although it was to
+        be saved."""
         return self.step < last and self.due(last, last=True, stopping=False)
 
     @property
     def kept(self) -> str:
-        """Return a line for people: what was saved of the run, and the command that continues it."""
+        """Return a sentence for the user at the end of a run: after which step the same command continues, or that
+        nothing was saved."""
         with_override = f" with {self.resume}" if self.resume else ""
         if not self.step:
             return f"nothing was saved; the same command{with_override} starts again from step 1"
@@ -97,15 +102,17 @@ class Checkpoints:
 
     @property
     def resume(self) -> str:
-        """Return the override with which the run's command goes on from the newest checkpoint, or starts over if there
-        is none and steps would be lost; "" if the command needs no override."""
+        """Return the override, "checkpoint.resume=auto" or "checkpoint.resume=never", that the command of this run
+        needs to go on from the newest checkpoint, or to start over if there is none although steps were done; "" if it
+        needs none."""
         if not self.step and self._config.checkpoint.resume == "auto":
             with suppress(ConfigError):
                 return "checkpoint.resume=never" if traced(self._config) else ""
         return "checkpoint.resume=auto" if self._own and self._config.checkpoint.resume not in _NEWEST else ""
 
     def check(self, corpus: str) -> None:
-        """Raise ConfigError if the checkpoint was trained on another corpus (hash); report refused ones."""
+        """Report the newer checkpoints that were passed over, and raise ConfigError if the one to resume from was
+        trained on another corpus than `corpus`, the hash of today's data."""
         self._corpus = corpus
         if not self._origin:
             return
@@ -118,13 +125,14 @@ class Checkpoints:
             raise ConfigError(violation("data", self._config.data.kind, reason))
 
     def _refuse(self, directory: str, reason: str) -> None:
+        """Journal and print that the checkpoint in `directory` is not used, and the reason."""
         self._journal.write(events.CheckpointRefused(directory=directory, reason=reason))
         self._say(f"checkpoint {directory} is passed over: {reason}")
 
     def restore(self, crew: Crew) -> bool:
-        """Restore the checkpoint, if there is one, into the freshly built workers. Returns False if it turned out to be
-        corrupt: it is quarantined, the next best is chosen, and the workers must be built again. Raises ConfigError if
-        it is refused."""
+        """Restore the checkpoint to resume from, if there is one, into workers that have just been built. Return False
+        if it turned out to be corrupt: it is quarantined, the next newest good one is chosen, and the caller must have
+        the workers built again before another call. Raise ConfigError if the workers refuse it or cannot read it."""
         found = self._origin
         if not (found and found.directory):
             return True
@@ -144,24 +152,26 @@ class Checkpoints:
         return False
 
     def look_again(self) -> None:
-        """Look for the newest good checkpoint in storage now, of this run's own if it has made one. If there never was
-        one, the run starts over. Raises ConfigError, OSError."""
+        """Search storage again for the newest good checkpoint, from which the next generation is to go on when no state
+        is whole in memory: this driver's own newest if it has made one, else what checkpoint.resume means. If the run
+        never had a checkpoint, it starts over. Raise ConfigError, OSError."""
         self._poll()
         self._origin = self._newest_own() or origin(self._config, held=self._leased, over=not self.step)
         self.step = self._origin.step if self._origin else 0
         self.check(self._corpus)
 
     def _newest_own(self) -> Origin | None:
-        """Return the newest checkpoint if this driver made it and the run began from elsewhere (other checkpoints there
-        belong to another run); None otherwise."""
+        """Return the newest checkpoint in the storage that this run saves to, if this driver made it and
+        checkpoint.resume names a checkpoint elsewhere or is `never`, so that others found there may belong to another
+        run; else None."""
         if not self._own or self._config.checkpoint.resume in _NEWEST:
             return None
         found = find(self._storage, deep=False)
         return Origin(self._storage, **vars(found)) if found.directory in self._own else None
 
     def confirm(self) -> None:
-        """Confirm that the checkpoint to resume from is still there, and set `step` accordingly. Storage that does not
-        answer proves nothing."""
+        """Look whether the newest checkpoint is still in storage, and set `step` to that of the newest one there, 0 if
+        none is left. Storage that does not answer proves nothing and leaves `step` alone."""
         anybody_s = self._config.checkpoint.resume in _NEWEST
         if not self.step or not (self._own or anybody_s):
             return
@@ -171,7 +181,8 @@ class Checkpoints:
             self.step = there.meta.step if there else 0
 
     def abandon(self) -> None:
-        """Abandon the save under way because the workers are being re-formed, without waiting for it."""
+        """Cancel the save under way, without waiting for it, because the workers that write it leave their
+        generation."""
         if self._saver.busy:
             self._abandoned = True
             self._saver.cancel()
@@ -179,8 +190,10 @@ class Checkpoints:
         self._writing, self._wanted, self._reports = False, SimpleQueue(), SimpleQueue()
 
     def save(self, crew: Crew, step: int, useful_seconds: float | None = None) -> None:
-        """Begin a checkpoint once the previous save is over; waits only for the workers' copies in host memory.
-        `advance` and `finish` carry it on, and report if it fails. `useful_seconds`: for the event of its end."""
+        """Begin a checkpoint of the state after training step `step`, once the previous save is over. Wait only until
+        the workers have copied their state to host memory; calls of `advance` and `finish` continue the save, and
+        report its failure. `useful_seconds`: seconds of the steps committed since the last journal event that reported
+        them, for the event that ends this save."""
         self.finish(crew)
         self._cadence.saved()
         self._abandoned, self._began = False, monotonic()
@@ -191,8 +204,8 @@ class Checkpoints:
         self._saver.save(snapshots[0].tensors, self._meta(step, {"optimizer": numbers}), write)
 
     def advance(self, crew: Crew, wait: float = 0.0) -> None:
-        """Advance the save under way between steps: give the workers their directory, collect their reports (waiting
-        `wait` seconds for them) and handle its events."""
+        """Continue the save under way, between two training steps: tell the workers the directory to write to, collect
+        their reports (waiting for them up to `wait` seconds) and journal what the saver's thread has finished."""
         if not self._writing and not self._wanted.empty():
             crew.call("write", self._wanted.get())
             self._writing = True
@@ -202,7 +215,7 @@ class Checkpoints:
         self._poll()
 
     def finish(self, crew: Crew) -> None:
-        """Wait until no save is under way. Raises GaveUp where that takes longer than checkpoint.timeout."""
+        """Wait until no save is under way. Raise GaveUp if the save has taken longer than checkpoint.timeout."""
         limit = self._config.checkpoint.timeout
         while self._saver.busy:
             self.advance(crew, wait=WAIT_SECONDS)
@@ -212,6 +225,8 @@ class Checkpoints:
         self.advance(crew)
 
     def _meta(self, step: int, values: dict[str, Any]) -> Meta:
+        """Return the metadata for the manifest of a checkpoint after training step `step`. `values`: "optimizer" -> its
+        numbers by name."""
         return Meta(
             step=step,
             samples=step * self._config.train.global_batch,
@@ -225,10 +240,13 @@ class Checkpoints:
         )
 
     def _poll(self) -> None:
+        """Journal the events that the saver's thread has reported since the last call, and react to them."""
         for found in self._saver.poll():
             self._note(events.named(**found, useful_seconds=self._useful))
 
     def _note(self, event: events.JournalEvent) -> None:
+        """Journal one event of the saver and react to it: count a good checkpoint or a failed save, warn the user.
+        Raise GaveUp if another driver has taken over the run."""
         self._useful = None
         self._journal.write(event)
         if isinstance(event, events.Checkpoint):
@@ -249,7 +267,9 @@ class Checkpoints:
 
 
 def _written(wanted: SimpleQueue[str], reports: SimpleQueue[Reports], directory: str) -> list[FileReport]:
-    """Wait for the workers' reports on a save attempt. Runs in the saver's thread; only the driver's calls the crew."""
+    """Let the workers write their files of one save attempt to `directory`, wait, and return their reports by rank;
+    raise OSError if a worker could not write. Runs in the saver's thread, which must not call the crew: the driver's
+    thread takes the directory from the queue `wanted` and puts the workers' answers into `reports`."""
     wanted.put(directory)
     found = []
     for rank, report in enumerate(reports.get()):

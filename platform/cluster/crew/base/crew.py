@@ -13,7 +13,7 @@ from platform.cluster.crew.base.job import Job
 
 
 class ByRank(list[Any]):
-    """Call argument that differs by rank: a list with one value per rank."""
+    """Argument of `Crew.call` that differs by rank: a list with one value per rank."""
 
 
 class Crew(AbstractContextManager["Crew"]):
@@ -35,21 +35,23 @@ class Crew(AbstractContextManager["Crew"]):
     @property
     @abstractmethod
     def members(self) -> Mapping[int, Member]:
-        """Return the members that are alive and ready now, seated or spare, by number."""
+        """Return the crew's worker processes that are alive and ready now, with or without a rank, by member number."""
 
     @property
     def leaving(self) -> Set[int]:
-        """Return the numbers of the members that the cluster has announced to take away soon (draining nodes)."""
+        """Return the numbers of the members whose machines the cluster has announced to take away soon (draining
+        nodes); empty for a kind of crew that gets no such notice."""
         return set()
 
     @property
     @abstractmethod
     def starting(self) -> Set[int]:
-        """Return the numbers of the members that were started and are not ready yet."""
+        """Return the numbers of the worker processes that were started and are not ready for calls yet."""
 
     @abstractmethod
     def seat(self, job: Job, numbers: Sequence[int]) -> None:
-        """Begin a generation: rank i is member numbers[i]. `job` has the ranks' coordinates."""
+        """Begin a generation: give member numbers[i] rank i and open the generation's TCPStore; members not named are
+        spares. `job` has the mesh coordinates of the ranks."""
 
     @abstractmethod
     def call(self, method: str, *args: Any, within: float = inf) -> list[Any]:
@@ -69,18 +71,20 @@ class Crew(AbstractContextManager["Crew"]):
 
     @abstractmethod
     def hire(self, count: int) -> None:
-        """Start `count` more members without waiting; they appear in `members` once ready."""
+        """Start `count` more worker processes without waiting; they appear in `members` once ready."""
 
     @abstractmethod
     def close(self) -> None:
-        """End all workers: by request and within a bounded time, or by force after a failure. May be called again."""
+        """End all worker processes of the crew: by request and within a bounded time, or by force after a failure. May
+        be called again."""
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
 def seating(members: Mapping[int, Member]) -> list[int]:
-    """Return the member numbers in the order to assign ranks: node by node, so that neighbouring ranks share a node."""
+    """Return the numbers of `members` in the order in which the driver gives them ranks: node by node, and by number on
+    a node, so that neighbouring ranks share a node."""
     first: dict[str, int] = {}  # node -> its lowest number
     for number in sorted(members):
         first.setdefault(members[number].node, number)
@@ -88,11 +92,12 @@ def seating(members: Mapping[int, Member]) -> list[int]:
 
 
 def arguments(args: Iterable[Any], rank: int) -> list[Any]:
-    """Return the arguments of a call for one rank, with each `ByRank` resolved."""
+    """Return the arguments of a `Crew.call` as `rank` gets them: each `ByRank` replaced by its value for that rank."""
     return [a[rank] if isinstance(a, ByRank) else a for a in args]
 
 
 def call_text(method: str, args: Iterable[Any]) -> str:
-    """Format a call for messages, with its first argument if that is short: step(3)."""
+    """Format a `Crew.call` for messages to the user: the method with its first argument, or "..." for one that is no
+    string or integer; e.g. step(3)."""
     first = next(iter(args), "")
     return f"{method}({first if isinstance(first, str | int) else '...'})"

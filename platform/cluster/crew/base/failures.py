@@ -19,7 +19,8 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True)
 class Failure:
-    """Failure of one call on one member. `rank` is None if the member had none, as a spare or while starting."""
+    """Failure of one call of the driver on one member. `rank` is None if the member had none, as a spare or while
+    starting."""
 
     member: Member
     kind: str  # died | failed | hung | damaged
@@ -35,15 +36,17 @@ class Failure:
 
     @property
     def innocence(self) -> int:
-        """Rank this failure as a suspect, lower being guiltier: 0 = no exception (died, hung, damaged), 1 = an error of
-        its own, 2 = an error because a peer is gone."""
+        """Rank this failure among those of one call by how unlikely it caused the others, the lowest being the culprit:
+        0 = the member died, hung, or holds state that differs from its replicas (damaged); 1 = it raised an error of
+        its own; 2 = it raised a communication error, as happens when another rank is gone."""
         if self.kind != "failed":
             return 0
         return 2 if re.search(r"DistBackendError|DistNetworkError|DistStoreError|/gloo/|by peer", self.cause) else 1
 
 
 class WorkerFailed(Exception):
-    """Signals that a call failed on some member. `failures`: all known so far, the likeliest culprit first."""
+    """Signals that a call of the driver failed on some member. `failures`: all known so far, the likeliest culprit
+    first."""
 
     def __init__(self, failures: Sequence[Failure]):
         self.failures = sorted(failures, key=lambda failure: failure.innocence)

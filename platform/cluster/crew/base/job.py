@@ -31,13 +31,15 @@ class Job:
         return len(self.coordinates)
 
     def name(self, rank: int) -> str:
-        """Return a readable name of a rank, such as rank3[data1 t1]. Axes of size 1 are left out."""
+        """Return a readable name of a rank with its mesh coordinates, such as rank3[data1 t1]. Axes of size 1 are left
+        out."""
         at = self.coordinates[rank]
         wide = " ".join(f"{axis}{i}" for axis, i in at.items() if any(c[axis] for c in self.coordinates))
         return f"rank{rank}[{wide}]" if wide else f"rank{rank}"
 
     def log(self, number: int) -> Path:
-        """Return the path of the file with the output of member `number`."""
+        """Return the path of the file in the run directory that gets the output of the worker process of member
+        `number`."""
         return self.run_dir / "logs" / f"worker-{number}.log"
 
 
@@ -57,7 +59,7 @@ class Assignment:
     node: str = ""  # its failure domain; "" = the machine's name
 
     def construct(self) -> Any:
-        """Construct the worker in this process."""
+        """Construct the worker object that this assignment describes, in the calling process."""
         options = {"device": self.device, "run_dir": self.run_dir, "threads": self.threads}
         return resolve_name(self.worker)(self.config, self.number, **options)
 
@@ -65,8 +67,9 @@ class Assignment:
 def assign(
     job: Job, number: int, *, local_rank: int, local_world_size: int, group_rank: int, cores: int | None = None
 ) -> Assignment:
-    """Return the assignment of member `number`: slot `local_rank` of `local_world_size` on machine `group_rank`, which
-    has `cores` CPU cores (None: as many as this process may use), which are divided among its workers.
+    """Return the assignment of member `number` with which a launcher starts its worker process: slot `local_rank` of
+    `local_world_size` on machine `group_rank`, which has `cores` CPU cores (None: as many as this process may use),
+    which are divided among its workers as threads.
 
     Its environment has those of torchrun's variables that stay the same in all generations.
     """
@@ -94,6 +97,7 @@ def usable_cores() -> int:
 
 
 def one_gpu(local_rank: int) -> dict[str, str]:
-    """Return the environment that shows a process one GPU, as Ray does for its actors: "cuda" then means that GPU."""
+    """Return the environment variable that shows a worker process only GPU `local_rank` of those visible to this
+    process, as Ray does for its actors: "cuda" then means that GPU."""
     visible = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
     return {"CUDA_VISIBLE_DEVICES": visible[local_rank] if visible else str(local_rank)}

@@ -28,31 +28,37 @@ class Launcher(ABC):
 
     @abstractmethod
     def open(self, job: Job, size: int) -> str:
-        """Prepare to start `size` processes and perhaps more; return the host to listen on, which they can reach."""
+        """Prepare to start `size` worker processes for `job`, and perhaps more later; return the host on which the
+        driver is to listen, one that they can reach."""
 
     @abstractmethod
     def launch(self, job: Job, numbers: Sequence[int], board: Switchboard) -> None:
-        """Start processes that `serve` these members at `board`. The first call names all initial members."""
+        """Start worker processes for the members `numbers`, each of which will dial the driver's switchboard `board`
+        and serve its worker there. The first call names all initial members."""
 
     def ready(self) -> None:  # noqa: B027  most launchers need not know
-        """Take note that all initial members are ready."""
+        """Take note that all initial members of the crew are ready: what was needed only to start them can be
+        removed."""
 
     @abstractmethod
     def ended(self, number: int, seconds: float) -> str | None:
-        """Return how the process of a member ended, or None if it has not ended within `seconds`."""
+        """Return how the worker process of member `number` ended, as a phrase for the user, or None if it is not known
+        to have ended within `seconds`."""
 
     @abstractmethod
     def kill(self, number: int) -> None:
-        """Kill the process of a member at once; it may be stopped (SIGSTOP) or already gone."""
+        """Kill the worker process of member `number` at once; it may be stopped (SIGSTOP) or already gone."""
 
     @abstractmethod
     def dismiss(self, polite: bool) -> None:
-        """Wait briefly for all processes to end by themselves if `polite`; kill the rest."""
+        """End all worker processes of the crew: if `polite`, wait briefly for them to end by themselves; kill the
+        rest."""
 
     def leaving(self, members: Mapping[int, Member]) -> Set[int]:
-        """Return the numbers of those `members` whose nodes are about to be taken away."""
+        """Return the numbers of those of `members` whose machines the cluster has announced to take away soon."""
         return frozenset()
 
     def log(self, job: Job, number: int) -> Path | None:
-        """Return the file with the output of a member, None if there is none."""
+        """Return the path of the file with the output of the worker process of member `number`, None if it has no such
+        file."""
         return job.log(number)

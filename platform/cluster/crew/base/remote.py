@@ -27,7 +27,8 @@ CLOSE_SECONDS = 10.0  # for the members to close by themselves; then they are ki
 
 
 class RemoteCrew(Crew):
-    """Implements ranks, calls, failures and release over the switchboard; `launcher` starts and ends the processes."""
+    """Implements ranks, calls, failures and release of a crew whose members are other processes, over the switchboard;
+    `launcher` starts and ends the processes."""
 
     elastic = True
 
@@ -125,14 +126,17 @@ class RemoteCrew(Crew):
 
     @property
     def _gone(self) -> dict[int, str]:
-        """Return the seated members that are dead, and how they died."""
+        """Return the members with a rank in this generation whose process is dead, each with how it died, by number."""
         return {number: cause for number, cause in self._roster.deaths.items() if number in self._ranks}
 
     def _next_call(self, method: str, args: Sequence[object] = ()) -> Call:
+        """Count one more call, and return the message that orders it."""
         self._call += 1
         return Call(self._call, method, list(args))
 
     def _send(self, method: str, args: tuple[Any, ...]) -> None:
+        """Send a call to every seated member, with its own values of `ByRank` arguments; shared values are encoded
+        once."""
         if not any(isinstance(a, ByRank) for a in args):
             return self._roster.send(self._ranks, self._next_call(method, args))
         head = text(self._next_call(method)).removesuffix(b"]}")
@@ -145,7 +149,9 @@ class RemoteCrew(Crew):
             self._roster.board.send(number, framed(head + b",".join(texts[id(value)] for value in own) + b"]}"))
 
     def _gather(self, method: str, call: str, within: float) -> dict[int, Any]:
-        """Collect the answer of every seated member, by number. Raises WorkerFailed."""
+        """Collect the result of the call just sent from every seated member, by member number. `call`: the call as
+        `call_text` formats it. Raises WorkerFailed if a member dies, makes no progress for `within` seconds, or raises;
+        in the last case only after SUSPENSE_SECONDS, so that a likelier culprit is heard too."""
         values: dict[int, Any] = {}
         failures, roster = self._failures, self._roster
         pending, deadline, watch = set(self._ranks), inf, Watch(within, monotonic(), self._silence)
@@ -180,8 +186,9 @@ class RemoteCrew(Crew):
         return values
 
     def _answers(self, numbers: Collection[int], seconds: float, beats: bool = False) -> dict[int, Answer | Raised]:
-        """Collect the answers to the last call from those of `numbers` that are alive. Stops when none has answered for
-        `seconds`; with `beats`, progress of any of them counts too."""
+        """Collect the answers to the call sent last, `leave` or `close`, from those members of `numbers` that are
+        alive, by number; members that die or do not answer in time are missing. Stops when none has answered for
+        `seconds`; with `beats`, progress that a heartbeat shows counts too."""
         found: dict[int, Answer | Raised] = {}
         pending, deadline, ask = set(numbers), monotonic() + seconds, monotonic() + BEAT_SECONDS
         while (pending := pending & self._roster.ready.keys()) and monotonic() < deadline:
@@ -200,15 +207,17 @@ class RemoteCrew(Crew):
 
     @contextmanager
     def _impolite(self) -> Iterator[None]:
-        """Mark the members as not expected to answer during the block; for good if it raises, also by a signal.
+        """Mark the members as not expected to answer during the block; for good if the block raises, also by a stop
+        signal.
 
-        `close` then kills them instead of asking.
+        `close` then kills them instead of asking them to close.
         """
         before, self._polite = self._polite, False
         yield
         self._polite = before
 
     def _failure(self, number: int, kind: str, call: str, cause: str) -> Failure:
+        """Return the failure of the seated member `number` in `call`, with its rank, readable name and log file."""
         rank, member = self._ranks[number], self._roster.member(number)
         name, coordinates = self.job.name(rank), dict(self.job.coordinates[rank])
         return Failure(member, kind, call, cause, rank, name, coordinates, self._roster.log(number))

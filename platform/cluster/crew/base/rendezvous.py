@@ -7,8 +7,9 @@ from typing import Any
 
 
 def open_store(host: str) -> Any:
-    """Start a TCPStore server that listens on `host` alone (by default it would listen on all addresses, and it has no
-    authentication); it answers for as long as the returned store lives."""
+    """Start a TCPStore server in the driver, at which the workers of a generation meet to form their process groups. It
+    listens on `host` alone (by default it would listen on all addresses, and it has no authentication), and answers for
+    as long as the returned store lives."""
     from torch.distributed import TCPStore
 
     listener = socket.create_server((host, 0))

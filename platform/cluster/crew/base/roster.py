@@ -20,7 +20,7 @@ _LOOK_SECONDS = 0.1  # interval of checks on processes that have not dialled in
 
 
 class Roster:
-    """Tracks the processes of a crew by member number, and carries messages to and from them.
+    """Tracks the worker processes of a crew by member number, and carries messages to and from them.
 
     Attributes:
         ready: members that are alive and ready.
@@ -41,7 +41,8 @@ class Roster:
         self._opened = ExitStack()
 
     def start(self, size: int) -> None:
-        """Open the switchboard and wait until `size` members are ready. Raises WorkerFailed if one is not."""
+        """Open the driver's switchboard, start `size` worker processes, and wait until all of them are ready. Raises
+        WorkerFailed if one of them dies or fails to construct its worker."""
         self.host = self._launcher.open(self.job, size)
         self.board = self._opened.enter_context(closing(Switchboard(self.host, self._launcher.key)))
         self.hire(size)
@@ -52,7 +53,7 @@ class Roster:
         self._launcher.ready()
 
     def hire(self, count: int) -> None:
-        """Start `count` more members without waiting."""
+        """Start `count` more worker processes, under new member numbers, without waiting until they are ready."""
         numbers = range(self._hired, self._hired + count)
         self._hired += count
         self.starting.update(numbers)
@@ -60,14 +61,15 @@ class Roster:
         self._launcher.launch(self.job, numbers, self.board)
 
     def send(self, numbers: Collection[int], message: object) -> None:
-        """Send one message to these members, encoded once for all."""
+        """Send one message from the driver to the members `numbers`, encoded once for all."""
         if numbers:
             frame = encode(message)
             for number in numbers:
                 self.board.send(number, frame)
 
     def poll(self, timeout: float) -> list[tuple[int, Said]]:
-        """Return the members' messages, waiting at most `timeout` seconds for any.
+        """Return the messages that the crew's members have sent, with their numbers, waiting at most `timeout` seconds
+        for any.
 
         Also records the members that dial in, get ready or die.
         """
@@ -93,6 +95,8 @@ class Roster:
         return said
 
     def _book_start(self, number: int, message: Said) -> None:
+        """Record that a starting member is ready or, if `message` has a traceback, that its worker could not be
+        constructed."""
         self.starting.discard(number)
         if isinstance(message, Raised):
             self._book_unstarted(number, "failed", message.error)
@@ -101,7 +105,8 @@ class Roster:
             self.ready[number] = self._greeted[number]
 
     def bury(self, number: int, cause: str | None) -> None:
-        """Record that a member is dead, of `cause` if known, and dispose of what is left of it."""
+        """Record that a member's process is dead, of `cause` if known, and dispose of what is left: its connection and
+        process."""
         self.deaths[number] = cause or _CUT_OFF
         if number in self.starting:
             self.starting.remove(number)
@@ -109,23 +114,26 @@ class Roster:
         self.dispose(number)
 
     def _book_unstarted(self, number: int, kind: str, cause: str) -> None:
+        """Record the failure of a member that never got ready. `kind`: died | failed."""
         failure = Failure(self.member(number), kind, "start()", cause, name=f"worker{number}", log=self.log(number))
         self.unstarted.append(failure)
 
     def dispose(self, number: int) -> None:
-        """Close the connection of a member and kill its process."""
+        """Close the driver's connection to a member and kill the member's process; it is no longer in `ready`."""
         self.board.hang_up(number)
         self._launcher.kill(number)
         self.ready.pop(number, None)
 
     def member(self, number: int) -> Member:
-        """Return a member of any time, with node and process as far as they are known."""
+        """Return the member of this number, alive or not, with its node and process id; "" and 0 if it never dialled
+        in."""
         return self._greeted.get(number, Member(number, "", 0))
 
     def log(self, number: int) -> Path | None:
         return self._launcher.log(self.job, number)
 
     def close(self, polite: bool) -> None:
-        """Close all connections, which ends members that wait for a call, and end all processes; see `dismiss`."""
+        """Close all connections to the members, which ends those that wait for a call, and end all worker processes, as
+        `Launcher.dismiss` describes."""
         self._opened.close()
         self._launcher.dismiss(polite)

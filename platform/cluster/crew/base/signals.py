@@ -37,36 +37,42 @@ class StopSignals:
             signal.signal(number, handler)
 
     def defer(self) -> None:
-        """Defer stopping to `check`, which the driver calls between steps: from now on there is work to lose."""
+        """Defer stopping from now on: a first stop signal only makes the next `check` raise Stopped. The driver calls
+        this when training starts, since there is work to lose then, and calls `check` between steps."""
         self._deferred = True
 
     def finish(self, status: int) -> None:
-        """Record that the end is being reported: a second signal now exits this process at once, with `status`."""
+        """Record that the driver is reporting the run's end: a first stop signal is ignored now, and a second one exits
+        this process at once with exit status `status`."""
         self._status = status
 
     @property
     def requested(self) -> bool:
-        """Return True if a stop was requested, by a signal or by `request`."""
+        """Return True if a stop of the run was requested, by a signal, by `request` or by `note`."""
         return self._requested is not None
 
     def request(self, reason: str) -> None:
-        """Request a stop as a first signal does; callable from any thread. A first signal after it does not count as a
-        second one: Slurm sends its own at about the time limit too."""
+        """Request a stop of the run, for `reason`, as a first stop signal does; callable from any thread. A first
+        signal after it does not count as a second one: Slurm sends its own at about the time limit too."""
         self.note(reason)
         if not self._deferred:
             self._interrupting = True
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
 
     def note(self, reason: str) -> None:
-        """Record a request to stop for the next `check`, even if nothing is deferred yet: nothing is interrupted."""
+        """Record a request to stop the run, for `reason`, that the next `check` raises as Stopped; unlike `request`,
+        never interrupts the driver, not even before `defer`."""
         self._requested = self._requested or reason
 
     def check(self) -> None:
-        """Raise Stopped if a stop was requested."""
+        """Raise Stopped if a stop of the run was requested; the driver calls this between steps, where stopping loses
+        nothing."""
         if self._requested:
             raise Stopped(self._requested)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Handle a stop signal as the class describes; also the one that `request` sends to this process, which raises
+        Stopped unless stopping is deferred."""
         if self._interrupting:  # the signal that `request` sent
             self._interrupting = False
             return None if self._deferred else self.check()

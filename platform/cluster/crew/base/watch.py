@@ -15,9 +15,9 @@ BEAT_SECONDS = 1.0  # allowed for the answer to a beat once the call is late; al
 
 
 class Watch:
-    """Hang detector of one call: says which members to ask for a beat, and which ones hang. `within`: seconds without
-    progress after which a member hangs; `silence`: seconds without any answer after which it hangs, however long the
-    call may take. All times are readings of one clock."""
+    """Detects members that hang in one call of the driver: says which members to ask for a heartbeat (beat), and which
+    ones hang. `within`: seconds without progress after which a member hangs; `silence`: seconds without any answer
+    after which it hangs, however long the call may take. All times are readings of one clock."""
 
     def __init__(self, within: float, start: float, silence: float = inf):
         self._within, self._deadline, self._silence = within, start + SOON * within, silence
@@ -27,7 +27,8 @@ class Watch:
         self._beats: dict[int, Activity] = {}
 
     def ask(self, pending: Collection[int], now: float) -> list[int]:
-        """Return the pending members to ask for a beat now; empty if it is too early."""
+        """Return which of `pending`, the members that have not answered the call, the driver is to ask for a heartbeat
+        at time `now`: those that owe none yet, or none at all if it is too early."""
         if now < self._next:
             return []
         self._next = now + BEAT_SECONDS / 2
@@ -36,23 +37,27 @@ class Watch:
         return asked
 
     def heard(self, number: int, beat: Activity, now: float) -> None:
-        """Record a beat of member `number`."""
+        """Record heartbeat `beat` of member `number`, received at time `now`: it owes none any more, and its progress
+        counts."""
         self._asked.pop(number, None)
         self._beats[number] = beat
         self._moved = max(self._moved, now - beat.seconds)
 
     def answered(self, now: float) -> None:
-        """Record that a member answered the call, which counts as progress: ranks that waited for it will move."""
+        """Record that a member answered the call at time `now`, which counts as progress: ranks that waited for it will
+        move."""
         self._moved = now
 
     def patience(self, now: float) -> float:
-        """Return the seconds until the next beat request or the deadline, whichever is first."""
+        """Return the seconds from `now` that the driver may wait for messages: until the next heartbeat request or the
+        deadline of the call, whichever is first."""
         due = min(self._next, self._deadline) if now < self._deadline else self._next
         return max(0.0, due - now)
 
     def hung(self, pending: Collection[int], now: float) -> tuple[dict[int, str], set[int]]:
-        """Return the pending members that hang, each with a description, and the subset of them to blame: none if all
-        pending members have waited for each other for `within` seconds, which is how a lost message looks.
+        """Return which of `pending`, the members that have not answered the call, hang at time `now`, each with a
+        description, and the subset of them to blame: none if all pending members have waited for each other for
+        `within` seconds, which is how a lost message looks.
 
         A member hangs if it does not answer a beat (the process is stopped, or something holds the GIL), or if it is
         where it was `within` seconds ago and is not waiting for other ranks. A slow member that moves does not hang.
@@ -77,4 +82,6 @@ class Watch:
 
 
 def _where(beat: Activity) -> str:
+    """Describe in a line where a member's heartbeat shows it to be: the seconds since it moved, the call and the
+    section."""
     return f"{beat.seconds:.1f} s at {beat.call}{beat.section and ': '}{beat.section}"

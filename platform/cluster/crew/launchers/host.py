@@ -29,7 +29,9 @@ ORPHAN_SECONDS = 2.0  # for a worker to end by itself once its driver is gone
 
 
 def serve(place: Assignment, address: tuple[str, int], token: str, *, own_process: bool = True) -> None:
-    """Dial the driver, construct the worker and execute calls, in order, until the driver closes the connection.
+    """Serve the worker of one member in this process: dial the driver at `address` (host, port) with the secret
+    `token`, construct the worker that `place` describes, and execute the driver's calls, in order, until the driver
+    closes the connection.
 
     Sets the environment before torch is imported, because torch reads it then. `own_process`: this process has no other
     purpose, so it exits when the driver is gone, even if the worker does not return from a call.
@@ -41,7 +43,8 @@ def serve(place: Assignment, address: tuple[str, int], token: str, *, own_proces
 
 
 def attend(place: Assignment, line: Line, *, own_process: bool) -> None:
-    """Construct the worker of a member that the driver has admitted, and execute calls as `serve` does."""
+    """Construct the worker of a member that the driver has admitted on connection `line`, and execute the driver's
+    calls until it closes the connection, as `serve` does; close `line`."""
     register_secrets(place.secrets)
     try:
         _Host(place, line, own_process).run()
@@ -50,7 +53,8 @@ def attend(place: Assignment, line: Line, *, own_process: bool) -> None:
 
 
 class _Host:
-    """Executes calls in the calling thread; a reader thread receives messages and handles beats and aborts at once."""
+    """Executes the driver's calls on one worker in the calling thread; a reader thread receives the driver's messages
+    and handles heartbeat requests and aborts at once."""
 
     def __init__(self, place: Assignment, line: Line, own_process: bool):
         self._place, self._line, self._own_process = place, line, own_process
@@ -72,6 +76,8 @@ class _Host:
         return method(*typed(method, call.args))
 
     def _execute(self, number: int, call: str, function: Callable[[], Any]) -> None:
+        """Run `function`, the body of the driver's call `number`, and send its result or traceback to the driver.
+        `call`: its text for heartbeats."""
         PROGRESS.begin(call)
         cause = ""
         try:
@@ -87,8 +93,8 @@ class _Host:
             self._line.send(frame)
 
     def _leave(self) -> None:
-        """Leave the process groups right after a failure, before the driver asks: with gloo only the neighbours of a
-        lost rank notice, and only their leaving frees the ranks after them."""
+        """Leave the worker's process groups right after a call of it has raised, before the driver asks: with gloo only
+        the neighbours of a lost rank notice, and only their leaving frees the ranks after them."""
         if self._worker is not None:
             try:
                 self._worker.leave()
@@ -96,6 +102,8 @@ class _Host:
                 traceback.print_exc()
 
     def _read(self) -> None:
+        """Receive the driver's messages until it closes the connection: queue calls for `run`, answer heartbeat
+        requests, start aborts. Then, in a process of its own, exit after ORPHAN_SECONDS even if a call still runs."""
         try:
             for message in self._line.messages():
                 match read(Order, message):
@@ -114,15 +122,17 @@ class _Host:
 
 
 def typed(method: Callable[..., Any], args: Sequence[object]) -> list[Any]:
-    """Return the arguments of a call, plain data, as the method's signature declares them. Raises Malformed."""
+    """Return `args`, the plain data of a driver's call, as values of the types that the signature of the worker's
+    `method` declares. Raises Malformed if one does not fit."""
     hints = get_type_hints(method, include_extras=True)
     kinds = chain((hints.get(name, object) for name in signature(method).parameters), repeat(object))
     return [schema.read(kind, value) for kind, value in zip(kinds, args, strict=False)]
 
 
 def _redirect_output(path: str) -> None:
-    """Append all output of this process, C libraries included, to the file `path`, with secrets of Python's output
-    redacted. If the file cannot be opened, output is discarded; if the disk is full, the rest is lost without error."""
+    """Append all output of this worker process, C libraries included, to the log file `path`, with secrets of Python's
+    output redacted. If the file cannot be opened, output is discarded; if the disk is full, the rest is lost without
+    error."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):  # the stream is closed or None
             stream.flush()
@@ -143,7 +153,7 @@ def _redirect_output(path: str) -> None:
 
 
 class _Lossy(io.FileIO):
-    """Raw file that accepts every write and drops silently what cannot be written."""
+    """Raw file, of a worker's output, that accepts every write and drops silently what cannot be written."""
 
     def write(self, data: Any) -> int:
         with suppress(OSError):

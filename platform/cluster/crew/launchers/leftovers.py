@@ -16,13 +16,16 @@ PATIENCE = 4.0  # seconds for the processes to end by themselves; then they are 
 
 
 def marked(directory: str) -> list[int]:
-    """Return the ids of the processes that were started with MARK=`directory`, or that have files open in it: a process
-    that changes its title overwrites its environment, and the mark with it."""
+    """Return the ids of the processes of the embedded Ray in `directory`: those that were started with
+    MARK=`directory`, or that have files open in it: a process that changes its title overwrites its environment, and
+    the mark with it. Excludes this process."""
     numbers = [int(name) for name in os.listdir("/proc") if name.isdigit()] if os.path.isdir("/proc") else []
     return [number for number in numbers if number != os.getpid() and _belongs(number, directory)]
 
 
 def _belongs(process: int, directory: str) -> bool:
+    """Return True if the process of id `process` has MARK=`directory` in its environment or a file of `directory`
+    open."""
     try:
         with open(f"/proc/{process}/environ", "rb") as environment:
             if f"{MARK}={directory}".encode() in environment.read().split(b"\0"):
@@ -34,7 +37,8 @@ def _belongs(process: int, directory: str) -> bool:
 
 
 def main(directory: str) -> None:
-    """Wait for the end of standard input, then until no marked process but the driver is left; remove `directory`."""
+    """Wait for the end of standard input, which comes when the driver ends or closes it, then until no process of the
+    embedded Ray in `directory` but the driver is left, killing those that remain after PATIENCE; remove `directory`."""
     driver = os.getppid()
     sys.stdin.buffer.read()
     deadline = time.monotonic() + PATIENCE

@@ -20,7 +20,8 @@ _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 class Processes(Launcher):
-    """Spawns one process per member. A process hired after another died gets its slot, and so its GPU."""
+    """Spawns one worker process per member on this machine. A process hired after another died gets its slot, and so
+    its GPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,6 +70,7 @@ class Processes(Launcher):
 
 
 def _main(place: Assignment, address: tuple[str, int], token: str) -> None:
+    """Serve one member in a newly spawned process that dies with the driver and ignores stop signals."""
     _die_with_the_driver()
     for number in STOPPING:  # Ctrl-C in a terminal, or the end of a service, signals every process; the driver decides
         signal.signal(number, signal.SIG_IGN)
@@ -76,6 +78,7 @@ def _main(place: Assignment, address: tuple[str, int], token: str) -> None:
 
 
 def _die_with_the_driver() -> None:
-    """Ask the kernel to kill this process when the driver dies: if stopped or hung, it would not notice by itself."""
+    """Ask the kernel to kill this worker process when the driver dies: if stopped or hung, it would not notice by
+    itself. Linux only."""
     if prctl := getattr(ctypes.CDLL(None), "prctl", None):  # Linux only
         prctl(_DEATH_SIGNAL, signal.SIGKILL)

@@ -26,7 +26,7 @@ _REASON_SECONDS = 0.3  # for Ray to report how a process ended; the loss of a no
 
 
 class _Location(NamedTuple):
-    """Location of an actor: its machine's Ray id and CPU cores, and its GPU, in an order by number."""
+    """Location of a worker's actor: its machine's Ray id and CPU cores, and its GPU, in an order by number."""
 
     machine: str
     gpu: tuple[int, str]
@@ -74,6 +74,8 @@ class RayActors(Launcher):
             self._serve(_actor(job), place, board)
 
     def _launch_together(self, job: Job, numbers: Sequence[int], board: Switchboard) -> None:
+        """Start the initial members' actors on as few machines as possible, wait until all of them run, and number them
+        by machine, within a machine by GPU. Raises NoPlaces as `_wait`, WorkerFailed as `_located` does."""
         import ray
 
         size = len(numbers)
@@ -93,6 +95,7 @@ class RayActors(Launcher):
             self._serve(actors[i], assign(job, number, **where, cores=found[i].cores), board)
 
     def _serve(self, actor: Any, place: Assignment, board: Switchboard) -> None:
+        """Order an actor to serve the member of `place`: it dials the driver's switchboard `board`."""
         number = place.number
         self._actors[number] = actor
         self._serving[number] = actor.serve.remote(place, board.address, board.token(number))
@@ -137,7 +140,8 @@ class RayActors(Launcher):
 
 
 class _Actor:
-    """Ray actor that runs one member. The driver asks where it runs before it assigns the member a number."""
+    """Ray actor that runs the worker of one member. The driver asks where it runs before it assigns the member a
+    number."""
 
     def __init__(self) -> None:
         self._name = "worker"
@@ -146,6 +150,7 @@ class _Actor:
         return self._name
 
     def locate(self) -> _Location:
+        """Return where this actor runs: node, GPU and usable CPU cores."""
         import ray
 
         context = ray.get_runtime_context()
@@ -162,7 +167,8 @@ class _Actor:
 
 
 def _nodes(job: Job, size: int) -> list[str]:
-    """Return a node for each of `size` actors: as few nodes as possible on which all of them fit together.
+    """Return a Ray node id for each of the `size` workers of `job`: as few nodes as possible on which all of them fit
+    together. Raises NoPlaces as `_wait` does.
 
     A placement group finds them and is then removed. If the actors stayed in it, Ray would have to find room for all
     places of a lost node together before it could replace any of them.
@@ -183,9 +189,9 @@ def _needs(job: Job) -> dict[str, float]:
 
 
 def _wait(job: Job, ready: Callable[[float], int], size: int) -> None:
-    """Poll `ready` (seconds to wait -> how many are ready) until `size` are. A busy machine is slow at this, and nodes
-    come and go, so waiting is no error. Raises NoPlaces after the longest of `elastic.wait`, `cluster.wait` and
-    _PLACEMENT_SECONDS."""
+    """Wait for Ray to start `size` workers of `job`: poll `ready` (seconds to wait -> how many are ready) until `size`
+    are. A busy machine is slow at this, and nodes come and go, so waiting is no error. Raises NoPlaces after the
+    longest of `elastic.wait`, `cluster.wait` and _PLACEMENT_SECONDS."""
     wait = max(job.config.elastic.wait, job.config.cluster.wait, _PLACEMENT_SECONDS)
     deadline = monotonic() + wait
     while (there := ready(min(_TURN_SECONDS, max(0.0, deadline - monotonic())))) < size:
@@ -196,7 +202,8 @@ def _wait(job: Job, ready: Callable[[float], int], size: int) -> None:
 
 
 def _located(number: int, location: Any) -> _Location:
-    """Return the answer of `_Actor.locate`. Raises WorkerFailed if the actor died while starting."""
+    """Return where the actor of member `number` runs, given `location`, Ray's reference to the result of its `locate`.
+    Raises WorkerFailed if the actor died while starting."""
     import ray
     from ray.exceptions import RayError
 
@@ -209,7 +216,8 @@ def _located(number: int, location: Any) -> _Location:
 
 
 def _actor(job: Job, node: str = "") -> Any:
-    """Create an actor on `node`, or wherever Ray finds a place if "" or if the node has none."""
+    """Create the Ray actor of one worker of `job`, with one CPU and, for cuda, one GPU, on the Ray node `node`;
+    wherever Ray finds a place if `node` is "" or has no room."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -220,12 +228,13 @@ def _actor(job: Job, node: str = "") -> Any:
 
 
 def _node_id(node: str) -> str:
-    """Extract Ray's node id from a member's node, which is HOST/ID."""
+    """Extract Ray's node id from a member's node, HOST/ID, as its actor reports it to the driver."""
     return node.rpartition("/")[2]
 
 
 def _reason(error: Exception) -> str:
-    """Reduce Ray's report of an actor's death to one line, without the identifiers before and the guesses after it."""
+    """Reduce Ray's report of a worker actor's death to one line for the user, without the identifiers before and the
+    guesses after it."""
     text = " ".join(str(error).split()).partition("Some common causes include")[0]
     text = text[max(0, text.find("The actor is dead because")) :]
     return text.partition(" Worker exit type: SYSTEM_ERROR")[0].strip()  # the rest only repeats that it died

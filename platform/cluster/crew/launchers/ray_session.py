@@ -57,7 +57,8 @@ class Embedded:
             del os.environ[leftovers.MARK]
 
     def close(self) -> None:
-        """Remove what the instance leaves; call it after ray.shutdown()."""
+        """Remove the processes and files that this embedded Ray leaves, and wait for that; call it after
+        ray.shutdown()."""
         self._opened.close()
         assert self._leftovers.stdin
         self._leftovers.stdin.close()
@@ -66,8 +67,9 @@ class Embedded:
 
 @contextmanager
 def _private(token: Path) -> Iterator[None]:
-    """Restrict a Ray started inside the block to this machine and to processes that can read the file `token`, which
-    this creates. Ray's processes inherit the settings through the environment."""
+    """Restrict a Ray that is started inside the block to this machine and to processes that can read the file `token`,
+    which this creates with a random secret. Ray's processes inherit the settings through the environment, which is
+    restored after the block."""
     from ray._private import ray_constants
 
     token.touch(0o600)
@@ -89,15 +91,17 @@ def _private(token: Path) -> Iterator[None]:
 
 
 def _look_again_for_the_token() -> None:
-    """Reset Ray's authentication mode and token, which it reads once per process. The mode comes first: a thread of a
-    Ray that is shutting down would otherwise look for a removed token and abort this process."""
+    """Reset Ray's authentication mode and token in this process, which Ray reads only once, after a change of the
+    environment variables that set them. The mode comes first: a thread of a Ray that is shutting down would otherwise
+    look for a removed token and abort this process."""
     raylet: Any = import_module("ray._raylet")
     raylet.Config.initialize("")
     raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
 def join_cluster() -> None:
-    """Join the cluster at RAY_ADDRESS, or the one on this machine. Raises ConfigError if there is none."""
+    """Connect this process to the Ray cluster at RAY_ADDRESS or, if that is not set, to the one running on this
+    machine; do nothing if it is connected already. Raises ConfigError if there is no such cluster."""
     import ray
     from ray.exceptions import RayError
 
@@ -114,27 +118,30 @@ def join_cluster() -> None:
 
 
 def _knock(address: str) -> None:
-    """Raise OSError if nothing listens at HOST:PORT: Ray itself would retry for minutes."""
+    """Raise OSError if `address` of a Ray cluster is HOST:PORT and nothing listens there: Ray itself would retry for
+    minutes."""
     host, _, port = address.rpartition(":")
     if port.isdigit() and "/" not in host:
         socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
 
 
 def free_resources() -> dict[str, float]:
-    """Return the free resources of the joined cluster: {"CPU": ..., "GPU": ...}."""
+    """Return the resources of the joined Ray cluster that are free now, by Ray's names: {"CPU": ..., "GPU": ...}."""
     import ray
 
     return ray.available_resources()
 
 
 def accelerators() -> list[str]:
-    """Return the accelerator types of the joined cluster's nodes, such as H100 and A100-80G."""
+    """Return the accelerator types that the nodes of the joined Ray cluster report, such as H100 and A100-80G."""
     import ray
 
     return [name.partition(":")[2] for name in ray.cluster_resources() if name.startswith("accelerator_type:")]
 
 
 def _init(**arguments: Any) -> None:
+    """Start or join Ray by ray.init with `arguments`, quietly, so that its workers find this package and this process
+    keeps its SIGTERM handler."""
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # `uv run` would rebuild the environment per worker
     import ray
 
@@ -147,8 +154,8 @@ def _init(**arguments: Any) -> None:
 
 
 def _hush() -> None:
-    """Stop Ray from printing pages about every process that dies, whatever `log_to_driver` says. Ray has no public way
-    to turn this off; the journal records what matters."""
+    """Stop Ray from printing pages in the driver about every process that dies, whatever `log_to_driver` says. Ray has
+    no public way to turn this off; the journal records what matters."""
     import ray
 
     with suppress(AttributeError):  # another version of Ray: leave the messages
@@ -158,7 +165,8 @@ def _hush() -> None:
 
 
 def _runtime_env() -> dict[str, Any] | None:
-    """Return the runtime environment with which workers find this package if it is not installed (_startup.py)."""
+    """Return Ray's runtime environment (PYTHONPATH) with which its workers find this package, None if the package is
+    installed and started by its own hook (_startup.py)."""
     if "_platform_startup" in sys.modules:
         return None
     root = str(Path(__file__).parents[4])
@@ -166,14 +174,15 @@ def _runtime_env() -> dict[str, Any] | None:
 
 
 def _short_temporary_directory() -> str:
-    """Create a temporary directory with a short path, for Ray's Unix sockets (at most 107 characters)."""
+    """Create a temporary directory for an embedded Ray, with a short path because of Ray's Unix sockets (at most 107
+    characters)."""
     with suppress(OSError):
         return tempfile.mkdtemp(prefix="ray-", dir="/tmp")
     return tempfile.mkdtemp(prefix="ray-")
 
 
 class Notices:
-    """Watches the joined cluster for draining nodes. `nodes`: their Ray ids, kept current by a thread."""
+    """Watches the joined Ray cluster for draining nodes. `nodes`: their Ray ids, kept current by a thread."""
 
     def __init__(self) -> None:
         self.nodes: frozenset[str] = frozenset()
@@ -182,7 +191,8 @@ class Notices:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread; call it before ray.shutdown(), so that Ray is not queried after it."""
+        """Stop the thread that queries Ray for draining nodes; call it before ray.shutdown(), so that Ray is not
+        queried after it."""
         self._closed.set()
         self._thread.join()
 
@@ -193,7 +203,8 @@ class Notices:
 
 
 def _draining_nodes() -> frozenset[str]:
-    """Return the Ray ids of draining nodes. Ray has no public function for this; Ray Train uses the same one."""
+    """Return the Ray ids of the nodes that the joined cluster is about to take away (draining). Ray has no public
+    function for this; Ray Train uses the same one."""
     import ray
 
     return frozenset(ray._private.state.state.get_draining_nodes())

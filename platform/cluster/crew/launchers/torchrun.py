@@ -46,7 +46,7 @@ _THREAD_SECONDS = 3.0  # for the worker thread of this process to end
 
 
 def present() -> bool:
-    """Return True if torchrun started this process."""
+    """Return True if torchrun started this process, judged by the environment variables that it sets."""
     return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
 
 
@@ -56,9 +56,12 @@ def is_follower() -> bool:
 
 
 def follow(run_dir: Path) -> None:
-    """Serve the worker of this process until the driver closes the connection; return at once if no crew was formed.
+    """Serve the worker of this process, which torchrun started with a rank other than 0: wait until the driver (rank 0)
+    has published its address in torchrun's store, dial it, and execute its calls until it closes the connection. Return
+    without that if the driver ends before it has published an address.
 
-    Raises ConfigError if the key cannot be read, PermissionError if the peer cannot prove that it has the key.
+    Raises ConfigError if the run's secret key is found neither in PLATFORM_SECRET nor in `run_dir`, PermissionError if
+    whoever answers at the published address cannot prove that it has this key.
     """
     store = _connect()
     store.wait([_DRIVER], _FOREVER)
@@ -71,14 +74,16 @@ def follow(run_dir: Path) -> None:
 
 
 def dismiss() -> None:
-    """Release the followers if no crew was formed. The driver calls it before it ends."""
+    """Release the processes that wait in `follow`, if the driver ends without having published its address in
+    torchrun's store. The driver calls it before it ends."""
     store = _connect()
     if not store.check([_DRIVER]):
         store.set(_DRIVER, "null")
 
 
 def given_key() -> str:
-    """Return the key in PLATFORM_SECRET, "" if it is not set. Raises ConfigError if it is too short."""
+    """Return the run's secret key that the user set in PLATFORM_SECRET for all processes under torchrun, "" if it is
+    not set. Raises ConfigError if it is shorter than _SHORTEST characters."""
     key = os.environ.get(SECRET, "")
     if key and len(key) < _SHORTEST:
         raise ConfigError(f"{SECRET}: has {len(key)} characters, and must have {_SHORTEST} at least, or none")
@@ -87,7 +92,8 @@ def given_key() -> str:
 
 @dataclass(frozen=True)
 class _Driver:
-    """Value of the key _DRIVER of the store."""
+    """Address (host, port) and session of the driver, as it publishes them in torchrun's store under the key
+    _DRIVER."""
 
     address: tuple[str, Annotated[int, Span(1, (1 << 16) - 1)]]
     session: str
@@ -140,7 +146,8 @@ class Torchrun(Launcher):
 
 
 def _serve(address: tuple[str, int], token: str, number: int, *, own_process: bool) -> None:
-    """Dial the driver and serve as the worker that its welcome describes."""
+    """Dial the driver at `address` as member `number` with its secret `token`, and serve the worker that the driver's
+    welcome describes, as an Assignment, until the driver closes the connection."""
     line = dial(address, token, number)
     place: Assignment = schema.read(Assignment, line.told)
     if place.device == "cuda":
@@ -149,8 +156,9 @@ def _serve(address: tuple[str, int], token: str, number: int, *, own_process: bo
 
 
 def _published(data: bytes) -> _Driver | None:
-    """Parse the store's value; None if no crew was formed. Raises PermissionError for a value that no driver writes,
-    since anyone can write to the store."""
+    """Parse `data`, what the driver has published in torchrun's store: its address and session, or None if it ended
+    without opening its crew. Raises PermissionError for a value that no driver writes, since anyone can write to the
+    store."""
     try:
         found: _Driver | None = schema.read(_Driver | None, documents.from_json(data))
         return found
@@ -159,7 +167,8 @@ def _published(data: bytes) -> _Driver | None:
 
 
 def _write(key: str, file: Path) -> None:
-    """Write the key to a new file that only this user can read. Raises FileExistsError if it appears meanwhile."""
+    """Write the run's secret key to a new file that only this user can read, for the other processes that torchrun
+    started. Raises FileExistsError if somebody creates the file meanwhile."""
     file.unlink(missing_ok=True)  # left by a driver that was killed
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     with open(descriptor, "w") as out:
@@ -167,7 +176,8 @@ def _write(key: str, file: Path) -> None:
 
 
 def _key(run_dir: Path) -> str:
-    """Return the key, from the environment or the file. Raises ConfigError if neither has it in time."""
+    """Return the run's secret key, from which the tokens of the workers are derived: from PLATFORM_SECRET, else from
+    the file in `run_dir` that the driver writes. Raises ConfigError if neither has it within _KEY_SECONDS."""
     if key := given_key():
         return key
     deadline = monotonic() + _KEY_SECONDS
@@ -184,7 +194,8 @@ def _key(run_dir: Path) -> str:
 
 
 def _read(file: Path) -> str:
-    """Read the key from its file. Raises OSError; ValueError if others could have written it or it is incomplete."""
+    """Read the run's secret key from the file that the driver wrote. Raises OSError; ValueError if other users could
+    have written the file or it is incomplete."""
     descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with open(descriptor) as source:
         status = os.fstat(descriptor)
@@ -197,7 +208,8 @@ def _read(file: Path) -> str:
 
 
 def _connect() -> Any:
-    """Open a separate connection to torchrun's store, so that a thread waiting in it does not block another's use."""
+    """Open a separate connection to torchrun's TCPStore, with keys prefixed by torchrun's restart count, so that a
+    thread waiting in it does not block another's use."""
     from torch.distributed import PrefixStore, TCPStore
 
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
