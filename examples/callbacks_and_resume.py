@@ -22,8 +22,8 @@ class Enough(Exception):
 
 def until(last: int):
     def on_step(row: dict) -> None:  # a row of metrics.jsonl
-        print(f"    step {row['step']}: loss {row['loss']:.4f}, {row['step_seconds'] * 1000:.0f} ms")
-        if row["step"] == last:
+        print(f"    step {row.step}: loss {row.loss:.4f}, {row.step_seconds * 1000:.0f} ms")
+        if row.step == last:
             raise Enough(f"step {last} is enough for today")
 
     return on_step
@@ -40,7 +40,7 @@ def main() -> None:
     print("parameters:", plan(config).parameter_count)
 
     events: list[str] = []
-    watched = Callbacks(on_step=until(3), on_event=lambda event: events.append(event["event"]))
+    watched = Callbacks(on_step=until(3), on_event=lambda event: events.append(event.word))
     try:
         run(config, watched)
     except Enough as reason:  # the run saved a checkpoint and ended before `run` raised this
@@ -49,7 +49,7 @@ def main() -> None:
 
     result = resume("runs/from_python", callbacks=Callbacks(on_step=until(99)))
     print(f"{result.outcome}: {len(result.metrics)} steps, the last with loss {result.loss:.4f}, in {result.directory}")
-    assert result.outcome == "done" and [row["step"] for row in result.metrics] == [1, 2, 3, 4, 5, 6]
+    assert result.outcome == "done" and [row.step for row in result.metrics] == [1, 2, 3, 4, 5, 6]
 
 
 if __name__ == "__main__":

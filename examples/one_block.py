@@ -12,12 +12,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from platform.api import Plan, compose, plan, register_model
-from platform.model.blocks import Block, Shapes, sizes
-from platform.parallel.communicator.base import Alone, Communicator
+from platform.model.blocks import StackSpecs, TransformerBlock, dim_sizes
+from platform.parallel.communicator.base import Communicator, SingleRank
 from platform.parallel.communicator.torch_distributed import ProcessGroups
 from platform.parallel.parallel_ops import ParallelOps, initialise
-from platform.parallel.sharding.gradients import Reduction, owns
-from platform.plan.core.step_collectives import groups
+from platform.parallel.sharding.gradients import GradientReduction, counts_here
+from platform.plan.core.step_collectives import process_groups
 from platform.plan.reports.describe import describe
 from platform.train.step.inputs import place
 
@@ -33,8 +33,8 @@ class OneBlock:
     inputs = ("ids",)
 
     def __init__(self, config):
-        self.sizes, self.stream = sizes(config), Shapes().stream
-        self.block = Block("block", config, Shapes(), causal=True, memory=None)
+        self.sizes, self.stream = dim_sizes(config), StackSpecs().stream
+        self.block = TransformerBlock("block", config, StackSpecs(), causal=True, memory=None)
 
     def parameters(self):
         return self.block.parameters()
@@ -57,8 +57,8 @@ def forward_backward(made: Plan, communicator: Communicator, config) -> tuple[fl
     inputs = place(made, communicator, lambda start, end: {"ids": IDS[start:end]})  # the blocks that this rank reads
     loss = OneBlock(config.model).forward(ParallelOps(made, communicator, weights), inputs)
     loss.backward()
-    gradients = Reduction(made, communicator, {name: w.grad for name, w in weights.items()}).wait()
-    total = loss.detach() if owns(communicator, made.loss_layout.axes) else torch.zeros_like(loss)
+    gradients = GradientReduction(made, communicator, {name: w.grad for name, w in weights.items()}).wait()
+    total = loss.detach() if counts_here(communicator, made.loss_layout.axes) else torch.zeros_like(loss)
     if everywhere := made.mesh.ordered(made.mesh.axes):
         total = communicator.launch("all_reduce", total, everywhere).wait()
     return total.item(), gradients
@@ -69,9 +69,9 @@ def rank(number: int, store: str) -> None:
     config, alone = compose(*COMMON, *SCHEME), compose(*COMMON)
     made, serial = plan(config), plan(alone)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=number, world_size=made.mesh.size)
-    communicator = ProcessGroups(made.mesh, number, groups(made))
+    communicator = ProcessGroups(made.mesh, number, process_groups(made))
     loss, gradients = forward_backward(made, communicator, config)
-    expected, whole = forward_backward(serial, Alone(serial.mesh), alone)
+    expected, whole = forward_backward(serial, SingleRank(serial.mesh), alone)
     worst = 0.0
     for p in made.parameters:
         mine = tuple(slice(first, first + n) for first, n in made.block(p, communicator.coordinates))

@@ -66,7 +66,7 @@ def main() -> None:
     for name, scheme in schemes.items():
         print(f"{name:>8} would move", communication(plan(compose(*COMMON, *scheme))), "bytes a step")
     result = run(compose(*COMMON, "cluster=inline", "run.dir=runs/own_model"))
-    print(f"loss {result.metrics[0]['loss']:.3f} -> {result.loss:.3f}")
+    print(f"loss {result.metrics[0].loss:.3f} -> {result.loss:.3f}")
 
 
 if __name__ == "__main__":

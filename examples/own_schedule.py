@@ -50,8 +50,8 @@ def main() -> None:
     here, there = run(own), run(serial)
     print(f"\n{'step':>4}  {'two stages':>12}  {'one process':>12}")
     for mine, its in zip(here.metrics, there.metrics, strict=True):
-        print(f"{mine['step']:>4}  {mine['loss']:>12.6f}  {its['loss']:>12.6f}")
-        assert abs(mine["loss"] - its["loss"]) < 1e-4
+        print(f"{mine.step:>4}  {mine.loss:>12.6f}  {its.loss:>12.6f}")
+        assert abs(mine.loss - its.loss) < 1e-4
 
 
 if __name__ == "__main__":  # the workers import this file, as `own_schedule` too: extend=[own_schedule]

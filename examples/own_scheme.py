@@ -28,8 +28,8 @@ def main() -> None:
     here, there = run(own), run(serial)
     print(f"\n{'step':>4}  {'4 processes':>12}  {'1 process':>12}")
     for mine, its in zip(here.metrics, there.metrics, strict=True):
-        print(f"{mine['step']:>4}  {mine['loss']:>12.6f}  {its['loss']:>12.6f}")
-        assert abs(mine["loss"] - its["loss"]) < 1e-4
+        print(f"{mine.step:>4}  {mine.loss:>12.6f}  {its.loss:>12.6f}")
+        assert abs(mine.loss - its.loss) < 1e-4
 
 
 if __name__ == "__main__":  # the four workers import this file too

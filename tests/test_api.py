@@ -15,6 +15,7 @@ import yaml
 from platform import api
 from platform.api import Callbacks, Config, ConfigError, Result, compose, plan, resume, run
 from platform.launch import main
+from platform.monitor.records.records import plain
 from platform.planning.make_plan import make_plan
 
 SMALL = ["data=synthetic", "model.layers=1", "model.d_model=16", "model.heads=2", "model.length=8", "model.vocab=32"]
@@ -33,11 +34,11 @@ def small(*overrides: str) -> Config:
 
 
 def losses(result: Result) -> list[float]:
-    return [row["loss"] for row in result.metrics]
+    return [row.loss for row in result.metrics]
 
 
 def names(result: Result) -> list[str]:
-    return [event["event"] for event in result.events]
+    return [event.word for event in result.events]
 
 
 def test_compose_is_that_of_the_command():
@@ -79,26 +80,27 @@ def test_a_run_with_callbacks(here):
     config = small()
     result = run(config, Callbacks(on_step=rows.append, on_event=events.append))
     assert (result.status, result.outcome, result.directory) == (0, "done", here / "run")
-    assert [row["step"] for row in rows] == [1, 2, 3, 4] and result.loss == rows[-1]["loss"]
+    assert [row.step for row in rows] == [1, 2, 3, 4] and result.loss == rows[-1].loss
     assert result.metrics == rows and result.events == events
     assert names(result)[0] == "starting" and names(result)[-2:] == ["done", "goodput"]
-    assert rows == [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    assert [plain(row) for row in rows] == [
+        json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()
+    ]
     assert run(config).metrics == rows  # already done
 
 
 def test_what_a_callback_does_to_its_row_stays_there():
     def on_step(row):
-        row["seconds"].clear()
-        row.clear()
+        row.seconds.clear()
 
-    assert all(row["seconds"] for row in run(small(), Callbacks(on_step=on_step)).metrics)
+    assert all(row.seconds for row in run(small(), Callbacks(on_step=on_step)).metrics)
 
 
 def test_run_and_command_continue_each_other(capsys):
     command = ["+experiment=gpt_quick", *INLINE, "run.dir=run", "tensor=serial", "parallel.data=1"]
     run(compose(*command, "train.stop_at=1"))
     assert main([*command, "train.stop_at=2"]) == 0
-    assert [row["step"] for row in resume("run", "train.stop_at=3").metrics] == [1, 2, 3]
+    assert [row.step for row in resume("run", "train.stop_at=3").metrics] == [1, 2, 3]
     assert main(command) == 0
     assert capsys.readouterr().out.count("continues after step") == 3
 
@@ -111,7 +113,7 @@ def raising(at: str | int) -> Callbacks:
     """Callbacks that raise at a step or an event."""
 
     def callback(value):
-        if at in (value.get("step"), value.get("event")):
+        if at in (getattr(value, "step", None), getattr(value, "word", None)):
             raise Mine(at)
 
     return Callbacks(on_step=callback) if isinstance(at, int) else Callbacks(on_event=callback)
@@ -219,7 +221,7 @@ from platform.api import Callbacks, compose, run
 
 {guard}
     config = compose({arguments}, "run.dir=run")
-    result = run(config, Callbacks(on_step=lambda row: print("row", row["step"], row["world_size"])))
+    result = run(config, Callbacks(on_step=lambda row: print("row", row.step, row.world_size)))
     print(result.status, result.outcome, len(result.metrics))
 """
 GUARD, NONE = 'if __name__ == "__main__":', "if True:"

@@ -94,16 +94,19 @@ def _check_and_drive(
     if config.data.kind == "stdlib" and (line := demonstration(config, plan, stdlib_bytes(config.data))):
         state.say(f"warning: {line}")
     size, spares, least = plan.mesh.size, config.elastic.spares, config.elastic.min_workers
-    reserve = partial(resources.reserve_workers, config.cluster, size, state.say, spares, least)
+    reserve = partial(resources.reserve_workers, config.cluster, size, spares=spares, least=least)
     waits = config.cluster.kind == "ray" or config.cluster.wait
-    places = None if waits else reserve()  # refuse early: importing torch takes seconds
+    found_early: list[str] = []  # said once nothing refuses the run any more
+    places = None if waits else reserve(found_early.append)  # refuse early: importing torch takes seconds
     from platform.cluster.control.saving.checkpoints import Checkpoints
     from platform.cluster.run.changes import changes, report
     from platform.cluster.run.origin import check_writable, origin
     from platform.train.recovery.urls import saves
 
     found = origin(config)
-    places = places or reserve()
+    places = places or reserve(state.say)
+    for line in found_early:
+        state.say(line)
     _check_memory(config, plan, places.device, state.say)
     there = opened.enter_context(directory.claim(config, plan_summary(plan)))
     if saves(config):
