@@ -21,7 +21,7 @@ from platform.boundary.redaction import (
     register_url_secrets,
     shielded,
 )
-from platform.boundary.terminal import flush_streams, print_line
+from platform.boundary.terminal import flush_streams, print_line, print_while_read
 from platform.cluster.crew.base.signals import Stopped, StopSignals
 from platform.composition.arguments import experiment_of, jobs_of, rewrite, translate_error, typed_values
 from platform.composition.composer import CONF, Composer, open_composer
@@ -71,9 +71,9 @@ def _answer(argv: Sequence[str], parser: ArgumentParser) -> int:
             if getattr(args, flag) is not None:
                 raise ConfigError(f"--{flag.replace('_', '-')}: not supported; own files go by --config-dir DIRECTORY")
         if args.cfg == "job":
-            return _show(args)
+            return print_while_read(lambda: _show(args))
         if args.help or args.hydra_help or args.cfg or args.info or args.shell_completion:
-            return _inform(argv, args)
+            return print_while_read(lambda: _inform(argv, args))
         return _run(args)
     except ConfigError as error:
         return _refuse(error)

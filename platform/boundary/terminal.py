@@ -37,6 +37,17 @@ def flush_streams() -> None:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
+def print_while_read(command: Callable[[], int]) -> int:
+    """Run a command that only prints, such as `platform.plan`, and return its exit status: 0 also if its reader, such
+    as `| head`, leaves before the end."""
+    try:
+        return command()
+    except BrokenPipeError:
+        return 0
+    finally:
+        flush_streams()
+
+
 @contextmanager
 def tolerated(tell: Callable[[str], None], what: str) -> Iterator[None]:
     """Warn through `tell`, instead of raising OSError, if a file that a run can do without, called `what`, cannot be

@@ -15,6 +15,7 @@ from typing import Any
 
 from platform.boundary import documents
 from platform.boundary.redaction import shielded
+from platform.boundary.terminal import print_while_read
 from platform.checkpoint.interchange import EXPORT, IMPORT, store_tensors
 from platform.checkpoint.storage import catalogue
 from platform.checkpoint.storage.manifest import Manifest, Meta, Refused
@@ -51,12 +52,14 @@ def main(arguments: list[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a name may hold characters that the terminal cannot show
     with shielded(sys.stdout, sys.stderr):
-        return _answer(given)
+        return print_while_read(lambda: _answer(given))
 
 
 def _answer(given: argparse.Namespace) -> int:
     try:
         return given.run(given)
+    except BrokenPipeError:
+        raise
     except (Refused, ConfigError, OSError) as error:
         print(f"checkpoint: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterator
 from math import inf
 
 from platform.boundary.redaction import register_url_secrets, shielded
+from platform.boundary.terminal import print_while_read
 from platform.config.fields import Config, ConfigError
 from platform.launch import REFUSED, compose
 from platform.model import build_model
@@ -39,13 +39,7 @@ def main() -> int:
         parser.error("--workers-per-node must be at least 1")
     register_url_secrets(arguments.overrides)
     with shielded(sys.stdout, sys.stderr):
-        try:
-            status = _answer(arguments)
-            sys.stdout.flush()
-        except BrokenPipeError:  # `| head` has read enough; nothing more is written, at the exit neither
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())  # type: ignore[union-attr]
-            return 0
-    return status
+        return print_while_read(lambda: _answer(arguments))
 
 
 def _answer(arguments: argparse.Namespace) -> int:
