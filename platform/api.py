@@ -5,7 +5,7 @@
     if __name__ == "__main__":  # the workers of cluster=processes import this script too
         config = compose("train.steps=20", "cluster=processes", experiment="gpt_quick")
         print(plan(config).mesh)
-        result = run(config, Callbacks(on_step=lambda row: print(row["step"], row["loss"])))
+        result = run(config, Callbacks(on_step=lambda row: print(row.step, row.loss)))
         print(result.outcome, result.loss, result.directory)
 
 Overrides are the arguments of `python -m platform.launch`; a run from Python and one by command are the same run. Code
