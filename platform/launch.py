@@ -184,7 +184,8 @@ def _complete_paths(config: Config) -> list[str]:
 
 
 def _run(args: Namespace) -> int:
-    """Plan all jobs of a command, then train them one after the other; return the most severe exit status."""
+    """Plan every job of a command line (one, or one per combination of a sweep, `-m`), then train one after the other;
+    return the most severe exit status, as SEVERITY orders them."""
     try:
         with StopSignals():
             jobs = _planned(args)

@@ -99,7 +99,7 @@ def _first(characters: str, text: str) -> int:
 
 
 def _hidden(pair: str) -> str:
-    """Redact the value of one NAME=VALUE pair of a URL's query, unless it is a reference."""
+    """Redact the value of one NAME=VALUE pair of a URL's query, unless it is a reference such as ${oc.env:KEY}."""
     name, equals, value = pair.partition("=")
     return pair if _is_reference(value) else f"{name}={REDACTED}" if equals else REDACTED
 

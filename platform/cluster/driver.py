@@ -217,8 +217,8 @@ def _impossible(config: Config, plan: Plan) -> Iterator[str]:
 
 def _check_memory(config: Config, plan: Plan, kind: str, say: Callable[[str], None], *, stated: bool = False) -> None:
     """Raise ConfigError for a plan that needs more memory than its workers' devices of `kind` (cpu | cuda) have, or
-    warn the user of it, as cluster.memory says. `stated`: True in the call before any device is looked for, which
-    checks only if the configuration alone determines the memory; the later call checks otherwise."""
+    warn the user of it, as cluster.memory says. The driver calls it twice, and one of the calls checks: the first
+    (`stated`), before it looks for devices, if the configuration states their memory; else the second."""
     from platform.cluster.run.devices import device_of
     from platform.planning.remedies import lack_of_memory
 

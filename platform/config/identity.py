@@ -52,8 +52,8 @@ def identity(config: Config) -> dict[str, Any]:
 
 
 def completed(there: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the identity of a run as an earlier version of this package stored it, with the keys that it lacks set to
-    their defaults, and secrets redacted.
+    """Return the identity of a run (`identity`: the keys that may not differ when it is resumed), as an earlier version
+    of this package stored it, with the keys that it lacks set to their defaults, and secrets redacted.
 
     A group that is missing altogether stays missing.
     """
@@ -96,8 +96,8 @@ def refusal(there: Mapping[str, Any], config: Config, key: str, value: Any, what
 
 
 def wrong_allowances(config: Config) -> Iterator[str]:
-    """Yield a refusal line for each entry of `resume.allow` that is no key or group of a run's identity that may change
-    on resume."""
+    """Yield a refusal line for each entry of the user's list `resume.allow` that names no key, and no group of
+    keys, which may differ when a run is resumed (`MAY_CHANGE`)."""
     known = differences({}, identity(config))
     for key in config.resume.allow:
         if key in FREE or key in MAY_CHANGE:

@@ -48,8 +48,9 @@ class PairStream:
 
 
 def pair_files(data: Data) -> list[Path]:
-    """Find the files of data=pairs, for `read_pairs`: one of sources and one of targets, .jsonl files, or the standard
-    library's. Raises ConfigError if a path is missing or they do not make pairs."""
+    """Find the files of data=pairs, for `read_pairs`: one of sources and one of targets, .jsonl files, or, without a
+    path, the source files of Python's standard library. Raises ConfigError if a path is missing or they do not make
+    pairs."""
     if not data.path:
         return sources.stdlib_files(data)
     found = [sources.text_files(replace(data, path=path)) for path in filter(None, (data.path, data.target_path))]

@@ -221,8 +221,8 @@ def _with_size(sizes: tuple[int, ...], i: int, n: int) -> tuple[int, ...]:
 
 
 def _reason(before: Config, after: Config, plan: Plan, workers: int) -> str:
-    """Return the line for people that says how the configuration changes for `workers` workers and how many stay
-    idle."""
+    """Return the reason that a re-planned run tells people: which keys differ between `before` and `after`, for
+    `workers` workers, and how many of these stay idle."""
     pairs = [
         ("data", before.parallel.data, after.parallel.data),
         ("stages", before.pipeline.stages, after.pipeline.stages),

@@ -34,6 +34,8 @@ from platform.checkpoint.storage.manifest import Meta
 from platform.checkpoint.storage.storage import open_storage
 from platform.config.fields import Config, Model  # noqa: E402
 from platform.parallel.communicator.base import SingleRank  # noqa: E402
+from platform.plan.schedule.rows import stage_rows  # noqa: E402
+from platform.planning.choose_schedule import schedule_of  # noqa: E402
 from platform.planning.make_plan import make_plan  # noqa: E402
 from platform.train.step.trainer import Trainer  # noqa: E402
 from tests.harness.oracle import Tokens, read  # noqa: E402
@@ -126,7 +128,7 @@ def main() -> None:
             f" {min(busy for _, busy in found_times) / size * 1e9:17.2f}"
         )
     if arguments.step:
-        trainer = Trainer(c, plan, SingleRank(plan.mesh), Tokens(c))
+        trainer = Trainer(c, plan, SingleRank(plan.mesh), Tokens(c), stage_rows(schedule_of(c, 1))[0])
         trainer.step(1)
         step = min(trainer.step(k).step_seconds for k in (2, 3))
         stall = statistics.median(wall for wall, _ in times["copy"])

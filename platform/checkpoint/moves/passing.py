@@ -107,8 +107,9 @@ def _raise_failures(received: Sequence[Tensor]) -> None:
 
 
 def _unpack(message: Tensor, pieces: Sequence[Piece[S]], mine: dict[str, list[Block]]) -> None:
-    """Copy the message of one sender into this rank's blocks. `pieces`: those that the sender passed on and this rank
-    did not have; `mine`: tensor name -> this rank's blocks, sorted. The parts are packed by piece, then by block."""
+    """Copy the message of one sender into this rank's blocks. `pieces`: the stored pieces that the sender read and this
+    rank did not; `mine`: tensor name -> this rank's blocks, sorted. The message holds the overlap of every piece with
+    every block of its tensor, by piece, then by block."""
     at = HEADER_BYTES
     for piece in pieces:
         dtype = DTYPES[piece.dtype]

@@ -196,12 +196,12 @@ def dispensable(complete: Sequence[Attempt], last: int, every: int) -> list[Atte
 
 
 def prune(storage: Storage, last: int, every: int = 0) -> list[str]:
-    """Delete superseded checkpoints and the remains of attempts that never became one; return their names.
+    """Delete checkpoints that are neither among the newest `last` nor at a step that is a multiple of `every` (0: no
+    such step), and the remains of attempts that never became one; return their names.
 
-    A checkpoint counts as complete if `load_manifest` accepts it, so one whose damage that finds never displaces a good
-    one.
-    Quarantined ones, and attempts newer than the newest complete one, which may be under way, stay. Raises OSError if
-    any cannot be inspected: then nothing is deleted, for which others may go depends on it.
+    Only checkpoints that `load_manifest` accepts are counted, so that a damaged one never displaces a good one.
+    Quarantined ones stay, and attempts newer than the newest complete one, which may be under way. Raises OSError,
+    having deleted nothing, if any cannot be inspected.
     """
     complete, torn = [], []
     for attempt in attempts(storage):

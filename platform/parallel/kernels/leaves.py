@@ -19,8 +19,8 @@ def leaf(w: Tensor) -> Tensor:
     of = ref(w)  # weak: the parameter owns the hook, and a strong reference would be a cycle
 
     def arrived(gradient: Tensor | None) -> Tensor | None:
-        """Return a copy of the first gradient that arrives at w, which autograd then keeps in its place; None, which
-        changes nothing, for later ones."""
+        """Return to autograd, as a hook of the parameter's compute copy w, a copy of the first gradient that
+        arrives, which it then keeps as `w.grad`, so that w owns its storage; None for later ones, which are added."""
         w = of()
         assert w is not None
         return None if gradient is None or w.grad is not None else _copied(w, gradient)  # None: keep the gradient as is

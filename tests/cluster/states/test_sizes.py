@@ -65,7 +65,7 @@ def test_a_cluster_without_places_may_be_tried_again(config, drive, monkeypatch)
     assert driver.run(config, make_plan(config), command=TYPED) == 75
     assert [event["event"] for event in events(config)] == ["starting", "released", "no_places", "goodput"]
 
-    def too_few(*_):
+    def too_few(*_, **__):
         raise NoPlaces("waited 5 s for 4 CPUs, 2 of 4 there (free)")
 
     monkeypatch.setattr(driver.resources, "reserve_workers", too_few)

@@ -24,8 +24,8 @@ def marked(directory: str) -> list[int]:
 
 
 def _belongs(process: int, directory: str) -> bool:
-    """Return True if the process of id `process` has MARK=`directory` in its environment or a file of `directory`
-    open."""
+    """Return True if the process of id `process` is left over from a run in the run directory `directory`: the variable
+    MARK of its environment names that directory, or it has a file in it open."""
     try:
         with open(f"/proc/{process}/environ", "rb") as environment:
             if f"{MARK}={directory}".encode() in environment.read().split(b"\0"):
