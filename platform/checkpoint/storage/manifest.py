@@ -51,7 +51,7 @@ class Meta:
     corpus: str  # hash of the tokenised corpus
     identity: dict[str, Any]  # of the run: platform.config.identity.identity
     configuration: str  # hash of the whole configuration
-    plan: Annotated[dict[str, Any], PLAN]  # platform.plan.core.plan_data.to_dict
+    plan: Annotated[dict[str, Any], PLAN]  # its mesh, scheme and digest
     values: dict[str, Any] = field(default_factory=dict)  # state that is not a tensor: loss scale, counters
     versions: dict[str, str] = field(default_factory=dict)  # library -> version
 
