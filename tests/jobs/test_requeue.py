@@ -41,7 +41,7 @@ def test_stop_requeue_resume(job, monkeypatch, tmp_path, command, number):
     enter = StopSignals.__enter__
     monkeypatch.setattr(StopSignals, "__enter__", lambda self: found.append(self) or enter(self))
     monkeypatch.setattr("platform.checkpoint.storage.catalogue._check", lambda storage, directory, manifest: None)
-    monkeypatch.setattr(driver.resources, "reserve_workers", lambda *arguments: Places("cpu", 2, inf))
+    monkeypatch.setattr(driver.resources, "reserve_workers", lambda *_, **__: Places("cpu", 2, inf))
     composed = [word for word in command(job) if not word.startswith(("pipeline.", "elastic.spares", "monitor="))]
     config = compose([*composed, *SHRUNK.split(), f"run.dir={tmp_path}/run"])
     assert config.checkpoint.every == "30m" and config.checkpoint.on_stop and config.checkpoint.resume == "auto"
