@@ -21,7 +21,9 @@ SHORTEST = 4  # characters of a secret that is replaced wherever it occurs: a sh
 _OF_A_QUERY = 8  # the same for a value in a URL's query: many of these are plain words
 _REFERENCE = re.compile(r"\$\{(?:[^{}]|\{[^{}]*\})*\}")
 _PRIVATE = 0xE000  # start of Unicode's private use area: characters free to stand for references
-_URL = re.compile(r"[A-Za-z][\w+.-]*://[^\s'\"<>`]+")
+# Protocols are short; with an unbounded name the search would take time in the square of a long word's length.
+_PROTOCOL = r"[A-Za-z][\w+.-]{0,31}://"
+_URL = re.compile(_PROTOCOL + r"[^\s'\"<>`]+")
 
 _known: dict[str, str] = {}  # secret -> text shown in its place; global, so that anything that prints can redact
 
@@ -123,7 +125,7 @@ def register_url_secrets(value: Any) -> None:
     if isinstance(value, list | tuple):
         for item in value:
             register_url_secrets(item)
-    elif isinstance(value, str) and (start := re.search(r"[A-Za-z][\w+.-]*://", value)):
+    elif isinstance(value, str) and (start := re.search(_PROTOCOL, value)):
         url = value[start.start() :]
         written = _with_references(url)
         if bare_url(written) != written:

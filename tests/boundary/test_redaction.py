@@ -1,0 +1,28 @@
+"""Redaction of what is printed and stored; the runs by command are in tests/commands/test_secrets.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from platform.boundary.redaction import forget_secrets, own_secrets, redact, register_url_secrets
+
+
+@pytest.fixture(autouse=True)
+def none_known():
+    with own_secrets():
+        forget_secrets()
+        yield
+
+
+def test_a_password_is_hidden_wherever_it_occurs():
+    register_url_secrets({"checkpoint": ["s3://me:hunter22@bucket/run"]})
+    assert "hunter22" not in redact("could not reach s3://me:hunter22@bucket/run with hunter22")
+
+
+@pytest.mark.parametrize("word", ["x", "x+", "x:", "x:/", "${", "{"])
+def test_a_long_word_takes_time_in_its_length(word):
+    """In its square it would take an hour."""
+    text = word * 1_000_000
+    register_url_secrets([text, f"{text}s3://me:hunter22@bucket"])
+    assert redact(text) == text
+    assert "hunter22" not in redact(f"{text} s3://me:hunter22@bucket")
