@@ -14,8 +14,8 @@ from platform.api import Callbacks, Config, Result, compose, plan, resume, run
 
 config: Config = compose("train.steps=2", experiment="two_layer")
 name: str = platform.system() + platform.uname().machine + plan(config).precision
-result: Result = run(config, Callbacks(on_step=lambda row: print(row["loss"])))
-loss: float = result.loss or resume(result.directory, "tensor=1d").metrics[-1]["loss"]
+result: Result = run(config, Callbacks(on_step=lambda row: print(row.loss)))
+loss: float = result.loss or resume(result.directory, "tensor=1d").metrics[-1].loss
 """
 WRONG = 'import platform\nfrom platform.api import run\nrun("gpt_quick")\nplatform.sistem()\n'
 
