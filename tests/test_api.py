@@ -236,6 +236,7 @@ def script(here: Path, *arguments: str, guard: str = GUARD) -> subprocess.Comple
     )
 
 
+@pytest.mark.full  # the examples run two and four
 def test_two_processes(here):
     done = script(here, "cluster=processes", "tensor=1d", "tensor.axes.t=2")
     assert done.returncode == 0, done.stdout + done.stderr
