@@ -227,6 +227,7 @@ def test_a_signal_stops_ray_too(config, start):
     assert gone(inside)
 
 
+@pytest.mark.full  # tests/commands/test_resume_by_command.py goes on under torchrun
 def test_torchrun_starts_the_same_run(config, tmp_path):
     (tmp_path / "drive.py").write_text(SCRIPT)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

@@ -15,7 +15,7 @@ SLICES, VIEWS = 26, 40  # seeds whose cases see kept slices and kept views, to s
 PARTS, EACH = 20, 250  # one part stays within the time limit of a test
 
 
-@pytest.mark.parametrize("seed", range(SEED, SEED + COUNT, HALF))
+@pytest.mark.parametrize("seed", [SEED, *(pytest.param(s, marks=pytest.mark.full) for s in range(HALF, COUNT, HALF))])
 def test_plans_of_a_fixed_seed(seed, record_count):
     outcome = run(plans, seed, HALF)
     name = f"random plans of seeds {seed} to {seed + HALF - 1} (threads)"

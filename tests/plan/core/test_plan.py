@@ -200,8 +200,11 @@ def made_elsewhere(hash_seed: int, *arguments: str) -> str:
     "arguments",
     [
         "+experiment=gpt175b",
-        "+experiment=gpt175b model=gpt_1t tensor=3d tensor.axes={x:2,y:2,z:2} branch=dsp branch.axes.g=2"
-        " train.microbatch=4 parallel.data=2 model.dropout=0.1",
+        pytest.param(
+            "+experiment=gpt175b model=gpt_1t tensor=3d tensor.axes={x:2,y:2,z:2} branch=dsp branch.axes.g=2"
+            " train.microbatch=4 parallel.data=2 model.dropout=0.1",
+            marks=pytest.mark.full,
+        ),
     ],
     ids=["gpt175b", "gpt1t 3d dsp"],
 )
