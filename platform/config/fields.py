@@ -264,6 +264,8 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, list) and all(_fits(v, inner[0]) for v in value)
     if kind is dict:
         return isinstance(value, dict) and all(_fits(k, inner[0]) and _fits(v, inner[1]) for k, v in value.items())
+    if isinstance(value, bool) != (hint is bool):  # Python's True is an int
+        return False
     return isinstance(value, (int, float) if hint is float else hint)
 
 

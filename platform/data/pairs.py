@@ -5,7 +5,7 @@ import ast
 import inspect
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,7 +53,8 @@ def pair_files(data: Data) -> list[Path]:
     pairs."""
     if not data.path:
         return sources.stdlib_files(data)
-    found = [sources.text_files(replace(data, path=path)) for path in filter(None, (data.path, data.target_path))]
+    named = {"data.path": data.path, "data.target_path": data.target_path}
+    found = [sources.find_files(key, path) for key, path in named.items() if path]
     if [len(f) for f in found] == [1, 1] or (len(found) == 1 and all(map(sources.is_jsonl, found[0]))):
         return [file for part in found for file in part]
     raise ConfigError(f"data.path={data.path}: data=pairs needs .jsonl files, or one file and data.target_path=FILE")
@@ -83,7 +84,7 @@ def _lines(source: Path, target: Path) -> Iterator[tuple[str, str]]:
     """Yield each line of the file `source` with the same line of the file `target`. Raises ConfigError if one has more
     lines."""
     lines = [0, 0]
-    for pair in zip_longest(_text_lines(source), _text_lines(target)):
+    for pair in zip_longest(_text_lines(source, "data.path"), _text_lines(target, "data.target_path")):
         lines = [n + (text is not None) for n, text in zip(lines, pair, strict=True)]
         if None not in pair:
             yield pair
@@ -91,9 +92,10 @@ def _lines(source: Path, target: Path) -> Iterator[tuple[str, str]]:
         raise ConfigError(f"data.target_path={target}: {lines[1]} lines beside the {lines[0]} of data.path={source}")
 
 
-def _text_lines(file: Path) -> Iterator[str]:
-    """Yield the lines of a file of UTF-8 text, which may be compressed, without their ends."""
-    with sources.naming_file(file), sources.open_unpacked(file) as stream:
+def _text_lines(file: Path, key: str) -> Iterator[str]:
+    """Yield the lines of a file of UTF-8 text, which may be compressed, without their ends. Raises ConfigError, naming
+    `key`, which leads to the file, for a fault in it."""
+    with sources.naming_file(file, key), sources.open_unpacked(file) as stream:
         for line in stream:
             yield from line.decode().splitlines()
 

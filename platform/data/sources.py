@@ -49,7 +49,13 @@ def text_files(data: Data) -> list[Path]:
     `ENDINGS`). Raises ConfigError if there is none."""
     if not data.path:
         raise ConfigError("data.path: data=text needs a file, a folder or a glob")
-    path = Path(data.path).expanduser()
+    return find_files("data.path", data.path)
+
+
+def find_files(key: str, value: str) -> list[Path]:
+    """Find the files that the user names by the key `key`: `value` is a file, a glob, or a folder, as for `text_files`.
+    Raises ConfigError, naming the key, if there is none."""
+    path = Path(value).expanduser()
     if path.is_dir():
         found = _walk(path, ENDINGS, skip=set())
         wanted = f"no file in this folder ends with any of {' '.join(ENDINGS)}; name others by a glob"
@@ -59,7 +65,7 @@ def text_files(data: Data) -> list[Path]:
         found = sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file())
         wanted = "no file or folder, and no file matches it as a glob" + _nearest(path)
     if not found:
-        raise ConfigError(f"data.path={data.path}: {wanted}")
+        raise ConfigError(f"{key}={value}: {wanted}")
     return found
 
 
@@ -166,14 +172,14 @@ def open_unpacked(file: Path) -> Iterator[Bounded]:
 
 
 @contextmanager
-def naming_file(file: Path) -> Iterator[None]:
-    """Raise ConfigError, naming the file of data, in place of the errors that reading or parsing it raises within the
-    context."""
+def naming_file(file: Path, key: str = "data.path") -> Iterator[None]:
+    """Raise ConfigError, naming the file of data and the key that leads to it, in place of the errors that reading or
+    parsing the file raises within the context."""
     try:
         yield
     except (ConfigError, OSError, EOFError, zlib.error, UnicodeDecodeError, Malformed) as error:
         reason = getattr(error, "strerror", None) or one_line(str(error).encode(errors="replace"))
-        raise ConfigError(f"data.path={file}: {reason}") from None
+        raise ConfigError(f"{key}={file}: {reason}") from None
 
 
 def is_jsonl(file: Path) -> bool:

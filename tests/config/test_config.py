@@ -14,6 +14,8 @@ def test_plain_data_and_back():
     assert Config.from_dict({"train": {"steps": 3}}).train.steps == 3
     with pytest.raises(ConfigError, match="train.stepz: unknown key"):
         Config.from_dict({"train": {"stepz": 3}})
+    with pytest.raises(ConfigError, match="train.steps"):
+        Config.from_dict({"train": {"steps": True}})
 
 
 def test_identity():

@@ -70,12 +70,21 @@ def test_text_that_is_none_is_refused(tmp_path, small, name, read):
 @pytest.mark.parametrize(
     "content", [b"a\n\xff\n", gzip.compress(b"a\n" * 400_000, 9, mtime=0), gzip.compress(b"a\n", mtime=0)[:-9]]
 )
-def test_two_files_of_pairs(tmp_path, small, content):
-    (tmp_path / "a").write_bytes(content)
-    (tmp_path / "b").write_bytes(b"a\nb\n")
+@pytest.mark.parametrize(("key", "name"), [("data.path", "a"), ("data.target_path", "b")])
+def test_two_files_of_pairs(tmp_path, small, content, key, name):
+    for file in ("a", "b"):
+        (tmp_path / file).write_bytes(content if file == name else b"a\nb\n")
     data = Data(kind="pairs", path=str(tmp_path / "a"), target_path=str(tmp_path / "b"))
-    with pytest.raises(ConfigError, match=f"data.path={tmp_path}/a: "):
+    with pytest.raises(ConfigError, match=f"{key}={tmp_path}/{name}: "):
         consume(pairs.read_pairs(pairs.pair_files(data), data), 1 << 28)
+
+
+@pytest.mark.parametrize(("key", "name"), [("data.path", "a"), ("data.target_path", "b")])
+def test_a_missing_file_is_named_by_its_key(tmp_path, key, name):
+    for file in {"a", "b"} - {name}:
+        (tmp_path / file).write_text("a\n")
+    data = Data(kind="pairs", path=str(tmp_path / "a"), target_path=str(tmp_path / "b"))
+    assert pairs.check_pairs(data)[0].startswith(f"{key}={tmp_path}/{name}: no file or folder")
 
 
 def test_lines_are_the_same_as_ever(tmp_path):

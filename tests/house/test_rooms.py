@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections import Counter
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from tests.house.rooms import PACKAGE, ROOT, files, rooms, says, tree
 
 MOST = 11  # files of a room
+LONGEST = 60  # lines of a function
 TWICE = {"__main__.py"}  # names that say the same thing in every room
 
 
@@ -28,6 +30,14 @@ def test_no_file_is_long():
     long = {f"{room.name}/{name}" for room in rooms() for name in files(room)
             if len((room / name).read_text().splitlines()) > 400}  # fmt: skip
     assert long == set()
+
+
+def test_no_function_is_long():
+    found = [(path, node) for path in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    functions = [(path, node) for path, node in found if isinstance(node, ast.FunctionDef)]
+    assert len(functions) > 1000
+    long = [f"{path.name}:{node.name}" for path, node in functions if (node.end_lineno or 0) - node.lineno >= LONGEST]
+    assert long == []
 
 
 def test_the_design_shows_the_tree():
