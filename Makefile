@@ -3,8 +3,9 @@ PYTHON ?= python3
 PY := .venv/bin/python
 READY := .venv/.ready
 export OMP_NUM_THREADS := 1
-# Two workers; tests of one group, which start many processes themselves, go to one of them (tests/conftest.py).
-PARALLEL := --numprocesses 2 --dist loadgroup
+# Three workers for two cores, as many tests wait; tests of one group, which start many processes themselves, go to one of
+# them (tests/conftest.py).
+PARALLEL := --numprocesses 3 --dist loadgroup
 
 .PHONY: train test test-all lint
 
