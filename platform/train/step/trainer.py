@@ -212,7 +212,8 @@ class Trainer:
         both = torch.stack((mine, squares))
         if world := self.plan.mesh.ordered(self.plan.mesh.axes):
             both = self.communicator.launch("all_reduce", both, world).wait()
-        return both[0].item(), both[1].item()
+        total, square = self.communicator.read(both)
+        return total, square
 
     def _update(self, norm: float, lr: float) -> None:
         """Update the weights from their reduced gradients at learning rate `lr`, clipped to optimizer.clip. `norm`: the
