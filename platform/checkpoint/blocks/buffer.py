@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from platform.checkpoint.blocks.box import Box
-from platform.checkpoint.blocks.placement import DTYPES, Block, Share
+from platform.checkpoint.blocks.placement import ITEMSIZE, Block, Share
+
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE}
 
 
 class Buffer:
