@@ -58,7 +58,8 @@ def quote(value: str) -> str:
     """Quote the value of a command-line argument as a string in Hydra's grammar, unless it is quoted already."""
     if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
         return value
-    escaped = re.sub(r"(\\*)('|\Z)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), value)
+    # Each run of backslashes is read once: begun anywhere in it, a search would take time in the square of its length.
+    escaped = re.sub(r"(?<!\\)(\\*+)('|\Z)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), value)
     return f"'{escaped}'"
 
 

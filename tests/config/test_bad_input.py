@@ -118,6 +118,16 @@ def test_too_deep_and_too_long_arguments(refusal):
         assert line.startswith(f"seed={value[:100]}") and len(line) < 1000
 
 
+WORDS = ("x", "\\", "'", "\\'", '"', " ", "{", "${", ":", ",", "a/", "s3:", "${oc.env:", "~")
+
+
+@pytest.mark.parametrize("form", ["seed={}x", "run.dir={}x", "optimizer={}x"])
+def test_long_arguments_are_read_in_linear_time(refusal, form):
+    """Each is as long as a command line takes; one read in the square of its length would take minutes, not 3 s."""
+    for word in WORDS:
+        refusal(form.format(word * (130_000 // len(word))))
+
+
 def test_all_mistakes_at_once(refusal):
     lines = refusal(
         "train.stepz=1", "seed=-1", "run.dir=~nosuchuser/x", "optimizer.lr=nan", "model=nope", "precision=fp8"

@@ -1,0 +1,1 @@
+"""Testbed: nodes on this machine whose links have a limited rate."""
