@@ -70,10 +70,12 @@ def test_negative_controls_of_a_step_on_meta_tensors():
 
 
 HUGE = ["+experiment=gpt175b", "pipeline=none", "recompute=none"]  # 4096 tokens on 8 GPUs
-BUDGETS = {  # what a layer and a microbatch may launch and move (GB): forward, backward
-    "gpt2_124m": (["+experiment=one_gpu"], (14, 0.57), (28, 1.03)),
-    "gpt175b t=8 1d": (HUGE, (18, 3.23), (32, 4.78)),
-    "gpt175b t=8 1d_sp": ([*HUGE, "tensor=1d_sp"], (16, 1.60), (30, 3.15)),
+# What a layer and a microbatch may launch and move (GB): forward, backward. Of a backward pass 16 kernels add its
+# gradients into the flat storage of the sums.
+BUDGETS = {
+    "gpt2_124m": (["+experiment=one_gpu"], (14, 0.57), (41, 1.10)),
+    "gpt175b t=8 1d": (HUGE, (18, 3.23), (43, 7.04)),
+    "gpt175b t=8 1d_sp": ([*HUGE, "tensor=1d_sp"], (16, 1.60), (42, 5.40)),
 }
 
 
