@@ -87,7 +87,7 @@ class Meter(Ops):
                 storage, elements = self.new(0, parameter=parameter), 0
                 continue
             elements = prod(after)
-            if step.op not in ("slice", "drop", "flatten", "unflatten") and (step.op != "broadcast" or index):
+            if step.op not in ("slice", "drop") and (step.op != "broadcast" or index):
                 storage = self._moved(elements, step, parameter)
         return storage, elements
 
@@ -119,9 +119,9 @@ class Meter(Ops):
         return out
 
     def parameter(self, p: Parameter, conversion: Conversion | None = None) -> Value:
-        """Return the stand-in of a parameter as this worker stores it, whose bytes are counted elsewhere, or converted
-        for its use by an operation, which counts."""
-        elements = prod(self.plan.stored_shape(p)) * self.plan.present(p, self.at)
+        """Return the stand-in of a parameter as this worker computes with it, whose bytes are counted elsewhere, or
+        converted for its use by an operation, which counts."""
+        elements = prod(self.plan.local_shape(p)) * self.plan.present(p, self.at)
         stored = Value(None, elements, p.name)
         return self.apply(stored, conversion) if conversion else stored
 
