@@ -26,12 +26,13 @@ from platform.parallel.communicator.clock import Clock
 from platform.parallel.kernels import random
 from platform.parallel.kernels.einsum import Deferred
 from platform.parallel.parallel_ops import ParallelOps, PassPosition
-from platform.parallel.pipeline import Forward, PipelineExecutor, sum_tied
+from platform.parallel.pipeline import Accumulated, Forward, PipelineExecutor, sum_tied
 from platform.parallel.sharding import gradients
 from platform.parallel.sharding.gradients import GradientReduction
 from platform.plan.core.chunks import Chunk
 from platform.plan.core.plan import Plan
 from platform.plan.schedule.rows import StageRows
+from platform.plan.schedule.table import Action
 from platform.train.protocol.answers import Differences, SectionSpan, StepReport
 from platform.train.step.faults import Fault, armed, flip
 from platform.train.step.inputs import Blocks, place
@@ -155,7 +156,7 @@ class Trainer:
         left = {chunk.number: chunk.parameters for chunk in self.stage.chunks}  # chunks with backward passes to run
         reductions = []
 
-        def accumulated(done: int | None) -> None:
+        def accumulated(action: Action, done: int | None) -> None:
             self.weights.accumulate()
             if done is not None:
                 complete = left.pop(done) - set().union(*left.values())
@@ -167,11 +168,9 @@ class Trainer:
         self.peak_live = pipeline.peak_live
         return total, predicted, reductions
 
-    def _pipeline(
-        self, forward: Forward, accumulated: Callable[[int | None], None] = lambda done: None
-    ) -> PipelineExecutor:
+    def _pipeline(self, forward: Forward, accumulated: Accumulated = lambda action, done: None) -> PipelineExecutor:
         """Construct the executor of this stage's schedule. `forward` runs a chunk on a microbatch; `accumulated` is
-        called after a backward pass, with the chunk's number if it was the last of that chunk, else None."""
+        called after a backward action, with the chunk's number if it was the last of that chunk, else None."""
         dtype = DTYPES[self.plan.precision][0]
         return PipelineExecutor(self.stage, self.communicator, dtype, forward, accumulated)
 
