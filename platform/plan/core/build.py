@@ -45,9 +45,9 @@ def build_plan(
 
     `data`: number of replicas; `microbatch`: sequences per microbatch and replica; `microbatches`: per step;
     `sequences`: per step, by default all that the microbatches hold, fewer if the last is partial; `stage_of`: the
-    stage of every chunk. `scatter_gather`, `recompute`, `precision` and `turns` as in Plan. `zero`: what is sharded over `data`
-    (ZeRO, Rajbhandari et al. 2020): 0 nothing, 1 master copies and optimizer state, 2 also the gradients, 3 also the
-    parameters. Raises ModelMistake for an error in the model's code, IllegalPlan with all violations:
+    stage of every chunk. `scatter_gather`, `recompute`, `precision` and `turns` as in Plan. `zero`: what is sharded
+    over `data` (ZeRO, Rajbhandari et al. 2020): 0 nothing, 1 master copies and optimizer state, 2 also the gradients, 3
+    also the parameters. Raises ModelMistake for an error in the model's code, IllegalPlan with all violations:
     an axis that would split two dims of one operation, a dim (other than vocab) that its axes do not divide, or more
     chunks than the model has units.
     """

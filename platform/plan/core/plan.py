@@ -37,8 +37,8 @@ class Plan:
     its gradient is summed once a step. `stages_of`: parameter name -> the stages that use it; the first owns it, the
     others of a tied parameter hold copies. `scatter_gather`: stages send 1/n of a tensor that n ranks of a stage
     replicate. `sharded`: axes over which master copies, reduced gradients and optimizer state are kept in shards: equal
-    parts of every bucket's flat buffer, one per rank. `zero`: 1 to 3, how much is sharded, see `build_plan`; 0 without. `turns`:
-    every backward pass follows its forward pass at once, so that what both need can be kept.
+    parts of every bucket's flat buffer, one per rank. `zero`: 1 to 3, how much is sharded, see `build_plan`; 0 without.
+    `turns`: every backward pass follows its forward pass at once, so that what both need can be kept.
     """
 
     planner: Planner
@@ -235,10 +235,9 @@ class Plan:
         return self._elements(coordinates, self.shards)
 
     def _elements(self, coordinates: Mapping[str, int], shards: int) -> int:
-        """Return the elements of all buckets that the worker at `coordinates` has, if it has one of `shards` of each;
-        without padding if that is all of it."""
-        here = [b for b in self.at(coordinates["stage"]).buckets if at_zero(b.only, coordinates)]
-        return sum(b.elements // shards if shards > 1 else sum(b.sizes) for b in here)
+        """Return the elements of all buckets that the worker at `coordinates` has, if it has one of `shards` of each,
+        with their padding."""
+        return sum(b.elements for b in self.at(coordinates["stage"]).buckets if at_zero(b.only, coordinates)) // shards
 
     @cached_property
     def elsewhere(self) -> dict[str, int] | None:
