@@ -50,7 +50,7 @@ class FlatBucket:
         own = {name: w.detach().requires_grad_() for name, w in self._masters(self.masters).items()}
         self.master = self.compute if one and whole else own
         self.sums: Tensor | None = None  # gradients summed over microbatches, laid out as the whole buffer
-        self._reduced: Tensor | None = None  # gradients summed over ranks too, laid out as `masters`
+        self.reduced: Tensor | None = None  # this rank's shard of them, summed over passes (ZeRO-2 and 3)
         self._summed: set[str] = set()  # parameters whose gradient is in `sums`
         self._came: set[str] = set()  # parameters whose gradient came in the backward pass under way
         self._reducing: Pending | None = None
@@ -203,7 +203,7 @@ class FlatBucket:
         """Wait for the reduction after a backward pass, and add this rank's shard to those of the passes before."""
         if self._reducing is not None:
             part = self._reducing.wait().view(-1)
-            self._reduced = part.to(self._high) if self._reduced is None else self._reduced.add_(part)
+            self.reduced = part.to(self._high) if self.reduced is None else self.reduced.add_(part)
             self._reducing = None
 
     @torch.no_grad()
@@ -214,15 +214,15 @@ class FlatBucket:
             self._reducing.proceed() if self._reducing else self.reduce()
             return
         self.settle()
-        assert self._reduced is not None
-        self._reducing = convert(self._communicator, self._reduced.view(1, -1), last, owned=True)
+        assert self.reduced is not None
+        self._reducing = convert(self._communicator, self.reduced.view(1, -1), last, owned=True)
 
     @torch.no_grad()
     def finish(self) -> Tensor:
         """Wait for the reduction that `proceed` went on with; return the reduced gradients, laid out as `masters`."""
         assert self._reducing is not None
         flat = self._reducing.wait().view(-1)
-        self._reducing, self._reduced, self.sums = None, None, None
+        self._reducing, self.reduced, self.sums = None, None, None
         self._summed.clear()
         return flat
 

@@ -198,10 +198,9 @@ class Plan:
         add = [Step("all_reduce", summed, only=bucket.only)] if summed else []
         return (scatter, add) if self.zero >= 2 else ([], scatter + add)
 
-    @property
-    def gathering(self) -> list[Step]:
+    def gathering(self, bucket: Bucket) -> list[Step]:
         """Return the steps that gather a bucket's compute copies from their shards."""
-        return [Step("all_gather", self.sharded)]
+        return [Step("all_gather", self.sharded, only=bucket.only)]
 
     @cached_property
     def resident(self) -> dict[int, list[tuple[Bucket, ...]]]:

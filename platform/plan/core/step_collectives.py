@@ -69,7 +69,7 @@ def update_collectives(plan: Plan) -> list[tuple[str, Collective, int]]:
             for phase, buckets in zip(("forward", "backward"), moves(spans, plan.turns), strict=True):
                 gathered += [(phase, b, plan.microbatches) for b in buckets]
     for phase, b, times in gathered:
-        found += [("parameters", c, times) for c in launches(plan.gathering, (b.elements // shards,), phase)]
+        found += [("parameters", c, times) for c in launches(plan.gathering(b), (b.elements // shards,), phase)]
     return found
 
 

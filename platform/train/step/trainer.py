@@ -55,7 +55,7 @@ class Trainer:
         self.rows, self.stage = rows, plan.at(communicator.coordinates["stage"])
         self._parts = {chunk.number: replace(self.stage, chunks=(chunk,)) for chunk in self.stage.chunks}
         self.model = build_model(config.model)
-        self.weights = Weights(self.stage, communicator, config.seed)
+        self.weights = Weights(self.stage, communicator, config.seed, config.parallel.overlap)
         self.ops = ParallelOps(self.stage, communicator, self.weights.compute, config.model.dropout)
         self.ops.residency = self.weights.residency
         self.optimizer = self._make_optimizer()
