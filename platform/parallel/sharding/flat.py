@@ -224,6 +224,7 @@ class FlatBucket:
         flat = self._reducing.wait().view(-1)
         self._reducing, self.reduced, self.sums = None, None, None
         self._summed.clear()
+        self._came.clear()
         return flat
 
     def receive(self, flat: Tensor) -> None:
