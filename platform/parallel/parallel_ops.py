@@ -14,6 +14,7 @@ from torch import Tensor
 
 from platform.parallel.communicator.base import Communicator
 from platform.parallel.kernels import positions, random, statistics
+from platform.parallel.kernels.dropout import Drawing, dropout, in_pieces
 from platform.parallel.kernels.einsum import Deferred, einsums
 from platform.parallel.recompute import recomputed
 from platform.parallel.sharding.convert import absent, apply, convert
@@ -75,6 +76,7 @@ class ParallelOps(Ops):
         self.deferred: Deferred | None = None  # collects weight gradient computations that a schedule runs later
         self.recompute = plan.recompute
         self.residency: Residency | None = None  # of parameters that are gathered for each block
+        self._counters: dict[Spec, list[Tensor]] = {}  # of dropout masks
         tensors_of = (t for o in plan.operations.values() for t in (*o.operation.inputs, *o.operation.outputs))
         # activation -> (offset, extent) per dim of this rank's block
         self._blocks = {t: plan.block(t, communicator.coordinates) for t in tensors_of if isinstance(t, Spec)}
@@ -330,18 +332,20 @@ class ParallelOps(Ops):
     def dropout(self, name, x, spec):
         if not self.dropout_rate or not self.position.training:
             return x
+        return dropout(x, self._drawing(name, spec, x.device), in_pieces)
+
+    def _drawing(self, name: str, spec: Spec, device: torch.device) -> Drawing:
+        """Return what the dropout mask of the operation `name` on this rank's block of `spec` is drawn from, at the
+        present position in the run."""
         p = self.position
-        where = dict(zip(spec.dims, self._blocks[spec], strict=True))
-        first, n = where["batch"]
-        where["batch"] = (first + p.first_sequence, n)
-        order = sorted(range(len(spec.dims)), key=lambda i: spec.dims[i] != "batch")  # batch first: its size is unused
-        dims = [spec.dims[i] for i in order]
         sizes = dict(zip(spec.dims, self.plan.global_shape(spec), strict=True))
-        strides = [prod(sizes[d] for d in dims[i + 1 :]) for i in range(len(dims))]
-        ids = random.elements([where[d] for d in dims], strides, x.device)
-        keep = random.keep_mask(random.key(p.seed, "dropout", p.step, name), ids, self.dropout_rate)
-        back = [dims.index(d) for d in spec.dims]
-        return x * (keep.permute(back).to(x.dtype) / (1 - self.dropout_rate))
+        dims = sorted(spec.dims, key=lambda d: d != "batch")  # batch first: its size is unused
+        strides = {d: prod(sizes[e] for e in dims[i + 1 :]) for i, d in enumerate(dims)}
+        if spec not in self._counters:
+            self._counters[spec] = random.counters(self._blocks[spec], [strides[d] for d in spec.dims], device)
+        key = random.key(p.seed, "dropout", p.step, name)
+        start = random.start(key, p.first_sequence * strides["batch"], device)
+        return Drawing(self._counters[spec], start, self.dropout_rate)
 
     def cross_entropy(self, name, logits, spec, labels, smoothing=0.0):
         planned = self._planned("cross_entropy", name)
@@ -371,9 +375,12 @@ class ParallelOps(Ops):
         return whole
 
 
-def initialise(plan: Plan, communicator: Communicator, p: Parameter, seed: int, out: Tensor) -> None:
+def initialise(plan: Plan, communicator: Communicator, p: Parameter, seed: int | None, out: Tensor) -> None:
     """Fill `out`, this rank's block of the parameter `p`, with its initial values (normal, zeros or ones), as a
-    function of (seed, parameter name, global element) alone: the same model under every plan."""
+    function of (seed, parameter name, global element) alone: the same model under every plan. `seed` None leaves it
+    undefined, to be restored."""
+    if seed is None:
+        return
     with torch.no_grad():
         if p.init == "normal":
             where = plan.block(p, communicator.coordinates)

@@ -11,10 +11,11 @@ from math import prod
 from typing import Any
 
 from platform.plan.communication.planned import EinsumGroup, Panels
-from platform.plan.memory.meter import Meter
+from platform.plan.memory.meter import INTEGER, Meter
 from platform.plan.memory.storages import Gradients, MeteredStorage, Saved, Value
 
 _DRAWING = 4  # integers per element alive while random bits are drawn
+_PIECE = 1 << 15  # elements whose dropout mask is drawn at once, as platform.parallel.kernels.dropout.DRAWN_AT_ONCE
 _OF_RESULT = {"relu", "tanh"}  # functions that save their result, not their input
 
 
@@ -321,9 +322,10 @@ class Metered(Meter):
     def dropout(self, name, x, spec):
         if not self.dropout_rate:
             return x
-        self.integers(x.elements * _DRAWING)
-        mask = self.new(x.elements)  # already scaled by 1 / (1 - rate)
-        return self.plain(self.block(spec), [x], (mask,))
+        drawn = 2 * min(x.elements, _PIECE)  # the states of the random numbers of a piece, before and after a shift
+        out = self.block(spec)
+        self.integers(drawn)
+        return self.plain(out, [x], (), drawn, INTEGER)
 
     def cross_entropy(self, name, logits, spec, labels, smoothing=0.0):
         loss = Value(self.new(1), 1)

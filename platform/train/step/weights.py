@@ -30,15 +30,16 @@ class Weights:
     rank has nothing is an empty tensor. `residency`, under ZeRO-3: says when compute copies are there.
 
     `overlap`: gradients are reduced as soon as the last backward pass has them, and shards gathered a span ahead.
+    `seed`: None leaves initial values out, where a state is going to be restored.
     """
 
-    def __init__(self, plan: Plan, communicator: Communicator, seed: int, overlap: bool = True):
+    def __init__(self, plan: Plan, communicator: Communicator, seed: int | None, overlap: bool = True):
         self._plan, self._overlap = plan, overlap
         low, high = DTYPES[plan.precision]
         self.buckets = [FlatBucket(plan, communicator, bucket, low, high) for bucket in plan.buckets]
         for flat in self.buckets:
             flat.complete = self._complete
-            for p in flat.bucket.parameters if flat.here else ():
+            for p in flat.bucket.parameters if flat.here and seed is not None else ():
                 block = torch.empty(plan.local_shape(p), dtype=high, device=communicator.device)
                 initialise(plan, communicator, p, seed, block)
                 flat.fill(p.name, block)

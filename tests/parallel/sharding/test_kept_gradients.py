@@ -63,7 +63,7 @@ def drawn(seed: int) -> Config:
 
 
 def poisoned(trainer) -> SimpleNamespace:
-    """Gradients of a step in which every sum of gradients is taken, and its memory overwritten, as soon as it is there."""
+    """Gradients of a step in which every sum of gradients is taken, and its memory overwritten, as soon as it is."""
     weights, sums, send, finish = trainer.weights, {}, trainer.communicator.send, trainer.weights.finish
 
     def checked_send(x: Tensor, stage: int):
