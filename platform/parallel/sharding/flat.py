@@ -237,7 +237,7 @@ class FlatBucket:
 _HOMES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def home(leaf: Tensor) -> tuple[FlatBucket, str] | None:
+def bucket_of(leaf: Tensor) -> tuple[FlatBucket, str] | None:
     """Return the bucket in which a parameter's compute copy lies, and its name; None for a tensor of no bucket."""
     if (found := _HOMES.get(leaf)) is None:
         return None
@@ -248,6 +248,6 @@ def home(leaf: Tensor) -> tuple[FlatBucket, str] | None:
 def _take(leaf: Tensor) -> None:
     """Move the gradient that autograd has left at a leaf into the sums of its bucket."""
     gradient, leaf.grad = leaf.grad, None
-    if gradient is not None and (found := home(leaf)):
+    if gradient is not None and (found := bucket_of(leaf)):
         bucket, name = found
         bucket.add(name, gradient)

@@ -171,7 +171,8 @@ class Plan:
         a span of the model (a block, or what lies between blocks) or, where each need not be gathered by itself, of
         several; a parameter that several spans use has its own."""
         declared = {p.name: p for p in self.parameters}
-        uses = [((c.number, i), n) for c in self.chunks for i, names in enumerate(c.spans) for n in names]
+        spans = [((c.number, i), names) for c in self.chunks for i, names in enumerate(c.spans)]
+        uses = [(span, n) for span, names in spans for n in names if n in declared]
         groups = [(key, [declared[n] for n in names]) for key, names in spans_of(uses, self.tied)]
         reduced = {p: (self.reductions[p.name], self.layout(p).only) for p in self.parameters}
         sizes = {p: prod(self.local_shape(p)) for p in self.parameters}

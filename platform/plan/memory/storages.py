@@ -68,7 +68,7 @@ class _Node:
 
 
 class Leaves(Protocol):
-    """What takes the gradients of parameters as they come."""
+    """Takes the gradients of parameters as they come."""
 
     def setdefault(self, key: GradientKey, gradient: MeteredStorage, /) -> Any: ...
 

@@ -78,7 +78,8 @@ class Trainer:
         decayed = [owned[p.name] for p in self.stage.parameters if p.name in owned and p.decay]
         others = [owned[p.name] for p in self.stage.parameters if p.name in owned and not p.decay]
         groups = [{"params": decayed, "weight_decay": o.weight_decay}, {"params": others, "weight_decay": 0.0}]
-        return OPTIMIZERS[o.kind].make([g for g in groups if g["params"]], o)
+        nothing = {"params": [torch.zeros(0, requires_grad=True)]}  # a shard may be all padding, and none is refused
+        return OPTIMIZERS[o.kind].make([g for g in groups if g["params"]] or [nothing], o)
 
     def step(
         self,
@@ -153,7 +154,9 @@ class Trainer:
         first, end = (k * self.config.train.global_batch for k in (step - 1, step))
         predicted = self.corpus.predicted("train", first, end)
         total = torch.zeros((), dtype=torch.float64, device=self.communicator.device)
-        last = {a.chunk: a.microbatch for a in self.rows.step if a.kind is Kind.BACKWARD}
+        row = self.rows.step
+        whole = all(a.kind is not Kind.WEIGHT for a in row)
+        last = {a.chunk: a.microbatch for a in row if whole and a.kind is Kind.BACKWARD}
 
         def forward(chunk: Chunk, m: int, flow: Activations, deferred: Deferred | None) -> Activations:
             self.ops.position = PassPosition(self.config.seed, step, m * self.plan.sizes["batch"])
@@ -170,9 +173,9 @@ class Trainer:
         def accumulated(action: Action, done: int | None) -> None:
             self.weights.passed(done, action.kind is not Kind.INPUT)
 
-        self.weights.begin()
+        self.weights.begin(early=whole)
         pipeline = self._pipeline(forward, accumulated)
-        pipeline.run(self.rows.step)
+        pipeline.run(row)
         self.peak_live = pipeline.peak_live
         return total, predicted
 

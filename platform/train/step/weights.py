@@ -49,6 +49,7 @@ class Weights:
         self.master = {name: flat.master[name] for name, flat in self._flat.items()}
         self.residency = self._residency() if plan.storage else None
         self._reducing: deque[FlatBucket] = deque()
+        self._early = overlap
         self._left: set[int] = set()  # chunks whose last backward pass of the step has not begun
         self._users = [{c.number for c in plan.chunks if c.parameters & flat.compute.keys()} for flat in self.buckets]
 
@@ -68,8 +69,10 @@ class Weights:
         """Return name -> this rank's gradient summed over microbatches, not yet over ranks."""
         return {n: g for flat in self.buckets for n, g in flat.gradients().items()}
 
-    def begin(self) -> None:
-        """Begin the passes of a training step."""
+    def begin(self, early: bool = True) -> None:
+        """Begin the passes of a training step. `early`: what a backward pass has completed can be reduced before its
+        end: not where weight gradients are passes of their own."""
+        self._early = early and self._overlap
         self._left = {chunk.number for chunk in self._plan.chunks}
 
     def last(self, chunk: int) -> None:
@@ -78,7 +81,7 @@ class Weights:
 
     def _complete(self, flat: FlatBucket) -> None:
         """Start reducing the gradients of a bucket, all of which a backward pass has given, if that is due."""
-        if self._overlap and (self._plan.zero >= 2 or not self._left & self._users[self.buckets.index(flat)]):
+        if self._early and (self._plan.zero >= 2 or not self._left & self._users[self.buckets.index(flat)]):
             self._reduce(flat)
 
     def _reduce(self, flat: FlatBucket) -> None:
