@@ -1,20 +1,38 @@
-"""Gradients of autograd leaves that kernels compute themselves, outside of a backward pass."""
+"""Gradients of autograd leaves that kernels compute themselves: added where they stay, in the matrix product if it can,
+with no temporary of the parameter's size and no further pass over it. Autograd then gets None."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from platform.parallel.sharding.flat import bucket_of
 
+# (memory, True if what is there does not count) -> the gradient, in that memory; (None, ...) -> in new memory
+Compute = Callable[[Tensor | None, bool], Tensor]
 
-def add_gradient(w: Tensor, gradient: Tensor) -> None:
-    """Add `gradient`, which may be a view of other memory, to the sum of the gradients of the autograd leaf w: in its
-    bucket, or `grad` if it has none."""
+
+def accumulates(w: Tensor | None) -> bool:
+    """Return True if w is a leaf to whose gradient a kernel may add itself: not while a graph is traced, which cannot
+    change it."""
+    return not torch.compiler.is_compiling() and w is not None and w.requires_grad and w.is_leaf
+
+
+def add_computed(w: Tensor, compute: Compute) -> None:
+    """Compute a gradient of the autograd leaf w and add it to the sum of its gradients: in its bucket, or in `grad`,
+    which owns its memory, if it has none."""
     if found := bucket_of(w):
         bucket, name = found
-        bucket.add(name, gradient)
+        if bucket.here:
+            sums, fresh = bucket.sum_of(name)
+            if sums.dtype == w.dtype:
+                compute(sums, fresh)
+                bucket.came(name)
+            else:
+                bucket.add(name, compute(None, True))
     elif w.grad is None:
-        w.grad = torch.empty_like(w, requires_grad=False).copy_(gradient)
+        w.grad = torch.empty_like(w, requires_grad=False).copy_(compute(None, True))
     else:
-        w.grad.add_(gradient)
+        compute(w.grad, False)

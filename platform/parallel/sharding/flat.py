@@ -86,12 +86,11 @@ class FlatBucket:
 
     @torch.no_grad()
     def fill(self, name: str, block: Tensor) -> None:
-        """Set a parameter's master and compute copies from its block of initial values."""
+        """Set a parameter's master and compute copies from its block of initial values, which is the master copy itself
+        if that is whole."""
         if self._plan.sharded:
             start, stop = self.bucket.shard(name, self._index, self._shards)
             self.master[name].copy_(block.view(-1)[start:stop])
-        else:
-            self.master[name].copy_(block)
         if self._plan.storage:
             self.part.copy_(self.masters)
         elif self.compute is not self.master:
@@ -145,15 +144,13 @@ class FlatBucket:
         """Add a parameter's gradient, of any dtype, to `sums`."""
         if not self.here:
             return
-        if (there := self.sum_of(name)) is not None:
-            there.add_(gradient)
-        else:
-            self._block(self._sums(), name).copy_(gradient)
+        sums, fresh = self.sum_of(name)
+        sums.copy_(gradient) if fresh else sums.add_(gradient)
         self.came(name)
 
-    def sum_of(self, name: str) -> Tensor | None:
-        """Return the memory in which a parameter's gradients are summed, to be added to; None before the first."""
-        return self._block(self._sums(), name) if name in self._summed else None
+    def sum_of(self, name: str) -> tuple[Tensor, bool]:
+        """Return the memory in which a parameter's gradients are summed, and True if what is there does not count."""
+        return self._block(self._sums(), name), name not in self._summed
 
     def _sums(self) -> Tensor:
         """Return `sums`, allocated on first use."""

@@ -29,7 +29,7 @@ class Meter(Ops):
     def __init__(self, plan: Plan, dropout: float, at: Mapping[str, int]):
         self.plan, self.dropout_rate, self.recompute, self.at = plan, dropout, plan.recompute, at
         self.ledger, self.tape = Ledger(), Tape()
-        self.leaves: Leaves = {}
+        self.leaves = Leaves()
         self.deferred: list[Callable[[], None]] | None = None
         self.wide = plan.itemsize["accumulate"]
         self._spans: Sequence[tuple[Bucket, ...]] = []

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, Protocol
 
 GradientKey = int | str  # of a gradient: a parameter's name, or a number for an activation
 
@@ -67,10 +66,15 @@ class _Node:
     backward: Backward
 
 
-class Leaves(Protocol):
-    """Takes the gradients of parameters as they come."""
+class Leaves:
+    """Takes the gradients of parameters as they come in a backward pass, by name; this one drops them."""
 
-    def setdefault(self, key: GradientKey, gradient: MeteredStorage, /) -> Any: ...
+    def setdefault(self, name: GradientKey, gradient: MeteredStorage) -> None:
+        """Take a gradient."""
+
+    def in_place(self, name: GradientKey) -> bool:
+        """Take a gradient that is computed where it stays, if that is possible; return True if it is."""
+        return False
 
 
 class Tape:

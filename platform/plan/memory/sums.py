@@ -7,12 +7,12 @@ from collections.abc import Collection
 from platform.plan.core.chunks import Chunk
 from platform.plan.language.layout import at_zero
 from platform.plan.memory.meter import Meter
-from platform.plan.memory.storages import GradientKey, MeteredStorage
+from platform.plan.memory.storages import GradientKey, Leaves, MeteredStorage
 
 UNDER_WAY = 2  # reductions of ZeRO-2 and 3 whose buffers are kept
 
 
-class MeteredSums:
+class MeteredSums(Leaves):
     """Takes the gradients of parameters in passes of `chunk` on the memory meter, and adds them to flat sums per
     bucket. `there`: numbers of the buckets with sums from earlier passes; `early`: buckets are reduced as soon as all
     their gradients have come, where each pass does so (ZeRO-2 and 3)."""
@@ -21,7 +21,7 @@ class MeteredSums:
         self._meter, self._plan, self._there, self._early = meter, meter.plan, there, early
         buckets = enumerate(meter.plan.buckets)
         self._buckets = {n: b for n, b in buckets if at_zero(b.only, meter.at) and chunk.parameters & b.ranges.keys()}
-        self._number = {p.name: n for n, b in self._buckets.items() for p in b.parameters}
+        self._number: dict[GradientKey, int] = {p.name: n for n, b in self._buckets.items() for p in b.parameters}
         self._sums: dict[int, MeteredStorage] = {}
         self._came: dict[int, set[str]] = {n: set() for n in self._buckets}
         self._reducing: list[tuple[int, MeteredStorage, MeteredStorage]] = []
@@ -29,9 +29,18 @@ class MeteredSums:
 
     def setdefault(self, name: GradientKey, gradient: MeteredStorage) -> None:
         """Add a gradient, which is freed after that."""
+        if gradient.nbytes:
+            self._take(name)
+
+    def in_place(self, name: GradientKey) -> bool:
+        alike = self._plan.zero >= 2 or self._plan.itemsize["master"] == self._plan.itemsize["compute"]
+        if alike and name in self._number:
+            self._take(name)
+        return alike
+
+    def _take(self, name: GradientKey) -> None:
+        """Count a gradient of a parameter into the sums of its bucket."""
         assert isinstance(name, str)
-        if not gradient.nbytes:
-            return
         n = self._number[name]
         if n not in self._sums and (self._plan.zero >= 2 or n not in self._there):
             wide = 0 if self._plan.zero >= 2 else self._plan.itemsize["master"]

@@ -20,6 +20,7 @@ DTYPES = {
     "fp64": (torch.float64, torch.float64),
     "fp32": (torch.float32, torch.float32),
     "bf16": (torch.bfloat16, torch.float32),
+    "fp16": (torch.float16, torch.float32),
 }
 
 
@@ -40,7 +41,8 @@ class Weights:
         for flat in self.buckets:
             flat.complete = self._complete
             for p in flat.bucket.parameters if flat.here and seed is not None else ():
-                block = torch.empty(plan.local_shape(p), dtype=high, device=communicator.device)
+                there = flat.master[p.name]
+                block = torch.empty(plan.local_shape(p), dtype=high, device=there.device) if plan.sharded else there
                 initialise(plan, communicator, p, seed, block)
                 flat.fill(p.name, block)
         by_name = {p.name: flat for flat in self.buckets for p in flat.bucket.parameters}

@@ -71,24 +71,25 @@ def poisoned(trainer) -> SimpleNamespace:
         assert x.untyped_storage().data_ptr() not in kept
         return send(x, stage)
 
-    def poisoning(flat, add):
-        def run(name: str, gradient: Tensor) -> None:
-            add(name, gradient)
-            sums[name] = sums.get(name, 0.0) + flat.sum_of(name)
-            flat.sum_of(name).fill_(torch.nan)
+    def poisoning(flat, came):
+        def run(name: str) -> None:
+            came(name)
+            there, _ = flat.sum_of(name)
+            sums[name] = sums.get(name, 0.0) + there
+            there.fill_(torch.nan)
             flat._summed.discard(name)
 
         return run
 
     def restored():
         for flat in weights.buckets:
-            flat.add = type(flat).add.__get__(flat)
+            flat.came = type(flat).came.__get__(flat)
             for name in flat.compute.keys() & sums.keys():
                 flat.add(name, sums[name])
         return finish()
 
     for flat in weights.buckets:
-        flat.add, flat.complete = poisoning(flat, flat.add), None
+        flat.came, flat.complete = poisoning(flat, flat.came), None
     weights.finish, trainer.communicator.send = restored, checked_send
     trainer.compute_gradients(1)
     assert sums
