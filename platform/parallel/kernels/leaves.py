@@ -36,3 +36,12 @@ def add_computed(w: Tensor, compute: Compute) -> None:
         w.grad = torch.empty_like(w, requires_grad=False).copy_(compute(None, True))
     else:
         compute(w.grad, False)
+
+
+def add_gradient(w: Tensor, gradient: Tensor) -> None:
+    """Add `gradient`, which may be a view of other memory, to the sum of the gradients of the autograd leaf w."""
+
+    def compute(into: Tensor | None, fresh: bool) -> Tensor:
+        return gradient if into is None else into.copy_(gradient) if fresh else into.add_(gradient)
+
+    add_computed(w, compute)
