@@ -46,6 +46,7 @@ class Trainer:
     `rows`.
 
     `fresh`: the weights get their initial values; if False they are undefined until they are restored.
+    `settle` is called in each step before its sums are read, and so before any rank updates its weights.
     `peak_live`: most forward passes of chunks whose activations were alive at once in the last step. `loss_scale`: that
     of the next step, None unless the plan computes in fp16.
     """
@@ -63,6 +64,7 @@ class Trainer:
         fresh: bool = True,
     ):
         self.config, self.plan, self.communicator, self.corpus = config, plan, communicator, corpus
+        self.settle: Callable[[], None] = lambda: None
         self.rows, self.stage = rows, plan.at(communicator.coordinates["stage"])
         self._parts = {chunk.number: replace(self.stage, chunks=(chunk,)) for chunk in self.stage.chunks}
         self.model = build_model(config.model)
@@ -155,6 +157,7 @@ class Trainer:
             sum_tied(self.stage, self.communicator, reduced)
             self.weights.receive(reduced)
             squares = gradients.squared_norm(self.stage, self.communicator, self.weights.gradients)
+            self.settle()
             total, square = self._sum_over_world(loss, squares + self._poison)
         return total / predicted, sqrt(square) / self._scale
 
@@ -294,9 +297,10 @@ class Trainer:
         for i in range(count):
             window = ids[-length:]
             logits = self._logits({"source": source, "tokens": self._row(window, length)}, len(window) - 1)
-            p = torch.softmax(logits.double() / temperature, -1)
+            with self.clock.waiting_for_device():
+                p = torch.softmax(logits.double() / temperature, -1).cpu()
             draw = (random.bits(random.key(self.config.seed, "sample"), torch.tensor(i)) & 0xFFFFFFFF) * 2.0**-32
-            ids.append(min(int(torch.searchsorted(p.cumsum(0).cpu(), draw.double())), len(p) - 1))
+            ids.append(min(int(torch.searchsorted(p.cumsum(0), draw.double())), len(p) - 1))
         return self.corpus.decode(ids[1:] if answers else ids)
 
     def _logits(self, data: Mapping[str, Tensor], position: int) -> Tensor:
