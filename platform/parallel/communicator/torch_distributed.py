@@ -69,8 +69,7 @@ class ProcessGroups(Communicator):
             if members not in made:
                 made[members] = _own_group(members)
             self._groups[tuple(axes)] = made[members]
-        own = {} if self._nccl else {id(group): Messages(group, TIMEOUT) for group in made.values() if group}
-        self._messages = {axes: own[id(group)] for axes, group in self._groups.items() if id(group) in own}
+        self._messages: dict[dist.ProcessGroup, Messages] = {}
         self._control = dist.new_group(backend="gloo", timeout=CONNECT) if self._nccl else None
         self._lines: dict[tuple[int, int], dist.ProcessGroup | None] = {}  # sending, receiving stage -> group
         for pair in neighbours if self._nccl else ():
@@ -81,8 +80,10 @@ class ProcessGroups(Communicator):
 
     def _start(self, op, given, out, axes, group, reduce, root):
         g = self._groups[axes]
-        if axes in self._messages and op in ("all_gather", "reduce_scatter"):
-            return getattr(self._messages[axes], op)(given, out)
+        if not self._nccl and g and op in ("all_gather", "reduce_scatter"):
+            if g not in self._messages:
+                self._messages[g] = Messages(g, TIMEOUT)
+            return getattr(self._messages[g], op)(given, out)
         if op == "all_gather":
             work = _all_gather(out.view(-1), given.view(-1), group=g, async_op=True)
         elif op == "reduce_scatter":
