@@ -40,7 +40,7 @@ class FakeWorker:
 
     def build(self, rows, domains):
         self.state = 0
-        return Built(42, "cpu", self.crew.memory)
+        return Built(42, "cpu", self.crew.memory, [])
 
     def gather(self, source, rank, store, generation):
         assert source.members(source.gathered)[rank] == self.number

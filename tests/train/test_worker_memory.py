@@ -44,7 +44,7 @@ def test_after_a_step_that_failed(config, worker):
     disturbed.trainer.weights.refresh = lambda: 1 / 0
     with pytest.raises(ZeroDivisionError):
         disturbed.step(3)  # the master copies have changed
-    formed = {1: Formation(config, [0], [""], [7])}
+    formed = {1: Formation(config, [0], [""], [7], ["exp_avg", "exp_avg_sq"])}
     source, _ = find_source({7: held_by(disturbed)}, formed, 1)
     assert source
     disturbed.close()
