@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from platform.parallel.communicator.base import Communicator
 from platform.parallel.kernels import positions, random, statistics
+from platform.parallel.kernels.dropout import Drawing, dropout, in_pieces
 from platform.parallel.kernels.einsum import Deferred, einsums
 from platform.parallel.recompute import recomputed
 from platform.parallel.sharding.convert import absent, apply, convert
@@ -73,7 +75,10 @@ class ParallelOps(Ops):
         self.position = PassPosition()
         self.deferred: Deferred | None = None  # collects weight gradient computations that a schedule runs later
         self.recompute = plan.recompute
+        self._counters: dict[Spec, list[Tensor]] = {}  # of dropout masks
         tensors_of = (t for o in plan.operations.values() for t in (*o.operation.inputs, *o.operation.outputs))
+        uses = Counter(p.name for o in plan.operations.values() for p in o.operation.parameters)
+        self._shared = {name for name, n in uses.items() if n > 1}
         # activation -> (offset, extent) per dim of this rank's block
         self._blocks = {t: plan.block(t, communicator.coordinates) for t in tensors_of if isinstance(t, Spec)}
 
@@ -134,19 +139,20 @@ class ParallelOps(Ops):
         return found.to(dtype).requires_grad_()
 
     def project(self, x, spec, weights, outs, biases=()):
-        tensors = [self.tensors[w.name] for w in weights]
+        tensors = [self._operand(w) for w in weights]
         planned = self._planned("project", weights[0].name)
-        if not biases:
-            return self._einsums(planned, x, tensors, deferred=self.deferred)
-        if (
-            self.deferred is None
-            and not planned.collectives
-            and not any(self._planned("shift", b.name).conversions[0].forward for b in biases)
-        ):
-            added = [self.tensors[b.name] for b in biases]  # no communication: the matrix product adds the bias itself
-            return self._einsums(planned, x, tensors, added)
-        found = self._einsums(planned, x, tensors, deferred=self.deferred)
+        fused = planned.adds(self._planned("shift", b.name) for b in biases)
+        added = [self.tensors[b.name] for b in biases] if fused else []
+        found = self._einsums(planned, x, tensors, added, self.deferred)
+        if fused or not biases:
+            return found
         return tuple(self.shift(y, out, b) for y, out, b in zip(found, outs, biases, strict=True))
+
+    def _operand(self, p: Parameter) -> Tensor:
+        """Return this rank's block of the parameter `p` for an einsum: the leaf, to whose gradient the einsum adds; an
+        alias of it if other operations use it too, so that autograd adds their gradients up before any arrives."""
+        w = self.tensors[p.name]
+        return w.view_as(w) if p.name in self._shared and self.deferred is None else w
 
     def einsum(self, name, x, x_spec, y, y_spec, out):
         return self._einsums(self._planned("einsum", name), x, [y])[0]
@@ -322,18 +328,20 @@ class ParallelOps(Ops):
     def dropout(self, name, x, spec):
         if not self.dropout_rate or not self.position.training:
             return x
+        return dropout(x, self._drawing(name, spec, x.device), in_pieces)
+
+    def _drawing(self, name: str, spec: Spec, device: torch.device) -> Drawing:
+        """Return what the dropout mask of the operation `name` on this rank's block of `spec` is drawn from, at the
+        present position in the run."""
         p = self.position
-        where = dict(zip(spec.dims, self._blocks[spec], strict=True))
-        first, n = where["batch"]
-        where["batch"] = (first + p.first_sequence, n)
-        order = sorted(range(len(spec.dims)), key=lambda i: spec.dims[i] != "batch")  # batch first: its size is unused
-        dims = [spec.dims[i] for i in order]
         sizes = dict(zip(spec.dims, self.plan.global_shape(spec), strict=True))
-        strides = [prod(sizes[d] for d in dims[i + 1 :]) for i in range(len(dims))]
-        ids = random.elements([where[d] for d in dims], strides, x.device)
-        keep = random.keep_mask(random.key(p.seed, "dropout", p.step, name), ids, self.dropout_rate)
-        back = [dims.index(d) for d in spec.dims]
-        return x * (keep.permute(back).to(x.dtype) / (1 - self.dropout_rate))
+        dims = sorted(spec.dims, key=lambda d: d != "batch")  # batch first: its size is unused
+        strides = {d: prod(sizes[e] for e in dims[i + 1 :]) for i, d in enumerate(dims)}
+        if spec not in self._counters:
+            self._counters[spec] = random.counters(self._blocks[spec], [strides[d] for d in spec.dims], device)
+        key = random.key(p.seed, "dropout", p.step, name)
+        start = random.start(key, p.first_sequence * strides["batch"], device)
+        return Drawing(self._counters[spec], start, self.dropout_rate)
 
     def cross_entropy(self, name, logits, spec, labels, smoothing=0.0):
         planned = self._planned("cross_entropy", name)
@@ -363,9 +371,12 @@ class ParallelOps(Ops):
         return whole
 
 
-def initialise(plan: Plan, communicator: Communicator, p: Parameter, seed: int, out: Tensor) -> None:
+def initialise(plan: Plan, communicator: Communicator, p: Parameter, seed: int | None, out: Tensor) -> None:
     """Fill `out`, this rank's block of the parameter `p`, with its initial values (normal, zeros or ones), as a
-    function of (seed, parameter name, global element) alone: the same model under every plan."""
+    function of (seed, parameter name, global element) alone: the same model under every plan. `seed` None leaves it
+    undefined, to be restored."""
+    if seed is None:
+        return
     with torch.no_grad():
         if p.init == "normal":
             where = plan.block(p, communicator.coordinates)

@@ -153,13 +153,14 @@ class Worker:
         store.wait(["all"], timedelta(seconds=JOIN_SECONDS))
         join(store, rank, size, device)
 
-    def build(self, rows: list[Any], domains: list[str] | None = None) -> Built:
+    def build(self, rows: list[Any], domains: list[str] | None = None, fresh: bool = True) -> Built:
         """Build this rank's parameters, optimizer and data for the generation that it has joined; return their size and
         the device's. `rows`: the schedule rows of this stage, from `platform.plan.schedule.rows.StageRows.plain`;
-        `domains`: the node of every rank, None if all run on one."""
+        `domains`: the node of every rank, None if all run on one; `fresh`: the parameters get their initial values;
+        False if `restore` or `recover` follows."""
         assert self.communicator
         c = self.config
-        self.trainer = Trainer(c, self.plan, self.communicator, corpus_of(c), StageRows.from_plain(rows))
+        self.trainer = Trainer(c, self.plan, self.communicator, corpus_of(c), StageRows.from_plain(rows), fresh)
         self.state = State(self.trainer)
         self.combiner = Combiner(self.plan, self.communicator, c.elastic.slow)
         if c.elastic.snapshot_every:

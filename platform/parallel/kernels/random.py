@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-DRAWN_AT_ONCE = 1 << 16  # elements drawn at once, so that initialisation needs little memory beyond the block
+# elements drawn at once, so that initialisation needs little memory beyond the block, and on a GPU few launches
+DRAWN_AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 22, "meta": 1 << 22}
 
 
 def key(*parts: object) -> int:
@@ -21,21 +22,29 @@ def key(*parts: object) -> int:
     return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:8], "big", signed=True)
 
 
-def _signed(constant: int) -> int:
-    """Return the int64 value of an unsigned 64-bit constant."""
-    return constant - (1 << 64) if constant >= 1 << 63 else constant
+def _wrapped(number: int) -> int:
+    """Return the int64 value of the last 64 bits of an integer."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-_GOLDEN, _MIX1, _MIX2 = (_signed(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_GOLDEN, _MIX1, _MIX2 = (_wrapped(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 def bits(key_: int, elements: Tensor) -> Tensor:
     """Generate 64 random bits (int64) per int64 element number by SplitMix64 (Steele, Lea, Flood 2014), counter-based:
     a pure function of the stream's key `key_` (see `key`) and the element."""
-    z = elements * _GOLDEN + key_
-    z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * _MIX1  # & makes the arithmetic shift of int64 a logical one
-    z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * _MIX2
-    return z ^ ((z >> 31) & 0x1FFFFFFFF)
+    return _mix_(elements * _GOLDEN + key_)
+
+
+def _mix_(z: Tensor) -> Tensor:
+    """Turn SplitMix64's states z, int64, in place into its 64 random bits each; return z."""
+    for shift, low, factor in ((30, 0x3FFFFFFFF, _MIX1), (27, 0x1FFFFFFFFF, _MIX2), (31, 0x1FFFFFFFF, 1)):
+        shifted = z >> shift
+        shifted &= low  # makes the arithmetic shift of int64 a logical one
+        z ^= shifted
+        if factor != 1:
+            z *= factor
+    return z
 
 
 def elements(block: Sequence[tuple[int, int]], strides: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
@@ -53,7 +62,36 @@ def elements(block: Sequence[tuple[int, int]], strides: Sequence[int], device: t
 def keep_mask(key_: int, elements_: Tensor, rate: float) -> Tensor:
     """Draw a dropout mask: a bool per global element number in `elements_` that is True (kept) with probability 1 -
     `rate`, a pure function of the stream's key `key_` and the element."""
-    return (bits(key_, elements_) & 0xFFFFFFFF) >= int(rate * 2**32)
+    return _kept(elements_ * _GOLDEN + key_, rate)
+
+
+def _kept(z: Tensor, rate: float) -> Tensor:
+    """Turn SplitMix64's states z, int64, which are used up, into bools that are True with probability 1 - `rate`."""
+    return _mix_(z).bitwise_and_(0xFFFFFFFF) >= int(rate * 2**32)
+
+
+def counters(block: Sequence[tuple[int, int]], strides: Sequence[int], device: torch.device | str) -> list[Tensor]:
+    """Return one int64 tensor per dim of a block, shaped to broadcast against it, whose sum plus `start` is the state
+    of SplitMix64 at every element; `block` and `strides` as in `elements`. They are the same in every step."""
+    found = []
+    for i, ((offset, extent), stride) in enumerate(zip(block, strides, strict=True)):
+        states = torch.arange(offset, offset + extent, device=device) * _wrapped(stride * _GOLDEN)
+        found.append(states.view([extent if j == i else 1 for j in range(len(block))]))
+    return found
+
+
+def start(key_: int, first: int, device: torch.device | str) -> Tensor:
+    """Return what is added to the `counters` of a block, an int64 scalar tensor: the stream's key `key_`, and `first`,
+    by which all element numbers are larger. A tensor, so that compiled code takes it as an argument."""
+    return torch.full((), _wrapped(first * _GOLDEN + key_), dtype=torch.int64, device=device)
+
+
+def kept(counters: Sequence[Tensor], start: Tensor, rate: float) -> Tensor:
+    """Draw the dropout mask of a block, as `keep_mask` does of its `elements`, from `counters` and `start`."""
+    z = start
+    for states in counters:
+        z = z + states
+    return _kept(z, rate)
 
 
 _ONE, _ROOT_HALF = 0x3FF0000000000000, 0x3FE6A09E667F3BCD  # fp64 as integers: 1 and sqrt(1/2)
@@ -106,7 +144,7 @@ def fill_normal_(out: Tensor, key_: int, std: float, block: Sequence[tuple[int, 
     dim."""
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     row = max(1, math.prod(out.shape[1:]))
-    rows = max(1, DRAWN_AT_ONCE // row)
+    rows = max(1, DRAWN_AT_ONCE[out.device.type] // row)
     offset, extent = block[0]
     for first in range(0, extent, rows):
         n = min(rows, extent - first)

@@ -45,18 +45,27 @@ class Trainer:
     """Executes the training steps of a plan on the rank of `communicator`, whose pipeline stage runs the schedule's
     `rows`.
 
+    `fresh`: the weights get their initial values; if False they are undefined until they are restored.
     `peak_live`: most forward passes of chunks whose activations were alive at once in the last step.
     """
 
     peak_live = 0
     _poison = 0.0  # added to this rank's part of the squared gradient norm, NaN under the fault `nan`
 
-    def __init__(self, config: Config, plan: Plan, communicator: Communicator, corpus: Corpus, rows: StageRows):
+    def __init__(
+        self,
+        config: Config,
+        plan: Plan,
+        communicator: Communicator,
+        corpus: Corpus,
+        rows: StageRows,
+        fresh: bool = True,
+    ):
         self.config, self.plan, self.communicator, self.corpus = config, plan, communicator, corpus
         self.rows, self.stage = rows, plan.at(communicator.coordinates["stage"])
         self._parts = {chunk.number: replace(self.stage, chunks=(chunk,)) for chunk in self.stage.chunks}
         self.model = build_model(config.model)
-        self.weights = Weights(self.stage, communicator, config.seed)
+        self.weights = Weights(self.stage, communicator, config.seed if fresh else None)
         self.ops = ParallelOps(self.stage, communicator, self.weights.compute, config.model.dropout)
         self.optimizer = self._make_optimizer()
         self.clock = communicator.clock = Clock(communicator.device)

@@ -1,0 +1,77 @@
+"""Dropout whose masks are functions of keys and global elements: drawn in the forward pass, and again in the backward
+pass, so that nothing is saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from platform.parallel.kernels import random
+
+DRAWN_AT_ONCE = {"cpu": 1 << 15}  # elements whose integers stay in a core's cache
+_MOST_AT_ONCE = 1 << 22  # on other devices, whose kernels take long to launch
+
+
+class Drawing(NamedTuple):
+    """Source of the mask of one dropout: `counters` and `start` of `platform.parallel.kernels.random`, and the
+    `rate`, the probability that an element is dropped."""
+
+    counters: Sequence[Tensor]
+    start: Tensor
+    rate: float
+
+
+Draw = Callable[[Tensor, Sequence[Tensor], Tensor, float], Tensor]  # `dropped`, `in_pieces`, or one of them compiled
+
+
+def dropped(x: Tensor, counters: Sequence[Tensor], start: Tensor, rate: float) -> Tensor:
+    """Return x with the elements that the mask drops set to 0 and the others scaled by 1 / (1 - rate): as a whole, in
+    one kernel if it is compiled."""
+    return torch.where(random.kept(counters, start, rate), x * (1 / (1 - rate)), 0)
+
+
+def in_pieces(x: Tensor, counters: Sequence[Tensor], start: Tensor, rate: float) -> Tensor:
+    """Compute `dropped` piece by piece, so that the integers from which the mask is drawn stay in the cache."""
+    out = torch.empty_like(x)
+    for where in pieces(x.shape, DRAWN_AT_ONCE.get(x.device.type, _MOST_AT_ONCE)):
+        part, target, states = x, out, list(counters)
+        for dim, (first, n) in enumerate(where):
+            part, target = part.narrow(dim, first, n), target.narrow(dim, first, n)
+            states[dim] = states[dim].narrow(dim, first, n)
+        target.copy_(part).masked_fill_(~random.kept(states, start, rate), 0).mul_(1 / (1 - rate))
+    return out
+
+
+def pieces(shape: Sequence[int], most: int) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Yield (offset, extent) along the leading dims, as many as are cut, of pieces that tile a tensor of this `shape`;
+    each has at most `most` elements, or is a single one."""
+    if prod(shape) <= most or not shape:
+        yield ()
+        return
+    rows = max(1, most // prod(shape[1:]))
+    for first in range(0, shape[0], rows):
+        n = min(rows, shape[0] - first)
+        for rest in pieces(shape[1:], most // n):
+            yield ((first, n), *rest)
+
+
+class _Dropout(torch.autograd.Function):
+    """Dropout of x by `draw`, whose backward pass draws the mask again: it does to the gradient what was done to x."""
+
+    @staticmethod
+    def forward(ctx, x, drawing, draw):
+        ctx.drawing, ctx.draw = drawing, draw
+        return draw(x, *drawing)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.draw(gradient, *ctx.drawing), None, None
+
+
+def dropout(x: Tensor, drawing: Drawing, draw: Draw) -> Tensor:
+    """Apply dropout to x, a local block, by `draw`; nothing is saved for the backward pass."""
+    return _Dropout.apply(x, drawing, draw)

@@ -1,0 +1,85 @@
+"""Dropout's masks are those of its key and elements, however they are drawn; nothing is saved, and little is held."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from platform.parallel.kernels import random
+from platform.parallel.kernels.dropout import DRAWN_AT_ONCE, Drawing, dropout, dropped, in_pieces, pieces
+
+BLOCK, STRIDES, RATE = [(3, 12), (1, 4), (0, 20)], (20, 700, 1), 0.3
+KEY = random.key(0, "dropout", 1, "layers.0.mlp.residual")
+
+
+def drawing(first: int = 0) -> Drawing:
+    return Drawing(random.counters(BLOCK, STRIDES, "cpu"), random.start(KEY, first, "cpu"), RATE)
+
+
+def by_elements(x: torch.Tensor, first: int = 0) -> torch.Tensor:
+    mask = random.keep_mask(KEY, random.elements(BLOCK, STRIDES) + first, RATE)
+    return torch.where(mask, x * (1 / (1 - RATE)), 0)
+
+
+@pytest.mark.parametrize("first", [0, 5600, 2**40])
+@pytest.mark.parametrize("at_once", [1, 7, 20, 81, 960, 1 << 15])
+def test_masks_are_those_of_the_elements(at_once, first, monkeypatch):
+    monkeypatch.setitem(DRAWN_AT_ONCE, "cpu", at_once)
+    x = torch.randn(12, 4, 20, dtype=torch.float64)
+    assert torch.equal(in_pieces(x, *drawing(first)), by_elements(x, first))
+    assert torch.equal(dropped(x, *drawing(first)), by_elements(x, first))
+    turned = x.permute(2, 0, 1).contiguous().permute(1, 2, 0)  # laid out otherwise in memory
+    assert torch.equal(in_pieces(turned, *drawing(first)), by_elements(x, first))
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (3, 4, 7), (1, 90), (4, 1, 1, 9)])
+@pytest.mark.parametrize("most", [1, 3, 10, 64])
+def test_pieces_tile_a_tensor(shape, most):
+    seen = torch.zeros(shape)
+    for where in pieces(shape, most):
+        part = seen
+        for dim, (first, n) in enumerate(where):
+            part = part.narrow(dim, first, n)
+        assert part.numel() <= most
+        part += 1
+    assert torch.equal(seen, torch.ones(shape))
+
+
+@pytest.mark.parametrize("draw", [dropped, in_pieces])
+def test_the_gradient_has_the_mask_and_nothing_is_saved(draw):
+    x = torch.randn(12, 4, 20, dtype=torch.float64, requires_grad=True)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = dropout(x, drawing(), draw)
+    weights = torch.randn_like(y)
+    (y * weights).sum().backward()
+    assert torch.equal(x.grad, by_elements(weights)) and not kept
+
+
+class Largest(TorchDispatchMode):
+    """Bytes of the largest tensors that operations give, those of the result's shape apart."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape, self.nbytes = shape, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.shape != self.shape:
+            self.nbytes = max(self.nbytes, out.untyped_storage().nbytes() if out.dtype == torch.int64 else 0)
+        return out
+
+
+def test_integers_stay_in_the_cache():
+    """Eager too: those of a whole activation would take 8 bytes per element several times."""
+    block = [(0, 64), (0, 16), (0, 512)]
+    shape = torch.Size(n for _, n in block)
+    d = Drawing(random.counters(block, (512, 64 * 512, 1), "cpu"), random.start(KEY, 0, "cpu"), RATE)
+    x = torch.randn(shape)
+    for draw, most in ((in_pieces, 8 * DRAWN_AT_ONCE["cpu"]), (dropped, 0)):
+        with Largest(shape if draw is in_pieces else None) as seen:
+            draw(x, *d)
+        assert seen.nbytes == (most or 8 * prod(shape))  # the control: as a whole, all of it
