@@ -21,7 +21,7 @@ from platform.boundary.redaction import (
     register_url_secrets,
     shielded,
 )
-from platform.boundary.terminal import flush_streams, print_line, print_while_read
+from platform.boundary.terminal import QuickExit, flush_streams, print_line, print_while_read
 from platform.cluster.crew.base.signals import Stopped, StopSignals
 from platform.cluster.run.phases import Phases, command_start
 from platform.composition.arguments import experiment_of, jobs_of, rewrite, translate_error, typed_values
@@ -352,6 +352,7 @@ def _inform(argv: Sequence[str], args: Namespace) -> int:
 
 
 if __name__ == "__main__":
-    status = main()
+    at_exit = QuickExit()
+    at_exit.status = main()
     flush_streams()
-    sys.exit(status)
+    sys.exit(at_exit.status)

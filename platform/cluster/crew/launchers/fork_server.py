@@ -36,8 +36,8 @@ _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 def main(control: int, parent: int, module: str) -> None:
-    """Import `module`, that of the workers, then fork workers as the process `parent` orders over the connection `control` (a file
-    descriptor), until it closes that."""
+    """Import `module`, that of the workers, then fork workers as the process `parent` orders over the connection
+    `control` (a file descriptor), until it closes that."""
     _die_with(parent)
     for number in STOPPING:  # Ctrl-C in a terminal, or the end of a service, signals every process; the driver decides
         signal.signal(number, signal.SIG_IGN)

@@ -13,7 +13,7 @@ import sys
 from contextlib import suppress
 
 from platform.cluster.crew.base.job import Assignment
-from platform.cluster.crew.launchers.fork_server import CODE, HEADER, WORKER
+from platform.cluster.crew.launchers.fork_server import CODE, HEADER, LISTENER, WORKER
 
 _PROGRAM = """
 import json, sys
@@ -26,8 +26,9 @@ _END_SECONDS = 2.0  # for the server to end with its workers
 
 
 class ForkServer:
-    """Process that has imported what workers such as that of `place` need, and forks them. It ends with this process, and its workers with it,
-    however this one ends. Must be started from the main thread: the kernel takes a thread's end for its parent's."""
+    """Process that has imported what workers such as that of `place` need, and forks them. It ends with this process,
+    and its workers with it, however this one ends. Must be started from the main thread: the kernel takes a thread's
+    end for its parent's."""
 
     def __init__(self, place: Assignment):
         self._control, theirs = socket.socketpair()
@@ -52,6 +53,14 @@ class ForkServer:
             socket.send_fds(self._control, [WORKER], [theirs.fileno()])
         return Forked(ours, place, address, token)
 
+    def listen(self, path: str) -> None:
+        """Let other processes of this user order workers too, by `order`, at the Unix socket `path`, which only they
+        can reach."""
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(path)
+            listener.listen(socket.SOMAXCONN)
+            socket.send_fds(self._control, [LISTENER], [listener.fileno()])
+
     def close(self) -> None:
         """End the server and all of its workers, at once."""
         self._control.close()
@@ -60,6 +69,14 @@ class ForkServer:
         except subprocess.TimeoutExpired:  # it is stopped
             self._process.kill()
             self._process.wait()
+
+
+def order(path: str, place: Assignment, address: tuple[str, int], token: str) -> Forked:
+    """Order a worker as `ForkServer.fork` does, of the server that another process has told to listen at `path`. Raises
+    OSError if it is gone."""
+    line = socket.socket(socket.AF_UNIX)
+    line.connect(path)
+    return Forked(line, place, address, token)
 
 
 class Forked:
