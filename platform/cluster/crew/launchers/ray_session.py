@@ -32,9 +32,8 @@ class Embedded:
     however it ends. `directory`: of its files, and of others that are to go with it; only this user can read it."""
 
     def __init__(self, size: int, *, gpus: bool):
-        self.directory = directory = (
-            _short_temporary_directory()
-        )  # readable by this user alone; Ray's own directory is open to all
+        # readable by this user alone; Ray's own directory is open to all
+        self.directory = directory = _short_temporary_directory()
         command = [sys.executable, "-I", leftovers.__file__, directory]
         # in its own session, so that Ctrl-C in the terminal does not reach it
         self._leftovers = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
