@@ -18,7 +18,7 @@ from platform.boundary.redaction import redact
 from platform.boundary.terminal import print_line
 from platform.cluster.crew.base.failures import GaveUp, NoPlaces, WorkerFailed
 from platform.cluster.crew.base.signals import Stopped
-from platform.cluster.run.phases import Phases, table
+from platform.cluster.run.phases import Phases, phase_table
 from platform.config.fields import Config
 from platform.monitor import Journal, MetricsRow, RunMonitor, cost_line, goodput, story
 from platform.monitor.records import events
@@ -204,7 +204,7 @@ def _tell_timing(phases: Phases, journal: Journal, monitor: RunMonitor) -> None:
     phases.reach("ended")
     reached: dict[str, Any] = dict(phases.seconds)
     journal.write(events.Timing(**reached))
-    monitor.say(table(phases.seconds))
+    monitor.say(phase_table(phases.seconds))
 
 
 def _write_down(error: BaseException, state: DriverState) -> str:

@@ -57,7 +57,7 @@ def command_start() -> float:
         return monotonic()
 
 
-def table(seconds: Mapping[str, float]) -> str:
+def phase_table(seconds: Mapping[str, float]) -> str:
     """Format the phases that were reached as a table for the user: what each took, and when it was over."""
     lines, before = ["   took  until  phase (seconds, since the command)"], 0.0
     for phase, what in PHASES.items():

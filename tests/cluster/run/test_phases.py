@@ -26,7 +26,7 @@ def test_the_first_time_counts_and_of_the_last_step_the_last(monkeypatch):
         "composed": 1.0, "first_process": 1.5, "ready": 2.0, "formed": 3.0, "running": 4.0, "first_step": 5.0,
         "last_step": 9.0,
     }  # fmt: skip
-    shown = phases.table(found.seconds).splitlines()
+    shown = phases.phase_table(found.seconds).splitlines()
     assert [line.split()[:3] for line in shown[1:3]] == [
         ["1.00", "1.00", "composed:"],
         ["0.50", "1.50", "first_process:"],

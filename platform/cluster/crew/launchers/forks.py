@@ -54,7 +54,7 @@ class ForkServer:
         return Forked(ours, place, address, token)
 
     def listen(self, path: str) -> None:
-        """Let other processes of this user order workers too, by `order`, at the Unix socket `path`, which only they
+        """Let other processes of this user order workers too, by `order_worker`, at the Unix socket `path`, which only they
         can reach."""
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(path)
@@ -71,7 +71,7 @@ class ForkServer:
             self._process.wait()
 
 
-def order(path: str, place: Assignment, address: tuple[str, int], token: str) -> Forked:
+def order_worker(path: str, place: Assignment, address: tuple[str, int], token: str) -> Forked:
     """Order a worker as `ForkServer.fork` does, of the server that another process has told to listen at `path`. Raises
     OSError if it is gone."""
     line = socket.socket(socket.AF_UNIX)

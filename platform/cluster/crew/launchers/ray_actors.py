@@ -20,7 +20,7 @@ from platform.cluster.crew.base import rendezvous
 from platform.cluster.crew.base.failures import Failure, Member, NoPlaces, WorkerFailed
 from platform.cluster.crew.base.job import Assignment, Job, assign, usable_cores
 from platform.cluster.crew.base.launcher import Launcher
-from platform.cluster.crew.launchers.forks import ForkServer, order
+from platform.cluster.crew.launchers.forks import ForkServer, order_worker
 from platform.cluster.crew.launchers.host import serve
 from platform.cluster.crew.launchers.ray_session import Embedded, Notices, join_cluster
 from platform.cluster.wire.switchboard import Switchboard
@@ -181,7 +181,7 @@ class _Actor:
         node = f"{socket.gethostname()}/{ray.get_runtime_context().get_node_id()}"
         place = replace(place, node=node)
         if forks:
-            return order(forks, place, address, token).ended(None) or ""
+            return order_worker(forks, place, address, token).ended(None) or ""
         serve(place, address, token)
         return "the actor ended by itself"
 
