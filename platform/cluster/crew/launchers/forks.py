@@ -54,8 +54,8 @@ class ForkServer:
         return Forked(ours, place, address, token)
 
     def listen(self, path: str) -> None:
-        """Let other processes of this user order workers too, by `order_worker`, at the Unix socket `path`, which only they
-        can reach."""
+        """Let other processes of this user order workers too, by `order_worker`, at the Unix socket `path`, which only
+        they can reach."""
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(path)
             listener.listen(socket.SOMAXCONN)
