@@ -108,7 +108,7 @@ def test_uses_that_disagree(zero):
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize(("data", "group", "taken"), [(4, 2, 2), (6, 4, 3), (3, 2, 1), (2, 4, 2)])
 def test_groups_of_replicas(zero, data, group, taken):
-    """Each group has the whole state once, all groups alike: gradients are scattered over one axis, summed over both."""
+    """Each group has the whole state once, all groups alike: gradients are scattered over one axis of two."""
     c = configure("1d_sp", {"t": 2 if data == 4 else 1}, data=data, zero=zero, microbatch=2, global_batch=12, layers=1)
     c.parallel.zero_group = group
     plan, results = prove(c)
