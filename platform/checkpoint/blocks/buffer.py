@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 
 import torch
@@ -11,7 +11,9 @@ from torch import Tensor
 
 from platform.checkpoint.blocks.box import Box
 from platform.checkpoint.blocks.pinned import pinned_bytes
-from platform.checkpoint.blocks.placement import DTYPES, Block, Share
+from platform.checkpoint.blocks.placement import ITEMSIZE, Block, Share
+
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE}
 
 Places = list[tuple[Share, int, int]]  # parts of global tensors, and where each begins and ends in a buffer
 
@@ -60,16 +62,29 @@ class Buffer:
         `fill` needs."""
         return cls(sorted(parts, key=lambda part: -part.tensor.itemsize), pinned)
 
-    @torch.no_grad()
     def fill(self, blocks: Sequence[Block]) -> None:
         """Copy every part of this buffer out of `blocks`, the live tensors of this process, which may change once this
         returns. Each part lies within one of them. Where they are `LiveBlocks`, what lies where is found out once."""
-        if not self.places:
-            return
-        live = blocks if isinstance(blocks, LiveBlocks) else LiveBlocks(blocks)
-        torch._foreach_copy_(self._targets, live.parts(self.places), non_blocking=self._pinned)
-        if self._pinned:
-            torch.cuda.synchronize()
+        self.start(blocks)()
+
+    def start(self, blocks: Sequence[Block]) -> Callable[[], None]:
+        """Start copying every part of this buffer out of `blocks`, which must not change before the returned function
+        has been called: it waits until all is copied. Out of tensors on a GPU the copies run in a stream of their own,
+        after what is queued by now and beside what is queued later."""
+        if not self._pinned:
+            self._copy(blocks)
+            return lambda: None
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._copy(blocks)
+        return stream.record_event().synchronize
+
+    @torch.no_grad()
+    def _copy(self, blocks: Sequence[Block]) -> None:
+        if self.places:
+            live = blocks if isinstance(blocks, LiveBlocks) else LiveBlocks(blocks)
+            torch._foreach_copy_(self._targets, live.parts(self.places), non_blocking=self._pinned)
 
     @cached_property
     def _targets(self) -> list[Tensor]:
