@@ -54,7 +54,7 @@ WRONG = [
     ("model.norm=batchnorm", "model.norm=batchnorm: unknown; nearest legal: "),
     ("model.fused_dropout=true", "model.fused_dropout=true: not built yet"),
     ("parallel.data=0", "parallel.data=0: must be >= 1, or -1"),
-    ("parallel.zero=2", "parallel.zero=2: unknown; nearest legal: 1, 3, 0"),
+    ("parallel.zero=4", "parallel.zero=4: unknown; nearest legal: 3, 2, 1"),
     ("pipeline.file=/mine.csv", "pipeline.file=/mine.csv: only for pipeline=file"),
     ("pipeline.kind=1f1c", "pipeline.kind=1f1c: unknown; nearest legal: 1f1b"),
     ("pipeline=2f2b", "pipeline=2f2b: unknown; nearest legal: "),
@@ -102,8 +102,8 @@ def test_one_mistake_is_one_line(argument, line):
         (["tensor=serial", "tensor.axes.t=2"], "tensor.axes.t=2: tensor=serial has no such axis; nearest legal: none"),
         (["tensor=3d", "tensor.axes.t=2"], "tensor.axes.t=2: tensor=3d has no such axis; nearest legal: x, y, z"),
         (["branch=dsp", "branch.axes.t=2"], "branch.axes.t=2: tensor=1d has an axis t already"),
-        (["branch=dsp", "branch.axes.data=2"], "branch.axes.data=2: the names stage and data are reserved"),
-        (["tensor=layout", "tensor.axes.stage=2"], "tensor.axes.stage=2: the names stage and data are reserved"),
+        (["branch=dsp", "branch.axes.data=2"], "branch.axes.data=2: the names stage, data, zero are reserved"),
+        (["tensor=layout", "tensor.axes.stage=2"], "tensor.axes.stage=2: the names stage, data, zero are reserved"),
         (["tensor=layout", "tensor.axes={a-b: 2}"], "tensor.axes.a-b=2: an axis is named by letters"),
         (["model.positions=rope", "model.d_kv=17"], "model.d_kv=17: model.positions=rope needs an even d_kv"),
         (["model.positions=rope", "model.heads=128"], "model.heads=128: model.positions=rope needs an even"),
@@ -134,7 +134,7 @@ def test_all_mistakes_at_once():
         "precision",
         "train.steps",
     ]
-    related = mistakes("train.stepz=1", "train.global_batch=0", "model.heads=5", "tensor.axes.q=2", "parallel.zero=2")
+    related = mistakes("train.stepz=1", "train.global_batch=0", "model.heads=5", "tensor.axes.q=2", "parallel.zero=4")
     assert len(related) == 5
 
 
