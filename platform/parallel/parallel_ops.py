@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import wraps
 from math import prod
 
@@ -17,13 +16,14 @@ from platform.parallel.communicator.base import Communicator
 from platform.parallel.kernels import positions, random, statistics
 from platform.parallel.kernels.dropout import Drawing, dropout, in_pieces
 from platform.parallel.kernels.einsum import Deferred, einsums
+from platform.parallel.loss_ops import LossOps, PassPosition
 from platform.parallel.recompute import recomputed
 from platform.parallel.sharding.convert import absent, apply, convert
 from platform.plan.communication.planned import PlannedOperation
 from platform.plan.communication.rule import relayout_steps
 from platform.plan.core.plan import Plan
 from platform.plan.language.layout import Layout
-from platform.plan.language.ops import Ops, Parameter, Spec
+from platform.plan.language.ops import Parameter, Spec
 
 POINTWISE_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "gelu": lambda x: F.gelu(x),
@@ -50,18 +50,7 @@ def where_present(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return run
 
 
-@dataclass
-class PassPosition:
-    """Place of a forward pass in the run: all that dropout masks depend on besides the operation's name and the global
-    element."""
-
-    seed: int = 0
-    step: int = 0
-    first_sequence: int = 0  # index in the global batch of the first sequence of this microbatch (of all replicas)
-    training: bool = True
-
-
-class ParallelOps(Ops):
+class ParallelOps(LossOps):
     """Executes a plan's operations on the rank of `communicator`. `tensors`: parameter name -> local block.
 
     A data tensor is passed as a mapping from the operations that read it, keyed (kind, name), to this rank's block of
@@ -95,10 +84,6 @@ class ParallelOps(Ops):
             self.position, self.deferred = now
 
         return recomputed(self.communicator, function, restore, self.plan.kept_axes(spec), x, *more)
-
-    def _planned(self, kind: str, name: str) -> PlannedOperation:
-        """Return the plan's entry of the model operation `name` of `kind`, such as ("lookup", "embedding")."""
-        return self.plan.operations[kind, name]
 
     def _range(self, spec: Spec, dim: str, device: torch.device) -> Tensor:
         """Return the global positions along `dim`, int64 [local extent], of this rank's block of the activation
@@ -342,25 +327,6 @@ class ParallelOps(Ops):
         key = random.key(p.seed, "dropout", p.step, name)
         start = random.start(key, p.first_sequence * strides["batch"], device)
         return Drawing(self._counters[spec], start, self.dropout_rate)
-
-    def cross_entropy(self, name, logits, spec, labels, smoothing=0.0):
-        planned = self._planned("cross_entropy", name)
-        first, _ = self._blocks[spec][spec.dims.index("vocab")]
-        vocab, labels = self.plan.sizes["vocab"], labels["cross_entropy", name]
-        if absent(logits):
-            return logits.sum()
-        smoothing = smoothing if self.position.training else 0.0
-        return statistics.cross_entropy(logits, labels, self.communicator, planned.over, first, vocab, smoothing)
-
-    def squared_error(self, name, y, target, spec, ids):
-        padding = ids["squared_error", name] < 0
-        error = statistics.widened(y) - statistics.widened(target.detach())
-        if not absent(y):
-            kept = [d for d in spec.dims if d in ("length", "batch")]
-            rows = padding if kept == ["length", "batch"] else padding.t()
-            shape = dict(zip(spec.dims, y.shape, strict=True))
-            error = error.masked_fill(rows.reshape([shape[d] if d in kept else 1 for d in spec.dims]), 0)
-        return error.square().double().sum() / 2
 
     def gathered(self, x: Tensor, spec: Spec) -> Tensor:
         """Gather the local block x of an activation into the whole tensor on every rank, without gradient and without

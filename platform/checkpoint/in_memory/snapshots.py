@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,13 +44,13 @@ class CopyRoute:
 
 class Snapshot:
     """Training state at one step in a rank's host memory: its `own` blocks, the `copies` that it keeps for peers, and
-    numbers by name (`values`). `step` is None unless the snapshot is complete. `handed`: parts from ranks that leave
-    before the next generation. `pinned`: `own` is page-locked."""
+    what is no tensor (`values`, plain data). `step` is None unless the snapshot is complete. `handed`: parts from ranks
+    that leave before the next generation. `pinned`: `own` is page-locked."""
 
     def __init__(self, own: Sequence[Share], route: CopyRoute, pinned: bool):
         self.own, self.copies, self.handed = Buffer.aligned(own, pinned), route.buffer(), Buffer([])
         self.step: int | None = None
-        self.values: dict[str, float] = {}
+        self.values: dict[str, Any] = {}
 
     def read(self, part: Share) -> Tensor:
         """Return the bytes of a part of a global tensor that this rank holds: in its own blocks, as a copy for a peer,
@@ -83,6 +84,7 @@ class RankSnapshots:
         self._route = CopyRoute(copies(state, domains), rank)
         self._pinned = pinned
         self._snapshots: list[Snapshot] = []  # oldest first
+        self._finish: Callable[[Transfer], None] | None = None  # the rest of what `begin` has begun
 
     @property
     def steps(self) -> list[int]:
@@ -96,15 +98,42 @@ class RankSnapshots:
         """Free every snapshot of this rank but that of `step`."""
         self._snapshots = [self.at(step)]
 
-    def hold(self, step: int, blocks: Sequence[Block], values: dict[str, float], transfer: Transfer) -> None:
-        """Take a snapshot of the training state after `step`: copy this rank's `blocks` and numbers (`values`) into
+    def hold(self, step: int, blocks: Sequence[Block], values: dict[str, Any], transfer: Transfer) -> None:
+        """Take a snapshot of the training state after `step`: copy this rank's `blocks` and `values` into
         host memory, and exchange with peers the parts that they keep for each other; all ranks call it together. The
         previous snapshot stays intact even if this fails."""
+        self.begin(step, blocks, lambda: values)
+        self.finish(transfer)
+
+    def begin(self, step: int, blocks: Sequence[Block], values: Callable[[], dict[str, float]]) -> None:
+        """Begin to take a snapshot of the training state after `step`, as `hold` does, without waiting for the copies:
+        neither `blocks` nor what `values` returns may change before `finish`."""
         snapshot = self._free()
         snapshot.step = None
-        snapshot.own.fill(blocks)
-        self._route.follow(snapshot, snapshot.copies, transfer)
-        snapshot.step, snapshot.values = step, values
+        copied = snapshot.own.start(blocks)
+
+        def finish(transfer: Transfer) -> None:
+            copied()
+            self._route.follow(snapshot, snapshot.copies, transfer)
+            snapshot.values = values()
+            snapshot.step = step
+
+        self._finish = finish
+
+    def finish(self, transfer: Transfer) -> None:
+        """Finish the snapshot that `begin` has begun, if there is one; all ranks call it together."""
+        finish, self._finish = self._finish, None
+        if finish:
+            finish(transfer)
+
+    @property
+    def begun(self) -> bool:
+        """Return True if `begin` has begun a snapshot that is not finished."""
+        return self._finish is not None
+
+    def abandon(self) -> None:
+        """Give up the snapshot that `begin` has begun, if there is one, and what it refers to."""
+        self._finish = None
 
     def _free(self) -> Snapshot:
         """Return the snapshot that `hold` may overwrite, moved to the end of the list: an incomplete one, a new one if
