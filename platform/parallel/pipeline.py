@@ -93,7 +93,7 @@ Rows = dict[int, tuple[Sequence[Action], list[Step]]]  # id of a row -> the row,
 
 
 def compiled(plan: Plan, communicator: Communicator, row: Sequence[Action]) -> list[Step]:
-    """Compile the lowered row of the stage of `communicator` (compute actions, sends and receives, in order)."""
+    """Return, compiled, the lowered row of the stage of `communicator` (compute actions, sends and receives, in order)."""
 
     def resolved(flow: FlowSpecs) -> _Flow:
         here = [(name, spec) for name, spec in flow if plan.present(spec, communicator.coordinates)]
@@ -113,7 +113,7 @@ def compiled(plan: Plan, communicator: Communicator, row: Sequence[Action]) -> l
 
 
 def _posted_early(steps: Sequence[Step]) -> list[Step]:
-    """Hand every receive to the computation that stands before it in the row, if there is one."""
+    """Move every receive to the computation that stands before it in the row, if there is one."""
     found: list[Step] = []
     for step in steps:
         at = next((i for i in reversed(range(len(found))) if found[i].action.kind in COMPUTE), None)
