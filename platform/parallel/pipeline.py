@@ -72,7 +72,7 @@ class _Flow:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class CompiledAction:
     """Action of a row with what it needs resolved. `name`: of its section of the clock; `receives`, `sends`: what its
     chunk has from the one before and for the one after; `completed`: the chunk whose last backward action this is;
     `early`: receives that a computation posts when it has its own inputs."""
@@ -86,14 +86,16 @@ class Step:
     receives: _Flow
     sends: _Flow
     completed: int | None
-    early: tuple[Step, ...] = ()
+    early: tuple[CompiledAction, ...] = ()
 
 
-Rows = dict[int, tuple[Sequence[Action], list[Step]]]  # id of a row -> the row, which is kept with it, compiled
+CompiledRows = dict[
+    int, tuple[Sequence[Action], list[CompiledAction]]
+]  # id of a row -> the row, which is kept with it, compiled
 
 
-def compiled(plan: Plan, communicator: Communicator, row: Sequence[Action]) -> list[Step]:
-    """Return, compiled, the lowered row of the stage of `communicator` (compute actions, sends and receives, in order)."""
+def compiled(plan: Plan, communicator: Communicator, row: Sequence[Action]) -> list[CompiledAction]:
+    """Return a lowered row of the stage of `communicator` (computations, sends and receives, in order), compiled."""
 
     def resolved(flow: FlowSpecs) -> _Flow:
         here = [(name, spec) for name, spec in flow if plan.present(spec, communicator.coordinates)]
@@ -108,13 +110,13 @@ def compiled(plan: Plan, communicator: Communicator, row: Sequence[Action]) -> l
     for a, completed in with_completed(row):
         chunk, receives, sends = chunks[a.chunk]
         key, before, after = ((a.chunk + way, a.microbatch) for way in (0, -1, 1))
-        steps.append(Step(a, str(a), chunk, key, before, after, receives, sends, completed))
+        steps.append(CompiledAction(a, str(a), chunk, key, before, after, receives, sends, completed))
     return _posted_early(steps) if communicator.posts_early else steps
 
 
-def _posted_early(steps: Sequence[Step]) -> list[Step]:
+def _posted_early(steps: Sequence[CompiledAction]) -> list[CompiledAction]:
     """Move every receive to the computation that stands before it in the row, if there is one."""
-    found: list[Step] = []
+    found: list[CompiledAction] = []
     for step in steps:
         at = next((i for i in reversed(range(len(found))) if found[i].action.kind in COMPUTE), None)
         if step.action.kind in RECEIVES and at is not None:
@@ -141,7 +143,7 @@ class PipelineExecutor:
     dtype: torch.dtype  # of activations
     forward: Forward
     accumulated: Accumulated = lambda action, done: None
-    rows: Rows = field(default_factory=dict)
+    rows: CompiledRows = field(default_factory=dict)
     peak_live: int = 0  # most forward passes that awaited their backward at once
     _live: dict[PassKey, _Live] = field(default_factory=dict)
     _flow: dict[PassKey, dict[str, Tensor]] = field(default_factory=dict)  # outputs for the next chunk
@@ -163,7 +165,7 @@ class PipelineExecutor:
             self._sending.popleft().wait()
         assert not (self._live or self._flow or self._gradients or self._arriving), "a row ends with nothing left over"
 
-    def _do(self, step: Step) -> None:
+    def _do(self, step: CompiledAction) -> None:
         """Run one action as a section of the clock. Raises StageFailed naming it, or the receive that it posted."""
         c = self.communicator
         try:
@@ -177,7 +179,7 @@ class PipelineExecutor:
             stage = c.coordinates["stage"]
             raise StageFailed(f"rank {c.rank} (stage {stage}) failed at {step.name}: {error}") from error
 
-    def _forward(self, step: Step) -> None:
+    def _forward(self, step: CompiledAction) -> None:
         """Run a forward pass on the inputs that arrived or that the chunk before left here; keep what the backward pass
         needs, and leave the detached outputs for the next chunk."""
         grad = torch.is_grad_enabled()
@@ -194,11 +196,11 @@ class PipelineExecutor:
         if step.chunk.sends:
             self._flow[step.after] = {name: x.detach() for name, x in outputs.items()}
 
-    def _backward(self, step: Step) -> None:
+    def _backward(self, step: CompiledAction) -> None:
         self._input_gradient(step)
         self._weight_gradient(step)
 
-    def _input_gradient(self, step: Step) -> None:
+    def _input_gradient(self, step: CompiledAction) -> None:
         """Run a backward pass from the gradients of the chunk's outputs (1 for the loss), and leave those of its inputs
         for the chunk before; weight gradients are computed too unless the row defers them."""
         live = self._live[step.key]
@@ -216,7 +218,7 @@ class PipelineExecutor:
             self._gradients[step.before] = found  # type: ignore[assignment]
         live.inputs.clear()
 
-    def _weight_gradient(self, step: Step) -> None:
+    def _weight_gradient(self, step: CompiledAction) -> None:
         """Compute the weight gradients that the backward pass of an action's chunk and microbatch deferred, if any."""
         live = self._live.pop(step.key)
         if step.action.kind is Kind.WEIGHT:
@@ -226,7 +228,7 @@ class PipelineExecutor:
                 while live.deferred:
                     live.deferred.pop(0)()
 
-    def _send(self, tensors: Mapping[str, Tensor], flow: _Flow, step: Step) -> None:
+    def _send(self, tensors: Mapping[str, Tensor], flow: _Flow, step: CompiledAction) -> None:
         """Start sending activations or their gradients to the peer stage: one part per rank of what several ranks
         replicate, if the plan scatters them."""
         assert step.action.peer is not None
@@ -237,12 +239,12 @@ class PipelineExecutor:
         while len(self._sending) > SENDS_IN_FLIGHT:
             self._sending.popleft().wait()
 
-    def _post(self, step: Step) -> None:
+    def _post(self, step: CompiledAction) -> None:
         """Post the receives that a computation posts for later ones."""
         for receive in step.early:
             self._do(receive)
 
-    def _receive(self, way: str, flow: _Flow, step: Step) -> None:
+    def _receive(self, way: str, flow: _Flow, step: CompiledAction) -> None:
         """Post the receives of an action's activations (`way` "F") or their gradients ("B") from the peer stage."""
         assert step.action.peer is not None
         receive = self.communicator.receive
@@ -263,7 +265,7 @@ class PipelineExecutor:
 
 # Unbound and outside the instance: bound methods stored in it would form a reference cycle, which keeps its tensors
 # alive until Python's cycle collector runs.
-_ACTIONS: Mapping[Kind, Callable[[PipelineExecutor, Step], None]] = {
+_ACTIONS: Mapping[Kind, Callable[[PipelineExecutor, CompiledAction], None]] = {
     Kind.FORWARD: PipelineExecutor._forward,
     Kind.BACKWARD: PipelineExecutor._backward,
     Kind.INPUT: PipelineExecutor._input_gradient,

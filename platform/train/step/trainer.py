@@ -26,7 +26,7 @@ from platform.parallel.communicator.clock import Clock
 from platform.parallel.kernels import random
 from platform.parallel.kernels.einsum import Deferred
 from platform.parallel.parallel_ops import ParallelOps, PassPosition
-from platform.parallel.pipeline import Accumulated, Forward, PipelineExecutor, Rows, sum_tied
+from platform.parallel.pipeline import Accumulated, CompiledRows, Forward, PipelineExecutor, sum_tied
 from platform.parallel.sharding import gradients
 from platform.parallel.sharding.gradients import GradientReduction
 from platform.plan.core.chunks import Chunk
@@ -74,7 +74,7 @@ class Trainer:
         self.optimizer = self._make_optimizer()
         self.loss_scale = LossScale(config.loss_scale.initial) if plan.precision == "fp16" else None
         self.clock = communicator.clock = Clock(communicator.device)
-        self._compiled: Rows = {}  # for the executors of all steps
+        self._compiled: CompiledRows = {}  # for the executors of all steps
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         """Construct the optimizer of the master weights that this rank owns, with weight decay for those that the model
