@@ -16,7 +16,7 @@ from platform.parallel.communicator.base import Communicator
 from platform.parallel.kernels import positions, random, statistics
 from platform.parallel.kernels.dropout import Drawing, dropout, in_pieces
 from platform.parallel.kernels.einsum import Deferred, einsums
-from platform.parallel.kernels.rows import rows
+from platform.parallel.kernels.table_rows import rows
 from platform.parallel.loss_ops import LossOps, PassPosition
 from platform.parallel.recompute import recomputed
 from platform.parallel.sharding.convert import absent, apply, convert

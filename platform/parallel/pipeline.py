@@ -89,9 +89,7 @@ class CompiledAction:
     early: tuple[CompiledAction, ...] = ()
 
 
-CompiledRows = dict[
-    int, tuple[Sequence[Action], list[CompiledAction]]
-]  # id of a row -> the row, which is kept with it, compiled
+CompiledRows = dict[int, tuple[Sequence[Action], list[CompiledAction]]]  # id of a row -> the row itself, compiled
 
 
 def compiled(plan: Plan, communicator: Communicator, row: Sequence[Action]) -> list[CompiledAction]:
