@@ -12,7 +12,7 @@ from torch import Tensor
 
 from platform.parallel.communicator.base import Communicator
 from platform.parallel.kernels.einsum import Deferred
-from platform.parallel.kernels.leaves import accumulates, add_computed, add_gradient, arrived
+from platform.parallel.kernels.leaves import accumulates, add_computed, add_gradient
 from platform.parallel.kernels.products import local_einsum
 from platform.parallel.kernels.statistics import widened
 from platform.parallel.sharding.convert import absent, convert
@@ -210,7 +210,7 @@ class _Kept(torch.autograd.Function):
 
         @torch.no_grad()
         def compute() -> None:
-            """Compute the table's gradient, reduce it as planned, and add it to `grad`."""
+            """Compute the table's gradient, reduce it as planned, and add it to the sum of its gradients."""
             if e.operand.backward:
                 add_gradient(leaf, convert(communicator, product(), e.operand.backward, owned=True).wait())
             else:
@@ -220,7 +220,6 @@ class _Kept(torch.autograd.Function):
             ctx.deferred.append(compute)
         else:
             compute()
-            arrived(leaf)
         return arriving.wait(), None, None, None, None, None, None
 
 

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from platform.parallel.kernels.leaves import accumulates, add_computed, arrived
+from platform.parallel.kernels.leaves import accumulates, add_computed
 
 
 class _Rows(torch.autograd.Function):
-    """Autograd function behind `rows` where the table is a leaf: its gradient is added to its `grad`."""
+    """Autograd function behind `rows` where the table is a leaf: its gradient is added where that stays."""
 
     @staticmethod
     def forward(ctx, table: Tensor, ids: Tensor):
@@ -24,13 +24,16 @@ class _Rows(torch.autograd.Function):
     def backward(ctx, gradient):
         (ids,) = ctx.saved_tensors
         add_computed(ctx.table, partial(_scattered, ctx.table, ids, gradient))
-        arrived(ctx.table)
         return None, None
 
 
-def _scattered(table: Tensor, ids: Tensor, gradient: Tensor, into: Tensor | None) -> Tensor:
-    """Add the gradient of rows of `table` to them in `into`, zeros if it is None; return it."""
-    into = torch.zeros_like(table, requires_grad=False) if into is None else into
+def _scattered(table: Tensor, ids: Tensor, gradient: Tensor, into: Tensor | None, fresh: bool) -> Tensor:
+    """Add the gradient of rows of `table` to them in `into`, which counts as zeros if it is `fresh` (None: zeros in new
+    memory); return it."""
+    if into is None:
+        into = torch.zeros_like(table, requires_grad=False)
+    elif fresh:
+        into.zero_()
     into.view(len(table), -1).index_add_(0, ids.flatten(), gradient.reshape(ids.numel(), -1))
     return into
 
