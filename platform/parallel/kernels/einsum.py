@@ -60,7 +60,7 @@ class _Einsums(torch.autograd.Function):
         if group.regathered:
             x = convert(communicator, x, group.x.forward).wait()
         operands = [c.wait() for c in regathered]
-        local = [c.wait() for c in coming]
+        local = [c.wait().contiguous() for c in coming]  # read twice; that of a query is not in attention's order
         dx = None
         if ctx.needs_input_grad[3]:
             total: Any = None

@@ -28,7 +28,8 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        return _rotated(gradient, *ctx.angles, -1), None, None
+        cos, sin = ctx.angles
+        return _rotated(gradient, cos, sin, -1), None, None
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, way: int) -> Tensor:
