@@ -171,7 +171,8 @@ class Worker:
             self.memories[self.generation] = RankSnapshots(self.state.held, homes, self.rank, pinned)
         device = torch.cuda.get_device_properties() if self.device == "cuda" else None
         parameters = self.plan.parameters_at(self.communicator.coordinates)
-        return Built(parameters, device.name, device.total_memory) if device else Built(parameters, "cpu", None)
+        name, memory = (device.name, device.total_memory) if device else ("cpu", None)
+        return Built(parameters, name, memory, self.state.moments)
 
     def step(self, step: int, limit: float = inf, faults: list[Fault] | None = None) -> StepReport | Taken:
         """Run training step `step` (from 1) on this rank, see `Trainer.step`, and snapshot the state to memory every

@@ -58,7 +58,7 @@ def bench(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest
     return Bench(tmp_path, capfd, monkeypatch)
 
 
-def start(config, plan, *, command) -> int:
+def start(config, plan, *, command, phases) -> int:
     """Stand in for the driver: check memory and devices, print what it prints before a worker answers."""
     cluster, size = config.cluster, plan.mesh.size
     if cluster.kind != "ray":
@@ -68,7 +68,7 @@ def start(config, plan, *, command) -> int:
         resources.reserve_workers(cluster, size, lambda line: None if line.startswith("warning:") else print(line))
     print(f"{describe(plan)}\nstarting {size} workers ({cluster.kind}, cpu)")
     if 1 < plan.stages <= 4:  # simulating hundreds of microbatches on many stages takes seconds
-        s = schedule_of(config, plan.mesh.axes["data"])
+        s = schedule_of(config, plan.replicas)
         title = f"schedule  {s.name}: {s.stages} stages x {s.chunks} chunks, {s.microbatches} microbatches"
         print(f"{title}; bubble {simulate(s).bubble:.1%} of the work\n{table(s.rows)}")
     return launch.DONE

@@ -41,11 +41,12 @@ class Joined:
 @dataclass(frozen=True)
 class Built:
     """Size of the model built on a worker, in parameters, and its device: the name, and `memory` in bytes, None on CPU,
-    where workers share that of the host."""
+    where workers share that of the host. `moments`: the names of the optimizer's."""
 
     parameters: Count
     device: str
     memory: Count | None
+    moments: list[str]
 
 
 class SectionSpan(NamedTuple):
