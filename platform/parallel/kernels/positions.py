@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,16 +10,41 @@ from torch import Tensor
 from platform.parallel.kernels.statistics import widened
 
 
-def rotate(x: Tensor, length: Tensor, shape: Sequence[int], theta: float) -> Tensor:
-    """Apply rotary position embedding (RoFormer; half-split pairs, base `theta`) to x, a local block of queries or keys
-    [..., d_kv]. `length`: the block's global positions; `shape`: the shape to which the angles [length, d_kv / 2] are
-    reshaped so that they broadcast against x."""
-    wide, d_kv = widened(x), x.shape[-1]
-    frequency = theta ** (-torch.arange(0, d_kv, 2, device=x.device, dtype=torch.float64) / d_kv)
-    angle = length.double().outer(frequency)
-    cos, sin = angle.cos().to(wide.dtype).view(shape), angle.sin().to(wide.dtype).view(shape)
-    a, b = wide.chunk(2, -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+def angles(length: Tensor, d_kv: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return cosine and sine [length, d_kv] of the angles of rotary position embedding (RoFormer; half-split pairs, so
+    that both halves are equal; base `theta`) at the global positions `length`, computed in fp64."""
+    frequency = theta ** (-torch.arange(0, d_kv, 2, device=length.device, dtype=torch.float64) / d_kv)
+    angle = length.double().outer(frequency).repeat(1, 2)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+class _Rotate(torch.autograd.Function):
+    """Rotation of pairs, whose adjoint is the rotation back; it keeps nothing of x."""
+
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        ctx.angles = cos, sin
+        return _rotated(x, cos, sin, 1)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        cos, sin = ctx.angles
+        return _rotated(gradient, cos, sin, -1), None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, way: int) -> Tensor:
+    """Apply the angles to the pairs of x, forth (`way` 1) or back (-1)."""
+    wide, half = widened(x), x.shape[-1] // 2
+    out = wide * cos
+    out[..., :half].addcmul_(wide[..., half:], sin[..., :half], value=-way)
+    out[..., half:].addcmul_(wide[..., :half], sin[..., :half], value=way)
+    return out.to(x.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply rotary position embedding to x, a local block of queries or keys [..., d_kv], by `angles` of a shape that
+    broadcasts against it."""
+    return _Rotate.apply(x, cos, sin)
 
 
 def sinusoid(length: Tensor, d_model: Tensor, size: int) -> Tensor:
