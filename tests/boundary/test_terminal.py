@@ -17,7 +17,7 @@ at_exit.status = STATUS
 print("printed", end=" ")
 sys.exit(3)
 """
-    for status, shown in ((7, "printed registered\\n"), (None, "printed registered\\nfreed\\n")):
+    for status, shown in ((7, "printed registered\n"), (None, "printed registered\nfreed\n")):
         line = [sys.executable, "-c", code.replace("STATUS", str(status))]
         done = subprocess.run(line, capture_output=True, text=True)
         assert (done.returncode, done.stdout) == (3 if status is None else status, shown), done.stderr
