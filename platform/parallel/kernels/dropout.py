@@ -17,7 +17,7 @@ _MOST_AT_ONCE = 1 << 22  # on other devices, whose kernels take long to launch
 
 
 class Drawing(NamedTuple):
-    """What the mask of one dropout is drawn from: `counters` and `start` of `platform.parallel.kernels.random`, and the
+    """Source of the mask of one dropout: `counters` and `start` of `platform.parallel.kernels.random`, and the
     `rate`, the probability that an element is dropped."""
 
     counters: Sequence[Tensor]
@@ -73,5 +73,5 @@ class _Dropout(torch.autograd.Function):
 
 
 def dropout(x: Tensor, drawing: Drawing, draw: Draw) -> Tensor:
-    """Drop elements of x, a local block, and scale the others, by `draw`; nothing is saved for the backward pass."""
+    """Apply dropout to x, a local block, by `draw`; nothing is saved for the backward pass."""
     return _Dropout.apply(x, drawing, draw)

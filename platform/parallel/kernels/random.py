@@ -36,7 +36,7 @@ def bits(key_: int, elements: Tensor) -> Tensor:
 
 
 def _mix_(z: Tensor) -> Tensor:
-    """Scramble SplitMix64's states z, int64, in place, to its 64 random bits each; return z."""
+    """Turn SplitMix64's states z, int64, in place into its 64 random bits each; return z."""
     for shift, low, factor in ((30, 0x3FFFFFFFF, _MIX1), (27, 0x1FFFFFFFFF, _MIX2), (31, 0x1FFFFFFFF, 1)):
         shifted = z >> shift
         shifted &= low  # makes the arithmetic shift of int64 a logical one
