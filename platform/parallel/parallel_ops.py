@@ -367,9 +367,12 @@ class ParallelOps(Ops):
         return whole
 
 
-def initialise(plan: Plan, communicator: Communicator, p: Parameter, seed: int, out: Tensor) -> None:
+def initialise(plan: Plan, communicator: Communicator, p: Parameter, seed: int | None, out: Tensor) -> None:
     """Fill `out`, this rank's block of the parameter `p`, with its initial values (normal, zeros or ones), as a
-    function of (seed, parameter name, global element) alone: the same model under every plan."""
+    function of (seed, parameter name, global element) alone: the same model under every plan. `seed` None leaves it
+    undefined, to be restored."""
+    if seed is None:
+        return
     with torch.no_grad():
         if p.init == "normal":
             where = plan.block(p, communicator.coordinates)

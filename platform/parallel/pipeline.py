@@ -24,6 +24,7 @@ from platform.plan.schedule.table import BACKWARD_KINDS, SENDS_IN_FLIGHT, Action
 
 PassKey = tuple[int, int]  # chunk, microbatch
 Forward = Callable[[Chunk, int, dict[str, Tensor], Deferred | None], dict[str, Tensor]]
+Accumulated = Callable[[Action, int | None], None]
 
 
 class StageFailed(RuntimeError):
@@ -47,15 +48,15 @@ class PipelineExecutor:
 
     `forward(chunk, microbatch, flow, deferred)` runs a model chunk on the activations received by name (`flow`) and
     returns its output activations by name, or {"loss": ...}, whose gradient is 1. If `deferred` is a list, the backward
-    pass appends to it the functions that compute weight gradients. `accumulated(done)` is called after each backward
-    action; `done` is the chunk number if that action was the last of the row for the chunk, else None.
+    pass appends to it the functions that compute weight gradients. `accumulated(action, done)` is called after each
+    backward action; `done` is the chunk number if it was the last of the row for the chunk, else None.
     """
 
     plan: Plan
     communicator: Communicator
     dtype: torch.dtype  # of activations
     forward: Forward
-    accumulated: Callable[[int | None], None] = lambda done: None
+    accumulated: Accumulated = lambda action, done: None
     peak_live: int = 0  # most forward passes that awaited their backward at once
     _live: dict[PassKey, _Live] = field(default_factory=dict)
     _flow: dict[PassKey, dict[str, Tensor]] = field(default_factory=dict)  # outputs for the next chunk
@@ -78,7 +79,7 @@ class PipelineExecutor:
                 with c.clock.section(str(action)):
                     _ACTIONS[action.kind](self, action)
                     if action.kind in BACKWARD_KINDS:
-                        self.accumulated(completed)
+                        self.accumulated(action, completed)
             except Exception as error:
                 stage = c.coordinates["stage"]
                 raise StageFailed(f"rank {c.rank} (stage {stage}) failed at {action}: {error}") from error

@@ -30,7 +30,7 @@ from platform.optimizer.optimizers import preload_imports
 from platform.parallel.communicator.base import Communicator, Launch, SingleRank
 from platform.parallel.communicator.progress import PROGRESS
 from platform.parallel.communicator.sockets import open_sockets
-from platform.parallel.communicator.torch_distributed import CONNECT, ProcessGroups
+from platform.parallel.communicator.torch_distributed import ProcessGroups, join
 from platform.plan.core.plan_data import digest
 from platform.plan.core.step_collectives import process_groups
 from platform.plan.language.mesh import Mesh
@@ -126,11 +126,10 @@ class Worker:
         else:
             with PROGRESS.waiting("form"):
                 before = open_sockets()
-                self._join(rank, world_size, store, generation)
-                groups = ProcessGroups(mesh, rank, process_groups(self.plan), device)
+                self._join(rank, world_size, store, generation, device)
+                groups = ProcessGroups(mesh, rank, process_groups(self.plan), device, self.plan.neighbours)
                 groups.meet(self.plan.neighbours)
-                if self.device == "cpu":
-                    groups.connections = dict(open_sockets().items() - before.items())
+                groups.connections = dict(open_sockets().items() - before.items())
                 self.communicator = groups
         if self.config.monitor.log_launches:
             self.communicator.log = []
@@ -143,23 +142,25 @@ class Worker:
         torch.cuda.set_device(0)  # each worker process sees a single GPU
         return "cuda:0"
 
-    def _join(self, rank: int, size: int, address: tuple[str, int], generation: int | str) -> None:
+    @staticmethod
+    def _join(rank: int, size: int, address: tuple[str, int], generation: int | str, device: str) -> None:
         """Join the default process group of torch.distributed as `rank` of `size`; return once all ranks are there.
-        `address`: host and port of the driver's TCPStore; `generation`: prefix of this group's keys in it."""
+        `address`: host and port of the driver's TCPStore; `generation`: prefix of this group's keys in it; `device`:
+        of the tensors that the group moves."""
         store = dist.PrefixStore(f"generation/{generation}", dist.TCPStore(*address, is_master=False))
         if store.add("there", 1) == size:
             store.set("all", "")
         store.wait(["all"], timedelta(seconds=JOIN_SECONDS))
-        backend = "nccl" if self.device == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=CONNECT)
+        join(store, rank, size, device)
 
-    def build(self, rows: list[Any], domains: list[str] | None = None) -> Built:
+    def build(self, rows: list[Any], domains: list[str] | None = None, fresh: bool = True) -> Built:
         """Build this rank's parameters, optimizer and data for the generation that it has joined; return their size and
         the device's. `rows`: the schedule rows of this stage, from `platform.plan.schedule.rows.StageRows.plain`;
-        `domains`: the node of every rank, None if all run on one."""
+        `domains`: the node of every rank, None if all run on one; `fresh`: the parameters get their initial values;
+        False if `restore` or `recover` follows."""
         assert self.communicator
         c = self.config
-        self.trainer = Trainer(c, self.plan, self.communicator, corpus_of(c), StageRows.from_plain(rows))
+        self.trainer = Trainer(c, self.plan, self.communicator, corpus_of(c), StageRows.from_plain(rows), fresh)
         self.state = State(self.trainer)
         self.combiner = Combiner(self.plan, self.communicator, c.elastic.slow)
         if c.elastic.snapshot_every:
@@ -185,7 +186,9 @@ class Worker:
             report.step_seconds += seconds
         if self.communicator.log is not None:
             self._write_launches(self.communicator.log)
-        return self.combiner.together(report)
+        combined = self.combiner.together(report)
+        self.communicator.confirm()  # an update from collectives that were interrupted is not acknowledged
+        return combined
 
     def _verify(self, step: int) -> Differences:
         """Compare this rank's weights and optimizer state with those of its replicas, before the update of training
@@ -217,8 +220,8 @@ class Worker:
         follows."""
         mesh = Mesh.of({"data": len(source.gathered)})
         with PROGRESS.waiting("gather"):
-            self._join(rank, mesh.size, store, generation)
-        self.communicator = communicator = ProcessGroups(mesh, rank, (), self._local_device())
+            self._join(rank, mesh.size, store, generation, "cpu")  # snapshots are in host memory
+        self.communicator = communicator = ProcessGroups(mesh, rank, ())
         snapshot = self.memories[source.generation].at(source.step)
         snapshot.take_over(source.gathering()[1], rank, communicator.transfer)
 

@@ -38,8 +38,8 @@ class FakeWorker:
         self.config = config
         return Joined(rank, self.crew.job.coordinates[rank], 1, "n")
 
-    def build(self, rows, domains):
-        self.state = 0
+    def build(self, rows, domains, fresh=True):
+        self.state = 0 if fresh else None  # undefined until it is restored
         return Built(42, "cpu", self.crew.memory)
 
     def gather(self, source, rank, store, generation):

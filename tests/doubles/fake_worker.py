@@ -37,7 +37,7 @@ class FakeWorker:
         self._meet("form")
         return Joined(rank, {"data": rank}, os.getpid(), socket.gethostname())
 
-    def build(self, rows, domains=()):
+    def build(self, rows, domains=(), fresh=True):
         return Built(42, "cpu", None)
 
     def step(self, step, limit=math.inf, faults=()):

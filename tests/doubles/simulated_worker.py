@@ -50,7 +50,7 @@ class SimulatedWorker:
         where = Mesh.of(axes).coordinates(rank)
         return Joined(rank, where, os.getpid(), "simulated")
 
-    def build(self, rows, domains=()):
+    def build(self, rows, domains=(), fresh=True):
         assert len(domains) == self.world_size and rows
         return Built(1_367_000_000, "cpu", None)
 

@@ -133,10 +133,11 @@ class Result:
     log: list[Launch]
 
 
-def trainer_of(c: Config, plan: Plan, communicator: Communicator, corpus: Any = None) -> Trainer:
+def trainer_of(c: Config, plan: Plan, communicator: Communicator, corpus: Any = None, fresh: bool = True) -> Trainer:
     """A rank's trainer, with the rows that the driver would hand it."""
     stage = communicator.coordinates["stage"]
-    return Trainer(c, plan, communicator, corpus or Tokens(c), stage_rows(schedule_of(c, c.parallel.data))[stage])
+    rows = stage_rows(schedule_of(c, c.parallel.data))[stage]
+    return Trainer(c, plan, communicator, corpus or Tokens(c), rows, fresh)
 
 
 def with_operations(plan: Plan, operations: Mapping[tuple[str, str], Any]) -> Plan:

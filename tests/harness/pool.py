@@ -43,15 +43,17 @@ def _serve(rank: int, pipe: Connection, port: int) -> None:
 
 
 class Pool:
-    """`run(work, config, plan)` calls work(config, plan, communicator) on plan.mesh.size processes."""
+    """`run(work, config, plan)` calls work(config, plan, communicator) on plan.mesh.size of `size` processes, which
+    may take `timeout` seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = SIZE, timeout: float = TIMEOUT) -> None:
         from torch.distributed import TCPStore
 
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         warm.start()
+        self._timeout = timeout
         self._pipes, self._processes, self._generation = [], [], 0
-        for rank in range(SIZE):
+        for rank in range(size):
             ours, theirs = warm.CONTEXT.Pipe()
             process = warm.CONTEXT.Process(target=_serve, args=(rank, theirs, self._store.port), daemon=True)
             process.start()
@@ -65,7 +67,7 @@ class Pool:
             pipe.send((self._generation, work, config, plan))
         answers = []
         for rank, pipe in enumerate(pipes):
-            assert pipe.poll(TIMEOUT), f"rank {rank} does not answer"
+            assert pipe.poll(self._timeout), f"rank {rank} does not answer"
             answers.append(pipe.recv())
         for rank, (status, value) in enumerate(answers):
             assert status == "done", f"rank {rank}: {value}"

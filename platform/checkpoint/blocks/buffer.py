@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from platform.checkpoint.blocks.box import Box
+from platform.checkpoint.blocks.pinned import pinned_bytes
 from platform.checkpoint.blocks.placement import DTYPES, Block, Share
 
 
@@ -27,7 +28,7 @@ class Buffer:
             self._at[part.tensor.name].append((part.box, at, end))
             at = end
         self._pinned = pinned
-        self.data = torch.zeros(at, dtype=torch.uint8, pin_memory=pinned)
+        self.data = pinned_bytes(at) if pinned else torch.zeros(at, dtype=torch.uint8)
 
     @classmethod
     def aligned(cls, parts: Sequence[Share], pinned: bool = False) -> Buffer:

@@ -7,6 +7,7 @@ trainer's sum of loss and norm. Every launch is counted by `platform.plan.commun
 from __future__ import annotations
 
 import itertools
+import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -41,6 +42,11 @@ class Launch:
     elements: int
 
 
+class Aborted(RuntimeError):
+    """Failure of a rank whose collectives were interrupted (`Communicator.abort`): what they left behind means
+    nothing."""
+
+
 class Handle:
     """Collective or transfer in progress. `wait` returns its result and may be called once; the time spent waiting is
     booked under the clock section `section`."""
@@ -67,6 +73,7 @@ class Communicator(ABC):
         self.moved: Counter[str] = Counter()
         self.clock = Clock()
         self.log: list[Launch] | None = None
+        self._aborting, self._aborted = threading.Lock(), False
         self._number = next(_NUMBERS)
         COMMUNICATORS[self._number] = self
 
@@ -171,15 +178,26 @@ class Communicator(ABC):
     def meet(self, neighbours: Iterable[tuple[int, int]]) -> None:
         """Open the connections between pairs of pipeline stages (`neighbours`, the lower stage first) by exchanging one
         number between this rank and its peer in each, in one order on all ranks, before the first send of a step needs
-        one. Not counted."""
+        one. The lower stage sends first and the upper one receives first, since a transport may hold a send back until
+        it is received. Not counted."""
         here = self.coordinates["stage"]
         with self._uncounted():
             for lower, upper in neighbours:
-                if here in (lower, upper):
-                    there = upper if here == lower else lower
-                    sending = self.send(torch.zeros(1, device=self.device), there)
-                    self.receive((1,), torch.float32, there).wait()
-                    sending.wait()
+                if here == lower:
+                    self.send(torch.zeros(1, device=self.device), upper).wait()
+                    self.receive((1,), torch.float32, upper).wait()
+                elif here == upper:
+                    self.receive((1,), torch.float32, lower).wait()
+                    self.send(torch.zeros(1, device=self.device), lower).wait()
+
+    def read(self, x: Tensor) -> list[float]:
+        """Read the numbers in `x` [n], a tensor on this rank's device, into host memory: waits for the device, and so
+        for the collectives in its stream. A training step synchronises with its device here and nowhere else. Raises
+        Aborted if collectives were interrupted, as the numbers then mean nothing."""
+        with self.clock.waiting_for_device():
+            found: list[float] = x.tolist()
+        self.confirm()
+        return found
 
     @contextmanager
     def _uncounted(self) -> Iterator[None]:
@@ -201,9 +219,21 @@ class Communicator(ABC):
         """Collect every rank's fp64 numbers [n] on the CPU as one [ranks, n] on rank 0, for the report of a step;
         return None elsewhere. Not counted: reporting on a step is not part of it."""
 
-    def abort(self) -> None:  # noqa: B027  (a default that does nothing)
-        """Interrupt this communicator's collectives in progress so that they fail, here and at the peers. Callable from
-        any thread."""
+    def abort(self) -> None:
+        """Interrupt this communicator's collectives in progress so that they fail, here and at the peers, or end with
+        results that mean nothing, which `confirm` tells. Callable from any thread, repeatedly too."""
+        self._aborted = True  # before anything is interrupted: whoever sees results of it finds this set
+        with self._aborting:
+            self._abort()
+
+    def confirm(self) -> None:
+        """Confirm that no collective was interrupted until now, so that what the device holds is a result. Raises
+        Aborted. Called after waiting for the device, before its results are used or acknowledged."""
+        if self._aborted:
+            raise Aborted("the collectives of this generation were interrupted")
+
+    def _abort(self) -> None:  # noqa: B027  (a default that does nothing)
+        """Interrupt the collectives in progress in the transport; called by one thread at a time."""
 
     @abstractmethod
     def transfer(self, sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]]) -> None:

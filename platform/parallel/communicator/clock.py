@@ -10,9 +10,19 @@ from typing import Any
 
 import torch
 
-from platform.parallel.communicator.progress import PROGRESS
+from platform.parallel.communicator.progress import PROGRESS, SYNCHRONIZE, DevicePlace
 
 ClockSpan = tuple[str, float, float]  # section, its start and end: seconds since the first mark after the last reading
+
+
+class _Reading:
+    """Marks of a clock since it was last read: (innermost section up to here, whether the rank waits for others in it,
+    time or event). `passed` and `completed`: how many of them the device is known to have passed, and how many of these
+    ended a wait for other ranks."""
+
+    def __init__(self) -> None:
+        self.marks: list[tuple[str, bool, Any]] = []
+        self.passed = self.completed = 0
 
 
 class Clock:
@@ -23,8 +33,8 @@ class Clock:
 
     def __init__(self, device: torch.device | str = "cpu"):
         self._cuda = torch.device(device).type == "cuda"
-        self._open: list[str] = []
-        self._marks: list[tuple[str, Any]] = []  # (innermost section up to here, time or event)
+        self._open: list[tuple[str, bool]] = []  # sections, with whether the rank only waits for others in them
+        self._reading = _Reading()
         self._sections: list[tuple[str, int, int]] = []  # name, indices of its first and last mark
 
     def _mark(self) -> int:
@@ -35,8 +45,9 @@ class Clock:
             when.record()
         else:
             when = time.perf_counter()
-        self._marks.append((self._open[-1] if self._open else "", when))
-        return len(self._marks) - 1
+        marks = self._reading.marks
+        marks.append((*(self._open[-1] if self._open else ("", False)), when))
+        return len(marks) - 1
 
     @contextmanager
     def section(self, name: str, waiting: bool = False) -> Iterator[None]:
@@ -44,7 +55,7 @@ class Clock:
         this process's progress. `waiting`: the rank only waits for other ranks in it."""
         before = PROGRESS.enter(name, waiting)
         begin = self._mark()
-        self._open.append(name)
+        self._open.append((name, waiting))
         try:
             if self.entered:
                 self.entered(name)
@@ -61,15 +72,33 @@ class Clock:
         those nested in it."""
         assert not self._open, "a clock is read between sections"
         seconds: dict[str, float] = defaultdict(float)
-        marks, self._marks = self._marks, []
-        sections, self._sections = self._sections, []
+        marks, sections = self._reading.marks, self._sections
         if self._cuda and marks:
-            with PROGRESS.waiting("synchronize"):  # waits for the device, and so for the collectives in its stream
-                marks[-1][1].synchronize()
-        times = [self._between(marks[0][1], when) for _, when in marks]
-        for begin, (name, _), end in zip(times, marks[1:], times[1:], strict=False):
+            with self.waiting_for_device():
+                marks[-1][2].synchronize()
+        self._reading, self._sections = _Reading(), []
+        times = [self._between(marks[0][2], when) for _, _, when in marks]
+        for begin, (name, _, _), end in zip(times, marks[1:], times[1:], strict=False):
             seconds[name] += end - begin
         return dict(seconds), [(name, times[begin], times[end]) for name, begin, end in sections]
+
+    @contextmanager
+    def waiting_for_device(self) -> Iterator[None]:
+        """Mark the context as one in which the host waits for its device, and so perhaps for other ranks: heartbeats
+        tell meanwhile where the device is."""
+        with PROGRESS.waiting(SYNCHRONIZE, self.device_place if self._cuda else None):
+            yield
+
+    def device_place(self) -> DevicePlace:
+        """Return where the device is among the marks of this clock, without waiting for it. Called by other threads
+        while the host waits for the device."""
+        reading = self._reading
+        marks = reading.marks
+        while reading.passed < len(marks) and marks[reading.passed][2].query():
+            reading.completed += marks[reading.passed][1]
+            reading.passed += 1
+        section, waiting = marks[reading.passed][:2] if reading.passed < len(marks) else ("", False)
+        return DevicePlace(section or "other work", waiting, reading.completed, reading.passed)
 
     def _between(self, begin: Any, end: Any) -> float:
         """Return the seconds from mark `begin` to mark `end`."""

@@ -3,24 +3,42 @@ hanging apart."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import monotonic
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
-from platform.boundary.schema import Span
+from platform.boundary.schema import Count, Span
+
+SYNCHRONIZE = "synchronize"  # section in which the host waits for its device
+
+
+class DevicePlace(NamedTuple):
+    """Place of a device in the work that its host has queued: its clock section, True if it waits there for other
+    ranks, how many such waits it has completed, and how many marks of the clock it has passed."""
+
+    section: str
+    waiting: bool
+    completed: int
+    passed: int
 
 
 @dataclass(frozen=True)
 class Activity:
-    """Heartbeat of a worker: the driver's call that it is in, "" for none; the innermost
-    section; True if it waits there for other ranks; and the seconds since any of these changed."""
+    """Heartbeat of a worker: the driver's call that it is in, "" for none; the innermost section; True if it waits
+    there for other ranks; and the seconds since any of these changed. While the host waits for its device, `device` is
+    the section that the device is in, `device_waits` says whether it waits for other ranks there, and `completed` how
+    many waits for others (collectives and messages) it has completed in this step; its passing on counts as a change.
+    """
 
     call: str
     section: str
     waiting: bool
     seconds: Annotated[float, Span(0, 1e12)]
+    device: str = ""
+    device_waits: bool = False
+    completed: Count = 0
 
 
 class Progress:
@@ -30,10 +48,12 @@ class Progress:
     def __init__(self) -> None:
         self._call = ""
         self._now = ("", False, monotonic())  # section, waiting for other ranks, since
+        self._device: Callable[[], DevicePlace] | None = None  # set while the main thread waits for its device
+        self._passed, self._moved = -1, 0.0  # marks that the device had passed when last looked at, and when
 
     def begin(self, call: str) -> None:
         """Record that this worker begins to execute `call`, the driver's call as text; "" when the call has ended."""
-        self._call, self._now = call, ("", False, monotonic())
+        self._call, self._now, self._device = call, ("", False, monotonic()), None
 
     def enter(self, section: str, waiting: bool = False) -> tuple[str, bool]:
         """Record that the main thread enters the clock section `section`, in which it only waits for other ranks if
@@ -43,19 +63,31 @@ class Progress:
         return section_before, waiting_before
 
     @contextmanager
-    def waiting(self, section: str) -> Iterator[None]:
+    def waiting(self, section: str, device: Callable[[], DevicePlace] | None = None) -> Iterator[None]:
         """Mark the context as the section `section`, in which this rank waits for other ranks: a rank that hangs in it
-        is not to blame."""
+        is not to blame. `device`: tells where the device is that the rank waits for; other threads call it."""
         before = self.enter(section, True)
+        self._passed, self._device = -1, device
         try:
             yield
         finally:
+            self._device = None
             self.enter(*before)
 
     def beat(self) -> Activity:
-        """Return the heartbeat of this process: its call, the innermost section, and how long it has been there."""
-        section, waiting, since = self._now
-        return Activity(self._call, section, waiting, monotonic() - since)
+        """Return the heartbeat of this process: its call, the innermost section, and how long it has been there. Where
+        the device is looked at for the first time, that counts as its last movement, as nothing was known before."""
+        (section, waiting, since), device, now = self._now, self._device, monotonic()
+        if device is None:
+            return Activity(self._call, section, waiting, now - since)
+        try:
+            place = device()
+        except RuntimeError:  # of a device that no longer works: the main thread gets the same error
+            return Activity(self._call, section, waiting, now - since)
+        if place.passed != self._passed:
+            self._passed, self._moved = place.passed, now
+        seconds = now - max(since, self._moved)
+        return Activity(self._call, section, waiting, seconds, place.section, place.waiting, place.completed)
 
 
 PROGRESS = Progress()

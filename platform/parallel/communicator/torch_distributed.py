@@ -1,10 +1,17 @@
-"""Communicator on torch.distributed, where every rank is a process."""
+"""Communicator on torch.distributed, where every rank is a process.
+
+NCCL differs from gloo in what its users must do themselves: a group connects in its first call, which all its members
+must make together; a send ends only when it is received; and the operations of a group run on the device in the order
+in which they were issued. So groups are connected while a generation forms, and what one stage sends another has a
+group of its own per direction: a send that is not received yet holds back nothing but later sends of the same pair.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,29 +25,55 @@ TIMEOUT = timedelta(minutes=10)  # of one collective
 CONNECT = timedelta(
     seconds=4
 )  # of creating a group, once all ranks have joined: a rank that dies meanwhile leaves the others waiting
-STAGED_BYTES = 64 << 20  # bytes of host memory that `transfer` moves through GPU memory at a time
 # before torch 2.13: all_gather_into_tensor, reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def join(store: dist.Store, rank: int, size: int, device: torch.device | str) -> None:
+    """Join the default group of torch.distributed as `rank` of `size`: of NCCL on a CUDA device, where it connects at
+    once, else of gloo. All ranks call it together. `store`: of this generation alone."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        dist.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=CONNECT, device_id=device)
+    else:
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=CONNECT)
+
+
 class ProcessGroups(Communicator):
-    """Communicator over torch.distributed groups: NCCL on CUDA, gloo on CPU. Needs an initialised default group.
+    """Communicator over torch.distributed groups: NCCL on CUDA, gloo on CPU and for what is in host memory. Needs the
+    default group that `join` makes.
 
     `axes_of_groups`: the tuples of axes, in mesh order, along which collectives will run; one group is made of each, in
-    the same order on every rank. `connections`: the sockets of gloo's groups, which `abort` shuts down; set by the
-    caller that forms the groups.
+    the same order on every rank, unless one with the same members is there. `neighbours`: the pairs of pipeline stages
+    that send to each other. `connections`: the sockets of gloo's groups, which `abort` shuts down; set by the caller
+    that forms the groups.
     """
 
-    def __init__(self, mesh: Mesh, rank: int, axes_of_groups: Iterable[Sequence[str]], device: str = "cpu"):
+    def __init__(
+        self,
+        mesh: Mesh,
+        rank: int,
+        axes_of_groups: Iterable[Sequence[str]],
+        device: str = "cpu",
+        neighbours: Iterable[tuple[int, int]] = (),
+    ):
         super().__init__(mesh, rank, device)
-        self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
         self.connections: Sockets = {}
+        self._nccl = dist.get_backend() == "nccl"
+        made = {tuple(mesh.groups(mesh.ordered(mesh.axes))): dist.group.WORLD}
+        self._groups: dict[tuple[str, ...], dist.ProcessGroup | None] = {}
         for axes in axes_of_groups:  # in one order on every rank: creating a group is collective
-            mine, _ = dist.new_subgroups_by_enumeration([list(g) for g in mesh.groups(axes)], timeout=CONNECT)
-            assert mine is not None
-            self._groups[tuple(axes)] = mine
-        for group in (None, *self._groups.values()):
+            members = tuple(mesh.groups(axes))
+            if members not in made:
+                made[members] = _own_group(members)
+            self._groups[tuple(axes)] = made[members]
+        self._control = dist.new_group(backend="gloo", timeout=CONNECT) if self._nccl else None
+        self._lines: dict[tuple[int, int], dist.ProcessGroup | None] = {}  # sending, receiving stage -> group
+        for pair in neighbours if self._nccl else ():
+            for sender, receiver in (pair, pair[::-1]):
+                self._lines[sender, receiver] = _own_group(_line(mesh, sender, receiver))
+        for group in filter(None, (*made.values(), self._control, *self._lines.values())):
             dist.distributed_c10d._set_pg_timeout(TIMEOUT, group)
 
     def _start(self, op, given, out, axes, group, reduce, root):
@@ -66,55 +99,67 @@ class ProcessGroups(Communicator):
         return work.wait
 
     def _send(self, x, peer):
-        work = dist.isend(x, peer)
-        assert work is not None
-        return partial(work.wait, TIMEOUT)
+        return self._finish(dist.isend(x, peer, group=self._line_to(self.rank, peer)))
 
     def _receive(self, out, peer):
-        work = dist.irecv(out, peer)
+        return self._finish(dist.irecv(out, peer, group=self._line_to(peer, self.rank)))
+
+    def _line_to(self, sender: int, receiver: int) -> dist.ProcessGroup | None:
+        """Return the group in which rank `sender` sends to rank `receiver`; None for the default group."""
+        if not self._nccl:
+            return None
+        return self._lines[self.mesh.coordinates(sender)["stage"], self.mesh.coordinates(receiver)["stage"]]
+
+    def _finish(self, work: dist.Work | None) -> Callable[[], Any]:
+        """Return the function that waits for a message. NCCL's wait with a timeout would hold the host until the
+        message is there, instead of only the device's stream."""
         assert work is not None
-        return partial(work.wait, TIMEOUT)
+        return work.wait if self._nccl else partial(work.wait, TIMEOUT)
 
     def exchange(self, messages):
         with PROGRESS.waiting("exchange"):
-            sent = torch.tensor([m.numel() for m in messages], device=self.device)
+            sent = torch.tensor([m.numel() for m in messages])
             received = torch.empty_like(sent)
-            dist.all_to_all_single(received, sent)
-            given = torch.cat(list(messages)).to(self.device)
+            dist.all_to_all_single(received, sent, group=self._control)
+            given = torch.cat(list(messages))
             sizes = received.tolist()
             out = given.new_empty(sum(sizes))
-            dist.all_to_all_single(out, given, sizes, sent.tolist())
-            return list(out.cpu().split(sizes))
+            dist.all_to_all_single(out, given, sizes, sent.tolist(), group=self._control)
+            return list(out.split(sizes))
 
     def transfer(self, sent, received):
-        largest = max((x.numel() for _, x in (*sent, *received)), default=0)
-        step = STAGED_BYTES if self.device.type == "cuda" else max(largest, 1)  # bytes at a time
-        for at in range(0, largest, step):
-            given = [(peer, x[at : at + step].to(self.device)) for peer, x in sent if at < x.numel()]
-            wanted = [(peer, x[at : at + step]) for peer, x in received if at < x.numel()]
-            got = [x if x.device == self.device else torch.empty_like(x, device=self.device) for _, x in wanted]
-            works = [dist.P2POp(dist.isend, x, peer) for peer, x in given]
-            works += [dist.P2POp(dist.irecv, x, peer) for x, (peer, _) in zip(got, wanted, strict=True)]
-            with PROGRESS.waiting("transfer"):
-                for work in dist.batch_isend_irecv(works):
-                    work.wait(TIMEOUT)
-            for x, (_, out) in zip(got, wanted, strict=True):
-                if x is not out:
-                    out.copy_(x)
+        group = self._control
+        works = [dist.isend(x, peer, group=group) for peer, x in sent]
+        works += [dist.irecv(out, peer, group=group) for peer, out in received]
+        with PROGRESS.waiting("transfer"):
+            for work in filter(None, works):
+                work.wait(TIMEOUT)
 
     def collect(self, numbers):
-        mine = numbers.to(self.device)
-        rows = [torch.empty_like(mine) for _ in range(self.mesh.size)] if self.rank == 0 else None
+        rows = [torch.empty_like(numbers) for _ in range(self.mesh.size)] if self.rank == 0 else None
         with PROGRESS.waiting("collect"):
-            dist.gather(mine, rows)
-        return torch.stack(rows).cpu() if rows else None
+            dist.gather(numbers, rows, group=self._control)
+        return torch.stack(rows) if rows else None
 
-    def abort(self) -> None:
-        if self.device.type == "cuda" and dist.is_initialized():
-            for group in [*self._groups.values(), dist.distributed_c10d._get_default_group()]:
-                group.abort()
+    def _abort(self) -> None:
+        if self._nccl and dist.is_initialized():
+            # All groups in one call of NCCL: one after the other, they wait for each other on different ranks.
+            dist.distributed_c10d._abort_process_group()
         shut_down(self.connections)
 
     def close(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _own_group(groups: Iterable[Sequence[int]]) -> dist.ProcessGroup | None:
+    """Create a process group of each of `groups`, ranks that share none, and return that of this rank; all ranks call
+    it together."""
+    mine, _ = dist.new_subgroups_by_enumeration([list(group) for group in groups], timeout=CONNECT)
+    return mine
+
+
+def _line(mesh: Mesh, sender: int, receiver: int) -> list[tuple[int, int]]:
+    """Return the pairs of ranks in stage `sender` and `receiver` with the same index along all other axes."""
+    ranks = [rank for rank in range(mesh.size) if mesh.coordinates(rank)["stage"] == sender]
+    return [(rank, mesh.rank({**mesh.coordinates(rank), "stage": receiver})) for rank in ranks]

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-DRAWN_AT_ONCE = 1 << 16  # elements drawn at once, so that initialisation needs little memory beyond the block
+# elements drawn at once, so that initialisation needs little memory beyond the block, and on a GPU few launches
+DRAWN_AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 22, "meta": 1 << 22}
 
 
 def key(*parts: object) -> int:
@@ -143,7 +144,7 @@ def fill_normal_(out: Tensor, key_: int, std: float, block: Sequence[tuple[int, 
     dim."""
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     row = max(1, math.prod(out.shape[1:]))
-    rows = max(1, DRAWN_AT_ONCE // row)
+    rows = max(1, DRAWN_AT_ONCE[out.device.type] // row)
     offset, extent = block[0]
     for first in range(0, extent, rows):
         n = min(rows, extent - first)

@@ -41,6 +41,8 @@ def place(
         whole = torch.as_tensor(read[start, n][name])
         ((offset, extent),) = block(dims[1:], {"length": whole.shape[1]}, layout, plan.mesh, communicator.coordinates)
         mine = whole[:, offset : offset + extent].t().contiguous()
+        if communicator.device.type == "cuda":
+            mine = mine.pin_memory()  # from pageable memory the copy would hold the host
         return mine.to(communicator.device, non_blocking=True)
 
     out: Blocks = {}

@@ -26,12 +26,13 @@ from platform.parallel.communicator.clock import Clock
 from platform.parallel.kernels import random
 from platform.parallel.kernels.einsum import Deferred
 from platform.parallel.parallel_ops import ParallelOps, PassPosition
-from platform.parallel.pipeline import Forward, PipelineExecutor, sum_tied
+from platform.parallel.pipeline import Accumulated, Forward, PipelineExecutor, sum_tied
 from platform.parallel.sharding import gradients
 from platform.parallel.sharding.gradients import GradientReduction
 from platform.plan.core.chunks import Chunk
 from platform.plan.core.plan import Plan
 from platform.plan.schedule.rows import StageRows
+from platform.plan.schedule.table import Action
 from platform.train.protocol.answers import Differences, SectionSpan, StepReport
 from platform.train.step.faults import Fault, armed, flip
 from platform.train.step.inputs import Blocks, place
@@ -44,18 +45,27 @@ class Trainer:
     """Executes the training steps of a plan on the rank of `communicator`, whose pipeline stage runs the schedule's
     `rows`.
 
+    `fresh`: the weights get their initial values; if False they are undefined until they are restored.
     `peak_live`: most forward passes of chunks whose activations were alive at once in the last step.
     """
 
     peak_live = 0
     _poison = 0.0  # added to this rank's part of the squared gradient norm, NaN under the fault `nan`
 
-    def __init__(self, config: Config, plan: Plan, communicator: Communicator, corpus: Corpus, rows: StageRows):
+    def __init__(
+        self,
+        config: Config,
+        plan: Plan,
+        communicator: Communicator,
+        corpus: Corpus,
+        rows: StageRows,
+        fresh: bool = True,
+    ):
         self.config, self.plan, self.communicator, self.corpus = config, plan, communicator, corpus
         self.rows, self.stage = rows, plan.at(communicator.coordinates["stage"])
         self._parts = {chunk.number: replace(self.stage, chunks=(chunk,)) for chunk in self.stage.chunks}
         self.model = build_model(config.model)
-        self.weights = Weights(self.stage, communicator, config.seed)
+        self.weights = Weights(self.stage, communicator, config.seed if fresh else None)
         self.ops = ParallelOps(self.stage, communicator, self.weights.compute, config.model.dropout)
         self.optimizer = self._make_optimizer()
         self.clock = communicator.clock = Clock(communicator.device)
@@ -155,7 +165,7 @@ class Trainer:
         left = {chunk.number: chunk.parameters for chunk in self.stage.chunks}  # chunks with backward passes to run
         reductions = []
 
-        def accumulated(done: int | None) -> None:
+        def accumulated(action: Action, done: int | None) -> None:
             self.weights.accumulate()
             if done is not None:
                 complete = left.pop(done) - set().union(*left.values())
@@ -167,11 +177,9 @@ class Trainer:
         self.peak_live = pipeline.peak_live
         return total, predicted, reductions
 
-    def _pipeline(
-        self, forward: Forward, accumulated: Callable[[int | None], None] = lambda done: None
-    ) -> PipelineExecutor:
+    def _pipeline(self, forward: Forward, accumulated: Accumulated = lambda action, done: None) -> PipelineExecutor:
         """Construct the executor of this stage's schedule. `forward` runs a chunk on a microbatch; `accumulated` is
-        called after a backward pass, with the chunk's number if it was the last of that chunk, else None."""
+        called after a backward action, with the chunk's number if it was the last of that chunk, else None."""
         dtype = DTYPES[self.plan.precision][0]
         return PipelineExecutor(self.stage, self.communicator, dtype, forward, accumulated)
 
@@ -212,7 +220,8 @@ class Trainer:
         both = torch.stack((mine, squares))
         if world := self.plan.mesh.ordered(self.plan.mesh.axes):
             both = self.communicator.launch("all_reduce", both, world).wait()
-        return both[0].item(), both[1].item()
+        total, square = self.communicator.read(both)
+        return total, square
 
     def _update(self, norm: float, lr: float) -> None:
         """Update the weights from their reduced gradients at learning rate `lr`, clipped to optimizer.clip. `norm`: the

@@ -29,7 +29,7 @@ class Weights:
     the same tensor as in `compute` if dtype and shape agree. A parameter of which this rank has no block is an empty
     tensor."""
 
-    def __init__(self, plan: Plan, communicator: Communicator, seed: int):
+    def __init__(self, plan: Plan, communicator: Communicator, seed: int | None):
         self._plan, self._communicator = plan, communicator
         low, self._high = DTYPES[plan.precision]
         self.master: dict[str, Tensor] = {}

@@ -13,7 +13,7 @@ from platform.cluster.crew.base.watch import Watch
 from platform.cluster.wire.channel import Garbled, Unframer, encode
 from platform.cluster.wire.messages import Answer, Hello
 from platform.cluster.wire.switchboard import Switchboard
-from platform.parallel.communicator.progress import Activity
+from platform.parallel.communicator.progress import SYNCHRONIZE, Activity
 from tests.harness.dialled import dialled, frame, greeting
 
 
@@ -197,3 +197,31 @@ def test_silence_in_a_call_without_a_limit():
 def test_no_limit_asks_nobody():
     watch = Watch(math.inf, start=0.0)
     assert watch.patience(1e9) == math.inf and not watch.ask({0}, 1e9) and watch.hung({0}, 1e9) == ({}, set())
+
+
+def at_device(seconds, device, device_waits, completed=7):
+    return Activity("step(3)", SYNCHRONIZE, True, seconds, device, device_waits, completed)
+
+
+def test_who_hangs_where_all_wait_for_their_devices():
+    """On GPUs every host waits for its device: whose device is at work, while those of others wait for it, hangs."""
+
+    def judge(beats):
+        watch, pending = Watch(10.0, start=0.0), set(beats)
+        for asked, when in ((9.0, 9.0), (10.0, 19.0)):
+            assert set(watch.ask(pending, asked)) == pending
+            for number, beat in beats.items():
+                watch.heard(number, beat(when), when)
+        return watch.hung(pending, 19.0)
+
+    waits = lambda now: at_device(now, "exposed_comm", True)  # noqa: E731
+    works = lambda now: at_device(now, "forward", False, 6)  # noqa: E731
+    hung, blamed = judge({0: waits, 1: works, 2: waits, 3: waits})
+    assert blamed == {1} == hung.keys()
+    assert hung[1] == "19.0 s at step(3): synchronize of its device, in forward after 6 waits for others"
+    assert judge(dict.fromkeys(range(4), waits))[1] == set(), "a lost message: nobody is to blame, nobody is killed"
+    assert judge(dict.fromkeys(range(4), works))[1] == set(), "nobody waits for them"
+    moves = lambda now: at_device(1.0, "forward", False)  # noqa: E731
+    assert judge({0: waits, 1: moves}) == ({}, set()), "a device that is slow goes on"
+    behind = lambda now: beat(now, waiting=True, section="collect")  # noqa: E731
+    assert judge({0: behind, 1: works})[1] == {1}

@@ -76,7 +76,7 @@ def test_a_block_is_the_slice_of_the_whole(drawn, chunk):
     part = tuple(slice(o, o + n) for o, n in block)
     whole = normal([(0, n) for n in shape], shape)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(random, "DRAWN_AT_ONCE", chunk)
+        patch.setitem(random.DRAWN_AT_ONCE, "cpu", chunk)
         assert torch.equal(normal(block, shape), whole[part])
 
 

@@ -15,6 +15,7 @@ from platform.parallel.communicator.base import Communicator, SingleRank
 from platform.plan.language.mesh import Mesh
 from platform.planning.make_plan import make_plan
 from platform.train.recovery.source import Formation, Source, find_source, take_seats
+from platform.train.step import weights
 from platform.train.step.training_state import State
 from tests.harness.oracle import trainer_of
 from tests.harness.pairwise import cover, product
@@ -59,13 +60,13 @@ class Undisturbed(NamedTuple):
     memories: dict[str, RankSnapshots]
 
 
-def ranks(name: str, work) -> list:
+def ranks(name: str, work, fresh: bool = True) -> list:
     c = config(name)
     plan = make_plan(c)
 
     def one(communicator: Communicator):
         torch.set_num_threads(1)
-        return work(trainer_of(c, plan, communicator), communicator)
+        return work(trainer_of(c, plan, communicator, fresh=fresh), communicator)
 
     return [one(SingleRank(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, one)
 
@@ -135,7 +136,13 @@ def recovered(case: dict[str, Any], forget: str = "") -> bool:
                 block.tensor.zero_()
         return start, values, [numbers(trainer, step) for step in (3, 4)], live_copies(state)
 
-    parts = ranks(case["new"], work)
+    def undefined(plan, communicator, p, seed, out):
+        assert seed is None, "what is recovered is not initialised before"
+        out.fill_(torch.nan)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weights, "initialise", undefined)
+        parts = ranks(case["new"], work, fresh=False)
     shapes = {held.name: held.shape for held in survived}
     assert {name.split(".")[0] for name in shapes} == {"model", "exp_avg", "exp_avg_sq"}
     found_, wanted = (assemble(blocks, shapes) for blocks in ([p[0] for p in parts], [u.after[0] for u in before]))

@@ -76,7 +76,8 @@ class Former:
         domains = [there[n].node if n in there else "" for n in seats]  # "": gone by now, and the next call fails
         of_stage = stage_rows(schedule)
         plain = [stage.plain() for stage in of_stage]
-        build = "build", ByRank(plain[c["stage"]] for c in job.coordinates), domains
+        fresh = not source and not self._checkpoints.step
+        build = "build", ByRank(plain[c["stage"]] for c in job.coordinates), domains, fresh
         built = crew.call(*build)
         self.recruiter.memory = min(self.recruiter.memory, *(b.memory or inf for b in built))
         step = self._recover(crew, source) if source else self._restore(crew, build)
@@ -158,14 +159,16 @@ class Former:
     def _restore(self, crew: Crew, build: tuple[Any, ...]) -> int:
         """Restore the workers' state from storage, as nothing in memory is usable, or leave them at step 0 if there is
         no checkpoint; return the step. `build`: the call that builds the workers, repeated after each corrupt
-        checkpoint. Raise GaveUp if storage cannot be read and a generation had formed before; ConfigError or OSError if
-        none had."""
+        checkpoint; its last argument says whether that gives them initial values. Raise GaveUp if storage cannot be
+        read and a generation had formed before; ConfigError or OSError if none had."""
         try:
             if self._tried:
                 self._checkpoints.look_again()
             self._tried = True
             while not self._checkpoints.restore(crew):
                 crew.call(*build)
+            if not self._checkpoints.step and not build[-1]:  # the checkpoint that was there is gone
+                crew.call(*build[:-1], True)
         except (ConfigError, OSError) as error:
             if not self._formed:
                 raise

@@ -12,6 +12,16 @@ from typing import Any
 from platform.config.fields import Config, SentConfig
 
 WORKER = "platform.train.worker:Worker"
+# Environment of a worker on a GPU, set before torch is imported unless the user has set it: name -> value.
+CUDA_ENVIRONMENT = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # the driver aborts: torch's watchdog would end the process meanwhile
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # the driver's heartbeats find what hangs
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # the main thread meets the error, and reports it
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # kernels start in the order of their launch: collectives before products
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # memory does not fragment
+}
+ALSO = {"PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF"}  # older names that the user may have set instead
 START = 0  # call number of the answer that reports the construction of the worker
 
 
@@ -55,8 +65,16 @@ class Assignment:
     threads: int
     log: str = ""  # file for standard output and error; "" = do not redirect
     environment: dict[str, str] = field(default_factory=dict)
+    defaults: dict[str, str] = field(default_factory=dict)  # likewise, where its process has no value of its own
     secrets: dict[str, str] = field(default_factory=dict)
     node: str = ""  # its failure domain; "" = the machine's name
+
+    def enter_environment(self) -> None:
+        """Set the environment of the calling process as this assignment says, before torch is imported there."""
+        os.environ.update(self.environment)
+        for name, value in self.defaults.items():
+            if ALSO.get(name, name) not in os.environ:
+                os.environ.setdefault(name, value)
 
     def construct(self) -> Any:
         """Construct the worker object that this assignment describes, in the calling process."""
@@ -88,8 +106,19 @@ def assign(
             "GROUP_RANK": str(group_rank),
             "OMP_NUM_THREADS": str(threads),
         },
+        defaults=cuda_environment() if job.device == "cuda" else {},
         secrets=dict(job.secrets),
     )
+
+
+def cuda_environment() -> dict[str, str]:
+    """Return CUDA_ENVIRONMENT with the values that are set in the environment of this process, the driver, instead of
+    ours; a variable that is set by its older name is left out, and that one is there."""
+    found = {}
+    for name, value in CUDA_ENVIRONMENT.items():
+        chosen = name if name in os.environ or ALSO.get(name, name) not in os.environ else ALSO[name]
+        found[chosen] = os.environ.get(chosen, value)
+    return found
 
 
 def usable_cores() -> int:

@@ -61,6 +61,7 @@ class Watch:
 
         A member hangs if it does not answer a beat (the process is stopped, or something holds the GIL), or if it is
         where it was `within` seconds ago and is not waiting for other ranks. A slow member that moves does not hang.
+        Where all wait, some for their devices, those hang whose device is at work while another rank waits for others.
         """
         late = now >= self._deadline
         patience = BEAT_SECONDS if late else self._silence
@@ -77,11 +78,15 @@ class Watch:
         if stuck:
             return stuck, set(stuck)
         if not busy and now - self._moved >= self._within:
+            working = {n: _where(b) for n, b in beats.items() if b.device and not b.device_waits}
+            if 0 < len(working) < len(beats):
+                return working, set(working)
             return {n: f"all pending ranks wait for each other: {_where(beat)}" for n, beat in beats.items()}, set()
         return {}, set()
 
 
 def _where(beat: Activity) -> str:
     """Describe in a line where a member's heartbeat shows it to be: the seconds since it moved, the call and the
-    section."""
-    return f"{beat.seconds:.1f} s at {beat.call}{beat.section and ': '}{beat.section}"
+    section, and where its device is if it waits for that."""
+    device = f" of its device, in {beat.device} after {beat.completed} waits for others" if beat.device else ""
+    return f"{beat.seconds:.1f} s at {beat.call}{beat.section and ': '}{beat.section}{device}"

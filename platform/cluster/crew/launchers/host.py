@@ -36,7 +36,7 @@ def serve(place: Assignment, address: tuple[str, int], token: str, *, own_proces
     Sets the environment before torch is imported, because torch reads it then. `own_process`: this process has no other
     purpose, so it exits when the driver is gone, even if the worker does not return from a call.
     """
-    os.environ.update(place.environment)
+    place.enter_environment()
     if place.log:
         _redirect_output(place.log)
     attend(place, dial(address, token, place.number, place.node), own_process=own_process)

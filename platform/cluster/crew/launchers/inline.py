@@ -7,6 +7,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -25,7 +26,9 @@ class InlineCrew(Crew):
         self.unstarted = []
         self._closed = False
         self._member = Member(0, socket.gethostname(), os.getpid())
-        self._worker = assign(job, 0, local_rank=0, local_world_size=1, group_rank=0).construct()
+        place = assign(job, 0, local_rank=0, local_world_size=1, group_rank=0)
+        replace(place, environment={}).enter_environment()  # CUDA reads it when it is first used
+        self._worker = place.construct()
 
     @property
     def members(self) -> Mapping[int, Member]:

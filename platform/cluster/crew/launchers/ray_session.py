@@ -27,8 +27,9 @@ _OBJECT_STORE_BYTES = 100 << 20  # small: no tensor goes through it, and workers
 
 
 class Embedded:
-    """Private Ray instance on this machine with room for `size` workers. It joins no other cluster, reports no usage
-    statistics, and leaves no process or file behind when this process ends, however it ends."""
+    """Private Ray instance on this machine with room for `size` workers, but on `gpus` for no more than there are GPUs.
+    It joins no other cluster, reports no usage statistics, and leaves no process or file behind when this process ends,
+    however it ends."""
 
     def __init__(self, size: int, *, gpus: bool):
         directory = _short_temporary_directory()  # readable by this user alone; Ray's own directory is open to all
@@ -45,7 +46,7 @@ class Embedded:
                 _temp_dir=f"{directory}/ray",
                 _node_ip_address="127.0.0.1",
                 num_cpus=size,  # logical CPUs, one per worker: more than cores is slow but allowed
-                num_gpus=size if gpus else 0,
+                num_gpus=min(size, _gpus()) if gpus else 0,
                 include_dashboard=False,
                 object_store_memory=_OBJECT_STORE_BYTES,
                 _system_config={"worker_niceness": 0},  # Ray's default of 15 starves workers beside other processes
@@ -171,6 +172,14 @@ def _runtime_env() -> dict[str, Any] | None:
         return None
     root = str(Path(__file__).parents[4])
     return {"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}}
+
+
+def _gpus() -> int:
+    """Count the GPUs of this machine: an embedded Ray that is told of more would place workers on those that are not
+    there."""
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def _short_temporary_directory() -> str:

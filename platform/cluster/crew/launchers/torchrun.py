@@ -152,6 +152,7 @@ def _serve(address: tuple[str, int], token: str, number: int, *, own_process: bo
     place: Assignment = schema.read(Assignment, line.told)
     if place.device == "cuda":
         os.environ.update(one_gpu(int(os.environ["LOCAL_RANK"])))
+    replace(place, environment={}).enter_environment()
     attend(replace(place, number=number), line, own_process=own_process)
 
 

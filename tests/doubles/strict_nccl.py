@@ -1,0 +1,305 @@
+"""A double of torch.distributed for ranks that are threads of one process, as strict as NCCL may be.
+
+A group that is not connected when it is made connects in its first call, which all members must make; the operations of
+a group run in the order in which each rank issued them, so that one holds back those behind it; a send ends only when
+it is received, and the first one between two ranks of a group holds its host until then; waiting takes no timeout. If
+every rank waits and nothing can run, all of them raise `Stuck`. Groups of gloo are as lenient as gloo.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+from torch import Tensor
+
+from platform.parallel.communicator import torch_distributed
+from platform.parallel.communicator.torch_distributed import ProcessGroups, join
+from platform.plan.language.mesh import Mesh
+
+GPU = torch.device("cuda", 0)
+
+
+class Stuck(RuntimeError):
+    """All ranks wait, and nothing can run."""
+
+
+class Operation:
+    """What one rank has issued in a group: a collective of the kind `what`, or a message to or from `peer`. `work`:
+    what the collective does, given the tensors of all members, by rank."""
+
+    def __init__(self, rank: int, what: Any, tensors: Any, work: Callable[..., None] | None = None, peer: int = -1):
+        self.rank, self.what, self.tensors, self.work, self.peer = rank, what, tensors, work, peer
+        self.done = False
+
+
+class Group:
+    """Members that share one queue each; `strict`: of NCCL."""
+
+    def __init__(self, members: tuple[int, ...], strict: bool, connected: bool):
+        self.members, self.strict, self.connected = members, strict, connected
+        self.queues: dict[Any, dict[int, deque[Operation]]] = defaultdict(lambda: {m: deque() for m in members})
+        self.called: set[int] = set()
+        self.opened: set[tuple[int, int]] = set()  # (sender, receiver) that have exchanged a message
+
+    def abort(self) -> None:
+        raise AssertionError("a single group is aborted: they are aborted together or wait for each other")
+
+
+class Work:
+    def __init__(self, world: World, group: Group, operation: Operation):
+        self._world, self._group, self._operation = world, group, operation
+
+    def wait(self, timeout: Any = None) -> None:
+        assert timeout is None or not self._group.strict, "NCCL polls on the host if a timeout is given"
+        self._world.until(lambda: self._operation.done, f"{self._operation.what} in {self._group.members}")
+
+
+class World:
+    """Where the threads meet; `dist` stands for the module torch.distributed."""
+
+    def __init__(self, size: int):
+        self.changed, self.here = threading.Condition(), threading.local()
+        self.waiting: dict[int, tuple[Callable[[], bool], str]] = {}
+        self.live, self.size, self.failure = set(range(size)), size, None
+        self.groups: dict[Any, Group] = {}
+        self.aborts: list[int] = []
+        self.issued: dict[tuple[int, Any], int] = defaultdict(int)
+        names = ("all_gather reduce_scatter all_to_all_single broadcast scatter gather reduce all_reduce isend irecv "
+                 "new_group new_subgroups_by_enumeration init_process_group").split()  # fmt: skip
+        self.dist = SimpleNamespace(
+            **{name: getattr(self, name) for name in names},
+            ReduceOp=torch.distributed.ReduceOp,
+            GroupMember=torch.distributed.GroupMember,
+            group=self,
+            get_backend=lambda: "nccl" if self.here.default.strict else "gloo",
+            is_initialized=lambda: self.here.default is not None,
+            destroy_process_group=lambda: setattr(self.here, "default", None),
+            distributed_c10d=SimpleNamespace(_set_pg_timeout=lambda *_: None, _abort_process_group=self.abort),
+        )
+
+    @property
+    def WORLD(self) -> Group:
+        return self.here.default
+
+    # the engine
+
+    def until(self, true: Callable[[], bool], what: str) -> None:
+        """Hold this rank until `true()`. Raises Stuck if that can never be."""
+        with self.changed:
+            self.waiting[self.here.rank] = true, what
+            while not true():
+                self._look()
+                if self.failure:
+                    raise Stuck(str(self.failure)) from self.failure
+                self.changed.wait(30.0)
+            del self.waiting[self.here.rank]
+
+    def _look(self) -> None:
+        if self.live and self.live <= self.waiting.keys() and not any(t() for t, _ in self.waiting.values()):
+            self.fail(Stuck("; ".join(f"rank {r}: {what}" for r, (_, what) in sorted(self.waiting.items()))))
+
+    def fail(self, cause: BaseException) -> None:
+        self.failure = self.failure or cause
+        self.changed.notify_all()
+
+    def ends(self, rank: int, cause: BaseException | None) -> None:
+        with self.changed:
+            self.live.discard(rank)
+            if cause:
+                self.fail(cause)
+            self._look()
+
+    def _issue(self, group: Group | None, what: Any, tensors: Any, work: Any = None, peer: int = -1) -> Work:
+        group, rank = group or self.here.default, self.here.rank
+        operation = Operation(rank, what, tensors, work, peer)
+        if not group.connected and not self._connect(group, rank, peer):
+            group = self._pair(group, rank, peer)
+        with self.changed:
+            key = ("messages", min(rank, peer), max(rank, peer)) if peer >= 0 and not group.strict else "all"
+            group.queues[key][rank].append(operation)
+            self._run(group, group.queues[key])
+            self.changed.notify_all()
+        pair = (rank, peer) if what == "send" else (peer, rank)
+        if peer >= 0 and group.strict and pair not in group.opened:
+            self.until(lambda: operation.done, f"the first {what} of {pair}")
+            group.opened.add(pair)
+        return Work(self, group, operation)
+
+    def _connect(self, group: Group, rank: int, peer: int) -> bool:
+        """Connect a group in its first collective; False for a message, which connects two of its ranks alone."""
+        if peer < 0:
+            group.called.add(rank)
+            self.until(lambda: len(group.called) == len(group.members), f"{group.members} to connect")
+            group.connected = True
+        return peer < 0
+
+    def _pair(self, group: Group, rank: int, peer: int) -> Group:
+        with self.changed:
+            members = min(rank, peer), max(rank, peer)
+            return self.groups.setdefault(("pair", id(group), members), Group(members, group.strict, True))
+
+    def _run(self, group: Group, queues: dict[int, deque[Operation]]) -> None:
+        """Run whatever is at the head of the queues of all whom it concerns."""
+        moved = True
+        while moved:
+            moved = False
+            heads = {m: queues[m][0] for m in group.members if queues[m]}
+            if len(heads) == len(group.members) and all(head.peer < 0 for head in heads.values()):
+                kinds = {head.what for head in heads.values()}
+                if len(kinds) > 1:
+                    return self.fail(RuntimeError(f"{group.members} call {kinds}"))
+                given = [heads[m].tensors for m in group.members]
+                for head in heads.values():
+                    head.work(given, group.members.index(head.rank))
+                moved = self._end(queues, *heads.values())
+                continue
+            for send in heads.values():
+                receive = heads.get(send.peer)
+                if send.what == "send" and receive and receive.what == "receive" and receive.peer == send.rank:
+                    assert receive.tensors.shape == send.tensors.shape and receive.tensors.dtype == send.tensors.dtype
+                    receive.tensors.copy_(send.tensors)
+                    moved = self._end(queues, send, receive)
+                    break
+
+    @staticmethod
+    def _end(queues: dict[int, deque[Operation]], *operations: Operation) -> bool:
+        for operation in operations:
+            operation.done = True
+            queues[operation.rank].popleft()
+        return True
+
+    # torch.distributed
+
+    def init_process_group(self, backend, *, store, rank, world_size, timeout, device_id=None):
+        with self.changed:
+            strict = backend == "nccl"
+            made = self.groups.setdefault(
+                "world", Group(tuple(range(world_size)), strict, device_id == GPU or not strict)
+            )
+        self.here.default = made
+
+    def new_group(self, ranks: Sequence[int] | None = None, backend: str | None = None, timeout: Any = None) -> Any:
+        """Like torch's: created by all ranks alike, and connected at once if the default group is."""
+        default = self.here.default
+        members = tuple(ranks if ranks is not None else default.members)
+        strict = default.strict if backend is None else backend == "nccl"
+        count = self.issued[self.here.rank, "groups"] = self.issued[self.here.rank, "groups"] + 1
+        with self.changed:
+            group = self.groups.setdefault((count, members), Group(members, strict, default.connected or not strict))
+        return group if self.here.rank in members else None
+
+    def new_subgroups_by_enumeration(self, lists, timeout=None):
+        made = [self.new_group(ranks) for ranks in lists]
+        return next((g for g in made if g), None), made
+
+    def abort(self) -> None:
+        self.aborts.append(self.here.rank)
+        self.here.default = None
+
+    def isend(self, x, peer, group=None):
+        return self._issue(group, "send", x.detach().clone(), peer=peer)
+
+    def irecv(self, out, peer, group=None):
+        return self._issue(group, "receive", out, peer=peer)
+
+    def _collective(self, group, what, tensors, work, async_op):
+        handle = self._issue(group, what, tensors, work)
+        return handle if async_op else handle.wait()
+
+    def all_gather(self, out, given, group=None, async_op=False):
+        work = lambda all_, me: all_[me][1].copy_(torch.cat([x for x, _ in all_]))  # noqa: E731
+        return self._collective(group, ("all_gather", given.numel()), (given.clone(), out), work, async_op)
+
+    def reduce_scatter(self, out, given, group=None, async_op=False):
+        n = out.numel()
+        work = lambda all_, me: all_[me][1].copy_(_sum([x[me * n :][:n] for x, _ in all_]))  # noqa: E731
+        return self._collective(group, ("reduce_scatter", n), (given.clone(), out), work, async_op)
+
+    def all_to_all_single(self, out, given, outs=None, ins=None, group=None, async_op=False):
+        def work(all_, me):
+            parts = [x.split(ins_ or x.numel() // len(all_))[me] for x, _, ins_ in all_]
+            all_[me][1].copy_(torch.cat(parts))
+
+        return self._collective(group, "all_to_all", (given.clone(), out, ins), work, async_op)
+
+    def broadcast(self, out, root, group=None, async_op=False):
+        at = (group or self.here.default).members.index(root)
+        work = lambda all_, me: me == at or all_[me][1].copy_(all_[at][0])  # noqa: E731
+        return self._collective(group, ("broadcast", root), (out.clone(), out), work, async_op)
+
+    def scatter(self, out, parts, root, group=None, async_op=False):
+        at = (group or self.here.default).members.index(root)
+        work = lambda all_, me: all_[me][1].copy_(all_[at][0][me])  # noqa: E731
+        return self._collective(group, ("scatter", root), (parts and [p.clone() for p in parts], out), work, async_op)
+
+    def gather(self, given, parts, root=0, group=None, async_op=False):
+        def work(all_, me):
+            for part, (x, _) in zip(all_[me][1] or (), all_, strict=False):
+                part.copy_(x)
+
+        return self._collective(group, ("gather", root), (given.clone(), parts), work, async_op)
+
+    def reduce(self, out, root, group=None, async_op=False):
+        at = (group or self.here.default).members.index(root)
+        work = lambda all_, me: me == at and all_[me][1].copy_(_sum([x for x, _ in all_]))  # noqa: E731
+        return self._collective(group, ("reduce", root), (out.clone(), out), work, async_op)
+
+    def all_reduce(self, out, op=torch.distributed.ReduceOp.SUM, group=None, async_op=False):
+        largest = op == torch.distributed.ReduceOp.MAX
+
+        def work(all_, me):
+            parts = [x for x, _ in all_]
+            all_[me][1].copy_(torch.stack(parts).amax(0) if largest else _sum(parts))
+
+        return self._collective(group, ("all_reduce", str(op), out.numel()), (out.clone(), out), work, async_op)
+
+
+def _sum(parts: Sequence[Tensor]) -> Tensor:
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+def run_strictly(
+    monkeypatch: pytest.MonkeyPatch,
+    mesh: Mesh,
+    work: Callable[[ProcessGroups], Any],
+    axes: Sequence[Sequence[str]] = (),
+    neighbours: Sequence[tuple[int, int]] = (),
+    device: torch.device = GPU,
+) -> tuple[World, list[Any]]:
+    """Run `work` on every rank of `mesh`, each a thread, on groups that were joined as on `device`: of NCCL, but with
+    tensors on the CPU. Return the world and the results by rank. Raises the first failure of any rank."""
+    world = World(mesh.size)
+    monkeypatch.setattr(torch_distributed, "dist", world.dist)
+    monkeypatch.setattr(torch_distributed, "_all_gather", world.all_gather)
+    monkeypatch.setattr(torch_distributed, "_reduce_scatter", world.reduce_scatter)
+    results: list[Any] = [None] * mesh.size
+
+    def main(rank: int) -> None:
+        world.here.rank, cause = rank, None
+        try:
+            join(None, rank, mesh.size, device)  # type: ignore[arg-type]
+            groups = ProcessGroups(mesh, rank, axes, neighbours=neighbours)
+            groups.meet(neighbours)
+            results[rank] = work(groups)
+        except BaseException as error:
+            cause = error
+        world.ends(rank, cause)
+
+    threads = [threading.Thread(target=main, args=(rank,), name=f"rank{rank}") for rank in range(mesh.size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if world.failure:
+        raise world.failure
+    return world, results

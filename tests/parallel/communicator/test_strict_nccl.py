@@ -1,0 +1,154 @@
+"""Ranks as threads on a double of NCCL that is as strict as NCCL may be: nobody gets stuck, and the numbers are those
+of one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from platform.parallel.communicator import torch_distributed
+from platform.parallel.communicator.base import Aborted, Communicator
+from platform.parallel.communicator.torch_distributed import join
+from platform.plan.core.step_collectives import process_groups
+from platform.plan.language.mesh import Mesh
+from platform.planning.make_plan import make_plan
+from tests.doubles.strict_nccl import GPU, Stuck, World, run_strictly
+from tests.harness.oracle import compute, configure, examine
+
+STAGES = Mesh.of({"stage": 3, "t": 2})
+PLANS = {
+    "1f1b": {"pipeline": "1f1b", "stages": 3, "layers": 3},
+    "gpipe": {"pipeline": "gpipe", "stages": 2},
+    "interleaved": {"pipeline": "interleaved", "stages": 2, "chunks": 2, "layers": 4},
+    "zb_h1": {"pipeline": "zb_h1", "stages": 3, "layers": 3},
+    "sub-grids": {"branch": "dsp_csub", "branch_axes": {"g": 2}, "microbatch": 4},
+    "split vocab": {"tensor": "3d", "axes": {"x": 2, "y": 1, "z": 2}, "data": 2, "zero": 1, "microbatch": 4},
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_step_on_strict_groups_equals_one_process(name, monkeypatch):
+    c = configure(**{"microbatch": 1, **PLANS[name]})
+    plan = make_plan(c)
+    axes, neighbours = process_groups(plan), plan.neighbours
+    _, results = run_strictly(monkeypatch, plan.mesh, lambda groups: compute(c, plan, groups), axes, neighbours)
+    examine(c, plan, results)
+
+
+def test_both_stages_that_send_first_are_stuck(monkeypatch):
+    """The negative control: what `meet` did before it let the lower stage send first."""
+
+    def meet(self: Communicator, neighbours):
+        here = self.coordinates["stage"]
+        for pair in neighbours:
+            if here in pair:
+                there = sum(pair) - here
+                sending = self.send(torch.zeros(1), there)
+                self.receive((1,), torch.float32, there).wait()
+                sending.wait()
+
+    pairs = [(0, 1), (1, 2)]
+    run_strictly(monkeypatch, STAGES, lambda groups: None, (), pairs)
+    monkeypatch.setattr(Communicator, "meet", meet)
+    with pytest.raises(Stuck, match="the first send"):
+        run_strictly(monkeypatch, STAGES, lambda groups: None, (), pairs)
+
+
+def test_a_direction_of_its_own_for_every_pair_of_stages(monkeypatch):
+    """Both stages may have sent and not yet received: in one queue for both directions they would be stuck."""
+
+    def work(groups):
+        if (here := groups.coordinates["stage"]) == 2:
+            return 2.0
+        sending = groups.send(torch.full((1,), float(here)), 1 - here)
+        got = groups.receive((1,), torch.float32, 1 - here).wait().item()
+        sending.wait()
+        return got
+
+    pairs = [(0, 1), (1, 2)]
+    assert run_strictly(monkeypatch, STAGES, work, (), pairs)[1] == [1.0, 1.0, 0.0, 0.0, 2.0, 2.0]
+    monkeypatch.setattr(torch_distributed, "_line", lambda mesh, a, b: _line(mesh, *sorted((a, b))))
+    monkeypatch.setattr(World, "new_subgroups_by_enumeration", _one_queue_per_pair)
+    with pytest.raises(Stuck):
+        run_strictly(monkeypatch, STAGES, work, (), pairs)
+
+
+_line = torch_distributed._line
+_subgroups = World.new_subgroups_by_enumeration
+
+
+def _one_queue_per_pair(self, lists, timeout=None):
+    """Return the group of these ranks that there is already, if there is one."""
+    known = self.issued.setdefault((self.here.rank, "pairs"), {})
+    key = tuple(map(tuple, lists))
+    if key not in known:
+        known[key] = _subgroups(self, lists)
+    return known[key]
+
+
+def test_what_is_in_host_memory_needs_no_group_of_the_device(monkeypatch):
+    """Ranks with nothing to send take no part in `transfer`; nothing of it reaches NCCL, lazily connected or not."""
+
+    def work(groups):
+        mine = torch.arange(3, dtype=torch.uint8) + groups.rank
+        messages = groups.exchange([torch.full((peer,), groups.rank, dtype=torch.uint8) for peer in range(6)])
+        out = torch.empty(3, dtype=torch.uint8)
+        groups.transfer([(4, mine)] if groups.rank == 1 else [], [(1, out)] if groups.rank == 4 else [])
+        rows = groups.collect(torch.tensor([groups.rank, 1.0], dtype=torch.float64))
+        return [m.tolist() for m in messages], out.tolist() if groups.rank == 4 else None, rows
+
+    world, results = run_strictly(monkeypatch, STAGES, work)
+    assert [messages for messages, _, _ in results] == [[[peer] * rank for peer in range(6)] for rank in range(6)]
+    assert results[4][1] == [1, 2, 3]
+    assert results[0][2].tolist() == [[rank, 1.0] for rank in range(6)] and results[1][2] is None
+    assert not any(queue for g in world.groups.values() if g.strict for queue in g.queues)
+
+
+def test_a_group_of_the_whole_world_is_the_world(monkeypatch):
+    axes = [("t",), ("stage",), ("stage", "t")]
+    world, _ = run_strictly(monkeypatch, STAGES, lambda groups: groups.barrier(), axes)
+    assert [g.members for g in world.groups.values() if g.strict].count(tuple(range(6))) == 1
+    assert all(group.connected for group in world.groups.values())
+
+
+def test_a_first_call_waits_for_nobody(monkeypatch):
+    """Groups are connected while they form, so that the host goes on at once, whoever comes later."""
+
+    def work(groups):
+        now = groups.rank == 0
+        early = groups.launch("all_reduce", torch.ones(1), ("t",)) if now else None
+        groups.collect(torch.zeros(1, dtype=torch.float64))
+        return (early or groups.launch("all_reduce", torch.ones(1), ("t",))).wait().item()
+
+    assert run_strictly(monkeypatch, STAGES, work, [("t",)])[1] == [2.0] * 6
+
+    def lazily(store, rank, size, device):
+        join(store, rank, size, device)
+        torch_distributed.dist.group.WORLD.connected = False
+
+    monkeypatch.setattr("tests.doubles.strict_nccl.join", lazily)
+    with pytest.raises(Stuck, match="to connect"):  # the negative control
+        run_strictly(monkeypatch, STAGES, work, [("t",)])
+
+
+def test_abort_is_one_call_and_what_was_read_after_it_counts_for_nothing(monkeypatch):
+    def work(groups):
+        total = groups.launch("all_reduce", torch.ones(2), ("t",)).wait()
+        assert groups.read(total) == [2.0, 2.0]
+        groups.abort()
+        with pytest.raises(Aborted):
+            groups.read(total)
+        groups.abort()  # again, when the generation is left
+        groups.close()
+
+    world, _ = run_strictly(monkeypatch, STAGES, work, [("t",)])
+    assert sorted(world.aborts) == list(range(6))
+
+
+def test_gloo_is_left_as_it_was(monkeypatch):
+    def work(groups):
+        groups.abort()
+        return groups._lines, groups._control
+
+    world, results = run_strictly(monkeypatch, STAGES, work, [("t",)], [(0, 1)], torch.device("cpu"))
+    assert results == [({}, None)] * 6 and not world.aborts and GPU.type == "cuda"
