@@ -45,6 +45,7 @@ class Train:
     microbatch: int = key(4, "sequences per microbatch of one data-parallel replica", ">= 1", most=10**6)
     spike: float = key(0.0, "a loss above this factor times the median of the last 32 is a spike; 0 = never", ">= 0")
     verify_every: int = key(0, "steps between comparisons of the replicas' weights and moments; 0 = never", ">= 0")
+    compile: str = key("auto", "compile what lies between collectives; auto: on GPUs", ("auto", "on", "off"))
     on_spike: str = key("rollback", "at a spike or non-finite number: redo, skip or stop", ("rollback", "skip", "stop"))
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import wraps
 from math import prod
 
 import torch
@@ -14,67 +12,39 @@ from torch import Tensor
 
 from platform.parallel.communicator.base import Communicator
 from platform.parallel.kernels import positions, random, statistics
-from platform.parallel.kernels.dropout import Drawing, dropout, in_pieces
 from platform.parallel.kernels.einsum import Deferred, einsums
+from platform.parallel.pointwise_ops import PassPosition, PointwiseOps, where_present
 from platform.parallel.recompute import recomputed
 from platform.parallel.sharding.convert import absent, apply, convert
 from platform.plan.communication.planned import PlannedOperation
 from platform.plan.communication.rule import relayout_steps
 from platform.plan.core.plan import Plan
 from platform.plan.language.layout import Layout
-from platform.plan.language.ops import Ops, Parameter, Spec
-
-POINTWISE_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
-    "gelu": lambda x: F.gelu(x),
-    "relu": lambda x: F.relu(x),
-    "silu": lambda x: F.silu(x),
-    "tanh": lambda x: x.tanh(),
-    "identity": lambda x: x,
-    "absolute": lambda x: x.abs(),
-    "add": lambda x, y: x + y,
-    "multiply": lambda x, y: x * y,
-}
+from platform.plan.language.ops import Parameter, Spec
 
 
-def where_present(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap a method of `ParallelOps` so that, where its first tensor argument is absent (an empty block: this rank has
-    none), it computes nothing and returns an empty tensor that stays connected to the autograd graphs of all its tensor
-    arguments."""
-
-    @wraps(operation)
-    def run(self, *arguments, **options):
-        x, *others = (a for a in (*arguments, *options.values()) if isinstance(a, Tensor))
-        return sum(others, x) if absent(x) else operation(self, *arguments, **options)
-
-    return run
-
-
-@dataclass
-class PassPosition:
-    """Place of a forward pass in the run: all that dropout masks depend on besides the operation's name and the global
-    element."""
-
-    seed: int = 0
-    step: int = 0
-    first_sequence: int = 0  # index in the global batch of the first sequence of this microbatch (of all replicas)
-    training: bool = True
-
-
-class ParallelOps(Ops):
+class ParallelOps(PointwiseOps):
     """Executes a plan's operations on the rank of `communicator`. `tensors`: parameter name -> local block.
 
     A data tensor is passed as a mapping from the operations that read it, keyed (kind, name), to this rank's block of
     integers [length, batch] in the layout given by `plan.readers`. An activation or parameter of which this rank has no
-    block is an empty tensor.
+    block is an empty tensor. `compiles`: small functions without collectives are compiled (train.compile).
     """
 
-    def __init__(self, plan: Plan, communicator: Communicator, tensors: Mapping[str, Tensor], dropout: float = 0.0):
+    def __init__(
+        self,
+        plan: Plan,
+        communicator: Communicator,
+        tensors: Mapping[str, Tensor],
+        dropout: float = 0.0,
+        compiles: bool = False,
+    ):
         self.plan, self.communicator, self.tensors = plan, communicator, tensors
-        self.dropout_rate = dropout
+        self.dropout_rate, self.compiles = dropout, compiles
         self.position = PassPosition()
         self.deferred: Deferred | None = None  # collects weight gradient computations that a schedule runs later
         self.recompute = plan.recompute
-        self._counters: dict[Spec, list[Tensor]] = {}  # of dropout masks
+        self._counters = {}
         tensors_of = (t for o in plan.operations.values() for t in (*o.operation.inputs, *o.operation.outputs))
         # activation -> (offset, extent) per dim of this rank's block
         self._blocks = {t: plan.block(t, communicator.coordinates) for t in tensors_of if isinstance(t, Spec)}
@@ -92,10 +62,6 @@ class ParallelOps(Ops):
             self.position, self.deferred = now
 
         return recomputed(self.communicator, function, restore, self.plan.kept_axes(spec), x, *more)
-
-    def _planned(self, kind: str, name: str) -> PlannedOperation:
-        """Return the plan's entry of the model operation `name` of `kind`, such as ("lookup", "embedding")."""
-        return self.plan.operations[kind, name]
 
     def _range(self, spec: Spec, dim: str, device: torch.device) -> Tensor:
         """Return the global positions along `dim`, int64 [local extent], of this rank's block of the activation
@@ -229,15 +195,6 @@ class ParallelOps(Ops):
         return x + p
 
     @where_present
-    def norm(self, x, spec, kind, gain, bias):
-        planned = self._planned("norm", gain.name)
-        vectors = [
-            apply(self.communicator, self.tensors[p.name], c)
-            for p, c in zip(planned.operation.parameters, planned.conversions, strict=True)
-        ]
-        return statistics.norm(x, vectors[0], vectors[1] if bias else None, kind, self.communicator, planned.over)
-
-    @where_present
     def rotate(self, name, x, spec, theta):
         into, leave = self._planned("rotate", name).conversions
         x, length = apply(self.communicator, x, into), self._range(spec, "length", x.device)
@@ -309,35 +266,6 @@ class ParallelOps(Ops):
             return x
         (conversion,) = self._planned("relayout", name).conversions
         return apply(self.communicator, x, conversion)
-
-    def pointwise(self, function, *x):
-        return POINTWISE_FUNCTIONS[function](*x)
-
-    @where_present
-    def pointwise_each(self, functions, x, spec, dim):
-        i = spec.dims.index(dim)
-        first, n = self._blocks[spec][i]
-        mine = functions[first : first + n]
-        return torch.stack([POINTWISE_FUNCTIONS[f](part) for f, part in zip(mine, x.unbind(i), strict=True)], i)
-
-    @where_present
-    def dropout(self, name, x, spec):
-        if not self.dropout_rate or not self.position.training:
-            return x
-        return dropout(x, self._drawing(name, spec, x.device), in_pieces)
-
-    def _drawing(self, name: str, spec: Spec, device: torch.device) -> Drawing:
-        """Return what the dropout mask of the operation `name` on this rank's block of `spec` is drawn from, at the
-        present position in the run."""
-        p = self.position
-        sizes = dict(zip(spec.dims, self.plan.global_shape(spec), strict=True))
-        dims = sorted(spec.dims, key=lambda d: d != "batch")  # batch first: its size is unused
-        strides = {d: prod(sizes[e] for e in dims[i + 1 :]) for i, d in enumerate(dims)}
-        if spec not in self._counters:
-            self._counters[spec] = random.counters(self._blocks[spec], [strides[d] for d in spec.dims], device)
-        key = random.key(p.seed, "dropout", p.step, name)
-        start = random.start(key, p.first_sequence * strides["batch"], device)
-        return Drawing(self._counters[spec], start, self.dropout_rate)
 
     def cross_entropy(self, name, logits, spec, labels, smoothing=0.0):
         planned = self._planned("cross_entropy", name)

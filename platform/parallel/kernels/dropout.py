@@ -65,7 +65,7 @@ class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, drawing, draw):
         ctx.drawing, ctx.draw = drawing, draw
-        return draw(x, *drawing)
+        return draw(x.detach(), *drawing)
 
     @staticmethod
     def backward(ctx, gradient):

@@ -19,7 +19,13 @@ def rotate(x: Tensor, length: Tensor, shape: Sequence[int], theta: float) -> Ten
     frequency = theta ** (-torch.arange(0, d_kv, 2, device=x.device, dtype=torch.float64) / d_kv)
     angle = length.double().outer(frequency)
     cos, sin = angle.cos().to(wide.dtype).view(shape), angle.sin().to(wide.dtype).view(shape)
-    a, b = wide.chunk(2, -1)
+    return turned(x, cos, sin)
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the pairs of x [..., d_kv], whose members are half of d_kv apart, by the angles of these cosines and
+    sines."""
+    a, b = widened(x).chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
 

@@ -34,7 +34,7 @@ def _sum_and_norm(
 
 
 def _gradients(
-    dtotal: Tensor,
+    dtotal: Tensor | None,
     dout: Tensor,
     total: Tensor,
     mean: Tensor | None,
@@ -50,7 +50,8 @@ def _gradients(
     inner = scaled - normal * (scaled * normal).mean(-1, keepdim=True)
     if mean is not None:
         inner = inner - scaled.mean(-1, keepdim=True)
-    dx = dtotal + (inner * rstd).to(dtotal.dtype)
+    dx = (inner * rstd).to(total.dtype)
+    dx = dx if dtotal is None else dtotal + dx
     dgain = (dout * normal).flatten(0, -2).sum(0).to(gain.dtype)
     dbias = dout.flatten(0, -2).sum(0).to(gain.dtype) if biased else None
     return dx, dx if drawing is None else dropped(dx, *drawing), dgain, dbias
@@ -62,7 +63,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, y, drawing, region):
         ctx.drawing, ctx.region = drawing, region
-        return region(_sum)(x, y, drawing)
+        return region(_sum)(x.detach(), y.detach(), drawing)
 
     @staticmethod
     def backward(ctx, gradient):
@@ -74,7 +75,9 @@ class _SumAndNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, y, gain, bias, drawing, centred, region):
-        total, out, mean, rstd = region(_sum_and_norm)(x, y, gain, bias, drawing, centred)
+        ctx.set_materialize_grads(False)  # the sum is not used after a post-norm model's norm
+        tensors = [t if t is None else t.detach() for t in (x, y, gain, bias)]
+        total, out, mean, rstd = region(_sum_and_norm)(*tensors, drawing, centred)
         ctx.save_for_backward(total, rstd, gain, *([] if mean is None else [mean]))
         ctx.drawing, ctx.region, ctx.biased = drawing, region, bias is not None
         return total, out

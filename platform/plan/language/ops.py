@@ -58,8 +58,9 @@ class Parameter:
     sizes: tuple[tuple[str, int], ...] = ()
 
 
-# Pointwise functions by name, and how many activations each takes; platform/parallel/parallel_ops.py computes them.
+# Pointwise functions by name, and how many activations each takes; platform/parallel/pointwise_ops.py computes them.
 POINTWISE = {"gelu": 1, "relu": 1, "silu": 1, "tanh": 1, "identity": 1, "absolute": 1, "add": 2, "multiply": 2}
+POINTWISE |= {"gated_silu": 2, "gated_gelu": 2}  # function(gate) * x
 LOSSES = ("cross_entropy", "squared_error")  # kinds of operations that end the forward pass
 
 
@@ -255,8 +256,8 @@ class Ops(ABC):
 
     @abstractmethod
     def pointwise(self, function: str, *x: Any) -> Any:
-        """Apply a pointwise function by name (gelu, relu, silu, tanh, identity, absolute, add or multiply) to one or
-        two activations that share a layout."""
+        """Apply a pointwise function by name (gelu, relu, silu, tanh, identity, absolute; add, multiply, gated_silu or
+        gated_gelu, whose gate is first) to one or two activations that share a layout."""
 
     @abstractmethod
     def pointwise_each(self, functions: Sequence[str], x: Any, spec: Spec, dim: str) -> Any:
@@ -267,6 +268,17 @@ class Ops(ABC):
     def dropout(self, name: str, x: Any, spec: Spec) -> Any:
         """Drop elements of an activation with probability `dropout_rate`; the random mask depends on global indices,
         not on the plan."""
+
+    def residual(self, name: str, x: Any, y: Any, spec: Spec) -> Any:
+        """Return x plus y, both of type `spec`, with dropout `name` of y: a residual connection."""
+        return self.pointwise("add", x, self.dropout(name, y, spec))
+
+    def residual_norm(
+        self, name: str, x: Any, y: Any, spec: Spec, kind: str, gain: Parameter, bias: Parameter | None
+    ) -> tuple[Any, Any]:
+        """Return the `residual` of x and y, and the `norm` of it, which the next layer reads."""
+        total = self.residual(name, x, y, spec)
+        return total, self.norm(total, spec, kind, gain, bias)
 
     @abstractmethod
     def cross_entropy(self, name: str, logits: Any, spec: Spec, labels: Any, smoothing: float = 0.0) -> Any:

@@ -300,6 +300,8 @@ class Metered(Meter):
     def pointwise(self, function, *x):
         if function == "identity":
             return x[0]
+        if function.startswith("gated_"):
+            return self.pointwise("multiply", self.pointwise(function.removeprefix("gated_"), x[0]), x[1])
         n = min(v.elements for v in x)
         out = Value(self.new(n), n)
         if function == "add":

@@ -66,7 +66,8 @@ class Trainer:
         self._parts = {chunk.number: replace(self.stage, chunks=(chunk,)) for chunk in self.stage.chunks}
         self.model = build_model(config.model)
         self.weights = Weights(self.stage, communicator, config.seed if fresh else None)
-        self.ops = ParallelOps(self.stage, communicator, self.weights.compute, config.model.dropout)
+        compiles = config.train.compile == "on"  # the driver has settled auto
+        self.ops = ParallelOps(self.stage, communicator, self.weights.compute, config.model.dropout, compiles)
         self.optimizer = self._make_optimizer()
         self.clock = communicator.clock = Clock(communicator.device)
 
