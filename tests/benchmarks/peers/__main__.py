@@ -70,9 +70,8 @@ def main() -> int:
     parser.add_argument("--no-memory", action="store_true", help="without the two launches that measure it")
     args = parser.parse_args()
     pairs = max(args.steps - args.warmup, 1) if args.steps else args.pairs
-    print(
-        f"{'compiled' if args.compile else 'eager'}, {pairs} pairs, load {os.getloadavg()[0]:.1f}\n\n| {' | '.join(COLUMNS)} |"
-    )
+    print(f"{'compiled' if args.compile else 'eager'}, {pairs} pairs, load {os.getloadavg()[0]:.1f}\n")
+    print(f"| {' | '.join(COLUMNS)} |")
     print("|---" * len(COLUMNS) + "|", flush=True)
     parted = []
     for name in args.rows:

@@ -109,12 +109,11 @@ def fused(linears: Iterable[nn.Linear], shards: int) -> nn.Linear:
 
 
 class Gpt(nn.Module):
-    """A decoder, or the layers `first` to `end` (0: all) of it: with the embedding if it has the first, with the norm and head
-    if it has the last. `forward(tokens or stream)` -> logits, or the stream [batch, length, d_model]."""
+    """A decoder, or the layers `first` to `end` (0: the last one) of it: with the embedding if it has the first, with
+    the norm and head if it has the last. `forward(tokens or stream)` -> logits, or the stream [batch, length,
+    d_model]."""
 
-    def __init__(
-        self, c: Model, weights: Mapping[str, Tensor], shards: int = 1, first: int = 0, end: int | None = None
-    ):
+    def __init__(self, c: Model, weights: Mapping[str, Tensor], shards: int = 1, first: int = 0, end: int = 0):
         super().__init__()
         plain = ReferenceModel(c)
         plain.load(weights)
