@@ -199,7 +199,8 @@ class ParallelOps(PointwiseOps):
         into, leave = self._planned("rotate", name).conversions
         x, length = apply(self.communicator, x, into), self._range(spec, "length", x.device)
         shape = [len(length) if d == "length" else x.shape[-1] // 2 if d == "d_kv" else 1 for d in spec.dims]
-        return apply(self.communicator, positions.rotate(x, length, shape, theta), leave)
+        cos, sin = positions.turns(length, x.shape[-1], theta, statistics.widened(x[:0]).dtype)
+        return apply(self.communicator, self._region(positions.turned)(x, cos.view(shape), sin.view(shape)), leave)
 
     @where_present
     def sinusoid(self, name, x, spec, scale):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import cache, wraps
+from importlib import import_module
 from importlib.util import find_spec
 from shutil import which
 from threading import Lock
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from platform.parallel.communicator.progress import PROGRESS
 
+BACKEND = "inductor"
 MOST_GRAPHS = 64  # of one region: shapes, with and without gradients; further ones run eagerly
 _LOCK = Lock()  # torch compiles one function at a time
 
@@ -26,7 +28,9 @@ _LOCK = Lock()  # torch compiles one function at a time
 def region(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return `function`, a pure one of tensors and of constants, compiled for each shape at its first call with it.
     While it is compiled, the process's progress says so, so that no rank counts as hung."""
-    made = torch.compile(function, dynamic=False)
+    made = torch.compile(function, dynamic=False, backend=BACKEND)
+    limits = import_module("torch._dynamo").config
+    limits.recompile_limit = max(MOST_GRAPHS, limits.recompile_limit)
     known: set[object] = set()
 
     @wraps(function)
@@ -53,18 +57,24 @@ def _signature(argument: object) -> object:
     return tuple(map(_signature, argument)) if isinstance(argument, list | tuple) else argument
 
 
+def uncompiled(choice: str, device: str) -> str:
+    """Return why a process with this `device` (cpu, cuda) runs its functions uncompiled, in a line, under
+    train.compile=`choice`: "" if it compiles them. `auto` compiles on GPUs alone: on CPU a start of seconds is longer
+    than what most runs win."""
+    if choice == "off" or (choice == "auto" and device != "cuda"):
+        return f"train.compile={choice}"
+    return _lacking(device)
+
+
 @cache
-def why_not(device: str) -> str:
-    """Return why functions cannot be compiled for the `device` (cpu, cuda) in this process, in a line, or "" if they
-    can: a tiny one is, once. Takes seconds, as it imports torch's compiler."""
+def _lacking(device: str) -> str:
+    """Return what keeps this process from compiling for the `device`, in a line, "" if nothing does: a tiny function is
+    compiled, once. Takes seconds, as it imports torch's compiler."""
     if device == "cuda" and not find_spec("triton"):
         return "triton is not installed"
     if not any(map(which, [os.environ.get("CXX", "g++"), "clang++", "gcc", "cc"])):
         return "there is no C++ compiler"
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of processes beside a worker
-    import torch._dynamo
-
-    torch._dynamo.config.recompile_limit = max(MOST_GRAPHS, torch._dynamo.config.recompile_limit)
     try:
         x = torch.ones(64, device=device)
         right = torch.equal(torch.compile(_probed, dynamic=False)(x), _probed(x))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,20 +10,17 @@ from torch import Tensor
 from platform.parallel.kernels.statistics import widened
 
 
-def rotate(x: Tensor, length: Tensor, shape: Sequence[int], theta: float) -> Tensor:
-    """Apply rotary position embedding (RoFormer; half-split pairs, base `theta`) to x, a local block of queries or keys
-    [..., d_kv]. `length`: the block's global positions; `shape`: the shape to which the angles [length, d_kv / 2] are
-    reshaped so that they broadcast against x."""
-    wide, d_kv = widened(x), x.shape[-1]
-    frequency = theta ** (-torch.arange(0, d_kv, 2, device=x.device, dtype=torch.float64) / d_kv)
+def turns(length: Tensor, d_kv: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the cosines and sines [length, d_kv / 2] of the angles of rotary position embedding (RoFormer; half-split
+    pairs, base `theta`) at the global positions `length`."""
+    frequency = theta ** (-torch.arange(0, d_kv, 2, device=length.device, dtype=torch.float64) / d_kv)
     angle = length.double().outer(frequency)
-    cos, sin = angle.cos().to(wide.dtype).view(shape), angle.sin().to(wide.dtype).view(shape)
-    return turned(x, cos, sin)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs of x [..., d_kv], whose members are half of d_kv apart, by the angles of these cosines and
-    sines."""
+    """Turn the pairs of x [..., d_kv], queries or keys, whose members are d_kv / 2 apart, by the angles of these
+    cosines and sines, which broadcast against half of x (`turns`)."""
     a, b = widened(x).chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
