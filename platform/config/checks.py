@@ -172,6 +172,12 @@ def _verify_every(config: Config) -> Iterator[str]:
         yield _refused(config, "train.verify_every", constraint, [0])
 
 
+def _loss_scale(config: Config) -> Iterator[str]:
+    if config.loss_scale.least > config.loss_scale.initial:
+        constraint = f"must be <= loss_scale.initial={config.loss_scale.initial:g}"
+        yield _refused(config, "loss_scale.least", constraint, [config.loss_scale.initial])
+
+
 def _betas(config: Config) -> Iterator[str]:
     if len(config.optimizer.betas) != 2:
         yield _refused(config, "optimizer.betas", "must be two numbers", [[0.9, 0.95]])
@@ -298,6 +304,7 @@ RELATIONS: tuple[tuple[set[str], Callable[[Config], Iterator[str]]], ...] = (
     ({"checkpoint.every"}, _checkpoint_every),
     ({"elastic.min_workers", "elastic.max_workers"}, _workers),
     ({"train.verify_every", "parallel.zero"}, _verify_every),
+    ({"loss_scale.initial", "loss_scale.least"}, _loss_scale),
     ({"optimizer.betas"}, _betas),
     ({"data.kind", "data.validation", "eval.every"}, _data),
     ({"data.kind", "data.objective", "model.kind", "model.length"}, _objective),

@@ -50,6 +50,17 @@ class Train:
 
 
 @dataclass
+class LossScaling:
+    """Factor on the loss under precision=fp16, so that small gradients do not vanish: falls at an overflow."""
+
+    initial: float = key(2.0**16, "of the first step", "> 0")
+    growth: float = key(2.0, "rises by this factor after loss_scale.growth_every updates", ">= 1", most=2.0**20)
+    growth_every: int = key(2000, "updates without a change after which it rises", ">= 1")
+    backoff: float = key(0.5, "falls by this factor when a gradient overflows; that step is skipped", "> 0 and < 1")
+    least: float = key(1.0, "does not fall below; what overflows then is met as train.on_spike says", "> 0")
+
+
+@dataclass
 class Model:
     """Kind, sizes and parts of the model."""
 
@@ -186,13 +197,12 @@ class Config:
         constraint="must be the name of a module, such as my_package.my_module",
     )
     seed: int = key(0, "seed of all that is random: weights, data order, dropout, samples", ">= 0", most=2**63 - 1)
-    precision: str = key(
-        "fp32", "type to compute in", ("fp64", "fp32", "bf16"), not_built={"fp16": "float16 with a loss scale"}
-    )
+    precision: str = key("fp32", "type to compute in; fp16 scales the loss", ("fp64", "fp32", "bf16", "fp16"))
     recompute: str = key(
         "none", "recomputed in backward: nothing, the inside of attention, or blocks", ("none", "selective", "full")
     )
     recompute_every: int = key(1, "recompute=full: blocks recomputed at a time", ">= 1", most=10_000)
+    loss_scale: LossScaling = field(default_factory=LossScaling)
     train: Train = field(default_factory=Train)
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)

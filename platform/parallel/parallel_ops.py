@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
@@ -46,6 +47,8 @@ class ParallelOps(PointwiseOps):
         self.recompute = plan.recompute
         self._counters = {}
         tensors_of = (t for o in plan.operations.values() for t in (*o.operation.inputs, *o.operation.outputs))
+        uses = Counter(p.name for o in plan.operations.values() for p in o.operation.parameters)
+        self._shared = {name for name, n in uses.items() if n > 1}
         # activation -> (offset, extent) per dim of this rank's block
         self._blocks = {t: plan.block(t, communicator.coordinates) for t in tensors_of if isinstance(t, Spec)}
 
@@ -102,19 +105,20 @@ class ParallelOps(PointwiseOps):
         return found.to(dtype).requires_grad_()
 
     def project(self, x, spec, weights, outs, biases=()):
-        tensors = [self.tensors[w.name] for w in weights]
+        tensors = [self._operand(w) for w in weights]
         planned = self._planned("project", weights[0].name)
-        if not biases:
-            return self._einsums(planned, x, tensors, deferred=self.deferred)
-        if (
-            self.deferred is None
-            and not planned.collectives
-            and not any(self._planned("shift", b.name).conversions[0].forward for b in biases)
-        ):
-            added = [self.tensors[b.name] for b in biases]  # no communication: the matrix product adds the bias itself
-            return self._einsums(planned, x, tensors, added)
-        found = self._einsums(planned, x, tensors, deferred=self.deferred)
+        fused = planned.adds(self._planned("shift", b.name) for b in biases)
+        added = [self.tensors[b.name] for b in biases] if fused else []
+        found = self._einsums(planned, x, tensors, added, self.deferred)
+        if fused or not biases:
+            return found
         return tuple(self.shift(y, out, b) for y, out, b in zip(found, outs, biases, strict=True))
+
+    def _operand(self, p: Parameter) -> Tensor:
+        """Return this rank's block of the parameter `p` for an einsum: the leaf, to whose gradient the einsum adds; an
+        alias of it if other operations use it too, so that autograd adds their gradients up before any arrives."""
+        w = self.tensors[p.name]
+        return w.view_as(w) if p.name in self._shared and self.deferred is None else w
 
     def einsum(self, name, x, x_spec, y, y_spec, out):
         return self._einsums(self._planned("einsum", name), x, [y])[0]

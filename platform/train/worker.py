@@ -199,7 +199,8 @@ class Worker:
         verified = self.config.train.verify_every
         verify = partial(self._verify, step) if verified and step % verified == 0 else None
         report = self.trainer.step(step, limit, next(iter(mine), None), verify)
-        done = not report.skipped or (self.config.train.on_spike == "skip" and not report.differences)
+        skips = report.overflowed or (self.config.train.on_spike == "skip" and not report.differences)
+        done = skips or not report.skipped
         if (every := self.config.elastic.snapshot_every) and step % every == 0 and done:
             report.seconds["checkpoint"] += (seconds := self._hold(step))
             report.step_seconds += seconds

@@ -47,7 +47,8 @@ WRONG = [
     ("optimizer.warmup_steps=400", "optimizer.warmup_steps=400: must be <= train.steps=300; nearest legal: 300"),
     ("optimizer.schedule=linear", "optimizer.schedule=linear: unknown; nearest legal: "),
     ("precision=fp8", "precision=fp8: unknown; nearest legal: "),
-    ("precision=fp16", "precision=fp16: not built yet (float16 with a loss scale); nearest legal: "),
+    ("loss_scale.backoff=1", "loss_scale.backoff=1.0: must be > 0 and < 1"),
+    ("loss_scale.initial=0.5", "loss_scale.least=1.0: must be <= loss_scale.initial=0.5; nearest legal: 0.5"),
     ("recompute=some", "recompute=some: unknown; nearest legal: "),
     ("recompute_every=0", "recompute_every=0: must be >= 1"),
     ("model.norm=batchnorm", "model.norm=batchnorm: unknown; nearest legal: "),
@@ -124,7 +125,7 @@ def test_an_unknown_experiment(name):
 
 
 def test_all_mistakes_at_once():
-    wrong = ["train.stepz=1", "model=nope", "optimizer.lr=fast", "~seed.x", "train.steps=-3", "precision=fp16"]
+    wrong = ["train.stepz=1", "model=nope", "optimizer.lr=fast", "~seed.x", "train.steps=-3", "precision=fp8"]
     assert [line.split("=")[0].split(":")[0] for line in mistakes(*wrong)] == [
         "train.stepz",
         "model",

@@ -63,13 +63,14 @@ class FakeWorker:
         assert self.state == step - 1, f"{self.state} updates before step {step}"
         self.forget()
         loss = self.crew.losses[step].pop(0) if self.rank == 0 and self.crew.losses[step] else 1.0
-        skipped, c = not loss <= limit or math.isnan(loss), self.config
+        overflowed, c = step in self.crew.overflows, self.config
+        skipped = overflowed or not loss <= limit or math.isnan(loss)
         verdict = self.crew.verdicts[step].pop(0) if self.rank == 0 and self.crew.verdicts[step] else Differences()
         for worker in self.crew.seated if self.rank == 0 else []:  # all learn it
             worker.skipped = skipped or bool(verdict)
             if worker.rank in dict(verdict.damaged):
                 worker.memories = {}  # nobody may ask for what it has
-        if not self.skipped or c.train.on_spike == "skip":
+        if not self.skipped or overflowed or c.train.on_spike == "skip":
             self.state = step
             if c.elastic.snapshot_every and step % c.elastic.snapshot_every == 0:
                 self.memories[self.generation] = [*self.memories.get(self.generation, []), step][-2:]
@@ -79,7 +80,7 @@ class FakeWorker:
             samples=((step - 1) * batch, step * batch), step_seconds=0.001, seconds={"checkpoint": 0.0},
             comm_bytes={}, peak_memory_bytes=1, world_size=self.size,
             slow=[SlowRank(rank, 2.0) for rank, w in enumerate(self.crew.seated) if w.number in self.crew.slow],
-            differences=verdict,
+            differences=verdict, overflowed=overflowed, loss_scale=1024.0 if overflowed else None,
         )  # fmt: skip
 
     def forget(self):
@@ -114,6 +115,7 @@ class FakeCrew(Crew):
         self.workers, self.seated, self._going, self.unstarted = {}, [], set(), []
         self.strangers, self.slow, self.corrupt, self.writes, self.calls = set(), set(), set(), [], []
         self.losses, self.verdicts = defaultdict(list), defaultdict(list)  # by step, one for each attempt
+        self.overflows = set()  # steps
         self.memory, self.writing, self.stuck = None, False, False
         self.can_hire, self.ready, self._hired, self._starting, self.released = True, True, 0, [], 0
         self.hire(job.world_size + spares)

@@ -153,11 +153,25 @@ class Counting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def read(self, path: str, start: int = 0, end: int | None = None) -> bytes:
-        data = self.inner.read(path, start, end)
-        if path.endswith(".bin"):
-            with self._lock:
-                self.read_bytes += len(data)
-                self.reads += 1
-                self.ranges.add((path, start, end))
-        return data
+    def open(self, path: str, start: int, end: int) -> Any:
+        with self._lock:
+            self.reads += 1
+            self.ranges.add((path, start, end))
+        return _CountingReader(self, self.inner.open(path, start, end))
+
+
+class _CountingReader:
+    def __init__(self, storage: Counting, inner: Any):
+        self.storage, self.inner = storage, inner
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.inner.close()
+
+    def readinto(self, buffer: memoryview) -> int:
+        count = self.inner.readinto(buffer)
+        with self.storage._lock:
+            self.storage.read_bytes += count
+        return count

@@ -10,7 +10,8 @@ from tests.harness.oracle import MODELS, configure, trainer_of
 
 
 def eager_and_compiled(c, plan, communicator):
-    """Largest difference of loss and gradients, and whether the compiled pass counted the same bytes."""
+    """Difference of the loss, whether gradients agree (those of a parameter with several uses are summed in another
+    order), and whether the compiled pass counted the same bytes."""
     trainer = trainer_of(c, plan, communicator)
     inputs = trainer.load("train", 0)
 
@@ -27,7 +28,8 @@ def eager_and_compiled(c, plan, communicator):
     loss_and_gradients(compiled)  # traces
     loss2, gradients2, moved2 = loss_and_gradients(compiled)
     worst = max((gradients[n] - gradients2[n]).abs().max().item() for n in gradients)
-    return abs(loss - loss2).item(), worst, moved == moved2
+    largest = max(g.abs().max().item() for g in gradients.values())
+    return abs(loss - loss2).item(), worst <= 1e-14 * largest, moved == moved2
 
 
 @pytest.mark.parametrize(
@@ -38,7 +40,7 @@ def test_one_process(model):
 
     c = configure(**MODELS[model])
     plan = make_plan(c)
-    assert eager_and_compiled(c, plan, SingleRank(plan.mesh)) == (0.0, 0.0, True)
+    assert eager_and_compiled(c, plan, SingleRank(plan.mesh)) == (0.0, True, True)
 
 
 SCHEMES = [
@@ -54,4 +56,4 @@ def test_with_collectives(scheme, axes, branch, zero, pool):
     branch_axes = {} if branch == "none" else {"g": 2}
     c = configure(scheme, axes, branch=branch, branch_axes=branch_axes, data=2 if zero else 1, zero=zero, layers=1)
     plan = make_plan(c)
-    assert set(pool.run(eager_and_compiled, c, plan)) == {(0.0, 0.0, True)}
+    assert set(pool.run(eager_and_compiled, c, plan)) == {(0.0, True, True)}

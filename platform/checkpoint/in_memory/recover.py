@@ -132,8 +132,10 @@ def recover(
         if rank in ranks:
             own += map(_piece, found)
 
-    def fetch(wanted: Sequence[Piece[Share]]) -> list[Tensor]:
-        return [read(part.source) for part in wanted]
+    def fetch(wanted: Sequence[Piece[Share]], into: Sequence[Tensor]) -> None:
+        for part, memory in zip(wanted, into, strict=True):
+            found = read(part.source)
+            memory.view(found.shape).copy_(found)
 
     here = [replace(t, holders={box: (0,) for box, ranks in t.holders.items() if rank in ranks}) for t in state]
     pass_on(([[part]] for part in own), fetch, here, blocks, 0, exchange_alone)

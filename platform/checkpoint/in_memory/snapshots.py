@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,13 +44,13 @@ class CopyRoute:
 
 class Snapshot:
     """Training state at one step in a rank's host memory: its `own` blocks, the `copies` that it keeps for peers, and
-    numbers by name (`values`). `step` is None unless the snapshot is complete. `handed`: parts from ranks that leave
-    before the next generation. `pinned`: `own` is page-locked."""
+    what is no tensor (`values`, plain data). `step` is None unless the snapshot is complete. `handed`: parts from ranks
+    that leave before the next generation. `pinned`: `own` is page-locked."""
 
     def __init__(self, own: Sequence[Share], route: CopyRoute, pinned: bool):
         self.own, self.copies, self.handed = Buffer.aligned(own, pinned), route.buffer(), Buffer([])
         self.step: int | None = None
-        self.values: dict[str, float] = {}
+        self.values: dict[str, Any] = {}
 
     def read(self, part: Share) -> Tensor:
         """Return the bytes of a part of a global tensor that this rank holds: in its own blocks, as a copy for a peer,
@@ -96,8 +97,8 @@ class RankSnapshots:
         """Free every snapshot of this rank but that of `step`."""
         self._snapshots = [self.at(step)]
 
-    def hold(self, step: int, blocks: Sequence[Block], values: dict[str, float], transfer: Transfer) -> None:
-        """Take a snapshot of the training state after `step`: copy this rank's `blocks` and numbers (`values`) into
+    def hold(self, step: int, blocks: Sequence[Block], values: dict[str, Any], transfer: Transfer) -> None:
+        """Take a snapshot of the training state after `step`: copy this rank's `blocks` and `values` into
         host memory, and exchange with peers the parts that they keep for each other; all ranks call it together. The
         previous snapshot stays intact even if this fails."""
         snapshot = self._free()

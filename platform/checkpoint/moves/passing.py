@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,12 +17,13 @@ BUDGET = 256 << 20  # bytes that a worker receives per exchange, on average
 FAILURES = (Corrupt, Refused, OSError)  # of which every rank raises the one that any rank met
 HEADER_BYTES = 8  # the largest item size, which keeps the payload aligned; the first is 0, or 1 + a failure's index
 
-Fetch = Callable[[Sequence[Piece[S]]], Sequence[Tensor]]
-"""The bytes of every piece, uint8 [*extent, bytes of an element]. Raises one of FAILURES."""
+Fetch = Callable[[Sequence[Piece[S]], Sequence[Tensor]], None]
+"""Fills the memory given for every piece, uint8 [bytes], contiguous. Raises one of FAILURES."""
 Exchange = Callable[[list[Tensor]], list[Tensor]]
 """An all-to-all among the job's ranks: takes one uint8 tensor per receiver, returns one per sender;
 sizes differ."""
 Holders = dict[str, list[tuple[Box, tuple[int, ...]]]]  # tensor -> (block, its holders) in order
+Blocks = dict[str, list[Block]]  # tensor -> a rank's own blocks of it, in order
 
 
 def divide(pieces: Sequence[Piece[S]], count: int) -> list[list[Piece[S]]]:
@@ -60,44 +62,103 @@ def pass_on(
     """Fill this rank's `blocks` with the pieces of global tensors that all ranks fetch and send, one `exchange` per
     turn; all ranks call it together.
 
-    `turns`: per turn and rank, the pieces that it passes on; `fetch`: returns their bytes; `state`: who holds which
+    `turns`: per turn and rank, the pieces that it passes on; `fetch`: gets their bytes; `state`: who holds which
     blocks now; `turns` and `state` are equal on all ranks. Raises one of FAILURES on every rank alike if `fetch` does
     on any: the blocks are then undefined.
     """
     holders = {t.name: sorted(t.holders.items()) for t in state}
-    mine: dict[str, list[Block]] = defaultdict(list)
+    mine: Blocks = defaultdict(list)
     for block in sorted(blocks, key=lambda b: b.box):
         mine[block.name].append(block)
     for senders in turns:
-        received = exchange(_messages(senders[rank], fetch, holders, len(senders)))
+        received = exchange(_messages(senders[rank], fetch, holders, mine, rank, len(senders)))
         _raise_failures(received)
-        for message, pieces in zip(received, senders, strict=True):
-            _unpack(message, [piece for piece in pieces if rank not in piece.had], mine)
+        for sender, (message, pieces) in enumerate(zip(received, senders, strict=True)):
+            _unpack(message, [piece for piece in pieces if rank not in piece.had and sender != rank], mine)
 
 
-def _messages(pieces: Sequence[Piece[S]], fetch: Fetch[S], holders: Holders, world_size: int) -> list[Tensor]:
-    """Return one message (uint8) per receiving rank: the parts of the fetched `pieces` that lie in that rank's blocks,
-    or why `fetch` failed: a rank that raised here would leave its peers waiting for its message."""
+class _Region(NamedTuple):
+    """Place of a part of a fetched piece (number `piece` of the turn) in a message: uint8 [bytes]."""
+
+    piece: int
+    part: Box
+    memory: Tensor
+
+
+def _messages(
+    pieces: Sequence[Piece[S]], fetch: Fetch[S], holders: Holders, mine: Blocks, rank: int, world_size: int
+) -> list[Tensor]:
+    """Fetch `pieces`, fill this rank's blocks (`mine`) with what is its own, and return one message (uint8) per
+    receiving rank: the parts that lie in that rank's blocks, or why `fetch` failed, as a rank that raised here would
+    leave its peers waiting for its message.
+
+    A piece is fetched at once to where it belongs, a block of this rank or a message that takes it whole, and is copied
+    from there to wherever else it belongs.
+    """
+    messages, regions = _empty_messages(pieces, holders, rank, world_size)
+    into = [_own_memory(piece, mine) if rank not in piece.had else None for piece in pieces]
+    own = [place is not None for place in into]
+    for region in regions:
+        if into[region.piece] is None and region.part == pieces[region.piece].box:
+            into[region.piece] = region.memory
+    places = [
+        torch.empty(piece.nbytes, dtype=torch.uint8) if place is None else place
+        for piece, place in zip(pieces, into, strict=True)
+    ]
     try:
-        found = fetch(pieces)
+        fetch(pieces, places)
     except FAILURES as error:
         kind = next(i for i, failure in enumerate(FAILURES) if isinstance(error, failure))
-        return [_message(1 + kind, [torch.frombuffer(bytearray(str(error).encode()), dtype=torch.uint8)])] * world_size
-    parts: list[list[Tensor]] = [[] for _ in range(world_size)]
-    for piece, data in zip(pieces, found, strict=True):
+        reason = torch.frombuffer(bytearray(str(error).encode()), dtype=torch.uint8)
+        return [torch.cat([_header(1 + kind), reason])] * world_size
+    for number, part, memory in regions:
+        piece, place = pieces[number], places[number]
+        if memory is not place:
+            size = DTYPES[piece.dtype].itemsize
+            memory.view(*part.extent, size).copy_(place.view(*piece.box.extent, size)[part.within(piece.box)])
+    for piece, place, done in zip(pieces, places, own, strict=True):
+        if not done and rank not in piece.had:
+            _place(piece, place, mine)
+    return messages
+
+
+def _empty_messages(
+    pieces: Sequence[Piece[S]], holders: Holders, rank: int, world_size: int
+) -> tuple[list[Tensor], list[_Region]]:
+    """Allocate one message per receiving rank, and return the places of all parts in them; that of this rank to itself
+    has none. Replicas get the same message."""
+    parts: list[list[tuple[int, Box]]] = [[] for _ in range(world_size)]
+    for number, piece in enumerate(pieces):
         for held, ranks in holders.get(piece.name, ()):
             if part := piece.box.overlap(held):
-                flat = data[part.within(piece.box)].reshape(-1)
-                for rank in ranks:
-                    if rank not in piece.had:
-                        parts[rank].append(flat)
-    messages = {tuple(map(id, p)): p for p in parts}  # replicas get the same message, built once
-    built = {key: _message(0, p) for key, p in messages.items()}
-    return [built[tuple(map(id, p))] for p in parts]
+                for receiver in ranks:
+                    if receiver != rank and receiver not in piece.had:
+                        parts[receiver].append((number, part))
+    regions: list[_Region] = []
+    built: dict[tuple[tuple[int, Box], ...], Tensor] = {}
+    for key in map(tuple, parts):
+        if key not in built:
+            sizes = [part.size * DTYPES[pieces[number].dtype].itemsize for number, part in key]
+            built[key] = message = torch.empty(HEADER_BYTES + sum(sizes), dtype=torch.uint8)
+            head, *memories = message.split([HEADER_BYTES, *sizes])
+            head.copy_(_header(0))
+            regions += [_Region(*place, memory) for place, memory in zip(key, memories, strict=True)]
+    return [built[tuple(p)] for p in parts], regions
 
 
-def _message(status: int, parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat([torch.tensor([status] + [0] * (HEADER_BYTES - 1), dtype=torch.uint8), *parts])
+def _own_memory(piece: Piece[S], mine: Blocks) -> Tensor | None:
+    """Return the memory of this rank's blocks (`mine`) that is the piece byte by byte, uint8 [bytes], or None: it lies
+    in several, or apart, or on a GPU, or is of another type."""
+    for _, outer, tensor in mine.get(piece.name, ()):
+        if piece.box.overlap(outer) == piece.box:
+            place = tensor.detach()[piece.box.within(outer)]
+            if place.dtype == DTYPES[piece.dtype] and place.device.type == "cpu" and place.is_contiguous():
+                return place.view(-1).view(torch.uint8)
+    return None
+
+
+def _header(status: int) -> Tensor:
+    return torch.tensor([status] + [0] * (HEADER_BYTES - 1), dtype=torch.uint8)
 
 
 def _raise_failures(received: Sequence[Tensor]) -> None:
@@ -106,20 +167,31 @@ def _raise_failures(received: Sequence[Tensor]) -> None:
             raise FAILURES[status - 1](bytes(message[HEADER_BYTES:].tolist()).decode())
 
 
-def _unpack(message: Tensor, pieces: Sequence[Piece[S]], mine: dict[str, list[Block]]) -> None:
-    """Copy the message of one sender into this rank's blocks. `pieces`: the stored pieces that the sender read and this
-    rank did not; `mine`: tensor name -> this rank's blocks, sorted. The message holds the overlap of every piece with
-    every block of its tensor, by piece, then by block."""
+def _unpack(message: Tensor, pieces: Sequence[Piece[S]], mine: Blocks) -> None:
+    """Copy the message of another rank into this rank's blocks. `pieces`: the stored pieces that the sender read and
+    this rank did not; `mine`: tensor name -> this rank's blocks, sorted. The message holds the overlap of every piece
+    with every block of its tensor, by piece, then by block."""
     at = HEADER_BYTES
     for piece in pieces:
-        dtype = DTYPES[piece.dtype]
+        size = DTYPES[piece.dtype].itemsize
         for _, outer, tensor in mine.get(piece.name, ()):
             if part := piece.box.overlap(outer):
-                end = at + part.size * dtype.itemsize
-                raw = message[at:end]
-                if raw.storage_offset() % dtype.itemsize:
-                    raw = raw.clone()  # view() needs an offset aligned to the type
-                values = raw.view(dtype).view(part.extent)
-                tensor.detach()[part.within(outer)].copy_(values)
+                end = at + part.size * size
+                tensor.detach()[part.within(outer)].copy_(_values(message[at:end], piece.dtype, part))
                 at = end
     assert at == len(message), "sender and receiver agree on who holds what"
+
+
+def _place(piece: Piece[S], data: Tensor, mine: Blocks) -> None:
+    """Copy the bytes of a piece that this rank has fetched, uint8 [bytes], into its blocks."""
+    whole = _values(data, piece.dtype, piece.box)
+    for _, outer, tensor in mine.get(piece.name, ()):
+        if part := piece.box.overlap(outer):
+            tensor.detach()[part.within(outer)].copy_(whole[part.within(piece.box)])
+
+
+def _values(data: Tensor, dtype: str, box: Box) -> Tensor:
+    """Return bytes, uint8 [bytes], as the elements of a box of a global tensor."""
+    if data.storage_offset() % DTYPES[dtype].itemsize:
+        data = data.clone()  # view() needs an offset aligned to the type
+    return data.view(DTYPES[dtype]).view(box.extent)

@@ -73,8 +73,7 @@ def read_tensor(storage: Storage, directory: str, manifest: Manifest, name: str)
 
 
 def _fetch(storage: Storage, directory: str) -> Fetch[StoredBlock]:
-    def fetch(wanted: Sequence[Piece[StoredBlock]]) -> list[Tensor]:
-        found = zip(wanted, read_pieces(storage, directory, wanted), strict=True)
-        return [torch.frombuffer(data, dtype=torch.uint8).view(*piece.box.extent, -1) for piece, data in found]
+    def fetch(wanted: Sequence[Piece[StoredBlock]], into: Sequence[Tensor]) -> None:
+        read_pieces(storage, directory, wanted, [memory.numpy().data for memory in into])
 
     return fetch

@@ -18,6 +18,7 @@ from platform.config.fields import ConfigError, violation
 from platform.config.surroundings import wrong_protocol
 
 _NOTE = 4096  # bytes of a note that are read
+Reader = io.FileIO | io.BytesIO  # a file of a storage, open at the first byte to be read
 UNKNOWN = -1  # size of an entry that cannot be inspected: a dangling link, no permission
 
 
@@ -33,6 +34,9 @@ class Storage(Protocol):
 
     def read(self, path: str, start: int = 0, end: int | None = None) -> bytearray:
         """Return bytes [start, end) of a file, by default to its end; fewer if the file is shorter."""
+
+    def open(self, path: str, start: int, end: int) -> Reader:
+        """Open a file to read its bytes [start, end), by one request to the storage."""
 
     def list(self, path: str) -> dict[str, int]:
         """Map the names in a directory of the storage to their sizes in bytes (any number for a subdirectory, UNKNOWN
@@ -105,6 +109,11 @@ class Local:
             file.seek(start)
             del data[file.readinto(data) :]  # less only if the file became shorter
         return data
+
+    def open(self, path: str, start: int, end: int) -> Reader:
+        file = documents.open_regular(self.root / path)
+        file.seek(start)
+        return file
 
     def list(self, path: str) -> dict[str, int]:
         place = self.root / path
@@ -204,6 +213,9 @@ class Remote:
         with _translated(self.url):
             # Start 0 is left out: S3 refuses a range of an empty file.
             return bytearray(self._system.cat_file(self._path(path), start=start or None, end=end))
+
+    def open(self, path: str, start: int, end: int) -> Reader:
+        return io.BytesIO(self.read(path, start, end))
 
     def list(self, path: str) -> dict[str, int]:
         here = self._path(path)

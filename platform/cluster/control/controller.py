@@ -152,7 +152,7 @@ class Controller:
     def _step(self, crew: Crew, generation: Generation, step: int) -> tuple[list[Any], float]:
         """Let all ranks take training step `step`; return their answers by rank, rank 0's being the report on all, and
         the seconds that it took. If `Trainer.step` has updated nothing because of a loss spike, the step is repeated,
-        skipped, or ends the run with GaveUp, as train.on_spike says."""
+        skipped, or ends the run with GaveUp, as train.on_spike says; one whose loss scale was too large is skipped."""
         policy = self._config.train.on_spike
         for attempt in range(1, self._config.elastic.attempts + 1):
             faults = self._faults.take(step, generation.size)
@@ -164,6 +164,10 @@ class Controller:
             seconds, report = perf_counter() - start, reports[0]
             self._check_replicas(crew, generation, step, report)
             if not report.skipped:
+                return reports, seconds
+            if report.overflowed:
+                scale = f"a loss scale of {report.loss_scale:g}, which falls"
+                self._monitor.say(f"step {step} has a gradient that overflows fp16 at {scale}: it is skipped")
                 return reports, seconds
             loss, norm = report.loss, report.grad_norm
             why = f"step {step} has a loss of {loss:g} and a gradient norm of {norm:g}"

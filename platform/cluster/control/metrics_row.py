@@ -49,6 +49,7 @@ def metrics_row(
         comm_bytes=dict(sorted(report.comm_bytes.items())),
         generation=generation.number,
         skipped=report.skipped or None,
+        loss_scale=report.loss_scale,
         bubble=bubble,
         val_loss=val_loss,
         recovery_seconds=recovery_seconds,

@@ -43,6 +43,7 @@ class MetricsRow:
     comm_bytes: Annotated[dict[str, int], Wandb("comm")]
     generation: Annotated[int, Wandb("elastic/generation")]
     skipped: Annotated[bool | None, Wandb("train/skipped")] = None  # true where the step updated nothing
+    loss_scale: Annotated[float | None, Wandb("train/loss_scale")] = None  # of this step, where precision=fp16
     bubble: Annotated[dict[str, float] | None, Wandb("bubble")] = None  # planned, measured: makespan / ideal - 1
     val_loss: Annotated[float | None, Wandb("val/loss")] = None  # of steps after which the model was evaluated
     recovery_seconds: Annotated[float | None, Wandb("elastic/recovery_seconds")] = None  # of the first after a failure

@@ -1,7 +1,12 @@
-"""Gradients of autograd leaves: each owns its storage, since gradients are kept and accumulated in place."""
+"""Gradients of autograd leaves: each owns its storage, since gradients are kept and accumulated in place.
+
+Where a kernel computes the gradient of a leaf itself, it adds it to `grad` on the spot, in the matrix product if it
+can: no temporary of the parameter's size, no further pass over it. Autograd then gets None.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from weakref import ref
 
 import torch
@@ -29,10 +34,31 @@ def leaf(w: Tensor) -> Tensor:
     return w
 
 
+def accumulates(w: Tensor | None) -> bool:
+    """Return True if w is a leaf whose gradient a kernel may add to `grad` itself: not while a graph is traced, which
+    cannot change it."""
+    return not torch.compiler.is_compiling() and w is not None and w.requires_grad and w.is_leaf
+
+
 def add_gradient(w: Tensor, gradient: Tensor) -> None:
-    """Add `gradient`, which may be a view of other memory, to the `grad` of the autograd leaf w outside a backward
-    pass, as autograd would: for deferred weight gradients."""
+    """Add `gradient`, which may be a view of other memory, to the `grad` of the autograd leaf w, as autograd would."""
     w.grad = _copied(w, gradient) if w.grad is None else w.grad.add_(gradient)
+
+
+def add_computed(w: Tensor, compute: Callable[[Tensor | None], Tensor]) -> None:
+    """Add a gradient to the `grad` of the autograd leaf w: compute(grad) adds it in place and returns `grad`, and
+    compute(None) returns it in new memory, that nobody else reads."""
+    found = compute(w.grad)
+    if w.grad is None:
+        alone = found.untyped_storage().nbytes() == w.nbytes and found.stride() == w.stride()
+        w.grad = found if alone else _copied(w, found)
+
+
+def arrived(w: Tensor) -> None:
+    """Run the hooks that wait for gradients of the autograd leaf w (register_post_accumulate_grad_hook), after a kernel
+    has added one in a backward pass, as autograd does when it adds one."""
+    for hook in (w._post_accumulate_grad_hooks or {}).values():
+        hook(w)
 
 
 def _copied(w: Tensor, gradient: Tensor) -> Tensor:

@@ -16,14 +16,21 @@ Dims = tuple[str, ...]
 
 @cache
 def local_einsum(a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:
-    """Return a function (x, y, bias=None) that multiplies two local tensors with dims `a` and `b` into dims `out`,
-    without communication; the bias has the dims of y that are in `out`.
+    """Return a function (x, y, bias=None, into=None) that multiplies two local tensors with dims `a` and `b` into dims
+    `out`, without communication; the bias has the dims of y that are in `out`. `into`: a contiguous tensor to which the
+    product is added in place, and which is returned; there is no bias then.
 
     Uses one matrix product of views where the dims form contiguous runs (rows, contracted, columns), else torch.einsum.
     The product of absent (empty) blocks is absent, and is connected to the autograd graphs of both.
     """
     product = _product(a, b, out)
-    return lambda x, y, bias=None: x + y if absent(x) else product(x, y, bias)
+
+    def multiply(x: Tensor, y: Tensor, bias: Tensor | None = None, into: Tensor | None = None) -> Tensor:
+        if absent(x):
+            return x + y if into is None else into
+        return product(x, y, bias, into)
+
+    return multiply
 
 
 def _product(a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:
@@ -41,10 +48,15 @@ def _product(a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:
     if not simple:
         names = {d: chr(ord("a") + i) for i, d in enumerate(dict.fromkeys(a + b))}
         equation = "{},{}->{}".format(*("".join(names[d] for d in dims) for dims in (a, b, out)))
-        return lambda x, y, bias=None: torch.einsum(equation, x, y) + (0 if bias is None else bias)
+
+        def general(x: Tensor, y: Tensor, bias: Tensor | None, into: Tensor | None) -> Tensor:
+            z = torch.einsum(equation, x, y)
+            return into.add_(z) if into is not None else z if bias is None else z + bias
+
+        return general
     na, nb, nc = len(rows), len(columns), len(contracted)
 
-    def product(x: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
+    def product(x: Tensor, y: Tensor, bias: Tensor | None, into: Tensor | None) -> Tensor:
         if a_first:
             row_shape, x = x.shape[:na], x.reshape(prod(x.shape[:na]), -1)
         else:
@@ -53,10 +65,14 @@ def _product(a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:
             column_shape, y = y.shape[nc:], y.reshape(prod(y.shape[:nc]), -1)
         else:
             column_shape, y = y.shape[:nb], y.reshape(prod(y.shape[:nb]), -1).t()
-        if out == rows + columns:
-            z = x @ y if bias is None else torch.addmm(bias.reshape(-1), x, y)
-            return z.view(*row_shape, *column_shape)
-        assert bias is None
-        return (y.t() @ x.t()).view(*column_shape, *row_shape)
+        straight = out == rows + columns
+        if not straight:
+            x, y, row_shape, column_shape = y.t(), x.t(), column_shape, row_shape
+        if into is not None:
+            into.view(x.shape[0], -1).addmm_(x, y)
+            return into
+        assert straight or bias is None
+        z = x @ y if bias is None else torch.addmm(bias.reshape(-1), x, y)
+        return z.view(*row_shape, *column_shape)
 
     return product

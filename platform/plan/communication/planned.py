@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from platform.plan.communication.rule import Conversion, Step
@@ -108,6 +108,12 @@ class PlannedOperation:
     token_count: int = 0
     compute_axes: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
+
+    def adds(self, shifts: Iterable[PlannedOperation]) -> bool:
+        """Return True if the matrix products of this project add its biases themselves, whose planned shifts are
+        `shifts`: nothing is converted between product and shift."""
+        between = [*(e.output for g in self.groups for e in g.einsums), *(c for s in shifts for c in s.conversions)]
+        return not any(g.panels for g in self.groups) and not any(c.forward or c.backward for c in between)
 
 
 def shapes(

@@ -23,6 +23,7 @@ ITEMSIZE = {
     "fp64": {"compute": 8, "accumulate": 8, "master": 8},
     "fp32": {"compute": 4, "accumulate": 4, "master": 4},
     "bf16": {"compute": 2, "accumulate": 4, "master": 4},
+    "fp16": {"compute": 2, "accumulate": 4, "master": 4},
 }
 
 

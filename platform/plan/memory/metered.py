@@ -6,13 +6,14 @@ The numbers follow torch's CPU kernels, and the statements of `platform.parallel
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from math import prod
 from typing import Any
 
 from platform.plan.communication.planned import EinsumGroup, Panels
+from platform.plan.communication.rule import Conversion
 from platform.plan.memory.meter import INTEGER, Meter
-from platform.plan.memory.storages import Gradients, MeteredStorage, Saved, Value
+from platform.plan.memory.storages import GradientKey, Gradients, MeteredStorage, Saved, Value
 
 _DRAWING = 4  # integers per element alive while random bits are drawn
 _PIECE = 1 << 15  # elements whose dropout mask is drawn at once, as platform.parallel.kernels.dropout.DRAWN_AT_ONCE
@@ -55,11 +56,10 @@ class Metered(Meter):
 
     def project(self, x, spec, weights, outs, biases=()):
         planned = self.planned("project", weights[0].name)
-        shifts = [self.planned("shift", b.name).conversions[0] for b in biases]
-        alone = self.deferred is None and not planned.collectives and not any(c.forward for c in shifts)
-        added = [self.parameter(b) for b in biases] if alone else []
+        fused = planned.adds(self.planned("shift", b.name) for b in biases)
+        added = [self.parameter(b) for b in biases] if fused else []
         found = self._einsums(planned, x, spec, [self.parameter(w) for w in weights], outs, added, self.deferred)
-        return tuple(found if alone else map(self.shift, found, outs, biases) if biases else found)
+        return tuple(map(self.shift, found, outs, biases) if biases and not fused else found)
 
     def einsum(self, name, x, x_spec, y, y_spec, out):
         return self._einsums(self.planned("einsum", name), x, x_spec, [y], [out])[0]
@@ -72,21 +72,18 @@ class Metered(Meter):
             mine = [operands[e.index] for e in group.einsums]
             if group.panels:
                 found = self._panels(group, group.panels, self.apply(x, group.x), mine, outs)
-            elif deferred is None and group.local:
+            elif group.local and not any(isinstance(w.key, str) for w in mine):
                 there = [self.block(outs[e.index]) for e in group.einsums]
-                added = [[biases[e.index]] if biases else [] for e in group.einsums]
-                found = [
-                    self.plain(y, [x, w, *b], (x.storage, w.storage))
-                    for y, w, b in zip(there, mine, added, strict=True)
-                ]
+                found = [self.plain(y, [x, w], (x.storage, w.storage)) for y, w in zip(there, mine, strict=True)]
             else:
-                found = self._moving(planned, group, x, mine, deferred)
+                added = [biases[e.index] for e in group.einsums] if biases else []
+                found = self._of_group(planned, group, x, mine, added, deferred)
             results.update((e.index, y) for e, y in zip(group.einsums, found, strict=True))
         return tuple(results[i] for i in range(len(operands)))
 
-    def _moving(self, planned, group: EinsumGroup, x: Value, operands: Sequence[Value], deferred) -> list[Value]:
-        """Count one group of einsums that communicates, as `platform.parallel.kernels.einsum._Einsums` computes it:
-        gather, multiply, convert the results; return them."""
+    def _of_group(self, planned, group: EinsumGroup, x: Value, operands, biases, deferred) -> list[Value]:
+        """Count one group of einsums of x with `operands`, as `platform.parallel.kernels.einsum._Einsums` computes it:
+        gather, multiply, add `biases`, convert the results; return them."""
         einsums = group.einsums
         local = [self.forward(w, e.operand) for w, e in zip(operands, einsums, strict=True)]
         whole = self.forward(x, group.x)
@@ -99,7 +96,18 @@ class Metered(Meter):
         )
         widths, lengths = [w.elements for w in stored], [y.elements for y in found]
         width, *sizes = [w.elements for w in (whole, *local)]
-        keys = [w.key for w in operands]
+        keys = [w.key for w in (*operands, *biases)]
+        added = [b.elements for b in biases]
+
+        def rest(held: Any) -> Gradients:
+            """Count the gradients of operands and biases from what is `held`: in place where a parameter has one."""
+            steps = [self._of_operand(k, n, e.operand) for k, n, e in zip(keys, sizes, einsums, strict=False)]
+            steps += [self.new(n) for n in added]
+            for i, key in enumerate(keys):
+                if isinstance(key, str) and (g := steps[i]):
+                    self.leaves.setdefault(key, g)
+                    steps[i] = None
+            return steps
 
         def backward(gs: Gradients, saved: Saved) -> Gradients:
             local = [
@@ -109,37 +117,21 @@ class Metered(Meter):
             pairs = zip(saved[1:], widths[1:], einsums, strict=True)
             kept = [self.forward(Value(w, n), e.operand).storage if e.regathered else w for w, n, e in pairs]
             x = self.forward(Value(saved[0], widths[0]), group.x).storage if group.regathered else saved[0]
-            dx = self.convert(self._sum(width, len(einsums)), width, group.x.backward, group.x.after)[0]
-
-            def weights() -> list[MeteredStorage | None]:
-                return [
-                    self.convert(self.new(n), n, e.operand.backward, e.operand.after)[0]
-                    for n, e in zip(sizes, einsums, strict=True)
-                ]
-
+            dx = self.convert(self.new(width), width, group.x.backward, group.x.after)[0]
             if deferred is None:
-                return [dx, *weights()]
+                return [dx, *rest((x, local))]
             del kept
+            deferred.append(partial(rest, (x, local)))
+            return [dx, *(None for _ in keys)]
 
-            def compute(held: Any = (x, local)) -> None:
-                for key, dw in zip(keys, weights(), strict=True):
-                    assert dw
-                    self.leaves.setdefault(key, dw)
-
-            deferred.append(compute)
-            return [dx, *(None for _ in einsums)]
-
-        self.note(found, [x, *operands], saved, backward)
+        self.note(found, [x, *operands, *biases], saved, backward)
         return found
 
-    def _sum(self, elements: int, parts: int) -> MeteredStorage:
-        """Count the sum of the gradients of x that `parts` einsums give, added up one by one; return its storage."""
-        total = self.new(elements)
-        for _ in range(parts - 1):
-            part = self.new(elements)
-            total = self.new(elements)
-            del part
-        return total
+    def _of_operand(self, key: GradientKey, elements: int, operand: Conversion) -> MeteredStorage | None:
+        """Count the gradient of an einsum's operand: a parameter that has one and stays in its layout takes nothing."""
+        if key in self.leaves and not operand.backward:
+            return None
+        return self.convert(self.new(elements), elements, operand.backward, operand.after)[0]
 
     def _panels(self, group: EinsumGroup, panels: Panels, x: Value, operands: Sequence[Value], outs) -> list[Value]:
         """Count one group of einsums that SUMMA computes, as `platform.parallel.kernels.summa` does: current and next

@@ -109,7 +109,8 @@ class StepReport:
     rank 0.
 
     If `skipped`, nothing was updated: the loss or the gradient norm is not finite, the loss is too high, or replicas
-    differ. `seconds`: by clock section; `comm_bytes`: by collective.
+    differ. `overflowed`: because the loss scale was too large, and has fallen. `seconds`: by clock section;
+    `comm_bytes`: by collective.
     """
 
     step: Count
@@ -125,6 +126,8 @@ class StepReport:
     peak_memory_bytes: Count
     world_size: Annotated[int, Span(1, 1 << 53)]
     slow: list[SlowRank]
+    overflowed: bool = False
+    loss_scale: Real | None = None  # of this step; None unless it computed in fp16
     differences: Differences = field(default_factory=Differences)
     timeline: list[SectionSpan] = field(default_factory=list)  # empty unless monitor.timeline is set
 
@@ -132,10 +135,10 @@ class StepReport:
 @dataclass(frozen=True)
 class Copied:
     """Answer of a rank that has copied its share of the training state to host memory, ready to be written. `tensors`:
-    name -> global shape, on rank 0 alone; `values`: the optimizer's numbers, {} on a rank without parameters."""
+    name -> global shape, on rank 0 alone; `values`: what is no tensor, as `State.values` returns it."""
 
     tensors: dict[str, list[Count]]
-    values: dict[str, float]
+    values: dict[str, Any]
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ from platform.plan.schedule.table import Action
 from platform.train.protocol.answers import Differences, SectionSpan, StepReport
 from platform.train.step.faults import Fault, armed, flip
 from platform.train.step.inputs import Blocks, place
+from platform.train.step.loss_scale import LossScale
 from platform.train.step.weights import DTYPES, Weights
 
 SECTIONS = ("data", "forward", "backward", "exposed_comm", "bubble", "reduce", "optimizer", "checkpoint")
@@ -46,7 +47,8 @@ class Trainer:
     `rows`.
 
     `fresh`: the weights get their initial values; if False they are undefined until they are restored.
-    `peak_live`: most forward passes of chunks whose activations were alive at once in the last step.
+    `peak_live`: most forward passes of chunks whose activations were alive at once in the last step. `loss_scale`: that
+    of the next step, None unless the plan computes in fp16.
     """
 
     peak_live = 0
@@ -69,6 +71,7 @@ class Trainer:
         compiles = config.train.compile == "on"  # the driver has settled auto
         self.ops = ParallelOps(self.stage, communicator, self.weights.compute, config.model.dropout, compiles)
         self.optimizer = self._make_optimizer()
+        self.loss_scale = LossScale(config.loss_scale.initial) if plan.precision == "fp16" else None
         self.clock = communicator.clock = Clock(communicator.device)
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
@@ -90,9 +93,9 @@ class Trainer:
         """Run training step `step` (from 1) and return this rank's report, which `Combiner` aggregates.
 
         If the loss or gradient norm is not finite, or the loss is above `limit`, nothing is updated and the report's
-        `skipped` is true, alike on all ranks, because both numbers are global. `fault`: one to be injected in this
-        rank. `verify` compares replicas before the update, on all ranks: if it finds differences they are added to the
-        report, and nothing is updated.
+        `skipped` is true, alike on all ranks, because both numbers are global; `overflowed` too where that is due to
+        the loss scale, which then falls. `fault`: one to be injected in this rank. `verify` compares replicas before
+        the update, on all ranks: if it finds differences they are added to the report, and nothing is updated.
         """
         plan, communicator, clock = self.plan, self.communicator, self.clock
         batch = self.config.train.global_batch
@@ -112,6 +115,10 @@ class Trainer:
             with clock.section("optimizer"):
                 lr = learning_rate(self.config.optimizer, step, self.config.train.steps)
                 self.weights.drop_gradients() if skipped else self._update(norm, lr)
+        scale, rules = self.loss_scale, self.config.loss_scale
+        overflowed = scale is not None and not differences and scale.overflowed(loss, norm, rules)
+        if scale and (overflowed or not skipped):
+            self.loss_scale = scale.after_overflow(rules) if overflowed else scale.after_update(rules)
         seconds, spans = clock.read()
         return StepReport(
             step=step,
@@ -119,6 +126,8 @@ class Trainer:
             grad_norm=norm,
             lr=lr,
             skipped=skipped,
+            overflowed=overflowed,
+            loss_scale=scale.scale if scale else None,
             tokens=step * plan.tokens_per_step,
             samples=((step - 1) * batch, step * batch),
             step_seconds=sum(seconds.values()),
@@ -133,9 +142,9 @@ class Trainer:
 
     def compute_gradients(self, step: int) -> tuple[float, float]:
         """Compute this rank's part of the gradient of the global mean loss in training step `step` into
-        `weights.gradients`: reduced over the ranks, but not yet clipped.
+        `weights.gradients`: reduced over the ranks, but not yet clipped, and times the loss scale.
 
-        Return the loss and the whole gradient's 2-norm, both global.
+        Return the loss and the whole gradient's 2-norm, both global and without the loss scale.
         """
         loss, predicted, reductions = self._forward_backward(step)
         with self.clock.section("reduce"):
@@ -144,7 +153,7 @@ class Trainer:
             self.weights.receive(reduced)
             squares = gradients.squared_norm(self.stage, self.communicator, self.weights.gradients)
             total, square = self._sum_over_world(loss, squares + self._poison)
-        return total / predicted, sqrt(square)
+        return total / predicted, sqrt(square) / self._scale
 
     def _forward_backward(self, step: int) -> tuple[Tensor, int, list[GradientReduction]]:
         """Run the forward and backward passes of training step `step`, and accumulate this rank's gradient of the
@@ -160,7 +169,7 @@ class Trainer:
             out = self._part(chunk, flow, "train", first + m * self.plan.sizes["batch"], end)
             if "loss" in out:
                 total.add_(out["loss"].detach())
-                out = {"loss": out["loss"] / predicted}
+                out = {"loss": out["loss"] / (predicted / self._scale)}
             return out
 
         left = {chunk.number: chunk.parameters for chunk in self.stage.chunks}  # chunks with backward passes to run
@@ -177,6 +186,11 @@ class Trainer:
         pipeline.run(self.rows.step)
         self.peak_live = pipeline.peak_live
         return total, predicted, reductions
+
+    @property
+    def _scale(self) -> float:
+        """Return the factor by which the loss is multiplied before the backward pass."""
+        return self.loss_scale.scale if self.loss_scale else 1.0
 
     def _pipeline(self, forward: Forward, accumulated: Accumulated = lambda action, done: None) -> PipelineExecutor:
         """Construct the executor of this stage's schedule. `forward` runs a chunk on a microbatch; `accumulated` is
@@ -226,10 +240,11 @@ class Trainer:
 
     def _update(self, norm: float, lr: float) -> None:
         """Update the weights from their reduced gradients at learning rate `lr`, clipped to optimizer.clip. `norm`: the
-        whole gradient's 2-norm."""
+        whole gradient's 2-norm, without the loss scale."""
         clip = self.config.optimizer.clip
-        if clip and norm > clip:
-            torch._foreach_mul_(list(self.weights.gradients.values()), clip / (norm + 1e-6))
+        factor = (clip / (norm + 1e-6) if clip and norm > clip else 1.0) / self._scale
+        if factor != 1.0:
+            torch._foreach_mul_(list(self.weights.gradients.values()), factor)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 import torch
@@ -23,6 +23,7 @@ from platform.config.fields import Config
 from platform.optimizer.optimizers import state_of
 from platform.parallel.communicator.base import Communicator
 from platform.plan.core.plan import Plan
+from platform.train.step.loss_scale import LossScale
 from platform.train.step.trainer import Trainer
 from platform.train.step.weights import DTYPES
 
@@ -57,24 +58,29 @@ class State:
         return self._image
 
     def blocks(self) -> list[Block]:
-        """Return this rank's blocks of the training state, valid after an update or `restore`: views of the live
-        tensors, to be copied from or filled."""
+        """Return this rank's blocks of the training state: views of the live tensors, to be copied from or filled.
+        Moments that no update has made yet are zeros, which nothing reads."""
         kinds: dict[str, Mapping[str, Tensor]] = {"model": self._trainer.weights.master}
         for moment in self._moments:
-            kinds[moment] = {n: self._of(w)[moment] for n, w in self._trainer.weights.owned.items()}
+            kinds[moment] = {n: self._moment(w, moment) for n, w in self._trainer.weights.owned.items()}
         here = self._communicator.coordinates
         return [block for kind, tensors in kinds.items() for block in local_blocks(self._plan, kind, tensors, here)]
 
-    def values(self) -> dict[str, float]:
-        """Return the optimizer's numbers beside its moments (such as its count of steps), plain data, equal for all
-        parameters; {} on a rank without parameters."""
-        return {name: float(self._of(w)[name]) for w in list(self._trainer.weights.owned.values())[:1]
-                for name in self._numbers}  # fmt: skip
+    def values(self) -> dict[str, Any]:
+        """Return what the state has beside tensors, as plain data that is equal on all ranks: the `optimizer`'s numbers
+        (such as its count of steps), equal for all parameters and none before its first update, and the `loss_scale`
+        of fp16. {} on a rank without parameters."""
+        scale = self._trainer.loss_scale
+        for w in self._trainer.weights.owned.values():
+            there = self._of(w)
+            numbers = {name: float(there[name]) for name in self._numbers if name in there}
+            return {"optimizer": numbers} | ({"loss_scale": asdict(scale)} if scale else {})
+        return {}
 
     def restore(self, storage: Storage, directory: str, manifest: Manifest) -> None:
         """Restore the training state from the checkpoint `directory` of any plan; all ranks call it together. Raises
         what `platform.checkpoint.moves.reshard.restore` does, and Refused; the state is then undefined."""
-        self._prepare(_numbers(manifest, self._numbers))
+        self._prepare(manifest.meta.values)
         restore(storage, directory, manifest, self.held, self.blocks(), **self._world)
         self._trainer.weights.refresh()
 
@@ -83,8 +89,8 @@ class State:
         call it together. `survived`: who holds which blocks; `snapshot`: this rank's own, None if it has none; see
         `platform.checkpoint.in_memory.recover.recover`."""
         known = [values for values in tell_all(self._communicator, snapshot.values if snapshot else {}) if values]
-        assert all(values == known[0] for values in known), "the optimizer's numbers are alike on all ranks"
-        self._prepare(known[0] if known else {})
+        assert all(values == known[0] for values in known), "what is no tensor is alike on all ranks"
+        self._prepare(known[0])
         recover(survived, snapshot.read if snapshot else _nothing, self.held, self.blocks(), **self._world)
         self._trainer.weights.refresh()
 
@@ -95,16 +101,29 @@ class State:
         communicator = self._communicator
         return {"rank": communicator.rank, "world_size": self._plan.mesh.size, "exchange": communicator.exchange}
 
-    def _prepare(self, values: Mapping[str, float]) -> None:
-        """Prepare the optimizer's state to be filled from a checkpoint or snapshot: zero moments, and its numbers from
-        `values`."""
+    def _prepare(self, values: Mapping[str, Any]) -> None:
+        """Prepare the state to be filled from a checkpoint or snapshot, whose `values` are not trusted: zero moments,
+        the optimizer's numbers, and the loss scale if this run has one, the first one if that run had none. Raises
+        Refused."""
+        numbers, scale = _numbers(values, self._numbers), values.get("loss_scale")
+        fresh = numbers.keys() < self._numbers.keys()
+        if self._trainer.loss_scale:
+            first = LossScale(self._trainer.config.loss_scale.initial)
+            self._trainer.loss_scale = _read(LossScale, scale, "loss scale") if scale else first
         for w in self._trainer.weights.owned.values():
             state = self._of(w)
             state.clear()
+            if fresh:
+                continue
             state.update({moment: torch.zeros_like(w, requires_grad=False) for moment in self._moments})
             for name, number in self._numbers.items():
-                value = values[name]
+                value = numbers[name]
                 state[name] = torch.full_like(number, value) if isinstance(number, Tensor) else type(number)(value)
+
+    def _moment(self, w: Tensor, moment: str) -> Tensor:
+        """Return one of the optimizer's moments of the master weight `w`, zeros if no update has made it yet."""
+        found: Tensor | None = self._of(w).get(moment)
+        return torch.zeros_like(w, requires_grad=False) if found is None else found
 
     def _of(self, w: Tensor) -> dict[str, Any]:
         """Return the optimizer's state of the master weight `w`, by name."""
@@ -124,12 +143,18 @@ def _nothing(part: Share) -> Tensor:
     raise AssertionError(f"{part.tensor.name} {part.box} is asked of a rank that was not there")
 
 
-def _numbers(manifest: Manifest, names: Iterable[str]) -> Mapping[str, float]:
-    """Return the optimizer's numbers, by name, in a checkpoint's manifest, whose values are not trusted. Raises Refused
-    if one of `names` is missing or is not a number."""
+def _numbers(values: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, float]:
+    """Return the optimizer's numbers, by name, in the values of a training state that are no tensors (`State.values`)
+    and are not trusted; {} if it has made no update. Raises Refused if one of `names` is missing or no number."""
+    there = values.get("optimizer")
+    kind = Annotated[dict[str, float], OpenMap((), tuple(names) if there else ())]
+    found: dict[str, float] = _read(kind, there, "optimizer")
+    return found
+
+
+def _read(kind: Any, value: Any, name: str) -> Any:
+    """Read a value of a training state, of the type `kind`, that is not trusted. Raises Refused, naming it `name`."""
     try:
-        kind = Annotated[dict[str, float], OpenMap((), tuple(names))]
-        found: dict[str, float] = schema.read(kind, manifest.meta.values.get("optimizer"))
-        return found
+        return schema.read(kind, value)
     except Malformed as error:
-        raise Refused(f"the values of its optimizer: {error}") from None
+        raise Refused(f"the values of its {name}: {error}") from None

@@ -19,6 +19,7 @@ DTYPES = {
     "fp64": (torch.float64, torch.float64),
     "fp32": (torch.float32, torch.float32),
     "bf16": (torch.bfloat16, torch.float32),
+    "fp16": (torch.float16, torch.float32),
 }
 
 

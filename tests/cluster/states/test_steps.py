@@ -45,6 +45,17 @@ def test_after_a_skipped_step_memory_has_it(config, drive, every):
     assert events(config, "restored")[0]["step"] == 4 and once_each(config)
 
 
+@pytest.mark.parametrize("policy", ["rollback", "skip", "stop"])
+def test_a_loss_scale_that_was_too_large_is_no_spike(config, drive, policy):
+    """The step is done, without an update, whatever the policy; memory has it."""
+    config.train.on_spike = policy
+    assert drive({"step(5)": [{0: Dead}]}, lambda crew: crew.overflows.add(4)) == 0
+    assert not events(config, "spike") and events(config, "restored")[0]["step"] == 4 and once_each(config)
+    rows = MetricsLog.read(Path(config.run.dir, "metrics.jsonl"))
+    assert [(row["step"], row["loss_scale"]) for row in rows if "skipped" in row] == [(4, 1024.0)]
+    assert "step 4 has a gradient that overflows fp16 at a loss scale of 1024, which falls: it is skipped" in drive.out
+
+
 def test_a_slow_worker_is_said_once_and_stays(config, drive):
     config.train.steps = 12
     assert drive(prepare=lambda crew: crew.slow.add(2)) == 0

@@ -152,7 +152,7 @@ def recovered(case: dict[str, Any], forget: str = "") -> bool:
         bound = 1e-10 * wanted[name].abs().max() + (1e-10 * 1e-2 if name.startswith("model.") else 1e-14)
         assert (found_[name] - wanted[name]).abs().max() <= bound, name
     for _, values, have, _ in parts:
-        assert values == {"step": 2.0}
+        assert values == {"optimizer": {"step": 2.0}}
         for mine, theirs in zip(have, before[0].numbers[2:], strict=True):
             assert mine == pytest.approx(theirs, rel=1e-10, abs=0)
     if case["old"] == case["new"]:

@@ -79,8 +79,7 @@ class Runs:
                         shapes.update({h.name: h.shape for h in state.held})
 
             parts = ranks(c, work)
-            values = {"optimizer": parts[0].values}
-            commit(self.storage, directory, shapes, reports, Meta(1, 4, c.seed, "", {}, "", {}, values))
+            commit(self.storage, directory, shapes, reports, Meta(1, 4, c.seed, "", {}, "", {}, parts[0].values))
             self._made[name] = directory, parts
         return self._made[name]
 
@@ -157,7 +156,7 @@ def other(runs: Runs, writer: str, reader: str, forget: str = "") -> None:
     restored = whole([part.restored for part in parts], shapes)
     for name in shapes:
         assert torch.equal(stored[name], restored[name]), name
-    assert parts[0].values == {"step": 1.0}
+    assert parts[0].values == {"optimizer": {"step": 1.0}}
     for part in parts:
         assert part.numbers == [pytest.approx(through[0].numbers[1], rel=1e-10, abs=0)]
     found, wanted = (whole([part.after[-1] for part in found], shapes) for found in (parts, through))

@@ -198,10 +198,10 @@ class Checkpoints:
         self._cadence.saved()
         self._abandoned, self._began = False, monotonic()
         snapshots = crew.call("snapshot")
-        numbers: dict[str, Any] = next((s.values for s in snapshots if s.values), {})
+        values: dict[str, Any] = next((s.values for s in snapshots if s.values), {"optimizer": {}})
         self._wanted, self._reports, self._useful = SimpleQueue(), SimpleQueue(), useful_seconds
         write = partial(_written, self._wanted, self._reports)
-        self._saver.save(snapshots[0].tensors, self._meta(step, {"optimizer": numbers}), write)
+        self._saver.save(snapshots[0].tensors, self._meta(step, values), write)
 
     def advance(self, crew: Crew, wait: float = 0.0) -> None:
         """Continue the save under way, between two training steps: tell the workers the directory to write to, collect
@@ -225,8 +225,8 @@ class Checkpoints:
         self.advance(crew)
 
     def _meta(self, step: int, values: dict[str, Any]) -> Meta:
-        """Return the metadata for the manifest of a checkpoint after training step `step`. `values`: "optimizer" -> its
-        numbers by name."""
+        """Return the metadata for the manifest of a checkpoint after training step `step`. `values`: the part of
+        the state that is no tensor."""
         return Meta(
             step=step,
             samples=step * self._config.train.global_batch,

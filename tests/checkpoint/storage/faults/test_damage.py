@@ -174,6 +174,11 @@ class Unreadable:
             raise OSError(errno.EIO, os.strerror(errno.EIO), path)
         return self.inner.read(path, *span)
 
+    def open(self, path, *span):
+        if self.what in path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return self.inner.open(path, *span)
+
 
 @pytest.mark.parametrize("file", ["manifest.json", "blocks-00001.bin"])
 def test_what_cannot_be_read_today_is_passed_over_and_not_marked(storage, file):
