@@ -77,12 +77,7 @@ class Model:
     io: int = key(64, "two_layer: width of its input and output", ">= 1", most=2**24)
     hidden: int = key(256, "two_layer: width between its layers", ">= 1", most=2**24)
     dropout: float = key(0.0, "probability that an activation is set to 0; 0 = no dropout", ">= 0 and < 1")
-    fused_dropout: bool = key(
-        False,
-        "draw attention masks in a fused kernel",
-        (False,),
-        not_built={True: "attention masks drawn inside a fused kernel"},
-    )
+    fused_dropout: bool = key(False, "attention's masks are drawn inside its kernel, per rank: not as other plans do")
     norm: str = key("layernorm", "normalisation", ("layernorm", "rmsnorm"))
     post_norm: bool = key(False, "normalise after the residual connection, as in the original Transformer")
     activation: str = key("gelu", "pointwise function of the feed-forward layer", ("gelu", "relu", "swiglu", "geglu"))

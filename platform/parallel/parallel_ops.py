@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import prod
 
 import torch
@@ -261,10 +261,20 @@ class ParallelOps(PointwiseOps):
             seen = None
         else:
             seen, causal = positions.attention_mask(q, k, causal, padding, bias), False
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=causal, scale=scale).permute(back)
+        rate = self.dropout_rate if self.position.training else 0.0
+        with self._seeded(name, spec, q.device) if rate else nullcontext():
+            y = F.scaled_dot_product_attention(q, k, v, seen, rate, is_causal=causal, scale=scale)
+        return y.permute(back)
 
-    def can_fuse_attention(self, spec):
-        return self.plan.scheme.fuses_attention(spec.region)
+    def _seeded(self, name: str, spec: Spec, device: torch.device) -> AbstractContextManager[None]:
+        """Return a context in which a kernel that draws its own dropout mask draws that of the attention `name` on this
+        rank's block of `spec`, at the present position in the run."""
+        p = self.position
+        key = random.key(p.seed, "fused dropout", p.step, name, p.first_sequence, *self._blocks[spec])
+        return random.seeded(key, device)
+
+    def fuses_attention(self, name, spec):
+        return ("fused_attention", name) in self.plan.operations
 
     def relayout(self, name, x, spec, out):
         if spec == out:

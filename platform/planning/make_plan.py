@@ -61,6 +61,7 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
             precision=config.precision,
             zero=config.parallel.zero,
             dropout=config.model.dropout,
+            fused_dropout=config.model.fused_dropout,
         )
     except ModelMistake as error:
         line = violation(

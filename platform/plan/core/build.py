@@ -38,6 +38,7 @@ def build_plan(
     precision: str = "fp32",
     zero: int = 0,
     dropout: float = 0.0,
+    fused_dropout: bool = False,
 ) -> Plan:
     """Build the plan of a run: record the model's forward pass, divide it into chunks and plan the layouts and
     collectives of every operation under `scheme`.
@@ -48,11 +49,12 @@ def build_plan(
     (ZeRO, Rajbhandari et al. 2020): 0 nothing, 1 master copies and optimizer state, 3 also the parameters, whose
     storage axis is then `data`. Raises ModelMistake for an error in the model's code, IllegalPlan with all violations:
     an axis that would split two dims of one operation, a dim (other than vocab) that its axes do not divide, or more
-    chunks than the model has units.
+    chunks than the model has units. `fused_dropout`: a fused kernel of attention draws its own masks.
     """
     mesh = Mesh.of({"stage": max(stage_of) + 1, **scheme.mesh_axes(data)})
     parameters, sizes = _declared(model, microbatch * data)
-    recorder = partial(Recorder, scheme, dropout, recompute, sizes=sizes, declared={p.name: p for p in parameters})
+    declared = {p.name: p for p in parameters}
+    recorder = partial(Recorder, scheme, dropout, recompute, fused_dropout, sizes=sizes, declared=declared)
     recorded = _recorded(model, recorder, len(stage_of), sizes)
     operations = [o for chunk in recorded for o in chunk.operations]
     check_used(parameters, (p.name for o in operations for p in o.parameters), model)

@@ -242,12 +242,13 @@ class Ops(ABC):
         bias: Any = None,
     ) -> Any:
         """Return scaled_dot_product_attention of local heads: q is [length batch heads d_kv], k and v have the
-        same dims with a length of their own; `mask` and `bias` as in softmax."""
+        same dims with a length of their own; `mask` and `bias` as in softmax. Dropout of its probabilities is drawn by
+        the kernel itself."""
 
     @abstractmethod
-    def can_fuse_attention(self, spec: Spec) -> bool:
-        """Return True if the scheme leaves length, memory_length and d_kv whole in the region of `spec`: one fused
-        kernel then does attention there."""
+    def fuses_attention(self, name: str, spec: Spec) -> bool:
+        """Return True if one fused kernel does the attention `name` of type `spec`: the scheme leaves length,
+        memory_length and d_kv whole there, and there is no dropout, or the kernel draws its masks."""
 
     @abstractmethod
     def relayout(self, name: str, x: Any, spec: Spec, out: Spec) -> Any:
@@ -312,8 +313,7 @@ class Ops(ABC):
         """Return softmax(scale q k^T + bias) v in the region of `spec` [length batch heads d_kv]; k and v are of type
         `kv`, with a length of their own in cross-attention. `mask` and `bias` as in softmax.
 
-        Runs one fused kernel if length, memory_length and d_kv are whole in the region and there is no dropout, else
-        two einsums and a softmax over split dims.
+        Runs one fused kernel (`fuses_attention`), or two einsums and a softmax over split dims.
         """
         heads = replace(kv, dims=spec.dims)
 
@@ -322,7 +322,7 @@ class Ops(ABC):
                 k = self.expand_kv(f"{name}.key", k, kv, heads)
                 v = self.expand_kv(f"{name}.value", v, kv, heads)
             hidden: dict[str, Any] = {"causal": causal, "mask": mask, "bias": bias}
-            if not self.dropout_rate and self.can_fuse_attention(spec):
+            if self.fuses_attention(name, spec):
                 return self.fused_attention(name, q, k, v, spec, heads, scale=scale, **hidden)
             memory, scores = heads.renamed("length", "memory_length"), scores_of(spec, heads)
             k = self.relayout(f"{name}.key", k, heads, memory)

@@ -281,8 +281,8 @@ class Metered(Meter):
             saved.append(self.new(key["batch"] * key["length"] * (query["length"] if causal else 1)))
         return self.plain(out, [q, k, v], tuple(saved))
 
-    def can_fuse_attention(self, spec):
-        return self.plan.scheme.fuses_attention(spec.region)
+    def fuses_attention(self, name, spec):
+        return ("fused_attention", name) in self.plan.operations
 
     def relayout(self, name, x, spec, out):
         if spec == out:
