@@ -32,5 +32,5 @@ def main() -> None:
         assert abs(mine.loss - its.loss) < 1e-4
 
 
-if __name__ == "__main__":  # the four workers import this file too
+if __name__ == "__main__":
     main()

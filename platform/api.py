@@ -2,11 +2,10 @@
 
     from platform.api import Callbacks, compose, plan, resume, run
 
-    if __name__ == "__main__":  # the workers of cluster=processes import this script too
-        config = compose("train.steps=20", "cluster=processes", experiment="gpt_quick")
-        print(plan(config).mesh)
-        result = run(config, Callbacks(on_step=lambda row: print(row.step, row.loss)))
-        print(result.outcome, result.loss, result.directory)
+    config = compose("train.steps=20", "cluster=processes", experiment="gpt_quick")
+    print(plan(config).mesh)
+    result = run(config, Callbacks(on_step=lambda row: print(row.step, row.loss)))
+    print(result.outcome, result.loss, result.directory)
 
 Overrides are the arguments of `python -m platform.launch`; a run from Python and one by command are the same run. Code
 of your own joins by the `register_*` functions: call them in a module that is named in `extend=[my_module]`, which the
@@ -16,7 +15,6 @@ starts. `examples/` shows all of it.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
 import threading
@@ -111,8 +109,6 @@ def run(config: Config, callbacks: Callbacks | None = None) -> Result:
     After an exception in a callback the run ends at the next safe moment, saved as after a signal, and the exception is
     raised here. Raises ConfigError for a run that cannot start.
     """
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise RuntimeError('a worker imports this script: call run() under `if __name__ == "__main__":`')
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("run() handles signals: call it from the main thread")
     config, guard = deepcopy(config), CallbackGuard(callbacks or Callbacks())

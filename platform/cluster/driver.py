@@ -165,11 +165,7 @@ def _open_records(config: Config, state: DriverState, opened: ExitStack) -> tupl
 def _drive(run: RunContext, corpus: str, state: DriverState) -> None:
     """Start the crew and train to the run's last step, through as many generations as it takes. `corpus`: the hash of
     the data. Raises Unsaved if the state after the last step was to be saved and is not."""
-    from platform.cluster.control.controller import Controller
-    from platform.cluster.control.forming.former import Former
-
     job, say = run.job, run.monitor.say
-    state.controller = controller = Controller(run, Former(run))
     run.checkpoints.check(corpus)
     say(describe(run.plan))
     kind = resources.crew_kind(run.config.cluster)
@@ -179,6 +175,10 @@ def _drive(run: RunContext, corpus: str, state: DriverState) -> None:
     run.journal.write(events.Starting(world_size=job.world_size, cluster=kind, device=job.device))
     try:
         with _relay_log("platform.cluster", say), open_crew(kind, job, beside) as crew:
+            from platform.cluster.control.controller import Controller
+            from platform.cluster.control.forming.former import Former
+
+            state.controller = controller = Controller(run, Former(run))
             controller.run(crew)
     finally:
         run.journal.write(events.Released())

@@ -318,7 +318,7 @@ class Head(Layer):
         return ops.project(x, self.spec, (self.table,), (LOGITS,))[0]
 
     def loss(self, ops: Ops, x: Any, labels: Any) -> Any:
-        return ops.cross_entropy("loss", self.logits(ops, x), LOGITS, labels, self.config.label_smoothing)
+        return ops.linear_cross_entropy("loss", x, self.spec, self.table, LOGITS, labels, self.config.label_smoothing)
 
 
 class Transformer(Layer):

@@ -14,7 +14,8 @@ from torch import Tensor
 from platform.parallel.communicator.base import Communicator
 from platform.parallel.kernels import positions, random, statistics
 from platform.parallel.kernels.einsum import Deferred, einsums
-from platform.parallel.pointwise_ops import PassPosition, PointwiseOps, where_present
+from platform.parallel.loss_ops import PassPosition
+from platform.parallel.pointwise_ops import PointwiseOps, where_present
 from platform.parallel.recompute import recomputed
 from platform.parallel.sharding.convert import absent, apply, convert
 from platform.plan.communication.planned import PlannedOperation
@@ -281,25 +282,6 @@ class ParallelOps(PointwiseOps):
             return x
         (conversion,) = self._planned("relayout", name).conversions
         return apply(self.communicator, x, conversion)
-
-    def cross_entropy(self, name, logits, spec, labels, smoothing=0.0):
-        planned = self._planned("cross_entropy", name)
-        first, _ = self._blocks[spec][spec.dims.index("vocab")]
-        vocab, labels = self.plan.sizes["vocab"], labels["cross_entropy", name]
-        if absent(logits):
-            return logits.sum()
-        smoothing = smoothing if self.position.training else 0.0
-        return statistics.cross_entropy(logits, labels, self.communicator, planned.over, first, vocab, smoothing)
-
-    def squared_error(self, name, y, target, spec, ids):
-        padding = ids["squared_error", name] < 0
-        error = statistics.widened(y) - statistics.widened(target.detach())
-        if not absent(y):
-            kept = [d for d in spec.dims if d in ("length", "batch")]
-            rows = padding if kept == ["length", "batch"] else padding.t()
-            shape = dict(zip(spec.dims, y.shape, strict=True))
-            error = error.masked_fill(rows.reshape([shape[d] if d in kept else 1 for d in spec.dims]), 0)
-        return error.square().double().sum() / 2
 
     def gathered(self, x: Tensor, spec: Spec) -> Tensor:
         """Gather the local block x of an activation into the whole tensor on every rank, without gradient and without

@@ -3,8 +3,7 @@ connections. What they compute between collectives is compiled where the run wan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import wraps
 from math import prod
 from typing import Any
@@ -13,14 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from platform.parallel.communicator.base import Communicator
 from platform.parallel.kernels import random, residual, statistics
 from platform.parallel.kernels.compiled import region
 from platform.parallel.kernels.dropout import Draw, Drawing, dropout, dropped, in_pieces
+from platform.parallel.loss_ops import LossOps
 from platform.parallel.sharding.convert import absent, apply
 from platform.plan.communication.planned import PlannedOperation
-from platform.plan.core.plan import Plan
-from platform.plan.language.ops import Ops, Spec
+from platform.plan.language.ops import Spec
 
 
 def gated_silu(gate: Tensor, x: Tensor) -> Tensor:
@@ -61,32 +59,12 @@ def where_present(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return run
 
 
-@dataclass
-class PassPosition:
-    """Place of a forward pass in the run: all that dropout masks depend on besides the operation's name and the global
-    element."""
+class PointwiseOps(LossOps):
+    """Adds the pointwise and row-wise operations. `compiles`: they are compiled between their collectives, which are
+    not."""
 
-    seed: int = 0
-    step: int = 0
-    first_sequence: int = 0  # index in the global batch of the first sequence of this microbatch (of all replicas)
-    training: bool = True
-
-
-class PointwiseOps(Ops):
-    """Base of `ParallelOps` with its pointwise and row-wise operations. `compiles`: they are compiled between their
-    collectives, which are not."""
-
-    plan: Plan
-    communicator: Communicator
-    tensors: Mapping[str, Tensor]
-    position: PassPosition
     compiles: bool
-    _blocks: Mapping[Spec, Any]  # activation -> (offset, extent) per dim of this rank's block
     _counters: dict[Spec, list[Tensor]]  # of the dropout masks of activations
-
-    def _planned(self, kind: str, name: str) -> PlannedOperation:
-        """Return the plan's entry of the model operation `name` of `kind`, such as ("lookup", "embedding")."""
-        return self.plan.operations[kind, name]
 
     def _region(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return `function`, compiled if this run compiles."""

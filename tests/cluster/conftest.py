@@ -10,14 +10,14 @@ from tests.harness import warm
 @pytest.fixture(scope="session")
 def warm_server():
     """Runs before what runs on this machine is listed."""
-    warm.start()
+    warm.shared()
 
 
 @pytest.fixture
 def warm_workers(warm_server, monkeypatch):
-    """Crews of processes fork their workers from one that has imported torch; tests/cluster/crew/test_crew.py and the
-    commands start them as users do."""
-    monkeypatch.setattr("platform.cluster.crew.launchers.processes.multiprocessing", warm.Warm)
+    """Crews of processes share a fork server; in tests/cluster/crew/test_crew.py, and by command, each starts its own,
+    as a user's does."""
+    monkeypatch.setattr("platform.cluster.crew.launchers.processes.ForkServer", lambda modules: warm.shared())
 
 
 @pytest.fixture

@@ -10,6 +10,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from torch.distributed import PrefixStore, TCPStore
+
 from platform.checkpoint.storage.report import FileReport
 from platform.config.fields import SentConfig
 from platform.parallel.communicator.progress import PROGRESS
@@ -29,8 +31,6 @@ class FakeWorker:
         return proof(self.config, self.run_dir, probe)
 
     def form(self, rank, world_size, config: SentConfig, store, generation, stage_of, plan=""):
-        from torch.distributed import PrefixStore, TCPStore
-
         self.rank, self.world_size, self.config = rank, world_size, config
         tcp = TCPStore(store[0], store[1], is_master=False)
         self.store = PrefixStore(f"generation/{generation}", tcp)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from platform.checkpoint.__main__ import summary
-from platform.checkpoint.blocks.placement import DTYPES
+from platform.checkpoint.blocks.placement import ITEMSIZE
 from platform.checkpoint.moves.reshard import read_tensor
 from platform.checkpoint.storage import manifest as manifests
 from platform.checkpoint.storage.catalogue import find, verify
@@ -136,7 +136,7 @@ def sizes(draw: Random, document: dict[str, Any]) -> None:
         document["files"][name] = draw.choice([0, 1, -1, 10**12, 1 << 62, document["files"][name] + 1])
     else:
         tensor = draw.choice(document["tensors"])
-        others = [name for name, dtype in DTYPES.items() if dtype.itemsize != DTYPES[tensor["dtype"]].itemsize]
+        others = [name for name, size in ITEMSIZE.items() if size != ITEMSIZE[tensor["dtype"]]]
         tensor["dtype"] = draw.choice([*others, "object", "float128"])
 
 

@@ -25,7 +25,7 @@ from platform.monitor import JsonLines, MetricsLog
 from platform.planning.choose_schedule import schedule_of
 from platform.planning.make_plan import make_plan
 from tests.harness.oracle import configure
-from tests.harness.process_tree import descendants, gone
+from tests.harness.process_tree import descendants, gone, parents
 
 TOLERANCE = 1e-9  # relative, of loss and gradient norm
 KINDS = ("kill", "stop", "raise", "lock", "gil")  # of faults
@@ -128,7 +128,9 @@ class Outside:
 
 def members() -> set[int]:
     """The worker processes of this one."""
-    return {pid for pid in descendants() if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()}
+    tree = parents()
+    forked = {pid for pid in descendants() if b"fork_server" in Path(f"/proc/{pid}/cmdline").read_bytes()}
+    return {pid for pid in forked if tree.get(pid) in forked}
 
 
 @contextmanager

@@ -26,13 +26,13 @@ from tests.harness.threads import run_threads
 class Live(TorchDispatchMode):
     """Counts every storage that an operation of this thread gives, until nothing holds it any more.
 
-    `now` and `peak` are bytes. Whatever is inside a kernel, and what a copy that only the threads' transport makes, is
-    not seen.
+    `now` and `peak` are bytes, `largest` those of the largest storage. Whatever is inside a kernel, and what a copy
+    that only the threads' transport makes, is not seen.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.peak = 0
+        self.now = self.peak = self.largest = 0
         self._hidden = 0
         self._known: dict[int, weakref.finalize] = {}
 
@@ -51,6 +51,7 @@ class Live(TorchDispatchMode):
         nbytes = storage.nbytes()
         self.now += nbytes
         self.peak = max(self.peak, self.now)
+        self.largest = max(self.largest, nbytes)
         self._known[key] = weakref.finalize(storage, self._gone, key, nbytes)
 
     def _gone(self, key: int, nbytes: int) -> None:
@@ -88,10 +89,11 @@ class Live(TorchDispatchMode):
 @dataclass(frozen=True)
 class Counted:
     """Bytes on one rank. `peak`: the most at once after the first step, which makes the optimizer's state;
-    `after`: what lives when each of the steps is done."""
+    `after`: what lives when each of the steps is done; `largest`: the largest storage of all steps."""
 
     peak: int
     after: tuple[int, ...]
+    largest: int
 
 
 def count(c: Config, plan: Plan, steps: int = 2) -> list[Counted]:
@@ -108,7 +110,7 @@ def count(c: Config, plan: Plan, steps: int = 2) -> list[Counted]:
             for step in range(2, steps + 1):
                 trainer.step(step)
                 after.append(live.now)
-            return Counted(live.peak, tuple(after))
+            return Counted(live.peak, tuple(after), live.largest)
 
     gc.collect()
     gc.disable()

@@ -1,37 +1,31 @@
-"""Worker processes forked from one that has imported torch, where what is tested is not how Python starts."""
+"""Worker processes forked from one that has imported torch, where what is tested is not how processes start."""
 
 from __future__ import annotations
 
 import multiprocessing
-import os
-from collections.abc import Callable
+from functools import cache
 from multiprocessing import forkserver
-from typing import Any
+
+from platform.cluster.crew.launchers.forks import ForkServer
 
 PRELOADED = ["platform.train.worker", "torch.distributed", "torch._dynamo"]  # the last by the first optimizer, else
 CONTEXT = multiprocessing.get_context("forkserver")
 
 
 def start() -> None:
-    """Start the process that workers are forked from; it ends with this one."""
+    """Start the process that workers of the pool are forked from; it ends with this one."""
     CONTEXT.set_forkserver_preload(PRELOADED)
     forkserver.ensure_running()
 
 
-class Warm:
-    """Stands in for the module `multiprocessing` where a crew starts its processes."""
+class Shared(ForkServer):
+    """Stands in for the fork server of a crew: one that all crews of this process share, whose workers each crew kills
+    by itself."""
 
-    @staticmethod
-    def get_context(_: str) -> type[Warm]:
-        return Warm
-
-    @staticmethod
-    def Process(target: Callable[..., None], args: tuple[Any, ...], **how: Any) -> Any:  # noqa: N802
-        return CONTEXT.Process(target=_run, args=(dict(os.environ), target, args), **how)
+    def close(self) -> None:
+        pass
 
 
-def _run(environment: dict[str, str], target: Callable[..., None], args: tuple[Any, ...]) -> None:
-    """Run in a worker: it has the environment that the driver has now, as a spawned one would."""
-    os.environ.clear()
-    os.environ.update(environment)
-    target(*args)
+@cache
+def shared() -> Shared:
+    return Shared(["platform.train.worker", "tests.doubles.fake_worker"])

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from platform.checkpoint.blocks.box import Box
 from platform.checkpoint.blocks.pinned import pinned_bytes
-from platform.checkpoint.blocks.placement import DTYPES, Block, Share
+from platform.checkpoint.blocks.placement import ITEMSIZE, Block, Share
+
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE}
 
 
 class Buffer:

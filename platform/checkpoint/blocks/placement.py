@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
-from typing import Generic, NamedTuple, TypeVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from platform.checkpoint.blocks.box import Box, stretch
 from platform.plan.core.plan import Plan
 from platform.plan.language.ops import Parameter
 
-DTYPES = {str(d).removeprefix("torch."): d for d in (
-    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool,
-)}  # fmt: skip
+if TYPE_CHECKING:
+    import torch  # not at run time: the driver reads manifests before it has time to import torch
+    from torch import Tensor
+
+ITEMSIZE = {  # element type, as torch names it -> bytes of an element
+    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "uint8": 1, "bool": 1,
+}  # fmt: skip
 LARGEST_BLOCK = 16 << 20  # bytes: the largest stored block, which one thread hashes and one worker reads
+THREADS = min(4, os.cpu_count() or 1)  # for hashing blocks, and for reading them
 LARGEST_ROW = 64 << 10  # bytes: smaller blocks are not cut
 
 S = TypeVar("S")
@@ -60,7 +63,7 @@ class HeldTensor:
 
     @property
     def itemsize(self) -> int:
-        return DTYPES[self.dtype].itemsize
+        return ITEMSIZE[self.dtype]
 
 
 def planned_tensors(plan: Plan, kind: str, dtype: torch.dtype) -> list[HeldTensor]:
@@ -114,7 +117,7 @@ class Piece(NamedTuple, Generic[S]):
 
     @property
     def nbytes(self) -> int:
-        return self.box.size * DTYPES[self.dtype].itemsize
+        return self.box.size * ITEMSIZE[self.dtype]
 
 
 class Share(NamedTuple):

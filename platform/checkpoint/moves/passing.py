@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from platform.checkpoint.blocks.box import Box
-from platform.checkpoint.blocks.placement import DTYPES, Block, HeldTensor, Piece, S
+from platform.checkpoint.blocks.buffer import DTYPES
+from platform.checkpoint.blocks.placement import Block, HeldTensor, Piece, S
 from platform.checkpoint.storage.manifest import Corrupt, Refused
 
 BUDGET = 256 << 20  # bytes that a worker receives per exchange, on average

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from platform.checkpoint.blocks.box import Box
-from platform.checkpoint.blocks.placement import DTYPES, LARGEST_BLOCK, Block, HeldTensor, Piece
+from platform.checkpoint.blocks.buffer import DTYPES
+from platform.checkpoint.blocks.placement import LARGEST_BLOCK, Block, HeldTensor, Piece
 from platform.checkpoint.moves.passing import (
     BUDGET,
     Exchange,

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from platform.checkpoint.blocks.buffer import Buffer
-from platform.checkpoint.blocks.placement import LARGEST_BLOCK, Block, Share
+from platform.checkpoint.blocks.placement import LARGEST_BLOCK, THREADS, Block, Share
 from platform.checkpoint.storage.report import BlockReport, FileReport
 from platform.checkpoint.storage.storage import Storage
-
-THREADS = min(4, os.cpu_count() or 1)  # for hashing, and for reading
 
 
 class Image:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, NamedTuple
 from platform.boundary import documents, schema
 from platform.boundary.schema import Malformed, Many, OneOf, OpenMap, Span, Text
 from platform.checkpoint.blocks.box import Box, gaps
-from platform.checkpoint.blocks.placement import DTYPES, LARGEST_BLOCK
+from platform.checkpoint.blocks.placement import ITEMSIZE, LARGEST_BLOCK
 from platform.checkpoint.storage.report import FileReport
 
 KIND = "elastic-platform checkpoint"
@@ -70,13 +70,13 @@ class StoredTensor:
     """Global tensor and the blocks of which it is stored."""
 
     name: Name
-    dtype: Annotated[str, OneOf(tuple(DTYPES), "type")]
+    dtype: Annotated[str, OneOf(tuple(ITEMSIZE), "type")]
     shape: TensorShape
     blocks: tuple[StoredBlock, ...]
 
     @property
     def itemsize(self) -> int:
-        return DTYPES[self.dtype].itemsize
+        return ITEMSIZE[self.dtype]
 
     def nbytes(self, block: StoredBlock) -> int:
         return block.box.size * self.itemsize

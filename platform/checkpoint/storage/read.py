@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import zip_longest
 
-from platform.checkpoint.blocks.placement import LARGEST_BLOCK, Piece
-from platform.checkpoint.storage.image import THREADS
+from platform.checkpoint.blocks.placement import LARGEST_BLOCK, THREADS, Piece
 from platform.checkpoint.storage.manifest import NAME, Corrupt, Manifest, Refused, StoredBlock
 from platform.checkpoint.storage.storage import Reader, Storage
 

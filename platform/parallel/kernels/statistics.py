@@ -1,4 +1,4 @@
-"""Norms, softmax, maxima and cross-entropy over a dim that is split over ranks: only statistics are communicated,
+"""Norms, softmax and maxima over a dim that is split over ranks: only statistics are communicated,
 never the tensor itself."""
 
 from __future__ import annotations
@@ -21,8 +21,13 @@ def widened(x: Tensor) -> Tensor:
 
 
 def _summed(communicator: Communicator, x: Tensor, over: Sequence[str]) -> Tensor:
-    """Return x summed over the ranks along the axes `over`."""
-    return communicator.launch("all_reduce", x, over).wait()
+    """Return x, a temporary that may be overwritten, summed over the ranks along the axes `over`."""
+    return communicator.launch("all_reduce", x, over, owned=True).wait()
+
+
+def _largest(communicator: Communicator, x: Tensor, over: Sequence[str]) -> Tensor:
+    """Return the maximum of x, a temporary that may be overwritten, over the ranks along the axes `over`."""
+    return communicator.launch("all_reduce", x, over, reduce="max", owned=True).wait()
 
 
 class _SplitNorm(torch.autograd.Function):
@@ -63,7 +68,7 @@ class _SplitNorm(torch.autograd.Function):
         sums = [(scaled * normal).sum(-1, keepdim=True)]
         if kind == "layernorm":
             sums.append(scaled.sum(-1, keepdim=True))
-        coming = communicator.launch("all_reduce", torch.stack(sums), over)
+        coming = communicator.launch("all_reduce", torch.stack(sums), over, owned=True)
         dgain = (dy * normal).flatten(0, -2).sum(0)
         dbias = dy.flatten(0, -2).sum(0) if has_bias else None
         sums = coming.wait() / size
@@ -95,7 +100,9 @@ class _SplitSoftmax(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, position, communicator, over):
-        top = communicator.launch("all_reduce", widened(x.amax(position, keepdim=True)), over, reduce="max").wait()
+        top = communicator.launch(
+            "all_reduce", widened(x.amax(position, keepdim=True)), over, reduce="max", owned=True
+        ).wait()
         e = torch.exp(widened(x) - top)
         p = (e / _summed(communicator, e.sum(position, keepdim=True), over)).to(x.dtype)
         ctx.save_for_backward(p)
@@ -122,7 +129,9 @@ class _SplitMaximum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, positions, communicator, over):
         wide = widened(x)
-        top = communicator.launch("all_reduce", wide.amax(positions, keepdim=True), over, reduce="max").wait()
+        top = communicator.launch(
+            "all_reduce", wide.amax(positions, keepdim=True), over, reduce="max", owned=True
+        ).wait()
         share = (wide == top).to(wide.dtype)
         share /= _summed(communicator, share.sum(positions, keepdim=True), over)
         ctx.save_for_backward(share)
@@ -142,62 +151,3 @@ def maximum(x: Tensor, positions: Sequence[int], communicator: Communicator, ove
     (none: whole) and vanish; every rank along these axes gets it."""
     positions = tuple(positions)
     return _SplitMaximum.apply(x, positions, communicator, over) if over else x.amax(positions)
-
-
-class _SplitCrossEntropy(torch.autograd.Function):
-    """Cross-entropy over a vocab split over the axes `over`, see `cross_entropy`; the local logits [tokens, vocab
-    block] start at global column `first`."""
-
-    @staticmethod
-    def forward(ctx, logits, labels, communicator, over, first, vocab, smoothing):
-        wide = widened(logits)
-        real = min(max(vocab - first, 0), logits.shape[-1])  # columns that are not padding
-        if real < logits.shape[-1]:
-            wide = wide.clone()
-            wide[..., real:] = -torch.inf
-        top = communicator.launch("all_reduce", wide.amax(-1), over, reduce="max").wait()
-        e = torch.exp(wide - top.unsqueeze(-1))
-        column = labels - first
-        mine = (column >= 0) & (column < logits.shape[-1])
-        column = column.clamp(0, logits.shape[-1] - 1).unsqueeze(-1)
-        target = torch.where(mine, wide.gather(-1, column).squeeze(-1), 0.0)
-        sums = [e.sum(-1), target, *([wide[..., :real].sum(-1)] if smoothing else [])]
-        total, target, *rest = _summed(communicator, torch.stack(sums), over)
-        p = e.div_(total.unsqueeze(-1))
-        p.scatter_add_(-1, column, (smoothing - 1) * mine.unsqueeze(-1).to(p.dtype))
-        loss = top + total.log() - (1 - smoothing) * target
-        if smoothing:
-            p[..., :real] -= smoothing / vocab
-            loss -= smoothing / vocab * rest[0]
-        counts = labels >= 0
-        ctx.save_for_backward(p.mul_(counts.unsqueeze(-1)))
-        ctx.dtype = logits.dtype
-        return torch.where(counts, loss, 0.0).double().sum()
-
-    @staticmethod
-    def backward(ctx, dloss):
-        (p,) = ctx.saved_tensors
-        return (p * dloss).to(ctx.dtype), None, None, None, None, None, None
-
-
-def cross_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    communicator: Communicator,
-    over: Sequence[str],
-    first: int,
-    vocab: int,
-    smoothing: float = 0.0,
-) -> Tensor:
-    """Sum -log softmax(logits)[label] over local tokens, in fp64, without gathering logits. Local blocks: logits [...,
-    vocab block], split over the axes `over` (none: whole), and labels [...]; tokens with label -1 do not count.
-    `first`: the block's first global column; `vocab`: columns that are not padding; `smoothing`: the share of the
-    target that is spread evenly over vocab."""
-    logits, labels = logits.flatten(0, -2), labels.flatten()
-    if over:
-        return _SplitCrossEntropy.apply(logits, labels, communicator, over, first, vocab, smoothing)
-    if logits.shape[-1] > vocab:  # whole in this layout, but padded for the axes that split vocab elsewhere
-        logits = logits.narrow(-1, 0, vocab)
-    wide = widened(logits)
-    losses = F.cross_entropy(wide, labels, ignore_index=-1, reduction="none", label_smoothing=smoothing)
-    return losses.double().sum()

@@ -289,6 +289,15 @@ class Ops(ABC):
         over vocab, in training (Szegedy et al. 2016).
         """
 
+    def linear_cross_entropy(
+        self, name: str, x: Any, x_spec: Spec, table: Parameter, spec: Spec, labels: Any, smoothing: float = 0.0
+    ) -> Any:
+        """Return the `cross_entropy` of the logits of type `spec` [... vocab] to which `project` maps the activation x
+        [... d_model] by `table` [vocab, d_model]. It is planned as these two; computed as one, it need not hold all
+        logits."""
+        (logits,) = self.project(x, x_spec, (table,), (spec,))
+        return self.cross_entropy(name, logits, spec, labels, smoothing)
+
     @abstractmethod
     def squared_error(self, name: str, y: Any, target: Any, spec: Spec, ids: Any) -> Any:
         """Return the loss half the sum of (y - target)^2 over this rank's elements; the target takes no gradient.

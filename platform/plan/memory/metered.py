@@ -12,7 +12,8 @@ from typing import Any
 
 from platform.plan.communication.planned import EinsumGroup, Panels
 from platform.plan.communication.rule import Conversion
-from platform.plan.memory.meter import INTEGER, Meter
+from platform.plan.memory.meter import INTEGER
+from platform.plan.memory.metered_losses import MeteredLosses
 from platform.plan.memory.storages import GradientKey, Gradients, MeteredStorage, Saved, Value
 
 _DRAWING = 4  # integers per element alive while random bits are drawn
@@ -32,7 +33,7 @@ def where_present(operation: Callable[..., Value]) -> Callable[..., Value]:
     return run
 
 
-class Metered(Meter):
+class Metered(MeteredLosses):
     """Runs a model's forward pass on storages that only count bytes, in the same steps as
     `platform.parallel.parallel_ops.ParallelOps` runs it on tensors."""
 
@@ -320,24 +321,3 @@ class Metered(Meter):
         out = self.block(spec)
         self.integers(drawn)
         return self.plain(out, [x], (), drawn, INTEGER)
-
-    def cross_entropy(self, name, logits, spec, labels, smoothing=0.0):
-        loss = Value(self.new(1), 1)
-        if not logits.elements:
-            return self.plain(loss, [logits])
-        planned, n = self.planned("cross_entropy", name), logits.elements
-        *rows, columns = self.plan.local_shape(spec)
-        wide = self.widened(logits.storage, n)
-        if planned.over:
-            part, p = self.new(n, self.wide), self.new(n, self.wide)
-            del part, wide
-            return self.plain(loss, [logits], (p,), n if self.wide != self.plan.itemsize["compute"] else 0, self.wide)
-        real = prod(rows) * self.plan.sizes["vocab"]
-        logs, divisor = self.new(real, self.wide), self.new(1)
-        del wide
-        size = (2 * self.wide - self.plan.itemsize["compute"]) * real  # two gradients of the logs; the last is cast
-        return self.plain(loss, [logits], (logs, divisor), size, 1)
-
-    def squared_error(self, name, y, target, spec, ids):
-        error = self.widened(self.new(y.elements), y.elements)
-        return self.plain(Value(self.new(1), 1), [y], (error,), y.elements, self.wide)

@@ -9,8 +9,6 @@ from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import torch
-
 import platform as package
 from platform.checkpoint.storage.manifest import NAME
 from platform.checkpoint.storage.storage import open_storage
@@ -69,6 +67,8 @@ def _hash_files(files: Iterable[tuple[str, Path]]) -> str:
 def versions() -> dict[str, str]:
     """Return the versions of Python, CUDA and LIBRARIES in this process, by name; "none" or "not installed" for what is
     absent."""
+    import torch  # here: the driver imports this file before it has time for torch
+
     found = {"python": sys.version.split()[0], "cuda": torch.version.cuda or "none"}
     for library in LIBRARIES:
         try:

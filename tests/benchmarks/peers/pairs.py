@@ -8,7 +8,7 @@ import importlib
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isnan, nan
 from typing import Any
@@ -42,7 +42,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank saw of one system. `losses` of every step, the others of every timed one."""
+    """What one rank saw of one system: its loss in every step, seconds and CPU seconds of every timed one."""
 
     losses: list[float]
     seconds: list[float]
@@ -65,20 +65,24 @@ def builder(job: Job) -> Callable[[Config, Any, Communicator, bool], Step]:
 
 
 def alternate(job: Job, plan: Plan, communicator: Communicator) -> dict[str, Seen]:
-    """Step both systems in turn on this rank; a barrier of all ranks is before every step."""
+    """Build both systems on this rank and step them in turn."""
     torch.set_num_threads(1)
     systems = {name: build(job, name, plan, communicator) for name in (OURS, PEER)}
+    return take_turns(systems, communicator.barrier, job.warmup, job.pairs)
+
+
+def take_turns(systems: Mapping[str, Step], barrier: Callable[[], object], warmup: int, pairs: int) -> dict[str, Seen]:
+    """Step two systems in turn, the one that begins last time second; `barrier` is called before every timed step."""
     seen = {name: Seen([], [], []) for name in systems}
-    for k in range(1, job.warmup + 1):
+    for k in range(1, warmup + 1):
         for name, step in systems.items():
             seen[name].losses.append(step(k))
     gc.collect()
-    for pair in range(job.pairs):
-        order = (OURS, PEER) if pair % 2 == 0 else (PEER, OURS)
-        for name in order:
-            communicator.barrier()
+    for pair in range(pairs):
+        for name in systems if pair % 2 == 0 else reversed(systems):
+            barrier()
             cpu, begin = time.process_time(), time.perf_counter()
-            loss = systems[name](job.warmup + pair + 1)
+            loss = systems[name](warmup + pair + 1)
             seen[name].seconds.append(time.perf_counter() - begin)
             seen[name].cpu.append(time.process_time() - cpu)
             seen[name].losses.append(loss)
@@ -125,12 +129,11 @@ class Comparison:
 
 
 def compare(ranks: Sequence[dict[str, Seen]]) -> Comparison:
-    """Put together what all ranks saw."""
-    slowest = [[max(times) for times in zip(*(r[name].seconds for r in ranks), strict=True)] for name in (OURS, PEER)]
-    spent = [[sum(times) for times in zip(*(r[name].cpu for r in ranks), strict=True)] for name in (OURS, PEER)]
-    ours, theirs = (
-        [mean(step) for step in zip(*(r[name].losses for r in ranks), strict=True)] for name in (OURS, PEER)
-    )
+    """Put together what all ranks saw of two systems, the first of which is ours."""
+    names = list(ranks[0])
+    slowest = [[max(times) for times in zip(*(r[name].seconds for r in ranks), strict=True)] for name in names]
+    spent = [[sum(times) for times in zip(*(r[name].cpu for r in ranks), strict=True)] for name in names]
+    ours, theirs = ([mean(step) for step in zip(*(r[name].losses for r in ranks), strict=True)] for name in names)
     ratios = [a / b for a, b in zip(*slowest, strict=True)]
     return Comparison(
         seconds=(statistics.median(slowest[0]), statistics.median(slowest[1])),

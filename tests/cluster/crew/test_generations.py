@@ -82,8 +82,7 @@ def test_what_is_nobodys_fault_and_what_happens_beside_a_call(job):
 
         os.kill(crew.members[2].pid, signal.SIGKILL)
         crew.hire(1)
-        [newcomer] = [process for process in crew._launcher._processes.values() if process.name == "worker3"]
-        newcomer.kill()
+        crew._launcher._forked[3].kill()  # it has not even dialled in
         assert crew.call("add", 1, 2) == [3, 4]  # neither has a rank
         while crew.starting or 2 in crew.members:
             time.sleep(0.02)

@@ -6,6 +6,11 @@ import socket
 from typing import Any
 
 
+def preload() -> None:
+    """Import what `open_store` needs, a second of CPU, while nobody waits for it: while the first workers start."""
+    import torch.distributed  # noqa: F401
+
+
 def open_store(host: str) -> Any:
     """Start a TCPStore server in the driver, at which the workers of a generation meet to form their process groups. It
     listens on `host` alone (by default it would listen on all addresses, and it has no authentication), and answers for

@@ -7,6 +7,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from time import monotonic
 
+from platform.cluster.crew.base import rendezvous
 from platform.cluster.crew.base.failures import Failure, Member, WorkerFailed
 from platform.cluster.crew.base.job import START, Job
 from platform.cluster.crew.base.launcher import Launcher
@@ -46,6 +47,7 @@ class Roster:
         self.host = self._launcher.open(self.job, size)
         self.board = self._opened.enter_context(closing(Switchboard(self.host, self._launcher.key)))
         self.hire(size)
+        rendezvous.preload()
         while self.starting:
             self.poll(_LOOK_SECONDS)
             if self.unstarted:

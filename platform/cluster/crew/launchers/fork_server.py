@@ -1,0 +1,189 @@
+"""Fork server: a process that imports once what workers need (torch above all, seconds of CPU) and forks them all.
+
+`forks` has the other end: the process that starts this one, which is its parent and ends it by ending, passes it a
+connection per worker. What a connection carries: first a worker's order, then, from this process, the worker's exit
+code. Whoever holds the other end of it kills the worker by closing it.
+
+Nothing here may start a thread or touch a device before the last worker is forked, and no worker may outlive this
+process, nor this process its parent, even if they are stopped: the kernel kills them (PR_SET_PDEATHSIG, Linux only).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import multiprocessing
+import os
+import pickle
+import select
+import signal
+import socket
+import struct
+import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+
+from platform.cluster.crew.base.signals import STOPPING
+from platform.cluster.crew.launchers.host import serve
+
+HEADER, CODE = struct.Struct("!Q"), struct.Struct("!i")  # bytes of an order; a worker's exit code, -N after signal N
+WORKER, LISTENER = b"w", b"l"  # what a file descriptor is that the parent passes: a worker's connection, or where to
+# accept such connections
+_LATE = "torch._dynamo"  # imported by the first optimizer of a process; most of a second
+_ORDER_SECONDS = 10.0  # for an order to arrive whole
+_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
+
+
+def main(control: int, parent: int, modules: Sequence[str]) -> None:
+    """Import `modules`, then fork workers as the process `parent` orders over the connection `control` (a file
+    descriptor), until it closes that."""
+    _die_with(parent)
+    for number in STOPPING:  # Ctrl-C in a terminal, or the end of a service, signals every process; the driver decides
+        signal.signal(number, signal.SIG_IGN)
+    for name in modules:
+        _import(name)
+    if "torch" in sys.modules:
+        _import(_LATE)
+    gc.collect()
+    gc.freeze()  # keeps the collector of a worker from copying the pages that all share
+    _Server(socket.socket(fileno=control)).run()
+
+
+def _import(name: str) -> None:
+    with suppress(Exception):  # a worker meets the same error, and reports it
+        importlib.import_module(name)
+
+
+def _die_with(parent: int) -> None:
+    """Ask the kernel to kill this process when `parent` dies; end it if that has happened. Linux only."""
+    if prctl := getattr(ctypes.CDLL(None), "prctl", None):
+        prctl(_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+class _Server:
+    """Forks, kills and reaps workers in a loop without threads. `control`: the connection with the parent."""
+
+    def __init__(self, control: socket.socket):
+        self._control, (self._woken, self._waker) = control, socket.socketpair()
+        self._waker.setblocking(False)
+        signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # the end of a worker wakes the loop
+        self._sockets = {s.fileno(): s for s in (control, self._woken)}
+        self._lines: dict[int, tuple[int, socket.socket]] = {}  # file descriptor -> worker's process id, connection
+        self._listeners: dict[int, socket.socket] = {}
+        self._poll = select.poll()
+        for fd in self._sockets:
+            self._poll.register(fd, select.POLLIN)
+
+    def run(self) -> None:
+        """Serve until the parent closes its connection; then kill the workers that are left."""
+        while True:
+            for fd, _ in self._poll.poll():
+                if fd == self._control.fileno():
+                    if not self._take():
+                        return self._end()
+                elif fd == self._woken.fileno():
+                    self._woken.recv(1 << 12)
+                    self._reap()
+                elif fd in self._listeners:
+                    self._fork(self._listeners[fd].accept()[0])
+                elif fd in self._lines:
+                    self._poll.unregister(fd)  # it is readable for ever
+                    os.kill(self._lines[fd][0], signal.SIGKILL)  # not reaped yet, so the number is still its own
+
+    def _take(self) -> bool:
+        """Take a file descriptor that the parent passes; return False if it has closed the connection instead."""
+        try:
+            kind, fds, _, _ = socket.recv_fds(self._control, 1, 1)
+        except OSError:
+            return False
+        if not kind:
+            return False
+        passed = socket.socket(fileno=fds[0])
+        if kind == LISTENER:
+            self._listeners[passed.fileno()] = passed
+            self._poll.register(passed, select.POLLIN)
+        else:
+            self._fork(passed)
+        return True
+
+    def _fork(self, line: socket.socket) -> None:
+        """Fork a worker, whose order comes first on the connection `line`; do nothing if it does not come."""
+        try:
+            line.settimeout(_ORDER_SECONDS)
+            order = _receive(line, *HEADER.unpack(_receive(line, HEADER.size)))
+        except OSError:
+            return line.close()
+        parent = os.getpid()
+        if process := os.fork():
+            self._lines[line.fileno()] = process, line
+            self._poll.register(line, select.POLLIN)
+            return
+        status = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for other in (line, self._control, self._woken, self._waker, *self._listeners.values()):
+                other.close()
+            for _, other in self._lines.values():
+                other.close()
+            _die_with(parent)
+            status = _work(order)
+        finally:
+            os._exit(status)
+
+    def _reap(self) -> None:
+        """Take note of the workers that have ended, and tell their exit codes."""
+        for fd, (process, line) in list(self._lines.items()):
+            ended, how = os.waitpid(process, os.WNOHANG)
+            if ended:
+                with suppress(KeyError):
+                    self._poll.unregister(fd)
+                del self._lines[fd]
+                with suppress(OSError), line:
+                    line.sendall(CODE.pack(os.waitstatus_to_exitcode(how)))
+
+    def _end(self) -> None:
+        """Kill all workers and reap them."""
+        for process, _ in self._lines.values():
+            os.kill(process, signal.SIGKILL)
+        for process, _ in self._lines.values():
+            os.waitpid(process, 0)
+
+
+def _receive(line: socket.socket, size: int) -> bytes:
+    """Receive exactly `size` bytes. Raises OSError if the connection ends before or nothing comes for long."""
+    parts = []
+    while size:
+        if not (part := line.recv(min(size, 1 << 20))):
+            raise ConnectionError("the order is not whole")
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+def _work(order: bytes) -> int:
+    """Serve the worker that `order` describes in this process, just forked, with the environment and the import path of
+    whoever ordered it; return the exit status."""
+    status = 1
+    try:
+        environment, path, told = pickle.loads(order)
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.path[:] = path
+        place, address, token = pickle.loads(told)
+        multiprocessing.current_process().name = f"worker{place.number}"
+        serve(place, address, token)
+        status = 0
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    return status

@@ -1,0 +1,96 @@
+"""Workers forked by a fork server (`fork_server`), seen from the process that starts it, or orders a worker from it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+
+from platform.cluster.crew.base.job import Assignment
+from platform.cluster.crew.launchers.fork_server import CODE, HEADER, WORKER
+
+_PROGRAM = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from platform.cluster.crew.launchers.fork_server import main
+main(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
+"""
+_KILL_SECONDS = 5.0  # for a killed process to be gone; one that waits for a disk or a device takes long
+_END_SECONDS = 2.0  # for the server to end with its workers
+
+
+class ForkServer:
+    """Process that has imported `modules`, and forks workers. It ends with this process, and its workers with it,
+    however this one ends. Must be started from the main thread: the kernel takes a thread's end for its parent's."""
+
+    def __init__(self, modules: Sequence[str]):
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            told = [json.dumps(sys.path), str(theirs.fileno()), str(os.getpid()), *modules]
+            # One thread: what is forked must have no other, and a worker sets its own number of them.
+            environment = os.environ | {"OMP_NUM_THREADS": "1"}
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM, *told],
+                env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def fork(self, place: Assignment, address: tuple[str, int], token: str) -> Forked:
+        """Order a worker, without waiting for it: it will serve the member of `place`, with the driver at `address` and
+        the secret `token`, in this process's environment."""
+        ours, theirs = socket.socketpair()
+        with theirs, suppress(OSError):  # the server is gone: the connection ends, as if the worker had died
+            socket.send_fds(self._control, [WORKER], [theirs.fileno()])
+        return Forked(ours, place, address, token)
+
+    def close(self) -> None:
+        """End the server and all of its workers, at once."""
+        self._control.close()
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:  # it is stopped
+            self._process.kill()
+            self._process.wait()
+
+
+class Forked:
+    """Worker process that a fork server forks. `line`: a fresh connection with the server, which takes the order; the
+    worker dies when it is closed."""
+
+    def __init__(self, line: socket.socket, place: Assignment, address: tuple[str, int], token: str):
+        self._line, self._how = line, ""
+        order = pickle.dumps((dict(os.environ), sys.path, pickle.dumps((place, address, token))))
+        with suppress(OSError):  # as in `ForkServer.fork`
+            line.sendall(HEADER.pack(len(order)) + order)
+
+    def ended(self, seconds: float | None) -> str | None:
+        """Return how the process ended, as a phrase for the user, or None if it has not within `seconds` (None: wait
+        for ever)."""
+        if not self._how and select.select([self._line], [], [], seconds)[0]:
+            with suppress(OSError):
+                self._how = _phrase(self._line.recv(CODE.size))
+        return self._how or None
+
+    def kill(self) -> None:
+        """Kill the process, which may be stopped or gone, and wait until it is gone."""
+        with suppress(OSError), self._line:
+            self._line.shutdown(socket.SHUT_WR)
+            self.ended(_KILL_SECONDS)
+
+
+def _phrase(told: bytes) -> str:
+    """Describe how a worker ended: `told` is its exit code, b"" if the server is gone that would tell it."""
+    if not told:
+        return "the process was killed with the process that it was forked from"
+    (code,) = CODE.unpack(told)
+    return f"the process was killed by {signal.Signals(-code).name}" if code < 0 else f"its exit status is {code}"

@@ -1,0 +1,247 @@
+"""Cross-entropy over a vocab that may be split over ranks, chunk by chunk of tokens: of logits, or of a product that
+makes them. Logits are never gathered, and are in the type of statistics only one chunk at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from platform.parallel.communicator.base import Communicator
+from platform.parallel.kernels.einsum import Deferred
+from platform.parallel.kernels.leaves import add_gradient
+from platform.parallel.kernels.products import local_einsum
+from platform.parallel.kernels.statistics import widened
+from platform.parallel.sharding.convert import Pending, absent, convert
+from platform.plan.communication.loss_chunks import chunk_rows
+from platform.plan.communication.planned import EinsumGroup
+
+
+@dataclass(frozen=True)
+class Classes:
+    """Columns of the logits among which a token's label is one: `vocab` in all, split over the axes `over`, of which
+    this rank has those from `first` on; its further columns are padding. `smoothing`: the share of the target that is
+    spread evenly over vocab."""
+
+    over: tuple[str, ...]
+    first: int
+    vocab: int
+    smoothing: float = 0.0
+
+
+def _statistics(logits: Tensor, column: Tensor, smoothing: float) -> Tensor:
+    """Return per row of the logits [rows, columns]: log-sum-exp, the logit at `column` [rows, 1] and, with `smoothing`,
+    the sum; stacked [2 or 3, rows], in the type of statistics."""
+    wide = widened(logits)
+    if not wide.shape[1]:  # a block of nothing but padding
+        nothing = wide.new_zeros(1 + bool(smoothing), len(wide))
+        return torch.cat((wide.new_full((1, len(wide)), -torch.inf), nothing))
+    logs = torch.log_softmax(wide, -1)
+    target = wide.gather(1, column)
+    found = [(target - logs.gather(1, column)).squeeze(1), target.squeeze(1)]
+    return torch.stack([*found, wide.sum(1)] if smoothing else found)
+
+
+def _merged(found: Tensor, mine: Tensor, communicator: Communicator, over: Sequence[str]) -> Tensor:
+    """Merge the `_statistics` of the ranks along `over`, which split the columns; `mine` [rows]: True where this rank
+    has the label's column."""
+    top = communicator.launch("all_reduce", found[0], over, reduce="max").wait()
+    sums = torch.stack(((found[0] - top).exp(), found[1].where(mine, 0.0), *found[2:]))
+    sums = communicator.launch("all_reduce", sums, over, owned=True).wait()
+    return torch.cat(((top + sums[0].log())[None], sums[1:]))
+
+
+def _chunks(logits: Tensor) -> Iterator[slice]:
+    rows, columns = logits.shape
+    size = chunk_rows(rows, columns)
+    return (slice(i, i + size) for i in range(0, rows, size))
+
+
+def loss_and_gradient(
+    logits: Tensor, labels: Tensor, communicator: Communicator, classes: Classes, gradient: bool
+) -> Tensor:
+    """Return the sum of -log softmax(logits)[label] over local tokens as an fp64 scalar; with `gradient`, replace the
+    logits [rows, columns] by its gradient. Rows with the label -1 do not count."""
+    real = min(max(classes.vocab - classes.first, 0), logits.shape[1])  # columns that are not padding
+    smoothing, known = classes.smoothing, logits[:, :real]
+    column = labels - classes.first
+    mine = (column >= 0) & (column < real)
+    column = column.clamp(0, max(real - 1, 0)).unsqueeze(1)
+    found = torch.cat([_statistics(known[at], column[at], smoothing) for at in _chunks(logits)], 1)
+    if classes.over:
+        found = _merged(found, mine, communicator, classes.over)
+    logsumexp, target = found[:2]
+    losses = logsumexp - (1 - smoothing) * target
+    if smoothing:
+        losses = losses - smoothing / classes.vocab * found[2]
+    counts = labels >= 0
+    if gradient:
+        logits[:, real:] = 0
+        shift = logsumexp.where(counts, torch.inf).unsqueeze(1)  # rows that do not count get the gradient 0
+        known_here = (mine & counts).to(shift.dtype).unsqueeze(1)
+        spread = smoothing / classes.vocab * counts.to(shift.dtype).unsqueeze(1)
+        for at in _chunks(logits):
+            share = (smoothing - 1) * known_here[at] - spread[at]
+            _differentiate(known[at], shift[at], column[at], share, spread[at] if smoothing else None)
+    return losses.where(counts, 0.0).double().sum()
+
+
+def _differentiate(logits: Tensor, shift: Tensor, column: Tensor, share: Tensor, spread: Tensor | None) -> None:
+    """Replace `logits` by exp(logits - shift) - spread, all [rows, columns], but by exp(logits - shift) + share at
+    `column`; the others are [rows, 1], in the type of statistics, in which it is computed."""
+    if not logits.shape[1]:
+        return
+    target = (logits.gather(1, column) - shift).exp() + share
+    found = (logits.sub_(shift) if logits.dtype == shift.dtype else logits - shift).exp_()
+    if spread is not None:
+        found -= spread
+    found.scatter_(1, column, target)
+    if found is not logits:
+        logits.copy_(found)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Cross-entropy of given logits [rows, columns], which it leaves as they are, see `cross_entropy`."""
+
+    @staticmethod
+    def forward(ctx, logits, labels, communicator, classes):
+        gradient = logits.clone()
+        ctx.save_for_backward(gradient)
+        return loss_and_gradient(gradient, labels, communicator, classes, True)
+
+    @staticmethod
+    def backward(ctx, dloss):
+        (gradient,) = ctx.saved_tensors
+        return gradient * dloss, None, None, None
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, communicator: Communicator, classes: Classes) -> Tensor:
+    """Sum -log softmax(logits)[label] over local tokens, in fp64, without gathering logits: local blocks, logits [...,
+    columns] and labels [...]; tokens with label -1 do not count."""
+    logits, labels = logits.flatten(0, -2), labels.flatten()
+    if torch.is_grad_enabled() and logits.requires_grad:
+        return _CrossEntropy.apply(logits, labels, communicator, classes)
+    return loss_and_gradient(logits, labels, communicator, classes, False)
+
+
+class _AtOnce(torch.autograd.Function):
+    """Cross-entropy of x [rows, width] times `table` [columns, width], whose gradients its forward pass computes with
+    it, chunk by chunk, for a loss whose own gradient is 1."""
+
+    @staticmethod
+    def forward(ctx, x, table, labels, communicator, classes):
+        gradients = torch.empty_like(x), torch.empty_like(table)
+        ctx.save_for_backward(*gradients)
+        return _by_chunks(x, table, labels, communicator, classes, gradients)
+
+    @staticmethod
+    def backward(ctx, dloss):
+        dx, dtable = ctx.saved_tensors
+        return dx.mul_(dloss), dtable.mul_(dloss), None, None, None
+
+
+def _by_chunks(
+    x: Tensor,
+    table: Tensor,
+    labels: Tensor,
+    communicator: Communicator,
+    classes: Classes,
+    gradients: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """Return the cross-entropy of x [rows, width] times `table` [columns, width] against `labels` [rows], and fill
+    `gradients`, shaped as these, with its gradients. One chunk of the logits exists at a time."""
+    size = chunk_rows(len(x), len(table))
+    logits = x.new_empty(size, len(table))
+    total = torch.zeros((), dtype=torch.float64, device=x.device)
+    for i in range(0, len(x), size):
+        here, at = x[i : i + size], slice(i, i + size)
+        y = torch.mm(here, table.t(), out=logits[: len(here)])
+        total += loss_and_gradient(y, labels[at], communicator, classes, gradients is not None)
+        if gradients:
+            dx, dtable = gradients
+            torch.mm(y, table, out=dx[at])
+            dtable.addmm_(y.t(), here, beta=float(i > 0))
+    return total
+
+
+def _logits(x: Tensor, table: Tensor, communicator: Communicator, group: EinsumGroup) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the planned product of x and `table`; return both as converted, and the logits in new memory."""
+    (e,) = group.einsums
+    coming = convert(communicator, table, e.operand.forward)
+    whole = convert(communicator, x, group.x.forward).wait()
+    local = coming.wait()
+    product = local_einsum(e.x_dims, e.dims, e.out_dims)(whole, local)
+    return whole, local, convert(communicator, product, e.output.forward, owned=True).wait().contiguous()
+
+
+class _Kept(torch.autograd.Function):
+    """Cross-entropy of a planned product of x and `table`, whose gradient of the logits takes their place until the
+    backward pass. `deferred`: as in `platform.parallel.kernels.einsum`."""
+
+    @staticmethod
+    def forward(ctx, x, table, labels, communicator, classes, group: EinsumGroup, deferred: Deferred | None):
+        (e,) = group.einsums
+        whole, local, y = _logits(x, table, communicator, group)
+        ctx.communicator, ctx.group, ctx.deferred = communicator, group, deferred
+        ctx.leaf = table if deferred is not None else None
+        ctx.save_for_backward(x if group.regathered else whole, table if e.regathered else local, y)
+        rows = y if absent(y) else y.view(-1, y.shape[-1])
+        return y.double().sum() if absent(y) else loss_and_gradient(rows, labels, communicator, classes, True)
+
+    @staticmethod
+    def backward(ctx, dloss):
+        x, table, y = ctx.saved_tensors
+        communicator, group, (e,) = ctx.communicator, ctx.group, ctx.group.einsums
+        coming = convert(communicator, y, e.output.backward)
+        operand = convert(communicator, table, e.operand.forward if e.regathered else ())
+        if group.regathered:
+            x = convert(communicator, x, group.x.forward).wait()
+        table, dy = operand.wait(), coming.wait()
+        dx = local_einsum(e.out_dims, e.dims, e.x_dims)(dy, table).mul_(dloss)
+        arriving = convert(communicator, dx, group.x.backward, owned=True)
+
+        def gradient() -> Pending:
+            dtable = local_einsum(e.x_dims, e.out_dims, e.dims)(x * dloss, dy)
+            return convert(communicator, dtable, e.operand.backward, owned=True)
+
+        if ctx.deferred is None:
+            leaving = gradient()
+            return arriving.wait(), leaving.wait(), None, None, None, None, None
+        leaf = ctx.leaf
+
+        @torch.no_grad()
+        def compute() -> None:
+            """Compute the table's gradient, reduce it as planned, and add it to `grad`."""
+            add_gradient(leaf, gradient().wait())
+
+        ctx.deferred.append(compute)
+        return arriving.wait(), None, None, None, None, None, None
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    table: Tensor,
+    labels: Tensor,
+    communicator: Communicator,
+    classes: Classes,
+    group: EinsumGroup,
+    *,
+    at_once: bool,
+    deferred: Deferred | None,
+) -> Tensor:
+    """Sum -log softmax(x table)[label] over local tokens, in fp64: the planned product `group` of one einsum, whose
+    conversions are done as planned, and the cross-entropy of its result. `at_once`: see
+    `platform.plan.communication.loss_chunks`; `deferred`: as in `platform.parallel.kernels.einsum`."""
+    labels, (e,) = labels.flatten(), group.einsums
+    training = torch.is_grad_enabled()
+    if at_once and deferred is None:
+        x, table = x.flatten(0, -2), table if e.dims[-1] == e.x_dims[-1] else table.t()
+        if training:
+            return _AtOnce.apply(x, table, labels, communicator, classes)
+        return _by_chunks(x, table, labels, communicator, classes, None)
+    if training:
+        return _Kept.apply(x, table, labels, communicator, classes, group, deferred)
+    *_, y = _logits(x, table, communicator, group)
+    return y.double().sum() if absent(y) else loss_and_gradient(y.flatten(0, -2), labels, communicator, classes, False)

@@ -1,0 +1,83 @@
+"""The losses among the `Ops` of run time, on one rank's blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from torch import Tensor
+
+from platform.parallel.communicator.base import Communicator
+from platform.parallel.kernels import loss, statistics
+from platform.parallel.kernels.einsum import Deferred
+from platform.parallel.sharding.convert import absent
+from platform.plan.communication.loss_chunks import gradients_at_once
+from platform.plan.communication.planned import PlannedOperation
+from platform.plan.core.plan import Plan
+from platform.plan.language.ops import Ops, Spec
+
+
+@dataclass
+class PassPosition:
+    """Place of a forward pass in the run: all that dropout masks depend on besides the operation's name and the global
+    element."""
+
+    seed: int = 0
+    step: int = 0
+    first_sequence: int = 0  # index in the global batch of the first sequence of this microbatch (of all replicas)
+    training: bool = True
+
+
+class LossOps(Ops):
+    """Executes a plan's losses on the rank of `communicator`; `platform.parallel.parallel_ops.ParallelOps` adds the
+    other operations. `deferred`: collects weight gradient computations that a schedule runs later, if not None."""
+
+    plan: Plan
+    communicator: Communicator
+    tensors: Mapping[str, Tensor]
+    position: PassPosition
+    deferred: Deferred | None
+    _blocks: Mapping[Spec, Sequence[tuple[int, int]]]  # activation -> (offset, extent) per dim of this rank's block
+
+    def _planned(self, kind: str, name: str) -> PlannedOperation:
+        """Return the plan's entry of the model operation `name` of `kind`, such as ("lookup", "embedding")."""
+        return self.plan.operations[kind, name]
+
+    def linear_cross_entropy(self, name, x, x_spec, table, spec, labels, smoothing=0.0):
+        product, planned = self._planned("project", table.name), self._planned("cross_entropy", name)
+        if product.groups[0].panels:  # SUMMA never has a whole operand: it multiplies, the loss follows
+            return super().linear_cross_entropy(name, x, x_spec, table, spec, labels, smoothing)
+        *rows, columns = self.plan.local_shape(spec)
+        wide = statistics.widened(x).dtype == x.dtype
+        return loss.linear_cross_entropy(
+            x,
+            self.tensors[table.name],
+            labels["cross_entropy", name],
+            self.communicator,
+            self._classes(planned, spec, smoothing),
+            product.groups[0],
+            at_once=not absent(x) and gradients_at_once(product, planned, prod(rows), columns, x.shape[-1], wide),
+            deferred=self.deferred,
+        )
+
+    def cross_entropy(self, name, logits, spec, labels, smoothing=0.0):
+        classes = self._classes(self._planned("cross_entropy", name), spec, smoothing)
+        if absent(logits):
+            return logits.sum()
+        return loss.cross_entropy(logits, labels["cross_entropy", name], self.communicator, classes)
+
+    def _classes(self, planned: PlannedOperation, spec: Spec, smoothing: float) -> loss.Classes:
+        """Return the classes of a planned cross_entropy operation of the logits `spec`; smoothing is for training."""
+        first, _ = self._blocks[spec][spec.dims.index("vocab")]
+        return loss.Classes(planned.over, first, self.plan.sizes["vocab"], smoothing * self.position.training)
+
+    def squared_error(self, name, y, target, spec, ids):
+        padding = ids["squared_error", name] < 0
+        error = statistics.widened(y) - statistics.widened(target.detach())
+        if not absent(y):
+            kept = [d for d in spec.dims if d in ("length", "batch")]
+            rows = padding if kept == ["length", "batch"] else padding.t()
+            shape = dict(zip(spec.dims, y.shape, strict=True))
+            error = error.masked_fill(rows.reshape([shape[d] if d in kept else 1 for d in spec.dims]), 0)
+        return error.square().double().sum() / 2

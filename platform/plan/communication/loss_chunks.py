@@ -1,0 +1,30 @@
+"""Chunks of tokens in which a loss over vocab is computed, and whether its gradients are computed with it."""
+
+from __future__ import annotations
+
+from platform.plan.communication.planned import PlannedOperation
+
+_ELEMENTS = 2**20  # of logits in a chunk: 4 MB in fp32, which a core's caches hold (measured: 2**19 to 2**21 are alike)
+_CHUNKS = 8  # at most: each adds once to the gradient of the whole table, and costs a few dozen launches on a GPU
+
+
+def chunk_rows(rows: int, columns: int) -> int:
+    """Return the tokens in a chunk of the loss over `rows` tokens and this rank's `columns` of vocab."""
+    return max(1, min(rows, max(_ELEMENTS // columns, -(-rows // _CHUNKS))))
+
+
+def gradients_at_once(
+    product: PlannedOperation, loss: PlannedOperation, rows: int, columns: int, width: int, wide: bool
+) -> bool:
+    """Return True if the forward pass of a product and the cross-entropy of its result (`rows` tokens, `columns` of
+    vocab; `width`: contracted elements) computes the gradients of both operands too, chunk by chunk, so that logits
+    never exist as a whole.
+
+    Else the gradient of the logits is kept, in the compute type. That is so where a vocab that is split needs the
+    statistics of all ranks first, where operands or logits are converted, where the compute type is no type to add up
+    in (`wide` is false), and where what is kept would not be smaller.
+    """
+    (group,) = product.groups
+    (e,) = group.einsums
+    plain = group.local and e.x_dims[:-1] == e.out_dims[:-1] and len(e.dims) == 2
+    return plain and not loss.over and wide and (rows + columns) * width < rows * columns

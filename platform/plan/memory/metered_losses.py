@@ -1,0 +1,94 @@
+"""Memory model of the losses in `platform.parallel.loss_ops`: what each allocates, saves and frees."""
+
+from __future__ import annotations
+
+from math import prod
+
+from platform.plan.communication.loss_chunks import chunk_rows, gradients_at_once
+from platform.plan.communication.planned import EinsumGroup, PlannedOperation
+from platform.plan.language.ops import Spec
+from platform.plan.memory.meter import Meter
+from platform.plan.memory.storages import Gradients, MeteredStorage, Saved, Value
+
+
+class MeteredLosses(Meter):
+    """Runs the losses of a model on storages that only count bytes, in the same steps as
+    `platform.parallel.loss_ops.LossOps` runs them on tensors."""
+
+    def linear_cross_entropy(self, name, x, x_spec, table, spec, labels, smoothing=0.0):
+        product, planned = self.planned("project", table.name), self.planned("cross_entropy", name)
+        (group, *_), weight = product.groups, self.parameter(table)
+        if group.panels:
+            return super().linear_cross_entropy(name, x, x_spec, table, spec, labels, smoothing)
+        *rows, columns = self.plan.local_shape(spec)
+        n, width = prod(rows), self.plan.local_shape(x_spec)[-1]
+        wide = self.wide == self.plan.itemsize["compute"]
+        if x.elements and self.deferred is None and gradients_at_once(product, planned, n, columns, width, wide):
+            gradients = self.new(x.elements), self.new(weight.elements)
+            chunk = self.new(chunk_rows(n, columns) * columns)
+            self._statistics(n, columns)
+            del chunk
+            loss = Value(self.new(1), 1)
+            self.note([loss], [x, weight], gradients, lambda _, saved: list(saved))
+            return loss
+        return self._kept(product, group, x, weight, spec)
+
+    def _statistics(self, rows: int, columns: int) -> None:
+        """Count what the loss of one chunk of tokens takes for the logarithms of its probabilities, and before, if the
+        compute type is another, for the logits in the type of statistics."""
+        elements = chunk_rows(rows, columns) * columns
+        wide = self.widened(None, elements)  # noqa: F841  (until the logarithms are allocated)
+        self.new(elements, self.wide)
+
+    def _kept(self, product: PlannedOperation, group: EinsumGroup, x: Value, weight: Value, spec: Spec) -> Value:
+        """Count a loss that keeps the gradient of the logits, as `platform.parallel.kernels.loss` does; return it."""
+        (e,) = group.einsums
+        local, whole = self.forward(weight, e.operand), self.forward(x, group.x)
+        logits = self.forward(self.inner(product, e.output), e.output)
+        if logits.elements:
+            *rows, columns = self.plan.local_shape(spec)
+            self._statistics(prod(rows), columns)
+        sizes = [v.elements for v in (x, weight, logits, whole, local)]
+        key, deferred, loss = weight.key, self.deferred, Value(self.new(1), 1)
+        kept = (x if group.regathered else whole).storage, (weight if e.regathered else local).storage, logits.storage
+
+        def backward(_: Gradients, saved: Saved) -> Gradients:
+            x, weight, logits = saved
+            dy = self.convert(logits, sizes[2], e.output.backward, e.output.after)[0]
+            table = self.forward(Value(weight, sizes[1], key), e.operand).storage if e.regathered else weight
+            if group.regathered:
+                x = self.forward(Value(x, sizes[0]), group.x).storage
+            dx = self.convert(self.new(sizes[3]), sizes[3], group.x.backward, group.x.after)[0]
+
+            def gradient() -> MeteredStorage | None:
+                scaled, found = self.new(sizes[3]), self.new(sizes[4])
+                del scaled
+                return self.convert(found, sizes[4], e.operand.backward, e.operand.after)[0]
+
+            if deferred is None:
+                return [dx, gradient()]
+            del table
+
+            def compute(held: Saved = (x, dy)) -> None:
+                found = gradient()
+                assert found
+                self.leaves.setdefault(key, found)
+
+            deferred.append(compute)
+            return [dx, None]
+
+        self.note([loss], [x, weight], kept, backward)
+        return loss
+
+    def cross_entropy(self, name, logits, spec, labels, smoothing=0.0):
+        loss = Value(self.new(1), 1)
+        if not logits.elements:
+            return self.plain(loss, [logits])
+        *rows, columns = self.plan.local_shape(spec)
+        gradient = self.new(logits.elements)
+        self._statistics(prod(rows), columns)
+        return self.plain(loss, [logits], (gradient,))
+
+    def squared_error(self, name, y, target, spec, ids):
+        error = self.widened(self.new(y.elements), y.elements)
+        return self.plain(Value(self.new(1), 1), [y], (error,), y.elements, self.wide)

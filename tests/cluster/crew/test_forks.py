@@ -1,0 +1,114 @@
+"""The process that workers of cluster=processes are forked from: what it may have, and who dies with whom."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from platform.cluster.crew.base.job import assign
+from platform.cluster.crew.launchers.forks import ForkServer
+from platform.cluster.crew.open import open_crew
+from tests.harness.process_tree import descendants, gone, parents
+
+WORKER = "tests.doubles.fake_worker:FakeWorker"
+
+
+@pytest.fixture
+def server():
+    made = ForkServer([])
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def dialled(server, job):
+    """`dialled()`: a worker forked just now, which has dialled and waits for the driver's greeting; its process id."""
+    with socket.create_server(("127.0.0.1", 0)) as driver:
+        driver.settimeout(60)
+
+        def fork():
+            place = assign(job(1), 0, local_rank=0, local_world_size=1, group_rank=0)
+            before = descendants()
+            forked = server.fork(place, driver.getsockname(), "0" * 64)
+            driver.accept()
+            (pid,) = {pid for pid, parent in parents().items() if parent == server._process.pid} - before
+            return forked, pid
+
+        yield fork
+
+
+def test_how_a_worker_ended_and_that_closing_ends_all(server, dialled):
+    (first, one), (second, two), (_, three) = dialled(), dialled(), dialled()
+    assert first.ended(0.0) is None
+    os.kill(one, signal.SIGTERM)  # the driver decides
+    assert first.ended(0.2) is None
+    os.kill(one, signal.SIGSEGV)
+    assert first.ended(20) == first.ended(0) == "the process was killed by SIGSEGV"
+    os.kill(two, signal.SIGSTOP)
+    second.kill()
+    assert not {one, two} & parents().keys()
+    assert second.ended(0) == "the process was killed by SIGKILL"
+    second.kill()  # once more does nothing
+    os.kill(server._process.pid, signal.SIGSTOP)
+    server.close()
+    assert gone([three, server._process.pid])
+
+
+@pytest.mark.usefixtures("warm_workers")
+def test_workers_have_the_environment_and_the_path_of_now(job, monkeypatch, tmp_path):
+    (tmp_path / "written_late.py").write_text("""
+import os
+from tests.doubles.fake_worker import FakeWorker
+class Late(FakeWorker):
+    def place(self):
+        return os.environ["SET_LATE"]
+""")
+    monkeypatch.setenv("SET_LATE", "ä")
+    monkeypatch.syspath_prepend(tmp_path)
+    with open_crew("processes", late := job(1, "written_late:Late")) as crew:
+        crew.seat(late, [0])
+        assert crew.call("place") == ["ä"]
+
+
+def test_a_killed_server_takes_its_workers_along_and_another_takes_its_place(job):
+    with open_crew("processes", job(2)) as crew:
+        server = crew._launcher._server._process.pid
+        assert len(list(Path(f"/proc/{server}/task").iterdir())) == 1, "a thread would be missing in what is forked"
+        pids = [member.pid for member in crew.members.values()]
+        assert "libtorch" in Path(f"/proc/{server}/maps").read_text(), "imported once"
+        os.kill(server, signal.SIGKILL)
+        assert gone([server, *pids])
+        while crew.members:
+            time.sleep(0.01)
+        crew.hire(1)
+        while crew.starting:
+            time.sleep(0.01)
+        assert [*crew.members] == [2]
+        inside = descendants(crew._launcher._server._process.pid)
+        assert crew.members[2].pid in inside
+    assert gone(inside)
+
+
+def test_stopped_processes_end_with_the_driver(tmp_path):
+    script = f"""
+import os, signal
+from pathlib import Path
+from platform.cluster.crew.open import open_crew
+from platform.cluster.crew.base.job import Job
+from platform.config.fields import Config
+job = Job(Config(), [{{"data": 0}}], "cpu", Path("."), {WORKER!r})
+with open_crew("processes", job) as crew:
+    for pid in (crew.members[0].pid, crew._launcher._server._process.pid):
+        os.kill(pid, signal.SIGSTOP)
+        print(pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert len(pids) == 2 and gone(pids)

@@ -1,0 +1,197 @@
+"""One rank's work on tensors without memory, in a world that is not there: what it launches and moves on its device."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from platform.config.fields import Config
+from platform.optimizer import optimizers
+from platform.parallel.communicator.base import Communicator, SingleRank
+from platform.parallel.communicator.torch_distributed import ProcessGroups
+from platform.parallel.sharding import gradients
+from platform.plan.core.plan import Plan
+from platform.plan.core.step_collectives import process_groups
+from platform.planning.make_plan import make_plan
+from platform.train.step.trainer import Trainer
+from tests.harness.oracle import Tokens, trainer_of
+
+META = torch.device("meta")
+LOADING = "data"  # the section in which tensors may be on the CPU: a batch on its way to the device
+# launch nothing: they make, name or describe tensors
+FREE = {"empty", "empty_strided", "new_empty", "new_empty_strided", "empty_like", "detach", "lift_fresh", "set_"}
+
+
+@torch.library.custom_op("budget::attention", mutates_args=())
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    raise AssertionError("only on meta")
+
+
+@torch.library.custom_op("budget::attention_backward", mutates_args=())
+def attention_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    raise AssertionError("only on meta")
+
+
+@attention.register_fake
+def _(q, k, v):
+    return torch.empty_like(q)
+
+
+@attention_backward.register_fake
+def _(g, q, k, v, out):
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+attention.register_autograd(
+    lambda ctx, g: tuple(attention_backward(g, *ctx.saved_tensors)),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, output),
+)
+
+
+class OneAttention(TorchFunctionMode):
+    """Attention as one kernel, as flash attention is, whatever torch would choose for meta tensors."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is F.scaled_dot_product_attention:
+            return attention(*args[:3])
+        return function(*args, **(kwargs or {}))
+
+
+@dataclass
+class Counted:
+    """Kernels by name, bytes that they read and write, clones."""
+
+    kernels: Counter[str] = field(default_factory=Counter)
+    nbytes: int = 0
+
+    @property
+    def launched(self) -> int:
+        return self.kernels.total()
+
+    @property
+    def clones(self) -> int:
+        return self.kernels["clone"]
+
+    def __sub__(self, other: Counted) -> Counted:
+        left = Counter(self.kernels)
+        left.subtract(other.kernels)
+        return Counted(+left, self.nbytes - other.nbytes)
+
+
+class KernelCounter(TorchDispatchMode):
+    """Counts what is launched on the device, by the innermost of `sections` that is open. Raises AssertionError for a
+    tensor on another device outside of LOADING."""
+
+    def __init__(self, communicator: Communicator):
+        super().__init__()
+        self._clock = communicator
+        self.sections: dict[str, Counted] = defaultdict(Counted)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        read = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        written = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        opened = [name for name, _ in self._clock.clock._open]
+        if LOADING not in opened:
+            wrong = [x.device for x in written if x.device != META and not ("optimizer" in opened and x.dim() == 0)]
+            assert not wrong, f"{function} makes a tensor on {wrong} in {opened}"
+        name = function.overloadpacket.__name__
+        if function.namespace == "c10d" or name in FREE or _is_view(function):
+            return out
+        section = next((s for s in ("forward", "backward") if s in opened), "other")
+        counted = self.sections[section]
+        counted.kernels[name] += 1
+        counted.nbytes += sum(map(_touched, read)) + sum(map(_touched, written))
+        return out
+
+
+def _is_view(function: Any) -> bool:
+    """Whether it returns an alias of its input that it does not write to."""
+    returned = function._schema.returns
+    return any(r.alias_info and not r.alias_info.is_write for r in returned) or function.is_view
+
+
+def _touched(x: Tensor) -> int:
+    """The bytes of a tensor that a kernel reads or writes: what is expanded is one element."""
+    elements = 1
+    for n, stride in zip(x.shape, x.stride(), strict=True):
+        elements *= n if stride or n == 0 else 1
+    return elements * x.element_size()
+
+
+@contextmanager
+def alone(c: Config, rank: int, reads: list[int]) -> Iterator[Trainer]:
+    """The trainer of one rank on meta tensors, in a world of torch's `fake` transport. `reads`: collects how many
+    numbers each synchronisation with the device reads; all are 1."""
+    plan = make_plan(c)
+
+    def read(self: Communicator, x: Tensor) -> list[float]:
+        assert x.device == META
+        reads.append(x.numel())
+        return [1.0] * x.numel()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Communicator, "read", read)
+        patch.setattr(dist.distributed_c10d, "_set_pg_timeout", lambda *_: None)  # nothing takes time there
+        patch.setitem(gradients.ELEMENTS_AT_ONCE, "meta", gradients.ELEMENTS_AT_ONCE["cuda"])
+        patch.setitem(optimizers.OPTIMIZERS, "adamw", replace(optimizers.OPTIMIZERS["adamw"], make=_foreach))
+        if plan.mesh.size > 1:
+            dist.init_process_group("fake", rank=rank, world_size=plan.mesh.size, store=FakeStore())
+        try:
+            yield trainer_of(c, plan, communicator_of(plan, rank), Cached(c), fresh=False)
+        finally:
+            if plan.mesh.size > 1:
+                dist.destroy_process_group()
+
+
+def communicator_of(plan: Plan, rank: int) -> Communicator:
+    if plan.mesh.size == 1:
+        return SingleRank(plan.mesh, META)
+    return ProcessGroups(plan.mesh, rank, process_groups(plan), "meta", plan.neighbours)
+
+
+def _foreach(groups: list[dict[str, Any]], o: Any) -> torch.optim.Optimizer:
+    """AdamW of our settings; the fused one refuses meta tensors. This one counts its steps on the CPU."""
+    return torch.optim.AdamW(groups, o.lr, (o.betas[0], o.betas[1]), o.eps, foreach=True)
+
+
+class Cached(Tokens):
+    """A corpus whose samples are all the first one, as what they say does not matter."""
+
+    def __init__(self, c: Config):
+        super().__init__(c)
+        self._first: Any = None
+
+    def batch(self, split: str, start: int, end: int) -> dict[str, Any]:
+        self._first = self._first or super().batch(split, 0, 1)
+        return {name: rows.repeat(end - start, 0) for name, rows in self._first.items()}
+
+    def predicted(self, split: str, start: int, end: int) -> int:
+        return (end - start) * self.model.length
+
+
+def per_layer(c: Config, rank: int = 0, layers: Sequence[int] = (2, 3)) -> dict[str, Counted]:
+    """What one layer adds to the forward and the backward pass of one microbatch."""
+    found = []
+    for count in layers:
+        deep = deepcopy(c)
+        deep.model.layers = count
+        deep.train.global_batch = deep.train.microbatch * deep.parallel.data
+        with alone(deep, rank, []) as trainer, KernelCounter(trainer.communicator) as counter, OneAttention():
+            trainer.step(1)
+        found.append(counter.sections)
+    return {section: found[1][section] - found[0][section] for section in ("forward", "backward")}

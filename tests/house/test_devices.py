@@ -1,0 +1,77 @@
+"""What runs on a device: nothing waits for it but where it is said, and every tensor is made on the device that is
+said."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PLATFORM = Path(__file__).parents[2] / "platform"
+ROOMS = ("parallel", "train/step")
+WAITS = {"item", "tolist", "cpu", "numpy", "synchronize", "nonzero", "masked_select", "is_nonzero", "equal", "unique"}
+FACTORIES = {"arange", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "randint", "tensor", "zeros"}
+
+# file:function -> why it may
+MAY_WAIT = {
+    "parallel/communicator/base.py:read": "the one place in which a step waits for its device",
+    "parallel/communicator/clock.py:read": "reads events, after that",
+    "parallel/communicator/torch_distributed.py:exchange": "host memory",
+    "train/step/step_report.py:together": "host memory",
+    "train/step/step_report.py:_slower": "host memory",
+    "train/step/trainer.py:sample": "text is read token by token, not in a step",
+    "train/step/training_state.py:tell_all": "host memory",
+}
+MAY_MAKE = {
+    "parallel/communicator/base.py:<module>": "the processor's vector mathematics, before threads exist",
+    "parallel/communicator/torch_distributed.py:exchange": "host memory",
+    "train/step/step_report.py:__init__": "host memory",
+    "train/step/step_report.py:together": "host memory",
+    "train/step/trainer.py:sample": "text is drawn on the host",
+    "train/step/trainer.py:_row": "a row of tokens, placed later",
+}
+
+
+def calls(node: ast.AST, function: str = "<module>") -> Iterator[tuple[str, ast.Call]]:
+    """Every call in a file, with the innermost named function around it."""
+    for child in ast.iter_child_nodes(node):
+        inner = child.name if isinstance(child, ast.FunctionDef) else function
+        if isinstance(child, ast.Call):
+            yield inner, child
+        yield from calls(child, inner)
+
+
+def waits(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Attribute) and call.func.attr in WAITS
+
+
+def makes(call: ast.Call) -> bool:
+    f = call.func
+    torch_s = isinstance(f, ast.Attribute) and isinstance(f.value, ast.Name) and f.value.id == "torch"
+    return torch_s and f.attr in FACTORIES and all(k.arg != "device" for k in call.keywords)
+
+
+def found(test, source: str | None = None) -> dict[str, int]:
+    """file:function -> the line of the last call for which `test` holds."""
+    if source is not None:
+        return {function: call.lineno for function, call in calls(ast.parse(source)) if test(call)}
+    out = {}
+    for file in sorted(file for room in ROOMS for file in (PLATFORM / room).rglob("*.py")):
+        name = file.relative_to(PLATFORM).as_posix()
+        for function, call in calls(ast.parse(file.read_text())):
+            if test(call):
+                out[f"{name}:{function}"] = call.lineno
+    return out
+
+
+@pytest.mark.parametrize(("test", "allowed"), [(waits, MAY_WAIT), (makes, MAY_MAKE)])
+def test_only_where_it_is_said_why(test, allowed):
+    there = found(test)
+    assert there.keys() == allowed.keys(), "remove what is not there, and let no more come"
+
+
+def test_negative_controls():
+    assert found(waits, "def step(x):\n  return x.sum().item()") == {"step": 2}
+    assert found(makes, "def step(x):\n  torch.zeros(3, dtype=d)\n  torch.zeros(1, device=x.device)") == {"step": 2}

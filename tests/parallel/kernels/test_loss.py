@@ -1,0 +1,129 @@
+"""The loss over vocab, chunk by chunk, against torch's own; and what its product with the table costs in memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from platform.model import build_model
+from platform.parallel.kernels import loss
+from platform.parallel.kernels.loss import Classes
+from platform.plan.communication import loss_chunks as chunks
+from platform.plan.communication.loss_chunks import chunk_rows, gradients_at_once
+from platform.plan.language.mesh import Mesh
+from platform.plan.memory.worker_bytes import saved_for_backward
+from platform.planning.make_plan import make_plan
+from platform.planning.memory_budget import needed_bytes
+from tests.harness.live import count
+from tests.harness.oracle import configure, prove
+from tests.harness.threads import run_threads
+
+ROWS, VOCAB = 37, 50
+
+
+def drawn(dtype=torch.float64, columns: int = VOCAB) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    labels = torch.randint(-1, VOCAB, (ROWS,), generator=draw)
+    labels[3] = -1
+    return (3 * torch.randn(ROWS, columns, generator=draw, dtype=torch.float64)).to(dtype), labels
+
+
+def expected(logits, labels, smoothing: float):
+    """Loss and gradient by torch, in fp64, of the columns that are no padding."""
+    whole = logits[:, :VOCAB].double().detach().requires_grad_()
+    F.cross_entropy(whole, labels, ignore_index=-1, reduction="sum", label_smoothing=smoothing).backward()
+    value = F.cross_entropy(whole, labels, ignore_index=-1, reduction="sum", label_smoothing=smoothing)
+    return value.detach(), F.pad(whole.grad, (0, logits.shape[1] - VOCAB))
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(chunks, "_ELEMENTS", 4 * VOCAB)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_split_vocab(smoothing, dtype, small_chunks):
+    """Over 4 ranks of 16 columns each, of which the last has 2 that are real; and over 5, where one has none."""
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    for ranks in (1, 4, 5):
+        logits, labels = drawn(dtype, 16 * max(ranks, 4))
+
+        def work(communicator, logits=logits, labels=labels, ranks=ranks):
+            over = ("t",) if ranks > 1 else ()
+            mine = logits.chunk(ranks, 1)[communicator.rank].clone().requires_grad_()
+            first = communicator.rank * mine.shape[1]
+            value = loss.cross_entropy(mine, labels, communicator, Classes(over, first, VOCAB, smoothing))
+            (2 * value).backward()
+            return value.detach(), mine.grad
+
+        found = run_threads(Mesh.of({"t": ranks}), work) if ranks > 1 else [work(_alone())]
+        value, gradient = expected(logits, labels, smoothing)
+        assert all(abs(v - value) <= tolerance * value for v, _ in found)
+        assert (torch.cat([g for _, g in found], 1) - 2 * gradient).abs().max() <= 2 * tolerance
+
+
+def _alone():
+    from platform.parallel.communicator.base import SingleRank
+
+    return SingleRank(Mesh.of({}))
+
+
+LARGE = {"d_model": 16, "heads": 4, "layers": 1, "length": 32, "global_batch": 16, "microbatch": 8}
+
+
+@pytest.mark.parametrize(
+    ("tied", "more"),
+    [(True, {}), (False, {"label_smoothing": 0.1}), (True, {"data": 2}), (True, {"kind": "encoder"})],
+    ids=str,
+)
+def test_gradients_at_once_equal_those_kept(tied, more, small_chunks, monkeypatch):
+    """The oracle's batch is one of small chunks too; the models of its matrix keep the gradient of the logits."""
+    c = configure(**{**LARGE, "vocab": 61, "tied": tied, **more})
+    plan = make_plan(c)
+    calls = []
+    at_once = loss._by_chunks
+    monkeypatch.setattr(loss, "_by_chunks", lambda *given: calls.append(given[-1]) or at_once(*given))
+    prove(c)
+    assert calls and all(g is not None for g in calls)
+    assert gradients_at_once(
+        plan.operations[_product(tied)], plan.operations["cross_entropy", "loss"], 256, 61, 16, True
+    )
+
+
+def _product(tied: bool) -> tuple[str, str]:
+    return "project", "embedding" if tied else "head"
+
+
+def test_a_wrong_chunk_shows(small_chunks, monkeypatch):
+    """Negative control: a table's gradient without the first chunk's."""
+    right = loss._by_chunks
+
+    def wrong(x, table, labels, communicator, classes, gradients):
+        value = right(x, table, labels, communicator, classes, gradients)
+        right(x[8:], table, labels[8:], communicator, classes, (gradients[0][8:].clone(), gradients[1]))
+        return value
+
+    monkeypatch.setattr(loss, "_by_chunks", wrong)
+    c = configure(**LARGE, vocab=61, data=2)
+    with pytest.raises(AssertionError, match="gradient of"):
+        prove(c)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_no_logits_in_the_type_of_statistics(precision):
+    """Nothing of a step is as large as the logits in fp32, though four of them would be without chunks; and what the
+    plan says is needed is held."""
+    c = configure(
+        layers=1, d_model=32, heads=4, length=256, vocab=4096, microbatch=8, global_batch=8, precision=precision
+    )
+    plan = make_plan(c)
+    rows = 256 * 8
+    assert chunk_rows(rows, 4096) == rows // 8
+    (rank,) = count(c, plan)
+    assert rank.largest < rows * 4096 * 4
+    assert abs(needed_bytes(c, plan) - rank.peak) <= 0.05 * rank.peak
+    if precision == "fp32":
+        assert rank.largest == 4 * max(rows // 8 * 4096, 4096 * 32)
+        assert saved_for_backward(plan, build_model(c.model)).total < rows * 4096

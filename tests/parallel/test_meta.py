@@ -1,0 +1,134 @@
+"""What one rank does on a device, seen without one: a whole step of every shipped experiment on tensors without memory,
+its synchronisations, the kernels and bytes of a layer, and the shapes of its products."""
+
+from __future__ import annotations
+
+from functools import cache
+from math import prod
+
+import pytest
+import torch
+
+from platform.config.fields import Config
+from platform.launch import CONF, compose
+from platform.plan.core.plan import Plan
+from platform.plan.memory.hardware import memory_of
+from platform.planning.make_plan import make_plan
+from platform.planning.memory_budget import needed_bytes
+from tests.harness.meta import KernelCounter, alone, per_layer
+from tests.harness.suite import suite
+
+EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
+ON_GPUS = [name for name in EXPERIMENTS if compose([f"+experiment={name}"]).cluster.device == "cuda"]
+
+
+def ranks(c: Config) -> list[int]:
+    """One rank of every stage and sub-grid, and the last one: all others do the same on other numbers."""
+    mesh = make_plan(c).mesh
+    found: dict[tuple[int, ...], int] = {}
+    for rank in range(mesh.size):
+        at = mesh.coordinates(rank)
+        found.setdefault((at["stage"], *(at[axis] > 0 for axis in c.branch.axes)), rank)
+    return sorted({*found.values(), mesh.size - 1})
+
+
+def small(name: str) -> Config:
+    """An experiment with a layer per chunk, or two, and no more stages and microbatches than its ranks differ in."""
+    c = compose([f"+experiment={name}"])
+    c.pipeline.stages, c.pipeline.chunks = min(c.pipeline.stages, 4), min(c.pipeline.chunks, 2)
+    c.train.global_batch = c.train.microbatch * c.parallel.data * c.pipeline.stages
+    c.model.layers = min(c.model.layers, max(2, c.pipeline.stages * c.pipeline.chunks))
+    c.eval.batches = 1
+    return c
+
+
+CASES = [{"experiment": name, "rank": rank} for name in EXPERIMENTS for rank in ranks(small(name))]
+COVER = [case for case in CASES if case["experiment"] != "gpt175b" or case["rank"] in (0, 31)]
+
+
+@suite("whole steps on meta tensors", CASES, COVER)
+def test_a_whole_step_reads_its_device_once(case):
+    """Meta tensors have no numbers: whatever else would wait for the device raises."""
+    reads: list[int] = []
+    with (
+        alone(small(case["experiment"]), case["rank"], reads) as trainer,
+        KernelCounter(trainer.communicator) as counter,
+    ):
+        report = trainer.step(1)
+        assert reads == [2], "the sums of loss and squared norm, together"
+        assert report.loss > 0 and not report.skipped and counter.sections["backward"].launched > 0
+        trainer.evaluate()
+    assert reads == [2, 2]
+
+
+def test_negative_controls_of_a_step_on_meta_tensors():
+    with alone(small("two_layer"), 0, []) as trainer:
+        with pytest.raises(RuntimeError, match="meta"):
+            torch.zeros(1, device="meta").item()
+        with KernelCounter(trainer.communicator), pytest.raises(AssertionError, match="makes a tensor on"):
+            torch.zeros(1)
+
+
+BUDGETS = {  # what a layer and a microbatch may launch and move (GB): forward, backward
+    "gpt2_124m": (["+experiment=one_gpu"], (14, 0.57), (42, 1.12)),
+    "gpt2_124m dropout": (["+experiment=one_gpu", "model.dropout=0.1"], (140, 36.0), (60, 5.0)),
+    "gpt175b t=8 1d": (["+experiment=gpt175b", "pipeline=none", "recompute=none"], (22, 3.40), (44, 6.54)),
+    "gpt175b t=8 1d_sp": (
+        ["+experiment=gpt175b", "pipeline=none", "recompute=none", "tensor=1d_sp"], (20, 1.77), (42, 4.90)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+def test_a_layer_s_kernels_and_bytes(name, capsys):
+    overrides, *budgets = BUDGETS[name]
+    found = per_layer(compose(overrides))
+    with capsys.disabled():
+        for section, (kernels, gigabytes) in zip(found, budgets, strict=True):
+            have = found[section]
+            print(f"\n{name}: {section} {have.launched} kernels ({kernels}), {have.nbytes / 1e9:.3f} GB ({gigabytes}), "
+                  f"{have.clones} clones", end="")  # fmt: skip
+    for section, (kernels, gigabytes) in zip(found, budgets, strict=True):
+        assert 0 < found[section].launched <= kernels and 0 < found[section].nbytes <= gigabytes * 1e9, section
+
+
+@cache
+def planned(experiment: str) -> tuple[Config, Plan]:
+    c = compose([f"+experiment={experiment}"])
+    return c, make_plan(c)
+
+
+@pytest.mark.parametrize("experiment", ON_GPUS)
+def test_an_experiment_fits_the_gpu_that_it_names(experiment):
+    c, plan = planned(experiment)
+    assert c.cluster.gpu and needed_bytes(c, plan) <= memory_of(c.cluster.gpu)
+
+
+def test_what_does_not_fit_is_seen():
+    c = compose(["+experiment=one_gpu", "train.microbatch=64"])
+    assert needed_bytes(c, make_plan(c)) > memory_of(c.cluster.gpu)
+
+
+def unaligned(plan: Plan) -> set[str]:
+    """The parameters whose products have a size that is no multiple of 8: of 16 bytes in bf16, without which tensor
+    cores are several times slower. A matrix is contracted over its first dim, or over all others."""
+    tables = {"position", "relative_bias"}  # looked up, not multiplied
+    found = set()
+    for p in plan.parameters:
+        first, *others = plan.local_shape(p) if len(p.dims) > 1 else (8, 8)
+        if first % 8 or prod(others) % 8:
+            found.add(p.name.rpartition(".")[2])
+    return {name for name in found - tables if not name.endswith("_bias")}
+
+
+@pytest.mark.parametrize("experiment", ON_GPUS)
+def test_the_products_of_an_experiment_have_aligned_sizes(experiment):
+    assert unaligned(planned(experiment)[1]) <= VOCABULARY
+
+
+VOCABULARY = {"embedding", "head"}  # as long as it is padded to its axes only
+
+
+def test_an_unaligned_size_is_seen():
+    c = compose(["+experiment=one_gpu", "model.d_ff=3070"])
+    assert "up" in unaligned(make_plan(c))
