@@ -47,6 +47,7 @@ class Trainer:
     `rows`.
 
     `fresh`: the weights get their initial values; if False they are undefined until they are restored.
+    `settle` is called in each step before its sums are read, and so before any rank updates its weights.
     `peak_live`: most forward passes of chunks whose activations were alive at once in the last step. `loss_scale`: that
     of the next step, None unless the plan computes in fp16.
     """
@@ -64,6 +65,7 @@ class Trainer:
         fresh: bool = True,
     ):
         self.config, self.plan, self.communicator, self.corpus = config, plan, communicator, corpus
+        self.settle: Callable[[], None] = lambda: None
         self.rows, self.stage = rows, plan.at(communicator.coordinates["stage"])
         self._parts = {chunk.number: replace(self.stage, chunks=(chunk,)) for chunk in self.stage.chunks}
         self.model = build_model(config.model)
@@ -152,6 +154,7 @@ class Trainer:
             sum_tied(self.stage, self.communicator, reduced)
             self.weights.receive(reduced)
             squares = gradients.squared_norm(self.stage, self.communicator, self.weights.gradients)
+            self.settle()
             total, square = self._sum_over_world(loss, squares + self._poison)
         return total / predicted, sqrt(square) / self._scale
 
