@@ -287,9 +287,10 @@ class Trainer:
         for i in range(count):
             window = ids[-length:]
             logits = self._logits({"source": source, "tokens": self._row(window, length)}, len(window) - 1)
-            p = torch.softmax(logits.double() / temperature, -1)
+            with self.clock.waiting_for_device():
+                p = torch.softmax(logits.double() / temperature, -1).cpu()
             draw = (random.bits(random.key(self.config.seed, "sample"), torch.tensor(i)) & 0xFFFFFFFF) * 2.0**-32
-            ids.append(min(int(torch.searchsorted(p.cumsum(0).cpu(), draw.double())), len(p) - 1))
+            ids.append(min(int(torch.searchsorted(p.cumsum(0), draw.double())), len(p) - 1))
         return self.corpus.decode(ids[1:] if answers else ids)
 
     def _logits(self, data: Mapping[str, Tensor], position: int) -> Tensor:
