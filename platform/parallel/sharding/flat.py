@@ -54,6 +54,7 @@ class FlatBucket:
         self._summed: set[str] = set()  # parameters whose gradient is in `sums`
         self._came: set[str] = set()  # parameters whose gradient came in the backward pass under way
         self._reducing: Pending | None = None
+        self.launched = False  # a reduction has been started in the backward pass under way
         self._gathering: Handle | Arrived | None = None
         self.resident = True
         for name, w in self.compute.items():
@@ -166,11 +167,6 @@ class FlatBucket:
         if self.complete and len(self._came) == len(self.compute):
             self.complete(self)
 
-    @property
-    def waiting(self) -> bool:
-        """Return True if gradients have come that are not being reduced yet."""
-        return bool(self._summed) and (self._plan.zero >= 2 or self._reducing is None)
-
     def gradients(self) -> dict[str, Tensor]:
         """Return name -> gradient of the parameters that have one in `sums`."""
         return {} if self.sums is None else {name: self._block(self.sums, name) for name in self._summed}
@@ -178,18 +174,20 @@ class FlatBucket:
     def passed(self) -> None:
         """Note that a backward pass has ended: gradients that come next are of another one."""
         self._came.clear()
+        self.launched = False
 
     @torch.no_grad()
     def reduce(self) -> None:
         """Start reducing `sums`, over the ranks that divide the bucket where that is done in each backward pass
         (ZeRO-2 and 3), else over all ranks."""
-        assert self.sums is not None
         self.settle()
+        sums = self._sums()
         for name in self.compute.keys() - self._summed:
-            self._block(self.sums, name).zero_()
-        self.sums[sum(self.bucket.sizes) :].zero_()
+            self._block(sums, name).zero_()
+        sums[sum(self.bucket.sizes) :].zero_()
         each, last = self._plan.reduction(self.bucket)
-        rows = self.sums.view(self._shards, -1)
+        rows = sums.view(self._shards, -1)
+        self.launched = True
         self._reducing = convert(self._communicator, rows, each or last, owned=True)
         if each:
             self.sums = None
@@ -221,7 +219,7 @@ class FlatBucket:
         flat = self._reducing.wait().view(-1)
         self._reducing, self.reduced, self.sums = None, None, None
         self._summed.clear()
-        self._came.clear()
+        self.passed()
         return flat
 
     def receive(self, flat: Tensor) -> None:

@@ -185,7 +185,7 @@ class Trainer:
             return out
 
         def accumulated(action: Action, done: int | None) -> None:
-            self.weights.passed(done, action.kind is not Kind.INPUT)
+            self.weights.passed(action.chunk, done is not None, action.kind is not Kind.INPUT)
 
         self.weights.begin(early=whole)
         pipeline = self._pipeline(forward, accumulated)

@@ -95,19 +95,23 @@ class Weights:
             while len(self._reducing) > 2:
                 self._reducing.popleft().settle()
 
-    def passed(self, done: int | None, whole: bool) -> None:
-        """Note the end of a backward action, after which the gradients of chunk `done` are complete (None: of none).
-        `whole`: all gradients of the pass have come, its weight gradients included."""
+    def passed(self, chunk: int, done: bool, whole: bool) -> None:
+        """Note the end of a backward action of a chunk. `done`: it was the chunk's last in this step; `whole`: all
+        gradients of the pass have come, its weight gradients included."""
         if self.residency:
             self.residency.end()
-        if done is not None:
-            self._left.discard(done)
+        if done:
+            self._left.discard(chunk)
+        if not whole:
+            return
+        each = self._plan.zero >= 2
         for flat, users in zip(self.buckets, self._users, strict=True):
-            if whole:
+            if flat.here and chunk in users:
+                if not flat.launched and (each or (done and not self._left & users)):
+                    self._reduce(flat)
                 flat.passed()
-            due = whole if self._plan.zero >= 2 else done in users and not self._left & users
-            if due and flat.waiting:
-                self._reduce(flat)
+        while self._reducing:
+            self._reducing.popleft().settle()
 
     def finish(self) -> dict[str, Tensor]:
         """Wait for all reductions of a step; return the gradients by number of the bucket's first parameter."""
