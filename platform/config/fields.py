@@ -134,7 +134,10 @@ class Parallel:
     data: int = key(
         1, "data-parallel replicas", most=WORKERS, constraint="must be >= 1, or -1 for as many as the workers give"
     )
-    zero: int = key(0, "ZeRO shards over replicas: 1 = optimizer state, 3 = parameters and gradients too", (0, 1, 3))
+    zero: int = key(
+        0, "ZeRO shards over replicas: 1 = optimizer state, 2 = gradients too, 3 = parameters too", (0, 1, 2, 3)
+    )
+    overlap: bool = key(True, "reduce gradients while backward passes run, gather shards of parameters a block ahead")
 
 
 @dataclass

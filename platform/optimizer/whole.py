@@ -47,7 +47,7 @@ def split_violations(config: Config, plan: Plan) -> Iterator[str]:
 
 def _split(plan: Plan, p: Parameter) -> bool:
     """Return True if a rank's master copy of the parameter is not the whole tensor."""
-    return plan.master_shape(p) != plan.global_shape(p)
+    return plan.shards > 1 or plan.local_shape(p) != plan.global_shape(p)
 
 
 def _axes(plan: Plan, p: Parameter) -> list[str]:

@@ -19,6 +19,7 @@ from platform.parallel.kernels.einsum import Deferred, einsums
 from platform.parallel.loss_ops import LossOps, PassPosition
 from platform.parallel.recompute import recomputed
 from platform.parallel.sharding.convert import absent, apply, convert
+from platform.parallel.sharding.residency import Residency
 from platform.plan.communication.planned import PlannedOperation
 from platform.plan.communication.rule import relayout_steps
 from platform.plan.core.plan import Plan
@@ -64,6 +65,7 @@ class ParallelOps(LossOps):
         self.position = PassPosition()
         self.deferred: Deferred | None = None  # collects weight gradient computations that a schedule runs later
         self.recompute = plan.recompute
+        self.residency: Residency | None = None  # of parameters that are gathered for each block
         self._counters: dict[Spec, list[Tensor]] = {}  # of dropout masks
         self._angles: dict[tuple, tuple[Tensor, Tensor]] = {}  # of rotations, alike in all layers and steps
         tensors_of = (t for o in plan.operations.values() for t in (*o.operation.inputs, *o.operation.outputs))
@@ -73,6 +75,12 @@ class ParallelOps(LossOps):
         self._blocks = {t: plan.block(t, communicator.coordinates) for t in tensors_of if isinstance(t, Spec)}
 
     def recomputed(self, kind, function, spec, x, *more):
+        if kind == "full" and self.residency:
+            return self.residency.block(lambda x: self._recomputed(kind, function, spec, x, *more), x)
+        return self._recomputed(kind, function, spec, x, *more)
+
+    def _recomputed(self, kind, function, spec, x, *more):
+        """Compute function(x, *more), again in the backward pass if activations of this `kind` are recomputed."""
         if kind != self.recompute.kind or not torch.is_grad_enabled():
             return function(x, *more)
         here = self.position, self.deferred

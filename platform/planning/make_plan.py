@@ -60,6 +60,7 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
             scatter_gather=config.pipeline.scatter_gather,
             precision=config.precision,
             zero=config.parallel.zero,
+            turns=config.pipeline.kind == "none",
             dropout=config.model.dropout,
         )
     except ModelMistake as error:

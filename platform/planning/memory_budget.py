@@ -39,7 +39,8 @@ class MemoryBudget:
         zero, data = config.parallel.zero, config.parallel.data
         master, compute = self._itemsize["master"], self._itemsize["compute"]
         updated = master * (1 + self._moments) / (data if zero else 1)
-        used = (master + (compute if compute != master else 0)) / (data if zero == 3 else 1)
+        used = master / (data if zero >= 2 else 1)
+        used += (compute if compute != master else 0) / (data if zero == 3 else 1)
         return self._count * (updated + used) / split <= self.memory
 
     def holds(self, config: Config, plan: Plan) -> bool:

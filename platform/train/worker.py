@@ -65,8 +65,8 @@ class Worker:
     `platform.train.protocol.answers` does. `run_dir`: the run directory; `threads`: of torch on the CPU.
 
     The driver's calls in a generation are, in order: `prove`, `form`, `build`, perhaps `restore` or `recover`; then
-    `step`, `snapshot`, `write`, `written`, `evaluate` and `sample`, each on all ranks; then `leave`. The last call of
-    all is `close`.
+    `step`, `hold`, `snapshot`, `write`, `written`, `evaluate` and `sample`, each on all ranks; then `leave`. The last
+    call of all is `close`.
     """
 
     trainer: Any  # a Trainer from `build` to `leave`
@@ -78,6 +78,8 @@ class Worker:
         self.number, self.run_dir, self.device = number, Path(run_dir), device
         self.communicator: Communicator | None = None
         self.memories: dict[int, RankSnapshots] = {}  # by generation; older ones until the newest takes a step
+        self.late = device == "cuda"  # a snapshot is copied beside the next step, and whole before that updates
+        self._unheld: int | None = None  # the step whose state the next one is to copy
         torch.set_num_threads(threads)
         preload_imports(self.config.optimizer)
 
@@ -160,6 +162,7 @@ class Worker:
         False if `restore` or `recover` follows."""
         assert self.communicator
         c = self.config
+        self._unheld = None
         self.trainer = Trainer(c, self.plan, self.communicator, corpus_of(c), StageRows.from_plain(rows), fresh)
         self.state = State(self.trainer)
         self.combiner = Combiner(self.plan, self.communicator, c.elastic.slow)
@@ -172,10 +175,12 @@ class Worker:
 
     def step(self, step: int, limit: float = inf, faults: list[Fault] | None = None) -> StepReport | Taken:
         """Run training step `step` (from 1) on this rank, see `Trainer.step`, and snapshot the state to memory every
-        `elastic.snapshot_every` steps. Return the report on all ranks if this is rank 0, else an acknowledgement.
+        `elastic.snapshot_every` steps: at once or, if `late`, beside the next step. Return the report on all ranks if
+        this is rank 0, else an acknowledgement.
         `limit`: the most that the loss may be; `faults`: all that are injected in this step, on any rank."""
         assert self.communicator
         self._forget_generations()
+        self._begin_snapshot()
         mine = [fault for fault in faults or () if fault.rank == self.rank]
         verified = self.config.train.verify_every
         verify = partial(self._verify, step) if verified and step % verified == 0 else None
@@ -183,8 +188,13 @@ class Worker:
         skips = report.overflowed or (self.config.train.on_spike == "skip" and not report.differences)
         done = skips or not report.skipped
         if (every := self.config.elastic.snapshot_every) and step % every == 0 and done:
-            report.seconds["checkpoint"] += (seconds := self._hold(step))
-            report.step_seconds += seconds
+            if self.late:
+                self._unheld = step
+            else:
+                report.seconds["checkpoint"] += (seconds := self._hold(step))
+                report.step_seconds += seconds
+        if (memory := self.memories.get(self.generation)) and memory.steps:
+            report.held = memory.steps[-1]
         if self.communicator.log is not None:
             self._write_launches(self.communicator.log)
         combined = self.combiner.together(report)
@@ -203,6 +213,29 @@ class Worker:
         start of every training step: all ranks of this generation hold the run's state by then, so nobody recovers from
         older ones."""
         self.memories = {g: memory for g, memory in self.memories.items() if g == self.generation}
+
+    def _begin_snapshot(self) -> None:
+        """Begin the snapshot of the state after the last training step, if one is due, while the next step runs: its
+        update waits until `_settle` has finished it. It overwrites the one before the newest only now, when the driver
+        knows that all ranks have the newest."""
+        self.trainer.settle = self._settle
+        if self._unheld is not None:
+            step, self._unheld = self._unheld, None
+            self.memories[self.generation].begin(step, self.state.blocks(), self.state.values)
+
+    def _settle(self) -> None:
+        """Finish the snapshot that runs beside this training step, if there is one; all ranks do so before any of them
+        updates its weights."""
+        assert self.communicator
+        if (memory := self.memories.get(self.generation)) and memory.begun:
+            with self.trainer.clock.section("checkpoint"), self.trainer.clock.waiting_for_device():
+                memory.finish(self.communicator.transfer)
+
+    def hold(self, step: int) -> None:
+        """Take the snapshot of the state after `step`, the last training step, now: the driver is about to form
+        another generation that goes on from it."""
+        self._unheld = None
+        self._hold(step)
 
     def _hold(self, step: int) -> float:
         """Take a snapshot of this rank's state after training step `step` to host memory, and pass copies of parts to
@@ -307,6 +340,8 @@ class Worker:
         state, repeatedly too; `form` may follow. Raises RuntimeError if the device no longer works, which makes this
         process useless."""
         communicator, self.communicator = self.communicator, None
+        for memory in self.memories.values():
+            memory.abandon()
         self.trainer = self.state = self.combiner = None
         if communicator:
             communicator.abort()  # after a failure, closing would wait for collectives in progress

@@ -77,7 +77,7 @@ data.kind=txt | data.kind=txt: unknown | text
 data.objective=casual | data.objective=casual: unknown | causal
 optimizer.kind=adam | optimizer.kind=adam: unknown | adamw
 optimizer.schedule=cosin | optimizer.schedule=cosin: unknown | cosine
-parallel.zero=2 | parallel.zero=2: unknown | 1, 3, 0
+parallel.zero=4 | parallel.zero=4: unknown | 3, 2, 1
 parallel.zero=-1 | parallel.zero=-1: unknown | 0
 branch.order=middle | branch.order=middle: unknown | inner
 branch.slice_via=gather | branch.slice_via=gather: unknown | all_gather

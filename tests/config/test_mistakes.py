@@ -54,7 +54,7 @@ WRONG = [
     ("model.norm=batchnorm", "model.norm=batchnorm: unknown; nearest legal: "),
     ("model.fused_dropout=true", "model.fused_dropout=true: not built yet"),
     ("parallel.data=0", "parallel.data=0: must be >= 1, or -1"),
-    ("parallel.zero=2", "parallel.zero=2: unknown; nearest legal: 1, 3, 0"),
+    ("parallel.zero=4", "parallel.zero=4: unknown; nearest legal: 3, 2, 1"),
     ("pipeline.file=/mine.csv", "pipeline.file=/mine.csv: only for pipeline=file"),
     ("pipeline.kind=1f1c", "pipeline.kind=1f1c: unknown; nearest legal: 1f1b"),
     ("pipeline=2f2b", "pipeline=2f2b: unknown; nearest legal: "),
@@ -134,7 +134,7 @@ def test_all_mistakes_at_once():
         "precision",
         "train.steps",
     ]
-    related = mistakes("train.stepz=1", "train.global_batch=0", "model.heads=5", "tensor.axes.q=2", "parallel.zero=2")
+    related = mistakes("train.stepz=1", "train.global_batch=0", "model.heads=5", "tensor.axes.q=2", "parallel.zero=4")
     assert len(related) == 5
 
 

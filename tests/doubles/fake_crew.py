@@ -40,6 +40,7 @@ class FakeWorker:
 
     def build(self, rows, domains, fresh=True):
         self.state = 0 if fresh else None  # undefined until it is restored
+        self.unheld = None  # the step that it holds during the next one, if the crew does so late
         return Built(42, "cpu", self.crew.memory)
 
     def gather(self, source, rank, store, generation):
@@ -62,6 +63,8 @@ class FakeWorker:
     def step(self, step, limit, faults):
         assert self.state == step - 1, f"{self.state} updates before step {step}"
         self.forget()
+        if self.unheld:
+            self.hold(self.unheld)
         loss = self.crew.losses[step].pop(0) if self.rank == 0 and self.crew.losses[step] else 1.0
         overflowed, c = step in self.crew.overflows, self.config
         skipped = overflowed or not loss <= limit or math.isnan(loss)
@@ -73,7 +76,9 @@ class FakeWorker:
         if not self.skipped or overflowed or c.train.on_spike == "skip":
             self.state = step
             if c.elastic.snapshot_every and step % c.elastic.snapshot_every == 0:
-                self.memories[self.generation] = [*self.memories.get(self.generation, []), step][-2:]
+                self.unheld = step
+                if not self.crew.late:
+                    self.hold(step)
         batch = c.train.global_batch
         return StepReport(
             step=step, loss=loss, grad_norm=0.5, lr=1e-3, skipped=skipped, tokens=step * batch,
@@ -81,7 +86,13 @@ class FakeWorker:
             comm_bytes={}, peak_memory_bytes=1, world_size=self.size,
             slow=[SlowRank(rank, 2.0) for rank, w in enumerate(self.crew.seated) if w.number in self.crew.slow],
             differences=verdict, overflowed=overflowed, loss_scale=1024.0 if overflowed else None,
+            held=next(reversed(self.memories.get(self.generation, ())), None),
         )  # fmt: skip
+
+    def hold(self, step):
+        assert self.state == step, "it holds the state after its last step"
+        self.memories[self.generation] = [*self.memories.get(self.generation, []), step][-2:]
+        self.unheld = None
 
     def forget(self):
         self.memories = {g: held for g, held in self.memories.items() if g == self.generation}
@@ -116,7 +127,7 @@ class FakeCrew(Crew):
         self.strangers, self.slow, self.corrupt, self.writes, self.calls = set(), set(), set(), [], []
         self.losses, self.verdicts = defaultdict(list), defaultdict(list)  # by step, one for each attempt
         self.overflows = set()  # steps
-        self.memory, self.writing, self.stuck = None, False, False
+        self.memory, self.writing, self.stuck, self.late = None, False, False, False
         self.can_hire, self.ready, self._hired, self._starting, self.released = True, True, 0, [], 0
         self.hire(job.world_size + spares)
 

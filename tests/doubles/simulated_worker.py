@@ -95,4 +95,5 @@ def report(step, world_size):
         peak_memory_bytes=12345678901,
         world_size=world_size,
         slow=[],
+        held=step,
     )

@@ -182,7 +182,7 @@ def run_phase(
     if end:
         reports = [written[0] for _, written in ranks]
         values = next((written[2] for _, written in ranks if written[2]), {})
-        meta = Meta(steps[-1], steps[-1] * c.train.global_batch, c.seed, "", {}, "", {}, {"optimizer": values})
+        meta = Meta(steps[-1], steps[-1] * c.train.global_batch, c.seed, "", {}, "", {}, values)
         commit(storage, end, ranks[0][1][1], reports, meta)
     return [found for found, _ in ranks], end
 

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from platform.config.fields import Config
 from platform.parallel.communicator.base import Communicator, SingleRank
+from platform.parallel.sharding.flat import FlatBucket
 from platform.plan.core.plan import Plan
 from tests.harness.oracle import trainer_of
 from tests.harness.threads import run_threads
@@ -34,7 +35,7 @@ class Live(TorchDispatchMode):
         super().__init__()
         self.now = self.peak = self.largest = 0
         self._hidden = 0
-        self._known: dict[int, weakref.finalize] = {}
+        self._known: dict[int, int] = {}  # storage -> bytes
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
@@ -49,14 +50,31 @@ class Live(TorchDispatchMode):
         if key in self._known:
             return
         nbytes = storage.nbytes()
-        self.now += nbytes
-        self.peak = max(self.peak, self.now)
+        self._count(key, nbytes)
+        weakref.finalize(storage, self._gone, key)
         self.largest = max(self.largest, nbytes)
-        self._known[key] = weakref.finalize(storage, self._gone, key, nbytes)
 
-    def _gone(self, key: int, nbytes: int) -> None:
-        del self._known[key]
-        self.now -= nbytes
+    def _count(self, key: int, nbytes: int) -> None:
+        self.now += nbytes - self._known.get(key, 0)
+        self.peak = max(self.peak, self.now)
+        self._known[key] = nbytes
+
+    def _gone(self, key: int) -> None:
+        self.now -= self._known.pop(key)
+
+    def follow(self, bucket: FlatBucket) -> None:
+        """Sees the memory of a bucket's whole buffer, which is resized, come and go."""
+
+        def seen(method: Callable[[], None]) -> Callable[[], None]:
+            def run() -> None:
+                method()
+                storage = bucket._whole.untyped_storage()
+                self._count(storage._cdata, storage.nbytes())
+
+            return run
+
+        bucket.prefetch, bucket.release = seen(bucket.prefetch), seen(bucket.release)
+        bucket.release()
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
@@ -104,6 +122,8 @@ def count(c: Config, plan: Plan, steps: int = 2) -> list[Counted]:
         with Live() as live:
             live.without_transport(communicator)
             trainer = trainer_of(c, plan, communicator)
+            for bucket in trainer.weights.buckets if plan.storage else ():
+                live.follow(bucket)
             trainer.step(1)
             after = [live.now]
             live.peak = live.now

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from platform.checkpoint.blocks import buffer
+from platform.checkpoint.blocks.box import Box
+from platform.checkpoint.blocks.placement import Block, HeldTensor, Share
 from platform.config.fields import Config
 from platform.plan.schedule.rows import stage_rows
 from platform.planning.choose_schedule import schedule_of
@@ -64,3 +70,77 @@ def test_as_often_as_asked(config, worker, every, held):
     assert held_by(w) == held
     assert [r.seconds["checkpoint"] > 0 for r in reports] == [every > 0 and r.step % 2 == 0 for r in reports]
     assert all(r.step_seconds >= sum(r.seconds.values()) for r in reports)
+
+
+def test_beside_the_next_step_and_acknowledged_with_it(config, worker):
+    """As on a GPU: what is held is the same, a step later, and never less than two steps are at stake at once."""
+    at_once, late = worker(), worker()
+    late.late = True
+    for step in range(1, 6):
+        reports = at_once.step(step), late.step(step)
+        assert reports[0].loss == reports[1].loss
+        assert [r.held for r in reports] == [step, step - 1 or None]
+        assert held_by(late) == ([(1, list(range(max(1, step - 2), step)))] if step > 1 else [])
+        if step > 1:
+            mine, theirs = (w.memories[1].at(step - 1) for w in (late, at_once))
+            assert torch.equal(mine.own.data, theirs.own.data) and mine.values == theirs.values
+            assert mine.own.data.any()
+    late.hold(5)
+    assert held_by(late) == held_by(at_once) == [(1, [4, 5])]
+    assert torch.equal(late.memories[1].at(5).own.data, at_once.memories[1].at(5).own.data)
+    assert late.step(6).loss == at_once.step(6).loss and held_by(late) == [(1, [4, 5])], "held once"
+
+
+def test_a_step_that_fails_while_its_snapshot_runs(config, worker):
+    undisturbed, disturbed = worker(), worker()
+    disturbed.late = True
+    expected = [undisturbed.step(step).loss for step in (1, 2, 3, 4)]
+    for step in (1, 2, 3):
+        disturbed.step(step)
+    assert held_by(disturbed) == [(1, [1, 2])]
+    disturbed.trainer.settle = lambda: 1 / 0
+    disturbed._settle = disturbed.trainer.settle
+    with pytest.raises(ZeroDivisionError):
+        disturbed.step(4)  # the copy of step 3 has begun, over that of step 1
+    assert held_by(disturbed) == [(1, [2])]
+    del disturbed._settle
+    trainer = weakref.ref(disturbed.trainer)
+    formed = {1: Formation(config, [0], [""], [7])}
+    source, _ = find_source({7: held_by(disturbed)}, formed, 1)
+    disturbed.close()
+    assert trainer() is None, "the snapshot that had begun keeps nothing of the generation"
+    form(disturbed, 2)
+    disturbed.recover(take_seats(source, [], 1))
+    assert [disturbed.step(step).loss for step in (3, 4)] == expected[2:]
+
+
+def test_copies_run_in_a_stream_of_their_own(monkeypatch):
+    """On doubles of CUDA's streams: after what is queued, beside what follows, and waited for in the end alone."""
+    log = []
+
+    class Stream:
+        def wait_stream(self, other):
+            log.append(f"wait for {other}")
+
+        def record_event(self):
+            log.append("record")
+            return SimpleNamespace(synchronize=lambda: log.append("synchronize"))
+
+        def __enter__(self):
+            log.append("enter")
+
+        def __exit__(self, *_):
+            log.append("exit")
+
+    for name, value in {"Stream": Stream, "stream": lambda s: s, "current_stream": lambda: "the update"}.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(buffer, "pinned_bytes", lambda n: torch.zeros(n, dtype=torch.uint8))
+    copy_ = torch.Tensor.copy_
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda *a, **o: log.append(f"copy {o}") or copy_(*a))
+    whole = Box((0,), (4,))
+    part = Share(HeldTensor("model.w", "float32", (4,), {whole: (0,)}), whole)
+    wait = buffer.Buffer([part], pinned=True).start([Block("model.w", whole, torch.ones(4))])
+    before = ["wait for the update", "enter", "copy {'non_blocking': True}", "exit", "record"]
+    assert log == before
+    wait()
+    assert log == [*before, "synchronize"]

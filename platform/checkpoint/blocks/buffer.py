@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -38,10 +38,26 @@ class Buffer:
         `fill` needs."""
         return cls(sorted(parts, key=lambda part: -part.tensor.itemsize), pinned)
 
-    @torch.no_grad()
     def fill(self, blocks: Sequence[Block]) -> None:
         """Copy every part of this buffer out of `blocks`, the live tensors of this process, which may change once this
         returns. Each part lies within one of them."""
+        self.start(blocks)()
+
+    def start(self, blocks: Sequence[Block]) -> Callable[[], None]:
+        """Start copying every part of this buffer out of `blocks`, which must not change before the returned function
+        has been called: it waits until all is copied. Out of tensors on a GPU the copies run in a stream of their own,
+        after what is queued by now and beside what is queued later."""
+        if not self._pinned:
+            self._copy(blocks)
+            return lambda: None
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._copy(blocks)
+        return stream.record_event().synchronize
+
+    @torch.no_grad()
+    def _copy(self, blocks: Sequence[Block]) -> None:
         found: dict[str, list[tuple[Box, Tensor]]] = defaultdict(list)
         for name, box, tensor in blocks:
             found[name].append((box, tensor))
@@ -49,8 +65,6 @@ class Buffer:
             outer, tensor = next((b, t) for b, t in found[held.name] if b.overlap(box) == box)
             copy = self.data[at:end].view(DTYPES[held.dtype]).view(box.extent)
             copy.copy_(tensor[box.within(outer)], non_blocking=self._pinned)
-        if self._pinned:
-            torch.cuda.synchronize()
 
     def read(self, part: Share) -> Tensor | None:
         """Return a view of the bytes of `part`, uint8 [*extent, bytes of an element], or None if no single part of the

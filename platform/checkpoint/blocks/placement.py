@@ -73,7 +73,9 @@ def planned_tensors(plan: Plan, kind: str, dtype: torch.dtype) -> list[HeldTenso
     ranks = [(rank, plan.mesh.coordinates(rank)) for rank in range(plan.mesh.size)]
     out, known = [], {}
     for p in plan.parameters:
-        place = p.dims, p.role, p.sizes, plan.stages_of[p.name]  # layers share layouts, except for their stage
+        bucket = plan.bucket_of[p.name]
+        # layers share layouts and shards, except for their stage
+        place = p.dims, p.role, p.sizes, plan.stages_of[p.name], bucket.ranges[p.name], bucket.elements
         if place not in known:
             found = [(rank, box) for rank, at in ranks for box in _kept(plan, p, at)]
             known[place] = HeldTensor.of("", dtype, plan.global_shape(p), found)

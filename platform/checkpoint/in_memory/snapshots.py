@@ -84,6 +84,7 @@ class RankSnapshots:
         self._route = CopyRoute(copies(state, domains), rank)
         self._pinned = pinned
         self._snapshots: list[Snapshot] = []  # oldest first
+        self._finish: Callable[[Transfer], None] | None = None  # the rest of what `begin` has begun
 
     @property
     def steps(self) -> list[int]:
@@ -101,11 +102,38 @@ class RankSnapshots:
         """Take a snapshot of the training state after `step`: copy this rank's `blocks` and `values` into
         host memory, and exchange with peers the parts that they keep for each other; all ranks call it together. The
         previous snapshot stays intact even if this fails."""
+        self.begin(step, blocks, lambda: values)
+        self.finish(transfer)
+
+    def begin(self, step: int, blocks: Sequence[Block], values: Callable[[], dict[str, float]]) -> None:
+        """Begin to take a snapshot of the training state after `step`, as `hold` does, without waiting for the copies:
+        neither `blocks` nor what `values` returns may change before `finish`."""
         snapshot = self._free()
         snapshot.step = None
-        snapshot.own.fill(blocks)
-        self._route.follow(snapshot, snapshot.copies, transfer)
-        snapshot.step, snapshot.values = step, values
+        copied = snapshot.own.start(blocks)
+
+        def finish(transfer: Transfer) -> None:
+            copied()
+            self._route.follow(snapshot, snapshot.copies, transfer)
+            snapshot.values = values()
+            snapshot.step = step
+
+        self._finish = finish
+
+    def finish(self, transfer: Transfer) -> None:
+        """Finish the snapshot that `begin` has begun, if there is one; all ranks call it together."""
+        finish, self._finish = self._finish, None
+        if finish:
+            finish(transfer)
+
+    @property
+    def begun(self) -> bool:
+        """Return True if `begin` has begun a snapshot that is not finished."""
+        return self._finish is not None
+
+    def abandon(self) -> None:
+        """Give up the snapshot that `begin` has begun, if there is one, and what it refers to."""
+        self._finish = None
 
     def _free(self) -> Snapshot:
         """Return the snapshot that `hold` may overwrite, moved to the end of the list: an incomplete one, a new one if

@@ -53,6 +53,7 @@ class Controller:
         self._stall = 0.0  # seconds that saving has stalled the run since the last metrics row
         self._advisor = ReformAdvisor(run, former.recruiter)
         self._failed: float | None = None  # time of the first failure since the last step
+        self._held: int | None = None  # the newest step whose state this generation's workers hold in memory
         self._does = {
             RunState.FORMING: self._form,
             RunState.RUNNING: self._train_on,
@@ -95,7 +96,7 @@ class Controller:
             seconds = self._pace.take_back(generation.step)
             self._journal.write(events.RolledBack(step=generation.step, steps_lost=lost, lost_seconds=seconds))
             self._monitor.say(f"goes on after step {generation.step}: {lost} steps are done again")
-        self.done = generation.step
+        self.done, self._held = generation.step, None
         self._signals.defer()
         return RunState.RUNNING
 
@@ -141,7 +142,7 @@ class Controller:
                 val_loss=val_loss,
                 recovery_seconds=None if self._failed is None else perf_counter() - self._failed,
             )
-            self._commit(generation, row)
+            self._commit(generation, row, report.held)
             if step == first:
                 self._journal.write(events.FirstStep(step=step))
             self._save_if_due(crew, step)
@@ -221,25 +222,31 @@ class Controller:
             usual = FIRST_STEP_SECONDS / HUNG_AFTER if ever is None else COLD * ever
         return max(self._config.elastic.hang_seconds, HUNG_AFTER * usual)
 
-    def _commit(self, generation: Generation, row: MetricsRow) -> None:
+    def _commit(self, generation: Generation, row: MetricsRow, held: int | None) -> None:
         """Commit a training step that every rank has acknowledged: count it, remember its duration and loss, and hand
-        its row to metrics and console."""
+        its row to metrics and console. `held`: the newest step whose state is in the workers' memory."""
         self.done, self.worked = row.step, True
         self._stall, self._failed = 0.0, None
         self._failures = Counter({step: n for step, n in self._failures.items() if step > row.step})
-        if self._in_memory:
-            self._former.ledger.add(generation, row.step)
+        self._held = held
+        if held is not None:
+            self._former.ledger.add(generation, held)
         self._pace.add(row.step, row.step_seconds)
         self._useful += row.step_seconds
         self._spikes.add(row.loss)
         self._monitor.step(row)
 
-    @property
-    def _in_memory(self) -> bool:
-        """Return True if the workers' memory holds a snapshot of the state after the last committed step; `Worker.step`
-        takes one every elastic.snapshot_every steps."""
+    def _hold(self, crew: Crew, generation: Generation) -> bool:
+        """Let the workers' memory hold the state after the last committed step, if `Worker.step` takes a snapshot of it
+        (every elastic.snapshot_every steps): on GPUs it would do so beside the next step. Return True if it is held."""
         every = self._config.elastic.snapshot_every
-        return bool(every) and self.done % every == 0
+        if not every or self.done % every:
+            return False
+        if self._held != self.done:
+            crew.call("hold", self.done)
+            self._former.ledger.add(generation, self.done)
+            self._held = self.done
+        return True
 
     def _save_if_due(self, crew: Crew, step: int) -> None:
         """Continue the save under way, begin a checkpoint after training step `step` if one is due, and raise Stopped
@@ -283,18 +290,21 @@ class Controller:
             if not self._former.recruiter.count(crew):
                 self._signals.request("a notice that all workers are about to be taken away")
                 self._drain(crew)
+            self._hold(crew, generation)
             self._save_now(crew)  # memory may not hold the whole state without the members that leave
             raise Reform(proposal.reason)
-        if (proposal := self._advisor.optional_reform(crew, generation, report)) and self._loses_nothing(crew):
+        if (proposal := self._advisor.optional_reform(crew, generation, report)) and self._loses_nothing(
+            crew, generation
+        ):
             self._checkpoints.finish(crew)
             self._former.recruiter.barred |= proposal.barred
             raise Reform(proposal.reason)
 
-    def _loses_nothing(self, crew: Crew) -> bool:
+    def _loses_nothing(self, crew: Crew, generation: Generation) -> bool:
         """Return True if a generation formed now would go on after the last committed step, from memory or, if the run
         takes no snapshots, from a checkpoint saved now. Re-forming that is not necessary waits until that is so."""
         if self._config.elastic.snapshot_every:
-            return self._in_memory
+            return self._hold(crew, generation)
         return bool(self._config.checkpoint.every) and self._save_now(crew)
 
     # RELEASING

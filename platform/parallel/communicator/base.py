@@ -92,6 +92,7 @@ class Communicator(ABC):
         reduce: str = "sum",
         owned: bool = False,
         root: int = 0,
+        into: Tensor | None = None,
     ) -> Handle | Arrived:
         """Issue one collective, of the kinds in `platform.plan.communication.rule.Step`, over the group of this rank
         along `axes`, without waiting; the handle's `wait` returns this rank's result.
@@ -100,8 +101,9 @@ class Communicator(ABC):
         joined; `joined`: that of the dim that an all_to_all joins. `reduce`: sum, or max for all_reduce. `owned`:
         reductions may overwrite `x`. `root`: index in the group of the member whose `x` a broadcast sends to all or a
         scatter divides (the others' `x` is overwritten, by a scatter with the part that they receive), and which alone
-        gets the result of a reduce or gather (the others get an empty tensor). Several axes act as one, in mesh order,
-        for all_reduce, broadcast, reduce, and all_gather of unordered statistics.
+        gets the result of a reduce or gather (the others get an empty tensor). `into`: contiguous memory [n, ...] for
+        the parts that an all_gather over n ranks joins; x may be this rank's part of it. Several axes act as one, in
+        mesh order, for all_reduce, broadcast, reduce, and all_gather of unordered statistics.
         """
         if torch.compiler.is_compiling():
             members = self.mesh.extent(axes)
@@ -116,7 +118,7 @@ class Communicator(ABC):
             self.moved[label(op, axes)] += moved
         if self.log is not None:
             self.log.append(Launch(op, axes, group, elements))
-        given, out, finish = _buffers(op, x, n, dim, joined, is_root, owned)
+        given, out, finish = _buffers(op, x, n, dim, joined, is_root, owned, into)
         return Handle(self.clock, self._start(op, given, out, axes, group, reduce, root), finish)
 
     @abstractmethod
@@ -246,7 +248,7 @@ class Communicator(ABC):
 
 
 def _buffers(
-    op: str, x: Tensor, n: int, dim: int, joined: int, is_root: bool, owned: bool
+    op: str, x: Tensor, n: int, dim: int, joined: int, is_root: bool, owned: bool, into: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Callable[[], Tensor]]:
     """Prepare the collective `op` of `n` ranks on `x` (parameters as in `Communicator.launch`; `is_root`: this rank is
     the root): return the contiguous buffer that the transport reads, the one that it fills, and a function that returns
@@ -257,7 +259,7 @@ def _buffers(
 
     if op in ("all_gather", "gather"):
         given, receives = x.contiguous(), op == "all_gather" or is_root
-        out = given.new_empty((n, *given.shape) if receives else 0)
+        out = given.new_empty((n, *given.shape) if receives else 0) if into is None else into
         return given, out, lambda: join(dim) if receives else out
     if op in ("reduce_scatter", "all_to_all") or (op == "scatter" and is_root):
         given = x.unflatten(dim, (n, -1)).movedim(dim, 0).contiguous()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from platform.parallel.communicator.base import Communicator
-from platform.parallel.kernels.leaves import accumulates, add_computed, arrived
+from platform.parallel.kernels.leaves import accumulates, add_computed
 from platform.parallel.kernels.products import local_einsum
 from platform.parallel.kernels.summa import summa
 from platform.parallel.sharding.convert import Pending, absent, apply, convert
@@ -26,7 +26,7 @@ class _Einsums(torch.autograd.Function):
 
     Backward: the gradient of x is computed first, and its reduction overlaps the computation of the operands'
     gradients. Tensors marked `regathered` in the plan are saved only as stored and gathered again while the output
-    gradients are converted. Gradients of leaves are added to their `grad` here, and autograd gets None for them.
+    gradients are converted. Gradients of leaves are added to their sums here, and autograd gets None for them.
     `deferred`: a list that receives the function computing the gradients of operands and biases (zero bubble); they are
     then leaves.
     """
@@ -70,9 +70,6 @@ class _Einsums(torch.autograd.Function):
         rest = partial(_operand_gradients, communicator, group, ctx.leaves, ctx.needs_input_grad[4:], x, local)
         if ctx.deferred is None:
             found = rest()
-            for t in ctx.leaves:
-                if t is not None:
-                    arrived(t)
             return None, None, None, dx and dx.wait(), *found
         ctx.deferred.append(torch.no_grad()(rest))
         return None, None, None, dx and dx.wait(), *(None for _ in ctx.leaves)
@@ -87,7 +84,7 @@ def _operand_gradients(
     gradients: Sequence[Tensor],
 ) -> Tensors:
     """Compute the gradients of a group's operands, then of its biases if there are any, from the local x and the local
-    `gradients` of the outputs, and reduce them as planned. Those of `leaves` are added to their `grad` (then None in
+    `gradients` of the outputs, and reduce them as planned. Those of `leaves` are added to their sums (then None in
     the result); of the others, those `needed` are returned."""
     count = len(group.einsums)
     pending: list[Pending | None] = []
@@ -115,8 +112,9 @@ def _bias_gradient(e: Einsum, gradient: Tensor) -> Tensor:
     return gradient.sum([i for i, d in enumerate(e.out_dims) if d not in e.dims])
 
 
-def _plus(gradient: Tensor, into: Tensor | None) -> Tensor:
-    return gradient if into is None else into.add_(gradient)
+def _plus(gradient: Tensor, into: Tensor | None, fresh: bool) -> Tensor:
+    """Add a gradient to the sum `into`, if there is one."""
+    return gradient if into is None else into.copy_(gradient) if fresh else into.add_(gradient)
 
 
 def einsums(

@@ -16,19 +16,22 @@ Dims = tuple[str, ...]
 
 @cache
 def local_einsum(a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:
-    """Return a function (x, y, bias=None, into=None) that multiplies two local tensors with dims `a` and `b` into dims
-    `out`, without communication; the bias has the dims of y that are in `out`. `into`: a contiguous tensor to which the
-    product is added in place, and which is returned; there is no bias then.
+    """Return a function (x, y, bias=None, into=None, fresh=False) that multiplies two local tensors with dims `a` and
+    `b` into dims `out`, without communication; the bias has the dims of y that are in `out`. `into`: a contiguous
+    tensor to which the product is added in place, or which it overwrites if that is `fresh`, and which is returned;
+    there is no bias then.
 
     Uses one matrix product of views where the dims form contiguous runs (rows, contracted, columns), else torch.einsum.
     The product of absent (empty) blocks is absent, and is connected to the autograd graphs of both.
     """
     product = _product(a, b, out)
 
-    def multiply(x: Tensor, y: Tensor, bias: Tensor | None = None, into: Tensor | None = None) -> Tensor:
+    def multiply(
+        x: Tensor, y: Tensor, bias: Tensor | None = None, into: Tensor | None = None, fresh: bool = False
+    ) -> Tensor:
         if absent(x):
             return x + y if into is None else into
-        return product(x, y, bias, into)
+        return product(x, y, bias, into, fresh)
 
     return multiply
 
@@ -49,14 +52,16 @@ def _product(a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:
         names = {d: chr(ord("a") + i) for i, d in enumerate(dict.fromkeys(a + b))}
         equation = "{},{}->{}".format(*("".join(names[d] for d in dims) for dims in (a, b, out)))
 
-        def general(x: Tensor, y: Tensor, bias: Tensor | None, into: Tensor | None) -> Tensor:
+        def general(x: Tensor, y: Tensor, bias: Tensor | None, into: Tensor | None, fresh: bool) -> Tensor:
             z = torch.einsum(equation, x, y)
-            return into.add_(z) if into is not None else z if bias is None else z + bias
+            if into is not None:
+                return into.copy_(z) if fresh else into.add_(z)
+            return z if bias is None else z + bias
 
         return general
     na, nb, nc = len(rows), len(columns), len(contracted)
 
-    def product(x: Tensor, y: Tensor, bias: Tensor | None, into: Tensor | None) -> Tensor:
+    def product(x: Tensor, y: Tensor, bias: Tensor | None, into: Tensor | None, fresh: bool) -> Tensor:
         if a_first:
             row_shape, x = x.shape[:na], x.reshape(prod(x.shape[:na]), -1)
         else:
@@ -69,7 +74,7 @@ def _product(a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:
         if not straight:
             x, y, row_shape, column_shape = y.t(), x.t(), column_shape, row_shape
         if into is not None:
-            into.view(x.shape[0], -1).addmm_(x, y)
+            into.view(x.shape[0], -1).addmm_(x, y, beta=0 if fresh else 1)
             return into
         assert straight or bias is None
         z = x @ y if bias is None else torch.addmm(bias.reshape(-1), x, y)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from platform.parallel.communicator.base import Communicator, Handle
 from platform.parallel.communicator.traced import Arrived
-from platform.parallel.sharding import shards
 from platform.plan.communication.rule import APPEAR, Conversion, Step
 from platform.plan.language.layout import at_zero
 
@@ -45,10 +44,6 @@ class Pending:
                 whole = self._x.new_zeros(step.after(self._x.shape, communicator.mesh.extent(step.axes)))
                 whole.narrow(step.dim, index * extent, extent).copy_(self._x)
                 self._x = whole
-            elif step.op == "flatten":
-                self._x = shards.flatten_padded(self._x, communicator.mesh.extent(step.axes))
-            elif step.op == "unflatten":
-                self._x = shards.unflatten_padded(self._x, step.shape)
             elif step.op == "drop":
                 self._x = self._x.new_empty(0) if index else self._x
             else:

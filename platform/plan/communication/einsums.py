@@ -20,11 +20,10 @@ def plan_einsums(planner: Planner, operation: Operation) -> PlannedOperation:
     grouped: dict[tuple[Conversion, Layout], list[tuple[Einsum, Contraction]]] = {}
     for index, (operand, out) in enumerate(zip(operation.inputs[1:], operation.outputs, strict=True)):
         c = planner.einsum(x, operand, out)
-        enter_operand, regathered = c.inputs[1], regathers
+        enter_operand = c.inputs[1]
         if isinstance(operand, Parameter):
             enter_operand = planner.parameter_conversion(operation, operand, enter_operand)
-            regathered |= bool(planner.storage)
-        einsum = Einsum(index, x.dims, operand.dims, out.dims, enter_operand, c.output, regathered)
+        einsum = Einsum(index, x.dims, operand.dims, out.dims, enter_operand, c.output, regathers)
         grouped.setdefault((c.inputs[0], c.compute.restrict(x.dims)), []).append((einsum, c))
     groups, found = [], []
     for (enter_x, _), entries in grouped.items():

@@ -18,7 +18,7 @@ from platform.plan.communication.rule import (
     leave,
     partial_axes,
 )
-from platform.plan.language.layout import Layout, local_shape, padded
+from platform.plan.language.layout import Layout, local_shape
 from platform.plan.language.mesh import Mesh
 from platform.plan.language.ops import Operation, Parameter, Spec
 from platform.plan.language.scheme import Scheme
@@ -30,15 +30,13 @@ class Planner:
     of the model's dims in one microbatch of all replicas, vocab padded.
 
     `reduced_at_use[name, kind, parameter]`: axes over which the gradient of this use is reduced in the operation's
-    backward, because the parameter's uses differ in their partial axes. `storage`: axes over which the flattened block
-    of every parameter is stored in shards, gathered before each use (ZeRO-3).
+    backward, because the parameter's uses differ in their partial axes.
     """
 
     mesh: Mesh
     scheme: Scheme
     sizes: Mapping[str, int]
     reduced_at_use: Mapping[tuple[str, str, str], tuple[str, ...]]
-    storage: tuple[str, ...] = ()
     _layouts: dict[Spec | Parameter, Layout] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def layout(self, tensor: Spec | Parameter) -> Layout:
@@ -82,22 +80,9 @@ class Planner:
         layout = self.layout(tensor) if layout is None else layout
         return local_shape(tensor.dims, self.sizes_of(tensor), layout, self.mesh)
 
-    def shard_elements(self, p: Parameter, axes: Sequence[str]) -> int:
-        """Return the elements per rank if the local block of parameter `p` is flattened, padded and divided equally
-        over the ranks along the mesh axes `axes`, as ZeRO does."""
-        n = self.mesh.extent(axes)
-        return padded(prod(self.shape(p)), n) // n
-
-    def stored(self, tensor: Spec | Parameter) -> tuple[int, ...]:
-        """Return the local shape in which a rank keeps a tensor between its uses: a block, or a parameter's flat shard
-        if there are storage axes (ZeRO-3)."""
-        if isinstance(tensor, Parameter) and self.storage:
-            return (self.shard_elements(tensor, self.storage),)
-        return self.shape(tensor)
-
     def partial(self, operation: Operation) -> dict[str, tuple[str, ...]]:
         """Map the name of each parameter of an operation to the axes over which the operation's backward pass leaves
-        the gradient partial, to be reduced later; storage axes are left out."""
+        the gradient partial, to be reduced later."""
         parameters = operation.parameters
         if operation.kind == "project":
             pairs = zip(parameters, operation.outputs, strict=True)
@@ -106,9 +91,7 @@ class Planner:
             axes = [self.lookup(operation).axes]
         else:
             axes = [self.layout(operation.outputs[0]).axes for _ in parameters]
-        found = {p.name: partial_axes(self.layout(p), used) for p, used in zip(parameters, axes, strict=True)}
-        assert all(a in over for a in self.storage for over in found.values()), "every use sums over a storage axis"
-        return {name: tuple(a for a in over if a not in self.storage) for name, over in found.items()}
+        return {p.name: partial_axes(self.layout(p), used) for p, used in zip(parameters, axes, strict=True)}
 
     def contraction(self, operands: Sequence[tuple[Spec | Parameter, Layout]], out: Spec) -> Contraction:
         """Apply the communication rule's `contract` to operands given as (tensor, the layout that it has) and to the
@@ -157,13 +140,11 @@ class Planner:
         return Conversion(filled(conversion.forward, before), filled(conversion.backward, after), before, after)
 
     def parameter_conversion(self, operation: Operation, p: Parameter, conversion: Conversion) -> Conversion:
-        """Extend the conversion of parameter `p` for its use in an operation by the gather over the storage axes
-        (ZeRO-3) and, if the parameter's uses differ in their partial axes, by this use's reduction of the gradient, at
-        the step where the gradient is smallest.
+        """Extend the conversion of parameter `p` for its use in an operation, if the parameter's uses differ in their
+        partial axes, by this use's reduction of the gradient, at the step where the gradient is smallest.
 
         A sum over an axis of blocks padded with zeros along that axis is replaced by an all-gather of the blocks.
         """
-        conversion = self._from_storage(p, conversion)
         axes = self.reduced_at_use.get((operation.name, operation.kind, p.name), ())
         backward = [
             replace(s, op="all_gather") if s.op == "pad" and s.axes[0] in axes else s for s in conversion.backward
@@ -174,16 +155,6 @@ class Planner:
             only = conversion.backward[at].only if at < len(backward) else self.layout(p).only
             backward.insert(at, Step("all_reduce", summed, only=only))
         return replace(conversion, backward=tuple(backward))
-
-    def _from_storage(self, p: Parameter, conversion: Conversion) -> Conversion:
-        """Extend a parameter's conversion by the all-gather of its shards over the storage axes (ZeRO-3) and the
-        reduce-scatter of its gradient into shards; unchanged without storage axes."""
-        if not self.storage:
-            return conversion
-        gather = (Step("all_gather", self.storage), Step("unflatten", (), shape=self.shape(p)))
-        scatter = (Step("flatten", self.storage), Step("reduce_scatter", self.storage))
-        c = conversion
-        return Conversion(gather + c.forward, c.backward + scatter, self.stored(p), c.after)
 
     def collectives(self, conversion: Conversion, regathered: bool = False) -> list[Collective]:
         """Return the collectives that a rank launches for a conversion, first those of the forward and then those of

@@ -31,9 +31,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import prod
 
-from platform.plan.language.layout import Layout, padded, prefix
+from platform.plan.language.layout import Layout, prefix
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,6 @@ class Step:
     all_to_all      splits `dim` and joins `joined` over `axes`
     slice           splits `dim`, free
     pad             puts the block back into zeros along `dim`, free: the adjoint of a parameter's slice
-    flatten         one dim, padded with zeros to a multiple of the ranks along `axes`, free
-    unflatten       the block of `shape` back out of it, free
     broadcast       gives the tensor of index 0 along `axes` to all
     reduce          sums over `axes` to index 0, which alone keeps the result
     scatter         splits `dim` of the tensor of index 0
@@ -56,7 +53,7 @@ class Step:
     drop            only index 0 keeps the tensor, free
 
     Only the ranks at index 0 of the axes `only` take the step; the others have nothing. `shape`: the shape of the block
-    that a broadcast or a scatter gives to ranks that had nothing, or that `unflatten` returns.
+    that a broadcast or a scatter gives to ranks that had nothing.
     """
 
     op: str
@@ -71,8 +68,6 @@ class Step:
         of ranks along the move's `axes` together."""
         if self.shape:
             return self.shape
-        if self.op == "flatten":
-            return (padded(prod(shape), ranks),)
         out = list(shape)
         if self.op in SPLIT:
             out[self.dim] //= ranks

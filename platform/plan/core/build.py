@@ -41,15 +41,16 @@ def build_plan(
     precision: str = "fp32",
     zero: int = 0,
     dropout: float = 0.0,
+    turns: bool = False,
 ) -> Plan:
     """Build the plan of a run: record the model's forward pass, divide it into chunks and plan the layouts and
     collectives of every operation under `scheme`.
 
     `data`: number of replicas; `microbatch`: sequences per microbatch and replica; `microbatches`: per step;
     `sequences`: per step, by default all that the microbatches hold, fewer if the last is partial; `stage_of`: the
-    stage of every chunk. `scatter_gather`, `recompute` and `precision` as in Plan. `zero`: what is sharded over `data`
-    (ZeRO, Rajbhandari et al. 2020): 0 nothing, 1 master copies and optimizer state, 3 also the parameters, whose
-    storage axis is then `data`. Raises ModelMistake for an error in the model's code, IllegalPlan with all violations:
+    stage of every chunk. `scatter_gather`, `recompute`, `precision` and `turns` as in Plan. `zero`: what is sharded
+    over `data` (ZeRO, Rajbhandari et al. 2020): 0 nothing, 1 master copies and optimizer state, 2 also the gradients, 3
+    also the parameters. Raises ModelMistake for an error in the model's code, IllegalPlan with all violations:
     an axis that would split two dims of one operation, a dim (other than vocab) that its axes do not divide, or more
     chunks than the model has units.
     """
@@ -61,12 +62,11 @@ def build_plan(
     check_used(parameters, (p.name for o in operations for p in o.parameters), model)
 
     sharded = mesh.ordered(("data",)) if zero else ()
-    storage = sharded if zero == 3 else ()
-    planner = Planner(mesh, scheme, _with_vocab_padded(sizes, scheme, mesh), {}, storage=storage)
+    planner = Planner(mesh, scheme, _with_vocab_padded(sizes, scheme, mesh), {})
     if illegal := violations(planner, operations, microbatch):
         raise IllegalPlan(illegal)
     reductions, reduced_at_use = _reductions(planner, operations)
-    assert all({*storage, *axes} >= set(sharded) for axes in reductions.values()), "batch is split over data"
+    assert all(set(axes) >= set(sharded) for axes in reductions.values()), "batch is split over data"
     planner = replace(planner, reduced_at_use=reduced_at_use)
     pairs = enumerate(zip(stage_of, recorded, strict=True))
     chunks = tuple(_planned_chunk(planner, number, stage, part) for number, (stage, part) in pairs)
@@ -81,6 +81,8 @@ def build_plan(
         stages_of={p.name: tuple(dict.fromkeys(c.stage for c in chunks if p.name in c.parameters)) for p in parameters},
         chunks=chunks,
         sharded=sharded,
+        zero=zero if sharded else 0,
+        turns=turns,
         scatter_gather=scatter_gather,
         recompute=recompute,
     )
@@ -147,7 +149,7 @@ def _planned_chunk(planner: Planner, number: int, stage: int, recorded: Recorded
     operations = {(o.kind, o.name): plan_operation(planner, o) for o in recorded.operations}
     assert len(operations) == len(recorded.operations), "operation names are unique within their kind"
     r = recorded
-    return Chunk(number, stage, r.units, r.receives, r.sends, operations, r.kept)
+    return Chunk(number, stage, r.units, r.receives, r.sends, operations, r.kept, r.spans)
 
 
 def _replicated(mesh: Mesh, operations: Mapping[tuple[str, str], PlannedOperation], sizes: Mapping[str, int]):

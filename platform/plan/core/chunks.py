@@ -42,7 +42,8 @@ class Chunk:
     """Consecutive units (embedding, blocks, head) of a model, planned for one pipeline stage. `units` is empty if the
     model cannot be divided. `number` counts through the whole model.
 
-    `receives`: the activations from the previous chunk; `sends`: the activations for the next chunk.
+    `receives`: the activations from the previous chunk; `sends`: the activations for the next chunk. `spans`: names of
+    the parameters that each stretch of the chunk's forward pass uses: before the first block, in it, after it, ...
     """
 
     number: int
@@ -52,6 +53,7 @@ class Chunk:
     sends: FlowSpecs
     operations: Mapping[tuple[str, str], PlannedOperation]
     kept: tuple[Spec, ...] = ()  # type of x of every recomputed function, see Ops.recomputed
+    spans: tuple[tuple[str, ...], ...] = ()
 
     @cached_property
     def parameters(self) -> frozenset[str]:
@@ -69,6 +71,15 @@ class Recorded:
     receives: FlowSpecs
     sends: FlowSpecs
     kept: tuple[Spec, ...]
+    spans: tuple[tuple[str, ...], ...]
+
+
+def spans_in(ops: Recorder) -> tuple[tuple[str, ...], ...]:
+    """Return the names of the parameters that each span of a recorded forward pass uses, in order of use."""
+    found: list[dict[str, None]] = [{} for _ in range(ops.span + 1)]
+    for span, operation in zip(ops.spans, ops.operations, strict=True):
+        found[span].update((p.name, None) for p in operation.parameters)
+    return tuple(tuple(names) for names in found)
 
 
 def record(
@@ -83,7 +94,9 @@ def record(
     if count == 1:
         ops = recorder()
         model.forward(ops, inputs)
-        return [Recorded(tuple(getattr(model, "units", ())), tuple(ops.operations), (), (), tuple(ops.kept))]
+        return [
+            Recorded(tuple(getattr(model, "units", ())), tuple(ops.operations), (), (), tuple(ops.kept), spans_in(ops))
+        ]
     units = getattr(model, "units", ("the model",))
     if len(units) < count:
         raise ValueError(
@@ -108,7 +121,7 @@ def record(
         part, receives = tuple(units[where.start : where.stop]), specs(flow)
         ops, flow = run(flow, part)
         sends = specs(flow) if where.stop < len(units) else ()
-        chunks.append(Recorded(part, tuple(ops.operations), receives, sends, tuple(ops.kept)))
+        chunks.append(Recorded(part, tuple(ops.operations), receives, sends, tuple(ops.kept), spans_in(ops)))
     return chunks
 
 

@@ -12,8 +12,9 @@ from platform.plan.communication.planned import Collective, PlannedOperation
 from platform.plan.communication.planner import Planner
 from platform.plan.communication.rule import Step
 from platform.plan.communication.traffic import moved_bytes
+from platform.plan.core.buckets import BUCKET_BYTES, Bucket, make_buckets, spans_of
 from platform.plan.core.chunks import Chunk, einsum_flops, replicated_axes
-from platform.plan.language.layout import Layout, block, padded
+from platform.plan.language.layout import Layout, at_zero, block, padded
 from platform.plan.language.mesh import Mesh
 from platform.plan.language.ops import LOSSES, NO_RECOMPUTATION, Parameter, Recompute, Spec
 from platform.plan.language.scheme import Scheme
@@ -28,16 +29,6 @@ ITEMSIZE = {
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """Parameters whose gradients are reduced together: summed over the mesh axes `axes` once a step, by the ranks at
-    index 0 of the axes `only`."""
-
-    axes: tuple[str, ...]
-    only: tuple[str, ...]
-    parameters: tuple[Parameter, ...]
-
-
-@dataclass(frozen=True)
 class Plan:
     """Complete description of a run's parallel execution, or of one stage's part of it (`at`), which workers execute
     and people read.
@@ -47,7 +38,8 @@ class Plan:
     its gradient is summed once a step. `stages_of`: parameter name -> the stages that use it; the first owns it, the
     others of a tied parameter hold copies. `scatter_gather`: stages send 1/n of a tensor that n ranks of a stage
     replicate. `sharded`: axes over which master copies, reduced gradients and optimizer state are kept in shards: equal
-    padded parts of the flattened local block, one per rank.
+    parts of every bucket's flat buffer, one per rank. `zero`: 1 to 3, how much is sharded, see `build_plan`; 0 without.
+    `turns`: every backward pass follows its forward pass at once, so that what both need can be kept.
     """
 
     planner: Planner
@@ -60,6 +52,8 @@ class Plan:
     stages_of: Mapping[str, tuple[int, ...]]
     chunks: tuple[Chunk, ...]
     sharded: tuple[str, ...] = ()
+    zero: int = 0
+    turns: bool = False
     scatter_gather: bool = True
     recompute: Recompute = NO_RECOMPUTATION
     warnings: tuple[str, ...] = ()
@@ -125,9 +119,14 @@ class Plan:
 
     @property
     def storage(self) -> tuple[str, ...]:
-        """Return the axes, among `sharded`, over which the parameters' compute copies too are stored in shards between
-        uses (ZeRO-3); () for none."""
-        return self.planner.storage
+        """Return the axes, those of `sharded`, over which the parameters' compute copies too are stored in shards and
+        gathered span by span (ZeRO-3); () for none."""
+        return self.sharded if self.zero == 3 else ()
+
+    @property
+    def shards(self) -> int:
+        """Return the number of equal shards into which every bucket's flat buffer is divided."""
+        return self.mesh.extent(self.sharded)
 
     def layout(self, tensor: Spec | Parameter) -> Layout:
         return self.planner.layout(tensor)
@@ -150,22 +149,10 @@ class Plan:
 
     def shard_range(self, p: Parameter, coordinates: Mapping[str, int]) -> tuple[int, int]:
         """Return (start, stop) within the flattened local block of parameter `p` of the elements whose master copy and
-        optimizer state the rank at `coordinates` keeps: all of the block, or its ZeRO shard without padding, which may
-        be empty."""
-        elements = prod(self.local_shape(p))
-        shard = self.planner.shard_elements(p, self.sharded)
-        start = self.mesh.index(coordinates, self.sharded) * shard
-        return min(start, elements), min(start + shard, elements)
-
-    def master_shape(self, p: Parameter) -> tuple[int, ...]:
-        """Return the shape of one rank's master copy, and of its reduced gradient, of parameter `p`: that of its block,
-        or (elements,) of its ZeRO shard with padding."""
-        return (self.planner.shard_elements(p, self.sharded),) if self.sharded else self.local_shape(p)
-
-    def stored_shape(self, p: Parameter) -> tuple[int, ...]:
-        """Return the shape of one rank's compute copy of parameter `p` between uses, and of the gradient before its
-        reduction."""
-        return self.planner.stored(p)
+        optimizer state the rank at `coordinates` keeps: all of the block, or what of it lies in the rank's shard of the
+        bucket's buffer, which may be nothing."""
+        bucket = self.bucket_of[p.name]
+        return bucket.shard(p.name, self.mesh.index(coordinates, self.sharded), self.shards)
 
     def split_over(self, p: Parameter) -> tuple[str, ...]:
         """Return the mesh axes along which ranks hold different parts of the master copy of parameter `p`."""
@@ -181,31 +168,52 @@ class Plan:
 
     @cached_property
     def buckets(self) -> list[Bucket]:
-        """Return the gradient reductions that wait for the end of the step, parameters with equal axes together, in
-        model order."""
-        found: dict[tuple[tuple[str, ...], tuple[str, ...]], list[Parameter]] = defaultdict(list)
-        for p in self.parameters:
-            found[self.reductions[p.name], self.layout(p).only].append(p)
-        return [Bucket(axes, only, tuple(parameters)) for (axes, only), parameters in found.items() if axes]
+        """Return the buckets of all parameters, in order of their first use in the forward pass. A bucket has those of
+        a span of the model (a block, or what lies between blocks) or, where each need not be gathered by itself, of
+        several; a parameter that several spans use has its own."""
+        declared = {p.name: p for p in self.parameters}
+        spans = [((c.number, i), names) for c in self.chunks for i, names in enumerate(c.spans)]
+        uses = [(span, n) for span, names in spans for n in names if n in declared]
+        groups = [(key, [declared[n] for n in names]) for key, names in spans_of(uses, self.tied)]
+        reduced = {p: (self.reductions[p.name], self.layout(p).only) for p in self.parameters}
+        sizes = {p: prod(self.local_shape(p)) for p in self.parameters}
+        most = 0 if self.zero == 3 else BUCKET_BYTES // self.itemsize["master"]
+        return make_buckets(groups, reduced, sizes, self.shards, most)
+
+    @cached_property
+    def bucket_of(self) -> dict[str, Bucket]:
+        """Map the name of every parameter to its bucket."""
+        return {p.name: bucket for bucket in self.buckets for p in bucket.parameters}
 
     def scattered(self, axes: Sequence[str]) -> tuple[str, ...]:
         """Return those of `axes`, over which gradients are reduced at the end of a step, along which a reduce-scatter
         leaves each rank a shard (ZeRO)."""
         return tuple(a for a in axes if a in self.sharded)
 
-    def reduction(self, bucket: Bucket) -> list[Step]:
-        """Return the steps that reduce a bucket of gradients, laid out as [ranks along the scattered axes, elements of
-        a shard]: reduce-scatter before all-reduce, which moves the fewest bytes."""
+    def reduction(self, bucket: Bucket) -> tuple[list[Step], list[Step]]:
+        """Return the steps that reduce a bucket's gradients, laid out as [shards, elements of a shard]: first those
+        that each microbatch takes (ZeRO-2 and 3), then those of the end of the step. The reduce-scatter comes before
+        the all-reduce, which moves the fewest bytes."""
         scattered = self.scattered(bucket.axes)
         summed = tuple(a for a in bucket.axes if a not in scattered)
-        moves = (("reduce_scatter", scattered), ("all_reduce", summed))
-        return [Step(op, over, only=bucket.only) for op, over in moves if over]
+        scatter = [Step("reduce_scatter", scattered, only=bucket.only)] if scattered else []
+        add = [Step("all_reduce", summed, only=bucket.only)] if summed else []
+        return (scatter, add) if self.zero >= 2 else ([], scatter + add)
 
-    @property
-    def gathering(self) -> list[Step]:
-        """Return the steps that gather the updated shards of a bucket of parameters [elements] into whole compute
-        copies (ZeRO-1)."""
-        return [Step("all_gather", self.sharded)]
+    def gathering(self, bucket: Bucket) -> list[Step]:
+        """Return the steps that gather a bucket's compute copies from their shards."""
+        return [Step("all_gather", self.sharded, only=bucket.only)]
+
+    @cached_property
+    def resident(self) -> dict[int, list[tuple[Bucket, ...]]]:
+        """Map the number of each chunk to the buckets that must be whole in each span of its forward pass (ZeRO-3)."""
+        order = {id(bucket): i for i, bucket in enumerate(self.buckets)}
+        by_span = {c.number: [{id(b): b for b in map(self.bucket_of.get, names) if b} for names in c.spans]
+                   for c in self.chunks}  # fmt: skip
+        return {
+            number: [tuple(sorted(found.values(), key=lambda b: order[id(b)])) for found in spans]
+            for number, spans in by_span.items()
+        }
 
     @cached_property
     def parameter_count(self) -> int:
@@ -220,12 +228,17 @@ class Plan:
     def parameters_at(self, coordinates: Mapping[str, int]) -> int:
         """Return the number of parameter elements that the worker at `coordinates` keeps between uses, as compute
         copies."""
-        return sum(prod(self.stored_shape(p)) for p in self.parameters if self.present(p, coordinates))
+        return self._elements(coordinates, self.mesh.extent(self.storage))
 
     def masters_at(self, coordinates: Mapping[str, int]) -> int:
         """Return the number of elements of master copies, each with optimizer state, that the worker at `coordinates`
         updates."""
-        return sum(prod(self.master_shape(p)) for p in self.parameters if self.present(p, coordinates))
+        return self._elements(coordinates, self.shards)
+
+    def _elements(self, coordinates: Mapping[str, int], shards: int) -> int:
+        """Return the elements of all buckets that the worker at `coordinates` has, if it has one of `shards` of each,
+        with their padding."""
+        return sum(b.elements for b in self.at(coordinates["stage"]).buckets if at_zero(b.only, coordinates)) // shards
 
     @cached_property
     def elsewhere(self) -> dict[str, int] | None:

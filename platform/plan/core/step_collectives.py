@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from math import prod
+from collections import Counter, defaultdict
 
 from platform.plan.communication.planned import Collective
 from platform.plan.communication.traffic import label
+from platform.plan.core.buckets import moves
 from platform.plan.core.plan import Plan
 from platform.plan.language.ops import Spec
 
@@ -37,11 +37,10 @@ def step_collectives(plan: Plan) -> list[tuple[str, Collective, int]]:
                 found += [(where, c, plan.microbatches) for c in _transfer(plan, spec)]
     for stage in dict.fromkeys(c.stage for c in plan.chunks):
         found += update_collectives(plan.at(stage))
-    for p in plan.parameters:
-        if others := len(plan.tied.get(p.name, ())[1:]):
-            elements = prod(plan.master_shape(p))
-            c = Collective("send", ("stage",), elements, "accumulate", "reduce", plan.layout(p).only)
-            found.append((f"tied {p.name}", c, 2 * others))
+    for name, (owner, *others) in plan.tied.items():
+        bucket = plan.at(owner).bucket_of[name]
+        c = Collective("send", ("stage",), bucket.elements // plan.shards, "accumulate", "reduce", bucket.only)
+        found.append((f"tied {name}", c, 2 * len(others)))
     if world := plan.mesh.ordered(plan.mesh.axes):
         c = Collective("all_reduce", world, WORLD_SUMS, "metrics", "reduce")
         found.append(("loss and norm", c, 1))
@@ -49,20 +48,28 @@ def step_collectives(plan: Plan) -> list[tuple[str, Collective, int]]:
 
 
 def update_collectives(plan: Plan) -> list[tuple[str, Collective, int]]:
-    """List the collectives of one stage's update at the end of a step, as (place, collective, launches per rank): the
-    sums of gradients, and the gathers of updated parameters (ZeRO-1).
+    """List the collectives of one stage's parameters as (place, collective, launches per rank): the sums of gradients,
+    and the gathers of compute copies, once a step (ZeRO-1 and 2) or in every pass (ZeRO-3).
 
     `plan`: the plan of that stage, see `Plan.at`.
     """
     found = []
+    launches, shards = plan.planner.launches, plan.shards
+    passes = Counter(id(b) for spans in plan.resident.values() for b in {id(b): b for s in spans for b in s}.values())
     for b in plan.buckets:
-        shape = plan.mesh.extent(plan.scattered(b.axes)), sum(prod(plan.master_shape(p)) for p in b.parameters)
-        planned = plan.planner.launches(plan.reduction(b), shape, "reduce", "accumulate")
+        each, last = plan.reduction(b)
+        shape = (shards, b.elements // shards)
+        planned = launches(each, shape, "backward", "compute")
+        found += [("gradients", c, plan.microbatches * passes[id(b)]) for c in planned]
+        planned = launches(last, (1, shape[1]) if each else shape, "reduce", "accumulate")
         found += [("gradients", c, 1) for c in planned]
-    if plan.sharded and not plan.storage:
-        elements = sum(prod(plan.master_shape(p)) for p in plan.parameters)
-        planned = plan.planner.launches(plan.gathering, (elements,), "update")
-        found += [("parameters", c, 1) for c in planned]
+    gathered = [("update", b, 1) for b in plan.buckets] if plan.sharded and not plan.storage else []
+    if plan.storage:
+        for spans in plan.resident.values():
+            for phase, buckets in zip(("forward", "backward"), moves(spans, plan.turns), strict=True):
+                gathered += [(phase, b, plan.microbatches) for b in buckets]
+    for phase, b, times in gathered:
+        found += [("parameters", c, times) for c in launches(plan.gathering(b), (b.elements // shards,), phase)]
     return found
 
 

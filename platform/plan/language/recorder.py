@@ -39,10 +39,21 @@ class Recorder(Ops):
     kept: list[Spec] = field(default_factory=list)  # type of x of every recomputed function
     sizes: Mapping[str, int] = field(default_factory=dict)  # dim -> size; {}: dims are not checked
     declared: Mapping[str, Parameter] = field(default_factory=dict)  # by name; {}: parameters are not checked
+    span: int = 0  # stretch of the forward pass under way: odd in a block, even between blocks
+    spans: list[int] = field(default_factory=list)  # by operation
     _names: set[tuple[str, str]] = field(default_factory=set)
     _recomputing: bool = False
 
     def recomputed(self, kind, function, spec, x, *more):
+        if kind == "full":
+            self.span += 1
+            out = self._recomputed(kind, function, spec, x, *more)
+            self.span += 1
+            return out
+        return self._recomputed(kind, function, spec, x, *more)
+
+    def _recomputed(self, kind, function, spec, x, *more):
+        """Record `function` as recomputed if activations of this `kind` are, as `recomputed` says."""
         if kind != self.recompute.kind:
             return function(x, *more)
         self._check(x, spec)
@@ -71,6 +82,7 @@ class Recorder(Ops):
         attributes = tuple(sorted(more.items()))
         operation = Operation(kind, name, tuple(inputs), tuple(outputs), attributes, reads, self._recomputing)
         self.operations.append(operation)
+        self.spans.append(self.span)
         symbols = tuple(Symbol(s) for s in outputs)
         return symbols[0] if len(symbols) == 1 else symbols
 

@@ -7,17 +7,17 @@ sends and receives, and gradients as they come, in the order of `platform.parall
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 from typing import Any
 
 from platform.plan.core.chunks import Chunk, FlowSpecs, RecordableModel
 from platform.plan.core.plan import Plan
-from platform.plan.language.layout import at_zero, padded
+from platform.plan.language.layout import at_zero
 from platform.plan.memory.metered import Metered
 from platform.plan.memory.storages import GradientKey, MeteredStorage
+from platform.plan.memory.sums import MeteredSums
 from platform.plan.memory.worker_bytes import run_chunk, weight_bytes
 from platform.plan.schedule.table import SENDS_IN_FLIGHT, Action, Kind, with_completed
 
@@ -46,7 +46,8 @@ class Passes:
 
     `forward`, `backward`, `weights`: peak of the pass (forward, backward or input gradient, weight gradient) above what
     was there before it; `kept`: from forward to backward; `given`: of the outputs, what is not among `kept`; `pending`:
-    from the input gradient to the weight gradient where they are split; `gradients`: new ones, by parameter.
+    from the input gradient to the weight gradient where they are split; `gradients`: sums of gradients that are there
+    afterwards and were not before, by number of the bucket.
     """
 
     forward: int
@@ -55,7 +56,7 @@ class Passes:
     backward: int
     pending: int
     weights: int
-    gradients: Mapping[GradientKey, int]
+    gradients: Mapping[int, int]
 
 
 def footprint(
@@ -78,21 +79,23 @@ def measure(
     at: Mapping[str, int],
     dropout: float,
     splits: bool,
-    there: Iterable[GradientKey],
+    there: Collection[int],
 ) -> Passes:
     """Measure the bytes that the passes of one chunk take on the worker at mesh coordinates `at`, by running the model
-    on storages that only count. `splits`: weight gradients are separate passes, run later; `there`: parameters that
-    already have a gradient."""
+    on storages that only count. `splits`: weight gradients are separate passes, run later; `there`: numbers of the
+    buckets whose gradients are being summed already."""
     meter = Metered(plan, dropout, at)
     ledger = meter.ledger
     meter.deferred = [] if splits else None
-    meter.leaves = {name: meter.integers(0) for name in there}
+    meter.leaves = sums = MeteredSums(meter, chunk, there, early=not splits)
     flow = {name: meter.block(spec) for name, spec in chunk.receives}
     before = ledger.peak = ledger.now
     readers = (o for o in chunk.operations.values() if o.operation.reads is not None)
     read = {(o.operation.reads, o.tokens): o.token_count for o in readers}  # a tensor is read once per layout
     tokens = meter.integers(sum(read.values()))
+    meter.begin(chunk)
     out = run_chunk(meter, model, chunk, flow)
+    meter.turn()
     del tokens
     most, full, results = ledger.peak - before, ledger.now, [(v.key, v.elements) for v in out.values()]
     del out
@@ -101,19 +104,23 @@ def measure(
     held, start = list(coming.values()), ledger.now
     ledger.peak = start
     inputs = {v.key for v in flow.values()}
-    meter.tape.unwind(coming, meter.leaves)
+    meter.back(chunk)
+    meter.tape.unwind(coming, sums)
     backward = ledger.peak - start
+    meter.end()
     found = {key: g for key, g in coming.items() if key in inputs}
     coming.clear()
+    if not splits:
+        sums.passed()
     # by id: one storage may be the gradient of an output and of an input
-    gone = {id(g): g.nbytes for g in (*held, *found.values(), *meter.leaves.values())}
+    gone = {id(g): g.nbytes for g in (*held, *found.values(), *sums.held())}
     pending = ledger.now - before - sum(gone.values())
     start = ledger.peak = ledger.now
     while meter.deferred:
         meter.deferred.pop(0)()
     weights = ledger.peak - start
-    new = {name: g.nbytes for name, g in meter.leaves.items() if g.nbytes}
-    return Passes(most, kept, given, backward, pending, weights, new)
+    sums.passed()
+    return Passes(most, kept, given, backward, pending, weights, sums.new())
 
 
 class _Walk:
@@ -126,8 +133,8 @@ class _Walk:
         self.most = (0, 0, 0, 0)  # at the peak: gradients, activations, working, in flight
         self.compute, self.master = plan.itemsize["compute"], plan.itemsize["master"]
         self.chunks = {chunk.number: chunk for chunk in plan.chunks}
-        self.parameters = {p.name: p for p in plan.parameters if plan.present(p, at)}
-        self.sums: dict[GradientKey, int] = {}  # bytes of gradients accumulated over microbatches
+        self.buckets = [b for b in plan.buckets if at_zero(b.only, at)]
+        self.sums: dict[int, int] = {}  # number of a bucket -> bytes of its gradients, summed over microbatches
         self.held: dict[tuple[str, int, int], int] = {}  # (what, chunk, microbatch that use it) -> bytes
         self.sending: deque[int] = deque()
         self._measured: dict[tuple, Passes] = {}
@@ -143,8 +150,7 @@ class _Walk:
             _COUNTS[action.kind](self, action)
             if completed is not None:
                 incomplete.remove(completed)
-                others = {p for chunk in incomplete for p in self.chunks[chunk].parameters}
-                self._reduce(self.chunks[completed].parameters - others)
+                self._reduce(completed, incomplete)
         self.now -= sum(self.sending)
         self.sending.clear()
         self._finish()
@@ -160,7 +166,8 @@ class _Walk:
     def passes(self, chunk: int) -> Passes:
         """Return the measured passes of a chunk, given which of its parameters already have a gradient; measured once
         for each such set."""
-        there = () if self.compute != self.master else tuple(n for n in self.sums if n in self.chunks[chunk].parameters)
+        here = self.chunks[chunk].parameters
+        there = tuple(n for n in self.sums if not here.isdisjoint(self.plan.buckets[n].ranges))
         if (key := (chunk, there)) not in self._measured:
             found = measure(self.plan, self.model, self.chunks[chunk], self.at, self.dropout, self.splits, there)
             self._measured[key] = found
@@ -207,23 +214,10 @@ class _Walk:
         self._accumulate(p)
 
     def _accumulate(self, p: Passes) -> None:
-        """Account for adding a microbatch's gradients of one chunk to their sums over microbatches; if compute and
-        master types differ, they are converted one by one."""
-        if self.compute == self.master:
-            new = {name: n for name, n in p.gradients.items() if name not in self.sums}
-            self.sums |= new
-            self.now += sum(new.values())
-            self.gradients += sum(new.values())
-            return
+        """Account for the sums of gradients that a pass has begun."""
+        self.sums |= p.gradients
         self.now += sum(p.gradients.values())
-        for name, n in p.gradients.items():
-            wide = n // self.compute * self.master
-            self.reach(wide)
-            if name not in self.sums:
-                self.sums[name] = wide
-                self.now += wide
-                self.gradients += wide
-            self.now -= n
+        self.gradients += sum(p.gradients.values())
 
     # sends and receives
 
@@ -284,35 +278,25 @@ class _Walk:
 
     # once a step
 
-    @cached_property
-    def _reduced(self) -> dict[str, tuple[str, ...]]:
-        """Return, by name of each parameter whose gradient is reduced by this worker at the end of a step, the axes
-        over which a reduce-scatter leaves it shards."""
-        buckets = (b for b in self.plan.buckets if at_zero(b.only, self.at))
-        return {p.name: self.plan.scattered(b.axes) for b in buckets for p in b.parameters if p.name in self.parameters}
-
-    def _reduce(self, names: Iterable[str]) -> None:
-        """Account for the reduction of the complete gradients of parameters `names`: the copies that are being reduced,
-        and the shards that a reduce-scatter leaves."""
-        for name in names:
-            if name in self._reduced and name in self.sums:
-                n = self.plan.mesh.extent(self._reduced[name])
-                whole = padded(self.sums[name] // self.master, n) * self.master
-                self.now += whole + (whole // n if n > 1 else 0)
+    def _reduce(self, completed: int, incomplete: Collection[int]) -> None:
+        """Account for the shards that reduce-scatters leave at the end of a step (ZeRO-1), of the buckets that chunk
+        `completed` completes; all-reduces are in place. `incomplete`: chunks with backward passes to run."""
+        if self.plan.zero == 1:
+            others = {p for chunk in incomplete for p in self.chunks[chunk].parameters}
+            done = self.chunks[completed].parameters - others
+            for b in self.buckets:
+                if not done.isdisjoint(b.ranges) and others.isdisjoint(b.ranges):
+                    self.now += b.elements // self.plan.shards * self.master
         self.reach()
 
     def _finish(self) -> None:
-        """Account for the end of a step: sums of tied gradients over stages, reduced gradients during the update, and
-        the gather of updated shards (ZeRO-1)."""
-        tied = [prod(self.plan.master_shape(p)) for p in self.parameters.values() if p.name in self.plan.tied]
-        self.reach(max(tied, default=0) * self.master)
-        masters = {name: prod(self.plan.master_shape(p)) for name, p in self.parameters.items()}
-        self.now = self.gradients = sum(masters.values()) * self.master
+        """Account for the end of a step: sums of tied gradients over stages, and reduced gradients during the
+        update; updated shards are gathered in place."""
+        each = {p.name: b.elements // self.plan.shards * self.master for b in self.buckets for p in b.parameters}
+        self.reach(max((each[name] for name in self.plan.tied if name in each), default=0))
+        self.now = self.gradients = sum(b.elements for b in self.buckets) // self.plan.shards * self.master
         self.reach()
         self.now = self.gradients = 0
-        if self.plan.sharded and not self.plan.storage:
-            n = self.plan.mesh.extent(self.plan.sharded)
-            self.reach(sum(masters.values()) * self.compute * (n + 1))
 
 
 _COUNTS: Mapping[Kind, Any] = {

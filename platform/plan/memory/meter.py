@@ -8,10 +8,12 @@ from math import prod
 
 from platform.plan.communication.planned import PlannedOperation, shapes
 from platform.plan.communication.rule import VANISH, Conversion, Step
+from platform.plan.core.buckets import Bucket
+from platform.plan.core.chunks import Chunk
 from platform.plan.core.plan import Plan
 from platform.plan.language.layout import at_zero
 from platform.plan.language.ops import Ops, Parameter, Spec
-from platform.plan.memory.storages import Backward, GradientKey, Gradients, Ledger, MeteredStorage, Saved, Tape, Value
+from platform.plan.memory.storages import Backward, Gradients, Leaves, Ledger, MeteredStorage, Saved, Tape, Value
 
 INTEGER = 8  # bytes of a token id, and of an element's index
 
@@ -27,9 +29,12 @@ class Meter(Ops):
     def __init__(self, plan: Plan, dropout: float, at: Mapping[str, int]):
         self.plan, self.dropout_rate, self.recompute, self.at = plan, dropout, plan.recompute, at
         self.ledger, self.tape = Ledger(), Tape()
-        self.leaves: dict[GradientKey, MeteredStorage] = {}
+        self.leaves = Leaves()
         self.deferred: list[Callable[[], None]] | None = None
         self.wide = plan.itemsize["accumulate"]
+        self._spans: Sequence[tuple[Bucket, ...]] = []
+        self._span = 0  # stretch of the forward pass under way
+        self._whole: dict[int, MeteredStorage] = {}  # gathered buckets
         self.grad = True
 
     def new(self, elements: int, itemsize: int = 0, *, parameter: bool = False) -> MeteredStorage:
@@ -87,7 +92,7 @@ class Meter(Ops):
                 storage, elements = self.new(0, parameter=parameter), 0
                 continue
             elements = prod(after)
-            if step.op not in ("slice", "drop", "flatten", "unflatten") and (step.op != "broadcast" or index):
+            if step.op not in ("slice", "drop") and (step.op != "broadcast" or index):
                 storage = self._moved(elements, step, parameter)
         return storage, elements
 
@@ -119,9 +124,9 @@ class Meter(Ops):
         return out
 
     def parameter(self, p: Parameter, conversion: Conversion | None = None) -> Value:
-        """Return the stand-in of a parameter as this worker stores it, whose bytes are counted elsewhere, or converted
-        for its use by an operation, which counts."""
-        elements = prod(self.plan.stored_shape(p)) * self.plan.present(p, self.at)
+        """Return the stand-in of a parameter as this worker computes with it, whose bytes are counted elsewhere, or
+        converted for its use by an operation, which counts."""
+        elements = prod(self.plan.local_shape(p)) * self.plan.present(p, self.at)
         stored = Value(None, elements, p.name)
         return self.apply(stored, conversion) if conversion else stored
 
@@ -134,7 +139,63 @@ class Meter(Ops):
         elements = prod(leave.before) * at_zero(planned.only, self.at)
         return Value(self.new(elements), elements)
 
+    def begin(self, chunk: Chunk) -> None:
+        """Begin the forward pass of a chunk: gather what its first span needs (ZeRO-3)."""
+        self._spans = self.plan.resident[chunk.number] if self.plan.storage else []
+        self._span = 0
+        self._move(0, 1)
+
+    def turn(self) -> None:
+        """End the forward pass of a chunk: what it gathered is freed, unless the backward pass needs it at once."""
+        if not self.plan.turns:
+            self.end()
+
+    def back(self, chunk: Chunk) -> None:
+        """Begin the backward pass of a chunk."""
+        self._spans = self.plan.resident[chunk.number] if self.plan.storage else []
+        self._move(len(self._spans) - 1, -1)
+
+    def end(self) -> None:
+        """End a pass: what it gathered is freed."""
+        self._whole.clear()
+
+    def _enter(self, x: Value) -> Value:
+        """Move on to the next span of the forward pass, as `platform.parallel.sharding.residency` does, and back in the
+        backward pass."""
+        if not self._spans:
+            return x
+        before, out = self._span, Value(x.storage, x.elements)
+        self._span += 1
+        self._move(self._span, 1)
+
+        def backward(gs: Gradients, _: Saved) -> Gradients:
+            self._move(before, -1)
+            return gs
+
+        self.note([out], [x], (), backward)
+        return out
+
+    def _move(self, at: int, way: int) -> None:
+        """Count the buckets that span number `at` needs and those of the next span that needs any, in the direction
+        `way`, as whole, and no others."""
+        if self._spans:
+            onwards = self._spans[at + 1 :] if way > 0 else self._spans[:at][::-1]
+            self._keep(self._spans[at])
+            self._keep((*self._spans[at], *next(filter(None, onwards), ())))
+
+    def _keep(self, buckets: Sequence[Bucket]) -> None:
+        """Free the whole buffers of all buckets but these, and allocate theirs."""
+        wanted = {id(b): b for b in buckets}
+        self._whole = {key: kept for key, kept in self._whole.items() if key in wanted}
+        self._whole |= {k: self.new(b.elements, parameter=True) for k, b in wanted.items() if k not in self._whole}
+
     def recomputed(self, kind, function, spec, x, *more):
+        if kind == "full":
+            return self._enter(self._recomputed(kind, function, spec, self._enter(x), *more))
+        return self._recomputed(kind, function, spec, x, *more)
+
+    def _recomputed(self, kind, function, spec, x, *more):
+        """Count function(x, *more), which the backward pass runs again if activations of this `kind` are recomputed."""
         if kind != self.recompute.kind or not self.grad:
             return function(x, *more)
         given, elements, deferred = [v for v in (x, *more) if v], x.elements, self.deferred

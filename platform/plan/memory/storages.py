@@ -66,6 +66,17 @@ class _Node:
     backward: Backward
 
 
+class Leaves:
+    """Takes the gradients of parameters as they come in a backward pass, by name; this one drops them."""
+
+    def setdefault(self, name: GradientKey, gradient: MeteredStorage) -> None:
+        """Take a gradient."""
+
+    def in_place(self, name: GradientKey) -> bool:
+        """Take a gradient that is computed where it stays, if that is possible; return True if it is."""
+        return False
+
+
 class Tape:
     """Autograd tape of the memory meter: the operations of forward passes, in order."""
 
@@ -79,10 +90,10 @@ class Tape:
         """Return the distinct storages that the recorded operations save for the backward pass."""
         return list({id(s): s for node in self._nodes for s in node.saved if s}.values())
 
-    def unwind(self, gradients: dict[GradientKey, MeteredStorage], leaves: dict[GradientKey, MeteredStorage]) -> None:
+    def unwind(self, gradients: dict[GradientKey, MeteredStorage], leaves: Leaves) -> None:
         """Run the backward passes of the recorded operations in reverse order, freeing what was saved. `gradients`, by
-        the tensor's key: on entry those of the outputs, in the end those of the inputs; `leaves`: those of parameters,
-        added to. A further gradient of the same tensor is added in place."""
+        the tensor's key: on entry those of the outputs, in the end those of the inputs; `leaves`: takes those of
+        parameters. A further gradient of the same tensor is added in place."""
         while self._nodes:
             node = self._nodes.pop()
             given = [gradients.pop(key, None) for key in node.outs]
@@ -91,5 +102,8 @@ class Tape:
                 del given
                 for key in reversed(node.ins):
                     if g := found.pop():
-                        (leaves if isinstance(key, str) else gradients).setdefault(key, g)
+                        if isinstance(key, str):
+                            leaves.setdefault(key, g)
+                        else:
+                            gradients.setdefault(key, g)
                     del g

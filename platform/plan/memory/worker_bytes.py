@@ -23,7 +23,7 @@ def weight_bytes(plan: Plan, moments: int, at: Coordinates | None = None) -> dic
     shared = compute == master and plan.sharded == plan.storage
     return {
         "parameters": masters * master + (0 if shared else stored * compute),
-        "gradients": stored * master,
+        "gradients": (masters if plan.zero >= 2 else stored) * master,
         "optimizer": masters * master * moments,
     }
 

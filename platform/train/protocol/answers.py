@@ -126,6 +126,7 @@ class StepReport:
     loss_scale: Real | None = None  # of this step; None unless it computed in fp16
     differences: Differences = field(default_factory=Differences)
     timeline: list[SectionSpan] = field(default_factory=list)  # empty unless monitor.timeline is set
+    held: Count | None = None  # the newest step whose state all ranks hold in memory; None if there is none
 
 
 @dataclass(frozen=True)

@@ -103,8 +103,9 @@ def _tensors(trainer: Trainer) -> dict[str, Tensor]:
             out[f"model.{name}"] = master.detach()
             moments = trainer.optimizer.state[master].items()
             out |= {f"{k}.{name}": v for k, v in moments if isinstance(v, Tensor) and v.shape == master.shape}
-        if not plan.storage and weights.compute[name] is not master:
-            out[f"{COPIES}.{name}"] = weights.compute[name].detach()
+    for name, w in weights.compute.items():
+        if not plan.storage and w.numel() and w is not weights.master[name]:
+            out[f"{COPIES}.{name}"] = w.detach()
     return out
 
 
@@ -115,14 +116,9 @@ def _restless(trainer: Trainer, names: Collection[str]) -> list[str]:
     weights, wanted = trainer.weights, [n for n in names if n.startswith(f"{COPIES}.")]
     if not wanted:
         return []
-    fresh = {n: torch.empty_like(w, requires_grad=False) for n, w in weights.compute.items()}
-    if trainer.stage.sharded:
-        gradients.gather_masters(trainer.stage, trainer.communicator, weights.master, fresh)
-    else:
-        for name, w in fresh.items():
-            w.copy_(weights.master[name])
+    fresh = weights.fresh()
     here = [(n, n.partition(".")[2]) for n in sorted(wanted)]
-    return [n for n, p in here if p in weights.owned and checksum(fresh[p]) != checksum(weights.compute[p])]
+    return [n for n, p in here if p in fresh and checksum(fresh[p]) != checksum(weights.compute[p])]
 
 
 def _changed(state: State, before: Snapshot | None, names: Collection[str]) -> list[str]:

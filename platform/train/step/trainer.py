@@ -28,11 +28,10 @@ from platform.parallel.kernels.einsum import Deferred
 from platform.parallel.parallel_ops import ParallelOps, PassPosition
 from platform.parallel.pipeline import Accumulated, Forward, PipelineExecutor, sum_tied
 from platform.parallel.sharding import gradients
-from platform.parallel.sharding.gradients import GradientReduction
 from platform.plan.core.chunks import Chunk
 from platform.plan.core.plan import Plan
 from platform.plan.schedule.rows import StageRows
-from platform.plan.schedule.table import Action
+from platform.plan.schedule.table import Action, Kind
 from platform.train.protocol.answers import Differences, SectionSpan, StepReport
 from platform.train.step.faults import Fault, armed, flip
 from platform.train.step.inputs import Blocks, place
@@ -47,6 +46,7 @@ class Trainer:
     `rows`.
 
     `fresh`: the weights get their initial values; if False they are undefined until they are restored.
+    `settle` is called in each step before its sums are read, and so before any rank updates its weights.
     `peak_live`: most forward passes of chunks whose activations were alive at once in the last step. `loss_scale`: that
     of the next step, None unless the plan computes in fp16.
     """
@@ -64,11 +64,14 @@ class Trainer:
         fresh: bool = True,
     ):
         self.config, self.plan, self.communicator, self.corpus = config, plan, communicator, corpus
+        self.settle: Callable[[], None] = lambda: None
         self.rows, self.stage = rows, plan.at(communicator.coordinates["stage"])
         self._parts = {chunk.number: replace(self.stage, chunks=(chunk,)) for chunk in self.stage.chunks}
         self.model = build_model(config.model)
-        self.weights = Weights(self.stage, communicator, config.seed if fresh else None)
+        overlap = config.parallel.overlap
+        self.weights = Weights(self.stage, communicator, config.seed if fresh else None, overlap)
         self.ops = ParallelOps(self.stage, communicator, self.weights.compute, config.model.dropout)
+        self.ops.residency = self.weights.residency
         self.optimizer = self._make_optimizer()
         self.loss_scale = LossScale(config.loss_scale.initial) if plan.precision == "fp16" else None
         self.clock = communicator.clock = Clock(communicator.device)
@@ -80,7 +83,10 @@ class Trainer:
         decayed = [owned[p.name] for p in self.stage.parameters if p.name in owned and p.decay]
         others = [owned[p.name] for p in self.stage.parameters if p.name in owned and not p.decay]
         groups = [{"params": decayed, "weight_decay": o.weight_decay}, {"params": others, "weight_decay": 0.0}]
-        return OPTIMIZERS[o.kind].make([g for g in groups if g["params"]], o)
+        nothing = {
+            "params": [torch.zeros(0, device=self.communicator.device)]
+        }  # a shard may be all padding, and none is refused
+        return OPTIMIZERS[o.kind].make([g for g in groups if g["params"]] or [nothing], o)
 
     def step(
         self,
@@ -104,7 +110,7 @@ class Trainer:
         clock.read()
         self._poison = nan if fault and fault.kind == "nan" else 0.0
         if fault and fault.kind == "flip":
-            flip(self.weights.compute)
+            flip(self.weights.owned if plan.storage else self.weights.compute)
         clock.entered = armed(fault) if fault and fault.kind not in ("nan", "flip") else None
         with clock.section("step"):
             loss, norm = self.compute_gradients(step)
@@ -145,46 +151,47 @@ class Trainer:
 
         Return the loss and the whole gradient's 2-norm, both global and without the loss scale.
         """
-        loss, predicted, reductions = self._forward_backward(step)
+        loss, predicted = self._forward_backward(step)
         with self.clock.section("reduce"):
-            reduced = {name: g for reduction in reductions for name, g in reduction.wait().items()}
+            reduced = self.weights.finish()
             sum_tied(self.stage, self.communicator, reduced)
             self.weights.receive(reduced)
             squares = gradients.squared_norm(self.stage, self.communicator, self.weights.gradients)
+            self.settle()
             total, square = self._sum_over_world(loss, squares + self._poison)
         return total / predicted, sqrt(square) / self._scale
 
-    def _forward_backward(self, step: int) -> tuple[Tensor, int, list[GradientReduction]]:
+    def _forward_backward(self, step: int) -> tuple[Tensor, int]:
         """Run the forward and backward passes of training step `step`, and accumulate this rank's gradient of the
-        global mean loss. Return its summed loss (fp64 scalar), the number of tokens of the global batch over which the
-        mean is taken, and the gradient reductions, which overlap the backward passes of other chunks."""
+        global mean loss, whose reduction overlaps the passes. Return its summed loss (fp64 scalar) and the number of
+        tokens of the global batch over which the mean is taken."""
         first, end = (k * self.config.train.global_batch for k in (step - 1, step))
         predicted = self.corpus.predicted("train", first, end)
         total = torch.zeros((), dtype=torch.float64, device=self.communicator.device)
+        row = self.rows.step
+        whole = all(a.kind is not Kind.WEIGHT for a in row)
+        last = {a.chunk: a.microbatch for a in row if whole and a.kind is Kind.BACKWARD}
 
         def forward(chunk: Chunk, m: int, flow: Activations, deferred: Deferred | None) -> Activations:
             self.ops.position = PassPosition(self.config.seed, step, m * self.plan.sizes["batch"])
             self.ops.deferred = deferred
             out = self._part(chunk, flow, "train", first + m * self.plan.sizes["batch"], end)
+            if last.get(chunk.number) == m:
+                for y in out.values():
+                    y.register_hook(lambda _: self.weights.last(chunk.number))
             if "loss" in out:
                 total.add_(out["loss"].detach())
                 out = {"loss": out["loss"] / (predicted / self._scale)}
             return out
 
-        left = {chunk.number: chunk.parameters for chunk in self.stage.chunks}  # chunks with backward passes to run
-        reductions = []
-
         def accumulated(action: Action, done: int | None) -> None:
-            self.weights.accumulate()
-            if done is not None:
-                complete = left.pop(done) - set().union(*left.values())
-                sums = {name: g for name, g in self.weights.sums.items() if name in complete}
-                reductions.append(GradientReduction(self.stage, self.communicator, sums))
+            self.weights.passed(action.chunk, done is not None, action.kind is not Kind.INPUT)
 
+        self.weights.begin(early=whole)
         pipeline = self._pipeline(forward, accumulated)
-        pipeline.run(self.rows.step)
+        pipeline.run(row)
         self.peak_live = pipeline.peak_live
-        return total, predicted, reductions
+        return total, predicted
 
     @property
     def _scale(self) -> float:
@@ -208,9 +215,16 @@ class Trainer:
     def _run(self, chunk: Chunk, flow: Activations, inputs: Blocks) -> Activations:
         """Run a model chunk on input blocks that are loaded, and the activations `flow` from the previous chunk; return
         its outputs."""
+        residency = self.weights.residency
+        if residency:
+            residency.begin(chunk.number)
         if chunk.units:
-            return self.model.part(self.ops, inputs, flow, chunk.units)
-        return {"loss": self.model.forward(self.ops, inputs)}
+            out = self.model.part(self.ops, inputs, flow, chunk.units)
+        else:
+            out = {"loss": self.model.forward(self.ops, inputs)}
+        if residency:
+            residency.turn(out)
+        return out
 
     def load(self, split: str, first: int, end: int | None = None, chunk: Chunk | None = None) -> Blocks:
         """Load this rank's input blocks of the microbatch (of all replicas together) that starts at sequence `first` of
@@ -283,9 +297,10 @@ class Trainer:
         for i in range(count):
             window = ids[-length:]
             logits = self._logits({"source": source, "tokens": self._row(window, length)}, len(window) - 1)
-            p = torch.softmax(logits.double() / temperature, -1)
+            with self.clock.waiting_for_device():
+                p = torch.softmax(logits.double() / temperature, -1).cpu()
             draw = (random.bits(random.key(self.config.seed, "sample"), torch.tensor(i)) & 0xFFFFFFFF) * 2.0**-32
-            ids.append(min(int(torch.searchsorted(p.cumsum(0).cpu(), draw.double())), len(p) - 1))
+            ids.append(min(int(torch.searchsorted(p.cumsum(0), draw.double())), len(p) - 1))
         return self.corpus.decode(ids[1:] if answers else ids)
 
     def _logits(self, data: Mapping[str, Tensor], position: int) -> Tensor:

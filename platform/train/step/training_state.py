@@ -73,7 +73,10 @@ class State:
         scale = self._trainer.loss_scale
         for w in self._trainer.weights.owned.values():
             there = self._of(w)
-            numbers = {name: float(there[name]) for name in self._numbers if name in there}
+            kept = [name for name in self._numbers if name in there]
+            device = self._communicator.device
+            found = [torch.as_tensor(there[name], dtype=torch.float64).to(device, non_blocking=True) for name in kept]
+            numbers = dict(zip(kept, self._communicator.read(torch.stack(found)) if found else [], strict=True))
             return {"optimizer": numbers} | ({"loss_scale": asdict(scale)} if scale else {})
         return {}
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from platform.parallel.communicator.base import Communicator
-from platform.parallel.kernels.leaves import leaf
 from platform.parallel.parallel_ops import initialise
-from platform.parallel.sharding import gradients, shards
 from platform.parallel.sharding.convert import absent
+from platform.parallel.sharding.flat import FlatBucket
+from platform.parallel.sharding.residency import Residency
 from platform.plan.core.plan import Plan
 
 # precision -> dtype of compute copies, dtype of master copies and summed gradients
@@ -24,65 +25,111 @@ DTYPES = {
 
 
 class Weights:
-    """Weights of one rank: its copies of the model's parameters, and their gradients. `compute`: name -> the copy that
-    the forward pass reads, of `plan.stored_shape`: this rank's block, or its shard [elements] if parameters are stored
-    in shards. `master`: name -> the copy that the optimizer updates, of `plan.master_shape`: the block or its shard,
-    the same tensor as in `compute` if dtype and shape agree. A parameter of which this rank has no block is an empty
-    tensor."""
+    """Weights of one rank: its copies of the model's parameters, and their gradients. `compute`: name -> the leaf that
+    the forward pass reads, this rank's block. `master`: name -> the copy that the optimizer updates: the block, or what
+    of it lies in this rank's shard; the same tensor as in `compute` if dtype and shape agree. A parameter of which this
+    rank has nothing is an empty tensor. `residency`, under ZeRO-3: says when compute copies are there.
 
-    def __init__(self, plan: Plan, communicator: Communicator, seed: int | None):
-        self._plan, self._communicator = plan, communicator
-        low, self._high = DTYPES[plan.precision]
-        self.master: dict[str, Tensor] = {}
-        self.compute: dict[str, Tensor] = {}
-        self._sums: dict[str, Tensor] = {}
-        for p in plan.parameters:
-            shape = plan.local_shape(p) if plan.present(p, communicator.coordinates) else 0
-            block = torch.empty(shape, dtype=self._high, device=communicator.device)
-            if not absent(block):
+    `overlap`: gradients are reduced as soon as the last backward pass has them, and shards gathered a span ahead.
+    `seed`: None leaves initial values out, where a state is going to be restored.
+    """
+
+    def __init__(self, plan: Plan, communicator: Communicator, seed: int | None, overlap: bool = True):
+        self._plan, self._overlap = plan, overlap
+        low, high = DTYPES[plan.precision]
+        self.buckets = [FlatBucket(plan, communicator, bucket, low, high) for bucket in plan.buckets]
+        for flat in self.buckets:
+            flat.complete = self._complete
+            for p in flat.bucket.parameters if flat.here and seed is not None else ():
+                there = flat.master[p.name]
+                block = torch.empty(plan.local_shape(p), dtype=high, device=there.device) if plan.sharded else there
                 initialise(plan, communicator, p, seed, block)
-            master = shards.own_part(communicator, block, plan.sharded) if plan.sharded else block
-            stored = master if plan.storage else block
-            self.master[p.name] = master.requires_grad_()
-            same = stored is master and low == self._high
-            self.compute[p.name] = leaf(stored if same else stored.detach().to(low))
+                flat.fill(p.name, block)
+        by_name = {p.name: flat for flat in self.buckets for p in flat.bucket.parameters}
+        self._flat = {p.name: by_name[p.name] for p in plan.parameters}
+        self.compute = {name: flat.compute[name] for name, flat in self._flat.items()}
+        self.master = {name: flat.master[name] for name, flat in self._flat.items()}
+        self.residency = self._residency() if plan.storage else None
+        self._reducing: deque[FlatBucket] = deque()
+        self._early = overlap
+        self._left: set[int] = set()  # chunks whose last backward pass of the step has not begun
+        self._users = [{c.number for c in plan.chunks if c.parameters & flat.compute.keys()} for flat in self.buckets]
+
+    def _residency(self) -> Residency:
+        """Construct the residency of the buckets in the spans of this stage's chunks."""
+        flats = {id(flat.bucket): flat for flat in self.buckets}
+        spans = {c: [[flats[id(b)] for b in here] for here in found] for c, found in self._plan.resident.items()}
+        return Residency(spans, turns=self._plan.turns, ahead=self._overlap)
 
     @property
     def owned(self) -> dict[str, Tensor]:
-        """Return name -> master copy of the parameters of which this rank has a block."""
+        """Return name -> master copy of the parameters of which this rank has a part."""
         return {n: w for n, w in self.master.items() if not absent(w)}
-
-    def accumulate(self) -> None:
-        """Add the last microbatch's gradients of the compute copies to their sums over microbatches, which are kept in
-        the master dtype. Does nothing where both dtypes agree, as autograd sums those itself."""
-        for name, w in self.compute.items():
-            if w.dtype != self._high and w.grad is not None:
-                g = w.grad.to(self._high)
-                self._sums[name] = self._sums[name].add_(g) if name in self._sums else g
-                w.grad = None
 
     @property
     def sums(self) -> Mapping[str, Tensor]:
-        """Return name -> this rank's gradient summed over microbatches, not yet over ranks: master dtype, shaped as in
-        `compute`."""
-        found = self._sums or {n: w.grad for n, w in self.compute.items() if w.grad is not None}
-        return {n: g for n, g in found.items() if not absent(self.master[n])}
+        """Return name -> this rank's gradient summed over microbatches, not yet over ranks."""
+        return {n: g for flat in self.buckets for n, g in flat.gradients().items()}
+
+    def begin(self, early: bool = True) -> None:
+        """Begin the passes of a training step. `early`: what a backward pass has completed can be reduced before its
+        end: not where weight gradients are passes of their own."""
+        self._early = early and self._overlap
+        self._left = {chunk.number for chunk in self._plan.chunks}
+
+    def last(self, chunk: int) -> None:
+        """Note that the last backward pass of a chunk begins: gradients that it completes can be reduced at once."""
+        self._left.discard(chunk)
+
+    def _complete(self, flat: FlatBucket) -> None:
+        """Start reducing the gradients of a bucket, all of which a backward pass has given, if that is due."""
+        if self._early and (self._plan.zero >= 2 or not self._left & self._users[self.buckets.index(flat)]):
+            self._reduce(flat)
+
+    def _reduce(self, flat: FlatBucket) -> None:
+        """Start reducing a bucket's gradients. Where each pass does so (ZeRO-2 and 3), at most two reductions are under
+        way, which frees the memory of the others."""
+        flat.reduce()
+        if self._plan.zero >= 2:
+            self._reducing.append(flat)
+            while len(self._reducing) > 2:
+                self._reducing.popleft().settle()
+
+    def passed(self, chunk: int, done: bool, whole: bool) -> None:
+        """Note the end of a backward action of a chunk. `done`: it was the chunk's last in this step; `whole`: all
+        gradients of the pass have come, its weight gradients included."""
+        if self.residency:
+            self.residency.end()
+        if done:
+            self._left.discard(chunk)
+        if not whole:
+            return
+        each = self._plan.zero >= 2
+        for flat, users in zip(self.buckets, self._users, strict=True):
+            if flat.here and chunk in users:
+                if not flat.launched and (each or (done and not self._left & users)):
+                    self._reduce(flat)
+                flat.passed()
+        while self._reducing:
+            self._reducing.popleft().settle()
+
+    def finish(self) -> dict[str, Tensor]:
+        """Wait for all reductions of a step; return the gradients by number of the bucket's first parameter."""
+        self._reducing.clear()
+        here = [flat for flat in self.buckets if flat.here]
+        for flat in here:
+            flat.proceed()
+        return {next(iter(flat.compute)): flat.finish() for flat in here}
 
     def receive(self, reduced: Mapping[str, Tensor]) -> None:
-        """Replace the gradients summed over microbatches by those reduced over ranks, name -> contiguous tensor shaped
-        as in `master`, for the optimizer."""
-        self._sums.clear()
-        for name, w in self.compute.items():
-            w.grad = None
-            master, g = self.master[name], reduced.get(name)
-            if g is not None:  # fused optimizers read both in memory order and ignore strides
-                assert g.shape == master.shape and g.is_contiguous() and master.is_contiguous(), name
-            master.grad = g
+        """Set the gradients for the optimizer from those that `finish` returned."""
+        for flat in self.buckets:
+            if (found := reduced.get(next(iter(flat.compute)))) is not None:
+                flat.receive(found)
 
     @property
     def gradients(self) -> dict[str, Tensor]:
-        """Return name -> this rank's gradient for the optimizer, reduced over ranks, as given to `receive`; shaped as
-        in `master`."""
+        """Return name -> this rank's gradient for the optimizer, reduced over ranks, shaped as in `master`."""
         return {n: w.grad for n, w in self.owned.items() if w.grad is not None}
 
     def drop_gradients(self) -> None:
@@ -95,9 +142,11 @@ class Weights:
         """Update the compute copies from the master copies after these have changed, and free the gradients. All ranks
         call it together, as masters may be shards that are gathered."""
         self.drop_gradients()
-        if self._plan.sharded and not self._plan.storage:
-            gradients.gather_masters(self._plan, self._communicator, self.master, self.compute)
-            return
-        for name, w in self.compute.items():
-            if w is not self.master[name]:
-                w.copy_(self.master[name])
+        for coming in [flat.refresh() for flat in self.buckets]:
+            if coming:
+                coming.wait()
+
+    @torch.no_grad()
+    def fresh(self) -> dict[str, Tensor]:
+        """Return name -> a new compute copy of every block, made from the master copies; all ranks call it together."""
+        return {name: w for flat in self.buckets if flat.here for name, w in flat.fresh().items()}

@@ -7,7 +7,8 @@ both the same batches (4 batches of random tokens that recur). Steps alternate A
 ratio is the median of the paired ratios of the slowest rank's time, ours / peer, with a bootstrap interval of 95 %.
 CPU seconds are those of the processes, all ranks together, per step. Memory is how much the resident set of the
 fullest rank grows while a system is built and stepped three times, each system in a launch of its own in which malloc
-returns what is freed. Losses are means over the ranks; a row whose losses part ends the command with status 1.
+returns what is freed. Losses are means over the ranks: ours of the first and the last step, and the largest relative
+difference in any step; a row whose losses part ends the command with status 1.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import replace
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from platform.planning.make_plan import make_plan  # noqa: E402
-from tests.benchmarks.peers import environment  # noqa: E402
+from tests.benchmarks.peers import environment, ray_train  # noqa: E402
 from tests.benchmarks.peers.pairs import OURS, PEER, Comparison, Job, alternate, compare, peak_bytes  # noqa: E402
 from tests.benchmarks.peers.rows import ROWS, Row, compiling, configured  # noqa: E402
 from tests.harness.pool import Pool  # noqa: E402
@@ -28,15 +29,18 @@ from tests.harness.pool import Pool  # noqa: E402
 PATIENCE = 3600.0  # seconds for one launch
 APART = 1e-3  # largest relative difference of the two losses of a step
 
+DEFAULT = [name for name in ROWS if name != "ray_train"]
 COLUMNS = (
     "row", "peer", "ours (ms)", "peer (ms)", "ratio", "95 %", "goal", "CPU s ours, peer", "ratio", "MB ours, peer",
-    "losses apart",
+    "loss", "apart",
 )  # fmt: skip
 
 
 def launch(work, job: Job) -> list:
     """Run `work` on the processes of a pool of its own, one per rank of the job's plan."""
     plan = make_plan(job.config)
+    if job.peer.startswith("ray_train:"):
+        return ray_train.launch(work, job, plan)
     pool = Pool(plan.mesh.size, PATIENCE)
     try:
         return pool.run(work, job, plan)
@@ -56,13 +60,14 @@ def line(name: str, row: Row, found: Comparison, memory: list[int]) -> str:
     sizes = ", ".join(f"{size / 1e6:.0f}" for size in memory) or "-"
     cells = [name, row.peer.partition(":")[2], f"{ours:.1f}", f"{theirs:.1f}", f"**{found.ratio:.3f}**",
              f"{low:.3f} to {high:.3f}", verdict(found.ratio, row.goal), f"{found.cpu[0]:.3f}, {found.cpu[1]:.3f}", cpu,
-             sizes, f"{found.apart:.0e}"]  # fmt: skip
+             sizes, f"{found.losses[0]:.2f} to {found.losses[1]:.3f}", f"{found.apart:.0e}"]  # fmt: skip
     return f"| {' | '.join(cells)} |"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS, metavar="NAME", help=", ".join(ROWS))
+    parser.add_argument("--rows", nargs="+", default=DEFAULT, choices=ROWS, metavar="NAME", help=", ".join(ROWS))
+    parser.add_argument("--ray", action="store_true", help="Ray Train's DDP too: started by Ray, under one of its own")
     parser.add_argument("--compile", action="store_true", help="both sides compiled; else both eager")
     parser.add_argument("--pairs", type=int, default=25)
     parser.add_argument("--warmup", type=int, default=5, help="steps of each before the first pair")
@@ -74,7 +79,7 @@ def main() -> int:
     print(f"| {' | '.join(COLUMNS)} |")
     print("|---" * len(COLUMNS) + "|", flush=True)
     parted = []
-    for name in args.rows:
+    for name in [*args.rows, *(["ray_train"] if args.ray and "ray_train" not in args.rows else [])]:
         row = ROWS[name]
         config = configured(row, args.warmup + pairs)
         if why := (row.package and environment.install(row.package)) or (args.compile and compiling(config)):

@@ -15,7 +15,7 @@ FOLDER = Path(__file__).resolve().parents[3] / "build" / "peers"
 PACKAGES = {
     "megatron-core": ("megatron-core==0.16.1",),
     "fairscale": ("fairscale==0.4.13",),
-    "ray-train": ("pandas", "pyarrow", "tensorboardX", "protobuf", "python-dateutil", "six"),
+    "ray-train": ("pandas", "pyarrow", "tensorboardX"),
 }
 
 

@@ -50,6 +50,7 @@ ROWS = {
     "1f1b_torch": Row("pipelined:one_f_one_b", ONE_F, 0.93),
     "1f1b_megatron": Row("megatron:one_f_one_b", ONE_F, 0.78, package="megatron-core"),
     "zb_h1_torch": Row("pipelined:one_f_one_b", ZERO_BUBBLE, 0.90, cpu_goal=1.05),
+    "ray_train": Row("ray_train:prepared", DATA, package="ray-train"),
 }
 
 

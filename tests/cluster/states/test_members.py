@@ -79,6 +79,19 @@ def test_max_workers_lets_it_grow_beyond_its_start(config, drive):
     assert events(config, "hiring")[0]["count"] == 4
 
 
+@pytest.mark.parametrize("every", [1, 2])
+def test_growth_asks_for_what_would_be_held_a_step_later(config, drive, every):
+    """As on GPUs: the state after a step is held beside the next one, unless the driver wants it now."""
+    config.parallel.data, config.elastic.max_workers, config.elastic.snapshot_every = 2, 3, every
+
+    def prepare(crew):
+        crew.late, crew.ready = True, False
+
+    assert drive({"step(2)": [lambda crew: setattr(crew, "ready", True)]}, prepare) == 0 and once_each(config)
+    assert [event["step"] for event in events(config, "restored")] == [2]
+    assert [name for name, _ in drive.crew.calls].count("hold") == 1
+
+
 @pytest.mark.parametrize(
     ("snapshot_every", "checkpoint_every", "generations", "restored"),
     [(1, 0, 2, 2), (2, 0, 2, 2), (4, 0, 2, 4), (0, 4, 2, 1), (0, 0, 1, None)],

@@ -48,6 +48,19 @@ def test_it_goes_back_to_the_last_step_held(config, drive, every, lost):
     assert [e["steps_lost"] for e in events(config, "rolled_back")] == ([lost] if lost else [])
 
 
+def late(crew):
+    """As on GPUs: the state after a step is held beside the next one."""
+    crew.late = True
+
+
+@pytest.mark.parametrize(("every", "lost"), [(1, 1), (2, 2), (3, 1)])
+def test_it_goes_back_to_what_is_acknowledged_a_step_later(config, drive, every, lost):
+    """In step 5: the state after step 4 is being copied, or has been and nobody knows."""
+    config.elastic.snapshot_every = every
+    assert drive({"step(5)": [{0: BOOM}]}, late) == 0
+    assert [e["steps_lost"] for e in events(config, "rolled_back")] == [lost]
+
+
 def test_lost_seconds_count_once(config, drive):
     """Twice back to the same step."""
     config.elastic.snapshot_every = 4

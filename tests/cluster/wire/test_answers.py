@@ -18,7 +18,8 @@ from tests.doubles.simulated_worker import SimulatedWorker, report
 
 RIGHT = json.loads(text(report(1, 2)))
 WRONG = [5, None, "x", [], {}, {"step": "1"}, {"step": True}, RIGHT | {"samples": [0]}]
-WRONG += [RIGHT | {key: value} for key in RIGHT for value in (None, "x", [[]]) if value != RIGHT[key]]
+WRONG += [RIGHT | {key: value} for key in RIGHT for value in (None, "x", [[]]) if value != RIGHT[key] and key != "held"]
+WRONG += [RIGHT | {"held": "x"}]
 
 
 class Garbled(SimulatedWorker):

@@ -98,7 +98,7 @@ def trained(c, steps, start: str = "", end: str = "", storage=None) -> list[floa
     ranks = [work(SingleRank(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, work)
     assert all(found == ranks[0][0] for found, _ in ranks)
     if end:
-        values = {"optimizer": ranks[0][1]}
+        values = ranks[0][1]
         commit(storage, end, tensors, reports, Meta(steps[-1], steps[-1] * BATCH, c.seed, "", {}, "", {}, values))
     return ranks[0][0]
 

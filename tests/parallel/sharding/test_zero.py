@@ -1,7 +1,8 @@
-"""parallel.zero=1 and 3: what is sharded over `data`, under every scheme and model, against one process in fp64."""
+"""parallel.zero=1, 2 and 3: what is sharded over `data`, under every scheme and model, against one process in fp64."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -13,7 +14,6 @@ import torch
 from platform.config.fields import ConfigError
 from platform.parallel.communicator.base import SingleRank
 from platform.parallel.sharding import shards
-from platform.parallel.sharding.gradients import GradientReduction
 from platform.plan.core.step_collectives import communication
 from platform.plan.memory.worker_bytes import weight_bytes
 from platform.planning.make_plan import make_plan
@@ -46,7 +46,7 @@ SCHEMES = {
 FACTORS = {
     "scheme": list(SCHEMES),
     "branch": ["none", "dsp", "dsp_slice"],
-    "zero": [0, 1, 3],
+    "zero": [0, 1, 2, 3],
     "data": [2, 3, 4],
     "microbatches": [1, 2],
     "model": ["gpt", "llama", "t5", "bert"],
@@ -93,7 +93,7 @@ def test_equals_one_process(case):
     prove(configured(case))
 
 
-@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("zero", [1, 2, 3])
 def test_uses_that_disagree(zero):
     """The tied embedding's gradient is partial over `rows` where it is looked up, and not where it gives the logits;
     there, it is reduced at its use."""
@@ -118,38 +118,60 @@ def on_all_ranks(c, work):
 def held(trainer) -> dict[str, int]:
     """Bytes after one step: the optimizer's state without its counters, and the gradients that a microbatch leaves."""
     trainer._forward_backward(1)
-    sums = sum(g.nbytes for g in trainer.weights.sums.values())
+    for flat in trainer.weights.buckets if trainer.plan.zero >= 2 else ():
+        flat.settle()
+    sums = sum(g.nbytes for flat in trainer.weights.buckets for g in (flat.sums, flat.reduced) if g is not None)
+    trainer.weights.finish()
     trainer.step(1)
-    tensors = {w.data_ptr(): w for w in (*trainer.weights.master.values(), *trainer.weights.compute.values())}
+    kept = [t for flat in trainer.weights.buckets for t in (flat.masters, flat.part, *flat.compute.values())]
+    tensors = {w.untyped_storage()._cdata: w.untyped_storage() for w in kept}
     state = [s for of in trainer.optimizer.state.values() for s in of.values() if s.numel() > 1 or s.dim()]
     return {
-        "parameters": sum(w.nbytes for w in tensors.values()),
+        "parameters": sum(w.nbytes() for w in tensors.values()),
         "gradients": sums,
         "optimizer": sum(s.nbytes for s in state),
     }
 
 
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
-@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_memory_is_what_the_plan_says(zero, precision):
     c = configure("1d", {"t": 2}, data=3, zero=zero, microbatch=2, global_batch=6, layers=1, precision=precision)
     plan, found = on_all_ranks(c, held)
-    assert all(rank == weight_bytes(plan, 2) for rank in found)
+    planned = weight_bytes(plan, 2)
+    moment = 2 * plan.itemsize["master"]
+    padding = 3 * len(plan.buckets)  # at most two elements each, of which no rank keeps moments
+    for rank in found:
+        assert {**rank, "optimizer": 0} == {**planned, "optimizer": 0}
+        assert 0 <= planned["optimizer"] - rank["optimizer"] <= padding * moment
     whole = make_plan(configure("1d", {"t": 2}, data=3, microbatch=2, global_batch=6, layers=1)).local_parameter_count
-    padding = 2 * len(plan.parameters)  # at most two elements each
     assert 0 <= 3 * plan.masters_at(plan.mesh.coordinates(0)) - whole <= 3 * whole * (zero == 0) + padding
-    assert 0 <= 3 * plan.local_parameter_count - whole <= 3 * whole * (zero != 3) + padding
+    assert 0 <= 3 * plan.local_parameter_count - whole <= 3 * whole * (zero != 3) + 3 * padding
 
 
 @pytest.mark.parametrize("case", [("serial", {}, 4), ("1d", {"t": 2}, 3), ("3d", {"x": 2, "y": 1, "z": 2}, 2)], ids=str)
-def test_chunks_tile_every_block_exactly_once(case):
+@pytest.mark.parametrize("zero", [1, 3])
+def test_shards_tile_every_block_exactly_once(case, zero):
     tensor, axes, data = case
-    plan = make_plan(configure(tensor, axes, data=data, zero=1, global_batch=4 * data, vocab=61))
+    plan = make_plan(configure(tensor, axes, data=data, zero=zero, global_batch=4 * data, vocab=61))
     for p in plan.parameters:
         ranges = [plan.shard_range(p, {**plan.mesh.coordinates(0), "data": i}) for i in range(data)]
         assert ranges[0][0] == 0 and ranges[-1][1] == prod(plan.local_shape(p))
         assert all(a[1] == b[0] for a, b in pairwise(ranges))
-        assert all(0 <= stop - start <= prod(plan.master_shape(p)) for start, stop in ranges)
+    for i in range(data):
+        here = {**plan.mesh.coordinates(0), "data": i}
+        mine = sum(stop - start for start, stop in (plan.shard_range(p, here) for p in plan.parameters))
+        assert 0 <= plan.masters_at(here) - mine < data * len(plan.buckets)
+
+
+def test_what_a_bucket_holds():
+    """ZeRO-3 has a bucket per block, one for what lies before and after them each, one for a table that both use."""
+    plan = make_plan(configure(data=2, zero=3, layers=2))
+    names = [[p.name for p in b.parameters] for b in plan.buckets]
+    assert names[0] == ["embedding"] and names[1] == ["position"] and set(names[-1]) == {"norm.gain", "norm.bias"}
+    assert all(n.startswith(f"layers.{i}.") for i in (0, 1) for n in names[2 + i]) and len(names) == 5
+    (one, table) = sorted(make_plan(configure(data=2, zero=1, layers=2)).buckets, key=lambda b: len(b.ranges))[::-1]
+    assert [p.name for p in table.parameters] == ["embedding"] and len(one.ranges) == len(plan.parameters) - 1
 
 
 @pytest.mark.parametrize("shape", [(1,), (2, 3), (7,), (4, 2)], ids=str)
@@ -164,54 +186,70 @@ def test_a_block_comes_back_from_its_chunks(shape, parts):
 def test_one_replica_has_nothing_to_share():
     c = configure("1d", {"t": 2}, zero=0)
     plans = []
-    for zero in (0, 1, 3):
+    for zero in (0, 1, 2, 3):
         c.parallel.zero = zero
         plans.append(make_plan(c))
-    assert plans[0] == plans[1] == plans[2]
+    assert plans[0] == plans[1] == plans[2] == plans[3]
 
 
 def test_bytes_of_a_step():
-    """Rajbhandari et al. 2020: sharding the optimizer moves what data parallelism moves; sharding the parameters
-    gathers them twice and scatters their gradients, once per use and microbatch. In bf16 a gathered parameter is half
-    as large as a gradient."""
+    """Rajbhandari et al. 2020: sharding optimizer state and gradients moves what data parallelism moves; sharding the
+    parameters gathers the blocks' twice per microbatch. In bf16 a parameter is half as large as a sum of gradients."""
     dims = {"d_model": 32, "length": 16, "vocab": 64, "tied": False, "layers": 2}  # no padding
     moved = {}
     for precision in ("fp64", "bf16"):
-        for zero in (0, 1, 3):
+        for zero in (0, 1, 2, 3):
             plan = make_plan(configure(data=2, zero=zero, microbatch=2, global_batch=8, precision=precision, **dims))
             moved[precision, zero] = communication(plan)
     metrics = {"all_reduce/data": 2 * 2 * 8}
     n = plan.parameter_count
     assert moved["fp64", 0] == {"all_reduce/data": 2 * 8 * n + 32}
     assert moved["fp64", 1] == {"all_gather/data": 8 * n, "reduce_scatter/data": 8 * n, **metrics}
+    assert moved["fp64", 2] == {"all_gather/data": 8 * n, "reduce_scatter/data": 2 * 8 * n, **metrics}
     assert moved["bf16", 1] == {"all_gather/data": 2 * n, "reduce_scatter/data": 4 * n, **metrics}
-    multiplied = {p.name for o in plan.operations.values() if o.groups for p in o.operation.parameters}
-    twice = n + sum(prod(plan.global_shape(p)) for p in plan.parameters if p.name in multiplied)
+    assert moved["bf16", 2] == {"all_gather/data": 2 * n, "reduce_scatter/data": 2 * 2 * n, **metrics}
+    after = [p for p in plan.parameters if p.name in ("head", "norm.gain", "norm.bias")]  # stays until the pass is back
+    twice = 2 * n - sum(prod(plan.global_shape(p)) for p in after)
     assert moved["fp64", 3] == {"all_gather/data": 2 * 8 * twice, "reduce_scatter/data": 2 * 8 * n, **metrics}
     assert moved["bf16", 3] == {"all_gather/data": 2 * 2 * twice, "reduce_scatter/data": 2 * 2 * n, **metrics}
 
 
+def test_launches_of_a_step():
+    """Of ZeRO-3, per microbatch: a gather per span and direction, a reduce-scatter per span; what the last span has
+    gathered stays."""
+    c = configure(data=2, zero=3, microbatch=2, global_batch=8, tied=False, layers=3)
+    plan, results = run(c)
+    assert len(plan.buckets) == 5
+    launched = Counter(launch.op for launch in results[0].log if launch.axes == ("data",))
+    assert launched == {"all_gather": 2 * (5 + 4), "reduce_scatter": 2 * 5, "all_reduce": 1}
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_reductions_start_while_backward_passes_run(zero, overlap, monkeypatch):
+    """With overlap, reductions over replicas stand before the last collective of a backward pass, else after it."""
+    monkeypatch.setattr("platform.plan.core.plan.BUCKET_BYTES", 1)
+    c = configure("1d", {"t": 2}, data=2, zero=zero, layers=3)
+    c.parallel.overlap = overlap
+    plan, results = run(c)
+    examine(c, plan, results)
+    log = [(launch.op, launch.axes) for launch in results[0].log]
+    over_data = [i for i, (op, axes) in enumerate(log) if axes == ("data",) and op in ("all_reduce", "reduce_scatter")]
+    last_backward = max(i for i, (op, axes) in enumerate(log) if axes == ("t",))
+    early = sum(i < last_backward for i in over_data)
+    assert (early >= 3) == overlap and (overlap or early == 0)
+
+
 @pytest.mark.parametrize("zero", [0, 1])
 def test_buckets(zero, monkeypatch):
-    """Many small ones move the same bytes to the same gradients; so do parameters that are reduced in two halves."""
+    """Many small ones move the same bytes to the same gradients."""
     c = configure("1d_sp", {"t": 2}, data=2, zero=zero, layers=1)
-
-    def halves(trainer):
-        trainer._forward_backward(1)
-        names = list(trainer.weights.sums)
-        parts = [{n: trainer.weights.sums[n].clone() for n in names[i::2]} for i in (0, 1)]
-        under_way = [GradientReduction(trainer.plan, trainer.communicator, part) for part in parts]
-        trainer.weights.receive({n: g for reduction in under_way for n, g in reduction.wait().items()})
-        return trainer.weights.gradients
-
     plan, (one, *_) = run(c)
-    _, (found, *_) = on_all_ranks(c, halves)
-    assert set(found) == set(one.gradients) and all(torch.equal(g, one.gradients[n]) for n, g in found.items())
-    monkeypatch.setattr("platform.parallel.sharding.gradients.BUCKET_BYTES", 4096)
-    _, many = run(c)
+    monkeypatch.setattr("platform.plan.core.plan.BUCKET_BYTES", 4096)
+    plan, many = run(c)
     compare(c, plan, many, serial(c))
     assert counted(many) == communication(plan)
-    assert len(many[0].log) > len(one.log) + 4
+    assert len(many[0].log) > len(one.log)
 
 
 # Lower precisions, real processes, and what must fail.
@@ -237,7 +275,7 @@ def test_sharded_parameters_train_alike_in_a_lower_precision(precision, toleranc
 
 @pytest.mark.parametrize(
     "case",
-    [("1d_sp", {"t": 2}, 2, 1), ("3d", {"x": 1, "y": 1, "z": 2}, 2, 3), ("serial", {}, 3, 1)],
+    [("1d_sp", {"t": 2}, 2, 1), ("3d", {"x": 1, "y": 1, "z": 2}, 2, 3), ("serial", {}, 3, 2)],
     ids=str,
 )
 def test_on_gloo(case, pool):
@@ -250,18 +288,25 @@ def test_on_gloo(case, pool):
 
 @pytest.mark.parametrize("zero", [1, 3])
 def test_negative_controls(zero):
-    """The oracle sees a chunk that is scaled, one that lies elsewhere, and padding that is not zero."""
-    c = configure(data=2, zero=zero, layers=1, d_model=24, d_ff=33)
+    """The oracle sees a shard that is scaled, and one that lies elsewhere."""
+    c = configure(data=2, zero=zero, layers=1, tied=False, vocab=62)
     plan, results = run(c)
     compare(c, plan, results, serial(c))
-    name = "layers.0.mlp.up_bias"  # 33 elements: a chunk has 17
+    name = "head" if zero == 3 else next(p.name for p in plan.parameters if _halved(plan, p))
+    ranges = [plan.shard_range(p, r) for p in plan.parameters if p.name == name for r in ({"stage": 0, "data": 0},)]
+    assert ranges[0][1] > 0
     good = [r.gradients[name] for r in results]
-    wrong = [good[0], good[1] / 2], [good[1], good[0]], [good[0], good[1] + torch.eye(17)[16]]
-    for chunks_, message in zip(wrong, ("gradient of", "padding of|gradient of", "padding of"), strict=True):
-        for r, chunk in zip(results, chunks_, strict=True):
-            r.gradients = {**r.gradients, name: chunk}
-        with pytest.raises(AssertionError, match=message):
+    for rank, wrong in ((0, good[0] / 2), (0, good[0].roll(1))):
+        results[rank].gradients = {**results[rank].gradients, name: wrong}
+        with pytest.raises(AssertionError, match="gradient of"):
             compare(c, plan, results, serial(c))
+        results[rank].gradients = {**results[rank].gradients, name: good[rank]}
+    compare(c, plan, results, serial(c))
+
+
+def _halved(plan, p) -> bool:
+    """Return True if both ranks have a part of the parameter."""
+    return all(a < b for a, b in (plan.shard_range(p, {"stage": 0, "data": i}) for i in (0, 1)))
 
 
 def test_negative_control_forgotten_reduction():

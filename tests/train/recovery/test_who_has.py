@@ -35,7 +35,7 @@ def test_a_step_that_some_do_not_have_is_given_up():
     held = {**everybody(range(10, 17), 4, 5), 11: [(1, [3, 4])], 12: [(1, [3, 4])]}
     source, [reason] = find_source(held, formed, 7)
     assert source and source.step == 4
-    assert reason == "step 5 of generation 1: not all is left of model.embedding and 107 more"
+    assert reason == "step 5 of generation 1: not all is left of model.embedding and 11 more"
 
 
 def test_the_generation_before_serves_until_the_new_one_is_whole():

@@ -1,0 +1,98 @@
+"""Residency of parameters that are stored in shards (ZeRO-3): whole from shortly before a span of the model runs, in
+either direction, until it has run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from platform.parallel.sharding.flat import FlatBucket
+
+Spans = Sequence[Sequence[FlatBucket]]  # the buckets that each span of a chunk's forward pass needs
+
+
+class _Border(torch.autograd.Function):
+    """Identity on an activation between two spans; its backward pass calls `back` before the gradient goes on."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, back: Callable[[], None]) -> Tensor:
+        ctx.back = back
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.back()
+        return gradient, None
+
+
+class Residency:
+    """Gathers the buckets of the span under way and starts gathering those of the next, forward and backward, if
+    `ahead`. `spans`: by chunk number; `turns`: what the last span of a forward pass needs stays for the backward pass.
+    """
+
+    def __init__(self, spans: Mapping[int, Spans], *, turns: bool, ahead: bool):
+        self._spans, self._turns, self._ahead = spans, turns, ahead
+        self._chunk: Spans = ()
+        self._at = 0
+        self._whole: Sequence[FlatBucket] = ()
+        self._turned = False
+
+    def begin(self, chunk: int) -> None:
+        """Begin a forward pass of a chunk."""
+        self.end()
+        self._chunk, self._at = self._spans[chunk], 0
+        self._move(self._chunk, 0, 1)
+
+    def block(self, function: Callable[..., Any], x: Tensor) -> Tensor:
+        """Run a block of the model on the stream x, as a span of its own."""
+        y = function(self._enter(x))
+        return self._enter(y)
+
+    def _enter(self, x: Tensor) -> Tensor:
+        """Move the forward pass on to the next span, and return x with a border over which the backward pass moves
+        back."""
+        spans, before = self._chunk, self._at
+        self._at += 1
+        self._move(spans, self._at, 1)
+        return _Border.apply(x, lambda: self._move(spans, before, -1))
+
+    def turn(self, outputs: Mapping[str, Tensor]) -> None:
+        """End a forward pass: free what the backward pass, which starts at `outputs` by name, does not need at once."""
+        spans = self._chunk
+        differentiable = [x for x in outputs.values() if x.requires_grad]
+        if not (self._turns and differentiable):
+            self.end()
+        self._turned = False
+
+        def back(_: Tensor) -> None:
+            if not self._turned:
+                self._turned = True
+                self._move(spans, len(spans) - 1, -1)
+
+        for x in differentiable:
+            x.register_hook(back)
+
+    def end(self) -> None:
+        """Free everything, at the end of a pass."""
+        for bucket in self._whole:
+            bucket.release()
+        self._whole, self._turned = (), False
+
+    def _move(self, spans: Spans, at: int, way: int) -> None:
+        """Make the buckets of span number `at` whole and free the others; start with those of the next span that needs
+        any, in the direction `way`."""
+        for bucket in self._whole:
+            if bucket not in spans[at]:
+                bucket.release()
+        self._whole = spans[at]
+        for bucket in self._whole:
+            bucket.prefetch()
+        for bucket in self._whole:
+            bucket.gather()
+        onwards = spans[at + 1 :] if way > 0 else spans[:at][::-1]
+        if self._ahead:
+            for bucket in next(filter(None, onwards), ()):
+                bucket.prefetch()

@@ -1,0 +1,105 @@
+"""Buckets: parameters whose blocks lie one after another in one flat buffer, to be gathered, reduced and updated
+together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+from platform.plan.language.layout import padded
+from platform.plan.language.ops import Parameter
+
+BUCKET_BYTES = 25 << 20  # most bytes of gradients that are reduced together, unless one span of the model has more
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters whose local blocks lie one after another in one flat buffer on every rank that has them.
+
+    Their gradients are summed over the mesh axes `axes`, by the ranks at index 0 of the axes `only`. `sizes`: elements
+    of each block; `elements`: of the buffer, with zeros at its end up to a multiple of the ranks that divide it into
+    equal shards (ZeRO).
+    """
+
+    axes: tuple[str, ...]
+    only: tuple[str, ...]
+    parameters: tuple[Parameter, ...]
+    sizes: tuple[int, ...]
+    elements: int
+
+    @cached_property
+    def ranges(self) -> dict[str, tuple[int, int]]:
+        """Map the name of each parameter to (start, stop) of its block in the buffer."""
+        ends = list(accumulate(self.sizes))
+        triples = zip(self.parameters, self.sizes, ends, strict=True)
+        return {p.name: (end - size, end) for p, size, end in triples}
+
+    def shard(self, name: str, index: int, ranks: int) -> tuple[int, int]:
+        """Return (start, stop) within the flattened block of the parameter `name` of its elements in shard number
+        `index`, if `ranks` ranks divide the buffer; equal numbers if there is none."""
+        start, stop = self.ranges[name]
+        each = self.elements // ranks
+        first, last = (min(max(each * i, start), stop) - start for i in (index, index + 1))
+        return first, last
+
+
+Uses = Iterable[tuple[tuple[int, int], str]]  # ((chunk, span), name of a parameter), in the order of the forward pass
+
+
+def spans_of(uses: Uses, tied: Iterable[str]) -> list[tuple[int | str, tuple[str, ...]]]:
+    """Group the names of parameters by the span of the model that uses them, in order of first use, each group with
+    its chunk; a parameter that several spans use, or that is `tied`, is a group of its own, with its name."""
+    spans: dict[str, dict[tuple[int, int], None]] = {}
+    for span, name in uses:
+        spans.setdefault(name, {})[span] = None
+    alone = {*tied, *(name for name, found in spans.items() if len(found) > 1)}
+    groups: dict[str | tuple[int, int], list[str]] = {}
+    for name, found in spans.items():
+        groups.setdefault(name if name in alone else next(iter(found)), []).append(name)
+    return [(key if isinstance(key, str) else key[0], tuple(names)) for key, names in groups.items()]
+
+
+def moves(spans: Sequence[Sequence[Bucket]], kept: bool) -> tuple[list[Bucket], list[Bucket]]:
+    """Return the buckets that the forward pass of a chunk gathers, and those that its backward pass does: on entering
+    a span, those that were not whole in the span before. `spans`: the buckets that each span needs; `kept`: those of
+    the last span stay whole from the forward to the backward pass."""
+    forward = [b for before, here in pairwise([(), *spans]) for b in here if b not in before]
+    turn = spans[-1] if kept else ()
+    backward = [b for before, here in pairwise([turn, *reversed(spans)]) for b in here if b not in before]
+    return forward, backward
+
+
+def make_buckets(
+    groups: Iterable[tuple[int | str, Sequence[Parameter]]],
+    reductions: Mapping[Parameter, tuple[tuple[str, ...], tuple[str, ...]]],
+    sizes: Mapping[Parameter, int],
+    ranks: int,
+    most: int,
+) -> list[Bucket]:
+    """Make buckets of groups of parameters that come in the order of the forward pass.
+
+    `groups`: (key, parameters); those that follow each other with one key are put together while they have at most
+    `most` elements. `reductions`: (`axes`, `only`) as in Bucket; parameters of different ones go to different buckets.
+    `sizes`: elements of the local blocks; `ranks`: those that divide a bucket into shards.
+    """
+    out: list[Bucket] = []
+    open_: dict[tuple, list[Parameter]] = {}  # (axes, only) -> parameters of the bucket being filled
+    before: int | str | None = None
+
+    def close() -> None:
+        for (axes, only), found in open_.items():
+            each = tuple(sizes[p] for p in found)
+            out.append(Bucket(axes, only, tuple(found), each, padded(sum(each), ranks)))
+        open_.clear()
+
+    for key, parameters in groups:
+        held = sum(sizes[p] for found in open_.values() for p in found)
+        if open_ and (key != before or held + sum(sizes[p] for p in parameters) > most):
+            close()
+        before = key
+        for p in parameters:
+            open_.setdefault(reductions[p], []).append(p)
+    close()
+    return out

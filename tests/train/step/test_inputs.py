@@ -1,0 +1,25 @@
+"""Batches on their way to a GPU, on doubles of its memory."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from platform.planning.make_plan import make_plan
+from platform.train.step.inputs import place
+from tests.harness.oracle import Tokens, configure
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cuda", ["pin", "to cuda, True"]), ("cpu", ["to cpu, True"])])
+def test_a_batch_leaves_from_pinned_memory_without_holding_the_host(device, expected, monkeypatch):
+    c = configure(layers=1)
+    plan = make_plan(c)
+    log: list[str] = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: log.append("pin") or x)
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, to, non_blocking: log.append(f"to {to}, {non_blocking}") or x)
+    here = SimpleNamespace(device=torch.device(device), coordinates=plan.mesh.coordinates(0))
+    found = place(plan.at(0), here, lambda i, j: Tokens(c).batch("train", i, j))  # type: ignore[arg-type]
+    blocks = {id(block) for blocks in found.values() for block in blocks.values()}
+    assert log == expected * len(blocks) and blocks
