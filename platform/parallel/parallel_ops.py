@@ -49,6 +49,7 @@ class ParallelOps(PointwiseOps):
         self.recompute = plan.recompute
         self.residency: Residency | None = None  # of parameters that are gathered for each block
         self._counters = {}
+        self._angles: dict[tuple, tuple[Tensor, Tensor]] = {}  # of rotations, alike in all layers and steps
         tensors_of = (t for o in plan.operations.values() for t in (*o.operation.inputs, *o.operation.outputs))
         uses = Counter(p.name for o in plan.operations.values() for p in o.operation.parameters)
         self._shared = {name for name, n in uses.items() if n > 1}
@@ -210,10 +211,14 @@ class ParallelOps(PointwiseOps):
     @where_present
     def rotate(self, name, x, spec, theta):
         into, leave = self._planned("rotate", name).conversions
-        x, length = apply(self.communicator, x, into), self._range(spec, "length", x.device)
-        shape = [len(length) if d == "length" else x.shape[-1] // 2 if d == "d_kv" else 1 for d in spec.dims]
-        cos, sin = positions.turns(length, x.shape[-1], theta, statistics.widened(x[:0]).dtype)
-        return apply(self.communicator, self._region(positions.turned)(x, cos.view(shape), sin.view(shape)), leave)
+        x = apply(self.communicator, x, into)
+        wide = statistics.widened(x).dtype
+        where = self._blocks[spec][spec.dims.index("length")]
+        if (key := (where, x.shape[-1], theta, wide, x.device)) not in self._angles:
+            self._angles[key] = positions.angles(self._range(spec, "length", x.device), x.shape[-1], theta, wide)
+        shape = [n if d in ("length", "d_kv") else 1 for d, n in zip(spec.dims, x.shape, strict=True)]
+        cos, sin = (t.view(shape) for t in self._angles[key])
+        return apply(self.communicator, positions.rotate(x, cos, sin, self._region(positions.rotated)), leave)
 
     @where_present
     def sinusoid(self, name, x, spec, scale):
@@ -233,7 +238,7 @@ class ParallelOps(PointwiseOps):
         return F.embedding(bucket, weight).permute(2, 0, 1)  # [heads, length, memory_length]
 
     @where_present
-    def expand_kv(self, name, x, spec, out):
+    def expand_kv(self, name, x, spec, out, *, grouped=False):
         planned = self._planned("expand_kv", name)
         (conversion,) = planned.conversions
         x = apply(self.communicator, x, conversion)
@@ -241,7 +246,7 @@ class ParallelOps(PointwiseOps):
         first_head, heads = self._blocks[out][dim]
         per_group = self.plan.sizes["heads"] // self.plan.sizes["kv_heads"]
         if first_head % per_group == 0 and heads == x.shape[dim] * per_group:  # whole groups: a plain repeat
-            return x.repeat_interleave(per_group, dim)
+            return x if grouped or per_group == 1 else x.repeat_interleave(per_group, dim)
         have, _ = self._blocks[spec][dim]
         index = torch.arange(first_head, first_head + heads, device=x.device) // per_group - have
         return x.index_select(dim, index)
@@ -271,9 +276,9 @@ class ParallelOps(PointwiseOps):
         else:
             seen, causal = positions.attention_mask(q, k, causal, padding, bias), False
         rate = self.dropout_rate if self.position.training else 0.0
+        more = {"is_causal": causal, "scale": scale, "enable_gqa": k.shape[1] != q.shape[1]}
         with self._seeded(name, spec, q.device) if rate else nullcontext():
-            y = F.scaled_dot_product_attention(q, k, v, seen, rate, is_causal=causal, scale=scale)
-        return y.permute(back)
+            return F.scaled_dot_product_attention(q, k, v, seen, rate, **more).permute(back)
 
     def _seeded(self, name: str, spec: Spec, device: torch.device) -> AbstractContextManager[None]:
         """Return a context in which a kernel that draws its own dropout mask draws that of the attention `name` on this

@@ -104,7 +104,7 @@ class ReferenceModel(nn.Module):
         here = self.names()
         assert set(here) == set(weights), set(here) ^ set(weights)
         for name, (parameter, turned) in here.items():
-            w = weights[name]
+            w = weights[name][: self.config.vocab] if name in ("embedding", "head") else weights[name]  # unpadded
             parameter.copy_(w.reshape(w.shape[0], -1).t() if turned else w.reshape(parameter.shape))
 
     def gradients(self) -> dict[str, Tensor]:

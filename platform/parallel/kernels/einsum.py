@@ -42,7 +42,7 @@ class _Einsums(torch.autograd.Function):
         x = convert(communicator, x, group.x.forward).wait()
         local = [c.wait() for c in coming]
         leaving = [
-            convert(communicator, local_einsum(e.x_dims, e.dims, e.out_dims)(x, w, b), e.output.forward)
+            convert(communicator, local_einsum(e.x_dims, e.dims, e.out_dims)(x, w, b), e.output.forward, owned=True)
             for w, b, e in zip(local, biases or [None] * len(local), group.einsums, strict=True)
         ]
         ctx.save_for_backward(*(s if again else t for s, t, again in zip(stored, (x, *local), regathered, strict=True)))
@@ -60,13 +60,13 @@ class _Einsums(torch.autograd.Function):
         if group.regathered:
             x = convert(communicator, x, group.x.forward).wait()
         operands = [c.wait() for c in regathered]
-        local = [c.wait() for c in coming]
+        local = [c.wait().contiguous() for c in coming]  # read twice; that of a query is not in attention's order
         dx = None
         if ctx.needs_input_grad[3]:
             total: Any = None
             for g, w, e in zip(local, operands, group.einsums, strict=True):
                 total = local_einsum(e.out_dims, e.dims, e.x_dims)(g, w, into=total)
-            dx = convert(communicator, total, group.x.backward)
+            dx = convert(communicator, total, group.x.backward, owned=True)
         rest = partial(_operand_gradients, communicator, group, ctx.leaves, ctx.needs_input_grad[4:], x, local)
         if ctx.deferred is None:
             found = rest()
@@ -94,7 +94,7 @@ def _operand_gradients(
             add_computed(w, product)
             pending.append(None)
         else:
-            pending.append(convert(communicator, product(), e.operand.backward) if n else None)
+            pending.append(convert(communicator, product(), e.operand.backward, owned=True) if n else None)
     sums = [
         _bias_gradient(e, g) if n and not absent(g) else None
         for e, g, n in zip(group.einsums, gradients, needed[count:], strict=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -10,19 +11,41 @@ from torch import Tensor
 from platform.parallel.kernels.statistics import widened
 
 
-def turns(length: Tensor, d_kv: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the cosines and sines [length, d_kv / 2] of the angles of rotary position embedding (RoFormer; half-split
-    pairs, base `theta`) at the global positions `length`."""
+def angles(length: Tensor, d_kv: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return cosine and sine [length, d_kv] of the angles of rotary position embedding (RoFormer; half-split pairs, so
+    that both halves are equal; base `theta`) at the global positions `length`, computed in fp64."""
     frequency = theta ** (-torch.arange(0, d_kv, 2, device=length.device, dtype=torch.float64) / d_kv)
-    angle = length.double().outer(frequency)
+    angle = length.double().outer(frequency).repeat(1, 2)
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs of x [..., d_kv], queries or keys, whose members are d_kv / 2 apart, by the angles of these
-    cosines and sines, which broadcast against half of x (`turns`)."""
-    a, b = widened(x).chunk(2, -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+class _Rotate(torch.autograd.Function):
+    """Rotation of pairs, whose adjoint is the rotation back; it keeps nothing of x."""
+
+    @staticmethod
+    def forward(ctx, x, cos, sin, turn):
+        ctx.angles, ctx.turn = (cos, sin), turn
+        return turn(x.detach(), cos, sin, 1)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        cos, sin = ctx.angles
+        return ctx.turn(gradient, cos, sin, -1), None, None, None
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, way: int) -> Tensor:
+    """Rotate the pairs of x by the angles, forth (`way` 1) or back (-1)."""
+    wide, half = widened(x), x.shape[-1] // 2
+    out = wide * cos
+    out[..., :half].addcmul_(wide[..., half:], sin[..., :half], value=-way)
+    out[..., half:].addcmul_(wide[..., :half], sin[..., :half], value=way)
+    return out.to(x.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, turn: Callable[..., Tensor] = rotated) -> Tensor:
+    """Apply rotary position embedding to x, a local block of queries or keys [..., d_kv], by `angles` of a shape that
+    broadcasts against it. `turn`: `rotated`, perhaps compiled."""
+    return _Rotate.apply(x, cos, sin, turn)
 
 
 def sinusoid(length: Tensor, d_model: Tensor, size: int) -> Tensor:

@@ -205,9 +205,10 @@ class Ops(ABC):
         """
 
     @abstractmethod
-    def expand_kv(self, name: str, x: Any, spec: Spec, out: Spec) -> Any:
+    def expand_kv(self, name: str, x: Any, spec: Spec, out: Spec, *, grouped: bool = False) -> Any:
         """Repeat the keys or values of grouped-query attention, from kv_heads to heads, so that every rank has the KV
-        heads to which its query heads attend."""
+        heads to which its query heads attend. `grouped`: for a kernel that repeats them itself; a rank that has whole
+        groups of heads then passes its KV heads on as they are."""
 
     @abstractmethod
     def softmax(
@@ -325,13 +326,15 @@ class Ops(ABC):
         Runs one fused kernel (`fuses_attention`), or two einsums and a softmax over split dims.
         """
         heads = replace(kv, dims=spec.dims)
+        fused = self.fuses_attention(name, spec)
+        grouped = fused and mask is None and bias is None  # kernels that take masks want every head
 
         def core(q: Any, k: Any, v: Any, bias: Any) -> Any:
             if kv.dims != spec.dims:
-                k = self.expand_kv(f"{name}.key", k, kv, heads)
-                v = self.expand_kv(f"{name}.value", v, kv, heads)
+                k = self.expand_kv(f"{name}.key", k, kv, heads, grouped=grouped)
+                v = self.expand_kv(f"{name}.value", v, kv, heads, grouped=grouped)
             hidden: dict[str, Any] = {"causal": causal, "mask": mask, "bias": bias}
-            if self.fuses_attention(name, spec):
+            if fused:
                 return self.fused_attention(name, q, k, v, spec, heads, scale=scale, **hidden)
             memory, scores = heads.renamed("length", "memory_length"), scores_of(spec, heads)
             k = self.relayout(f"{name}.key", k, heads, memory)

@@ -156,8 +156,8 @@ class Recorder(Ops):
         more = {"bidirectional": bidirectional, "distance": distance}
         return self._record("relative_bias", table.name, [], [scores, table], [scores], **more)
 
-    def expand_kv(self, name, x, spec, out):
-        return self._record("expand_kv", name, [x], [spec], [out])
+    def expand_kv(self, name, x, spec, out, *, grouped=False):
+        return self._record("expand_kv", name, [x], [spec], [out], grouped=grouped)
 
     def softmax(self, name, x, spec, *, dim="memory_length", scale=1.0, causal=False, mask=None, bias=None):
         self._check(bias or x, spec)

@@ -215,14 +215,12 @@ class Metered(MeteredLosses):
     def rotate(self, name, x, spec, theta):
         into, leave = self.planned("rotate", name).conversions
         x = self.apply(x, into)
-        length = self.plan.local_shape(spec)[spec.dims.index("length")]
-        angles = self.new(length * self.plan.sizes["d_kv"], self.wide)  # d_kv / 2 cosines and sines each
-        wide, n = self.widened(x.storage, x.elements), x.elements
-        halves = self.new(n, self.wide)
+        same, n = self.wide == self.plan.itemsize["compute"], x.elements
+        wide = self.widened(x.storage, n)
         whole = self.new(n, self.wide)
-        out = Value(whole if self.wide == self.plan.itemsize["compute"] else self.new(n), n)
-        del wide, halves, whole
-        return self.apply(self.plain(out, [x], (angles,), 2 * n, self.wide), leave)
+        out = Value(whole if same else self.new(n), n)
+        del wide, whole
+        return self.apply(self.plain(out, [x], (), 0 if same else 2 * n, self.wide), leave)
 
     @where_present
     def sinusoid(self, name, x, spec, scale):
@@ -241,8 +239,13 @@ class Metered(MeteredLosses):
         return self.plain(Value(self.new(elements), elements), [weight], (self.integers(positions),), elements)
 
     @where_present
-    def expand_kv(self, name, x, spec, out):
-        return self.plain(self.block(out), [self.apply(x, self.planned("expand_kv", name).conversions[0])])
+    def expand_kv(self, name, x, spec, out, *, grouped=False):
+        x = self.apply(x, self.planned("expand_kv", name).conversions[0])
+        dim, per_group = out.dims.index("heads"), self.plan.sizes["heads"] // self.plan.sizes["kv_heads"]
+        have, wanted = (self.plan.local_shape(t)[dim] for t in (spec, out))
+        if wanted == have * per_group and (grouped or per_group == 1):
+            return x
+        return self.plain(self.block(out), [x])
 
     @where_present
     def softmax(self, name, x, spec, *, dim="memory_length", scale=1.0, causal=False, mask=None, bias=None):

@@ -127,3 +127,16 @@ def test_no_logits_in_the_type_of_statistics(precision):
     if precision == "fp32":
         assert rank.largest == 4 * max(rows // 8 * 4096, 4096 * 32)
         assert saved_for_backward(plan, build_model(c.model)).total < rows * 4096
+
+
+def test_a_large_vocab_is_aligned():
+    """Per rank that splits it; padded otherwise on one worker (1152) than on two (1030), and the same numbers."""
+
+    def padded(vocab: int, **more) -> int:
+        return make_plan(configure(vocab=vocab, **more)).planner.sizes["vocab"]
+
+    split = {"tensor": "1d", "axes": {"t": 2}}
+    assert (padded(1023), padded(1024), padded(1030), padded(50257)) == (1023, 1024, 1152, 50304)
+    assert (padded(2047, **split), padded(2048, **split), padded(2049, **split)) == (2048, 2048, 2304)
+    plan, _ = prove(configure(**split, vocab=1030, layers=1))
+    assert plan.planner.sizes["vocab"] == 1030
