@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from platform.parallel.communicator.base import Communicator
+from platform.parallel.communicator.messages import Messages
 from platform.parallel.communicator.progress import PROGRESS
 from platform.parallel.communicator.sockets import Sockets, shut_down
 from platform.plan.language.mesh import Mesh
@@ -68,6 +69,7 @@ class ProcessGroups(Communicator):
             if members not in made:
                 made[members] = _own_group(members)
             self._groups[tuple(axes)] = made[members]
+        self._messages: dict[dist.ProcessGroup, Messages] = {}
         self._control = dist.new_group(backend="gloo", timeout=CONNECT) if self._nccl else None
         self._lines: dict[tuple[int, int], dist.ProcessGroup | None] = {}  # sending, receiving stage -> group
         for pair in neighbours if self._nccl else ():
@@ -78,6 +80,10 @@ class ProcessGroups(Communicator):
 
     def _start(self, op, given, out, axes, group, reduce, root):
         g = self._groups[axes]
+        if not self._nccl and g and op in ("all_gather", "reduce_scatter"):
+            if g not in self._messages:
+                self._messages[g] = Messages(g, TIMEOUT)
+            return getattr(self._messages[g], op)(given, out)
         if op == "all_gather":
             work = _all_gather(out.view(-1), given.view(-1), group=g, async_op=True)
         elif op == "reduce_scatter":
