@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from platform.parallel.communicator.base import Communicator
-from platform.parallel.communicator.messages import Messages
+from platform.parallel.communicator.point_to_point import Messages
 from platform.parallel.communicator.progress import PROGRESS
 from platform.parallel.communicator.sockets import Sockets, shut_down
 from platform.plan.language.mesh import Mesh
