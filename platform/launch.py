@@ -258,7 +258,7 @@ def prepare(config: Config, wrong: Sequence[str]) -> tuple[Plan | None, list[str
         if not wrong:  # otherwise an illegal value, reported already, may have broken the planner
             raise
         return None, lines
-    config.parallel.data = plan.mesh.axes["data"]
+    config.parallel.data = plan.replicas
     return plan, [*lines, *absent_ranks(config, plan.mesh.size)]
 
 

@@ -280,7 +280,7 @@ def _axis_names(config: Config) -> Iterator[str]:
     for group, axes in (("tensor", config.tensor.axes), ("branch", config.branch.axes)):
         for name, size in axes.items():
             if name in RESERVED:
-                yield violation(f"{group}.axes.{name}", size, f"the names {' and '.join(RESERVED)} are reserved")
+                yield violation(f"{group}.axes.{name}", size, f"the names {', '.join(RESERVED)} are reserved")
             elif not (name.isascii() and name.isidentifier()):
                 yield violation(f"{group}.axes.{name}", size, "an axis is named by letters, digits and _")
 

@@ -133,6 +133,13 @@ class Parallel:
     zero: int = key(
         0, "ZeRO shards over replicas: 1 = optimizer state, 2 = gradients too, 3 = parameters too", (0, 1, 2, 3)
     )
+    zero_group: int = key(
+        0,
+        "replicas that share what ZeRO shards, such as those of a node: the largest divisor of parallel.data up to"
+        " this; 0 = all replicas",
+        ">= 0",
+        most=WORKERS,
+    )
     overlap: bool = key(True, "reduce gradients while backward passes run, gather shards of parameters a block ahead")
 
 

@@ -48,7 +48,7 @@ def _answer(arguments: argparse.Namespace) -> int:
     try:
         config = compose(arguments.overrides, arguments.config_dir)
         plan = make_plan(config, arguments.workers)
-        config.parallel.data = plan.mesh.axes["data"]
+        config.parallel.data = plan.replicas
     except ConfigError as error:
         for line in error.violations:
             print(f"config: {line}", file=sys.stderr)

@@ -27,6 +27,13 @@ FACTORIZATIONS = 10_000
 DEEP = 32  # models of more layers are first planned with two, so that a refusal is quick at any depth
 
 
+def zero_group(config: Config, data: int) -> int:
+    """Return the number of replicas that share what ZeRO shards, of `data` replicas: parallel.zero_group or its next
+    smaller divisor of them; all where it is 0."""
+    most = config.parallel.zero_group or data
+    return max(n for n in range(1, min(most, data) + 1) if data % n == 0) if config.parallel.zero else data
+
+
 def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int] | None = None) -> Plan:
     """Build the plan of a run from its configuration. `workers`: number of workers, from which parallel.data=-1 is
     settled (None: one replica). `stage_of`: the pipeline stage of every model chunk, in order; from the schedule if
@@ -43,7 +50,8 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
             raise ConfigError(
                 f"parallel.data=-1: {workers} workers are not a multiple of {inner}, the other axes' product"
             )
-    scheme = compose_scheme(tensor, branch, data)
+    group = zero_group(config, data)
+    scheme = compose_scheme(tensor, branch, data, group if 1 < group < data else 1)
     try:
         if config.model.layers > DEEP:  # all layers are alike
             shallow = build_model(replace(config.model, layers=2))
@@ -59,7 +67,7 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
             recompute=Recompute(config.recompute, config.recompute_every),
             scatter_gather=config.pipeline.scatter_gather,
             precision=config.precision,
-            zero=config.parallel.zero,
+            zero=config.parallel.zero if group > 1 else 0,
             turns=config.pipeline.kind == "none",
             dropout=config.model.dropout,
             fused_dropout=config.model.fused_dropout,

@@ -23,6 +23,7 @@ model.buckets 4 65536
 model.distance 1 1000000000000
 optimizer.warmup_steps 0 1000000000000
 parallel.data -1 1000000
+parallel.zero_group 0 1000000
 tensor.axes.t 1 1000000
 branch.axes.g 1 1000000
 pipeline.stages 1 1000

@@ -68,7 +68,7 @@ def start(config, plan, *, command) -> int:
         resources.reserve_workers(cluster, size, lambda line: None if line.startswith("warning:") else print(line))
     print(f"{describe(plan)}\nstarting {size} workers ({cluster.kind}, cpu)")
     if 1 < plan.stages <= 4:  # simulating hundreds of microbatches on many stages takes seconds
-        s = schedule_of(config, plan.mesh.axes["data"])
+        s = schedule_of(config, plan.replicas)
         title = f"schedule  {s.name}: {s.stages} stages x {s.chunks} chunks, {s.microbatches} microbatches"
         print(f"{title}; bubble {simulate(s).bubble:.1%} of the work\n{table(s.rows)}")
     return launch.DONE

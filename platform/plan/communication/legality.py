@@ -68,8 +68,8 @@ def _clash(axis: str, first: str, second: str, found: Sequence[str]) -> str:
 
 def _indivisible(planner: Planner, d: str, size: int, axes: Sequence[str], found: Sequence[str]) -> str | None:
     """Return the message that `axes` do not divide dim `d` of global size `size` in the regions `found`, with the
-    nearest legal sizes of both, or None if they do. `data` always divides batch; vocab is padded."""
-    axes = [a for a in axes if (d, a) != ("batch", "data")]
+    nearest legal sizes of both, or None if they do. Replicas always divide batch; vocab is padded."""
+    axes = [a for a in axes if (d, a) not in (("batch", "data"), ("batch", "zero"))]
     n = planner.mesh.extent(axes)
     if d == "vocab" or size % n == 0:
         return None

@@ -61,7 +61,7 @@ def build_plan(
     recorded = _recorded(model, partial(recorder, sizes=sizes), len(stage_of), sizes)
     operations = [o for chunk in recorded for o in chunk.operations]
     check_used(parameters, (p.name for o in operations for p in o.parameters), model)
-    sharded = mesh.ordered(("data",)) if zero else ()
+    sharded = mesh.ordered(("zero" if scheme.zero > 1 else "data",)) if zero else ()
     planner = Planner(mesh, scheme, _with_vocab_padded(sizes, scheme, mesh), {})
     if illegal := violations(planner, operations, microbatch):
         raise IllegalPlan(illegal)

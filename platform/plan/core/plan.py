@@ -114,6 +114,11 @@ class Plan:
         return self.planner.mesh
 
     @property
+    def replicas(self) -> int:
+        """Return the number of parts of the mesh that compute other sequences with the same weights."""
+        return self.mesh.axes["data"] * self.scheme.zero
+
+    @property
     def scheme(self) -> Scheme:
         return self.planner.scheme
 

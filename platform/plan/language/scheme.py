@@ -13,7 +13,7 @@ from platform.plan.language.layout import Layout
 
 REGIONS = ("stream", "attention", "core", "mlp", "logits")
 ROLES = ("in", "out", "vector")
-RESERVED = ("stage", "data")
+RESERVED = ("stage", "data", "zero")
 GATHERED = {
     "keep": "gathered operands are kept until the backward pass: fewest bytes",
     "again": "only the local blocks are kept, and gathered again: activation memory O(1/P)",
@@ -42,16 +42,17 @@ class Scheme:
     parameters_only: tuple[str, ...] = ()  # axes at whose index 0 alone a parameter exists, unless they split it
     gathered: str = "keep"  # what an einsum does with gathered operands: see GATHERED
     slice_via: str = "all_to_all"  # how a dim is sliced over the branches: see SLICE_VIA
+    zero: int = 1  # replicas next to each other that divide one state among them, along the axis `zero`
 
     def mesh_axes(self, data: int) -> dict[str, int]:
         """Return every mesh axis of a run but `stage` with its size, outer to inner; `data`: the number of replicas."""
-        sizes = {"data": data, **dict(self.axes)}
+        sizes = {**_replicas(data, self.zero), **dict(self.axes)}
         first = self.branches if self.branches_outer else ()
         return {a: sizes[a] for a in dict.fromkeys((*first, *sizes))}
 
     def key(self, axis: str) -> str:
         """Return the key that sets the size of a mesh axis, such as `tensor.axes.t`, for error messages."""
-        if axis == "data":
+        if axis in ("data", "zero"):
             return "parallel.data"
         return f"{'branch' if axis in self.branches else 'tensor'}.axes.{axis}"
 
@@ -74,12 +75,17 @@ class Scheme:
         return tuple(a for a in self.branches if a in found)
 
 
-def compose_scheme(tensor: Mapping[str, Any], branch: Mapping[str, Any], data: int) -> Scheme:
-    """Compose a Scheme from a tensor scheme and a branch splitting, two configuration groups
-    (platform.config.fields.Tensor and Branch, as plain data), for `data` replicas.
+def _replicas(data: int, zero: int) -> dict[str, int]:
+    """Return the axes along which `data` replicas lie, in groups of `zero`, with their sizes."""
+    return {"data": data} if zero == 1 else {"data": data // zero, "zero": zero}
 
-    `data` is put first in batch's list in every region and axes of size 1 are dropped. A region's map replaces the
-    stream's; a region that the tensor scheme does not name has the stream's (core: attention's).
+
+def compose_scheme(tensor: Mapping[str, Any], branch: Mapping[str, Any], data: int, zero: int = 1) -> Scheme:
+    """Compose a Scheme from a tensor scheme and a branch splitting, two configuration groups
+    (platform.config.fields.Tensor and Branch, as plain data), for `data` replicas in groups of `zero`.
+
+    The replicas' axes are put first in batch's list in every region and axes of size 1 are dropped. A region's map
+    replaces the stream's; a region that the tensor scheme does not name has the stream's (core: attention's).
     """
     order = tensor["order"] or list(tensor["axes"])
     sizes = {a: tensor["axes"].get(a, 1) for a in order} | dict(branch["axes"])
@@ -100,7 +106,7 @@ def compose_scheme(tensor: Mapping[str, Any], branch: Mapping[str, Any], data: i
 
     def layout(name: str, rules: Mapping[str, Sequence[str]], first: Mapping[str, list[str]]) -> Layout:
         merged = {dim: [*first.get(dim, []), *rules.get(dim, [])] for dim in [*first, *rules]}
-        live = {"data": data, **sizes}
+        live = {**_replicas(data, zero), **sizes}
         return Layout.of({dim: [a for a in axes if live[a] > 1] for dim, axes in merged.items()}, only(name))
 
     def only(name: str) -> tuple[str, ...]:
@@ -110,11 +116,12 @@ def compose_scheme(tensor: Mapping[str, Any], branch: Mapping[str, Any], data: i
     return Scheme(
         name=tensor["scheme"] + (f" + {branch['kind']}" if branches else ""),
         axes=tuple(sizes.items()),
-        regions={r: layout(r, split(r, region(r)), {"batch": ["data"]}) for r in REGIONS},
+        regions={r: layout(r, split(r, region(r)), {"batch": list(_replicas(data, zero))}) for r in REGIONS},
         parameters={r: layout("", split("parameters", rules), {}) for r, rules in roles.items()},
         branches=tuple(branches),
         branches_outer=branch["order"] == "outer",
         parameters_only=only("parameters"),
         gathered=tensor["gathered"],
         slice_via=branch["slice_via"],
+        zero=zero,
     )

@@ -55,7 +55,7 @@ def _stages(plan: Plan) -> list[tuple[int, str]]:
 
 def _padding(plan: Plan) -> str:
     """Return the words of the description that tell replicas and padding sequences of a step, "" for neither."""
-    dealt, replicas = plan.microbatches * plan.sizes["batch"], plan.mesh.axes["data"]
+    dealt, replicas = plan.microbatches * plan.sizes["batch"], plan.replicas
     over = f" x {replicas} replicas" if replicas > 1 else ""
     return f"{over}, {dealt - plan.sequences} of {dealt} sequences are padding" if dealt > plan.sequences else ""
 

@@ -105,6 +105,19 @@ def test_uses_that_disagree(zero):
     examine(c, plan, results)
 
 
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize(("data", "group", "taken"), [(4, 2, 2), (6, 4, 3), (3, 2, 1), (2, 4, 2)])
+def test_groups_of_replicas(zero, data, group, taken):
+    """Each group has the whole state once, all groups alike: gradients are scattered over one axis of two."""
+    c = configure("1d_sp", {"t": 2 if data == 4 else 1}, data=data, zero=zero, microbatch=2, global_batch=12, layers=1)
+    c.parallel.zero_group = group
+    plan, results = prove(c)
+    assert plan.shards == taken and plan.replicas == data
+    assert plan.zero == (zero if taken > 1 else 0)
+    axes = {launch.axes for launch in results[0].log if launch.op == "reduce_scatter" and "t" not in launch.axes}
+    assert axes == ({("zero",)} if 1 < taken < data else {("data",)} if taken > 1 else set())
+
+
 # What a rank keeps.
 
 

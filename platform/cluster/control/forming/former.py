@@ -56,7 +56,7 @@ class Former:
         """
         members, found = self.recruiter.wait(crew)
         plan, size = found.plan, found.plan.mesh.size
-        schedule = schedule_of(found.config, plan.mesh.axes["data"])
+        schedule = schedule_of(found.config, plan.replicas)
         number = self._journal.next_generation()
         mesh, made = dict(plan.mesh.axes), digest(plan)
         alive = len(members)
