@@ -21,8 +21,9 @@ from platform.boundary.redaction import (
     register_url_secrets,
     shielded,
 )
-from platform.boundary.terminal import flush_streams, print_line, print_while_read
+from platform.boundary.terminal import QuickExit, flush_streams, print_line, print_while_read
 from platform.cluster.crew.base.signals import Stopped, StopSignals
+from platform.cluster.run.phases import Phases, command_start
 from platform.composition.arguments import experiment_of, jobs_of, rewrite, translate_error, typed_values
 from platform.composition.composer import CONF, Composer, open_composer
 from platform.config.bounds import impossible_values, wrong_values
@@ -60,11 +61,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = get_args_parser()
     parser.error = _misread  # type: ignore[method-assign]
     with shielded(sys.stdout, sys.stderr):
-        return _answer(argv, parser)
+        return _answer(argv, parser, Phases(command_start() if own else None))
 
 
-def _answer(argv: Sequence[str], parser: ArgumentParser) -> int:
-    """Parse a command line, do what it asks for, and return the exit status; a user's mistakes are printed."""
+def _answer(argv: Sequence[str], parser: ArgumentParser, phases: Phases) -> int:
+    """Parse a command line, do what it asks for, and return the exit status; a user's mistakes are printed. `phases`:
+    begins with the command."""
     try:
         args = parser.parse_intermixed_args(argv)
         for flag in ("config_path", "config_name", "experimental_rerun"):
@@ -74,7 +76,7 @@ def _answer(argv: Sequence[str], parser: ArgumentParser) -> int:
             return print_while_read(lambda: _show(args))
         if args.help or args.hydra_help or args.cfg or args.info or args.shell_completion:
             return print_while_read(lambda: _inform(argv, args))
-        return _run(args)
+        return _run(args, phases)
     except ConfigError as error:
         return _refuse(error)
 
@@ -183,12 +185,12 @@ def _complete_paths(config: Config) -> list[str]:
     return lines
 
 
-def _run(args: Namespace) -> int:
+def _run(args: Namespace, phases: Phases) -> int:
     """Plan every job of a command line (one, or one per combination of a sweep, `-m`), then train one after the other;
     return the most severe exit status, as SEVERITY orders them."""
     try:
         with StopSignals():
-            jobs = _planned(args)
+            jobs = _planned(args, phases)
     except Stopped as stopped:
         print_line(f"stopped by {stopped}: nothing was done; the same command does it")
         return STOPPED
@@ -197,7 +199,8 @@ def _run(args: Namespace) -> int:
         if len(jobs) > 1:
             print_line(f"job {number} of {len(jobs)}: {' '.join(job.arguments)}")
         with own_secrets(job.secrets):
-            statuses.append(_train(job.config, job.plan, command_of(job.arguments, args.config_dir)))
+            command = command_of(job.arguments, args.config_dir)
+            statuses.append(_train(job.config, job.plan, command, phases if number == 1 else Phases()))
         if statuses[-1] == STOPPED:  # the stop is meant for the whole command, not for one job
             break
     return max(statuses, key=SEVERITY.index)
@@ -212,15 +215,16 @@ class PlannedJob(NamedTuple):
     secrets: dict[str, str]  # its own, so that it is the same run as that of its arguments alone
 
 
-def _planned(args: Namespace) -> list[PlannedJob]:
-    """Compose and plan every job of a command, before any starts. Raises ConfigError with the mistakes of all jobs."""
+def _planned(args: Namespace, phases: Phases) -> list[PlannedJob]:
+    """Compose and plan every job of a command, before any starts; `phases` takes note of the first. Raises ConfigError
+    with the mistakes of all jobs."""
     jobs: list[PlannedJob] = []
     lines: list[str] = []
     with open_composer(args.config_dir) as composer:
         for arguments in jobs_of(args.overrides, args.multirun):
             with own_secrets():
                 register_url_secrets(arguments)
-                wrong, job = _plan_job(composer, arguments)
+                wrong, job = _plan_job(composer, arguments, phases)
             lines += wrong
             jobs += [job] if job else []
     directories = [job.config.run.dir for job in jobs]
@@ -230,14 +234,16 @@ def _planned(args: Namespace) -> list[PlannedJob]:
     return jobs
 
 
-def _plan_job(composer: Composer, arguments: list[str]) -> tuple[list[str], PlannedJob | None]:
+def _plan_job(composer: Composer, arguments: list[str], phases: Phases) -> tuple[list[str], PlannedJob | None]:
     """Compose and plan the job with these arguments; return one line per mistake in it, and the job, None without a
     plan."""
     config, wrong = _compose(composer, arguments)
+    phases.reach("composed")
     if experiment_of(arguments) is None:
         names = composer.options("experiment")
         wrong.insert(0, f"experiment: none is chosen; write +experiment=NAME, NAME one of {', '.join(names)}")
     plan, lines = prepare(config, wrong)
+    phases.reach("planned")
     return lines, PlannedJob(arguments, config, plan, known_secrets()) if plan else None
 
 
@@ -272,12 +278,12 @@ def _workers(config: Config) -> int | None:
     return available_workers(config.cluster)
 
 
-def _train(config: Config, plan: Plan, command: Command) -> int:
+def _train(config: Config, plan: Plan, command: Command, phases: Phases) -> int:
     """Train one planned job to its end and return its exit status; a refusal or a traceback is printed."""
     from platform.cluster import driver
 
     try:
-        return driver.run(config, plan, command=command)
+        return driver.run(config, plan, command=command, phases=phases)
     except ConfigError as error:
         return _refuse(error)
     except Exception:  # a bug of ours; the next job of a sweep may still succeed
@@ -346,6 +352,7 @@ def _inform(argv: Sequence[str], args: Namespace) -> int:
 
 
 if __name__ == "__main__":
-    status = main()
+    at_exit = QuickExit()
+    at_exit.status = main()
     flush_streams()
-    sys.exit(status)
+    sys.exit(at_exit.status)

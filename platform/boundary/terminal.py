@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -35,6 +36,21 @@ def flush_streams() -> None:
         except (OSError, ValueError):
             with suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+class QuickExit:
+    """Ends this process, once `status` is set, after all else that was registered to be done at its exit, without
+    freeing what it has imported, which takes most of a second for torch. Make it first: what was registered before is
+    not done."""
+
+    def __init__(self) -> None:
+        self.status: int | None = None
+        atexit.register(self._leave)
+
+    def _leave(self) -> None:
+        if self.status is not None:
+            flush_streams()
+            os._exit(self.status)
 
 
 def print_while_read(command: Callable[[], int]) -> int:

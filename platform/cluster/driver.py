@@ -22,6 +22,7 @@ from platform.cluster.run.callbacks import CallbackGuard, Callbacks
 from platform.cluster.run.commands import Command
 from platform.cluster.run.demonstration import demonstration
 from platform.cluster.run.directory import RunDirectory
+from platform.cluster.run.phases import Phases
 from platform.cluster.run.time_limit import seconds_left
 from platform.config.fields import Config, ConfigError, violation
 from platform.data import cache
@@ -42,10 +43,12 @@ def run(
     command: Command | None = None,
     worker: str = WORKER,
     guard: CallbackGuard | None = None,
+    phases: Phases | None = None,
 ) -> int:
     """Train the model of `config` under `plan` to the run's last step, as its driver, and return the exit status
     (docs/design.md, section 7). `command`: the command line of the run, by default that of the experiment alone.
     `worker`: "module:Class" of the workers. `guard`: calls the user's callbacks.
+    `phases`: those that the run has reached before.
 
     Raises ConfigError for what the user has to correct, before any process starts unless only the workers can see it (a
     checkpoint that they refuse); all other ends are handled by `platform.cluster.endings`. Under torchrun every process
@@ -56,7 +59,8 @@ def run(
         return DONE
     steps = config.train.stop_at or config.train.steps
     command = command or Command([f"+experiment={experiment}"])
-    state = DriverState(config, RunDirectory(config.run.dir), command, steps, guard or CallbackGuard(Callbacks()))
+    guard, phases = guard or CallbackGuard(Callbacks()), phases or Phases()
+    state = DriverState(config, RunDirectory(config.run.dir), command, steps, guard, phases)
     try:
         with ExitStack() as opened:
             signals = opened.enter_context(StopSignals())
@@ -153,9 +157,9 @@ def _open_records(config: Config, state: DriverState, opened: ExitStack) -> tupl
     the run directory cannot be written."""
     path = state.directory.path
     try:
-        journal = Journal(state.directory.journal, state.say, state.guard.event)
+        journal = Journal(state.directory.journal, state.say, state.event)
         state.journal = opened.enter_context(closing(journal))
-        state.monitor = monitor = open_monitor(config, path, total_steps=state.steps, on_step=state.guard.step)
+        state.monitor = monitor = open_monitor(config, path, total_steps=state.steps, on_step=state.step)
     except OSError as error:
         raise state.directory.unusable(error) from None
     opened.callback(lambda: monitor.close(state.status))
@@ -175,6 +179,8 @@ def _drive(run: RunContext, corpus: str, state: DriverState) -> None:
     run.journal.write(events.Starting(world_size=job.world_size, cluster=kind, device=job.device))
     try:
         with _relay_log("platform.cluster", say), open_crew(kind, job, beside) as crew:
+            if crew.came is not None:
+                state.phases.reach("first_process", crew.came)
             from platform.cluster.control.controller import Controller
             from platform.cluster.control.forming.former import Former
 

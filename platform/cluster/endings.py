@@ -18,8 +18,9 @@ from platform.boundary.redaction import redact
 from platform.boundary.terminal import print_line
 from platform.cluster.crew.base.failures import GaveUp, NoPlaces, WorkerFailed
 from platform.cluster.crew.base.signals import Stopped
+from platform.cluster.run.phases import Phases, phase_table
 from platform.config.fields import Config
-from platform.monitor import Journal, RunMonitor, cost_line, goodput, story
+from platform.monitor import Journal, MetricsRow, RunMonitor, cost_line, goodput, story
 from platform.monitor.records import events
 
 if TYPE_CHECKING:
@@ -39,14 +40,15 @@ class Unsaved(Exception):
 @dataclass
 class DriverState:
     """State of a run's driver, from which its end is reported; it fills up as the run comes up. `command`: the command
-    line that started it; `steps`: the number of the last step; `guard`: calls the user's callbacks; `status`: exit
-    status."""
+    line that started it; `steps`: the number of the last step; `guard`: calls the user's callbacks; `phases`: when
+    it reached what; `status`: exit status."""
 
     config: Config
     directory: RunDirectory
     command: Command
     steps: int
     guard: CallbackGuard
+    phases: Phases
     journal: Journal | None = None
     monitor: RunMonitor | None = None
     checkpoints: Checkpoints | None = None
@@ -56,6 +58,16 @@ class DriverState:
     def say(self, text: str) -> None:
         """Send a message to the user: through the monitor if it is open, else to the terminal."""
         (self.monitor.say if self.monitor else print_line)(text)
+
+    def event(self, event: events.JournalEvent) -> None:
+        """Take note of an event that the journal has recorded, and pass it to the user's callback."""
+        self.phases.event(event.word)
+        self.guard.event(event)
+
+    def step(self, row: MetricsRow) -> None:
+        """Take note of a committed training step, and pass its row of metrics to the user's callback."""
+        self.phases.step()
+        self.guard.step(row)
 
     @property
     def done(self) -> int:
@@ -156,6 +168,8 @@ def end(error: BaseException | None, state: DriverState) -> int:
         state.say(text)
     if state.journal and state.monitor:
         _account(state.journal, state.monitor)
+        if state.config.monitor.timing:
+            _tell_timing(state.phases, state.journal, state.monitor)
     return state.status
 
 
@@ -183,6 +197,14 @@ def _account(journal: Journal, monitor: RunMonitor) -> None:
     monitor.summary(events.own(cost))
     if text:
         monitor.say(text)
+
+
+def _tell_timing(phases: Phases, journal: Journal, monitor: RunMonitor) -> None:
+    """Tell journal and user how long each phase of the run's start and end took; the run ends with this."""
+    phases.reach("ended")
+    reached: dict[str, Any] = dict(phases.seconds)
+    journal.write(events.Timing(**reached))
+    monitor.say(phase_table(phases.seconds))
 
 
 def _write_down(error: BaseException, state: DriverState) -> str:

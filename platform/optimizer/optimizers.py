@@ -81,8 +81,7 @@ def find_need(o: Optimizer) -> str:
 
 def preload_imports(o: Optimizer) -> None:
     """Take a dummy step of the configured optimizer, so that torch's imports for the first step (most of a second) are
-    done while nobody waits: in a worker before it is ready as a spare, and in the driver before it looks for a state to
-    recover."""
+    done while nobody waits, before a worker is ready as a spare."""
     import torch
 
     state_of(o, torch.float32, torch.device("cpu"))

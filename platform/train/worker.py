@@ -95,7 +95,8 @@ class Worker:
     def prove(self, probe: str) -> Proof:
         """Return what this worker sees of the run's storage, and hashes and versions of its code, for the driver to
         compare with its own. `probe`: name of the file of random bytes that the driver has written to each storage."""
-        return proof(self.config, self.run_dir, probe, self.device)
+        lacks = uncompiled("on", self.device) if self.config.train.compile == "on" else ""
+        return proof(self.config, self.run_dir, probe, lacks)
 
     def form(
         self,
@@ -174,7 +175,7 @@ class Worker:
         device = torch.cuda.get_device_properties() if self.device == "cuda" else None
         parameters = self.plan.parameters_at(self.communicator.coordinates)
         name, memory = (device.name, device.total_memory) if device else ("cpu", None)
-        return Built(parameters, name, memory, lacking)
+        return Built(parameters, name, memory, self.state.moments, lacking)
 
     def _settled(self) -> tuple[Config, str]:
         """Return the configuration with train.compile settled to on or off, alike on all ranks, and what keeps this

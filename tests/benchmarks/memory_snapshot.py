@@ -79,7 +79,7 @@ def main() -> None:
     for name in PLANS:
         c = config(name)
         plan = make_plan(c)
-        state = held_of(c, plan)
+        state = held_of(plan, ["exp_avg", "exp_avg_sq"])
         kept = copies(state, domains)
         sizes = [kept_bytes(state, kept, rank) for rank in range(RANKS)]
         own, given = (max(size[what] for size in sizes) / 2e6 for what in ("own", "copies"))

@@ -17,7 +17,7 @@ def warm_server():
 def warm_workers(warm_server, monkeypatch):
     """Crews of processes share a fork server; in tests/cluster/crew/test_crew.py, and by command, each starts its own,
     as a user's does."""
-    monkeypatch.setattr("platform.cluster.crew.launchers.processes.ForkServer", lambda modules: warm.shared())
+    monkeypatch.setattr("platform.cluster.crew.launchers.processes.ForkServer", lambda place: warm.shared())
 
 
 @pytest.fixture

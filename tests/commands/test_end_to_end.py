@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from platform.cluster.run.phases import PHASES
 from platform.monitor import MetricsRow
 from tests.harness.commands import QUICK, SMALL, command, in_this_process, lines, refused
 
@@ -33,7 +34,7 @@ def own_text(tmp_path_factory) -> list[str]:
 def test_a_run_on_ray(tmp_path, own_text):
     shrunk = "train.steps=3 model.layers=1 model.d_model=32 monitor.sample=4 eval.every=2"
     rate = ["optimizer.warmup_steps=1", "optimizer.lr=3e-3"]
-    arguments = [QUICK, *shrunk.split(), *rate, *own_text, "run.dir=run", "monitor.every=1"]
+    arguments = [QUICK, *shrunk.split(), *rate, *own_text, "run.dir=run", "monitor.every=1", "monitor.timing=true"]
     done = command(*arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     run = tmp_path / "run"
@@ -48,7 +49,9 @@ def test_a_run_on_ray(tmp_path, own_text):
     journal = lines(run / "journal.jsonl")
     events = {entry["event"]: entry for entry in journal}
     transitions = ["forming", "formed", "running", "first_step", "released", "done"]
-    assert [e["event"] for e in journal] == ["starting", *transitions, "goodput"]
+    assert [e["event"] for e in journal] == ["starting", *transitions, "goodput", "timing"]
+    timing = [events["timing"][phase] for phase in PHASES]  # all of them, one after the other
+    assert timing == sorted(timing) and timing[0] > 0 and "  first_process: " in done.stdout
     assert all(isinstance(e["time"], float) for e in journal)
     assert all(events[name]["generation"] == 1 for name in transitions)
     workers = events["formed"]["workers"]
@@ -62,7 +65,7 @@ def test_a_run_on_ray(tmp_path, own_text):
     assert [row["samples"] for row in rows] == [[0, 16], [16, 32], [32, 48]]
     assert [row["tokens"] for row in rows] == [16 * 128 * k for k in (1, 2, 3)]
     for row in rows:
-        unusual = {"bubble", "skipped", "recovery_seconds"}
+        unusual = {"bubble", "skipped", "recovery_seconds", "loss_scale"}
         assert set(row) == MetricsRow.__dataclass_fields__.keys() - unusual - (
             {"val_loss"} if row["step"] != 2 else set()
         )

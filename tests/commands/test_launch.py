@@ -24,7 +24,7 @@ def driver(monkeypatch, tmp_path):
     runs = []
     statuses = []
 
-    def run(config, plan, *, command):
+    def run(config, plan, *, command, phases):
         runs.append((experiment_of(command.arguments), config))
         status = statuses.pop(0) if statuses else 0
         if isinstance(status, Exception):
@@ -196,11 +196,20 @@ def test_the_command_itself(tmp_path):
 @pytest.mark.parametrize("arguments", ["['--cfg', 'job']", "['--help']", f"['{QUICK}', 'train.steps=0']",
                                        f"['{QUICK}', 'data=text', 'data.path=/nowhere']",
                                        f"['{QUICK}', 'parallel.data=-1', 'tensor.axes.t=3']",
+                                       f"['{QUICK}', 'checkpoint.resume=/nowhere', 'cluster=processes']",
                                        f"['{QUICK}', 'elastic.max_workers=1']"])  # fmt: skip
 def test_short_answers_import_nothing_heavy(tmp_path, arguments):
     heavy = "bool({'torch', 'ray', 'wandb'} & set(sys.modules))"
     script = f"import sys, platform.launch; platform.launch.main({arguments}); sys.exit({heavy})"
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, cwd=tmp_path).returncode == 0
+
+
+def test_a_plan_is_explained_without_torch(tmp_path):
+    line = [sys.executable, "-X", "importtime", "-m", "platform.plan", QUICK]
+    done = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0 and "data 2 x t 2" in done.stdout
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "omegaconf" in imported and not {"torch", "ray", "wandb"} & imported
 
 
 def test_conf_is_found():

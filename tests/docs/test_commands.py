@@ -58,7 +58,7 @@ def bench(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest
     return Bench(tmp_path, capfd, monkeypatch)
 
 
-def start(config, plan, *, command) -> int:
+def start(config, plan, *, command, phases) -> int:
     """Stand in for the driver: check memory and devices, print what it prints before a worker answers."""
     cluster, size = config.cluster, plan.mesh.size
     if cluster.kind != "ray":

@@ -41,7 +41,7 @@ class FakeWorker:
     def build(self, rows, domains, fresh=True):
         self.state = 0 if fresh else None  # undefined until it is restored
         self.unheld = None  # the step that it holds during the next one, if the crew does so late
-        return Built(42, "cpu", self.crew.memory)
+        return Built(42, "cpu", self.crew.memory, ["exp_avg", "exp_avg_sq"])
 
     def gather(self, source, rank, store, generation):
         assert source.members(source.gathered)[rank] == self.number

@@ -38,7 +38,7 @@ class FakeWorker:
         return Joined(rank, {"data": rank}, os.getpid(), socket.gethostname())
 
     def build(self, rows, domains=(), fresh=True):
-        return Built(42, "cpu", None)
+        return Built(42, "cpu", None, ["exp_avg", "exp_avg_sq"])
 
     def step(self, step, limit=math.inf, faults=()):
         """As of all ranks together."""

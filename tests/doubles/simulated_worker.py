@@ -52,7 +52,7 @@ class SimulatedWorker:
 
     def build(self, rows, domains=(), fresh=True):
         assert len(domains) == self.world_size and rows
-        return Built(1_367_000_000, "cpu", None)
+        return Built(1_367_000_000, "cpu", None, ["exp_avg", "exp_avg_sq"])
 
     def recover(self, source: Source):
         assert len(source.ranks) <= self.world_size

@@ -6,7 +6,9 @@ import multiprocessing
 from functools import cache
 from multiprocessing import forkserver
 
+from platform.cluster.crew.base.job import Assignment
 from platform.cluster.crew.launchers.forks import ForkServer
+from platform.config.fields import Config
 
 PRELOADED = ["platform.train.worker", "torch.distributed", "torch._dynamo"]  # the last by the first optimizer, else
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -28,4 +30,5 @@ class Shared(ForkServer):
 
 @cache
 def shared() -> Shared:
-    return Shared(["platform.train.worker", "tests.doubles.fake_worker"])
+    place = Assignment("platform.train.worker:Worker", Config(), 0, device="cpu", run_dir="", threads=1)
+    return Shared(place)

@@ -50,7 +50,7 @@ def test_after_a_step_that_failed(config, worker):
     disturbed.trainer.weights.refresh = lambda: 1 / 0
     with pytest.raises(ZeroDivisionError):
         disturbed.step(3)  # the master copies have changed
-    formed = {1: Formation(config, [0], [""], [7])}
+    formed = {1: Formation(config, [0], [""], [7], ["exp_avg", "exp_avg_sq"])}
     source, _ = find_source({7: held_by(disturbed)}, formed, 1)
     assert source
     disturbed.close()
@@ -105,7 +105,7 @@ def test_a_step_that_fails_while_its_snapshot_runs(config, worker):
     assert held_by(disturbed) == [(1, [2])]
     del disturbed._settle
     trainer = weakref.ref(disturbed.trainer)
-    formed = {1: Formation(config, [0], [""], [7])}
+    formed = {1: Formation(config, [0], [""], [7], ["exp_avg", "exp_avg_sq"])}
     source, _ = find_source({7: held_by(disturbed)}, formed, 1)
     disturbed.close()
     assert trainer() is None, "the snapshot that had begun keeps nothing of the generation"

@@ -345,6 +345,23 @@ class Goodput(JournalEvent):
     goodput: float
 
 
+class Timing(JournalEvent):
+    """Seconds from the start of a driver's command to each phase of its start and end, as `monitor.timing` asks;
+    `platform.cluster.run.phases.PHASES` says what is done then. Without those that it has not reached, or that another
+    command reached for it."""
+
+    composed: Seconds | None = None
+    planned: Seconds | None = None
+    starting: Seconds | None = None
+    first_process: Seconds | None = None
+    ready: Seconds | None = None
+    formed: Seconds | None = None
+    running: Seconds | None = None
+    first_step: Seconds | None = None
+    last_step: Seconds | None = None
+    ended: Seconds | None = None
+
+
 def own(event: JournalEvent) -> dict[str, Any]:
     """Return the fields of an event as plain data, without `time` and `generation`: those that its own class declares,
     then those of its groups (Committed, End)."""

@@ -43,12 +43,13 @@ class Joined:
 @dataclass(frozen=True)
 class Built:
     """Size of the model built on a worker, in parameters, and its device: the name, and `memory` in bytes, None on CPU,
-    where workers share that of the host. `uncompiled`: what kept the crew from compiling, in a line, where
-    train.compile=auto would have; "" otherwise."""
+    where workers share that of the host. `moments`: the names of the optimizer's. `uncompiled`: what kept the crew from
+    compiling, in a line, where train.compile=auto would have; "" otherwise."""
 
     parameters: Count
     device: str
     memory: Count | None
+    moments: list[str]
     uncompiled: str = ""
 
 

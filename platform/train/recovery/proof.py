@@ -13,18 +13,16 @@ import platform as package
 from platform.checkpoint.storage.manifest import NAME
 from platform.checkpoint.storage.storage import open_storage
 from platform.config.fields import Config, ConfigError
-from platform.parallel.kernels.compiled import uncompiled
 from platform.train.protocol.answers import Proof
 from platform.train.recovery import urls
 
 LIBRARIES = ("elastic-platform", "torch", "numpy", "ray")
 
 
-def proof(config: Config, run_dir: Path, probe: str, device: str = "") -> Proof:
+def proof(config: Config, run_dir: Path, probe: str, lacks: str = "") -> Proof:
     """Describe this process's environment, worker or driver, for the check before a mesh forms that all see the same
     storage and run the same code. Reads the file `probe`, which the driver has written to the run directory and the
-    checkpoint storage, and the manifest of the checkpoint that checkpoint.resume names. `device`: the worker's (cpu,
-    cuda), "" for the driver."""
+    checkpoint storage, and the manifest of the checkpoint that checkpoint.resume names. `lacks`: as in Proof."""
     sees = {"run.dir": _read(str(run_dir), probe)}
     if urls.saves(config):
         sees["checkpoint.url"] = _read(urls.home(config), probe)
@@ -32,7 +30,6 @@ def proof(config: Config, run_dir: Path, probe: str, device: str = "") -> Proof:
     if name:
         sees["checkpoint.resume"] = _read(url, f"{name}/{NAME}")
     code = {name: source_digest(name) for name in ("platform", *config.extend)}
-    lacks = uncompiled("on", device) if device and config.train.compile == "on" else ""
     return Proof(socket.gethostname(), sees, code, versions(), lacks)
 
 

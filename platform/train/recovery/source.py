@@ -17,18 +17,20 @@ from platform.train.step.training_state import held_of
 class Formation:
     """Formation of a generation of workers, which determines who holds which part of its state in memory: its
     configuration, the pipeline stage of every model chunk (None: as the configuration says), and every rank's node
-    (`domains`, its failure domain; all "" if they are empty) and member (`seats`)."""
+    (`domains`, its failure domain; all "" if they are empty) and member (`seats`), and the names of the optimizer's
+    moments, as its workers have found them."""
 
     config: SentConfig
     stage_of: list[int] | None
     domains: list[str]
     seats: list[int]
+    moments: list[str]
 
     def state(self) -> tuple[list[HeldTensor], list[Copy]]:
         """Return the tensors of this generation's training state with the ranks that hold their blocks, and the copies
         of parts that are kept by ranks in other failure domains."""
         plan = make_plan(self.config, stage_of=self.stage_of)
-        state = held_of(self.config, plan)
+        state = held_of(plan, self.moments)
         return state, copies(state, self.domains or [""] * plan.mesh.size)
 
 

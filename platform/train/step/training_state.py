@@ -19,7 +19,6 @@ from platform.checkpoint.moves.reshard import restore
 from platform.checkpoint.storage.image import Image
 from platform.checkpoint.storage.manifest import Manifest, Refused
 from platform.checkpoint.storage.storage import Storage
-from platform.config.fields import Config
 from platform.optimizer.optimizers import state_of
 from platform.parallel.communicator.base import Communicator
 from platform.plan.core.plan import Plan
@@ -28,25 +27,24 @@ from platform.train.step.trainer import Trainer
 from platform.train.step.weights import DTYPES
 
 
-def held_of(config: Config, plan: Plan, device: torch.device | str = "cpu") -> list[HeldTensor]:
-    """List all tensors of a run's training state under a plan, master weights and optimizer moments, each with its
-    global shape and the ranks that keep its blocks."""
+def held_of(plan: Plan, moments: Iterable[str]) -> list[HeldTensor]:
+    """List all tensors of a run's training state under a plan, master weights and the optimizer's `moments`, each with
+    its global shape and the ranks that keep its blocks."""
     dtype = DTYPES[plan.precision][1]
-    moments, _ = state_of(config.optimizer, dtype, torch.device(device))
     masters = planned_tensors(plan, "model", dtype)  # moments are laid out like them
     return masters + [replace(h, name=kind + h.name.removeprefix("model")) for kind in moments for h in masters]
 
 
 class State:
     """Training state of one rank's trainer, as checkpoints and snapshots store it. `held`: all tensors of the run's
-    state with the ranks that keep their blocks, equal on all ranks: model.PARAMETER, and MOMENT.PARAMETER for every
-    moment of the optimizer."""
+    state with the ranks that keep their blocks, equal on all ranks: model.PARAMETER, and MOMENT.PARAMETER for each of
+    the optimizer's `moments`."""
 
     def __init__(self, trainer: Trainer):
         self._trainer, self._plan, self._communicator = trainer, trainer.plan, trainer.communicator
         dtype = DTYPES[self._plan.precision][1]
-        self._moments, self._numbers = state_of(trainer.config.optimizer, dtype, self._communicator.device)
-        self.held = held_of(trainer.config, self._plan, self._communicator.device)
+        self.moments, self._numbers = state_of(trainer.config.optimizer, dtype, self._communicator.device)
+        self.held = held_of(self._plan, self.moments)
         self._image: Image | None = None
 
     @property
@@ -61,7 +59,7 @@ class State:
         """Return this rank's blocks of the training state: views of the live tensors, to be copied from or filled.
         Moments that no update has made yet are zeros, which nothing reads."""
         kinds: dict[str, Mapping[str, Tensor]] = {"model": self._trainer.weights.master}
-        for moment in self._moments:
+        for moment in self.moments:
             kinds[moment] = {n: self._moment(w, moment) for n, w in self._trainer.weights.owned.items()}
         here = self._communicator.coordinates
         return [block for kind, tensors in kinds.items() for block in local_blocks(self._plan, kind, tensors, here)]
@@ -118,7 +116,7 @@ class State:
             state.clear()
             if fresh:
                 continue
-            state.update({moment: torch.zeros_like(w, requires_grad=False) for moment in self._moments})
+            state.update({moment: torch.zeros_like(w, requires_grad=False) for moment in self.moments})
             for name, number in self._numbers.items():
                 value = numbers[name]
                 state[name] = torch.full_like(number, value) if isinstance(number, Tensor) else type(number)(value)

@@ -18,9 +18,13 @@ from tests.harness.process_tree import descendants, gone, parents
 WORKER = "tests.doubles.fake_worker:FakeWorker"
 
 
+def place(job):
+    return assign(job(1), 0, local_rank=0, local_world_size=1, group_rank=0)
+
+
 @pytest.fixture
-def server():
-    made = ForkServer([])
+def server(job):
+    made = ForkServer(place(lambda size: job(size, "platform.cluster:Nothing")))
     yield made
     made.close()
 
@@ -32,9 +36,8 @@ def dialled(server, job):
         driver.settimeout(60)
 
         def fork():
-            place = assign(job(1), 0, local_rank=0, local_world_size=1, group_rank=0)
             before = descendants()
-            forked = server.fork(place, driver.getsockname(), "0" * 64)
+            forked = server.fork(place(job), driver.getsockname(), "0" * 64)
             driver.accept()
             (pid,) = {pid for pid, parent in parents().items() if parent == server._process.pid} - before
             return forked, pid

@@ -98,7 +98,7 @@ def source_of(case: dict[str, Any]) -> Source:
     before, size = undisturbed(case["old"]), SIZES[case["new"]]
     members = list(range(len(before)))
     homes = domains(case["old"], case["nodes"])
-    formed = {0: Formation(config(case["old"]), None, homes, members)}
+    formed = {0: Formation(config(case["old"]), None, homes, members, ["exp_avg", "exp_avg_sq"])}
     held = {m: [(0, before[m].memories[case["nodes"]].steps)] for m in members if m not in lost(case)}
     source, reasons = find_source(held, formed, size)
     assert source and source.step == 2 and not reasons

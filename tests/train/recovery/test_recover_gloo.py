@@ -53,7 +53,7 @@ def test_gloo_carries_the_copies(pool, old, new, gone):
     domains = [f"node {rank // 2}" for rank in members] if len(gone) == 2 else ["node"] * len(members)
     parts = pool.run(first, (config(old), domains), plans[old])
     assert all(steps == [1, 2] for _, steps, _ in parts) and sum(sent for _, _, sent in parts)
-    formed = {1: Formation(config(old), None, domains, members)}
+    formed = {1: Formation(config(old), None, domains, members, ["exp_avg", "exp_avg_sq"])}
     held = {member: [(1, parts[member][1])] for member in members if member not in gone}
     source, _ = find_source(held, formed, size)
     assert source and not source.gathered

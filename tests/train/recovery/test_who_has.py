@@ -15,7 +15,7 @@ PIPELINE = configure(pipeline="1f1b", stages=2, data=2)  # ranks 0, 1: stage 0; 
 
 
 def generation(c, seats: list[int], domains: list[str] | None = None) -> Formation:
-    return Formation(c, None, domains or [], seats)
+    return Formation(c, None, domains or [], seats, ["exp_avg", "exp_avg_sq"])
 
 
 def everybody(members, *steps: int) -> dict[int, list]:

@@ -18,7 +18,6 @@ from platform.cluster.crew.base.failures import GaveUp, Reform
 from platform.config.fields import ConfigError
 from platform.monitor import Timeline
 from platform.monitor.records import events
-from platform.optimizer.optimizers import preload_imports
 from platform.plan.core.plan import Plan
 from platform.plan.core.plan_data import digest, plan_summary
 from platform.plan.memory.hardware import dense_bf16_peak
@@ -42,8 +41,6 @@ class Former:
         self._proven: set[int] = set()
         self._formed = self._tried = False  # a mesh was formed; a restore from storage was tried
         self._shown = run.plan  # the plan that the user has seen
-        if run.config.elastic.snapshot_every:
-            preload_imports(run.config.optimizer)
 
     def form(self, crew: Crew) -> Generation:
         """Form the next generation: wait for workers, seat them, build their part of the model and bring it to the
@@ -92,7 +89,7 @@ class Former:
             names, stages = [job.name(rank) for rank in range(size)], [c["stage"] for c in job.coordinates]
             timeline = Timeline(schedule, [stage.step for stage in of_stage], names, stages)
         peak = dense_bf16_peak(built[0].device)
-        formed = Formation(found.config, stage_of, domains, seats)
+        formed = Formation(found.config, stage_of, domains, seats, built[0].moments)
         generation = Generation(number, plan, formed, step, peak, timeline, job)
         if source or (step and self._config.elastic.snapshot_every):
             self.ledger.add(generation, step)

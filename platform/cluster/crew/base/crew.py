@@ -25,12 +25,14 @@ class Crew(AbstractContextManager["Crew"]):
         can_hire: True if `hire` is supported.
         elastic: True if the other members can go on after one has failed.
         unstarted: failures of hired members that never got ready.
+        came: when the first process dialled in, a reading of the monotonic clock; None if none has to.
     """
 
     store: tuple[str, int]
     can_hire: bool = False
     elastic: bool = False
     unstarted: list[Failure]
+    came: float | None = None
 
     @property
     @abstractmethod

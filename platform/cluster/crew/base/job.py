@@ -72,9 +72,12 @@ class Assignment:
     def enter_environment(self) -> None:
         """Set the environment of the calling process as this assignment says, before torch is imported there."""
         os.environ.update(self.environment)
-        for name, value in self.defaults.items():
-            if ALSO.get(name, name) not in os.environ:
-                os.environ.setdefault(name, value)
+        os.environ.update(self.unset(os.environ))
+
+    def unset(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """Return the defaults of this assignment that `environment` has no value for."""
+        there = (name in environment or ALSO.get(name, name) in environment for name in self.defaults)
+        return {name: value for (name, value), has in zip(self.defaults.items(), there, strict=True) if not has}
 
     def construct(self) -> Any:
         """Construct the worker object that this assignment describes, in the calling process."""

@@ -50,6 +50,7 @@ class RemoteCrew(Crew):
         except BaseException:
             self.close()
             raise
+        self.came = self._roster.came
 
     @property
     def members(self) -> Mapping[int, Member]:

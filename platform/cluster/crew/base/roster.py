@@ -28,6 +28,7 @@ class Roster:
         starting: numbers of the members that were started and are not ready yet.
         deaths: how members died that were starting or ready.
         unstarted: failures of members that never got ready.
+        came: when the first member dialled in, a reading of the monotonic clock.
     """
 
     def __init__(self, launcher: Launcher, job: Job):
@@ -37,6 +38,7 @@ class Roster:
         self.deaths: dict[int, str] = {}
         self.unstarted: list[Failure] = []
         self._greeted = launcher.greeted
+        self.came: float | None = None
         self._hired = 0
         self._looked = 0.0
         self._opened = ExitStack()
@@ -84,6 +86,7 @@ class Roster:
                 case None:
                     self.bury(number, self._launcher.ended(number, max(0.0, deadline - monotonic())))
                 case Hello():
+                    self.came = self.came or monotonic()
                     self._greeted[number] = Member(number, message.node, message.pid)
                 case Answer(answer=call) | Raised(answer=call) if call == START:
                     self._book_start(number, message)

@@ -22,7 +22,6 @@ import socket
 import struct
 import sys
 import traceback
-from collections.abc import Sequence
 from contextlib import suppress
 
 from platform.cluster.crew.base.signals import STOPPING
@@ -36,14 +35,13 @@ _ORDER_SECONDS = 10.0  # for an order to arrive whole
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
-def main(control: int, parent: int, modules: Sequence[str]) -> None:
-    """Import `modules`, then fork workers as the process `parent` orders over the connection `control` (a file
-    descriptor), until it closes that."""
+def main(control: int, parent: int, module: str) -> None:
+    """Import `module`, that of the workers, then fork workers as the process `parent` orders over the connection
+    `control` (a file descriptor), until it closes that."""
     _die_with(parent)
     for number in STOPPING:  # Ctrl-C in a terminal, or the end of a service, signals every process; the driver decides
         signal.signal(number, signal.SIG_IGN)
-    for name in modules:
-        _import(name)
+    _import(module)
     if "torch" in sys.modules:
         _import(_LATE)
     gc.collect()

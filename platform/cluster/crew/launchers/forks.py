@@ -10,32 +10,32 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 
 from platform.cluster.crew.base.job import Assignment
-from platform.cluster.crew.launchers.fork_server import CODE, HEADER, WORKER
+from platform.cluster.crew.launchers.fork_server import CODE, HEADER, LISTENER, WORKER
 
 _PROGRAM = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
 from platform.cluster.crew.launchers.fork_server import main
-main(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
+main(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
 """
 _KILL_SECONDS = 5.0  # for a killed process to be gone; one that waits for a disk or a device takes long
 _END_SECONDS = 2.0  # for the server to end with its workers
 
 
 class ForkServer:
-    """Process that has imported `modules`, and forks workers. It ends with this process, and its workers with it,
-    however this one ends. Must be started from the main thread: the kernel takes a thread's end for its parent's."""
+    """Process that has imported what workers such as that of `place` need, and forks them. It ends with this process,
+    and its workers with it, however this one ends. Must be started from the main thread: the kernel takes a thread's
+    end for its parent's."""
 
-    def __init__(self, modules: Sequence[str]):
+    def __init__(self, place: Assignment):
         self._control, theirs = socket.socketpair()
         with theirs:
-            told = [json.dumps(sys.path), str(theirs.fileno()), str(os.getpid()), *modules]
+            told = [json.dumps(sys.path), str(theirs.fileno()), str(os.getpid()), place.worker.partition(":")[0]]
             # One thread: what is forked must have no other, and a worker sets its own number of them.
-            environment = os.environ | {"OMP_NUM_THREADS": "1"}
+            environment = os.environ | place.unset(os.environ) | {"OMP_NUM_THREADS": "1"}
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _PROGRAM, *told],
                 env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
@@ -53,6 +53,14 @@ class ForkServer:
             socket.send_fds(self._control, [WORKER], [theirs.fileno()])
         return Forked(ours, place, address, token)
 
+    def listen(self, path: str) -> None:
+        """Let other processes of this user order workers too, by `order_worker`, at the Unix socket `path`, which only
+        they can reach."""
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(path)
+            listener.listen(socket.SOMAXCONN)
+            socket.send_fds(self._control, [LISTENER], [listener.fileno()])
+
     def close(self) -> None:
         """End the server and all of its workers, at once."""
         self._control.close()
@@ -61,6 +69,14 @@ class ForkServer:
         except subprocess.TimeoutExpired:  # it is stopped
             self._process.kill()
             self._process.wait()
+
+
+def order_worker(path: str, place: Assignment, address: tuple[str, int], token: str) -> Forked:
+    """Order a worker as `ForkServer.fork` does, of the server that another process has told to listen at `path`. Raises
+    OSError if it is gone."""
+    line = socket.socket(socket.AF_UNIX)
+    line.connect(path)
+    return Forked(line, place, address, token)
 
 
 class Forked:

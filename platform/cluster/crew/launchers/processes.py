@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import count
 from time import monotonic
 
-from platform.cluster.crew.base.job import Job, assign, one_gpu
+from platform.cluster.crew.base.job import Assignment, Job, assign, one_gpu
 from platform.cluster.crew.base.launcher import Launcher
 from platform.cluster.crew.launchers.forks import Forked, ForkServer
 from platform.cluster.wire.switchboard import Switchboard
@@ -33,7 +33,7 @@ class Processes(Launcher):
         for number in numbers:
             slot = next(i for i in count() if i not in self._slots.values())
             self._slots[number] = slot
-            place = assign(job, number, local_rank=slot, local_world_size=job.world_size, group_rank=0)
+            place = _place(job, number, slot)
             if job.device == "cuda":
                 place.environment.update(one_gpu(slot))
             self._forked[number] = server.fork(place, board.address, board.token(number))
@@ -43,7 +43,7 @@ class Processes(Launcher):
         if self._server and not self._server.alive:
             self._server.close()
             self._server = None
-        self._server = self._server or ForkServer([job.worker.partition(":")[0]])
+        self._server = self._server or ForkServer(_place(job, -1, 0))
         return self._server
 
     def ended(self, number: int, seconds: float) -> str | None:
@@ -62,3 +62,8 @@ class Processes(Launcher):
             process.kill()
         if self._server:
             self._server.close()
+
+
+def _place(job: Job, number: int, slot: int) -> Assignment:
+    """Return the assignment of member `number` in a slot of this machine, from 0."""
+    return assign(job, number, local_rank=slot, local_world_size=job.world_size, group_rank=0)

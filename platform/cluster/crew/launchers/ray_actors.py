@@ -1,4 +1,8 @@
-"""Launcher of Ray actors, one per worker, in an embedded Ray on this machine or in the cluster at RAY_ADDRESS."""
+"""Launcher of Ray actors, one per worker, in an embedded Ray on this machine or in the cluster at RAY_ADDRESS.
+
+In a cluster an actor's process is the worker. On this machine it has the worker forked (`forks`), because four
+processes that import torch take seconds longer than one.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +16,11 @@ from dataclasses import replace
 from time import monotonic
 from typing import Any, NamedTuple
 
+from platform.cluster.crew.base import rendezvous
 from platform.cluster.crew.base.failures import Failure, Member, NoPlaces, WorkerFailed
 from platform.cluster.crew.base.job import Assignment, Job, assign, usable_cores
 from platform.cluster.crew.base.launcher import Launcher
+from platform.cluster.crew.launchers.forks import ForkServer, order_worker
 from platform.cluster.crew.launchers.host import serve
 from platform.cluster.crew.launchers.ray_session import Embedded, Notices, join_cluster
 from platform.cluster.wire.switchboard import Switchboard
@@ -45,11 +51,16 @@ class RayActors(Launcher):
         self._serving: dict[int, Any] = {}  # each actor's running `serve` call
         self._notices: Notices | None = None
         self._ray: Embedded | None = None
+        self._forks: ForkServer | None = None
+        self._path = ""  # where actors order workers of `_forks`
 
     def open(self, job: Job, size: int) -> str:
         if self._embedded:
             growth = max(0, job.config.elastic.max_workers - job.world_size)
+            self._forks = ForkServer(assign(job, -1, local_rank=0, local_world_size=job.world_size, group_rank=0))
             self._ray = Embedded(max(size, job.world_size) + growth, gpus=job.device == "cuda")
+            self._path = f"{self._ray.directory}/forks"
+            self._forks.listen(self._path)
         else:
             join_cluster()
         import ray
@@ -82,6 +93,7 @@ class RayActors(Launcher):
         actors = [_actor(job, node) for node in _nodes(job, size)]
         self._actors = dict(zip(numbers, actors, strict=True))
         places = [actor.locate.remote() for actor in actors]
+        rendezvous.preload()  # while the actors start
         _wait(job, lambda seconds: len(ray.wait(places, num_returns=size, timeout=seconds)[0]), size)
         found = [_located(number, place) for number, place in zip(numbers, places, strict=True)]
         machines = list(dict.fromkeys(where.machine for where in found))
@@ -98,7 +110,7 @@ class RayActors(Launcher):
         """Order an actor to serve the member of `place`: it dials the driver's switchboard `board`."""
         number = place.number
         self._actors[number] = actor
-        self._serving[number] = actor.serve.remote(place, board.address, board.token(number))
+        self._serving[number] = actor.serve.remote(place, board.address, board.token(number), self._path)
 
     def ended(self, number: int, seconds: float) -> str | None:
         import ray
@@ -108,12 +120,11 @@ class RayActors(Launcher):
         if not ray.wait([serving], timeout=min(seconds, _REASON_SECONDS))[0]:
             return None
         try:
-            ray.get(serving)
+            return str(ray.get(serving))
         except RayActorError as error:
             return _reason(error)
         except RayError as error:
             return str(error)
-        return "the actor ended by itself"
 
     def kill(self, number: int) -> None:
         import ray
@@ -135,13 +146,15 @@ class RayActors(Launcher):
             for number in list(self._actors):
                 self.kill(number)
             ray.shutdown()  # ends an embedded Ray; only disconnects from a cluster
+        if self._forks:
+            self._forks.close()
         if self._ray:
             self._ray.close()
 
 
 class _Actor:
-    """Ray actor that runs the worker of one member. The driver asks where it runs before it assigns the member a
-    number."""
+    """Ray actor that holds the place of one member, and runs its worker. The driver asks where it runs before it
+    assigns the member a number."""
 
     def __init__(self) -> None:
         self._name = "worker"
@@ -158,12 +171,19 @@ class _Actor:
         first = gpus[0] if gpus else "0"
         return _Location(context.get_node_id(), (len(first), first), usable_cores())
 
-    def serve(self, place: Assignment, address: tuple[str, int], token: str) -> None:
+    def serve(self, place: Assignment, address: tuple[str, int], token: str, forks: str) -> str:
+        """Serve the member of `place` until the driver closes its connection, in this process or, if `forks` is the
+        address of a fork server, in a process that it forks, which dies with this one. Return how that ended, as a
+        phrase for the user."""
         import ray
 
         self._name = f"worker{place.number}"
         node = f"{socket.gethostname()}/{ray.get_runtime_context().get_node_id()}"
-        serve(replace(place, node=node), address, token)
+        place = replace(place, node=node)
+        if forks:
+            return order_worker(forks, place, address, token).ended(None) or ""
+        serve(place, address, token)
+        return "the actor ended by itself"
 
 
 def _nodes(job: Job, size: int) -> list[str]:

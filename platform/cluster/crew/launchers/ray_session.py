@@ -29,10 +29,11 @@ _OBJECT_STORE_BYTES = 100 << 20  # small: no tensor goes through it, and workers
 class Embedded:
     """Private Ray instance on this machine with room for `size` workers, but on `gpus` for no more than there are GPUs.
     It joins no other cluster, reports no usage statistics, and leaves no process or file behind when this process ends,
-    however it ends."""
+    however it ends. `directory`: of its files, and of others that are to go with it; only this user can read it."""
 
     def __init__(self, size: int, *, gpus: bool):
-        directory = _short_temporary_directory()  # readable by this user alone; Ray's own directory is open to all
+        # readable by this user alone; Ray's own directory is open to all
+        self.directory = directory = _short_temporary_directory()
         command = [sys.executable, "-I", leftovers.__file__, directory]
         # in its own session, so that Ctrl-C in the terminal does not reach it
         self._leftovers = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
