@@ -158,10 +158,19 @@ def alone(c: Config, rank: int, reads: list[int]) -> Iterator[Trainer]:
                 dist.destroy_process_group()
 
 
+class AsOnNccl(ProcessGroups):
+    """Groups of the `fake` transport that are used as those of NCCL are; stages send to each other in the world."""
+
+    def __init__(self, plan: Plan, rank: int):
+        super().__init__(plan.mesh, rank, process_groups(plan), "meta")
+        self._nccl = True
+
+    def _line_to(self, sender: int, receiver: int) -> None:
+        return None
+
+
 def communicator_of(plan: Plan, rank: int) -> Communicator:
-    if plan.mesh.size == 1:
-        return SingleRank(plan.mesh, META)
-    return ProcessGroups(plan.mesh, rank, process_groups(plan), "meta", plan.neighbours)
+    return SingleRank(plan.mesh, META) if plan.mesh.size == 1 else AsOnNccl(plan, rank)
 
 
 def _foreach(groups: list[dict[str, Any]], o: Any) -> torch.optim.Optimizer:

@@ -27,7 +27,9 @@ from tests.benchmarks.peers.rows import ROWS, Row, compiling, configured  # noqa
 from tests.harness.pool import Pool  # noqa: E402
 
 PATIENCE = 3600.0  # seconds for one launch
-APART = 1e-3  # largest relative difference of the two losses of a step
+# Largest relative difference of the two losses of a step. DDP and DDP from weights 1e-7 apart part by 8e-3 within 130
+# steps, where the loss falls fastest.
+APART = 1e-2
 
 DEFAULT = [name for name in ROWS if name != "ray_train"]
 COLUMNS = (
