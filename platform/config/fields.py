@@ -45,6 +45,7 @@ class Train:
     microbatch: int = key(4, "sequences per microbatch of one data-parallel replica", ">= 1", most=10**6)
     spike: float = key(0.0, "a loss above this factor times the median of the last 32 is a spike; 0 = never", ">= 0")
     verify_every: int = key(0, "steps between comparisons of the replicas' weights and moments; 0 = never", ">= 0")
+    compile: str = key("auto", "compile what lies between collectives; auto: on GPUs", ("auto", "on", "off"))
     on_spike: str = key("rollback", "at a spike or non-finite number: redo, skip or stop", ("rollback", "skip", "stop"))
 
 
@@ -76,12 +77,7 @@ class Model:
     io: int = key(64, "two_layer: width of its input and output", ">= 1", most=2**24)
     hidden: int = key(256, "two_layer: width between its layers", ">= 1", most=2**24)
     dropout: float = key(0.0, "probability that an activation is set to 0; 0 = no dropout", ">= 0 and < 1")
-    fused_dropout: bool = key(
-        False,
-        "draw attention masks in a fused kernel",
-        (False,),
-        not_built={True: "attention masks drawn inside a fused kernel"},
-    )
+    fused_dropout: bool = key(False, "attention's masks are drawn inside its kernel, per rank: not as other plans do")
     norm: str = key("layernorm", "normalisation", ("layernorm", "rmsnorm"))
     post_norm: bool = key(False, "normalise after the residual connection, as in the original Transformer")
     activation: str = key("gelu", "pointwise function of the feed-forward layer", ("gelu", "relu", "swiglu", "geglu"))

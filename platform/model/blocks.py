@@ -20,7 +20,12 @@ Activations = dict[str, Any]  # name -> activation that one unit of a model pass
 STD = 0.02  # standard deviation of normal initialisations; residual projections: / sqrt(2 layers) (GPT-2)
 
 # activation -> (pointwise function, True if it gates a second projection (Shazeer 2020))
-ACTIVATIONS = {"gelu": ("gelu", False), "relu": ("relu", False), "swiglu": ("silu", True), "geglu": ("gelu", True)}
+ACTIVATIONS = {
+    "gelu": ("gelu", False),
+    "relu": ("relu", False),
+    "swiglu": ("gated_silu", True),
+    "geglu": ("gated_gelu", True),
+}
 
 
 class StackSpecs:
@@ -87,6 +92,10 @@ class Norm(Layer):
     def __call__(self, ops: Ops, x: Any, spec: Spec) -> Any:
         return ops.norm(x, spec, self.kind, self.gain, self.bias)
 
+    def of_sum(self, ops: Ops, name: str, x: Any, y: Any, spec: Spec) -> tuple[Any, Any]:
+        """Return x plus y with dropout `name`, and the norm of this sum."""
+        return ops.residual_norm(name, x, y, spec, self.kind, self.gain, self.bias)
+
 
 class Residual(Layer):
     """Base of layers with a norm and a residual connection: x + layer(norm(x)), or norm(x + layer(x)) as in the
@@ -102,8 +111,17 @@ class Residual(Layer):
 
     def leave(self, ops: Ops, x: Any, y: Any) -> Any:
         """Add the layer's output y, with dropout, to the stream x; a post-norm model then normalises the sum."""
-        x = ops.pointwise("add", x, ops.dropout(f"{self.name}.residual", y, self.shapes.stream))
-        return self.norm(ops, x, self.shapes.stream) if self.config.post_norm else x
+        if self.config.post_norm:
+            return self.norm.of_sum(ops, f"{self.name}.residual", x, y, self.shapes.stream)[1]
+        return ops.residual(f"{self.name}.residual", x, y, self.shapes.stream)
+
+    def leave_for(self, ops: Ops, x: Any, y: Any, following: Residual | None) -> Any:
+        """Return what `leave` does if there is no `following` layer; else (that, what the following layer reads of it:
+        see `enter`)."""
+        if following is None or self.config.post_norm:
+            left = self.leave(ops, x, y)
+            return left if following is None else (left, left)
+        return following.norm.of_sum(ops, f"{self.name}.residual", x, y, self.shapes.stream)
 
 
 class Attention(Residual):
@@ -126,17 +144,28 @@ class Attention(Residual):
         self.inner_biases = inner if c.bias else []
         self.output_bias = [Parameter(f"{name}.output_bias", ("d_model",), "vector", "zeros")] if c.bias else []
 
-    def __call__(self, ops: Ops, x: Any, memory: Any = None, *, mask: Any = None, bias: Any = None) -> Any:
+    def __call__(
+        self,
+        ops: Ops,
+        x: Any,
+        memory: Any = None,
+        *,
+        mask: Any = None,
+        bias: Any = None,
+        entered: Any = None,
+        following: Residual | None = None,
+    ) -> Any:
         """Apply norm, attention and the residual connection to the stream x [length, batch, d_model]. `memory`: the
         (key, value) of cross-attention, from `keys_and_values`; None for self-attention. `mask`, `bias`: as in
-        `Ops.attention`."""
+        `Ops.attention`. `entered`: what `enter` would return, if it is known; `following`: see `leave_for`."""
         s, m = self.shapes, self.memory
+        entered = self.enter(ops, x) if entered is None else entered
         weights, specs, biases = (self.query, self.key, self.value), (s.query, s.key, s.key), self.inner_biases
         if self.cross:
-            (q,) = ops.project(self.enter(ops, x), s.stream, weights[:1], specs[:1], biases[:1])
+            (q,) = ops.project(entered, s.stream, weights[:1], specs[:1], biases[:1])
             k, v = memory
         else:
-            q, k, v = ops.project(self.enter(ops, x), s.stream, weights, specs, biases)
+            q, k, v = ops.project(entered, s.stream, weights, specs, biases)
         if self.config.positions == "rope" and not self.cross:
             q = ops.rotate(f"{self.name}.query", q, s.query, self.config.rope_theta)
             k = ops.rotate(f"{self.name}.key", k, s.key, self.config.rope_theta)
@@ -147,7 +176,7 @@ class Attention(Residual):
         a = ops.attention(self.name, q, k, v, s.core_query, m.core_key, **more)
         a = ops.relayout(f"{self.name}.context", a, s.core_query, s.query)
         (y,) = ops.project(a, s.query, (self.output,), (s.stream,), self.output_bias)
-        return self.leave(ops, x, y)
+        return self.leave_for(ops, x, y, following)
 
 
 def keys_and_values(ops: Ops, layers: list[Attention], memory: Any) -> list[tuple[Any, Any]]:
@@ -174,11 +203,12 @@ class FeedForward(Residual):
         self.inner_biases = biases if c.bias else []
         self.down_bias = [Parameter(f"{name}.down_bias", ("d_model",), "vector", "zeros")] if c.bias else []
 
-    def __call__(self, ops: Ops, x: Any) -> Any:
+    def __call__(self, ops: Ops, x: Any, entered: Any = None) -> Any:
+        """Apply the layer to the stream x. `entered`: what `enter` would return, if it is known."""
         s = self.shapes
-        h = ops.project(self.enter(ops, x), s.stream, self.inner, [s.hidden] * len(self.inner), self.inner_biases)
-        hidden = ops.pointwise(self.function, h[-1])
-        hidden = ops.pointwise("multiply", hidden, h[0]) if len(h) == 2 else hidden
+        entered = self.enter(ops, x) if entered is None else entered
+        h = ops.project(entered, s.stream, self.inner, [s.hidden] * len(self.inner), self.inner_biases)
+        hidden = ops.pointwise(self.function, *reversed(h))
         (y,) = ops.project(hidden, s.hidden, (self.down,), (s.stream,), self.down_bias)
         return self.leave(ops, x, y)
 
@@ -217,9 +247,10 @@ class TransformerBlock(Layer):
     def __call__(self, ops: Ops, x: Any, pair: Any, *, mask: Any, bias: Any, memory_mask: Any) -> Any:
         """Run the block on the stream x. `pair`: the (key, value) of its cross-attention; `mask`, `bias`: of
         self-attention; `memory_mask`: of cross-attention."""
-        x = self.attention(ops, x, mask=mask, bias=bias)
-        x = self.cross(ops, x, pair, mask=memory_mask) if self.cross else x
-        return self.mlp(ops, x)
+        x, h = self.attention(ops, x, mask=mask, bias=bias, following=self.cross or self.mlp)
+        if self.cross:
+            x, h = self.cross(ops, x, pair, mask=memory_mask, entered=h, following=self.mlp)
+        return self.mlp(ops, x, h)
 
 
 class Stack(Layer):

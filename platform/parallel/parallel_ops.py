@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
-from functools import wraps
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import prod
 
 import torch
@@ -14,10 +13,10 @@ from torch import Tensor
 
 from platform.parallel.communicator.base import Communicator
 from platform.parallel.kernels import positions, random, statistics
-from platform.parallel.kernels.dropout import Drawing, dropout, in_pieces
 from platform.parallel.kernels.einsum import Deferred, einsums
 from platform.parallel.kernels.table_rows import rows
-from platform.parallel.loss_ops import LossOps, PassPosition
+from platform.parallel.loss_ops import PassPosition
+from platform.parallel.pointwise_ops import PointwiseOps, where_present
 from platform.parallel.recompute import recomputed
 from platform.parallel.sharding.convert import absent, apply, convert
 from platform.parallel.sharding.residency import Residency
@@ -27,47 +26,30 @@ from platform.plan.core.plan import Plan
 from platform.plan.language.layout import Layout
 from platform.plan.language.ops import Parameter, Spec
 
-POINTWISE_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
-    "gelu": lambda x: F.gelu(x),
-    "relu": lambda x: F.relu(x),
-    "silu": lambda x: F.silu(x),
-    "tanh": lambda x: x.tanh(),
-    "identity": lambda x: x,
-    "absolute": lambda x: x.abs(),
-    "add": lambda x, y: x + y,
-    "multiply": lambda x, y: x * y,
-}
 
-
-def where_present(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap a method of `ParallelOps` so that, where its first tensor argument is absent (an empty block: this rank has
-    none), it computes nothing and returns an empty tensor that stays connected to the autograd graphs of all its tensor
-    arguments."""
-
-    @wraps(operation)
-    def run(self, *arguments, **options):
-        x, *others = (a for a in (*arguments, *options.values()) if isinstance(a, Tensor))
-        return sum(others, x) if absent(x) else operation(self, *arguments, **options)
-
-    return run
-
-
-class ParallelOps(LossOps):
+class ParallelOps(PointwiseOps):
     """Executes a plan's operations on the rank of `communicator`. `tensors`: parameter name -> local block.
 
     A data tensor is passed as a mapping from the operations that read it, keyed (kind, name), to this rank's block of
     integers [length, batch] in the layout given by `plan.readers`. An activation or parameter of which this rank has no
-    block is an empty tensor.
+    block is an empty tensor. `compiles`: small functions without collectives are compiled (train.compile).
     """
 
-    def __init__(self, plan: Plan, communicator: Communicator, tensors: Mapping[str, Tensor], dropout: float = 0.0):
+    def __init__(
+        self,
+        plan: Plan,
+        communicator: Communicator,
+        tensors: Mapping[str, Tensor],
+        dropout: float = 0.0,
+        compiles: bool = False,
+    ):
         self.plan, self.communicator, self.tensors = plan, communicator, tensors
-        self.dropout_rate = dropout
+        self.dropout_rate, self.compiles = dropout, compiles
         self.position = PassPosition()
         self.deferred: Deferred | None = None  # collects weight gradient computations that a schedule runs later
         self.recompute = plan.recompute
         self.residency: Residency | None = None  # of parameters that are gathered for each block
-        self._counters: dict[Spec, list[Tensor]] = {}  # of dropout masks
+        self._counters = {}
         self._angles: dict[tuple, tuple[Tensor, Tensor]] = {}  # of rotations, alike in all layers and steps
         tensors_of = (t for o in plan.operations.values() for t in (*o.operation.inputs, *o.operation.outputs))
         uses = Counter(p.name for o in plan.operations.values() for p in o.operation.parameters)
@@ -222,15 +204,6 @@ class ParallelOps(LossOps):
         return x + p
 
     @where_present
-    def norm(self, x, spec, kind, gain, bias):
-        planned = self._planned("norm", gain.name)
-        vectors = [
-            apply(self.communicator, self.tensors[p.name], c)
-            for p, c in zip(planned.operation.parameters, planned.conversions, strict=True)
-        ]
-        return statistics.norm(x, vectors[0], vectors[1] if bias else None, kind, self.communicator, planned.over)
-
-    @where_present
     def rotate(self, name, x, spec, theta):
         into, leave = self._planned("rotate", name).conversions
         x = apply(self.communicator, x, into)
@@ -240,7 +213,7 @@ class ParallelOps(LossOps):
             self._angles[key] = positions.angles(self._range(spec, "length", x.device), x.shape[-1], theta, wide)
         shape = [n if d in ("length", "d_kv") else 1 for d, n in zip(spec.dims, x.shape, strict=True)]
         cos, sin = (t.view(shape) for t in self._angles[key])
-        return apply(self.communicator, positions.rotate(x, cos, sin), leave)
+        return apply(self.communicator, positions.rotate(x, cos, sin, self._region(positions.rotated)), leave)
 
     @where_present
     def sinusoid(self, name, x, spec, scale):
@@ -297,46 +270,26 @@ class ParallelOps(LossOps):
             seen = None
         else:
             seen, causal = positions.attention_mask(q, k, causal, padding, bias), False
-        more = {"attn_mask": seen, "is_causal": causal, "scale": scale, "enable_gqa": k.shape[1] != q.shape[1]}
-        return F.scaled_dot_product_attention(q, k, v, **more).permute(back)
+        rate = self.dropout_rate if self.position.training else 0.0
+        more = {"is_causal": causal, "scale": scale, "enable_gqa": k.shape[1] != q.shape[1]}
+        with self._seeded(name, spec, q.device) if rate else nullcontext():
+            return F.scaled_dot_product_attention(q, k, v, seen, rate, **more).permute(back)
 
-    def can_fuse_attention(self, spec):
-        return self.plan.scheme.fuses_attention(spec.region)
+    def _seeded(self, name: str, spec: Spec, device: torch.device) -> AbstractContextManager[None]:
+        """Return a context in which a kernel that draws its own dropout mask draws that of the attention `name` on this
+        rank's block of `spec`, at the present position in the run."""
+        p = self.position
+        key = random.key(p.seed, "fused dropout", p.step, name, p.first_sequence, *self._blocks[spec])
+        return random.seeded(key, device)
+
+    def fuses_attention(self, name, spec):
+        return ("fused_attention", name) in self.plan.operations
 
     def relayout(self, name, x, spec, out):
         if spec == out:
             return x
         (conversion,) = self._planned("relayout", name).conversions
         return apply(self.communicator, x, conversion)
-
-    def pointwise(self, function, *x):
-        return POINTWISE_FUNCTIONS[function](*x)
-
-    @where_present
-    def pointwise_each(self, functions, x, spec, dim):
-        i = spec.dims.index(dim)
-        first, n = self._blocks[spec][i]
-        mine = functions[first : first + n]
-        return torch.stack([POINTWISE_FUNCTIONS[f](part) for f, part in zip(mine, x.unbind(i), strict=True)], i)
-
-    @where_present
-    def dropout(self, name, x, spec):
-        if not self.dropout_rate or not self.position.training:
-            return x
-        return dropout(x, self._drawing(name, spec, x.device), in_pieces)
-
-    def _drawing(self, name: str, spec: Spec, device: torch.device) -> Drawing:
-        """Return what the dropout mask of the operation `name` on this rank's block of `spec` is drawn from, at the
-        present position in the run."""
-        p = self.position
-        sizes = dict(zip(spec.dims, self.plan.global_shape(spec), strict=True))
-        dims = sorted(spec.dims, key=lambda d: d != "batch")  # batch first: its size is unused
-        strides = {d: prod(sizes[e] for e in dims[i + 1 :]) for i, d in enumerate(dims)}
-        if spec not in self._counters:
-            self._counters[spec] = random.counters(self._blocks[spec], [strides[d] for d in spec.dims], device)
-        key = random.key(p.seed, "dropout", p.step, name)
-        start = random.start(key, p.first_sequence * strides["batch"], device)
-        return Drawing(self._counters[spec], start, self.dropout_rate)
 
     def gathered(self, x: Tensor, spec: Spec) -> Tensor:
         """Gather the local block x of an activation into the whole tensor on every rank, without gradient and without

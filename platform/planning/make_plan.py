@@ -70,6 +70,7 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
             zero=config.parallel.zero if group > 1 else 0,
             turns=config.pipeline.kind == "none",
             dropout=config.model.dropout,
+            fused_dropout=config.model.fused_dropout,
         )
     except ModelMistake as error:
         line = violation(

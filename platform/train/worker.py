@@ -8,6 +8,7 @@ import os
 import socket
 import time
 from concurrent import futures
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from math import inf
@@ -31,6 +32,7 @@ from platform.parallel.communicator.base import Communicator, Launch, SingleRank
 from platform.parallel.communicator.progress import PROGRESS
 from platform.parallel.communicator.sockets import open_sockets
 from platform.parallel.communicator.torch_distributed import ProcessGroups, join
+from platform.parallel.kernels.compiled import uncompiled
 from platform.plan.core.plan_data import digest
 from platform.plan.core.step_collectives import process_groups
 from platform.plan.language.mesh import Mesh
@@ -93,7 +95,8 @@ class Worker:
     def prove(self, probe: str) -> Proof:
         """Return what this worker sees of the run's storage, and hashes and versions of its code, for the driver to
         compare with its own. `probe`: name of the file of random bytes that the driver has written to each storage."""
-        return proof(self.config, self.run_dir, probe)
+        lacks = uncompiled("on", self.device) if self.config.train.compile == "on" else ""
+        return proof(self.config, self.run_dir, probe, lacks)
 
     def form(
         self,
@@ -161,7 +164,7 @@ class Worker:
         `domains`: the node of every rank, None if all run on one; `fresh`: the parameters get their initial values;
         False if `restore` or `recover` follows."""
         assert self.communicator
-        c = self.config
+        c, lacking = self._settled()
         self._unheld = None
         self.trainer = Trainer(c, self.plan, self.communicator, corpus_of(c), StageRows.from_plain(rows), fresh)
         self.state = State(self.trainer)
@@ -172,7 +175,23 @@ class Worker:
         device = torch.cuda.get_device_properties() if self.device == "cuda" else None
         parameters = self.plan.parameters_at(self.communicator.coordinates)
         name, memory = (device.name, device.total_memory) if device else ("cpu", None)
-        return Built(parameters, name, memory, self.state.moments)
+        return Built(parameters, name, memory, self.state.moments, lacking)
+
+    def _settled(self) -> tuple[Config, str]:
+        """Return the configuration with train.compile settled to on or off, alike on all ranks, and what keeps this
+        worker or another from compiling where `auto` would, "" for nothing. Raises RuntimeError if it is `on`, and this
+        worker cannot."""
+        c, asked = self.config, self.config.train.compile
+        why = uncompiled(asked, self.device)
+        if asked == "on" and why:
+            raise RuntimeError(f"train.compile=on: {why}")
+        tried = asked == "auto" and self.device == "cuda"
+        if tried and self.communicator and (world := self.plan.mesh.ordered(self.plan.mesh.axes)):
+            failed = torch.tensor(float(bool(why)), device=self.communicator.device)
+            if self.communicator.launch("all_reduce", failed, world).wait().item():
+                why = why or "another worker has no compiler"
+        settled = replace(c, train=replace(c.train, compile="off" if why else "on"))
+        return settled, why if tried else ""
 
     def step(self, step: int, limit: float = inf, faults: list[Fault] | None = None) -> StepReport | Taken:
         """Run training step `step` (from 1) on this rank, see `Trainer.step`, and snapshot the state to memory every

@@ -160,7 +160,7 @@ def test_own_files(driver, tmp_path, capsys):
         "# @package _global_\ndefaults: [gpt_quick, {override /model: my_model}, _self_]\ntrain: {steps: 9}\n"
     )
     (own / "experiment" / "typo.yaml").write_text("# @package _global_\ntrain: {stepz: 9}\n")
-    (own / "experiment" / "later.yaml").write_text("# @package _global_\nmodel: {fused_dropout: true}\n")
+    (own / "experiment" / "later.yaml").write_text("# @package _global_\ntrain: {compile: later}\n")
     (own / "experiment" / "broken.yaml").write_text("# @package _global_\ntrain: {steps: 9\n")
     (own / "model").mkdir()
     (own / "model" / "my_model.yaml").write_text("layers: 1\nheads: 2\n")
@@ -170,7 +170,7 @@ def test_own_files(driver, tmp_path, capsys):
     assert (name, config.train.steps, config.model.layers, config.tensor.axes) == ("my_run", 9, 1, {"t": 2})
     for name, line in [
         ("typo", "experiment=typo: train.stepz: unknown key; nearest legal: train.steps"),
-        ("later", "model.fused_dropout=true: not built yet"),
+        ("later", "train.compile=later: unknown; nearest legal: "),
         ("broken", "experiment=broken: while parsing"),
     ]:
         assert main([*files, f"+experiment={name}"]) == 2

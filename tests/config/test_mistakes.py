@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -52,7 +53,7 @@ WRONG = [
     ("recompute=some", "recompute=some: unknown; nearest legal: "),
     ("recompute_every=0", "recompute_every=0: must be >= 1"),
     ("model.norm=batchnorm", "model.norm=batchnorm: unknown; nearest legal: "),
-    ("model.fused_dropout=true", "model.fused_dropout=true: not built yet"),
+    ("train.compile=sometimes", "train.compile=sometimes: unknown; nearest legal: "),
     ("parallel.data=0", "parallel.data=0: must be >= 1, or -1"),
     ("parallel.zero=4", "parallel.zero=4: unknown; nearest legal: 3, 2, 1"),
     ("pipeline.file=/mine.csv", "pipeline.file=/mine.csv: only for pipeline=file"),
@@ -144,6 +145,12 @@ checkpoint.every=0 checkpoint.resume=auto elastic.spares=0 elastic.min_workers=0
 model.fused_dropout=false tensor=serial tensor.axes.t=1 eval.every=0 pipeline.scatter_gather=true
 elastic.snapshot_every=0
 """.split()
+
+
+def test_a_planned_value_is_refused_by_the_missing_capability(monkeypatch):
+    planned = replace(KEYS["precision"], not_built={"fp8": "scales per tensor"})
+    monkeypatch.setitem(KEYS, "precision", planned)
+    assert mistakes("precision=fp8")[0].startswith("precision=fp8: not built yet (scales per tensor)")
 
 
 def test_neutral_values_are_accepted():

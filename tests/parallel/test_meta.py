@@ -69,11 +69,15 @@ def test_negative_controls_of_a_step_on_meta_tensors():
             torch.zeros(1)
 
 
+DROPS = ["+experiment=one_gpu", "model.dropout=0.1"]
 HUGE = ["+experiment=gpt175b", "pipeline=none", "recompute=none"]  # 4096 tokens on 8 GPUs
 # What a layer and a microbatch may launch and move (GB): forward, backward. Of a backward pass 16 kernels add its
 # gradients into the flat storage of the sums.
 BUDGETS = {
     "gpt2_124m": (["+experiment=one_gpu"], (14, 0.57), (41, 1.10)),
+    # eager; compiled, each mask is part of one kernel: tests/parallel/kernels/test_compiled.py
+    "gpt2_124m dropout": ([*DROPS, "model.fused_dropout=false"], (150, 30.6), (185, 32.1)),
+    "gpt2_124m fused dropout": ([*DROPS, "model.fused_dropout=true"], (56, 3.8), (81, 4.3)),
     "gpt175b t=8 1d": (HUGE, (18, 3.23), (43, 7.04)),
     "gpt175b t=8 1d_sp": ([*HUGE, "tensor=1d_sp"], (16, 1.60), (42, 5.40)),
 }

@@ -168,10 +168,12 @@ class RolledBack(JournalEvent):
 
 
 class Running(JournalEvent):
-    """A generation is built and has its state, and begins with `step`."""
+    """A generation is built and has its state, and begins with `step`. `uncompiled`: what kept it from compiling, where
+    train.compile=auto would have."""
 
     step: Steps
     parameters_per_worker: int
+    uncompiled: str | None = None
 
 
 class FirstStep(JournalEvent):

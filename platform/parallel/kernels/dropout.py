@@ -13,7 +13,7 @@ from torch import Tensor
 from platform.parallel.kernels import random
 
 DRAWN_AT_ONCE = {"cpu": 1 << 15}  # elements whose integers stay in a core's cache
-_MOST_AT_ONCE = 1 << 22  # on other devices, whose kernels take long to launch
+_MOST_AT_ONCE = 1 << 25  # on other devices, whose kernels take long to launch: half a GB of integers
 
 
 class Drawing(NamedTuple):
@@ -65,7 +65,7 @@ class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, drawing, draw):
         ctx.drawing, ctx.draw = drawing, draw
-        return draw(x, *drawing)
+        return draw(x.detach(), *drawing)
 
     @staticmethod
     def backward(ctx, gradient):

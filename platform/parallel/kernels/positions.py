@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -22,17 +23,17 @@ class _Rotate(torch.autograd.Function):
     """Rotation of pairs, whose adjoint is the rotation back; it keeps nothing of x."""
 
     @staticmethod
-    def forward(ctx, x, cos, sin):
-        ctx.angles = cos, sin
-        return _rotated(x, cos, sin, 1)
+    def forward(ctx, x, cos, sin, turn):
+        ctx.angles, ctx.turn = (cos, sin), turn
+        return turn(x.detach(), cos, sin, 1)
 
     @staticmethod
     def backward(ctx, gradient):
         cos, sin = ctx.angles
-        return _rotated(gradient, cos, sin, -1), None, None
+        return ctx.turn(gradient, cos, sin, -1), None, None, None
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, way: int) -> Tensor:
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, way: int) -> Tensor:
     """Apply the angles to the pairs of x, forth (`way` 1) or back (-1)."""
     wide, half = widened(x), x.shape[-1] // 2
     out = wide * cos
@@ -41,10 +42,10 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, way: int) -> Tensor:
     return out.to(x.dtype)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, turn: Callable[..., Tensor] = rotated) -> Tensor:
     """Apply rotary position embedding to x, a local block of queries or keys [..., d_kv], by `angles` of a shape that
-    broadcasts against it."""
-    return _Rotate.apply(x, cos, sin)
+    broadcasts against it. `turn`: `rotated`, perhaps compiled."""
+    return _Rotate.apply(x, cos, sin, turn)
 
 
 def sinusoid(length: Tensor, d_model: Tensor, size: int) -> Tensor:

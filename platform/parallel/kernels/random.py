@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from threading import Lock
 
 import torch
 from torch import Tensor
 
 # elements drawn at once, so that initialisation needs little memory beyond the block, and on a GPU few launches
+_SEEDING = Lock()  # torch's generators are the process's
 DRAWN_AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 22, "meta": 1 << 22}
 
 
@@ -92,6 +95,15 @@ def kept(counters: Sequence[Tensor], start: Tensor, rate: float) -> Tensor:
     for states in counters:
         z = z + states
     return _kept(z, rate)
+
+
+@contextmanager
+def seeded(key_: int, device: torch.device) -> Iterator[None]:
+    """Make torch's own kernels on `device` draw from the stream `key_` within the context, and leave torch's generators
+    as they were. What they draw depends on the kernel and on the shape too."""
+    with _SEEDING, torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(key_)
+        yield
 
 
 _ONE, _ROOT_HALF = 0x3FF0000000000000, 0x3FE6A09E667F3BCD  # fp64 as integers: 1 and sqrt(1/2)

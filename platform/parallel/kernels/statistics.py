@@ -78,6 +78,11 @@ class _SplitNorm(torch.autograd.Function):
         return (dx * rstd).to(dtype), dgain.to(gain.dtype), dbias, None, None, None
 
 
+def rms_norm(x: Tensor, gain: Tensor) -> Tensor:
+    """Apply RMSNorm over the last dim, which is whole, to x [..., d_model]."""
+    return F.rms_norm(x, x.shape[-1:], gain, EPS)
+
+
 def norm(
     x: Tensor, gain: Tensor, bias: Tensor | None, kind: str, communicator: Communicator, over: Sequence[str]
 ) -> Tensor:
@@ -87,7 +92,7 @@ def norm(
         return _SplitNorm.apply(x, gain, bias, kind, communicator, over)
     if kind == "layernorm":
         return F.layer_norm(x, x.shape[-1:], gain, bias, EPS)
-    return F.rms_norm(x, x.shape[-1:], gain, EPS)
+    return rms_norm(x, gain)
 
 
 class _SplitSoftmax(torch.autograd.Function):

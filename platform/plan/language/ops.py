@@ -58,8 +58,9 @@ class Parameter:
     sizes: tuple[tuple[str, int], ...] = ()
 
 
-# Pointwise functions by name, and how many activations each takes; platform/parallel/parallel_ops.py computes them.
+# Pointwise functions by name, and how many activations each takes; platform/parallel/pointwise_ops.py computes them.
 POINTWISE = {"gelu": 1, "relu": 1, "silu": 1, "tanh": 1, "identity": 1, "absolute": 1, "add": 2, "multiply": 2}
+POINTWISE |= {"gated_silu": 2, "gated_gelu": 2}  # function(gate) * x
 LOSSES = ("cross_entropy", "squared_error")  # kinds of operations that end the forward pass
 
 
@@ -242,12 +243,13 @@ class Ops(ABC):
         bias: Any = None,
     ) -> Any:
         """Return scaled_dot_product_attention of local heads: q is [length batch heads d_kv], k and v have the
-        same dims with a length of their own; `mask` and `bias` as in softmax."""
+        same dims with a length of their own; `mask` and `bias` as in softmax. Dropout of its probabilities is drawn by
+        the kernel itself."""
 
     @abstractmethod
-    def can_fuse_attention(self, spec: Spec) -> bool:
-        """Return True if the scheme leaves length, memory_length and d_kv whole in the region of `spec`: one fused
-        kernel then does attention there."""
+    def fuses_attention(self, name: str, spec: Spec) -> bool:
+        """Return True if one fused kernel does the attention `name` of type `spec`: the scheme leaves length,
+        memory_length and d_kv whole there, and there is no dropout, or the kernel draws its masks."""
 
     @abstractmethod
     def relayout(self, name: str, x: Any, spec: Spec, out: Spec) -> Any:
@@ -256,8 +258,8 @@ class Ops(ABC):
 
     @abstractmethod
     def pointwise(self, function: str, *x: Any) -> Any:
-        """Apply a pointwise function by name (gelu, relu, silu, tanh, identity, absolute, add or multiply) to one or
-        two activations that share a layout."""
+        """Apply a pointwise function by name (gelu, relu, silu, tanh, identity, absolute; add, multiply, gated_silu or
+        gated_gelu, whose gate is first) to one or two activations that share a layout."""
 
     @abstractmethod
     def pointwise_each(self, functions: Sequence[str], x: Any, spec: Spec, dim: str) -> Any:
@@ -268,6 +270,17 @@ class Ops(ABC):
     def dropout(self, name: str, x: Any, spec: Spec) -> Any:
         """Drop elements of an activation with probability `dropout_rate`; the random mask depends on global indices,
         not on the plan."""
+
+    def residual(self, name: str, x: Any, y: Any, spec: Spec) -> Any:
+        """Return x plus y, both of type `spec`, with dropout `name` of y: a residual connection."""
+        return self.pointwise("add", x, self.dropout(name, y, spec))
+
+    def residual_norm(
+        self, name: str, x: Any, y: Any, spec: Spec, kind: str, gain: Parameter, bias: Parameter | None
+    ) -> tuple[Any, Any]:
+        """Return the `residual` of x and y, and the `norm` of it, which the next layer reads."""
+        total = self.residual(name, x, y, spec)
+        return total, self.norm(total, spec, kind, gain, bias)
 
     @abstractmethod
     def cross_entropy(self, name: str, logits: Any, spec: Spec, labels: Any, smoothing: float = 0.0) -> Any:
@@ -310,11 +323,10 @@ class Ops(ABC):
         """Return softmax(scale q k^T + bias) v in the region of `spec` [length batch heads d_kv]; k and v are of type
         `kv`, with a length of their own in cross-attention. `mask` and `bias` as in softmax.
 
-        Runs one fused kernel if length, memory_length and d_kv are whole in the region and there is no dropout, else
-        two einsums and a softmax over split dims.
+        Runs one fused kernel (`fuses_attention`), or two einsums and a softmax over split dims.
         """
         heads = replace(kv, dims=spec.dims)
-        fused = not self.dropout_rate and self.can_fuse_attention(spec)
+        fused = self.fuses_attention(name, spec)
         grouped = fused and mask is None and bias is None  # kernels that take masks want every head
 
         def core(q: Any, k: Any, v: Any, bias: Any) -> Any:

@@ -30,11 +30,12 @@ class Symbol:
 @dataclass
 class Recorder(Ops):
     """Records the operations of a model's forward pass as data, without computing anything; the scheme decides
-    `can_fuse_attention`. A data tensor is represented by its name."""
+    `fuses_attention`. A data tensor is represented by its name."""
 
     scheme: Scheme
     dropout_rate: float = 0.0
     recompute: Recompute = NO_RECOMPUTATION
+    fused_dropout: bool = False
     operations: list[Operation] = field(default_factory=list)
     kept: list[Spec] = field(default_factory=list)  # type of x of every recomputed function
     sizes: Mapping[str, int] = field(default_factory=dict)  # dim -> size; {}: dims are not checked
@@ -168,8 +169,8 @@ class Recorder(Ops):
         more = {"scale": scale, "causal": causal}
         return self._record("fused_attention", name, [q, k, v], [spec, kv, kv], [spec], mask, **more)
 
-    def can_fuse_attention(self, spec):
-        return self.scheme.fuses_attention(spec.region)
+    def fuses_attention(self, name, spec):
+        return (self.fused_dropout or not self.dropout_rate) and self.scheme.fuses_attention(spec.region)
 
     def relayout(self, name, x, spec, out):
         if spec == out:

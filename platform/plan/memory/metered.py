@@ -285,8 +285,8 @@ class Metered(MeteredLosses):
             saved.append(self.new(key["batch"] * key["length"] * (query["length"] if causal else 1)))
         return self.plain(out, [q, k, v], tuple(saved))
 
-    def can_fuse_attention(self, spec):
-        return self.plan.scheme.fuses_attention(spec.region)
+    def fuses_attention(self, name, spec):
+        return ("fused_attention", name) in self.plan.operations
 
     def relayout(self, name, x, spec, out):
         if spec == out:
@@ -296,6 +296,8 @@ class Metered(MeteredLosses):
     def pointwise(self, function, *x):
         if function == "identity":
             return x[0]
+        if function.startswith("gated_"):
+            return self.pointwise("multiply", self.pointwise(function.removeprefix("gated_"), x[0]), x[1])
         n = min(v.elements for v in x)
         out = Value(self.new(n), n)
         if function == "add":

@@ -19,12 +19,14 @@ class Proof:
               file read there, or why it cannot be read
     code      `platform` and the user's modules -> hash of their source files
     versions  Python, CUDA and libraries -> version
+    lacks     what keeps a worker of a run with train.compile=on from compiling, in a line; "" for nothing
     """
 
     node: str
     sees: dict[str, str]
     code: dict[str, str]
     versions: dict[str, str]
+    lacks: str = ""
 
 
 @dataclass(frozen=True)
@@ -41,12 +43,14 @@ class Joined:
 @dataclass(frozen=True)
 class Built:
     """Size of the model built on a worker, in parameters, and its device: the name, and `memory` in bytes, None on CPU,
-    where workers share that of the host. `moments`: the names of the optimizer's."""
+    where workers share that of the host. `moments`: the names of the optimizer's. `uncompiled`: what kept the crew from
+    compiling, in a line, where train.compile=auto would have; "" otherwise."""
 
     parameters: Count
     device: str
     memory: Count | None
     moments: list[str]
+    uncompiled: str = ""
 
 
 class SectionSpan(NamedTuple):

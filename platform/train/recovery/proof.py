@@ -19,10 +19,10 @@ from platform.train.recovery import urls
 LIBRARIES = ("elastic-platform", "torch", "numpy", "ray")
 
 
-def proof(config: Config, run_dir: Path, probe: str) -> Proof:
+def proof(config: Config, run_dir: Path, probe: str, lacks: str = "") -> Proof:
     """Describe this process's environment, worker or driver, for the check before a mesh forms that all see the same
     storage and run the same code. Reads the file `probe`, which the driver has written to the run directory and the
-    checkpoint storage, and the manifest of the checkpoint that checkpoint.resume names."""
+    checkpoint storage, and the manifest of the checkpoint that checkpoint.resume names. `lacks`: as in Proof."""
     sees = {"run.dir": _read(str(run_dir), probe)}
     if urls.saves(config):
         sees["checkpoint.url"] = _read(urls.home(config), probe)
@@ -30,7 +30,7 @@ def proof(config: Config, run_dir: Path, probe: str) -> Proof:
     if name:
         sees["checkpoint.resume"] = _read(url, f"{name}/{NAME}")
     code = {name: source_digest(name) for name in ("platform", *config.extend)}
-    return Proof(socket.gethostname(), sees, code, versions())
+    return Proof(socket.gethostname(), sees, code, versions(), lacks)
 
 
 def _read(url: str, path: str) -> str:

@@ -68,9 +68,9 @@ class Trainer:
         self.rows, self.stage = rows, plan.at(communicator.coordinates["stage"])
         self._parts = {chunk.number: replace(self.stage, chunks=(chunk,)) for chunk in self.stage.chunks}
         self.model = build_model(config.model)
-        overlap = config.parallel.overlap
+        overlap, compiles = config.parallel.overlap, config.train.compile == "on"  # the driver has settled auto
         self.weights = Weights(self.stage, communicator, config.seed if fresh else None, overlap)
-        self.ops = ParallelOps(self.stage, communicator, self.weights.compute, config.model.dropout)
+        self.ops = ParallelOps(self.stage, communicator, self.weights.compute, config.model.dropout, compiles)
         self.ops.residency = self.weights.residency
         self.optimizer = self._make_optimizer()
         self.loss_scale = LossScale(config.loss_scale.initial) if plan.precision == "fp16" else None

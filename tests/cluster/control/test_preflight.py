@@ -56,6 +56,12 @@ def test_one_line_per_node_and_disagreement(key, value, line):
     assert preflight.disagreements(OWN, proofs(**{key: value}), config) == [line]
 
 
+def test_a_worker_that_cannot_compile_as_asked():
+    lacking = replace(OWN, node="n1", lacks="there is no C++ compiler")
+    line = "train.compile=on: there is no C++ compiler on node n1; nearest legal: auto, off"
+    assert preflight.disagreements(OWN, [OWN, lacking, lacking], Config()) == [line]
+
+
 def test_all_at_once():
     lines = preflight.disagreements(
         OWN, proofs(code__platform="x", versions__torch="y", versions__python="z"), Config()

@@ -79,7 +79,11 @@ class Former:
         self.recruiter.memory = min(self.recruiter.memory, *(b.memory or inf for b in built))
         step = self._recover(crew, source) if source else self._restore(crew, build)
         self._formed = True
-        self._journal.write(events.Running(step=step + 1, parameters_per_worker=built[0].parameters))
+        if uncompiled := built[0].uncompiled:
+            self._monitor.say(f"compile  off: {uncompiled}")
+        self._journal.write(
+            events.Running(step=step + 1, parameters_per_worker=built[0].parameters, uncompiled=uncompiled or None)
+        )
         timeline = None
         if self._config.monitor.timeline:
             names, stages = [job.name(rank) for rank in range(size)], [c["stage"] for c in job.coordinates]

@@ -49,7 +49,7 @@ def _probe(storages: Mapping[str, Storage]) -> Iterator[str]:
 
 def disagreements(own: Proof, found: Iterable[Proof], config: Config) -> list[str]:
     """Return one line for each difference between the environments of workers, `found`, and the driver's, `own`: what
-    they see of storage, the hashes of their code, and the versions of their libraries."""
+    they see of storage, the hashes of their code, and the versions of their libraries; and for what a worker lacks."""
     where = {
         "run.dir": config.run.dir,
         "checkpoint.url": redact(urls.home(config)),
@@ -64,4 +64,6 @@ def disagreements(own: Proof, found: Iterable[Proof], config: Config) -> list[st
                     lines.append(violation(name, where[name], f"{how}; all nodes must see the same"))
                 else:
                     lines.append(f"cluster: {kind} of {name}: {how}; all nodes must run the same")
+        if its.lacks:
+            lines.append(violation("train.compile", "on", f"{its.lacks} on node {its.node}", ["auto", "off"]))
     return list(dict.fromkeys(lines))

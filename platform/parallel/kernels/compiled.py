@@ -1,0 +1,88 @@
+"""Compilation of the runtime's small pure functions of local tensors (regions) by torch.compile: `region` wraps one.
+
+A region contains no collective, and takes as tensors all that changes between layers, steps and microbatches, so that
+there is one graph per region and shape. Graphs stay in the process, whatever generations it is in.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import cache, wraps
+from importlib import import_module
+from importlib.util import find_spec
+from shutil import which
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from platform.parallel.communicator.progress import PROGRESS
+
+BACKEND = "inductor"
+MOST_GRAPHS = 64  # of one region: shapes, with and without gradients; further ones run eagerly
+_LOCK = Lock()  # torch compiles one function at a time
+
+
+@cache
+def region(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return `function`, a pure one of tensors and of constants, compiled for each shape at its first call with it.
+    While it is compiled, the process's progress says so, so that no rank counts as hung."""
+    made = torch.compile(function, dynamic=False, backend=BACKEND)
+    limits = import_module("torch._dynamo").config
+    limits.recompile_limit = max(MOST_GRAPHS, limits.recompile_limit)
+    known: set[object] = set()
+
+    @wraps(function)
+    def run(*arguments):
+        signature = torch.is_grad_enabled(), *(_signature(a) for a in arguments)
+        if signature in known:
+            return made(*arguments)
+        with _LOCK:
+            before = PROGRESS.enter(f"compile {function.__name__}")
+            try:
+                return made(*arguments)
+            finally:
+                known.add(signature)
+                PROGRESS.enter(*before)
+
+    return run
+
+
+def _signature(argument: object) -> object:
+    """Return all on which a graph depends of one argument: shape, type and gradient of a tensor or of those in a
+    list."""
+    if isinstance(argument, Tensor):
+        return argument.shape, argument.stride(), argument.dtype, argument.requires_grad
+    return tuple(map(_signature, argument)) if isinstance(argument, list | tuple) else argument
+
+
+def uncompiled(choice: str, device: str) -> str:
+    """Return why a process with this `device` (cpu, cuda) runs its functions uncompiled, in a line, under
+    train.compile=`choice`: "" if it compiles them. `auto` compiles on GPUs alone: on CPU a start of seconds is longer
+    than what most runs win."""
+    if choice == "off" or (choice == "auto" and device != "cuda"):
+        return f"train.compile={choice}"
+    return _lacking(device)
+
+
+@cache
+def _lacking(device: str) -> str:
+    """Return what keeps this process from compiling for the `device`, in a line, "" if nothing does: a tiny function is
+    compiled, once. Takes seconds, as it imports torch's compiler."""
+    if device == "cuda" and not find_spec("triton"):
+        return "triton is not installed"
+    if not any(map(which, [os.environ.get("CXX", "g++"), "clang++", "gcc", "cc"])):
+        return "there is no C++ compiler"
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of processes beside a worker
+    try:
+        x = torch.ones(64, device=device)
+        right = torch.equal(torch.compile(_probed, dynamic=False)(x), _probed(x))
+    except Exception as error:  # whatever a compiler, its headers or its cache may lack
+        first, *more = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+        return f"{type(error).__name__}: {(more or [first])[0] if first.endswith('raised:') else first}"[:300]
+    return "" if right else "what it compiles computes wrong numbers"
+
+
+def _probed(x: Tensor) -> Tensor:
+    return x * 2 + 1

@@ -1,0 +1,173 @@
+"""Compiled regions: the numbers are those of one eager process, one graph serves all layers, steps and generations, and
+what each costs is counted."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch.utils._pytree import tree_leaves
+
+from platform.parallel.communicator.base import SingleRank
+from platform.parallel.kernels import compiled, random, residual
+from platform.parallel.kernels.compiled import region, uncompiled
+from platform.parallel.kernels.dropout import Drawing, dropped
+from platform.planning.make_plan import make_plan
+from tests.harness.oracle import MODELS, configure, prove, trainer_of
+
+LLAMA = MODELS["llama"]
+
+
+def compiling(**more: Any):
+    c = configure(**more)
+    c.train.compile = "on"
+    return c
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Graphs without kernels: traced and differentiated as others are, and run as they are, without a compiler."""
+    region.cache_clear()
+    torch._dynamo.reset()
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    counters.clear()
+    yield counters["stats"]
+    region.cache_clear()
+    torch._dynamo.reset()
+
+
+def graphs_of(c, steps=(1,), evaluates=False) -> int:
+    """Graphs that torch has made when this process has taken the `steps` of a run, or of a generation of it."""
+    plan = make_plan(c)
+    trainer = trainer_of(c, plan, SingleRank(plan.mesh))
+    for step in steps:
+        trainer.step(step)
+    if evaluates:
+        trainer.evaluate()
+    return counters["stats"]["unique_graphs"]
+
+
+CASES = [
+    pytest.param({"dropout": 0.1}, 5, id="pre-norm", marks=pytest.mark.full),  # dropped (embedding, probabilities),
+    # sum, sum and norm, its gradients
+    pytest.param({**LLAMA, "dropout": 0.1}, 11, id="rmsnorm, gated, rope"),  # and rms_norm, gated_silu, rotated (q, k)
+    pytest.param({**LLAMA}, 8, id="no dropout", marks=pytest.mark.full),  # neither dropped nor sum alone
+]
+
+
+@pytest.mark.parametrize(("more", "expected"), CASES)
+def test_one_graph_for_all_layers_steps_and_generations(more, expected, traced):
+    c = compiling(layers=12, d_model=16, heads=4, length=8, microbatch=4, global_batch=8, **more)
+    assert graphs_of(c) == expected
+    assert graphs_of(c, (2, 3)) == expected  # two microbatches each, of which every mask is another
+    c.seed, c.train.global_batch = 7, 6  # the last microbatch is partial
+    assert graphs_of(c, (4,)) == expected
+    assert not counters["graph_break"] and not counters["unimplemented"]
+
+
+def test_evaluation_needs_graphs_of_its_own_once(traced):
+    """Without gradients, and without dropout; the control: another shape needs others."""
+    c = compiling(layers=1, d_model=16, heads=4, length=8, dropout=0.1)
+    first = graphs_of(c, evaluates=True)
+    assert graphs_of(c, (2,), evaluates=True) == first
+    c.train.microbatch = 2
+    assert graphs_of(c, (3,)) > first
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param({**LLAMA, "dropout": 0.1}, id="llama", marks=pytest.mark.full),
+        pytest.param({**MODELS["bert"], "dropout": 0.1, "layers": 1}, id="post-norm"),
+        pytest.param({"tensor": "1d_sp", "axes": {"t": 2}, "recompute": "full", "dropout": 0.1, **LLAMA},
+                     id="1d_sp, full recomputation", marks=pytest.mark.full),
+        pytest.param({"pipeline": "zb_h1", "stages": 2, "microbatch": 2, "dropout": 0.1}, id="zb_h1"),
+    ],
+)  # fmt: skip
+def test_equals_one_process(more, traced):
+    """What is traced computes the same, with ranks as threads too; the oracle compiles nothing."""
+    prove(compiling(**more))
+    assert traced["unique_graphs"]
+
+
+@pytest.fixture
+def compiler():
+    if reason := uncompiled("on", "cpu"):
+        pytest.skip(reason)
+
+
+KERNELS = {
+    "gpt": {"dropout": 0.1},
+    "llama": {**LLAMA, "dropout": 0.1},
+    "t5": {**MODELS["t5"], "dropout": 0.1},
+    "1d": {"tensor": "1d", "axes": {"t": 2}, "dropout": 0.1},
+    "1d_sp, selective": {"tensor": "1d_sp", "axes": {"t": 2}, "recompute": "selective", "dropout": 0.1},
+    "3d": {"tensor": "3d", "axes": {"x": 2, "y": 1, "z": 2}, **LLAMA},
+    "dsp_csub": {"branch": "dsp_csub", "branch_axes": {"g": 2}, "dropout": 0.1},
+    "zero 3": {"data": 2, "zero": 3, "microbatch": 2, "dropout": 0.1},
+}
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_equal_one_process(name):
+    prove(compiling(**KERNELS[name]))
+
+
+def launched(function, *arguments) -> tuple[int, float]:
+    """Kernels of a compiled function, and the bytes per element of the first argument that they read and write: those
+    of arguments and results, as one kernel touches each once."""
+    from torch._inductor.utils import run_and_get_code
+
+    made = torch.compile(function, dynamic=False)
+    found, (code,) = run_and_get_code(made, *arguments)
+    kernels = len(re.findall(r"^        cpp_fused\w*\(", code, re.MULTILINE))
+    touched = [t for t in tree_leaves((arguments, found)) if isinstance(t, torch.Tensor)]
+    return kernels, sum(t.nbytes for t in touched) / arguments[0].numel()
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize(
+    ("function", "most"),
+    [
+        ("dropped", 4.5),
+        pytest.param("sum", 6.5, marks=pytest.mark.full),
+        pytest.param("sum and norm", 8.5, marks=pytest.mark.full),
+    ],
+)
+def test_bytes_per_element_in_bf16(function, most):
+    """One kernel each, in which a mask costs nothing that is read or written: drawn as a whole it costs 280 bytes."""
+    block = [(0, 64), (0, 8), (0, 256)]
+    drawing = Drawing(random.counters(block, (256, 64 * 256, 1), "cpu"), random.start(1, 0, "cpu"), 0.1)
+    x, y = torch.randn(2, 64, 8, 256, dtype=torch.bfloat16)
+    gain = torch.ones(256, dtype=torch.bfloat16)
+    work = {
+        "dropped": (dropped, x, *drawing),
+        "sum": (residual._sum, x, y, drawing),
+        "sum and norm": (residual._sum_and_norm, x, y, gain, gain, drawing, True),
+    }
+    kernels, nbytes = launched(*work[function])
+    assert kernels == 1 and nbytes <= most
+
+
+def test_without_a_compiler(monkeypatch):
+    """`auto` says nothing on CPU, where it compiles nothing, and imports no compiler to find that out."""
+    compiled._lacking.cache_clear()
+    monkeypatch.setattr(compiled, "which", lambda name: None)
+    monkeypatch.setattr(compiled, "find_spec", lambda name: None)
+    assert uncompiled("on", "cpu") == "there is no C++ compiler"
+    assert uncompiled("auto", "cuda") == uncompiled("on", "cuda") == "triton is not installed"
+    assert uncompiled("auto", "cpu") == "train.compile=auto" and uncompiled("off", "cuda") == "train.compile=off"
+    compiled._lacking.cache_clear()
+
+
+def test_a_compiler_that_fails_is_found_by_trying(monkeypatch):
+    compiled._lacking.cache_clear()
+    monkeypatch.setattr(compiled, "which", lambda name: "/bin/true")
+    monkeypatch.setattr(compiled.torch, "compile", lambda *a, **k: lambda x: 1 / 0)
+    assert uncompiled("on", "cpu") == "ZeroDivisionError: division by zero"
+    compiled._lacking.cache_clear()
