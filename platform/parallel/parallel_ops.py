@@ -14,6 +14,7 @@ from torch import Tensor
 from platform.parallel.communicator.base import Communicator
 from platform.parallel.kernels import positions, random, statistics
 from platform.parallel.kernels.einsum import Deferred, einsums
+from platform.parallel.kernels.table_rows import rows
 from platform.parallel.loss_ops import PassPosition
 from platform.parallel.pointwise_ops import PointwiseOps, where_present
 from platform.parallel.recompute import recomputed
@@ -86,17 +87,17 @@ class ParallelOps(PointwiseOps):
         planned = self._planned("lookup", name)
         tokens = tokens["lookup", name]
         into, leave = planned.conversions
-        weight = apply(self.communicator, self.tensors[table.name], into)
+        weight = apply(self.communicator, self._operand(table), into)
         if absent(weight):
             return apply(self.communicator, weight, leave)
-        rows = weight.reshape(weight.shape[0], -1)
         if planned.over:  # a token whose row another rank holds gives zeros: the sum over `over` completes the lookup
             row = tokens - self.communicator.index(planned.over) * weight.shape[0]
             mine = (row >= 0) & (row < weight.shape[0])
-            x = F.embedding(row.clamp(0, weight.shape[0] - 1), rows) * mine.unsqueeze(-1).to(weight.dtype)
+            x = rows(weight, row.clamp(0, weight.shape[0] - 1))
+            x = x * mine.view(*mine.shape, *(1 for _ in weight.shape[1:])).to(weight.dtype)
         else:
-            x = F.embedding(tokens.clamp_min(0), rows)
-        return apply(self.communicator, x.view(*tokens.shape, *weight.shape[1:]), leave)
+            x = rows(weight, tokens.clamp_min(0))
+        return apply(self.communicator, x, leave)
 
     def features(self, name, ids, out):
         size, key = self.plan.sizes[out.dims[-1]], random.key("features", name)
@@ -123,12 +124,6 @@ class ParallelOps(PointwiseOps):
         if fused or not biases:
             return found
         return tuple(self.shift(y, out, b) for y, out, b in zip(found, outs, biases, strict=True))
-
-    def _operand(self, p: Parameter) -> Tensor:
-        """Return this rank's block of the parameter `p` for an einsum: the leaf, to whose gradient the einsum adds; an
-        alias of it if other operations use it too, so that autograd adds their gradients up before any arrives."""
-        w = self.tensors[p.name]
-        return w.view_as(w) if p.name in self._shared and self.deferred is None else w
 
     def einsum(self, name, x, x_spec, y, y_spec, out):
         return self._einsums(self._planned("einsum", name), x, [y])[0]

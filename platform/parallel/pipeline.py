@@ -1,5 +1,8 @@
-"""The pipeline executor: interprets one stage's row of a schedule's table, and knows no schedule by name.
+"""The pipeline executor: runs one stage's row of a schedule's table, and knows no schedule by name.
 
+A row is compiled once: every action with what it needs of plan and mesh, so that a step only computes, sends and waits.
+Where a posted receive holds nothing up (gloo), receives are posted a computation earlier than the row says: the message
+of a sender who need not ask first takes one wake-up of a thread instead of three.
 Sends are asynchronous and keep their buffer until it is sent; a receive is posted where the row says so and waited for
 where the value is used. After an output is sent only its autograd graph edge is kept, and its memory is freed.
 """
@@ -7,8 +10,8 @@ where the value is used. After an output is sent only its autograd graph edge is
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -20,7 +23,15 @@ from platform.parallel.sharding.convert import absent
 from platform.parallel.sharding.share import gather_parts, keep_part
 from platform.plan.core.chunks import Chunk, FlowSpecs
 from platform.plan.core.plan import Plan
-from platform.plan.schedule.table import BACKWARD_KINDS, SENDS_IN_FLIGHT, Action, Kind, with_completed
+from platform.plan.schedule.table import (
+    BACKWARD_KINDS,
+    COMPUTE,
+    RECEIVES,
+    SENDS_IN_FLIGHT,
+    Action,
+    Kind,
+    with_completed,
+)
 
 PassKey = tuple[int, int]  # chunk, microbatch
 Forward = Callable[[Chunk, int, dict[str, Tensor], Deferred | None], dict[str, Tensor]]
@@ -41,6 +52,78 @@ class _Live:
     deferred: Deferred | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Activation between two chunks as this rank sends it: `shape` of its block, and `sent` of what goes to the other
+    stage, one part per rank along the `axes` that replicate it (scatter/gather), else the block."""
+
+    name: str
+    shape: tuple[int, ...]
+    sent: tuple[int, ...]
+    axes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Flow:
+    """Activations between two chunks: the `parts` of which this rank has a block, and the names of all."""
+
+    parts: tuple[_Part, ...]
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledAction:
+    """Action of a row with what it needs resolved. `name`: of its section of the clock; `receives`, `sends`: what its
+    chunk has from the one before and for the one after; `completed`: the chunk whose last backward action this is;
+    `early`: receives that a computation posts when it has its own inputs."""
+
+    action: Action
+    name: str
+    chunk: Chunk
+    key: PassKey
+    before: PassKey  # the same microbatch in the chunk before
+    after: PassKey
+    receives: _Flow
+    sends: _Flow
+    completed: int | None
+    early: tuple[CompiledAction, ...] = ()
+
+
+CompiledRows = dict[int, tuple[Sequence[Action], list[CompiledAction]]]  # id of a row -> the row itself, compiled
+
+
+def compiled(plan: Plan, communicator: Communicator, row: Sequence[Action]) -> list[CompiledAction]:
+    """Return a lowered row of the stage of `communicator` (computations, sends and receives, in order), compiled."""
+
+    def resolved(flow: FlowSpecs) -> _Flow:
+        here = [(name, spec) for name, spec in flow if plan.present(spec, communicator.coordinates)]
+        parts = []
+        for name, spec in here:
+            axes, shape = plan.shared_axes(spec), plan.local_shape(spec)
+            parts.append(_Part(name, shape, (plan.sent_elements(spec),) if axes else shape, axes))
+        return _Flow(tuple(parts), tuple(name for name, _ in flow))
+
+    chunks = {chunk.number: (chunk, resolved(chunk.receives), resolved(chunk.sends)) for chunk in plan.chunks}
+    steps = []
+    for a, completed in with_completed(row):
+        chunk, receives, sends = chunks[a.chunk]
+        key, before, after = ((a.chunk + way, a.microbatch) for way in (0, -1, 1))
+        steps.append(CompiledAction(a, str(a), chunk, key, before, after, receives, sends, completed))
+    return _posted_early(steps) if communicator.posts_early else steps
+
+
+def _posted_early(steps: Sequence[CompiledAction]) -> list[CompiledAction]:
+    """Move every receive to the computation that stands before it in the row, if there is one."""
+    found: list[CompiledAction] = []
+    for step in steps:
+        at = next((i for i in reversed(range(len(found))) if found[i].action.kind in COMPUTE), None)
+        if step.action.kind in RECEIVES and at is not None:
+            found[at] = replace(found[at], early=(*found[at].early, step))
+        else:
+            found.append(step)
+    return found
+
+
 @dataclass
 class PipelineExecutor:
     """Runs schedule rows on the rank of `communicator`, timing each action as a section of its clock. `plan`: that of
@@ -49,7 +132,8 @@ class PipelineExecutor:
     `forward(chunk, microbatch, flow, deferred)` runs a model chunk on the activations received by name (`flow`) and
     returns its output activations by name, or {"loss": ...}, whose gradient is 1. If `deferred` is a list, the backward
     pass appends to it the functions that compute weight gradients. `accumulated(action, done)` is called after each
-    backward action; `done` is the chunk number if it was the last of the row for the chunk, else None.
+    backward action; `done` is the chunk number if it was the last of the row for the chunk, else None. `rows`: compiled
+    rows, which may be kept from one executor of this rank to the next.
     """
 
     plan: Plan
@@ -57,145 +141,137 @@ class PipelineExecutor:
     dtype: torch.dtype  # of activations
     forward: Forward
     accumulated: Accumulated = lambda action, done: None
+    rows: CompiledRows = field(default_factory=dict)
     peak_live: int = 0  # most forward passes that awaited their backward at once
     _live: dict[PassKey, _Live] = field(default_factory=dict)
     _flow: dict[PassKey, dict[str, Tensor]] = field(default_factory=dict)  # outputs for the next chunk
     _gradients: dict[PassKey, dict[str, Tensor]] = field(default_factory=dict)  # the same for the backward direction
-    _arriving: dict[tuple[str, PassKey], dict[str, Handle]] = field(default_factory=dict)
+    _arriving: dict[tuple[str, PassKey], list[Handle]] = field(default_factory=dict)
     _sending: deque[Handle] = field(default_factory=deque)
 
-    def __post_init__(self) -> None:
-        self._chunks = {chunk.number: chunk for chunk in self.plan.chunks}
-
-    def run(self, row: Iterable[Action]) -> None:
-        """Run this stage's lowered row of a schedule (compute actions, sends and receives, in order) to its end, with
-        all sends completed. Raises StageFailed naming the action that failed."""
-        row = list(row)
-        self._splits = any(a.kind is Kind.WEIGHT for a in row)
+    def run(self, row: Sequence[Action]) -> None:
+        """Run this stage's lowered row of a schedule to its end, with all sends completed. Raises StageFailed naming
+        the action that failed."""
+        if id(row) not in self.rows:
+            self.rows[id(row)] = row, compiled(self.plan, self.communicator, row)
+        steps = self.rows[id(row)][1]
+        self._splits = any(step.action.kind is Kind.WEIGHT for step in steps)
         self.peak_live = 0
-        for action, completed in with_completed(row):
-            c = self.communicator
-            try:
-                with c.clock.section(str(action)):
-                    _ACTIONS[action.kind](self, action)
-                    if action.kind in BACKWARD_KINDS:
-                        self.accumulated(action, completed)
-            except Exception as error:
-                stage = c.coordinates["stage"]
-                raise StageFailed(f"rank {c.rank} (stage {stage}) failed at {action}: {error}") from error
+        for step in steps:
+            self._do(step)
         while self._sending:
             self._sending.popleft().wait()
         assert not (self._live or self._flow or self._gradients or self._arriving), "a row ends with nothing left over"
 
-    def _forward(self, action: Action) -> None:
-        """Run an action's forward pass on the inputs that arrived or that the chunk before left here; keep what the
-        backward pass needs, and leave the detached outputs for the next chunk."""
-        chunk, key = self._chunks[action.chunk], (action.chunk, action.microbatch)
+    def _do(self, step: CompiledAction) -> None:
+        """Run one action as a section of the clock. Raises StageFailed naming it, or the receive that it posted."""
+        c = self.communicator
+        try:
+            with c.clock.section(step.name):
+                _ACTIONS[step.action.kind](self, step)
+                if step.action.kind in BACKWARD_KINDS:
+                    self.accumulated(step.action, step.completed)
+        except StageFailed:
+            raise
+        except Exception as error:
+            stage = c.coordinates["stage"]
+            raise StageFailed(f"rank {c.rank} (stage {stage}) failed at {step.name}: {error}") from error
+
+    def _forward(self, step: CompiledAction) -> None:
+        """Run a forward pass on the inputs that arrived or that the chunk before left here; keep what the backward pass
+        needs, and leave the detached outputs for the next chunk."""
         grad = torch.is_grad_enabled()
-        if key in self._flow:
-            inputs = self._flow.pop(key)
-        else:
-            inputs = self._arrived("forward", key, chunk.receives)
+        inputs = self._flow.pop(step.key) if step.key in self._flow else self._arrived("F", step.key, step.receives)
+        self._post(step)
         inputs = {name: x.detach().requires_grad_(grad) for name, x in inputs.items()}
         deferred: Deferred | None = [] if self._splits else None
         with self.communicator.clock.section("forward"):
-            outputs = self.forward(chunk, action.microbatch, inputs, deferred)
+            outputs = self.forward(step.chunk, step.action.microbatch, inputs, deferred)
         if grad:
             edges = {name: get_gradient_edge(x) for name, x in outputs.items()}
-            self._live[key] = _Live(inputs, edges, deferred)
+            self._live[step.key] = _Live(inputs, edges, deferred)
             self.peak_live = max(self.peak_live, len(self._live))
-        if chunk.sends:
-            self._flow[chunk.number + 1, action.microbatch] = {name: x.detach() for name, x in outputs.items()}
+        if step.chunk.sends:
+            self._flow[step.after] = {name: x.detach() for name, x in outputs.items()}
 
-    def _backward(self, action: Action) -> None:
-        self._input_gradient(action)
-        self._weight_gradient(action)
+    def _backward(self, step: CompiledAction) -> None:
+        self._input_gradient(step)
+        self._weight_gradient(step)
 
-    def _input_gradient(self, action: Action) -> None:
-        """Run an action's backward pass from the gradients of the chunk's outputs (1 for the loss), and leave those of
-        its inputs for the chunk before; weight gradients are computed too unless the row defers them."""
-        chunk, key = self._chunks[action.chunk], (action.chunk, action.microbatch)
-        live = self._live[key]
+    def _input_gradient(self, step: CompiledAction) -> None:
+        """Run a backward pass from the gradients of the chunk's outputs (1 for the loss), and leave those of its inputs
+        for the chunk before; weight gradients are computed too unless the row defers them."""
+        live = self._live[step.key]
         gradients: dict[str, Tensor] = {}
-        if chunk.sends:
-            local = key in self._gradients
-            gradients = self._gradients.pop(key) if local else self._arrived("backward", key, chunk.sends)
+        if step.chunk.sends:
+            local = self._gradients.pop(step.key, None)
+            gradients = self._arrived("B", step.key, step.sends) if local is None else local
+        self._post(step)
         with self.communicator.clock.section("backward"):
             torch.autograd.backward(list(live.outputs.values()), [gradients.get(name) for name in live.outputs])
         live.outputs.clear()
-        if chunk.receives:
+        if step.chunk.receives:
             found = {name: x.grad for name, x in live.inputs.items()}
             assert all(g is not None or absent(live.inputs[name]) for name, g in found.items())
-            self._gradients[chunk.number - 1, action.microbatch] = found  # type: ignore[assignment]
+            self._gradients[step.before] = found  # type: ignore[assignment]
         live.inputs.clear()
 
-    def _weight_gradient(self, action: Action) -> None:
+    def _weight_gradient(self, step: CompiledAction) -> None:
         """Compute the weight gradients that the backward pass of an action's chunk and microbatch deferred, if any."""
-        live = self._live.pop((action.chunk, action.microbatch))
-        with self.communicator.clock.section("backward"):
-            while live.deferred:
-                live.deferred.pop(0)()
+        live = self._live.pop(step.key)
+        if step.action.kind is Kind.WEIGHT:
+            self._post(step)
+        if live.deferred:
+            with self.communicator.clock.section("backward"):
+                while live.deferred:
+                    live.deferred.pop(0)()
 
-    def _send(self, way: str, action: Action) -> None:
-        """Start sending an action's activations (`way` "forward") or their gradients ("backward") to the peer stage:
-        one part per rank of what several ranks replicate, if the plan scatters them."""
-        assert action.peer is not None
-        chunk = self._chunks[action.chunk]
-        if way == "forward":
-            tensors, flow = self._flow.pop((chunk.number + 1, action.microbatch)), chunk.sends
-        else:
-            tensors, flow = self._gradients.pop((chunk.number - 1, action.microbatch)), chunk.receives
-        for name, spec in self._present(flow):
-            x = keep_part(self.communicator, tensors[name], self.plan.shared_axes(spec))
-            self._sending.append(self.communicator.send(x, action.peer))
+    def _send(self, tensors: Mapping[str, Tensor], flow: _Flow, step: CompiledAction) -> None:
+        """Start sending activations or their gradients to the peer stage: one part per rank of what several ranks
+        replicate, if the plan scatters them."""
+        assert step.action.peer is not None
+        for part in flow.parts:
+            x = keep_part(self.communicator, tensors[part.name], part.axes)
+            self._sending.append(self.communicator.send(x, step.action.peer))
         # Waiting here cannot deadlock: a schedule that would deadlock with blocking sends is refused.
         while len(self._sending) > SENDS_IN_FLIGHT:
             self._sending.popleft().wait()
 
-    def _receive(self, way: str, action: Action) -> None:
-        """Post the receives of an action's activations (`way` "forward") or their gradients ("backward") from the peer
-        stage."""
-        assert action.peer is not None
-        chunk = self._chunks[action.chunk]
-        flow = chunk.receives if way == "forward" else chunk.sends
-        shapes = {
-            name: (self.plan.sent_elements(spec),) if self.plan.shared_axes(spec) else self.plan.local_shape(spec)
-            for name, spec in self._present(flow)
-        }
-        coming = {name: self.communicator.receive(shape, self.dtype, action.peer) for name, shape in shapes.items()}
-        self._arriving[way, (action.chunk, action.microbatch)] = coming
+    def _post(self, step: CompiledAction) -> None:
+        """Post the receives that a computation posts for later ones."""
+        for receive in step.early:
+            self._do(receive)
 
-    def _arrived(self, way: str, key: PassKey, flow: FlowSpecs) -> dict[str, Tensor]:
+    def _receive(self, way: str, flow: _Flow, step: CompiledAction) -> None:
+        """Post the receives of an action's activations (`way` "F") or their gradients ("B") from the peer stage."""
+        assert step.action.peer is not None
+        receive = self.communicator.receive
+        self._arriving[way, step.key] = [receive(part.sent, self.dtype, step.action.peer) for part in flow.parts]
+
+    def _arrived(self, way: str, key: PassKey, flow: _Flow) -> dict[str, Tensor]:
         """Wait for the tensors that `_receive` posted for `key` (chunk, microbatch), and gather those sent in parts;
         tensors of which this rank has no block are empty."""
-        if not flow:
+        if not flow.names:
             return {}
-        coming, out = self._arriving.pop((way, key)), {}
-        for name, spec in flow:
-            if name in coming:
-                axes, shape = self.plan.shared_axes(spec), self.plan.local_shape(spec)
-                out[name] = gather_parts(self.communicator, coming[name].wait(), axes, shape)
-            else:
-                out[name] = torch.empty(0, dtype=self.dtype, device=self.communicator.device)
+        c = self.communicator
+        coming = zip(flow.parts, self._arriving.pop((way, key)), strict=True)
+        out = {part.name: gather_parts(c, handle.wait(), part.axes, part.shape) for part, handle in coming}
+        if len(out) < len(flow.names):
+            out = {n: out[n] if n in out else torch.empty(0, dtype=self.dtype, device=c.device) for n in flow.names}
         return out
-
-    def _present(self, flow: FlowSpecs) -> FlowSpecs:
-        """Return the (name, spec) pairs of `flow`, the activations between two chunks, of which this rank has a block;
-        the others are empty tensors here and are neither sent nor received."""
-        return tuple((name, spec) for name, spec in flow if self.plan.present(spec, self.communicator.coordinates))
 
 
 # Unbound and outside the instance: bound methods stored in it would form a reference cycle, which keeps its tensors
 # alive until Python's cycle collector runs.
-_ACTIONS: Mapping[Kind, Callable[[PipelineExecutor, Action], None]] = {
+_ACTIONS: Mapping[Kind, Callable[[PipelineExecutor, CompiledAction], None]] = {
     Kind.FORWARD: PipelineExecutor._forward,
     Kind.BACKWARD: PipelineExecutor._backward,
     Kind.INPUT: PipelineExecutor._input_gradient,
     Kind.WEIGHT: PipelineExecutor._weight_gradient,
-    Kind.SEND_F: lambda self, action: self._send("forward", action),
-    Kind.RECV_F: lambda self, action: self._receive("forward", action),
-    Kind.SEND_B: lambda self, action: self._send("backward", action),
-    Kind.RECV_B: lambda self, action: self._receive("backward", action),
+    Kind.SEND_F: lambda self, step: self._send(self._flow.pop(step.after), step.sends, step),
+    Kind.RECV_F: lambda self, step: self._receive("F", step.receives, step),
+    Kind.SEND_B: lambda self, step: self._send(self._gradients.pop(step.before), step.receives, step),
+    Kind.RECV_B: lambda self, step: self._receive("B", step.sends, step),
 }
 
 

@@ -4,7 +4,9 @@
 
 Every variant writes as many bytes to the same disk, in turn: raw (sequential writes and one fsync of one file), ours
 (blocks with SHA-256, durable names, verified commit) and torch DCP. Also: the copy to host memory, which is all that
-a step waits for (--step measures a training step beside it), and restoring, every byte verified.
+a step waits for (--step measures a training step beside it), and reading back into memory that is in use, as a live
+model's is: raw (sequential reads of one file), and restoring, every byte verified; warm, from the page cache, and cold,
+after the kernel was told to drop the file.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -56,6 +59,22 @@ def raw(path: Path, data: memoryview) -> None:
         os.write(file, data[i : i + (16 << 20)])
     os.fsync(file)
     os.close(file)
+
+
+def raw_read(path: Path, data: memoryview) -> None:
+    file = os.open(path, os.O_RDONLY)
+    for i in range(0, len(data), 16 << 20):
+        os.preadv(file, [data[i : i + (16 << 20)]], i)
+    os.close(file)
+
+
+def forget(folder: Path) -> None:
+    """Drop the files below a folder from the page cache."""
+    os.sync()
+    for path in (p for p in folder.rglob("*") if p.is_file()):
+        file = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(file)
 
 
 def main() -> None:
@@ -100,19 +119,33 @@ def main() -> None:
             "DCP, 1 thread": lambda: torch_dcp(1),
             "DCP, 2 threads": lambda: torch_dcp(2),
         }
-        times: dict[str, list[tuple[float, float]]] = {name: [] for name in ("copy", *variants, "restore")}
+        reads = [f"{what}, {state}" for state in ("warm", "cold") for what in ("raw read", "restore")]
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in ("copy", *variants, *reads)}
         image.fill(blocks)
+        again = [Block(n, b, torch.zeros_like(t).add_(1)) for n, b, t in blocks]
+        memory = memoryview(torch.ones(size, dtype=torch.uint8).numpy().data)
+
+        def read_back(folder: Path, what: str) -> None:
+            """Read what was just written below `folder`, a raw file or a checkpoint, warm and then cold."""
+            work: Callable[[], None] = partial(raw_read, folder, memory)
+            if what == "restore":
+                [found] = storage.list("")
+                work = partial(restore, storage, found, load_manifest(storage, found), state, again)
+            for temperature in ("warm", "cold"):
+                if temperature == "cold":
+                    forget(here)
+                times[f"{what}, {temperature}"].append(seconds(work))
+
         for repeat in range(arguments.repeats):
             times["copy"].append(seconds(lambda: image.fill(blocks)))
             order = list(variants.items())
             for name, work in order[repeat % 2 :] + order[: repeat % 2]:
                 times[name].append(seconds(work))
-                if name == "ours":
-                    [found] = storage.list("")
-                    manifest = load_manifest(storage, found)
-                    again = [Block(n, b, torch.empty_like(t)) for n, b, t in blocks]
-                    times["restore"].append(seconds(lambda: restore(storage, found, manifest, state, again)))  # noqa: B023
-                    assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(again, blocks, strict=True))
+                if name in ("raw", "ours"):
+                    read_back(here / name, "restore" if name == "ours" else "raw read")
+                    assert name == "raw" or all(map(torch.equal, (a.tensor for a in again), tensors.values()))
+                    for block in again:
+                        block.tensor.zero_()
                 for entry in here.iterdir():
                     shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
                 os.sync()
@@ -120,12 +153,16 @@ def main() -> None:
     print(f"{size / 1e9:.2f} GB, {arguments.repeats} repeats, {os.cpu_count()} cores")
     raws = [wall for wall, _ in times["raw"]]
     base, best = statistics.median(raws), min(raws)
-    print(f"{'GB/s':<15} {'median':>9} {'x raw':>7} {'best':>9} {'x raw':>7} {'core seconds/GB':>17}")
+    print(
+        f"{'GB/s':<15} {'median':>9} {'x raw':>7} {'best':>9} {'x raw':>7} {'core seconds/GB':>17} {'x raw read':>11}"
+    )
     for name, found_times in times.items():
         median, least = statistics.median(wall for wall, _ in found_times), min(wall for wall, _ in found_times)
+        of_read = [wall for wall, _ in times.get(name.replace("restore", "raw read"), ())] if name in reads else []
         print(
             f"{name:<15} {size / median / 1e9:9.2f} {base / median:7.2f} {size / least / 1e9:9.2f} {best / least:7.2f}"
             f" {min(busy for _, busy in found_times) / size * 1e9:17.2f}"
+            + (f" {statistics.median(of_read) / median:11.2f}" if of_read else "")
         )
     if arguments.step:
         trainer = Trainer(c, plan, SingleRank(plan.mesh), Tokens(c), stage_rows(schedule_of(c, 1))[0])

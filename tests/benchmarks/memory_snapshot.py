@@ -3,7 +3,9 @@
     python tests/benchmarks/memory_snapshot.py [--steps 8] [--nodes 2]
 
 Prints per plan what the fullest worker holds and gets from peers per snapshot, and medians over the steps of the
-slowest worker's time in each. The state does not grow with the batch: the share falls as a step gets longer.
+slowest worker's time in each; beside it CPU time, which other work on the machine hardly changes, and that of copying
+as many bytes once, flat: what holding cannot fall below. The state does not grow with the batch: the share falls as a
+step gets longer.
 """
 
 from __future__ import annotations
@@ -47,22 +49,31 @@ def config(name: str) -> Config:
     return c
 
 
-def measure(given: tuple[Config, list[int], int], plan, communicator) -> list[tuple[float, float]]:
-    """Seconds of every step, and of holding it."""
+def measure(given: tuple[Config, list[int], int], plan, communicator) -> list[tuple[float, ...]]:
+    """Seconds of every step, and of holding it; CPU seconds of both, and of a flat copy of the state."""
     torch.set_num_threads(1)
     c, domains, steps = given
     trainer = trainer_of(c, plan, communicator)
     state = State(trainer)
     memory = RankSnapshots(state.held, domains, communicator.rank)
-    out = []
-    for step in range(1, steps + 4):  # the first three warm up, and make both buffers
+    trainer.step(1)
+    flat = torch.ones(sum(block.tensor.nbytes for block in state.blocks()), dtype=torch.uint8)
+    there = torch.zeros_like(flat)
+    out: list[tuple[float, ...]] = []
+    for step in range(2, steps + 5):  # the first three warm up, and make both buffers
         communicator.barrier()
-        begin = time.perf_counter()
+        begin = time.perf_counter(), time.process_time()
         trainer.step(step)
         communicator.barrier()
-        between = time.perf_counter()
+        stepped = time.perf_counter(), time.process_time()
         memory.hold(step, state.blocks(), state.values(), communicator.transfer)
-        out.append((between - begin, time.perf_counter() - between))
+        held = time.perf_counter(), time.process_time()
+        there.copy_(flat)
+        copied = time.process_time() - held[1]
+        walls, cores = zip(
+            *((b - a for a, b in zip(*pair, strict=True)) for pair in ((begin, stepped), (stepped, held))), strict=True
+        )
+        out.append((*walls, *cores, copied))
     return out[3:]
 
 
@@ -74,8 +85,11 @@ def main() -> None:
     domains = [rank * arguments.nodes // RANKS for rank in range(RANKS)]
     pool = Pool()
     print(f"gpt_small, fp32, {RANKS} ranks said to be on {arguments.nodes} node(s), {os.cpu_count()} cores")
-    print("| plan | own state (MB) | from peers (MB) | step (ms) | hold (ms) | hold / step |")
-    print("|---|---|---|---|---|---|")
+    print(
+        "| plan | own state (MB) | from peers (MB) | step (ms) | hold (ms) | hold / step |"
+        " CPU ms: step | hold | flat copy |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
     for name in PLANS:
         c = config(name)
         plan = make_plan(c)
@@ -87,8 +101,12 @@ def main() -> None:
         slowest = [
             [max(times) for times in zip(*(rank[k] for rank in ranks), strict=True)] for k in range(len(ranks[0]))
         ]
-        step, hold = (1000 * statistics.median(times) for times in zip(*slowest, strict=True))
-        print(f"| {name} | {own:.1f} | {given:.1f} | {step:.0f} | {hold:.1f} | {100 * hold / step:.1f} % |", flush=True)
+        step, hold, *cores = (1000 * statistics.median(times) for times in zip(*slowest, strict=True))
+        busy = " | ".join(f"{number:.1f}" for number in cores)
+        print(
+            f"| {name} | {own:.1f} | {given:.1f} | {step:.0f} | {hold:.1f} | {100 * hold / step:.1f} % | {busy} |",
+            flush=True,
+        )
     pool.close()
 
 

@@ -24,7 +24,7 @@ def fail_at(action, failure):
     """Return what `pipeline._ACTIONS` becomes so that the rank that has the action fails where it would run it."""
 
     def failing(run):
-        return lambda rows, a: failure() if str(a) == action else run(rows, a)
+        return lambda rows, step: failure() if step.name == action else run(rows, step)
 
     return {kind: failing(run) for kind, run in pipeline._ACTIONS.items()}
 

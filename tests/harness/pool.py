@@ -31,7 +31,7 @@ def _serve(rank: int, pipe: Connection, port: int) -> None:
             dist.init_process_group(
                 "gloo", store=rendezvous, rank=rank, world_size=plan.mesh.size, timeout=timedelta(seconds=60)
             )
-            communicator = ProcessGroups(plan.mesh, rank, process_groups(plan))
+            communicator = ProcessGroups(plan.mesh, rank, process_groups(plan), neighbours=plan.neighbours)
             result = work(config, plan, communicator)
             communicator.barrier()
             communicator.close()

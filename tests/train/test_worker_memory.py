@@ -135,8 +135,8 @@ def test_copies_run_in_a_stream_of_their_own(monkeypatch):
     for name, value in {"Stream": Stream, "stream": lambda s: s, "current_stream": lambda: "the update"}.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(buffer, "pinned_bytes", lambda n: torch.zeros(n, dtype=torch.uint8))
-    copy_ = torch.Tensor.copy_
-    monkeypatch.setattr(torch.Tensor, "copy_", lambda *a, **o: log.append(f"copy {o}") or copy_(*a))
+    copy = torch._foreach_copy_
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda *a, **o: log.append(f"copy {o}") or copy(*a))
     whole = Box((0,), (4,))
     part = Share(HeldTensor("model.w", "float32", (4,), {whole: (0,)}), whole)
     wait = buffer.Buffer([part], pinned=True).start([Block("model.w", whole, torch.ones(4))])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -14,6 +15,29 @@ from platform.checkpoint.blocks.placement import ITEMSIZE, Block, Share
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE}
 
+Places = list[tuple[Share, int, int]]  # parts of global tensors, and where each begins and ends in a buffer
+
+
+class LiveBlocks(list[Block]):
+    """Blocks of a process's live tensors that buffers are filled from again and again, while they are these tensors."""
+
+    def __init__(self, blocks: Iterable[Block]):
+        super().__init__(blocks)
+        self._known: list[tuple[Places, list[Tensor]]] = []
+
+    def parts(self, places: Places) -> list[Tensor]:
+        """Return the parts of a buffer as views of the live tensors, found at the first call for this very buffer."""
+        if (known := next((parts for asked, parts in self._known if asked is places), None)) is None:
+            found: dict[str, list[tuple[Box, Tensor]]] = defaultdict(list)
+            for name, box, tensor in self:
+                found[name].append((box, tensor))
+            known = []
+            for (held, box), _, _ in places:
+                outer, tensor = next((b, t) for b, t in found[held.name] if b.overlap(box) == box)
+                known.append(tensor[box.within(outer)])
+            self._known.append((places, known))
+        return known
+
 
 class Buffer:
     """Host memory that holds the bytes of `parts` of global tensors, one after the other without a gap: `places` says
@@ -21,7 +45,7 @@ class Buffer:
     a GPU."""
 
     def __init__(self, parts: Iterable[Share], pinned: bool = False):
-        self.places: list[tuple[Share, int, int]] = []
+        self.places: Places = []
         self._at: dict[str, list[tuple[Box, int, int]]] = defaultdict(list)
         at = 0
         for part in parts:
@@ -40,7 +64,7 @@ class Buffer:
 
     def fill(self, blocks: Sequence[Block]) -> None:
         """Copy every part of this buffer out of `blocks`, the live tensors of this process, which may change once this
-        returns. Each part lies within one of them."""
+        returns. Each part lies within one of them. Where they are `LiveBlocks`, what lies where is found out once."""
         self.start(blocks)()
 
     def start(self, blocks: Sequence[Block]) -> Callable[[], None]:
@@ -58,13 +82,14 @@ class Buffer:
 
     @torch.no_grad()
     def _copy(self, blocks: Sequence[Block]) -> None:
-        found: dict[str, list[tuple[Box, Tensor]]] = defaultdict(list)
-        for name, box, tensor in blocks:
-            found[name].append((box, tensor))
-        for (held, box), at, end in self.places:
-            outer, tensor = next((b, t) for b, t in found[held.name] if b.overlap(box) == box)
-            copy = self.data[at:end].view(DTYPES[held.dtype]).view(box.extent)
-            copy.copy_(tensor[box.within(outer)], non_blocking=self._pinned)
+        if self.places:
+            live = blocks if isinstance(blocks, LiveBlocks) else LiveBlocks(blocks)
+            torch._foreach_copy_(self._targets, live.parts(self.places), non_blocking=self._pinned)
+
+    @cached_property
+    def _targets(self) -> list[Tensor]:
+        """List the memory of every part of this buffer as a tensor of the part's type and shape, in order."""
+        return [self.data[at:end].view(DTYPES[held.dtype]).view(box.extent) for (held, box), at, end in self.places]
 
     def read(self, part: Share) -> Tensor | None:
         """Return a view of the bytes of `part`, uint8 [*extent, bytes of an element], or None if no single part of the

@@ -34,10 +34,14 @@ class CopyRoute:
         """Return an empty buffer of host memory for all parts that this rank receives from peers."""
         return Buffer([part for parts in self.kept.values() for part in parts])
 
-    def follow(self, snapshot: Snapshot, buffer: Buffer, transfer: Transfer) -> None:
-        """Send the parts that peers keep out of this rank's `snapshot`, and receive those that it keeps for them into
+    def outgoing(self, snapshot: Snapshot) -> list[tuple[int, list[Tensor]]]:
+        """Return (peer, the parts that it keeps) for every peer, as views of this rank's `snapshot`."""
+        return [(peer, [snapshot.read(part) for part in parts]) for peer, parts in self.sent.items()]
+
+    def follow(self, outgoing: Sequence[tuple[int, list[Tensor]]], buffer: Buffer, transfer: Transfer) -> None:
+        """Send the parts that peers keep (a result of `outgoing`), and receive those that this rank keeps for them into
         `buffer`, made by `CopyRoute.buffer`; all ranks call it together."""
-        sent = [(peer, _together([snapshot.read(part) for part in parts])) for peer, parts in self.sent.items()]
+        sent = [(peer, _together(parts)) for peer, parts in outgoing]
         sizes = [sum(part.nbytes for part in parts) for parts in self.kept.values()]
         transfer(sent, list(zip(self.kept, buffer.data.split(sizes), strict=True)) if sizes else [])
 
@@ -45,10 +49,11 @@ class CopyRoute:
 class Snapshot:
     """Training state at one step in a rank's host memory: its `own` blocks, the `copies` that it keeps for peers, and
     what is no tensor (`values`, plain data). `step` is None unless the snapshot is complete. `handed`: parts from ranks
-    that leave before the next generation. `pinned`: `own` is page-locked."""
+    that leave before the next generation. `outgoing`: what it sends to peers. `pinned`: `own` is page-locked."""
 
     def __init__(self, own: Sequence[Share], route: CopyRoute, pinned: bool):
         self.own, self.copies, self.handed = Buffer.aligned(own, pinned), route.buffer(), Buffer([])
+        self.outgoing = route.outgoing(self)
         self.step: int | None = None
         self.values: dict[str, Any] = {}
 
@@ -66,7 +71,7 @@ class Snapshot:
         seat."""
         route = CopyRoute(passed, rank)
         handed = route.buffer()
-        route.follow(self, handed, transfer)
+        route.follow(route.outgoing(self), handed, transfer)
         self.handed = handed
 
 
@@ -105,7 +110,7 @@ class RankSnapshots:
         self.begin(step, blocks, lambda: values)
         self.finish(transfer)
 
-    def begin(self, step: int, blocks: Sequence[Block], values: Callable[[], dict[str, float]]) -> None:
+    def begin(self, step: int, blocks: Sequence[Block], values: Callable[[], dict[str, Any]]) -> None:
         """Begin to take a snapshot of the training state after `step`, as `hold` does, without waiting for the copies:
         neither `blocks` nor what `values` returns may change before `finish`."""
         snapshot = self._free()
@@ -114,7 +119,7 @@ class RankSnapshots:
 
         def finish(transfer: Transfer) -> None:
             copied()
-            self._route.follow(snapshot, snapshot.copies, transfer)
+            self._route.follow(snapshot.outgoing, snapshot.copies, transfer)
             snapshot.values = values()
             snapshot.step = step
 

@@ -65,7 +65,10 @@ class Handle:
 class Communicator(ABC):
     """A rank's access to its groups along mesh axes. `moved`: `OP/AXES` -> bytes moved by the groups of which this rank
     is the first member, so that the sum over ranks is the total. `clock` books the time spent waiting for collectives.
-    `log`: if a list, collects every launch."""
+    `log`: if a list, collects every launch. `posts_early`: a receive may be posted long before its send without holding
+    up anything else."""
+
+    posts_early = False
 
     def __init__(self, mesh: Mesh, rank: int, device: torch.device | str = "cpu"):
         self.mesh, self.rank, self.device = mesh, rank, torch.device(device)

@@ -62,6 +62,7 @@ class ProcessGroups(Communicator):
         super().__init__(mesh, rank, device)
         self.connections: Sockets = {}
         self._nccl = dist.get_backend() == "nccl"
+        self.posts_early = not self._nccl
         made = {tuple(mesh.groups(mesh.ordered(mesh.axes))): dist.group.WORLD}
         self._groups: dict[tuple[str, ...], dist.ProcessGroup | None] = {}
         for axes in axes_of_groups:  # in one order on every rank: creating a group is collective
@@ -72,11 +73,25 @@ class ProcessGroups(Communicator):
         self._messages: dict[dist.ProcessGroup, Messages] = {}
         self._control = dist.new_group(backend="gloo", timeout=CONNECT) if self._nccl else None
         self._lines: dict[tuple[int, int], dist.ProcessGroup | None] = {}  # sending, receiving stage -> group
-        for pair in neighbours if self._nccl else ():
-            for sender, receiver in (pair, pair[::-1]):
-                self._lines[sender, receiver] = _own_group(_line(mesh, sender, receiver))
+        self._lines |= self._nccl_lines(neighbours) if self._nccl else self._gloo_lines(list(neighbours))
         for group in filter(None, (*made.values(), self._control, *self._lines.values())):
             dist.distributed_c10d._set_pg_timeout(TIMEOUT, group)
+
+    def _nccl_lines(self, neighbours: Iterable[tuple[int, int]]) -> dict[tuple[int, int], dist.ProcessGroup | None]:
+        """Make a group of each pair of neighbouring stages and direction: (sending, receiving stage) -> group."""
+        directed = [way for pair in neighbours for way in (pair, pair[::-1])]
+        return {way: _own_group(_line(self.mesh, *way)) for way in directed}
+
+    def _gloo_lines(self, neighbours: Sequence[tuple[int, int]]) -> dict[tuple[int, int], dist.ProcessGroup | None]:
+        """Return the group of each pair of neighbouring stages and direction: up the stages the default one, down them
+        one along the axis `stage`, made if there is none besides the default. A thread of gloo that finds a connection
+        locked by one that sends in it spins until it is free."""
+        if not neighbours:
+            return {}
+        down = self._groups.get(("stage",))
+        if down in (None, dist.group.WORLD):
+            down = _own_group(self.mesh.groups(("stage",)))
+        return {way: None if way[0] < way[1] else down for pair in neighbours for way in (pair, pair[::-1])}
 
     def _start(self, op, given, out, axes, group, reduce, root):
         g = self._groups[axes]
@@ -112,9 +127,8 @@ class ProcessGroups(Communicator):
 
     def _line_to(self, sender: int, receiver: int) -> dist.ProcessGroup | None:
         """Return the group in which rank `sender` sends to rank `receiver`; None for the default group."""
-        if not self._nccl:
-            return None
-        return self._lines[self.mesh.coordinates(sender)["stage"], self.mesh.coordinates(receiver)["stage"]]
+        stages = self.mesh.coordinates(sender)["stage"], self.mesh.coordinates(receiver)["stage"]
+        return self._lines[stages] if self._nccl else self._lines.get(stages)
 
     def _finish(self, work: dist.Work | None) -> Callable[[], Any]:
         """Return the function that waits for a message. NCCL's wait with a timeout would hold the host until the

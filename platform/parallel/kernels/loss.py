@@ -5,16 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from platform.parallel.communicator.base import Communicator
 from platform.parallel.kernels.einsum import Deferred
-from platform.parallel.kernels.leaves import add_gradient
+from platform.parallel.kernels.leaves import accumulates, add_computed, add_gradient
 from platform.parallel.kernels.products import local_einsum
 from platform.parallel.kernels.statistics import widened
-from platform.parallel.sharding.convert import Pending, absent, convert
+from platform.parallel.sharding.convert import absent, convert
 from platform.plan.communication.loss_chunks import chunk_rows
 from platform.plan.communication.planned import EinsumGroup
 
@@ -185,7 +186,7 @@ class _Kept(torch.autograd.Function):
         (e,) = group.einsums
         whole, local, y = _logits(x, table, communicator, group)
         ctx.communicator, ctx.group, ctx.deferred = communicator, group, deferred
-        ctx.leaf = table if deferred is not None else None
+        ctx.leaf = table if accumulates(table) else None
         ctx.save_for_backward(x if group.regathered else whole, table if e.regathered else local, y)
         rows = y if absent(y) else y.view(-1, y.shape[-1])
         return y.double().sum() if absent(y) else loss_and_gradient(rows, labels, communicator, classes, True)
@@ -202,21 +203,23 @@ class _Kept(torch.autograd.Function):
         dx = local_einsum(e.out_dims, e.dims, e.x_dims)(dy, table).mul_(dloss)
         arriving = convert(communicator, dx, group.x.backward, owned=True)
 
-        def gradient() -> Pending:
-            dtable = local_einsum(e.x_dims, e.out_dims, e.dims)(x * dloss, dy)
-            return convert(communicator, dtable, e.operand.backward, owned=True)
-
-        if ctx.deferred is None:
-            leaving = gradient()
+        leaf, product = ctx.leaf, partial(local_einsum(e.x_dims, e.out_dims, e.dims), x * dloss, dy, None)
+        if leaf is None:
+            leaving = convert(communicator, product(), e.operand.backward, owned=True)
             return arriving.wait(), leaving.wait(), None, None, None, None, None
-        leaf = ctx.leaf
 
         @torch.no_grad()
         def compute() -> None:
-            """Compute the table's gradient, reduce it as planned, and add it to `grad`."""
-            add_gradient(leaf, gradient().wait())
+            """Compute the table's gradient, reduce it as planned, and add it to the sum of its gradients."""
+            if e.operand.backward:
+                add_gradient(leaf, convert(communicator, product(), e.operand.backward, owned=True).wait())
+            else:
+                add_computed(leaf, product)
 
-        ctx.deferred.append(compute)
+        if ctx.deferred is not None:
+            ctx.deferred.append(compute)
+        else:
+            compute()
         return arriving.wait(), None, None, None, None, None, None
 
 

@@ -26,7 +26,7 @@ from platform.parallel.communicator.clock import Clock
 from platform.parallel.kernels import random
 from platform.parallel.kernels.einsum import Deferred
 from platform.parallel.parallel_ops import ParallelOps, PassPosition
-from platform.parallel.pipeline import Accumulated, Forward, PipelineExecutor, sum_tied
+from platform.parallel.pipeline import Accumulated, CompiledRows, Forward, PipelineExecutor, sum_tied
 from platform.parallel.sharding import gradients
 from platform.plan.core.chunks import Chunk
 from platform.plan.core.plan import Plan
@@ -75,6 +75,7 @@ class Trainer:
         self.optimizer = self._make_optimizer()
         self.loss_scale = LossScale(config.loss_scale.initial) if plan.precision == "fp16" else None
         self.clock = communicator.clock = Clock(communicator.device)
+        self._compiled: CompiledRows = {}  # for the executors of all steps
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         """Construct the optimizer of the master weights that this rank owns, with weight decay for those that the model
@@ -202,7 +203,7 @@ class Trainer:
         """Construct the executor of this stage's schedule. `forward` runs a chunk on a microbatch; `accumulated` is
         called after a backward action, with the chunk's number if it was the last of that chunk, else None."""
         dtype = DTYPES[self.plan.precision][0]
-        return PipelineExecutor(self.stage, self.communicator, dtype, forward, accumulated)
+        return PipelineExecutor(self.stage, self.communicator, dtype, forward, accumulated, self._compiled)
 
     def _part(self, chunk: Chunk, flow: Activations, split: str, first: int, end: int) -> Activations:
         """Run a model chunk on the microbatch (of all replicas together) that starts at sequence `first` of a global

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from platform.boundary import schema
 from platform.boundary.schema import Malformed, OpenMap
-from platform.checkpoint.blocks.placement import Block, HeldTensor, Share, local_blocks, planned_tensors, shares
+from platform.checkpoint.blocks.buffer import LiveBlocks
+from platform.checkpoint.blocks.placement import HeldTensor, Share, local_blocks, planned_tensors, shares
 from platform.checkpoint.in_memory.recover import recover
 from platform.checkpoint.in_memory.snapshots import Snapshot
 from platform.checkpoint.moves.reshard import restore
@@ -46,6 +47,7 @@ class State:
         self.moments, self._numbers = state_of(trainer.config.optimizer, dtype, self._communicator.device)
         self.held = held_of(self._plan, self.moments)
         self._image: Image | None = None
+        self._blocks, self._where = LiveBlocks([]), [-1]  # the blocks, and the addresses of their tensors
 
     @property
     def image(self) -> Image:
@@ -55,14 +57,18 @@ class State:
             self._image = Image(self._communicator.rank, parts, pinned=self._communicator.device.type == "cuda")
         return self._image
 
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> LiveBlocks:
         """Return this rank's blocks of the training state: views of the live tensors, to be copied from or filled.
         Moments that no update has made yet are zeros, which nothing reads."""
         kinds: dict[str, Mapping[str, Tensor]] = {"model": self._trainer.weights.master}
         for moment in self.moments:
             kinds[moment] = {n: self._moment(w, moment) for n, w in self._trainer.weights.owned.items()}
-        here = self._communicator.coordinates
-        return [block for kind, tensors in kinds.items() for block in local_blocks(self._plan, kind, tensors, here)]
+        where = [tensor.data_ptr() for tensors in kinds.values() for tensor in tensors.values()]
+        if where != self._where:  # the optimizer may have put another tensor in a moment's place
+            here = self._communicator.coordinates
+            found = (b for kind, tensors in kinds.items() for b in local_blocks(self._plan, kind, tensors, here))
+            self._where, self._blocks = where, LiveBlocks(found)
+        return self._blocks
 
     def values(self) -> dict[str, Any]:
         """Return what the state has beside tensors, as plain data that is equal on all ranks: the `optimizer`'s numbers

@@ -145,10 +145,12 @@ def test_abort_is_one_call_and_what_was_read_after_it_counts_for_nothing(monkeyp
     assert sorted(world.aborts) == list(range(6))
 
 
-def test_gloo_is_left_as_it_was(monkeypatch):
+def test_gloo_has_one_group_down_the_stages_and_none_of_its_own_for_control(monkeypatch):
     def work(groups):
         groups.abort()
-        return groups._lines, groups._control
+        ways = {way: group is None for way, group in groups._lines.items()}
+        return ways, groups._lines[1, 0] is groups._lines[2, 1], groups._control
 
-    world, results = run_strictly(monkeypatch, STAGES, work, [("t",)], [(0, 1)], torch.device("cpu"))
-    assert results == [({}, None)] * 6 and not world.aborts and GPU.type == "cuda"
+    world, results = run_strictly(monkeypatch, STAGES, work, [("t",)], [(0, 1), (1, 2)], torch.device("cpu"))
+    default_upwards = {(0, 1): True, (1, 0): False, (1, 2): True, (2, 1): False}
+    assert results == [(default_upwards, True, None)] * 6 and not world.aborts and GPU.type == "cuda"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from platform.plan.core.step_collectives import communication
 from platform.planning.make_plan import make_plan
-from tests.harness.oracle import MODELS, compute, configure, examine, run
+from tests.harness.oracle import MODELS, compare, compute, configure, counted, examine, run, serial
 from tests.harness.pairwise import product
 from tests.harness.suite import suite
 
@@ -62,3 +63,16 @@ def test_threads_and_gloo_count_and_launch_the_same(pool):
         assert a.log == b.log and a.moved == b.moved
         assert a.loss == pytest.approx(b.loss, rel=1e-14)
         assert all(torch.equal(a.initial[n], b.initial[n]) for n in a.initial)
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("interleaved", 2), ("zb_h1", 1)])
+def test_stages_that_post_their_receives_early(schedule, chunks, pool):
+    """Two stages that are each other's neighbour on both sides see their messages in one order all the same."""
+    c = configure(pipeline=schedule, stages=2, chunks=chunks, microbatch=1, layers=4)
+    plan = make_plan(c)
+    results = pool.run(compute, c, plan)
+    compare(c, plan, results, serial(c))
+    assert counted(results) == communication(plan)
+    posted = [[launch.group for launch in r.log if launch.op == "send"] for r in results]
+    # rank 0 asks for the gradient that it awaits before it sends the next activation
+    assert posted[0] != posted[1] and sorted(posted[0]) == sorted(posted[1])

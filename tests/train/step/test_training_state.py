@@ -1,0 +1,33 @@
+"""A rank's state as blocks: found once, and again when the optimizer keeps another tensor."""
+
+from __future__ import annotations
+
+import torch
+
+from platform.checkpoint.in_memory.snapshots import RankSnapshots
+from platform.parallel.communicator.base import SingleRank
+from platform.planning.make_plan import make_plan
+from platform.train.step.training_state import State
+from tests.harness.oracle import configure, trainer_of
+
+
+def test_snapshots_follow_what_an_optimizer_puts_in_a_moment_s_place():
+    plan = make_plan(c := configure(layers=1))
+    trainer = trainer_of(c, plan, SingleRank(plan.mesh))
+    state = State(trainer)
+    memory = RankSnapshots(state.held, [""], 0)
+    trainer.step(1)
+    first = state.blocks()
+    for step in (2, 3, 4):  # both buffers, and one of them again
+        trainer.step(step)
+        if step == 4:
+            for kept in trainer.optimizer.state.values():
+                kept["exp_avg"] = kept["exp_avg"] * 2
+        assert (state.blocks() is first) == (step < 4)
+        memory.hold(step, state.blocks(), state.values(), trainer.communicator.transfer)
+    for name, w in trainer.weights.owned.items():
+        wanted = {"model": w.detach(), **trainer.optimizer.state[w]}
+        for kind in ("model", "exp_avg", "exp_avg_sq"):
+            [(part, at, end)] = [place for place in memory.at(4).own.places if place[0].tensor.name == f"{kind}.{name}"]
+            held = memory.at(4).own.data[at:end].view(torch.float64).view(part.box.extent)
+            assert torch.equal(held, wanted[kind][tuple(map(slice, part.box.extent))]), (kind, name)
