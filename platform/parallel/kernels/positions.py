@@ -34,7 +34,7 @@ class _Rotate(torch.autograd.Function):
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, way: int) -> Tensor:
-    """Turn the pairs of x by the angles, forth (`way` 1) or back (-1)."""
+    """Apply the angles to the pairs of x, forth (`way` 1) or back (-1)."""
     wide, half = widened(x), x.shape[-1] // 2
     out = wide * cos
     out[..., :half].addcmul_(wide[..., half:], sin[..., :half], value=-way)
