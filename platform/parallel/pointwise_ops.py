@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from platform.parallel.compiled import region
 from platform.parallel.kernels import random, residual, statistics
-from platform.parallel.kernels.compiled import region
 from platform.parallel.kernels.dropout import Draw, Drawing, dropout, dropped, in_pieces
 from platform.parallel.loss_ops import LossOps
 from platform.parallel.sharding.convert import absent, apply

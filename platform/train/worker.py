@@ -32,7 +32,7 @@ from platform.parallel.communicator.base import Communicator, Launch, SingleRank
 from platform.parallel.communicator.progress import PROGRESS
 from platform.parallel.communicator.sockets import open_sockets
 from platform.parallel.communicator.torch_distributed import ProcessGroups, join
-from platform.parallel.kernels.compiled import uncompiled
+from platform.parallel.compiled import uncompiled
 from platform.plan.core.plan_data import digest
 from platform.plan.core.step_collectives import process_groups
 from platform.plan.language.mesh import Mesh

@@ -19,7 +19,7 @@ MAY_WAIT = {
     "parallel/communicator/base.py:read": "the one place in which a step waits for its device",
     "parallel/communicator/clock.py:read": "reads events, after that",
     "parallel/communicator/torch_distributed.py:exchange": "host memory",
-    "parallel/kernels/compiled.py:_lacking": "tries the compiler, before a generation forms",
+    "parallel/compiled.py:_lacking": "tries the compiler, before a generation forms",
     "train/step/step_report.py:together": "host memory",
     "train/step/step_report.py:_slower": "host memory",
     "train/step/trainer.py:sample": "text is read token by token, not in a step",

@@ -11,9 +11,10 @@ import torch
 from torch._dynamo.utils import counters
 from torch.utils._pytree import tree_leaves
 
+from platform.parallel import compiled
 from platform.parallel.communicator.base import SingleRank
-from platform.parallel.kernels import compiled, random, residual
-from platform.parallel.kernels.compiled import region, uncompiled
+from platform.parallel.compiled import region, uncompiled
+from platform.parallel.kernels import random, residual
 from platform.parallel.kernels.dropout import Drawing, dropped
 from platform.planning.make_plan import make_plan
 from tests.harness.oracle import MODELS, configure, prove, trainer_of
