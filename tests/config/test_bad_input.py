@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 
 from platform import launch
+from platform.cluster.run.phases import Phases
 from platform.composition.composer import open_composer
 from platform.config import surroundings
 from platform.config.bounds import KEYS, LONGEST, flat_values
@@ -73,7 +74,8 @@ def refusal(tmp_path_factory):
     def lines(*arguments):
         began = time.thread_time()
         with pytest.raises(ConfigError) as error:
-            launch._planned(Namespace(config_dir=None, overrides=["+experiment=gpt_quick", *arguments], multirun=False))
+            given = Namespace(config_dir=None, overrides=["+experiment=gpt_quick", *arguments], multirun=False)
+            launch._planned(given, Phases())
         assert time.thread_time() - began < 3.0
         assert os.listdir(private) == []
         assert all(line.isprintable() for line in error.value.violations)

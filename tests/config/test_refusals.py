@@ -5,6 +5,7 @@ from argparse import Namespace
 import pytest
 
 from platform import launch
+from platform.cluster.run.phases import Phases
 from platform.config.fields import ConfigError
 
 FOUND = [
@@ -31,5 +32,6 @@ FOUND = [
 @pytest.mark.parametrize(("argument", "start"), FOUND, ids=[argument for argument, _ in FOUND])
 def test_found(argument, start):
     with pytest.raises(ConfigError) as error:
-        launch._planned(Namespace(config_dir=None, overrides=["+experiment=gpt_quick", argument], multirun=False))
+        given = Namespace(config_dir=None, overrides=["+experiment=gpt_quick", argument], multirun=False)
+        launch._planned(given, Phases())
     assert any(line.startswith(start) for line in error.value.violations)

@@ -18,6 +18,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from unittest import mock
 
 from platform import launch
+from platform.cluster.run.phases import Phases
 from platform.composition.composer import open_composer
 from platform.config import bounds
 from platform.config.bounds import flat_values
@@ -187,7 +188,7 @@ def _argument(r: random.Random, kind: str) -> tuple[str, str]:
 def _planned(arguments: list[str], keys: list[str]) -> tuple[bool, float]:
     """Whether the arguments make a plan, and the seconds that so large a one may take."""
     try:
-        jobs = launch._planned(Namespace(config_dir=None, overrides=arguments, multirun=False))
+        jobs = launch._planned(Namespace(config_dir=None, overrides=arguments, multirun=False), Phases())
     except ConfigError as error:
         assert error.violations, f"refused without a word: {arguments!a}"
         for line in error.violations:
