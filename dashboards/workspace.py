@@ -47,6 +47,7 @@ def sections() -> dict[str, list[Any]]:
             line("Generation (one per formation of the mesh)", "elastic/generation"),
             line("Seconds from a failure to the next step", "elastic/recovery_seconds"),
             line("Steps that updated nothing", "train/skipped"),
+            line("Loss scale (fp16)", "train/loss_scale"),
         ],
     }
 

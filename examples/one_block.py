@@ -16,7 +16,7 @@ from platform.model.blocks import StackSpecs, TransformerBlock, dim_sizes
 from platform.parallel.communicator.base import Communicator, SingleRank
 from platform.parallel.communicator.torch_distributed import ProcessGroups
 from platform.parallel.parallel_ops import ParallelOps, initialise
-from platform.parallel.sharding.gradients import GradientReduction, counts_here
+from platform.parallel.sharding.gradients import counts_here
 from platform.plan.core.step_collectives import process_groups
 from platform.plan.reports.describe import describe
 from platform.train.step.inputs import place
@@ -57,7 +57,10 @@ def forward_backward(made: Plan, communicator: Communicator, config) -> tuple[fl
     inputs = place(made, communicator, lambda start, end: {"ids": IDS[start:end]})  # the blocks that this rank reads
     loss = OneBlock(config.model).forward(ParallelOps(made, communicator, weights), inputs)
     loss.backward()
-    gradients = GradientReduction(made, communicator, {name: w.grad for name, w in weights.items()}).wait()
+    gradients = {name: w.grad for name, w in weights.items()}
+    for name, axes in made.reductions.items():  # over which a parameter's gradient is left to be summed
+        if axes:
+            gradients[name] = communicator.launch("all_reduce", gradients[name], axes).wait()
     total = loss.detach() if counts_here(communicator, made.loss_layout.axes) else torch.zeros_like(loss)
     if everywhere := made.mesh.ordered(made.mesh.axes):
         total = communicator.launch("all_reduce", total, everywhere).wait()

@@ -170,11 +170,11 @@ pipeline=file | pipeline.file=:
 pipeline.file=/a.csv | pipeline.file=/a.csv: only for pipeline=file
 branch.axes.g=2 | branch.axes.g=2: branch=none has no axes | none
 branch=dsp branch.axes.t=2 | branch.axes.t=2: tensor=1d has an axis t
-branch=dsp branch.axes.data=2 | branch.axes.data=2: the names stage and data
+branch=dsp branch.axes.data=2 | branch.axes.data=2: the names stage, data, zero are reserved
 tensor.axes.q=2 | tensor.axes.q=2: tensor=1d has no such axis | t
 tensor=serial tensor.axes.t=2 | tensor.axes.t=2: tensor=serial has no such axis | none
 tensor=3d tensor.axes.t=2 | tensor.axes.t=2: tensor=3d has no such axis | x, y, z
-tensor=layout tensor.axes.stage=2 | tensor.axes.stage=2: the names stage and data
+tensor=layout tensor.axes.stage=2 | tensor.axes.stage=2: the names stage, data, zero are reserved
 tensor=layout tensor.axes={a-b:2} | tensor.axes.a-b=2: an axis is named by letters
 tensor.layout=batch:t | tensor.layout=batch:t: only for tensor=layout
 tensor=layout tensor.axes.a=2 tensor.layout=batch:b | tensor.layout=batch:b: no such axis | a

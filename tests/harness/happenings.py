@@ -5,6 +5,10 @@ from typing import Any
 from platform.monitor.records import events
 
 EXAMPLES: dict[str, dict[str, Any]] = {  # kind -> its own fields, as they are in the file
+    "timing": {
+        "composed": 0.4, "planned": 0.6, "starting": 0.7, "first_process": 3.1, "ready": 3.5, "formed": 3.9,
+        "running": 4.0, "first_step": 4.5, "last_step": 9.0, "ended": 9.5,
+    },
     "starting": {"world_size": 4, "cluster": "processes", "device": "cpu"},
     "refused": {"reasons": ["checkpoint.resume=x: no"]},
     "changed": {"keys": {"seed": [0, 1], "mesh.t": [None, 2]}},

@@ -3,6 +3,7 @@
 import tempfile
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,7 @@ def private_cluster(head_cpus, **environment):
         # a lost node is known as such within seconds, not half a minute
         "RAY_health_check_period_ms": "500",
     }
+    (Path(tempfile.gettempdir()) / "ray").mkdir(exist_ok=True)  # it writes its address there, whatever its own folder
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="ray") as folder:  # a short name
         for name, value in {**known, **environment}.items():
             patch.setenv(name, value)

@@ -42,7 +42,7 @@ class Journal:
     def write(self, event: JournalEvent) -> None:
         """Write an event that happens now to the journal, with the time and the number of the generation under way."""
         stamped = replace(event, **redact(dict(vars(event)) | {"time": time.time(), "generation": self.generation}))
-        self._lines.append(redact(events.to_plain(stamped)))
+        self._lines.append(redact(events.to_plain(stamped)) | {"event": event.word})
         self._on_event(stamped)  # what is told is what was recorded, without secrets
 
     def events(self) -> list[JournalEvent]:

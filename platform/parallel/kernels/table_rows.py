@@ -18,7 +18,7 @@ class _Rows(torch.autograd.Function):
     def forward(ctx, table: Tensor, ids: Tensor):
         ctx.table = table
         ctx.save_for_backward(ids)
-        return F.embedding(ids, table.flatten(1)).view(*ids.shape, *table.shape[1:])
+        return F.embedding(ids, table.reshape(table.shape[0], -1)).view(*ids.shape, *table.shape[1:])
 
     @staticmethod
     def backward(ctx, gradient):
@@ -42,4 +42,4 @@ def rows(table: Tensor, ids: Tensor) -> Tensor:
     """Return the rows `ids` of `table` [rows, ...] as [*ids, ...]."""
     if accumulates(table) and table.device.type == "cpu":  # on a GPU, torch's kernel adds in a fixed order and in fp32
         return _Rows.apply(table, ids)
-    return F.embedding(ids, table.flatten(1)).view(*ids.shape, *table.shape[1:])
+    return F.embedding(ids, table.reshape(table.shape[0], -1)).view(*ids.shape, *table.shape[1:])

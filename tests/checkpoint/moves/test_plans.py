@@ -71,8 +71,10 @@ def job(model: str, name: str) -> Job:
     p = plan(model, name)
     holds: dict[str, list] = {}
     for rank, kind in product(range(p.mesh.size), KINDS):
-        shapes = {q.name: torch.empty(p.master_shape(q), device="meta") for q in p.parameters}
-        for block in local_blocks(p, kind, shapes, p.mesh.coordinates(rank)):
+        here = p.mesh.coordinates(rank)
+        ranges = {q.name: p.shard_range(q, here) for q in p.parameters}
+        parts = {name: torch.empty(stop - start, device="meta") for name, (start, stop) in ranges.items()}
+        for block in local_blocks(p, kind, parts, here):
             assert block.tensor.shape == block.box.extent
             holds.setdefault(block.name, []).append((rank, block.box))
     made = Job(tensors(model), holds, p.mesh.size)
