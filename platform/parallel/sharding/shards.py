@@ -1,5 +1,5 @@
-"""Equal parts of a flattened local block, padded with zeros, one per rank along some axes: the shards of parameters
-(`Plan.shard_range` gives the elements of a rank's shard), and what is kept or sent of a tensor that ranks replicate."""
+"""Equal parts of a flattened local block, padded with zeros, one per rank along some axes: what is kept or sent of a
+tensor that ranks replicate."""
 
 from __future__ import annotations
 

@@ -279,7 +279,10 @@ class Metered(MeteredLosses):
             scores = rows * key["length"]
             work = self.new(2 * scores)
             del work
-            return self.plain(out, [q, k, v, bias], (*scaled, v.storage, self.new(scores)), 2 * scores)
+            # values that are a slice of a larger tensor do not lie as its matrix product wants them: it copies them
+            view = v.storage is None or v.storage.counted <= v.elements
+            values = v.storage if view else self.new(v.elements)
+            return self.plain(out, [q, k, v, bias], (*scaled, values, self.new(scores)), 2 * scores)
         saved = [q.storage, k.storage, v.storage, out.storage, self.new(rows, self.wide)]  # log-sum-exp per row
         if mask is not None:  # as floats to add to the scores
             saved.append(self.new(key["batch"] * key["length"] * (query["length"] if causal else 1)))

@@ -46,9 +46,8 @@ class Weights:
                 initialise(plan, communicator, p, seed, block)
                 flat.fill(p.name, block)
         by_name = {p.name: flat for flat in self.buckets for p in flat.bucket.parameters}
-        self._flat = {p.name: by_name[p.name] for p in plan.parameters}
-        self.compute = {name: flat.compute[name] for name, flat in self._flat.items()}
-        self.master = {name: flat.master[name] for name, flat in self._flat.items()}
+        self.compute = {p.name: by_name[p.name].compute[p.name] for p in plan.parameters}
+        self.master = {p.name: by_name[p.name].master[p.name] for p in plan.parameters}
         self.residency = self._residency() if plan.storage else None
         self._reducing: deque[FlatBucket] = deque()
         self._early = overlap
@@ -114,7 +113,8 @@ class Weights:
             self._reducing.popleft().settle()
 
     def finish(self) -> dict[str, Tensor]:
-        """Wait for all reductions of a step; return the gradients by number of the bucket's first parameter."""
+        """Wait for all reductions of a step; return each bucket's gradients, laid out as its
+        masters, by the name of its first parameter."""
         self._reducing.clear()
         here = [flat for flat in self.buckets if flat.here]
         for flat in here:
