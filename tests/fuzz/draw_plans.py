@@ -139,7 +139,7 @@ def draw_plan(r: Random, scheme: str, schedule: str, least_data: int = 1) -> Con
     most = RANKS // (c.pipeline.stages * ranks)
     c.parallel = Parallel(max(least_data, r.randint(1, most) if r.random() < 0.3 else 1))
     if c.parallel.data > 1 and not c.branch.only:
-        c.parallel.zero = r.choice((0, 1, 3))
+        c.parallel.zero, c.parallel.zero_group = r.choice((0, 1, 2, 3)), r.choice((0, 2))
     c.recompute = r.choice(("none", "none", "selective", "full"))
     c.recompute_every = r.choice((1, 1, 2))
     return c
