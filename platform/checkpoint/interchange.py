@@ -109,8 +109,7 @@ class _ForeignTensor:
 
 
 def _meta(raw: bytes) -> Meta:
-    meta: Meta = schema.read(Meta, documents.from_json(raw, LARGEST, VALUES))
-    return meta
+    return Meta.read(documents.from_json(raw, LARGEST, VALUES))
 
 
 def export_dcp(storage: Storage, directory: str, manifest: Manifest, target: str, names: list[str]) -> None:

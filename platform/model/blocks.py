@@ -126,7 +126,8 @@ class Residual(Layer):
 
 class Attention(Residual):
     """Self-attention, or cross-attention to the output of an encoder whose Specs are `memory`; a Residual layer.
-    d_model, the dim that is gathered, comes first in the weights' dims."""
+    What a weight's product adds comes first in its dims: those of query, key and value, which lie one after another,
+    are together a matrix with the dim d_model."""
 
     def __init__(
         self, name: str, c: ModelConfig, shapes: StackSpecs, *, causal: bool, memory: StackSpecs | None = None
@@ -135,12 +136,12 @@ class Attention(Residual):
         self.causal, self.cross, self.memory = causal, memory is not None, memory or shapes
         self.scale = 1 / sqrt(c.d_kv or c.d_model // c.heads)
         out = STD / sqrt(2 * c.layers)
-        q, kv = ("d_model", "heads", "d_kv"), ("d_model", "kv_heads", "d_kv")
-        self.query = Parameter(f"{name}.query", q, "in", std=STD, decay=True)
-        self.key = Parameter(f"{name}.key", kv, "in", std=STD, decay=True)
-        self.value = Parameter(f"{name}.value", kv, "in", std=STD, decay=True)
-        self.output = Parameter(f"{name}.output", q, "out", std=out, decay=True)
-        inner = [Parameter(f"{p.name}_bias", p.dims[1:], "in", "zeros") for p in (self.query, self.key, self.value)]
+        q, kv = ("heads", "d_kv", "d_model"), ("kv_heads", "d_kv", "d_model")
+        self.query = Parameter(f"{name}.query", q, "in", std=STD, decay=True, turned=True)
+        self.key = Parameter(f"{name}.key", kv, "in", std=STD, decay=True, turned=True)
+        self.value = Parameter(f"{name}.value", kv, "in", std=STD, decay=True, turned=True)
+        self.output = Parameter(f"{name}.output", ("d_model", "heads", "d_kv"), "out", std=out, decay=True)
+        inner = [Parameter(f"{p.name}_bias", p.dims[:-1], "in", "zeros") for p in (self.query, self.key, self.value)]
         self.inner_biases = inner if c.bias else []
         self.output_bias = [Parameter(f"{name}.output_bias", ("d_model",), "vector", "zeros")] if c.bias else []
 
@@ -195,10 +196,10 @@ class FeedForward(Residual):
     def __init__(self, name: str, c: ModelConfig, shapes: StackSpecs):
         super().__init__(name, c, shapes)
         self.function, gated = ACTIVATIONS[c.activation]
-        dims = ("d_model", "d_ff")
         names = ["up", "gate"] if gated else ["up"]
-        self.inner = [Parameter(f"{name}.{n}", dims, "in", std=STD, decay=True) for n in names]
-        self.down = Parameter(f"{name}.down", dims, "out", std=STD / sqrt(2 * c.layers), decay=True)
+        inner = [Parameter(f"{name}.{n}", ("d_ff", "d_model"), "in", std=STD, decay=True, turned=True) for n in names]
+        self.inner = inner
+        self.down = Parameter(f"{name}.down", ("d_model", "d_ff"), "out", std=STD / sqrt(2 * c.layers), decay=True)
         biases = [Parameter(f"{p.name}_bias", ("d_ff",), "in", "zeros") for p in self.inner]
         self.inner_biases = biases if c.bias else []
         self.down_bias = [Parameter(f"{name}.down_bias", ("d_model",), "vector", "zeros")] if c.bias else []

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -131,7 +132,7 @@ def test_format_1_is_read_forever():
     storage = open_storage(str(FORMAT_1))
     found = find(storage)
     assert found.directory == "step-00000003-000001-f0f0f0" and not found.refused
-    assert found.manifest.meta == meta(3)
+    assert found.manifest.meta == replace(meta(3), format=1)
     assert json.loads((FORMAT_1 / found.directory / "manifest.json").read_text())["format"] == 1
     job = Job.whole(
         {

@@ -22,7 +22,7 @@ def test_plans_of_a_fixed_seed(seed, record_count):
 def test_negative_control_forgotten_microbatches(monkeypatch):
     """Where a gradient takes the place of the sum of those before, the last microbatch is all that counts."""
     sum_of = FlatBucket.sum_of
-    monkeypatch.setattr(FlatBucket, "sum_of", lambda self, name: (sum_of(self, name)[0], True))
+    monkeypatch.setattr(FlatBucket, "sum_of", lambda self, *names: (sum_of(self, *names)[0], True))
     with pytest.raises(AssertionError, match="gradient of"):
         run(plans, SEED, COUNT)
 

@@ -103,7 +103,7 @@ class KernelCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
-        read = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        read = [x for x in tree_leaves(_read(function, args, kwargs or {})) if isinstance(x, Tensor)]
         written = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         opened = [name for name, _ in self._clock.clock._open]
         if LOADING not in opened:
@@ -117,6 +117,12 @@ class KernelCounter(TorchDispatchMode):
         counted.kernels[name] += 1
         counted.nbytes += sum(map(_touched, read)) + sum(map(_touched, written))
         return out
+
+
+def _read(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The arguments that a kernel reads: not what it only writes to."""
+    writes_first = function.overloadpacket.__name__ in ("copy_", "_foreach_copy_", "zero_")
+    return args[writes_first:], {k: x for k, x in kwargs.items() if k != "out"}
 
 
 def _is_view(function: Any) -> bool:

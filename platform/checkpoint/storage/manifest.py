@@ -16,7 +16,9 @@ from platform.checkpoint.blocks.placement import ITEMSIZE, LARGEST_BLOCK
 from platform.checkpoint.storage.report import FileReport
 
 KIND = "elastic-platform checkpoint"
-FORMAT = 1  # tests/checkpoint/format_1 holds a checkpoint in it: every later version reads every earlier one
+# Every version reads all earlier formats: tests/checkpoint/format_1 and format_1_weights are in the first. There, weights
+# that are `turned` (`platform.plan.language.ops.Parameter`) have their last dim first; in format 2 all are as declared.
+FORMAT = 2
 NAME = "manifest.json"
 LARGEST = 256 << 20  # bytes of a manifest: about two million blocks, 30 TB
 VALUES = 1 << 25  # JSON values in a manifest
@@ -54,6 +56,13 @@ class Meta:
     plan: Annotated[dict[str, Any], PLAN]  # its mesh, scheme and digest
     values: dict[str, Any] = field(default_factory=dict)  # state that is not a tensor: loss scale, counters
     versions: dict[str, str] = field(default_factory=dict)  # library -> version
+    format: Annotated[int, Span(1, FORMAT)] = FORMAT  # of the checkpoint that the tensors were first written to
+
+    @classmethod
+    def read(cls, found: Any) -> Meta:
+        """Read metadata from plain JSON data, which says nothing of its format if that is 1. Raises Malformed."""
+        meta: Meta = schema.read(cls, {"format": 1} | found if type(found) is dict else found)
+        return meta
 
 
 class StoredBlock(NamedTuple):
@@ -157,11 +166,12 @@ class Manifest:
                 raise Refused(f"{NAME} is not of this platform")
             if type(there := found.get("format")) is int and there > FORMAT:
                 raise Newer(f"format {schema.shown(there)} is newer than {FORMAT}, the newest that this version reads")
+            meta = Meta.read(found.pop("meta", None))
             document: _Document = schema.read(_Document, found)
             tensors = {t.name: t for t in document.tensors}
             if len(tensors) < len(document.tensors):
                 raise Malformed("two tensors of one name")
-            return cls(document.meta, document.files, tensors)
+            return cls(meta, document.files, tensors)
         except Malformed as error:
             raise Corrupt(f"{NAME} is malformed: {error}") from None
 
@@ -178,11 +188,10 @@ def _seal(body: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class _Document:
-    """JSON document as a whole."""
+    """JSON document without its metadata."""
 
     kind: str
-    format: Annotated[int, OneOf((FORMAT,), "format")]
-    meta: Meta
+    format: Annotated[int, Span(1, FORMAT)]
     files: dict[File, Bytes]
     tensors: list[StoredTensor]
     sha256: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,15 +14,22 @@ from platform.parallel.kernels.leaves import accumulates, add_computed
 from platform.parallel.kernels.products import local_einsum
 from platform.parallel.kernels.summa import summa
 from platform.parallel.sharding.convert import Pending, absent, apply, convert
-from platform.plan.communication.planned import Einsum, EinsumGroup
+from platform.parallel.sharding.flat import Neighbours
+from platform.plan.communication.planned import EinsumGroup
 
 Deferred = list[Callable[[], None]]  # each computes and accumulates gradients of parameters when called
 Tensors = Sequence[Tensor | None]
+
+# type of device -> gradients of the results of joined weights are copied together, for one product instead of one each.
+# On a CPU two more products are faster than the copy (by 5 % of the backward pass of Q, K and V of width 256).
+JOINS_GRADIENTS = {"cpu": False}
 
 
 class _Einsums(torch.autograd.Function):
     """Autograd function of one planned group of einsums that share x. Forward: issues the gathers of x and all
     operands, multiplies, adds the biases (one per operand, or none at all), converts the outputs.
+
+    Weights that lie one after another and are not converted (Q, K and V; gate and up) are one matrix.
 
     Backward: the gradient of x is computed first, and its reduction overlaps the computation of the operands'
     gradients. Tensors marked `regathered` in the plan are saved only as stored and gathered again while the output
@@ -36,6 +43,11 @@ class _Einsums(torch.autograd.Function):
         operands, biases = tensors[: len(group.einsums)], tensors[len(group.einsums) :]
         ctx.communicator, ctx.group, ctx.deferred = communicator, group, deferred
         ctx.leaves = [t if accumulates(t) else None for t in tensors]
+        ctx.joined = joined = _joined(group, x, ctx.leaves)
+        if joined:
+            whole = convert(communicator, x, group.x.forward).wait()
+            ctx.save_for_backward(x if group.regathered else whole, *operands)
+            return joined.outputs(whole, operands)
         regathered = [group.regathered, *(e.regathered for e in group.einsums)]
         stored = (x, *operands)
         coming = [convert(communicator, w, e.operand.forward) for w, e in zip(operands, group.einsums, strict=True)]
@@ -61,18 +73,71 @@ class _Einsums(torch.autograd.Function):
             x = convert(communicator, x, group.x.forward).wait()
         operands = [c.wait() for c in regathered]
         local = [c.wait().contiguous() for c in coming]  # read twice; that of a query is not in attention's order
+        rest = partial(_operand_gradients, communicator, group, ctx.leaves, ctx.needs_input_grad[4:], x, local)
+        together = None
+        if ctx.joined and JOINS_GRADIENTS.get(x.device.type, True):
+            together = torch.cat([g.flatten(x.dim() - 1).flatten(0, -2) for g in local], 1)
+            rest = partial(ctx.joined.add_gradients, x, together)
         dx = None
         if ctx.needs_input_grad[3]:
             total: Any = None
-            for g, w, e in zip(local, operands, group.einsums, strict=True):
-                total = local_einsum(e.out_dims, e.dims, e.x_dims)(g, w, into=total)
+            if together is not None:
+                total = ctx.joined.back(together, x.shape)
+            else:
+                for g, w, e in zip(local, operands, group.einsums, strict=True):
+                    total = local_einsum(e.out_dims, e.dims, e.x_dims)(g, w, into=total)
             dx = convert(communicator, total, group.x.backward, owned=True)
-        rest = partial(_operand_gradients, communicator, group, ctx.leaves, ctx.needs_input_grad[4:], x, local)
         if ctx.deferred is None:
             found = rest()
             return None, None, None, dx and dx.wait(), *found
         ctx.deferred.append(torch.no_grad()(rest))
         return None, None, None, dx and dx.wait(), *(None for _ in ctx.leaves)
+
+
+class _Joined(NamedTuple):
+    """Weights of a group that are one matrix [columns of all, contracted], and their biases, if there are any."""
+
+    weights: Neighbours
+    biases: Neighbours | None
+    contracted: int
+
+    @property
+    def matrix(self) -> Tensor:
+        return self.weights.values.view(-1, self.contracted)
+
+    def outputs(self, x: Tensor, operands: Tensors) -> Tensors:
+        """Multiply the local x [..., contracted] by all weights; return a view of the result for each operand."""
+        rows, w = x.flatten(0, -2), self.matrix.t()
+        z = torch.addmm(self.biases.values, rows, w) if self.biases else rows @ w
+        shapes = [w.shape[:-1] for w in operands if w is not None]
+        parts = z.split([shape.numel() for shape in shapes], 1)
+        return tuple(part.view(*x.shape[:-1], *shape) for part, shape in zip(parts, shapes, strict=True))
+
+    def back(self, gradient: Tensor, shape: Sequence[int]) -> Tensor:
+        """Return the gradient of x, of `shape`, from that of the result [rows, columns]."""
+        return (gradient @ self.matrix).view(shape)
+
+    def add_gradients(self, x: Tensor, gradient: Tensor) -> Tensors:
+        """Add the gradients of weights and biases to their sums, from x and the gradient of the result; return None
+        for each."""
+        product = local_einsum(("rows", "contracted"), ("rows", "columns"), ("columns", "contracted"))
+        rows, shape = x.flatten(0, -2), (gradient.shape[1], self.contracted)
+        self.weights.add(lambda into, fresh: product(rows, gradient, into=into.view(shape), fresh=fresh))
+        if self.biases:
+            self.biases.add(partial(_sum_rows, gradient, [0]))
+        return [None] * (len(self.weights.names) * (2 if self.biases else 1))
+
+
+def _joined(group: EinsumGroup, x: Tensor, leaves: Tensors) -> _Joined | None:
+    """Return the weights and biases of a group, from its `leaves`, as one matrix and one vector, if they lie so."""
+    count = len(group.einsums)
+    if absent(x) or not group.joinable:
+        return None
+    weights, biases = Neighbours.of(leaves[:count]), Neighbours.of(leaves[count:])
+    last = leaves[0]
+    if weights is None or last is None or (biases is None and len(leaves) > count):
+        return None
+    return _Joined(weights, biases, last.shape[-1])
 
 
 def _operand_gradients(
@@ -95,21 +160,26 @@ def _operand_gradients(
             pending.append(None)
         else:
             pending.append(convert(communicator, product(), e.operand.backward, owned=True) if n else None)
-    sums = [
-        _bias_gradient(e, g) if n and not absent(g) else None
-        for e, g, n in zip(group.einsums, gradients, needed[count:], strict=False)
-    ]
     found: list[Tensor | None] = []
-    for t, computed in zip(leaves, [*(c.wait() if c else None for c in pending), *sums], strict=True):
+    for t, coming in zip(leaves, pending, strict=False):
+        computed = coming.wait() if coming else None
         if t is not None and computed is not None:
             add_computed(t, partial(_plus, computed))
         found.append(computed if t is None else None)
+    for e, g, t, n in zip(group.einsums, gradients, leaves[count:], needed[count:], strict=False):
+        total = partial(_sum_rows, g, [i for i, d in enumerate(e.out_dims) if d not in e.dims])
+        if n and t is not None and not absent(g):
+            add_computed(t, total)
+        found.append(total(None, True) if n and t is None and not absent(g) else None)
     return found
 
 
-def _bias_gradient(e: Einsum, gradient: Tensor) -> Tensor:
-    """Sum the gradient of an einsum's output over the dims that its bias lacks: those of x."""
-    return gradient.sum([i for i, d in enumerate(e.out_dims) if d not in e.dims])
+def _sum_rows(gradient: Tensor, dims: list[int], into: Tensor | None, fresh: bool) -> Tensor:
+    """Sum the gradient of an einsum's output over `dims`, those that its bias lacks; add it to `into`, if there is
+    one."""
+    if into is not None and fresh:
+        return torch.sum(gradient, dims, out=into)
+    return gradient.sum(dims) if into is None else into.add_(gradient.sum(dims))
 
 
 def _plus(gradient: Tensor, into: Tensor | None, fresh: bool) -> Tensor:

@@ -26,12 +26,9 @@ def add_computed(w: Tensor, compute: Compute) -> None:
     if found := bucket_of(w):
         bucket, name = found
         if bucket.here:
-            sums, fresh = bucket.sum_of(name)
-            if sums.dtype == w.dtype:
-                compute(sums, fresh)
-                bucket.came(name)
-            else:
-                bucket.add(name, compute(None, True))
+            memory, fresh = bucket.sum_of(name)
+            compute(memory.view(w.shape), fresh)
+            bucket.came(name)
     elif w.grad is None:
         w.grad = torch.empty_like(w, requires_grad=False).copy_(compute(None, True))
     else:

@@ -74,7 +74,8 @@ def _product(a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:
         if not straight:
             x, y, row_shape, column_shape = y.t(), x.t(), column_shape, row_shape
         if into is not None:
-            into.view(x.shape[0], -1).addmm_(x, y, beta=0 if fresh else 1)
+            there = into.view(x.shape[0], -1)
+            torch.mm(x, y, out=there) if fresh else there.addmm_(x, y)
             return into
         assert straight or bias is None
         z = x @ y if bias is None else torch.addmm(bias.reshape(-1), x, y)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 from weakref import ref
 
 import torch
@@ -50,6 +51,9 @@ class FlatBucket:
         own = {name: w.detach().requires_grad_() for name, w in self._masters(self.masters).items()}
         self.master = self.compute if one and whole else own
         self.sums: Tensor | None = None  # gradients summed over microbatches, laid out as the whole buffer
+        self._coming: Tensor | None = None  # those of the pass under way, where they are of another dtype than `sums`
+        self._held: set[str] = set()  # parameters whose gradient is in `_coming`
+        self._taken: dict[str, Tensor] = {}  # gradients by parameter that are in neither yet
         self.reduced: Tensor | None = None  # this rank's shard of them, summed over passes (ZeRO-2 and 3)
         self._summed: set[str] = set()  # parameters whose gradient is in `sums`
         self._came: set[str] = set()  # parameters whose gradient came in the backward pass under way
@@ -140,39 +144,96 @@ class FlatBucket:
 
     # gradients
 
-    @torch.no_grad()
     def add(self, name: str, gradient: Tensor) -> None:
-        """Add a parameter's gradient, of any dtype, to `sums`."""
-        if not self.here:
-            return
-        sums, fresh = self.sum_of(name)
-        sums.copy_(gradient) if fresh else sums.add_(gradient)
-        self.came(name)
+        """Take a parameter's gradient, in the compute type and memory of its own, to be added to its sum together with
+        those of other parameters."""
+        if self.here:
+            if name in self._taken:
+                self.flush()
+            self._taken[name] = gradient
+            self._note((name,))
 
-    def sum_of(self, name: str) -> tuple[Tensor, bool]:
-        """Return the memory in which a parameter's gradients are summed, and True if what is there does not count."""
-        return self._block(self._sums(), name), name not in self._summed
+    def sum_of(self, *names: str) -> tuple[Tensor, bool]:
+        """Return the flat memory, in the compute type, to which the gradients of parameters that follow each other are
+        to be added, and True if what is there does not count. `came` says that it is done."""
+        start, stop = self._stretch(names)
+        if self._direct:
+            new = [name for name in names if name not in self._summed]
+            for name in new if len(new) < len(names) else ():
+                self._block(self._sums(), name).zero_()
+            return self._sums()[start:stop], len(new) == len(names)
+        if not self._held.isdisjoint(names):
+            self.flush()
+        if self._coming is None:
+            self._coming = torch.empty(self._elements, dtype=self._low, device=self._communicator.device)
+        return self._coming[start:stop], True
+
+    def came(self, *names: str) -> None:
+        """Note that gradients of parameters have been added where `sum_of` said."""
+        (self._summed if self._direct else self._held).update(names)
+        self._note(names)
+
+    def _note(self, names: Sequence[str]) -> None:
+        """Note that gradients of parameters have come in the backward pass under way."""
+        self._came.update(names)
+        if len(self._came) == len(self.compute):
+            self.flush()
+            if self.complete:
+                self.complete(self)
+
+    @property
+    def _direct(self) -> bool:
+        """Return True if gradients are summed in the compute type, so that they are added where they are computed."""
+        return self._plan.zero >= 2 or self._low == self._high
 
     def _sums(self) -> Tensor:
         """Return `sums`, allocated on first use."""
         if self.sums is None:
-            dtype = self._low if self._plan.zero >= 2 else self._high
+            dtype = self._low if self._direct else self._high
             self.sums = torch.empty(self._elements, dtype=dtype, device=self._communicator.device)
         return self.sums
 
-    def came(self, name: str) -> None:
-        """Note that a gradient of a parameter has been added to `sums`."""
-        self._summed.add(name)
-        self._came.add(name)
-        if self.complete and len(self._came) == len(self.compute):
-            self.complete(self)
+    def _stretch(self, names: Sequence[str]) -> tuple[int, int]:
+        found = self.bucket.stretch(names)
+        assert found, "parameters that follow each other"
+        return found
+
+    def values(self, *names: str) -> Tensor:
+        """Return the flat compute copies of parameters that follow each other."""
+        start, stop = self._stretch(names)
+        return self._whole[start:stop]
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Add what has been taken, and the gradients of the pass under way, to `sums`: in few kernels."""
+        if self._taken:
+            taken, self._taken = self._taken, {}
+            places = {name: self.sum_of(name) for name in taken}
+            for fresh, function in ((True, torch._foreach_copy_), (False, torch._foreach_add_)):
+                if names := [name for name, (_, new) in places.items() if new == fresh]:
+                    function([places[n][0] for n in names], [taken[n].reshape(-1) for n in names])
+            (self._summed if self._direct else self._held).update(taken)
+        if self._coming is None:
+            return
+        sums, every = self._sums(), len(self.compute)
+        together = len(self._held) == every and len(self._summed) in (0, every)
+        stretches = [(0, sum(self.bucket.sizes))] if together else [self.bucket.ranges[name] for name in self._held]
+        known = [bool(self._summed)] if together else [name in self._summed for name in self._held]
+        for (start, stop), summed in zip(stretches, known, strict=True):
+            here, there = sums[start:stop], self._coming[start:stop]
+            here.add_(there) if summed else here.copy_(there)
+        self._summed |= self._held
+        self._held.clear()
+        self._coming = None
 
     def gradients(self) -> dict[str, Tensor]:
         """Return name -> gradient of the parameters that have one in `sums`."""
+        self.flush()
         return {} if self.sums is None else {name: self._block(self.sums, name) for name in self._summed}
 
     def passed(self) -> None:
         """Note that a backward pass has ended: gradients that come next are of another one."""
+        self.flush()
         self._came.clear()
         self.launched = False
 
@@ -181,10 +242,12 @@ class FlatBucket:
         """Start reducing `sums`, over the ranks that divide the bucket where that is done in each backward pass
         (ZeRO-2 and 3), else over all ranks."""
         self.settle()
+        self.flush()
         sums = self._sums()
         for name in self.compute.keys() - self._summed:
             self._block(sums, name).zero_()
-        sums[sum(self.bucket.sizes) :].zero_()
+        if (used := sum(self.bucket.sizes)) < self._elements:
+            sums[used:].zero_()
         each, last = self._plan.reduction(self.bucket)
         rows = sums.view(self._shards, -1)
         self.launched = True
@@ -238,6 +301,32 @@ def bucket_of(leaf: Tensor) -> tuple[FlatBucket, str] | None:
         return None
     bucket, name = found
     return bucket(), name
+
+
+class Neighbours(NamedTuple):
+    """Parameters whose compute copies lie one after another in a bucket."""
+
+    bucket: FlatBucket
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, leaves: Sequence[Tensor | None]) -> Neighbours | None:
+        """Return two or more parameters as neighbours; None if they are not, or this rank has nothing of them."""
+        found = [bucket_of(w) for w in leaves if w is not None]
+        homes, names = [f[0] for f in found if f], tuple(f[1] for f in found if f)
+        if len(homes) < max(2, len(leaves)) or any(home is not homes[0] for home in homes) or not homes[0].here:
+            return None
+        return cls(homes[0], names) if homes[0].bucket.stretch(names) else None
+
+    @property
+    def values(self) -> Tensor:
+        """Return the flat compute copies."""
+        return self.bucket.values(*self.names)
+
+    def add(self, compute: Callable[[Tensor, bool], Tensor]) -> None:
+        """Add gradients to their sums: `compute` is given flat memory, and True if what is there does not count."""
+        compute(*self.bucket.sum_of(*self.names))
+        self.bucket.came(*self.names)
 
 
 def _take(leaf: Tensor) -> None:

@@ -87,6 +87,14 @@ class EinsumGroup:
         conversions = [self.x, *(c for e in self.einsums for c in (e.operand, e.output))]
         return not self.panels and not any(c.forward or c.backward for c in conversions)
 
+    @property
+    def joinable(self) -> bool:
+        """Return True if operands that lie one after another in memory are one matrix [.., contracted], and the results
+        parts of its product with x: no operand or result is converted."""
+        ends = (c for e in self.einsums for c in (e.operand, e.output))
+        straight = all(e.x_dims[-1] == e.dims[-1] and e.out_dims == e.x_dims[:-1] + e.dims[:-1] for e in self.einsums)
+        return len(self.einsums) > 1 and straight and not self.panels and not any(c.forward or c.backward for c in ends)
+
 
 @dataclass(frozen=True)
 class PlannedOperation:

@@ -36,6 +36,13 @@ class Bucket:
         triples = zip(self.parameters, self.sizes, ends, strict=True)
         return {p.name: (end - size, end) for p, size, end in triples}
 
+    def stretch(self, names: Sequence[str]) -> tuple[int, int] | None:
+        """Return (start, stop) in the buffer of the blocks of the parameters `names`, which follow each other in this
+        order; None if they do not."""
+        found = [self.ranges.get(name, (-1, -1)) for name in names]
+        adjacent = all(stop == start for (_, stop), (start, _) in pairwise(found))
+        return (found[0][0], found[-1][1]) if adjacent and found[0][0] >= 0 else None
+
     def shard(self, name: str, index: int, ranks: int) -> tuple[int, int]:
         """Return (start, stop) within the flattened block of the parameter `name` of its elements in shard number
         `index`, if `ranks` ranks divide the buffer; equal numbers if there is none."""

@@ -47,6 +47,7 @@ class Parameter:
 
     `role` selects the scheme's layout: `in` contracts d_model, `out` produces it, `vector` is a norm, bias or position
     of d_model. `init` is zeros, ones or normal (with `std`). `decay`: weight decay applies. `sizes` as in Spec.
+    `turned`: checkpoints of format 1 have its last dim first.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Parameter:
     std: float = 0.0
     decay: bool = False
     sizes: tuple[tuple[str, int], ...] = ()
+    turned: bool = False
 
 
 # Pointwise functions by name, and how many activations each takes; platform/parallel/pointwise_ops.py computes them.

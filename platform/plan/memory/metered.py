@@ -89,6 +89,12 @@ class Metered(MeteredLosses):
         local = [self.forward(w, e.operand) for w, e in zip(operands, einsums, strict=True)]
         whole = self.forward(x, group.x)
         products = [self.inner(planned, e.output) for e in einsums]
+        if group.joinable and self._follow(operands) and (not biases or self._follow(biases)):
+            sizes = [y.elements for y in products]
+            del products
+            one = self.new(sum(sizes))
+            products = [Value(one, n) for n in sizes]
+            del one
         found = [self.forward(y, e.output) for y, e in zip(products, einsums, strict=True)]
         del products
         stored, regathered = [x, *operands], [group.regathered, *(e.regathered for e in einsums)]
@@ -127,6 +133,11 @@ class Metered(MeteredLosses):
 
         self.note(found, [x, *operands, *biases], saved, backward)
         return found
+
+    def _follow(self, operands: Sequence[Value]) -> bool:
+        """Return True if operands are parameters that lie one after another in a bucket."""
+        names = [w.key for w in operands if isinstance(w.key, str) and w.elements]
+        return len(names) == len(operands) and self.plan.bucket_of[names[0]].stretch(names) is not None
 
     def _of_operand(self, key: GradientKey, elements: int, operand: Conversion) -> MeteredStorage | None:
         """Count the gradient of an einsum's operand: that of a parameter in its own layout is added where it stays."""

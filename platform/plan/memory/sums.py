@@ -23,6 +23,8 @@ class MeteredSums(Leaves):
         self._buckets = {n: b for n, b in buckets if at_zero(b.only, meter.at) and chunk.parameters & b.ranges.keys()}
         self._number: dict[GradientKey, int] = {p.name: n for n, b in self._buckets.items() for p in b.parameters}
         self._sums: dict[int, MeteredStorage] = {}
+        self._coming: dict[int, MeteredStorage] = {}  # gradients of the pass, where sums are of another type
+        self._taken: dict[int, list[MeteredStorage]] = {}  # gradients that will be added together with others
         self._came: dict[int, set[str]] = {n: set() for n in self._buckets}
         self._reducing: list[tuple[int, MeteredStorage, MeteredStorage]] = []
         self._reduced: dict[int, MeteredStorage] = {}
@@ -30,24 +32,49 @@ class MeteredSums(Leaves):
     def setdefault(self, name: GradientKey, gradient: MeteredStorage) -> None:
         """Add a gradient, which is freed after that."""
         if gradient.nbytes:
-            self._take(name)
+            self._taken.setdefault(self._number[name], []).append(gradient)
+            self._note(name)
 
     def in_place(self, name: GradientKey) -> bool:
-        alike = self._plan.zero >= 2 or self._plan.itemsize["master"] == self._plan.itemsize["compute"]
-        if alike and name in self._number:
-            self._take(name)
-        return alike
+        if name in self._number:
+            self._add(self._number[name])
+            self._note(name)
+        return True
 
-    def _take(self, name: GradientKey) -> None:
-        """Count a gradient of a parameter into the sums of its bucket."""
-        assert isinstance(name, str)
-        n = self._number[name]
+    @property
+    def _direct(self) -> bool:
+        return self._plan.zero >= 2 or self._plan.itemsize["master"] == self._plan.itemsize["compute"]
+
+    def _add(self, n: int) -> None:
+        """Count a gradient that is computed where it is added."""
+        if self._direct:
+            self._begin(n)
+        elif n not in self._coming:
+            self._coming[n] = self._meter.new(self._buckets[n].elements)
+
+    def _begin(self, n: int) -> None:
+        """Count the sums of a bucket, if they are not there."""
         if n not in self._sums and (self._plan.zero >= 2 or n not in self._there):
             wide = 0 if self._plan.zero >= 2 else self._plan.itemsize["master"]
             self._sums[n] = self._meter.new(self._buckets[n].elements, wide)
+
+    def _note(self, name: GradientKey) -> None:
+        """Note that a gradient of a parameter has come; those of a whole bucket are added to its sums."""
+        assert isinstance(name, str)
+        n = self._number[name]
         self._came[n].add(name)
-        if self._early and self._plan.zero >= 2 and len(self._came[n]) == len(self._buckets[n].parameters):
-            self._reduce(n)
+        if len(self._came[n]) == len(self._buckets[n].parameters):
+            self._flush(n)
+            if self._early and self._plan.zero >= 2:
+                self._reduce(n)
+
+    def _flush(self, n: int) -> None:
+        if self._taken.get(n):
+            self._add(n)
+            self._taken.pop(n)
+        if n in self._coming:
+            self._begin(n)
+            del self._coming[n]
 
     def _reduce(self, n: int) -> None:
         """Start reducing a bucket's sums into shards; the third reduction waits for the first."""
@@ -66,7 +93,9 @@ class MeteredSums(Leaves):
         self._reduced[n] = part if same else self._meter.new(each, self._plan.itemsize["master"])
 
     def passed(self) -> None:
-        """End a backward pass: what is left is reduced."""
+        """End a backward pass: what is left is added to its sums and reduced."""
+        for n in self._buckets:
+            self._flush(n)
         if self._plan.zero >= 2:
             for n in list(self._sums):
                 self._reduce(n)

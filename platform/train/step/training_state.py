@@ -13,7 +13,7 @@ from torch import Tensor
 from platform.boundary import schema
 from platform.boundary.schema import Malformed, OpenMap
 from platform.checkpoint.blocks.buffer import LiveBlocks
-from platform.checkpoint.blocks.placement import HeldTensor, Share, local_blocks, planned_tensors, shares
+from platform.checkpoint.blocks.placement import Block, HeldTensor, Share, local_blocks, planned_tensors, shares
 from platform.checkpoint.in_memory.recover import recover
 from platform.checkpoint.in_memory.snapshots import Snapshot
 from platform.checkpoint.moves.reshard import restore
@@ -88,7 +88,10 @@ class State:
         """Restore the training state from the checkpoint `directory` of any plan; all ranks call it together. Raises
         what `platform.checkpoint.moves.reshard.restore` does, and Refused; the state is then undefined."""
         self._prepare(manifest.meta.values)
-        restore(storage, directory, manifest, self.held, self.blocks(), **self._world)
+        held, blocks = self.held, self.blocks()
+        if manifest.meta.format == 1:
+            held, blocks = _in_format_1(self._plan, held, blocks)
+        restore(storage, directory, manifest, held, blocks, **self._world)
         self._trainer.weights.refresh()
 
     def recover(self, survived: Sequence[HeldTensor], snapshot: Snapshot | None) -> None:
@@ -135,6 +138,27 @@ class State:
     def _of(self, w: Tensor) -> dict[str, Any]:
         """Return the optimizer's state of the master weight `w`, by name."""
         return self._trainer.optimizer.state[w]
+
+
+def _in_format_1(
+    plan: Plan, held: Sequence[HeldTensor], blocks: Sequence[Block]
+) -> tuple[list[HeldTensor], list[Block]]:
+    """Return the tensors of a training state and this rank's blocks of them as a checkpoint of format 1 has them: the
+    last dim first of those that were turned since, views of the same memory."""
+    turned = {p.name for p in plan.parameters if p.turned}
+
+    def is_turned(name: str) -> bool:
+        return name.partition(".")[2] in turned
+
+    def turn(h: HeldTensor) -> HeldTensor:
+        return replace(
+            h, shape=h.shape[-1:] + h.shape[:-1], holders={b.turned(): ranks for b, ranks in h.holders.items()}
+        )
+
+    return (
+        [turn(h) if is_turned(h.name) else h for h in held],
+        [Block(n, box.turned(), t.movedim(-1, 0)) if is_turned(n) else Block(n, box, t) for n, box, t in blocks],
+    )
 
 
 def tell_all(communicator: Communicator, value: Any) -> list[Any]:

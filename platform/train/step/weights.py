@@ -102,6 +102,9 @@ class Weights:
         if done:
             self._left.discard(chunk)
         if not whole:
+            for flat, users in zip(self.buckets, self._users, strict=True):
+                if flat.here and chunk in users:
+                    flat.flush()
             return
         each = self._plan.zero >= 2
         for flat, users in zip(self.buckets, self._users, strict=True):
