@@ -71,12 +71,12 @@ def test_negative_controls_of_a_step_on_meta_tensors():
 
 DROPS = ["+experiment=one_gpu", "model.dropout=0.1"]
 HUGE = ["+experiment=gpt175b", "pipeline=none", "recompute=none"]  # 4096 tokens on 8 GPUs
-# What a layer and a microbatch may launch and move (GB): forward, backward. Of a backward pass 16 kernels add its
-# gradients into the flat storage of the sums.
+# What a layer and a microbatch may launch and move (GB): forward, backward. A backward pass launches two kernels to add
+# its gradients, in bf16, to their sums in fp32, which moves 0.04 GB of the first.
 BUDGETS = {
-    "gpt2_124m": (["+experiment=one_gpu"], (14, 0.57), (41, 1.10)),
+    "gpt2_124m": (["+experiment=one_gpu"], (11, 0.50), (22, 1.07)),
     # eager; compiled, each mask is part of one kernel: tests/parallel/kernels/test_compiled.py
-    "gpt2_124m dropout": ([*DROPS, "model.fused_dropout=false"], (150, 30.6), (185, 32.1)),
+    "gpt2_124m dropout": ([*DROPS, "model.fused_dropout=false"], (152, 30.6), (156, 31.6)),
     "gpt2_124m fused dropout": ([*DROPS, "model.fused_dropout=true"], (56, 3.8), (81, 4.3)),
     "gpt175b t=8 1d": (HUGE, (18, 3.23), (43, 7.04)),
     "gpt175b t=8 1d_sp": ([*HUGE, "tensor=1d_sp"], (16, 1.60), (42, 5.40)),
@@ -115,13 +115,15 @@ def test_what_does_not_fit_is_seen():
 
 def unaligned(plan: Plan) -> set[str]:
     """The parameters whose products have a size that is no multiple of 8: of 16 bytes in bf16, without which tensor
-    cores are several times slower. A matrix is contracted over its first dim, or over all others."""
+    cores are several times slower. A matrix has d_model on one side, and all its other dims on the other."""
     tables = {"position", "relative_bias"}  # looked up, not multiplied
     found = set()
     for p in plan.parameters:
-        first, *others = plan.local_shape(p) if len(p.dims) > 1 else (8, 8)
-        if first % 8 or prod(others) % 8:
-            found.add(p.name.rpartition(".")[2])
+        if "d_model" in p.dims and len(p.dims) > 1:
+            shape = plan.local_shape(p)
+            side = shape[p.dims.index("d_model")]
+            if side % 8 or prod(shape) // side % 8:
+                found.add(p.name.rpartition(".")[2])
     return {name for name in found - tables if not name.endswith("_bias")}
 
 

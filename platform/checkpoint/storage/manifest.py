@@ -16,8 +16,9 @@ from platform.checkpoint.blocks.placement import ITEMSIZE, LARGEST_BLOCK
 from platform.checkpoint.storage.report import FileReport
 
 KIND = "elastic-platform checkpoint"
-# Every version reads all earlier formats: tests/checkpoint/format_1 and format_1_weights are in the first. There, weights
-# that are `turned` (`platform.plan.language.ops.Parameter`) have their last dim first; in format 2 all are as declared.
+# Every version reads all earlier formats: tests/checkpoint/format_1 and format_1_weights are in the first. There,
+# weights that are `turned` (`platform.plan.language.ops.Parameter`) have their last dim first; in format 2 all are as
+# declared.
 FORMAT = 2
 NAME = "manifest.json"
 LARGEST = 256 << 20  # bytes of a manifest: about two million blocks, 30 TB

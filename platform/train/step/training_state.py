@@ -88,7 +88,8 @@ class State:
         """Restore the training state from the checkpoint `directory` of any plan; all ranks call it together. Raises
         what `platform.checkpoint.moves.reshard.restore` does, and Refused; the state is then undefined."""
         self._prepare(manifest.meta.values)
-        held, blocks = self.held, self.blocks()
+        held: Sequence[HeldTensor] = self.held
+        blocks: Sequence[Block] = self.blocks()
         if manifest.meta.format == 1:
             held, blocks = _in_format_1(self._plan, held, blocks)
         restore(storage, directory, manifest, held, blocks, **self._world)
