@@ -48,12 +48,14 @@ class Branches(Layer):
 
         def weight(part: str, role: str, first: Spec, second: Spec, spread: float) -> Parameter:
             """Return the weight parameter between two activations: its dims are those that only one of them has, and
-            the branch dim. `part`: last part of its name; `role`: as in `Parameter`; `spread`: its initial standard
-            deviation."""
+            the branch dim; what an `in` weight contracts comes last. `part`: last part of its name; `role`: as in
+            `Parameter`; `spread`: its initial standard deviation."""
             dims = tuple(d for d in first.dims if d not in second.dims)
             dims += tuple(d for d in second.dims if d not in first.dims or d == dim)
             sizes = tuple((d, n) for d, n in dict((*first.sizes, *second.sizes)).items() if d in dims)
-            return Parameter(f"{name}.{part}", dims, role, std=spread, decay=True, sizes=sizes)
+            turned = role == "in"
+            dims = dims[turned:] + dims[:turned]
+            return Parameter(f"{name}.{part}", dims, role, std=spread, decay=True, sizes=sizes, turned=turned)
 
         self.weights = [weight(p, "in", read, inner, std) for p in projections]
         joined = std if out_std is None else out_std

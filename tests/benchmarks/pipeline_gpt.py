@@ -68,15 +68,11 @@ class Block(nn.Module):
     @torch.no_grad()
     def load(self, w: Callable[[str], Tensor]) -> None:
         """Copy the platform's parameters of one layer, by their names within it."""
-
-        def turned(name: str) -> Tensor:
-            return w(name).flatten(1).t()
-
         parts = ["attention.query", "attention.key", "attention.value"]
-        self.qkv.weight.copy_(torch.cat([turned(p) for p in parts]))
+        self.qkv.weight.copy_(torch.cat([w(p).flatten(0, 1) for p in parts]))
         self.qkv.bias.copy_(torch.cat([w(f"{p}_bias").flatten() for p in parts]))
         self.output.weight.copy_(w("attention.output").flatten(1))
-        self.up.weight.copy_(turned("mlp.up"))
+        self.up.weight.copy_(w("mlp.up"))
         self.down.weight.copy_(w("mlp.down"))
         rest = {"output": "attention.output_bias", "up": "mlp.up_bias", "down": "mlp.down_bias"}
         for linear, name in rest.items():

@@ -74,13 +74,13 @@ class ReferenceModel(nn.Module):
         logits = F.linear(self.norm(x), weight)
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
-    def names(self) -> dict[str, tuple[nn.Parameter, bool]]:
-        """The platform's parameter name -> (parameter here, whether [out, in] must be turned into [in, out])."""
-        out = {"embedding": (self.embedding.weight, False)}
+    def names(self) -> dict[str, nn.Parameter]:
+        """The platform's parameter name -> the parameter here."""
+        out = {"embedding": self.embedding.weight}
         if self.position is not None:
-            out["position"] = (self.position, False)
+            out["position"] = self.position
         if self.head is not None:
-            out["head"] = (self.head.weight, False)
+            out["head"] = self.head.weight
         layers = {"q": "attention.query", "k": "attention.key", "v": "attention.value", "o": "attention.output",
                   "up": "mlp.up", "gate": "mlp.gate", "down": "mlp.down"}  # fmt: skip
         norms = {"norm": self.norm}
@@ -88,14 +88,13 @@ class ReferenceModel(nn.Module):
             norms |= {f"layers.{i}.attention.norm": block.norm1, f"layers.{i}.mlp.norm": block.norm2}
             for short, name in layers.items():
                 if (linear := getattr(block, short)) is not None:
-                    turned = short not in ("o", "down")  # those two are stored with d_model first as it is
-                    out[f"layers.{i}.{name}"] = (linear.weight, turned)
+                    out[f"layers.{i}.{name}"] = linear.weight
                     if linear.bias is not None:
-                        out[f"layers.{i}.{name}_bias"] = (linear.bias, False)
+                        out[f"layers.{i}.{name}_bias"] = linear.bias
         for name, norm in norms.items():
-            out[f"{name}.gain"] = (norm.weight, False)
+            out[f"{name}.gain"] = norm.weight
             if getattr(norm, "bias", None) is not None:
-                out[f"{name}.bias"] = (norm.bias, False)
+                out[f"{name}.bias"] = norm.bias
         return out
 
     @torch.no_grad()
@@ -103,13 +102,12 @@ class ReferenceModel(nn.Module):
         """Takes whole tensors under the platform's names."""
         here = self.names()
         assert set(here) == set(weights), set(here) ^ set(weights)
-        for name, (parameter, turned) in here.items():
+        for name, parameter in here.items():
             w = weights[name][: self.config.vocab] if name in ("embedding", "head") else weights[name]  # unpadded
-            parameter.copy_(w.reshape(w.shape[0], -1).t() if turned else w.reshape(parameter.shape))
+            parameter.copy_(w.reshape(parameter.shape))
 
     def gradients(self) -> dict[str, Tensor]:
-        """In the shapes of `parameter`, turned back to d_model first."""
-        return {n: p.grad.t() if turned else p.grad for n, (p, turned) in self.names().items()}
+        return {n: p.grad for n, p in self.names().items()}
 
 
 def parameter_groups(model: ReferenceModel, weight_decay: float) -> list[dict]:

@@ -43,9 +43,9 @@ def attention(c: Model, w: Weights, name: str, x: Tensor, memory: Tensor, scores
 
     def heads(kind: str, y: Tensor) -> Tensor:
         weight = w[f"{name}.{kind}"]
-        z = y @ weight.flatten(1)
+        z = y @ weight.flatten(0, 1).t()
         z = z + w[f"{name}.{kind}_bias"].flatten() if c.bias else z
-        return z.view(*y.shape[:2], *weight.shape[1:]).transpose(1, 2)
+        return z.view(*y.shape[:2], *weight.shape[:-1]).transpose(1, 2)
 
     q, k, v = heads("query", x), heads("key", memory), heads("value", memory)
     p = torch.softmax(q @ k.transpose(2, 3) / math.sqrt(q.shape[-1]) + scores_more, -1)
@@ -55,7 +55,7 @@ def attention(c: Model, w: Weights, name: str, x: Tensor, memory: Tensor, scores
 
 def feed_forward(c: Model, w: Weights, name: str, x: Tensor) -> Tensor:
     def inner(kind: str) -> Tensor:
-        return x @ w[f"{name}.{kind}"] + (w[f"{name}.{kind}_bias"] if c.bias else 0)
+        return x @ w[f"{name}.{kind}"].t() + (w[f"{name}.{kind}_bias"] if c.bias else 0)
 
     if c.activation == "geglu":
         h = F.gelu(inner("gate")) * inner("up")

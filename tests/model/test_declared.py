@@ -49,7 +49,8 @@ def test_every_declared_parameter_is_used(model):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_roles_decay_and_initial_values(model):
-    """Vectors do not decay; what writes to the stream starts smaller by sqrt(2 layers); d_model is first in memory."""
+    """Vectors do not decay; what writes to the stream starts smaller by sqrt(2 layers); what a product adds comes
+    first in memory."""
     c = configure(**{**MODELS[model], "layers": 8}).model
     for p in build_model(c).parameters():
         matrix, relative = p.init == "normal", "relative" in p.name
@@ -63,7 +64,8 @@ def test_roles_decay_and_initial_values(model):
         if p.role == "vector":
             assert p.dims[-1] == "d_model"
         elif matrix and "vocab" not in p.dims and not relative:
-            assert p.dims[0] == "d_model", p
+            assert p.dims.index("d_model") == (0 if p.role == "out" else len(p.dims) - 1), p
+            assert p.turned == (p.role == "in")
 
 
 def names(**model) -> set[str]:

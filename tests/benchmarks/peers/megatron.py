@@ -129,28 +129,27 @@ ENDS = {
 }
 
 
-def turned(name: str, w: Tensor) -> Tensor:
-    """Return one of our weights as [out, in]: ours have d_model first."""
-    inner = name.partition("layers.")[2]
-    if inner and w.ndim > 1 and not inner.endswith(("output", "down")):
-        return w.reshape(w.shape[0], -1).t()
-    return w.reshape(w.shape[0], -1) if w.ndim > 1 else w
+def flat(name: str, w: Tensor) -> Tensor:
+    """Return one of our weights as a matrix [out, in]: those of attention have heads on one side."""
+    if w.ndim < 3:
+        return w
+    return w.flatten(1) if name.endswith("output") else w.flatten(0, 1)
 
 
 def named(model: GPTModel, c: Config, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, int | None]]:
     """Yield the name of each parameter of this rank, its whole value and the dim that tensor parallelism splits."""
     for ours, (theirs, dim) in ENDS.items():
-        yield theirs, turned(ours, weights[ours]), dim
+        yield theirs, flat(ours, weights[ours]), dim
     if not model.pre_process:
         yield "output_layer.weight", weights["embedding"], 0
     for i, layer in enumerate(model.decoder.layers):
         at = f"layers.{layer.layer_number - 1}"
         for ours, (theirs, dim) in LAYER.items():
-            yield f"decoder.layers.{i}.{theirs}", turned(f"{at}.{ours}", weights[f"{at}.{ours}"]), dim
+            yield f"decoder.layers.{i}.{theirs}", flat(f"{at}.{ours}", weights[f"{at}.{ours}"]), dim
         for kind, suffix in (("weight", ""), ("bias", "_bias")):  # head by head, each with its rows of Q, K and V
             names = [f"{at}.attention.{part}{suffix}" for part in ("query", "key", "value")]
             parts = [
-                (turned(n, weights[n]) if kind == "weight" else weights[n].flatten()).unflatten(0, (c.model.heads, -1))
+                (flat(n, weights[n]) if kind == "weight" else weights[n].flatten()).unflatten(0, (c.model.heads, -1))
                 for n in names
             ]
             yield f"decoder.layers.{i}.self_attention.linear_qkv.{kind}", torch.cat(parts, 1).flatten(0, 1), 0

@@ -63,18 +63,18 @@ def loss_of(c, forward):
 
 def _resnext(x, w):
     up, out = w["block.input"], w["block.output"]
-    return x + sum(torch.relu(x @ up[:, i]) @ out[:, i].t() for i in range(up.shape[1]))
+    return x + sum(torch.relu(x @ up[i].t()) @ out[:, i].t() for i in range(len(up)))
 
 
 def _mixed(x, w):
     up, out = w["block.input"], w["block.output"]
     functions = [torch.nn.functional.gelu, torch.relu, torch.nn.functional.silu, torch.tanh]
-    return x + sum(f(x @ up[:, i]) @ out[:, i].t() for i, f in enumerate(functions))
+    return x + sum(f(x @ up[i].t()) @ out[:, i].t() for i, f in enumerate(functions))
 
 
 def _grouped(x, w):
-    parts = zip(x.chunk(4, -1), w["block.input"].unbind(1), strict=True)
-    return x + torch.cat([torch.relu(part @ weight) for part, weight in parts], -1)
+    parts = zip(x.chunk(4, -1), w["block.input"], strict=True)
+    return x + torch.cat([torch.relu(part @ weight.t()) for part, weight in parts], -1)
 
 
 def _summed(x, w):
@@ -106,7 +106,7 @@ def test_a_rank_computes_its_own_branches_only():
     plan = make_plan(small("mixed", **CASES["dsp g4"]))
     assert plan.local_shape(branch_models.INNER) == (8, 4, 1, 4)
     weight = next(p for p in plan.parameters if p.name == "block.input")
-    assert plan.local_shape(weight) == (16, 1, 4) and plan.reductions["block.input"] == ()
+    assert plan.local_shape(weight) == (1, 4, 16) and plan.reductions["block.input"] == ()
 
 
 def test_joins_by_sum_scatter_the_batch():

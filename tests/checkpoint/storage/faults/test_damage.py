@@ -108,7 +108,7 @@ def test_a_sealed_manifest_is_still_checked(storage, what):
 
 
 OTHERS = {
-    "newer": (sealed(lambda b: b.replace(b'"format": 1', b'"format": 2')), "format 2 is newer than 1"),
+    "newer": (sealed(lambda b: b.replace(b'"format": 2', b'"format": 3', 1)), "format 3 is newer than 2"),
     "foreign": (sealed(lambda b: b.replace(b"elastic-platform", b"another-program!")), "not of this platform"),
 }
 
