@@ -134,13 +134,24 @@ class _AtOnce(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, table, labels, communicator, classes):
         gradients = torch.empty_like(x), torch.empty_like(table)
+        ctx.leaf = table if accumulates(table) else None
         ctx.save_for_backward(*gradients)
         return _by_chunks(x, table, labels, communicator, classes, gradients)
 
     @staticmethod
     def backward(ctx, dloss):
         dx, dtable = ctx.saved_tensors
-        return dx.mul_(dloss), dtable.mul_(dloss), None, None, None
+        if ctx.leaf is None:
+            return dx.mul_(dloss), dtable.mul_(dloss), None, None, None
+        add_computed(ctx.leaf, partial(_scaled, dtable, dloss.to(dtable.dtype)))
+        return dx.mul_(dloss), None, None, None, None
+
+
+def _scaled(gradient: Tensor, factor: Tensor, into: Tensor | None, fresh: bool) -> Tensor:
+    """Add gradient * factor to `into`, if there is one, in one pass over a large table."""
+    if into is None or fresh:
+        return torch.mul(gradient, factor, out=into)
+    return into.addcmul_(gradient, factor)
 
 
 def _by_chunks(
