@@ -72,6 +72,7 @@ class Trainer:
         self.weights = Weights(self.stage, communicator, config.seed if fresh else None, overlap)
         self.ops = ParallelOps(self.stage, communicator, self.weights.compute, config.model.dropout, compiles)
         self.ops.residency = self.weights.residency
+        self._counted = gradients.counted(self.stage, communicator)
         self.optimizer = self._make_optimizer()
         self.loss_scale = LossScale(config.loss_scale.initial) if plan.precision == "fp16" else None
         self.clock = communicator.clock = Clock(communicator.device)
@@ -157,7 +158,7 @@ class Trainer:
             reduced = self.weights.finish()
             sum_tied(self.stage, self.communicator, reduced)
             self.weights.receive(reduced)
-            squares = gradients.squared_norm(self.stage, self.communicator, self.weights.gradients)
+            squares = gradients.squared_norm(self.communicator, self._counted, reduced)
             self.settle()
             total, square = self._sum_over_world(loss, squares + self._poison)
         return total / predicted, sqrt(square) / self._scale

@@ -1,8 +1,8 @@
-"""The gradient's norm is a sum in fp64 of whatever the gradients are: large, tiny, many, whole or in parts."""
+"""The gradient's norm is right whatever the gradients are: large, tiny, many, whole or in parts."""
 
 from __future__ import annotations
 
-from math import sqrt
+from math import inf, nan, sqrt
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ import torch
 from platform.parallel.communicator.base import SingleRank
 from platform.parallel.sharding import gradients
 from platform.planning.make_plan import make_plan
+from platform.train.step.weights import DTYPES
 from tests.harness.oracle import configure, trainer_of
 from tests.harness.threads import run_threads
 
@@ -23,25 +24,29 @@ LAYOUTS = {
 
 
 def norm_of(layout: str, scale: float, vocab: int, precision: str) -> tuple[float, float]:
-    """The norm of gradients that are drawn for whole tensors, in a layout and in fp64 without one."""
+    """The norm of gradients that are drawn for whole tensors, in a layout and in fp64 without one. What lies beyond the
+    parameters in a shard is NaN."""
     scheme, axes, more = LAYOUTS[layout]
     c = configure(scheme, axes, layers=1, vocab=vocab, precision=precision, **more)
     plan = make_plan(c)
-    whole = {}
+    whole, dtype = {}, DTYPES[precision][1]
     for i, p in enumerate(plan.parameters):
         draw = torch.Generator().manual_seed(i)
-        whole[p.name] = torch.randn(plan.global_shape(p), generator=draw).mul_(scale)
+        whole[p.name] = torch.randn(plan.global_shape(p), generator=draw, dtype=dtype).mul_(scale)
 
-    def squares(communicator):
-        mine = {}
-        for p in plan.parameters:
+    def flat(bucket, communicator):
+        out = torch.full((bucket.elements,), torch.nan, dtype=dtype)
+        for p in bucket.parameters:
             padding = [n for d, k in zip(p.dims, plan.global_shape(p), strict=True)
                        for n in (plan.planner.sizes_of(p)[d] - k, 0)][::-1]  # fmt: skip
             where = tuple(slice(o, o + n) for o, n in plan.block(p, communicator.coordinates))
             block = torch.nn.functional.pad(whole[p.name], padding)[where].flatten()
-            start, stop = plan.shard_range(p, communicator.coordinates)
-            mine[p.name] = block[start:stop].clone()
-        return gradients.squared_norm(plan, communicator, mine).item()
+            out[slice(*bucket.ranges[p.name])] = block
+        return out.view(plan.shards, -1)[communicator.index(plan.sharded)].clone()
+
+    def squares(communicator):
+        mine = {bucket.parameters[0].name: flat(bucket, communicator) for bucket in plan.buckets}
+        return gradients.squared_norm(communicator, gradients.counted(plan, communicator), mine).item()
 
     found = [squares(SingleRank(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, squares)
     return sqrt(sum(found)), sqrt(sum(g.double().square().sum().item() for g in whole.values()))
@@ -49,9 +54,33 @@ def norm_of(layout: str, scale: float, vocab: int, precision: str) -> tuple[floa
 
 @pytest.mark.parametrize("scale", [1.0, 1e30, 1e-30])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_norm_is_exact_in_every_layout(layout, scale):
-    found, exact = norm_of(layout, scale, 9_001, "fp32")
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+def test_the_norm_is_exact_in_every_layout(precision, layout, scale):
+    """Of short stretches in fp32 too, and of long ones whose squares fp32 cannot hold."""
+    vocab = 9_001 if precision == "fp64" or scale != 1.0 else 61
+    found, exact = norm_of(layout, scale, vocab, precision)
     assert found == pytest.approx(exact, rel=1e-12, abs=0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_long_stretches_are_summed_in_rows(layout, monkeypatch):
+    """To far more digits than fp32 has in one sum: a row that holds a whole stretch is the control."""
+    found, exact = norm_of(layout, 1.0, 9_001, "fp32")
+    assert found == pytest.approx(exact, rel=2e-8, abs=0)
+    assert found != pytest.approx(exact, rel=1e-12, abs=0)
+    monkeypatch.setattr(gradients, "ROW", 1 << 16)
+    assert norm_of(layout, 1.0, 9_001, "fp32")[0] != pytest.approx(exact, rel=2e-8, abs=0)
+
+
+@pytest.mark.parametrize("few", [1e25, 1e-25, inf, nan, 0.0])
+def test_a_stretch_may_mix_all_sizes(few):
+    """Few numbers among many whose squares fp32 can hold, among zeros, and at the end of a stretch."""
+    for rest in (1.0, 0.0):
+        x = torch.full((2 * gradients.ELEMENTS_AT_ONCE["cpu"] + 7,), rest)
+        x[[3, 1000, -1]] = few
+        found = gradients.squared_norm(SingleRank(make_plan(configure()).mesh), {"x": [slice(0, len(x))]}, {"x": x})
+        assert found.dtype == torch.float64
+        assert found.item() == pytest.approx(x.double().square().sum().item(), rel=1e-7, abs=0, nan_ok=True)
 
 
 def test_clipping_follows():
@@ -62,7 +91,7 @@ def test_clipping_follows():
     gradient = {n: torch.full_like(w, 1e25, requires_grad=False) for n, w in trainer.weights.master.items()}
     for n, w in trainer.weights.master.items():
         w.grad = gradient[n].clone()
-    norm = sqrt(gradients.squared_norm(plan, trainer.communicator, trainer.weights.gradients).item())
+    norm = 1e25 * sqrt(sum(g.numel() for g in gradient.values()))
     after = {}
     trainer.optimizer.register_step_pre_hook(
         lambda *_: after.update({n: g.double() for n, g in trainer.weights.gradients.items()})
