@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import resource
 import signal
 import socket
 import sys
@@ -16,6 +17,15 @@ from platform.checkpoint.storage.report import FileReport
 from platform.config.fields import SentConfig
 from platform.parallel.communicator.progress import PROGRESS
 from platform.train.protocol.answers import Built, Copied, Joined, StepReport, Taken
+
+
+def faults_again():
+    """The pages that the kernel gives this process anew for memory that it has just freed: 96 MB, 24,576 pages."""
+    pieces = lambda: [b"x" * (24 << 20) for _ in range(4)]  # noqa: E731
+    pieces()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    pieces()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
 class FakeWorker:
@@ -96,7 +106,7 @@ class FakeWorker:
     def place(self):
         names = ["LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "OMP_NUM_THREADS"]
         place = {name: os.environ.get(name) for name in names}
-        return place | {"pid": os.getpid(), "number": self.number, "threads": self.threads}
+        return place | {"pid": os.getpid(), "number": self.number, "threads": self.threads, "faults": faults_again()}
 
     def add(self, a, b):
         os.write(1, b"from below Python\n")

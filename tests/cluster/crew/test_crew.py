@@ -37,6 +37,7 @@ def test_a_crew_calls_every_rank_and_leaves_nothing_behind(kind, job, tmp_path):
     for number, place in enumerate(places):
         assert place["number"] == number and place["LOCAL_RANK"] == str(number)
         assert place["LOCAL_WORLD_SIZE"] == "3" and place["GROUP_RANK"] == "0"
+        assert place["faults"] < 2_000, "it keeps the memory that it frees"
         log = (tmp_path / "logs" / f"worker-{number}.log").read_text()
         assert "from below Python\n" in log and "closed\n" in log
     assert gone(inside)

@@ -2,6 +2,8 @@
 
 import gc
 import json
+import subprocess
+import sys
 import weakref
 from math import inf
 from types import MethodType
@@ -70,6 +72,22 @@ def test_what_the_driver_gives_is_what_the_worker_gets(method, args):
     assert found == args and list(map(type, found)) == list(map(type, args))
     with pytest.raises(Malformed):
         typed(MethodType(method, object()), [None])
+
+
+def test_a_process_keeps_freed_memory_unless_the_user_has_told_malloc_otherwise():
+    """The first two are the control of what `test_crew.py` sees of workers."""
+    code = (
+        "import os\n"
+        "from platform.cluster.crew.launchers.host import _keep_freed_memory\n"
+        "from tests.doubles.fake_worker import faults_again\n"
+        "found = [faults_again()]\n"
+        "os.environ['MALLOC_TRIM_THRESHOLD_'] = '131072'; _keep_freed_memory(); found.append(faults_again())\n"
+        "del os.environ['MALLOC_TRIM_THRESHOLD_']; _keep_freed_memory(); found.append(faults_again())\n"
+        "print(*found)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    default, told, kept = map(int, done.stdout.split())
+    assert min(default, told) > 20_000 and kept < 2_000
 
 
 def test_no_number_of_a_configuration_changes_its_type():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import io
 import os
@@ -26,6 +27,8 @@ from platform.cluster.wire.messages import Abort, Answer, Ask, Beat, Call, Order
 from platform.parallel.communicator.progress import PROGRESS
 
 ORPHAN_SECONDS = 2.0  # for a worker to end by itself once its driver is gone
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+_MOST_MAPPED = 1 << 25  # bytes: the most below which glibc can be told to map no memory for an allocation of its own
 
 
 def serve(place: Assignment, address: tuple[str, int], token: str, *, own_process: bool = True) -> None:
@@ -46,10 +49,22 @@ def attend(place: Assignment, line: Line, *, own_process: bool) -> None:
     """Construct the worker of a member that the driver has admitted on connection `line`, and execute the driver's
     calls until it closes the connection, as `serve` does; close `line`."""
     register_secrets(place.secrets)
+    if own_process and place.device == "cpu":
+        _keep_freed_memory()
     try:
         _Host(place, line, own_process).run()
     finally:
         line.close()
+
+
+def _keep_freed_memory() -> None:
+    """Let this process keep the memory that it frees, for its next tensors, unless the user has told malloc otherwise:
+    every step allocates what the one before has freed, and each page that the kernel takes back meanwhile costs a fault
+    and is cleared anew. glibc only."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt and not any(name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")):
+        mallopt(_M_MMAP_THRESHOLD, _MOST_MAPPED)
+        mallopt(_M_TRIM_THRESHOLD, -1)
 
 
 class _Host:
