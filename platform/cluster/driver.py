@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from platform.monitor.records import events
 from platform.plan.core.plan import Plan
 from platform.plan.core.plan_data import plan_summary
 from platform.plan.reports.describe import describe
+from platform.planning.attention_choice import kernel_violations
 
 
 def run(
@@ -111,7 +113,10 @@ def _check_and_drive(
     places = places or reserve(state.say)
     for line in found_early:
         state.say(line)
-    _check_memory(config, plan, places.device, state.say)
+    here = replace(config, cluster=replace(config.cluster, device=places.device))
+    if mistakes := list(kernel_violations(here, plan)):
+        raise ConfigError(mistakes)
+    _check_memory(here, plan, places.device, state.say)
     there = opened.enter_context(directory.claim(config, plan_summary(plan)))
     if saves(config):
         check_writable(config)

@@ -172,6 +172,15 @@ def _verify_every(config: Config) -> Iterator[str]:
         yield _refused(config, "train.verify_every", constraint, [0])
 
 
+def _deterministic(config: Config) -> Iterator[str]:
+    """Yield a refusal line if a deterministic run's workers on CPUs may get other numbers of threads when they start
+    again on other machines."""
+    cluster = config.cluster
+    if config.train.deterministic and cluster.kind == "ray" and cluster.device != "cuda" and not cluster.threads:
+        constraint = "train.deterministic=true needs one number on all machines, as sums on a CPU depend on it"
+        yield _refused(config, "cluster.threads", constraint, [1])
+
+
 def _loss_scale(config: Config) -> Iterator[str]:
     if config.loss_scale.least > config.loss_scale.initial:
         constraint = f"must be <= loss_scale.initial={config.loss_scale.initial:g}"
@@ -304,6 +313,7 @@ RELATIONS: tuple[tuple[set[str], Callable[[Config], Iterator[str]]], ...] = (
     ({"checkpoint.every"}, _checkpoint_every),
     ({"elastic.min_workers", "elastic.max_workers"}, _workers),
     ({"train.verify_every", "parallel.zero"}, _verify_every),
+    ({"cluster.kind", "cluster.device", "cluster.threads"}, _deterministic),
     ({"loss_scale.initial", "loss_scale.least"}, _loss_scale),
     ({"optimizer.betas"}, _betas),
     ({"data.kind", "data.validation", "eval.every"}, _data),

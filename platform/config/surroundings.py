@@ -25,6 +25,14 @@ TORCHRUN: Mapping[str, Variable] = {
     "TORCHELASTIC_RESTART_COUNT": _NUMBER,
 }
 _RAY: Variable = (rf"auto|local|(ray://)?({_HOST}):\d{{1,5}}", "must be HOST:PORT, or auto", ("auto", "127.0.0.1:6379"))
+_DETERMINISTIC: Mapping[str, Variable] = {  # of workers on GPUs, under train.deterministic
+    "CUBLAS_WORKSPACE_CONFIG": (r":4096:8|:16:8", "must be as train.deterministic=true needs it", (":4096:8", ":16:8")),
+    "NCCL_ALGO": (
+        r"(?i)\^(?=.*\bnvls\b)(?=.*\bnvlstree\b).*|(?!\^)(?!.*nvls).+",
+        "NVLS adds in no fixed order, which train.deterministic=true needs",
+        ("^NVLS,NVLSTree", "Ring"),
+    ),
+}
 _MODES = ("online", "offline", "disabled")
 _WANDB: Variable = (r"online|offline|disabled|shared|run|dryrun|", "no mode of W&B", _MODES)
 
@@ -47,13 +55,14 @@ def wrong_surroundings(config: Config, environment: Mapping[str, str] | None = N
 
 
 def _variables(config: Config, environment: Mapping[str, str]) -> Iterator[str]:
-    """Yield a refusal line per environment variable of torchrun, Ray or W&B, as far as this run reads it, that is
-    malformed; torchrun's also if one is missing."""
+    """Yield a refusal line per environment variable of torchrun, Ray, W&B, cuBLAS or NCCL, as far as this run reads it,
+    that is malformed or asks for what the run cannot have; torchrun's also if one is missing."""
     torchrun = "TORCHELASTIC_RUN_ID" in environment and "RANK" in environment
     read = {
         **({"RAY_ADDRESS": _RAY} if config.cluster.kind == "ray" and not torchrun else {}),
         **({"WANDB_MODE": _WANDB} if config.monitor.kind == "wandb" else {}),
         **(TORCHRUN if torchrun else {}),
+        **(_DETERMINISTIC if config.train.deterministic and config.cluster.device != "cpu" else {}),
     }
     for name, (pattern, words, legal) in read.items():
         missing = torchrun and name in TORCHRUN and name not in environment

@@ -61,9 +61,12 @@ def uncompiled(choice: str, device: str) -> str:
     """Return why a process with this `device` (cpu, cuda) runs its functions uncompiled, in a line, under
     train.compile=`choice`: "" if it compiles them. `auto` compiles on GPUs alone: on CPU a start of seconds is longer
     than what most runs win."""
-    if choice == "off" or (choice == "auto" and device != "cuda"):
-        return f"train.compile={choice}"
-    return _lacking(device)
+    return _lacking(device) if may_compile(choice, device) else f"train.compile={choice}"
+
+
+def may_compile(choice: str, device: str) -> bool:
+    """Return True if train.compile=`choice` wants functions compiled on this `device`, if the process can."""
+    return choice == "on" or (choice == "auto" and device == "cuda")
 
 
 @cache

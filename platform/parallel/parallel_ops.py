@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from platform.parallel.attention import in_kernel
 from platform.parallel.communicator.base import Communicator
 from platform.parallel.kernels import positions, random, statistics
 from platform.parallel.kernels.einsum import Deferred, einsums
@@ -272,7 +273,8 @@ class ParallelOps(PointwiseOps):
             seen, causal = positions.attention_mask(q, k, causal, padding, bias), False
         rate = self.dropout_rate if self.position.training else 0.0
         more = {"is_causal": causal, "scale": scale, "enable_gqa": k.shape[1] != q.shape[1]}
-        with self._seeded(name, spec, q.device) if rate else nullcontext():
+        kernel = self._planned("fused_attention", name).operation["kernel"]
+        with self._seeded(name, spec, q.device) if rate else nullcontext(), in_kernel(kernel):
             return F.scaled_dot_product_attention(q, k, v, seen, rate, **more).permute(back)
 
     def _seeded(self, name: str, spec: Spec, device: torch.device) -> AbstractContextManager[None]:

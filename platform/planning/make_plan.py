@@ -19,6 +19,7 @@ from platform.plan.language.numbers import factorizations
 from platform.plan.language.ops import Recompute
 from platform.plan.language.scheme import compose_scheme
 from platform.plan.schedule.generators import SHIPPED
+from platform.planning.attention_choice import kernel_violations
 from platform.planning.choose_schedule import count_microbatches, schedule_of
 
 MESHES_SHOWN = 4
@@ -71,6 +72,7 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
             turns=config.pipeline.kind == "none",
             dropout=config.model.dropout,
             fused_dropout=config.model.fused_dropout,
+            attention_kernel=train.attention_kernel,
         )
     except ModelMistake as error:
         line = violation(
@@ -82,7 +84,7 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
         meshes = [str(m).replace("'", "") for m in islice(_legal_meshes(config, data), MESHES_SHOWN)]
         also = f"; tensor.axes of as many workers that do: {' or '.join(meshes)}" if meshes else ""
         raise ConfigError([*lines, last + also]) from None
-    if refused := list(split_violations(config, plan)):
+    if refused := [*split_violations(config, plan), *kernel_violations(config, plan)]:
         raise ConfigError(refused)
     return plan
 

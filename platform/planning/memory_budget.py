@@ -7,6 +7,7 @@ from math import inf, prod
 from platform.config.fields import Config
 from platform.model import build_model
 from platform.optimizer.optimizers import OPTIMIZERS
+from platform.plan.core.fused import settled
 from platform.plan.core.plan import Plan
 from platform.plan.memory.footprint import Footprint, footprint
 from platform.plan.memory.worker_bytes import weight_bytes
@@ -60,8 +61,16 @@ def footprints(config: Config, plan: Plan) -> list[Footprint]:
     """Return the predicted memory (`Footprint`) of one worker of every pipeline stage under the plan, in stage
     order."""
     model, moments = build_model(config.model), OPTIMIZERS[config.optimizer.kind].moments
-    lowered = lower(_schedule(config, plan))
-    return [footprint(plan, model, row, stage, moments, config.model.dropout) for stage, row in enumerate(lowered)]
+    lowered, dropout = lower(_schedule(config, plan)), config.model.dropout
+    plan = settled(plan, device_kind(config), dropout)
+    return [footprint(plan, model, row, stage, moments, dropout) for stage, row in enumerate(lowered)]
+
+
+def device_kind(config: Config) -> str:
+    """Return the kind of device (cpu, cuda) for which a configuration is planned: GPUs if it asks for them, or names
+    their type."""
+    cluster = config.cluster
+    return cluster.device if cluster.device != "auto" else "cuda" if cluster.gpu else "cpu"
 
 
 def _schedule(config: Config, plan: Plan) -> Schedule:

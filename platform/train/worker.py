@@ -8,6 +8,7 @@ import os
 import socket
 import time
 from concurrent import futures
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -28,11 +29,13 @@ from platform.config.extensions import load_extensions
 from platform.config.fields import Config, ConfigError, SentConfig
 from platform.data.corpus import corpus_of
 from platform.optimizer.optimizers import preload_imports
+from platform.parallel.attention import lacking
 from platform.parallel.communicator.base import Communicator, Launch, SingleRank
 from platform.parallel.communicator.progress import PROGRESS
 from platform.parallel.communicator.sockets import open_sockets
 from platform.parallel.communicator.torch_distributed import ProcessGroups, join
-from platform.parallel.compiled import uncompiled
+from platform.parallel.compiled import may_compile, uncompiled
+from platform.parallel.deterministic import deterministic
 from platform.plan.core.plan_data import digest
 from platform.plan.core.step_collectives import process_groups
 from platform.plan.language.mesh import Mesh
@@ -57,6 +60,7 @@ from platform.train.step.faults import Fault
 from platform.train.step.step_report import Combiner
 from platform.train.step.trainer import Trainer
 from platform.train.step.training_state import State
+from platform.train.step.weights import DTYPES
 
 JOIN_SECONDS = 600.0  # for all ranks to join; the driver ends the wait earlier by closing the store
 
@@ -83,6 +87,9 @@ class Worker:
         self.late = device == "cuda"  # a snapshot is copied beside the next step, and whole before that updates
         self._unheld: int | None = None  # the step whose state the next one is to copy
         torch.set_num_threads(threads)
+        self._order = ExitStack()
+        if config.train.deterministic:
+            self._order.enter_context(deterministic(may_compile(config.train.compile, device)))
         preload_imports(self.config.optimizer)
 
     def _configure(self, config: Config) -> None:
@@ -95,8 +102,13 @@ class Worker:
     def prove(self, probe: str) -> Proof:
         """Return what this worker sees of the run's storage, and hashes and versions of its code, for the driver to
         compare with its own. `probe`: name of the file of random bytes that the driver has written to each storage."""
-        lacks = uncompiled("on", self.device) if self.config.train.compile == "on" else ""
-        return proof(self.config, self.run_dir, probe, lacks)
+        train, m = self.config.train, self.config.model
+        dtype, d_kv = DTYPES[self.config.precision][0], m.d_kv or m.d_model // m.heads
+        lacks = {
+            "train.compile": uncompiled("on", self.device) if train.compile == "on" else "",
+            "train.attention_kernel": lacking(train.attention_kernel, self.device, dtype, d_kv),
+        }
+        return proof(self.config, self.run_dir, probe, {key: why for key, why in lacks.items() if why})
 
     def form(
         self,
@@ -375,4 +387,5 @@ class Worker:
 
     def close(self) -> None:
         """Leave the generation, as the driver's last call to this worker; may be called after a failure."""
+        self._order.close()
         self.leave()

@@ -13,6 +13,7 @@ from platform.plan.communication.planned import PlannedOperation
 from platform.plan.communication.planner import Planner
 from platform.plan.core.chunks import Chunk, RecordableModel, Recorded, einsum_flops, record
 from platform.plan.core.plan import Plan
+from platform.plan.language.attention_kernels import AUTO
 from platform.plan.language.layout import padded
 from platform.plan.language.mesh import Mesh
 from platform.plan.language.mistakes import ModelMistake, as_model_mistakes, check_parameters, check_used, defined_at
@@ -42,6 +43,7 @@ def build_plan(
     zero: int = 0,
     dropout: float = 0.0,
     fused_dropout: bool = False,
+    attention_kernel: str = AUTO,
     turns: bool = False,
 ) -> Plan:
     """Build the plan of a run: record the model's forward pass, divide it into chunks and plan the layouts and
@@ -51,13 +53,15 @@ def build_plan(
     `sequences`: per step, by default all that the microbatches hold, fewer if the last is partial; `stage_of`: the
     stage of every chunk. `scatter_gather`, `recompute`, `precision` and `turns` as in Plan. `zero`: what is sharded
     over `data` (ZeRO, Rajbhandari et al. 2020): 0 nothing, 1 master copies and optimizer state, 2 also the gradients, 3
-    also the parameters. `fused_dropout`: attention's kernel draws its masks. Raises ModelMistake for an error in the
+    also the parameters. `fused_dropout`: attention's kernel draws its masks; `attention_kernel`: which
+    kernel that is, of `platform.plan.language.attention_kernels`. Raises ModelMistake for an error in the
     model's code, IllegalPlan with all violations: an axis that would split two dims of one operation, a dim (other than
     vocab) that its axes do not divide, or more chunks than the model has units.
     """
     mesh = Mesh.of({"stage": max(stage_of) + 1, **scheme.mesh_axes(data)})
     parameters, sizes = _declared(model, microbatch * data)
-    recorder = partial(Recorder, scheme, dropout, recompute, fused_dropout, declared={p.name: p for p in parameters})
+    kernel = fused_dropout, attention_kernel
+    recorder = partial(Recorder, scheme, dropout, recompute, *kernel, declared={p.name: p for p in parameters})
     recorded = _recorded(model, partial(recorder, sizes=sizes), len(stage_of), sizes)
     operations = [o for chunk in recorded for o in chunk.operations]
     check_used(parameters, (p.name for o in operations for p in o.parameters), model)

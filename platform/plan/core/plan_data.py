@@ -110,6 +110,7 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
             {
                 "kind": kind,
                 "name": name,
+                **({"kernel": o.operation["kernel"]} if kind == "fused_attention" else {}),
                 "compute_axes": list(o.compute_axes),
                 "collectives": [vars(c) | {"axes": list(c.axes)} for c in o.collectives],
             }

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from platform.plan.language.attention_kernels import AUTO
 from platform.plan.language.mistakes import ModelMistake, check_specs
 from platform.plan.language.ops import (
     NO_RECOMPUTATION,
@@ -36,6 +37,7 @@ class Recorder(Ops):
     dropout_rate: float = 0.0
     recompute: Recompute = NO_RECOMPUTATION
     fused_dropout: bool = False
+    attention_kernel: str = AUTO
     operations: list[Operation] = field(default_factory=list)
     kept: list[Spec] = field(default_factory=list)  # type of x of every recomputed function
     sizes: Mapping[str, int] = field(default_factory=dict)  # dim -> size; {}: dims are not checked
@@ -166,7 +168,7 @@ class Recorder(Ops):
     def fused_attention(self, name, q, k, v, spec, kv, *, scale, causal, mask=None, bias=None):
         if bias:
             self._check(bias, scores_of(spec, kv))
-        more = {"scale": scale, "causal": causal}
+        more = {"scale": scale, "causal": causal, "biased": bias is not None, "kernel": self.attention_kernel}
         return self._record("fused_attention", name, [q, k, v], [spec, kv, kv], [spec], mask, **more)
 
     def fuses_attention(self, name, spec):

@@ -12,7 +12,9 @@ from typing import Any
 
 from platform.plan.communication.planned import EinsumGroup, Panels
 from platform.plan.communication.rule import Conversion
+from platform.plan.language.attention_kernels import MATH
 from platform.plan.memory.meter import INTEGER
+from platform.plan.memory.metered_attention import AttentionBlock, by_math, hidden, in_one_kernel
 from platform.plan.memory.metered_losses import MeteredLosses
 from platform.plan.memory.storages import GradientKey, Gradients, MeteredStorage, Saved, Value
 
@@ -282,22 +284,13 @@ class Metered(MeteredLosses):
 
     @where_present
     def fused_attention(self, name, q, k, v, spec, kv, *, scale, causal, mask=None, bias=None):
-        out = self.block(spec)
         query, key = (dict(zip(s.dims, self.plan.local_shape(s), strict=True)) for s in (spec, kv))
-        rows = out.elements // query["d_kv"]
-        if bias is not None:  # no fused kernel has a gradient for a bias: torch's math path computes the probabilities
-            scaled = self.new(prod(query.values())), self.new(prod(key.values()))
-            scores = rows * key["length"]
-            work = self.new(2 * scores)
-            del work
-            # values that are a slice of a larger tensor do not lie as its matrix product wants them: it copies them
-            view = v.storage is None or v.storage.counted <= v.elements
-            values = v.storage if view else self.new(v.elements)
-            return self.plain(out, [q, k, v, bias], (*scaled, values, self.new(scores)), 2 * scores)
-        saved = [q.storage, k.storage, v.storage, out.storage, self.new(rows, self.wide)]  # log-sum-exp per row
-        if mask is not None:  # as floats to add to the scores
-            saved.append(self.new(key["batch"] * key["length"] * (query["length"] if causal else 1)))
-        return self.plain(out, [q, k, v], tuple(saved))
+        hides = {"causal": causal, "masked": mask is not None, "biased": bias is not None}
+        block = AttentionBlock.of(query, key, **hides)
+        added = hidden(self, block, bias)
+        if self.planned("fused_attention", name).operation["kernel"] == MATH:
+            return by_math(self, block, (q, k, v), added, self.dropout_rate)
+        return in_one_kernel(self, block, self.block(spec), (q, k, v), added)
 
     def fuses_attention(self, name, spec):
         return ("fused_attention", name) in self.plan.operations

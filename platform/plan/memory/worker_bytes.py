@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from platform.plan.core.chunks import Chunk, RecordableModel
+from platform.plan.core.fused import settled
 from platform.plan.core.plan import Plan
 from platform.plan.memory.metered import Metered
 from platform.plan.memory.storages import Value
@@ -52,6 +53,7 @@ def saved_for_backward(
     tensors of integers and booleans do not count, nor do copies that torch.einsum makes of permuted operands.
     """
     at = at or plan.mesh.coordinates(0)
+    plan = settled(plan, "cpu", dropout)
     meter = Metered(plan, dropout, at)
     for chunk in plan.at(at["stage"]).chunks:
         run_chunk(meter, model, chunk, {name: meter.block(spec) for name, spec in chunk.receives})

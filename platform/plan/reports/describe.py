@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from platform.plan.core.fused import kernels_of
 from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import communication
+from platform.plan.language.attention_kernels import AUTO
 from platform.plan.language.layout import DIMS
 from platform.plan.language.scheme import REGIONS
 
@@ -34,6 +36,7 @@ def describe(plan: Plan) -> str:
         f"  parameters      {plan.parameter_count:,} ({plan.local_parameter_count:,} per worker{elsewhere})"
         + _sharding(plan),
         *(f"  stage {stage}         {units}" for stage, units in _stages(plan)),
+        *(f"  attention       {n} in kernel {kernel}" for kernel, n in kernels_of(plan).items() if kernel != AUTO),
         f"  step            {plan.tokens_per_step:,} tokens in {plan.microbatches} microbatches{_padding(plan)};"
         f" {human(plan.flops_per_token * plan.tokens_per_step)}FLOP",
         f"  communication   {human(sum(moved.values()))}B per step: {traffic}{more}",

@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from platform.plan.core.chunks import RecordableModel
+from platform.plan.core.fused import kernels_of
 from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import communication, process_groups, step_collectives, update_collectives
 from platform.plan.memory.footprint import Footprint
@@ -48,6 +49,7 @@ def explain(
         "groups": {"+".join(axes): plan.mesh.groups(axes) for axes in _groups(plan)},
         "collectives": collectives(plan),
         "communication": communication(plan),
+        "attention_kernels": kernels_of(plan),
         "bytes_per_layer": bytes_per_layer(plan),
         **holds(plan.mesh.coordinates(0)),
         "warnings": list(plan.warnings),

@@ -19,14 +19,15 @@ class Proof:
               file read there, or why it cannot be read
     code      `platform` and the user's modules -> hash of their source files
     versions  Python, CUDA and libraries -> version
-    lacks     what keeps a worker of a run with train.compile=on from compiling, in a line; "" for nothing
+    lacks     train.compile (if it is on) and train.attention_kernel (if it names one) -> what keeps a worker from doing
+              as they say, in a line
     """
 
     node: str
     sees: dict[str, str]
     code: dict[str, str]
     versions: dict[str, str]
-    lacks: str = ""
+    lacks: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import socket
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from platform.train.recovery import urls
 LIBRARIES = ("elastic-platform", "torch", "numpy", "ray")
 
 
-def proof(config: Config, run_dir: Path, probe: str, lacks: str = "") -> Proof:
+def proof(config: Config, run_dir: Path, probe: str, lacks: Mapping[str, str] | None = None) -> Proof:
     """Describe this process's environment, worker or driver, for the check before a mesh forms that all see the same
     storage and run the same code. Reads the file `probe`, which the driver has written to the run directory and the
     checkpoint storage, and the manifest of the checkpoint that checkpoint.resume names. `lacks`: as in Proof."""
@@ -30,7 +30,7 @@ def proof(config: Config, run_dir: Path, probe: str, lacks: str = "") -> Proof:
     if name:
         sees["checkpoint.resume"] = _read(url, f"{name}/{NAME}")
     code = {name: source_digest(name) for name in ("platform", *config.extend)}
-    return Proof(socket.gethostname(), sees, code, versions(), lacks)
+    return Proof(socket.gethostname(), sees, code, versions(), dict(lacks or {}))
 
 
 def _read(url: str, path: str) -> str:

@@ -9,7 +9,7 @@ import pytest
 from platform.checkpoint.storage.storage import open_storage
 from platform.cluster.control.forming import preflight
 from platform.cluster.crew.open import open_crew
-from platform.config.fields import Config, ConfigError
+from platform.config.fields import Config, ConfigError, Train
 from platform.train.protocol.answers import Proof
 from platform.train.recovery.proof import proof, source_digest, versions
 from tests.doubles.fake_plan import run_fake
@@ -57,9 +57,16 @@ def test_one_line_per_node_and_disagreement(key, value, line):
 
 
 def test_a_worker_that_cannot_compile_as_asked():
-    lacking = replace(OWN, node="n1", lacks="there is no C++ compiler")
+    lacking = replace(OWN, node="n1", lacks={"train.compile": "there is no C++ compiler"})
     line = "train.compile=on: there is no C++ compiler on node n1; nearest legal: auto, off"
-    assert preflight.disagreements(OWN, [OWN, lacking, lacking], Config()) == [line]
+    assert preflight.disagreements(OWN, [OWN, lacking, lacking], Config(train=Train(compile="on"))) == [line]
+
+
+def test_a_worker_whose_device_lacks_the_kernel():
+    lacking = replace(OWN, node="n1", lacks={"train.attention_kernel": "Flash attention only supports sm80"})
+    line = "train.attention_kernel=flash: Flash attention only supports sm80 on node n1; nearest legal: auto, math"
+    config = Config(train=Train(attention_kernel="flash"))
+    assert preflight.disagreements(OWN, [OWN, lacking, lacking], config) == [line]
 
 
 def test_all_at_once():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,16 +31,51 @@ PLANS: dict[str, dict[str, Any]] = {
                         "precision": "bf16"},
     "full, 1d": {"tensor": "1d", "axes": {"t": 2}, "recompute": "full", "vocab": 64},
 }  # fmt: skip
+LONG: dict[str, Any] = {"length": 128, "d_model": 32, "vocab": 64, "layers": 2}  # scores are most of it
+ATTENTION: dict[str, dict[str, Any]] = {
+    "flash": {"kernel": "flash"},
+    "flash, bf16": {"kernel": "flash", "precision": "bf16"},
+    "flash, masked": {"kernel": "flash", **MODELS["bert"]},
+    "math": {"kernel": "math"},
+    "math, bf16": {"kernel": "math", "precision": "bf16"},
+    "math, masked": {"kernel": "math", **MODELS["bert"]},
+    "math, grouped, 1d": {"kernel": "math", **MODELS["llama"], "tensor": "1d", "axes": {"t": 2}},
+    "math, selective": {"kernel": "math", "recompute": "selective"},
+    "dropout in the kernel": {"dropout": 0.1, "fused_dropout": True},
+    "dropout in the kernel, bf16": {"dropout": 0.1, "fused_dropout": True, "precision": "bf16"},
+    "biased, bf16": {**MODELS["t5"], "precision": "bf16"},
+}
 
 
-def configured(**more: Any):
-    return configure(**{"global_batch": 8, **MODEL, **more})
+def configured(kernel: str = "auto", **more: Any):
+    c = configure(**{"global_batch": 8, **MODEL, **more})
+    c.train.attention_kernel = kernel
+    return c
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_what_is_needed_is_what_is_held(name):
     """Within 5 % of the largest worker's peak; and when a step is done, nothing of it lives on."""
-    c = configured(**PLANS[name])
+    holds(configured(**PLANS[name]))
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_so_it_is_in_every_kernel_of_attention(name):
+    holds(configured(**{**LONG, **ATTENTION[name]}))
+
+
+def test_probabilities_are_what_the_kernels_differ_in():
+    """The negative control of the above: what would be counted without them is far off."""
+    c = configured("math", **LONG)
+    flash = needed_bytes(c, make_plan(configured("flash", **LONG)))
+    assert needed_bytes(c, make_plan(c)) > 1.25 * flash
+    dropped = configured(**LONG, dropout=0.1, fused_dropout=True)
+    assert needed_bytes(dropped, make_plan(dropped)) > 1.75 * flash
+    on_gpu = replace(dropped, precision="bf16", cluster=replace(dropped.cluster, device="cuda"))
+    assert needed_bytes(on_gpu, make_plan(on_gpu)) < flash  # a kernel there draws its masks
+
+
+def holds(c) -> None:
     plan = make_plan(c)
     found = count(c, plan)
     peak = max(rank.peak for rank in found)

@@ -10,10 +10,13 @@ from pathlib import Path
 from platform.boundary.redaction import redact
 from platform.checkpoint.storage.storage import Storage, open_storage
 from platform.cluster.crew.base.crew import Crew
+from platform.config.bounds import flat_values
 from platform.config.fields import Config, ConfigError, violation
 from platform.train.protocol.answers import Proof
 from platform.train.recovery import urls
 from platform.train.recovery.proof import proof
+
+_ALWAYS = {"train.compile": ["auto", "off"], "train.attention_kernel": ["auto", "math"]}  # what every worker can do
 
 
 def refused(crew: Crew, config: Config, run_dir: Path) -> dict[int, list[str]]:
@@ -64,6 +67,7 @@ def disagreements(own: Proof, found: Iterable[Proof], config: Config) -> list[st
                     lines.append(violation(name, where[name], f"{how}; all nodes must see the same"))
                 else:
                     lines.append(f"cluster: {kind} of {name}: {how}; all nodes must run the same")
-        if its.lacks:
-            lines.append(violation("train.compile", "on", f"{its.lacks} on node {its.node}", ["auto", "off"]))
+        for key, legal in _ALWAYS.items():
+            if why := its.lacks.get(key):
+                lines.append(violation(key, flat_values(config)[key], f"{why} on node {its.node}", legal))
     return list(dict.fromkeys(lines))

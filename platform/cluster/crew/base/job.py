@@ -21,6 +21,11 @@ CUDA_ENVIRONMENT = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # kernels start in the order of their launch: collectives before products
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # memory does not fragment
 }
+# The same under train.deterministic.
+DETERMINISTIC_ENVIRONMENT = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # one workspace per stream, so that cuBLAS splits its sums alike each time
+    "NCCL_ALGO": "^NVLS,NVLSTree",  # NVSwitches add in the order in which numbers come
+}
 ALSO = {"PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF"}  # older names that the user may have set instead
 START = 0  # call number of the answer that reports the construction of the worker
 
@@ -109,16 +114,17 @@ def assign(
             "GROUP_RANK": str(group_rank),
             "OMP_NUM_THREADS": str(threads),
         },
-        defaults=cuda_environment() if job.device == "cuda" else {},
+        defaults=cuda_environment(job.config.train.deterministic) if job.device == "cuda" else {},
         secrets=dict(job.secrets),
     )
 
 
-def cuda_environment() -> dict[str, str]:
-    """Return CUDA_ENVIRONMENT with the values that are set in the environment of this process, the driver, instead of
-    ours; a variable that is set by its older name is left out, and that one is there."""
+def cuda_environment(deterministic: bool) -> dict[str, str]:
+    """Return CUDA_ENVIRONMENT, with DETERMINISTIC_ENVIRONMENT in a `deterministic` run, with the values that are set in
+    the environment of this process, the driver, instead of ours; a variable that is set by its older name is left out,
+    and that one is there."""
     found = {}
-    for name, value in CUDA_ENVIRONMENT.items():
+    for name, value in (CUDA_ENVIRONMENT | (DETERMINISTIC_ENVIRONMENT if deterministic else {})).items():
         chosen = name if name in os.environ or ALSO.get(name, name) not in os.environ else ALSO[name]
         found[chosen] = os.environ.get(chosen, value)
     return found

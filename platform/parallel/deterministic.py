@@ -1,0 +1,37 @@
+"""Sums in a fixed order: what torch is told so that a step done again is equal in every bit (train.deterministic)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+import torch
+
+_SETTINGS: Any = import_module("torch.utils.deterministic")
+
+
+@contextmanager
+def deterministic(compiles: bool) -> Iterator[None]:
+    """Make torch, within the context, use kernels that take every sum in a fixed order, in forward and backward passes
+    alike, and raise RuntimeError with the name of an operation that has no such kernel. `compiles`: so do functions
+    that are compiled.
+
+    What of it is read from the environment, before CUDA and NCCL start, is in `platform.cluster.crew.base.job`.
+    """
+    before = torch.get_deterministic_debug_mode(), _SETTINGS.fill_uninitialized_memory, torch.backends.cudnn.benchmark
+    torch.set_deterministic_debug_mode("error")
+    _SETTINGS.fill_uninitialized_memory = (
+        False  # costs a pass over all memory, and nothing is read before it is written
+    )
+    torch.backends.cudnn.benchmark = False  # chooses kernels by how fast they happen to be
+    if compiles:
+        torch.use_deterministic_algorithms(True)  # tells the compiler too, whose import takes seconds
+    try:
+        yield
+    finally:
+        if compiles:
+            torch.use_deterministic_algorithms(False)
+        torch.set_deterministic_debug_mode(before[0])
+        _SETTINGS.fill_uninitialized_memory, torch.backends.cudnn.benchmark = before[1:]

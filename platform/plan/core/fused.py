@@ -1,0 +1,63 @@
+"""Fused attentions of a plan: what decides which kernels compute them, and the kernels that torch chooses itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+from platform.plan.communication.planned import PlannedOperation
+from platform.plan.core.plan import Plan
+from platform.plan.language.attention_kernels import AttentionTraits, chosen
+from platform.plan.language.ops import Spec
+
+
+def fused_attentions(plan: Plan) -> Iterator[PlannedOperation]:
+    """Yield the planned operations of all attentions that one kernel computes, in model order."""
+    return (o for (kind, _), o in plan.operations.items() if kind == "fused_attention")
+
+
+def kernels_of(plan: Plan) -> dict[str, int]:
+    """Count the attentions that one kernel computes, by the name of their kernel."""
+    return dict(Counter(o.operation["kernel"] for o in fused_attentions(plan)))
+
+
+def traits_of(plan: Plan, planned: PlannedOperation, dropout: float, deterministic: bool = False) -> AttentionTraits:
+    """Return what decides which kernels compute a fused attention of the plan. `dropout`: the model's rate."""
+    spec, operation = planned.operation.outputs[0], planned.operation
+    return AttentionTraits(
+        precision=plan.precision,
+        d_kv=plan.local_shape(spec)[spec.dims.index("d_kv")],
+        bias=operation["biased"],
+        mask=operation.reads is not None,
+        dropout=dropout,
+        grouped=_grouped(plan, operation.name),
+        deterministic=deterministic,
+    )
+
+
+def _grouped(plan: Plan, name: str) -> bool:
+    """Return True if the kernel of the fused attention `name` gets K and V with fewer heads than Q on every rank."""
+    if not (expanded := plan.operations.get(("expand_kv", f"{name}.key"))) or not expanded.operation["grouped"]:
+        return False
+    have, wanted = expanded.operation.inputs[0], expanded.operation.outputs[0]
+    assert isinstance(have, Spec)
+    groups = plan.local_shape(have)[have.dims.index("kv_heads")]
+    heads, each = plan.local_shape(wanted)[wanted.dims.index("heads")], plan.sizes["heads"] // plan.sizes["kv_heads"]
+    return each > 1 and heads == groups * each
+
+
+def settled(plan: Plan, device: str, dropout: float) -> Plan:
+    """Return the plan as it runs on a kind of device (cpu, cuda): each kernel `auto` is the one that torch chooses.
+    `dropout`: the model's rate."""
+
+    def with_kernel(planned: PlannedOperation) -> PlannedOperation:
+        operation = planned.operation
+        if operation.kind != "fused_attention":
+            return planned
+        kernel = chosen(operation["kernel"], device, traits_of(plan, planned, dropout))
+        attributes = tuple((name, kernel if name == "kernel" else value) for name, value in operation.attributes)
+        return replace(planned, operation=replace(operation, attributes=attributes))
+
+    chunks = (replace(c, operations={key: with_kernel(o) for key, o in c.operations.items()}) for c in plan.chunks)
+    return replace(plan, chunks=tuple(chunks))

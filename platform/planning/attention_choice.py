@@ -1,0 +1,44 @@
+"""Check that the kernel of attention that a configuration names can compute every attention of its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from platform.config.fields import Config, violation
+from platform.plan.core.fused import fused_attentions, traits_of
+from platform.plan.core.plan import Plan
+from platform.plan.language.attention_kernels import AUTO, KERNELS, MATH, refusal
+
+_WHERE = {"cpu": "on a CPU", "cuda": "on a GPU"}
+
+
+def kernel_violations(config: Config, plan: Plan) -> Iterator[str]:
+    """Yield a refusal line if train.attention_kernel names a kernel that cannot compute some attention of the plan on
+    the workers' devices, or that would compute none. Where cluster.device leaves open what these are, a kernel is
+    refused that neither kind of device has."""
+    kernel, key = config.train.attention_kernel, "train.attention_kernel"
+    if kernel in (AUTO, MATH):
+        return
+    rate = config.model.dropout
+    traits = dict.fromkeys(traits_of(plan, o, rate, config.train.deterministic) for o in fused_attentions(plan))
+    if not traits:
+        yield violation(
+            key, kernel, f"no attention of this plan is computed by one kernel{_unfused(rate)}", [AUTO, MATH]
+        )
+        return
+    device = config.cluster.device
+    kinds = {kind: where for kind, where in _WHERE.items() if device in (kind, "auto")}
+    why = {
+        (kind, name): next(filter(None, (refusal(name, kind, t) for t in traits)), "")
+        for kind in kinds
+        for name in KERNELS
+    }
+    legal = [name for name in KERNELS if not all(why[kind, name] for kind in kinds)]
+    if kernel not in legal:
+        reasons = (f"{where} it {why[kind, kernel]}" for kind, where in kinds.items())
+        yield violation(key, kernel, "; ".join(reasons), legal)
+
+
+def _unfused(dropout: float) -> str:
+    """Return what else may be the cause where no attention is fused."""
+    return " (model.dropout draws masks that no kernel draws; model.fused_dropout=true lets it)" if dropout else ""

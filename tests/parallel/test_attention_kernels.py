@@ -1,0 +1,214 @@
+"""The kernel of attention: the plan names it, it runs in every pass, and what cannot run is refused before."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from platform.config.fields import Config, ConfigError
+from platform.config.identity import default_directory, identity, refusal
+from platform.parallel.attention import in_kernel, lacking
+from platform.parallel.communicator.base import SingleRank
+from platform.plan.core.fused import fused_attentions, settled, traits_of
+from platform.plan.core.plan_data import digest, plan_summary
+from platform.plan.language.attention_kernels import AUTO, KERNELS, MATH, AttentionTraits, chosen
+from platform.plan.language.attention_kernels import refusal as refused
+from platform.plan.reports.describe import describe
+from platform.planning.make_plan import make_plan
+from tests.harness.oracle import MODELS, compare, configure, run, serial, trainer_of
+
+# what torch calls for one attention
+OPERATIONS = {
+    "_scaled_dot_product_flash_attention_for_cpu": "flash",
+    "_scaled_dot_product_flash_attention_for_cpu_backward": "flash backward",
+    "_scaled_dot_product_flash_attention": "flash",
+    "_scaled_dot_product_cudnn_attention": "cudnn",
+    "_scaled_dot_product_efficient_attention": "efficient",
+    "_safe_softmax": "math",
+    "_softmax_backward_data": "math backward",
+}
+GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Seen(TorchDispatchMode):
+    """Counts the kernels of attention that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        if name in OPERATIONS:
+            self.kernels[OPERATIONS[name]] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def configured(kernel: str, **more: Any) -> Config:
+    c = configure(**more)
+    c.train.attention_kernel = kernel
+    return c
+
+
+def seen(c: Config) -> Counter[str]:
+    """Kernels of attention in one step of two microbatches and two layers."""
+    plan = make_plan(c)
+    trainer = trainer_of(c, plan, SingleRank(plan.mesh))
+    with Seen() as mode:
+        trainer.step(1)
+    return mode.kernels
+
+
+@pytest.mark.parametrize(("kernel", "model"), [("flash", "gpt"), ("math", "gpt"), ("math", "llama"), ("flash", "bert")])
+def test_the_named_kernel_computes_what_any_does(kernel, model):
+    c = configured(kernel, **MODELS[model])
+    plan, results = run(c)
+    assert {o.operation["kernel"] for o in fused_attentions(plan)} == {kernel}
+    compare(c, plan, results, serial(c))
+
+
+@pytest.mark.parametrize("kernel", ["flash", "math"])
+@pytest.mark.parametrize(("recompute", "forward"), [("none", 4), ("selective", 8), ("full", 8)])
+def test_it_runs_in_every_pass_recomputation_too(kernel, recompute, forward):
+    """Two layers, two microbatches: four attentions, computed again where that is recomputed."""
+    assert seen(configured(kernel, recompute=recompute)) == {kernel: forward, f"{kernel} backward": 4}
+
+
+@pytest.mark.filterwarnings("ignore:.*kernel")
+def test_torch_is_left_as_it_was():
+    before = torch.nn.attention._cur_sdpa_kernel_backends()
+    seen(configured("math"))
+    assert torch.nn.attention._cur_sdpa_kernel_backends() == before
+    x = torch.zeros(1, 1, 4, 4)
+    with pytest.raises(RuntimeError), in_kernel("flash"):  # which drops nothing on a CPU
+        F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+    assert torch.nn.attention._cur_sdpa_kernel_backends() == before
+
+
+def test_the_plan_is_data_of_it_too():
+    plans = {kernel: make_plan(configured(kernel)) for kernel in (AUTO, "flash", "math")}
+    assert len({digest(plan) for plan in plans.values()}) == 3
+    for kernel, plan in plans.items():
+        rows = [row for row in plan_summary(plan)["operations"] if row["kind"] == "fused_attention"]
+        assert [row["kernel"] for row in rows] == [kernel] * 2
+        assert (f"attention       2 in kernel {kernel}" in describe(plan)) == (kernel != AUTO)
+
+
+def test_another_kernel_is_the_same_run():
+    a, b = configured("flash"), configured("math")
+    assert identity(a) == identity(b) and refusal(identity(a), b, "run.dir", "x", "another run") == []
+    assert default_directory(a, "x") != default_directory(b, "x")  # as of every key that is typed
+
+
+def legal_in_torch(kernel: str, device: str, t: AttentionTraits) -> bool:
+    """Whether torch computes such an attention, and its gradients, in this kernel."""
+    heads, n = 4, 16
+    q, k, v = (
+        torch.randn(2, h, n, t.d_kv, dtype=DTYPES[t.precision], device=device, requires_grad=True)
+        for h in (heads, 2 if t.grouped else heads, 2 if t.grouped else heads)
+    )
+    mask = None
+    if t.bias:
+        mask = torch.randn(1, heads, n, n, dtype=q.dtype, device=device, requires_grad=True)
+    elif t.mask:
+        mask = torch.ones(2, 1, 1, n, dtype=torch.bool, device=device)
+    try:
+        with in_kernel(kernel):
+            y = F.scaled_dot_product_attention(q, k, v, mask, t.dropout, enable_gqa=t.grouped)
+        y.sum().backward()
+    except RuntimeError:
+        return False
+    return all(x.grad is not None for x in (q, k, v)) and (not t.bias or mask.grad is not None)
+
+
+CASES = [
+    AttentionTraits(precision, d_kv, bias, mask, dropout, grouped)
+    for precision, d_kv, bias, mask, dropout, grouped in product(
+        DTYPES, (4, 12, 32), (False, True), (False, True), (0.0, 0.1), (False, True)
+    )
+    if not (grouped and (bias or mask))  # every head comes there
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_what_is_refused_is_what_torch_refuses(device):
+    for kernel, t in product(KERNELS[1:], CASES):
+        assert (refused(kernel, device, t) == "") == legal_in_torch(kernel, device, t), (kernel, t)
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_auto_is_what_torch_chooses(device):
+    for t in CASES:
+        with Seen() as mode:
+            assert legal_in_torch(AUTO, device, t)
+        (kernel,) = (name for name in mode.kernels if "backward" not in name)
+        assert kernel == chosen(AUTO, device, t), t
+
+
+def test_what_auto_becomes_on_each_device():
+    c = configure(**MODELS["t5"], precision="bf16", d_model=64, dropout=0.1, fused_dropout=True)
+    plan = make_plan(c)
+    kernels = {d: {o.operation["kernel"] for o in fused_attentions(settled(plan, d, 0.1))} for d in ("cpu", "cuda")}
+    assert kernels == {"cpu": {MATH}, "cuda": {"efficient"}}
+    assert {o.operation["kernel"] for o in fused_attentions(plan)} == {AUTO}
+    (grouped, *_) = (
+        traits_of(p, o, 0.0) for p in [make_plan(configure(**MODELS["llama"]))] for o in fused_attentions(p)
+    )
+    assert grouped.grouped and not grouped.bias and not grouped.mask
+
+
+REFUSED = [
+    ("cudnn", {}, "cpu", "on a CPU it does not run; nearest legal: auto, flash, math"),
+    ("efficient", {}, "cpu", "on a CPU it does not run; nearest legal: auto, flash, math"),
+    ("flash", MODELS["t5"], "cpu", "on a CPU it has no gradient for a learned bias"),
+    ("flash", {"dropout": 0.1, "fused_dropout": True}, "cpu", "on a CPU it draws no dropout masks"),
+    ("flash", {"dropout": 0.1}, "cpu", "no attention of this plan is computed by one kernel (model.dropout draws"),
+    ("flash", {"kind": "two_layer"}, "cpu", "no attention of this plan is computed by one kernel; nearest legal: auto"),
+    ("flash", {}, "cuda", "on a GPU it computes in 16 bits: precision=bf16 or fp16; nearest legal: auto, math"),
+    (
+        "flash",
+        {**MODELS["bert"], "precision": "bf16"},
+        "cuda",
+        "on a GPU it takes neither a bias nor a mask of padding",
+    ),
+    ("cudnn", {"precision": "bf16"}, "cuda", "on a GPU it takes a d_kv that is a multiple of 8"),
+    ("efficient", {**MODELS["llama"], "precision": "fp32"}, "cuda", "on a GPU it takes as many heads of K and V"),
+    ("cudnn", MODELS["t5"], "auto", "on a CPU it does not run; on a GPU it has no gradient for a learned bias"),
+]
+
+
+@pytest.mark.parametrize(("kernel", "model", "device", "line"), REFUSED, ids=lambda x: x if isinstance(x, str) else "")
+def test_what_cannot_run_is_refused_with_what_can(kernel, model, device, line):
+    c = configured(kernel, **model)
+    c.cluster.device = device
+    with pytest.raises(ConfigError) as error:
+        make_plan(c)
+    (found,) = error.value.violations
+    assert found.startswith(f"train.attention_kernel={kernel}: {line}"), found
+    legal = found.rpartition("nearest legal: ")[2].split(", ")
+    assert {AUTO, MATH} <= set(legal)
+    for other in legal:
+        make_plan(replace(c, train=replace(c.train, attention_kernel=other)))
+
+
+def test_where_the_device_is_open_what_one_kind_has_is_legal():
+    c = configured("cudnn", precision="bf16", heads=4)
+    assert make_plan(c)
+    c.train.deterministic = True
+    with pytest.raises(ConfigError, match="adds gradients in no fixed order"):
+        make_plan(c)
+
+
+def test_a_worker_tells_what_its_device_lacks():
+    assert [lacking(kernel, "cpu", torch.float32, 8) for kernel in (AUTO, "flash", "math")] == ["", "", ""]
+    assert "backend" in lacking("cudnn", "cpu", torch.float32, 8)
+    assert lacking("flash", "cpu", torch.complex64, 8).startswith("Expected query, key and value to all be of dtype")
