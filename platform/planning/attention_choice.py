@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from platform.config.fields import Config, violation
 from platform.plan.core.fused import fused_attentions, traits_of
 from platform.plan.core.plan import Plan
-from platform.plan.language.attention_kernels import AUTO, KERNELS, MATH, refusal
+from platform.plan.language.attention_kernels import AUTO, KERNELS, MATH, reason_against
 
 _WHERE = {"cpu": "on a CPU", "cuda": "on a GPU"}
 
@@ -29,7 +29,7 @@ def kernel_violations(config: Config, plan: Plan) -> Iterator[str]:
     device = config.cluster.device
     kinds = {kind: where for kind, where in _WHERE.items() if device in (kind, "auto")}
     why = {
-        (kind, name): next(filter(None, (refusal(name, kind, t) for t in traits)), "")
+        (kind, name): next(filter(None, (reason_against(name, kind, t) for t in traits)), "")
         for kind in kinds
         for name in KERNELS
     }

@@ -15,7 +15,7 @@ from platform.cluster.run.phases import Phases
 from platform.composition.composer import open_composer
 from platform.config import surroundings
 from platform.config.bounds import KEYS, LONGEST, flat_values
-from platform.config.fields import Config, ConfigError, printable
+from platform.config.fields import Config, ConfigError, Train, printable
 from tests.config.bad_input_table import NUMBERS, REALS, TABLE
 from tests.fuzz.values import _again
 
@@ -155,6 +155,10 @@ VARIABLES = [
     (["cluster=ray"], "RAY_ADDRESS", "", "auto"),
     (["monitor=wandb"], "WANDB_MODE", "nosuch", "online, offline, disabled"),
     (["monitor=wandb"], "WANDB_MODE", "Offline\n", "offline"),
+    (["train.deterministic=true"], "CUBLAS_WORKSPACE_CONFIG", ":0:0", ":4096:8, :16:8"),
+    (["train.deterministic=true"], "NCCL_ALGO", "NVLS", "^NVLS,NVLSTree, Ring"),
+    (["train.deterministic=true"], "NCCL_ALGO", "^NVLS", "^NVLS,NVLSTree"),
+    (["train.deterministic=true"], "NCCL_ALGO", "^Tree", "^NVLS,NVLSTree"),
 ]
 
 
@@ -178,7 +182,16 @@ def test_a_variable_of_torchrun(refusal, monkeypatch, name):
 def test_variables_that_nothing_reads_may_be_anything(monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "nosuch")
     monkeypatch.setenv("RAY_ADDRESS", "garbage")
+    monkeypatch.setenv("NCCL_ALGO", "NVLS")
     assert surroundings.wrong_surroundings(Config()) == []
+    deterministic = Config(train=Train(deterministic=True))
+    assert len(surroundings.wrong_surroundings(deterministic)) == 1
+    for algorithm in ("^nvlstree,NVLS", "Ring", "allreduce:tree;allgather:ring"):
+        monkeypatch.setenv("NCCL_ALGO", algorithm)
+        assert surroundings.wrong_surroundings(deterministic) == []
+    monkeypatch.setenv("NCCL_ALGO", "NVLS")
+    deterministic.cluster.device = "cpu"
+    assert surroundings.wrong_surroundings(deterministic) == []
 
 
 # Tables of schedules.

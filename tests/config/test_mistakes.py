@@ -54,6 +54,8 @@ WRONG = [
     ("recompute_every=0", "recompute_every=0: must be >= 1"),
     ("model.norm=batchnorm", "model.norm=batchnorm: unknown; nearest legal: "),
     ("train.compile=sometimes", "train.compile=sometimes: unknown; nearest legal: "),
+    ("train.attention_kernel=flush", "train.attention_kernel=flush: unknown; nearest legal: flash"),
+    ("train.deterministic=maybe", "train.deterministic=maybe: must be true or false"),
     ("parallel.data=0", "parallel.data=0: must be >= 1, or -1"),
     ("parallel.zero=4", "parallel.zero=4: unknown; nearest legal: 3, 2, 1"),
     ("pipeline.file=/mine.csv", "pipeline.file=/mine.csv: only for pipeline=file"),
@@ -108,6 +110,7 @@ def test_one_mistake_is_one_line(argument, line):
         (["tensor=layout", "tensor.axes={a-b: 2}"], "tensor.axes.a-b=2: an axis is named by letters"),
         (["model.positions=rope", "model.d_kv=17"], "model.d_kv=17: model.positions=rope needs an even d_kv"),
         (["model.positions=rope", "model.heads=128"], "model.heads=128: model.positions=rope needs an even"),
+        (["train.deterministic=true", "cluster=ray"], "cluster.threads=0: train.deterministic=true needs one"),
         (["branch=dsp_csub", "branch.slice_via=all_gather"], "branch.slice_via=all_gather: branch=dsp_csub has no all"),
     ],
 )  # fmt: skip

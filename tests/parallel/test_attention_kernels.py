@@ -18,8 +18,7 @@ from platform.parallel.attention import in_kernel, lacking
 from platform.parallel.communicator.base import SingleRank
 from platform.plan.core.fused import fused_attentions, settled, traits_of
 from platform.plan.core.plan_data import digest, plan_summary
-from platform.plan.language.attention_kernels import AUTO, KERNELS, MATH, AttentionTraits, chosen
-from platform.plan.language.attention_kernels import refusal as refused
+from platform.plan.language.attention_kernels import AUTO, KERNELS, MATH, AttentionTraits, chosen, reason_against
 from platform.plan.reports.describe import describe
 from platform.planning.make_plan import make_plan
 from tests.harness.oracle import MODELS, compare, configure, run, serial, trainer_of
@@ -34,7 +33,7 @@ OPERATIONS = {
     "_safe_softmax": "math",
     "_softmax_backward_data": "math backward",
 }
-GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -139,13 +138,13 @@ CASES = [
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("device", DEVICES)
 def test_what_is_refused_is_what_torch_refuses(device):
     for kernel, t in product(KERNELS[1:], CASES):
-        assert (refused(kernel, device, t) == "") == legal_in_torch(kernel, device, t), (kernel, t)
+        assert (reason_against(kernel, device, t) == "") == legal_in_torch(kernel, device, t), (kernel, t)
 
 
-@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("device", DEVICES)
 def test_auto_is_what_torch_chooses(device):
     for t in CASES:
         with Seen() as mode:

@@ -51,18 +51,16 @@ def build_plan(
 
     `data`: number of replicas; `microbatch`: sequences per microbatch and replica; `microbatches`: per step;
     `sequences`: per step, by default all that the microbatches hold, fewer if the last is partial; `stage_of`: the
-    stage of every chunk. `scatter_gather`, `recompute`, `precision` and `turns` as in Plan. `zero`: what is sharded
-    over `data` (ZeRO, Rajbhandari et al. 2020): 0 nothing, 1 master copies and optimizer state, 2 also the gradients, 3
-    also the parameters. `fused_dropout`: attention's kernel draws its masks; `attention_kernel`: which
-    kernel that is, of `platform.plan.language.attention_kernels`. Raises ModelMistake for an error in the
-    model's code, IllegalPlan with all violations: an axis that would split two dims of one operation, a dim (other than
-    vocab) that its axes do not divide, or more chunks than the model has units.
+    stage of every chunk. `scatter_gather`, `recompute`, `precision`, `turns`: as in Plan. `zero`: what is sharded over
+    `data` (ZeRO, Rajbhandari et al. 2020): 0 nothing, 1 master copies and optimizer state, 2 gradients too, 3 also
+    parameters. `fused_dropout`: attention's kernel, `attention_kernel`, draws its masks. Raises ModelMistake for an
+    error in the model's code, IllegalPlan with all violations: an axis that would split two dims of one operation, a
+    dim (other than vocab) that its axes do not divide, or more chunks than the model has units.
     """
     mesh = Mesh.of({"stage": max(stage_of) + 1, **scheme.mesh_axes(data)})
     parameters, sizes = _declared(model, microbatch * data)
-    kernel = fused_dropout, attention_kernel
-    recorder = partial(Recorder, scheme, dropout, recompute, *kernel, declared={p.name: p for p in parameters})
-    recorded = _recorded(model, partial(recorder, sizes=sizes), len(stage_of), sizes)
+    recorder = partial(Recorder, scheme, dropout, recompute, fused_dropout, attention_kernel, sizes=sizes)
+    recorded = _recorded(model, partial(recorder, declared={p.name: p for p in parameters}), len(stage_of), sizes)
     operations = [o for chunk in recorded for o in chunk.operations]
     check_used(parameters, (p.name for o in operations for p in o.parameters), model)
     sharded = mesh.ordered(("zero" if scheme.zero > 1 else "data",)) if zero else ()
@@ -72,8 +70,7 @@ def build_plan(
     reductions, reduced_at_use = _reductions(planner, operations)
     assert all(set(axes) >= set(sharded) for axes in reductions.values()), "batch is split over data"
     planner = replace(planner, reduced_at_use=reduced_at_use)
-    pairs = zip(stage_of, recorded, strict=True)
-    chunks = tuple(_planned_chunk(planner, number, *pair) for number, pair in enumerate(pairs))
+    chunks = tuple(_planned_chunk(planner, n, *pair) for n, pair in enumerate(zip(stage_of, recorded, strict=True)))
     plan = Plan(
         planner=planner,
         precision=precision,

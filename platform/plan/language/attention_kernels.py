@@ -52,7 +52,7 @@ _REFUSED: tuple[tuple[tuple[str, ...], str, Callable[[AttentionTraits], object],
 )
 
 
-def refusal(kernel: str, device: str, traits: AttentionTraits) -> str:
+def reason_against(kernel: str, device: str, traits: AttentionTraits) -> str:
     """Return why a kernel cannot compute an attention on a kind of device (cpu, cuda), as a predicate; "" if it can, as
     `auto` and `math` always do."""
     rules = ((refuses, why) for kernels, where, refuses, why in _REFUSED if kernel in kernels and where == device)
@@ -64,4 +64,4 @@ def chosen(kernel: str, device: str, traits: AttentionTraits) -> str:
     under `auto`."""
     if kernel != AUTO:
         return kernel
-    return next((k for k in PREFERRED[device] if not refusal(k, device, traits)), MATH)
+    return next((k for k in PREFERRED[device] if not reason_against(k, device, traits)), MATH)

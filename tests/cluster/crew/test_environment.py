@@ -11,20 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from platform.cluster.crew.base.job import ALSO, CUDA_ENVIRONMENT, Job, assign
+from platform.cluster.crew.base.job import ALSO, CUDA_ENVIRONMENT, DETERMINISTIC_ENVIRONMENT, Job, assign
 from platform.cluster.crew.launchers import ray_session
-from platform.config.fields import Config
+from platform.config.fields import Config, Train
 
 PAGE = Path(__file__).parents[3] / "docs" / "clusters.md"
 
 
 @pytest.fixture
 def place(monkeypatch):
-    for name in (*CUDA_ENVIRONMENT, *ALSO.values()):
+    for name in (*CUDA_ENVIRONMENT, *DETERMINISTIC_ENVIRONMENT, *ALSO.values()):
         monkeypatch.delenv(name, raising=False)
 
-    def made(device="cuda"):
-        job = Job(Config(), [{"data": 0}], device, Path("runs"))
+    def made(device="cuda", deterministic=False):
+        config = Config(train=Train(deterministic=deterministic))
+        job = Job(config, [{"data": 0}], device, Path("runs"))
         return assign(job, 0, local_rank=0, local_world_size=1, group_rank=0)
 
     return made
@@ -49,6 +50,13 @@ def test_a_worker_on_a_gpu_has_ours(place):
     assert CUDA_ENVIRONMENT.items() <= found.items()
 
 
+def test_a_deterministic_one_has_more_before_cuda_starts(place):
+    found = entered(place(deterministic=True))
+    assert (CUDA_ENVIRONMENT | DETERMINISTIC_ENVIRONMENT).items() <= found.items()
+    assert place("cpu", deterministic=True).defaults == {}
+    assert entered(place(deterministic=True), NCCL_ALGO="Ring")["NCCL_ALGO"] == "Ring"
+
+
 def test_what_the_user_has_set_wins_at_the_driver_and_at_the_worker(place, monkeypatch):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
@@ -63,7 +71,7 @@ def test_what_the_user_has_set_wins_at_the_driver_and_at_the_worker(place, monke
 
 def test_the_page_lists_all_of_it():
     rows = dict(re.findall(r"^\| `([A-Z_]+)=(\S+)` \|", PAGE.read_text(), re.MULTILINE))
-    assert rows == CUDA_ENVIRONMENT
+    assert rows == CUDA_ENVIRONMENT | DETERMINISTIC_ENVIRONMENT
 
 
 def test_an_embedded_ray_has_no_more_gpus_than_there_are(monkeypatch):

@@ -1,0 +1,58 @@
+"""A deterministic run that loses a worker ends with the same bits as one that loses nothing, if its size stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from platform.checkpoint.moves.reshard import read_tensor
+from platform.checkpoint.storage.catalogue import find
+from platform.checkpoint.storage.storage import open_storage
+from platform.cluster.driver import run
+from platform.config.fields import Config
+from platform.monitor import JsonLines, MetricsLog
+from platform.planning.make_plan import make_plan
+from tests.harness.oracle import configure
+
+pytestmark = pytest.mark.usefixtures("warm_workers")
+MODEL: dict[str, Any] = {"layers": 1, "d_model": 16, "vocab": 300, "dropout": 0.1, "precision": "fp32"}
+
+
+def configured(directory: Path, **more: Any) -> Config:
+    c = configure(microbatch=2, global_batch=8, **{**MODEL, **more})
+    c.run.dir, c.data.kind, c.cluster.kind = str(directory), "synthetic", "processes"
+    c.train.deterministic, c.train.steps, c.checkpoint.every = True, 4, 100
+    return c
+
+
+def history(c: Config) -> tuple[list[tuple[Any, ...]], dict[str, Tensor], list[dict[str, int]]]:
+    """The numbers of every step, weights and moments at the end, and the meshes that were formed."""
+    assert run(c, make_plan(c), experiment="quick") == 0
+    directory = Path(c.run.dir)
+    rows = [(row["step"], row["loss"], row["grad_norm"]) for row in MetricsLog.read(directory / "metrics.jsonl")]
+    storage = open_storage(str(directory / "checkpoints"))
+    found = find(storage)
+    tensors = {n: read_tensor(storage, found.directory, found.manifest, n) for n in found.manifest.tensors}
+    formed = [e["mesh"] for e in JsonLines.read(directory / "journal.jsonl") if e["event"] == "forming"]
+    return rows, tensors, formed
+
+
+def test_a_spare_takes_the_seat_and_no_bit_changes(tmp_path):
+    """What the survivor holds in memory is where both go on; the step in which one was killed is done again."""
+    rows, tensors, formed = history(configured(tmp_path / "undisturbed", data=2, zero=1))
+    c = configured(tmp_path / "killed", data=2, zero=1)
+    c.elastic.faults, c.elastic.spares = ["3:kill:1:backward"], 1
+    rows2, tensors2, formed2 = history(c)
+    assert len(formed) == 1 and formed2 == formed * 2
+    assert rows == rows2 and [row[0] for row in rows] == [1, 2, 3, 4]
+    assert tensors.keys() == tensors2.keys() and all(torch.equal(tensors[n], tensors2[n]) for n in tensors)
+
+
+def test_negative_control_another_size_gives_other_bits(tmp_path):
+    rows, *_ = history(configured(tmp_path / "two", data=2))
+    others, *_ = history(configured(tmp_path / "one"))
+    assert rows != others and [row[1] for row in rows] == pytest.approx([row[1] for row in others], rel=1e-4)
