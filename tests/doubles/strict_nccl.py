@@ -22,6 +22,7 @@ from torch import Tensor
 from platform.parallel.communicator import torch_distributed
 from platform.parallel.communicator.torch_distributed import ProcessGroups, join
 from platform.plan.language.mesh import Mesh
+from tests.harness.threads import summed
 
 GPU = torch.device("cuda", 0)
 
@@ -219,7 +220,7 @@ class World:
 
     def reduce_scatter(self, out, given, group=None, async_op=False):
         n = out.numel()
-        work = lambda all_, me: all_[me][1].copy_(_sum([x[me * n :][:n] for x, _ in all_]))  # noqa: E731
+        work = lambda all_, me: all_[me][1].copy_(summed([x[me * n :][:n] for x, _ in all_]))  # noqa: E731
         return self._collective(group, ("reduce_scatter", n), (given.clone(), out), work, async_op)
 
     def all_to_all_single(self, out, given, outs=None, ins=None, group=None, async_op=False):
@@ -248,7 +249,7 @@ class World:
 
     def reduce(self, out, root, group=None, async_op=False):
         at = (group or self.here.default).members.index(root)
-        work = lambda all_, me: me == at and all_[me][1].copy_(_sum([x for x, _ in all_]))  # noqa: E731
+        work = lambda all_, me: me == at and all_[me][1].copy_(summed([x for x, _ in all_]))  # noqa: E731
         return self._collective(group, ("reduce", root), (out.clone(), out), work, async_op)
 
     def all_reduce(self, out, op=torch.distributed.ReduceOp.SUM, group=None, async_op=False):
@@ -256,16 +257,9 @@ class World:
 
         def work(all_, me):
             parts = [x for x, _ in all_]
-            all_[me][1].copy_(torch.stack(parts).amax(0) if largest else _sum(parts))
+            all_[me][1].copy_(torch.stack(parts).amax(0) if largest else summed(parts))
 
         return self._collective(group, ("all_reduce", str(op), out.numel()), (out.clone(), out), work, async_op)
-
-
-def _sum(parts: Sequence[Tensor]) -> Tensor:
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total += part
-    return total
 
 
 def run_strictly(

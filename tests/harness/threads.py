@@ -100,7 +100,7 @@ class ThreadGroups(Communicator):
             if op == "all_gather":
                 torch.stack(parts, out=out)
             elif op == "reduce_scatter":
-                out.copy_(_sum([p[me] for p in parts]))
+                out.copy_(summed([p[me] for p in parts]))
             elif op == "all_to_all":
                 torch.stack([p[me] for p in parts], out=out)
             elif op == "broadcast":
@@ -112,7 +112,7 @@ class ThreadGroups(Communicator):
                 if me == root:
                     torch.stack(parts, out=out)
             elif op == "all_reduce" or me == root:
-                out.copy_(torch.stack(parts).amax(0) if reduce == "max" else _sum(parts))
+                out.copy_(torch.stack(parts).amax(0) if reduce == "max" else summed(parts))
 
         return wait
 
@@ -176,7 +176,8 @@ class ThreadGroups(Communicator):
         return torch.stack(rows)
 
 
-def _sum(parts: Sequence[Tensor]) -> Tensor:
+def summed(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of tensors, added in their order."""
     total = parts[0].clone()
     for part in parts[1:]:
         total += part

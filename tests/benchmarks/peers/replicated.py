@@ -55,17 +55,28 @@ def replica(c: Config, weights: Mapping[str, Tensor], compiled: bool) -> Languag
     return model
 
 
+def under_ddp(c: Config, weights: Mapping[str, Tensor], compiled: bool) -> DistributedDataParallel:
+    return DistributedDataParallel(replica(c, weights, compiled), gradient_as_bucket_view=True)
+
+
 def ddp(c: Config, weights: Mapping[str, Tensor], communicator: Communicator, compiled: bool) -> Step:
-    model = DistributedDataParallel(replica(c, weights, compiled), gradient_as_bucket_view=True)
+    model = under_ddp(c, weights, compiled)
     return loop(c, communicator, model, adamw(model, c), clipped(model))
+
+
+def sharded_optimizer(
+    kind: Any, c: Config, weights: Mapping[str, Tensor], communicator: Communicator, compiled: bool
+) -> Step:
+    """Train under DDP with an optimizer of the class `kind`, which shards its state over the replicas."""
+    model = under_ddp(c, weights, compiled)
+    optimizer = kind(groups_of(model, c), torch.optim.AdamW, **settings_of(c))
+    return loop(c, communicator, model, optimizer, clipped(model))
 
 
 def zero_redundancy(c: Config, weights: Mapping[str, Tensor], communicator: Communicator, compiled: bool) -> Step:
     from torch.distributed.optim import ZeroRedundancyOptimizer  # imports torch.jit, seconds
 
-    model = DistributedDataParallel(replica(c, weights, compiled), gradient_as_bucket_view=True)
-    optimizer = ZeroRedundancyOptimizer(groups_of(model, c), torch.optim.AdamW, **settings_of(c))
-    return loop(c, communicator, model, optimizer, clipped(model))
+    return sharded_optimizer(ZeroRedundancyOptimizer, c, weights, communicator, compiled)
 
 
 def fsdp2(c: Config, weights: Mapping[str, Tensor], communicator: Communicator, compiled: bool) -> Step:
@@ -81,9 +92,7 @@ def oss(c: Config, weights: Mapping[str, Tensor], communicator: Communicator, co
     """fairscale's optimizer state sharding under torch's DDP."""
     from fairscale.optim import OSS
 
-    model = DistributedDataParallel(replica(c, weights, compiled), gradient_as_bucket_view=True)
-    optimizer = OSS(groups_of(model, c), torch.optim.AdamW, **settings_of(c))
-    return loop(c, communicator, model, optimizer, clipped(model))
+    return sharded_optimizer(OSS, c, weights, communicator, compiled)
 
 
 def sharded_ddp(c: Config, weights: Mapping[str, Tensor], communicator: Communicator, compiled: bool) -> Step:

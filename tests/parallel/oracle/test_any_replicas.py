@@ -35,7 +35,8 @@ SCHEMES = {
 }
 FACTORS = {
     "data": [1, 2, 3, 4, 5, 6, 7],
-    "zero": [0, 1, 3],
+    "zero": [0, 1, 2, 3],
+    "zero_group": [0, 2],
     "pipeline": [("none", 1, 1), ("gpipe", 2, 1), ("1f1b", 3, 1), ("interleaved", 3, 2), ("zb_h1", 2, 2)],
     "scheme": list(SCHEMES),
     "microbatch": [2, 4],
@@ -47,6 +48,8 @@ FACTORS = {
 def legal(case) -> bool:
     if case["zero"] and (case["data"] == 1 or case["scheme"] == "dsp_csub"):
         return False
+    if case["zero_group"] and not (case["zero"] and case["data"] in (3, 4, 6)):
+        return False  # of 3, each is a group by itself; of 4 and 6, there are several
     return ranks(case) <= 14
 
 
@@ -56,13 +59,15 @@ def ranks(case) -> int:
 
 
 CASES = product(FACTORS, legal)
-QUICK = cover([c for c in CASES if c["data"] in (3, 5, 7) and ranks(c) <= 8 and c["model"] in ("gpt", "bert")])
+FEW = [c for c in CASES if ranks(c) <= 8 and c["model"] in ("gpt", "bert")]
+QUICK = cover([c for c in FEW if c["data"] in (3, 5, 7) or (c["data"] == 4 and c["zero_group"])])
 
 
 def configured(case):
     tensor, axes, branch = SCHEMES[case["scheme"]]
     kind, stages, chunks = case["pipeline"]
-    shape = {"pipeline": kind, "stages": stages, "chunks": chunks, "data": case["data"], "zero": case["zero"]}
+    shape = {"pipeline": kind, "stages": stages, "chunks": chunks, "data": case["data"]}
+    shape |= {"zero": case["zero"], "zero_group": case["zero_group"]}
     sizes = {"d_model": 16, "heads": 4, "d_ff": 32, "length": 8, "layers": 4 if stages * chunks > 5 else 2}
     model = {**MODELS[case["model"]], **sizes, "dropout": case["dropout"]}
     return configure(tensor, axes, microbatch=case["microbatch"], global_batch=BATCH, **shape, **branch, **model)

@@ -41,8 +41,9 @@ CORE = {
     "microbatches": [4, 5],
     "scheme": list(SCHEMES),
     "branch": ["none", "dsp", "dsp_csub"],
-    "data": [1, 2],
-    "zero": [0, 1, 3],
+    "data": [1, 2, 4],
+    "zero": [0, 1, 2, 3],
+    "zero_group": [0, 2],
 }
 MORE = {
     "model": ["gpt", "llama", "bert", "t5"],
@@ -65,6 +66,7 @@ def build(case):
         branch_axes={} if case["branch"] == "none" else {"g": 2},
         data=case["data"],
         zero=case["zero"],
+        zero_group=case["zero_group"],
         microbatch=4,
         global_batch=4 * case["data"] * case["microbatches"],
         pipeline=case["schedule"],
@@ -83,6 +85,8 @@ def legal(case) -> bool:
         return False
     if case["zero"] and (case["data"] == 1 or case["branch"] == "dsp_csub"):
         return False
+    if case["zero_group"] and not (case["zero"] and case["data"] == 4):
+        return False  # there is one group
     return ranks(case) <= 8
 
 
