@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed
-from torch import Tensor
 
 from platform.parallel.communicator import torch_distributed
 from platform.parallel.communicator.torch_distributed import ProcessGroups, join

@@ -23,7 +23,7 @@ def eager_and_compiled(c, plan, communicator):
         trainer.weights.refresh()
         return loss.detach(), out, dict(communicator.moved)
 
-    compiled = torch.compile(trainer.model.forward, fullgraph=True, backend="eager")
+    compiled = torch.compile(trainer.model.forward, fullgraph=True, backend="eager", dynamic=False)
     loss, gradients, moved = loss_and_gradients(trainer.model.forward)
     loss_and_gradients(compiled)  # traces
     loss2, gradients2, moved2 = loss_and_gradients(compiled)
