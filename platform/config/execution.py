@@ -90,7 +90,9 @@ class Monitor:
     kind: str = key("console", "display of metrics", ("console", "wandb"))
     every: int = key(10, "steps between console lines", ">= 1")
     sample: int = key(0, "tokens of text to generate at the end of the run; 0 = none", ">= 0", most=10**6)
-    timeline: bool = key(False, "write timeline.json and timeline.svg: what every worker really did")
+    timeline: bool = key(
+        False, "write timeline.json and timeline.svg: what every worker really did, and its collectives"
+    )
     timing: bool = key(False, "print and journal how long each phase of the run's start and end took")
     log_launches: bool = key(False, "write every collective that every worker launches to logs/")
     project: str = key(

@@ -1,4 +1,5 @@
-"""`timeline.json` and `timeline.svg`: the measured actions of every worker, beside those that its schedule planned.
+"""`timeline.json` and `timeline.svg`: the measured actions of every worker, beside those that its schedule planned, and
+the collectives that were under way meanwhile.
 
 Clocks of different machines are never compared: each step begins with a barrier, and a worker's times count from when
 it left that barrier. They are as exact as the barrier: some ten microseconds inside a machine or on GPUs, about a
@@ -9,42 +10,58 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Protocol
 
-from platform.plan.schedule.gantt import gantt_svg
+from platform.plan.schedule.gantt import Bar, gantt_svg
 from platform.plan.schedule.simulate import Simulation, TimedAction, simulate
 from platform.plan.schedule.table import COMPUTE, SENDS, Action, Kind, Rows, Schedule
 
 KEPT_STEPS = 20  # the last ones are kept for the trace
 WAIT = "bubble"  # clock section in which a worker waits for another stage
 CATEGORIES = {"forward": "compute", "backward": "compute", WAIT: "wait", "exposed_comm": "wait"}  # else own name
+PASSES, END_OF_STEP = ("forward", "backward"), ("reduce", "optimizer")  # clock sections in actions, and after the last
+MODEL, COMMUNICATION = "model", "communication"  # rows of a worker beside that of its actions
 
-Interval = Sequence[Any]  # name of a section or action, start, end: seconds since the step's barrier
+Interval = Sequence[Any]  # name of a section, action or span of the model, start, end: seconds since the step's barrier
+Collective = Sequence[Any]  # name, operation, axes, bytes of its group; start, when it was waited for, end
+
+
+class RankRecord(Protocol):
+    """Record of a rank's step: the sections of its clock, ordered by end; the spans of the model that it computed, in
+    order, if weights are gathered span by span; its collectives, in order of launch."""
+
+    @property
+    def sections(self) -> Sequence[Interval]: ...
+
+    @property
+    def spans(self) -> Sequence[Interval]: ...
+
+    @property
+    def collectives(self) -> Sequence[Collective]: ...
 
 
 class Timeline:
-    """Collects the measured spans (name, start, end) of all ranks in a run's last steps, to write them as a trace and a
-    picture. `rows`: the actions of every stage, lowered from `schedule`; `names`, `stages`: name and stage of each
-    rank."""
+    """Collects what all ranks did in a run's last steps, to write it as a trace and a picture. `rows`: the actions of
+    every stage, lowered from `schedule`; `names`, `stages`: name and stage of each rank."""
 
     def __init__(self, schedule: Schedule, rows: Rows, names: Sequence[str], stages: Sequence[int]):
         self._schedule, self._names, self._stages = schedule, names, stages
         self._actions = [{str(a): a for a in row} for row in rows]  # per stage: action by name
-        self._steps: deque[tuple[int, float, Sequence[Sequence[Interval]]]] = deque(maxlen=KEPT_STEPS)
+        self._steps: deque[tuple[int, float, Sequence[RankRecord]]] = deque(maxlen=KEPT_STEPS)
 
-    def step(self, step: int, start: float, spans: Sequence[Sequence[Interval]]) -> dict[str, float] | None:
-        """Add the measured spans of every rank in the step that began at `start`, seconds on the driver's clock.
+    def step(self, step: int, start: float, ranks: Sequence[RankRecord]) -> dict[str, float] | None:
+        """Add what every rank did in the step that began at `start`, seconds on the driver's clock.
 
         Returns the bubble of the pipeline, {"planned", "measured"}, both in units of the busiest worker's computing
         time; None without a pipeline. Planned: the schedule simulated with each kind of action's mean time.
         """
-        self._steps.append((step, start, spans))
+        self._steps.append((step, start, ranks))
         if self._schedule.stages == 1:
             return None
-        ran = self._ran(spans)
+        ran = self._ran(ranks)
         return {"planned": self._planned(ran).bubble, "measured": bubble(ran)}
 
     def write(self, directory: Path) -> None:
@@ -56,9 +73,9 @@ class Timeline:
         (directory / "timeline.json").write_text(json.dumps(trace, separators=(",", ":")) + "\n")
         (directory / "timeline.svg").write_text(self._picture())
 
-    def _ran(self, spans: Sequence[Sequence[Interval]]) -> list[list[TimedAction]]:
-        """Return, per rank, the schedule's actions among its spans of one step, with their times."""
-        return [executed(s, self._actions[s], own) for s, own in zip(self._stages, spans, strict=True)]
+    def _ran(self, ranks: Sequence[RankRecord]) -> list[list[TimedAction]]:
+        """Return, per rank, the schedule's actions among its sections of one step, with their times."""
+        return [executed(s, self._actions[s], own.sections) for s, own in zip(self._stages, ranks, strict=True)]
 
     def _planned(self, ran: Sequence[Sequence[TimedAction]]) -> Simulation:
         """Simulate the schedule with the mean measured time of each kind of action; `ran`: per rank, its measured
@@ -69,47 +86,100 @@ class Timeline:
         return simulate(self._schedule, {kind: fmean(found) for kind, found in seconds.items()})
 
     def _picture(self) -> str:
-        """Return an SVG of the last step: the simulated schedule above the measured actions of one rank per stage."""
-        step, _, spans = self._steps[-1]
-        ran = self._ran(spans)
+        """Return an SVG of the last step: the simulated schedule above the measured actions of one rank per stage, with
+        what it computed of the model and its collectives."""
+        step, _, ranks = self._steps[-1]
+        ran = self._ran(ranks)
         planned = self._planned(ran)
         first = [self._stages.index(stage) for stage in range(self._schedule.stages)]
         zero = min(event.start for rank in first for event in ran[rank])
         measured = [TimedAction(e.stage, e.action, e.start - zero, e.end - zero) for rank in first for e in ran[rank]]
+        title = f"measured: step {step}, bubble {bubble(ran):.1%}"
         return gantt_svg(
-            {
-                f"planned: {self._schedule.name}, bubble {planned.bubble:.1%}": planned.timeline,
-                f"measured: step {step}, bubble {bubble(ran):.1%}": measured,
-            }
+            {f"planned: {self._schedule.name}, bubble {planned.bubble:.1%}": planned.timeline, title: measured},
+            beneath={title: {stage: list(_rows(ranks[rank], zero)) for stage, rank in enumerate(first)}},
         )
 
     def _trace(self) -> Iterator[dict[str, Any]]:
-        """Yield the spans of the kept steps as trace events, times in microseconds since the first of these steps.
+        """Yield what the ranks did in the kept steps as trace events, times in microseconds since the first of these
+        steps: a process per rank, with a thread each for actions, spans of the model and, as they overlap, as many
+        collectives as are under way at once.
 
         Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (Trace Event Format).
         """
         for rank, name in enumerate(self._names):
             yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}}
             yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
-        zero = self._steps[0][1]
-        for step, began, spans in self._steps:
-            for rank, own in enumerate(spans):
-                actions = self._actions[self._stages[rank]]
-                for name, start, end in own:
+        zero, threads = self._steps[0][1], set()
+        for step, began, ranks in self._steps:
+            for rank, own in enumerate(ranks):
+                for thread, start, end, more in self._events(rank, step, own):
+                    if (rank, thread) not in threads:
+                        threads.add((rank, thread))
+                        yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": _thread(thread)}
                     time, length = (began - zero + start) * 1e6, (end - start) * 1e6  # microseconds
-                    event = {"ph": "X", "pid": rank, "tid": 0, "ts": time, "dur": length}
-                    if action := actions.get(name):
-                        where = {"chunk": action.chunk, "microbatch": action.microbatch}
-                        yield event | {"name": name, "cat": _category(action), "args": where}
-                    else:
-                        yield event | {"name": name, "cat": CATEGORIES.get(name, name), "args": {"step": step}}
+                    yield {"ph": "X", "pid": rank, "tid": thread, "ts": time, "dur": length} | more
+
+    def _events(self, rank: int, step: int, own: RankRecord) -> Iterator[tuple[int, float, float, dict[str, Any]]]:
+        """Yield what a rank did in a step as (thread, start, end, what else a trace event has)."""
+        actions = self._actions[self._stages[rank]]
+        for name, start, end in own.sections:
+            if action := actions.get(name):
+                where = {"chunk": action.chunk, "microbatch": action.microbatch}
+                yield 0, start, end, {"name": name, "cat": _category(action), "args": where}
+            else:
+                yield 0, start, end, {"name": name, "cat": CATEGORIES.get(name, name), "args": {"step": step}}
+        for name, start, end in own.spans:
+            yield 1, start, end, {"name": name, "cat": MODEL, "args": {"step": step}}
+        for lane, flights in enumerate(lanes(own.collectives), 2):
+            for name, op, axes, size, start, wanted, end in flights:
+                what = {"step": step, "op": op, "axes": axes, "bytes": size}
+                yield lane, start, end, {"name": name, "cat": COMMUNICATION, "args": what}
+                if wanted < end:  # nested: how long the rank waited for it
+                    yield lane, wanted, end, {"name": "wait", "cat": "wait", "args": {"step": step}}
 
 
-def executed(stage: int, actions: dict[str, Action], spans: Sequence[Interval]) -> list[TimedAction]:
-    """Return the schedule's actions among the measured spans of a rank of `stage` in one step, in order. A computation
-    begins when the input that it waited for arrived. `actions`: name -> action of the stage."""
+def _thread(number: int) -> dict[str, str]:
+    """Return the name of a thread of a rank's trace, as the arguments of an event."""
+    return {"name": ("actions", MODEL, COMMUNICATION)[number] if number < 3 else f"{COMMUNICATION} {number - 1}"}
+
+
+def lanes(collectives: Iterable[Collective]) -> list[list[Collective]]:
+    """Divide collectives, ordered by launch, into the fewest lanes in which none overlap."""
+    found: list[list[Collective]] = []
+    for flight in collectives:
+        free = next((lane for lane in found if lane[-1][-1] <= flight[4]), None)
+        if free is None:
+            found.append(free := [])
+        free.append(flight)
+    return found
+
+
+def _rows(own: RankRecord, zero: float) -> Iterator[tuple[str, list[Bar]]]:
+    """Yield the rows of a picture beneath the actions of a rank: what it computed, by spans of the model if these are
+    known, up to the end of the step; and its collectives, with the wait for each. `zero`: when the picture begins."""
+
+    def bar(kind: str, start: float, end: float, label: str, text: str) -> Bar:
+        return Bar(kind, max(start - zero, 0.0), max(end - zero, 0.0), label, text)
+
+    passes = own.spans or [section for section in own.sections if section[0] in PASSES]
+    computed = [bar(name.split()[0], start, end, name.partition(" ")[2], name) for name, start, end in passes]
+    ends = [bar("update", start, end, name, name) for name, start, end in own.sections if name in END_OF_STEP]
+    yield "compute", [*computed, *ends]
+    for i, flights in enumerate(lanes(own.collectives)):
+        bars = []
+        for name, op, axes, size, start, wanted, end in flights:
+            kind = next((kind for kind in ("gather", "reduce") if kind in op), "other")
+            bars.append(bar(kind, start, end, name.split(" ", 1)[-1], f"{name}: {op} over {axes}, {size} bytes,"))
+            bars.append(bar("wait", min(wanted, end), end, "", f"wait for {name}"))
+        yield "" if i else COMMUNICATION, bars
+
+
+def executed(stage: int, actions: dict[str, Action], sections: Sequence[Interval]) -> list[TimedAction]:
+    """Return the schedule's actions among the measured sections of a rank of `stage` in one step, in order. A
+    computation begins when the input that it waited for arrived. `actions`: name -> action of the stage."""
     events, arrived = [], 0.0
-    for name, start, end in spans:  # ordered by end: a wait comes before the action that waited
+    for name, start, end in sections:  # ordered by end: a wait comes before the action that waited
         if name == WAIT:
             arrived = end
         elif action := actions.get(name):

@@ -16,6 +16,7 @@ from platform.plan.schedule.simulate import simulate
 from platform.plan.schedule.table import COMPUTE, RECEIVES
 from platform.planning.choose_schedule import schedule_of
 from platform.planning.make_plan import make_plan
+from platform.train.protocol.answers import RankTimeline
 from tests.harness.oracle import configure, trainer_of
 from tests.harness.threads import run_threads
 
@@ -38,7 +39,7 @@ def spans(schedule, rows, transfer=0.0, ahead=0.0):
                 now = event.end + ahead
             else:
                 own.append([str(action), now, now])
-        out.append([*own, ["step", 0.0, now]])
+        out.append(RankTimeline([*own, ["step", 0.0, now]]))
     return out
 
 
@@ -47,7 +48,7 @@ def timeline(schedule=SCHEDULE, rows=ROWS):
 
 
 def test_waiting_is_no_computing():
-    ran = [executed(s, {str(a): a for a in ROWS[s]}, own) for s, own in enumerate(spans(SCHEDULE, ROWS, 0.5))]
+    ran = [executed(s, {str(a): a for a in ROWS[s]}, own.sections) for s, own in enumerate(spans(SCHEDULE, ROWS, 0.5))]
     computed = [e for events in ran for e in events if e.action.kind in COMPUTE]
     assert set(computed) == set(simulate(SCHEDULE, transfer=0.5).timeline)
     assert [[e.action for e in events] for events in ran] == [list(row) for row in ROWS]
@@ -66,7 +67,7 @@ def test_one_stage_has_no_bubble_and_is_drawn(tmp_path):
     one = timeline(schedule, lower(schedule))
     assert one.step(1, 0.0, spans(schedule, lower(schedule))) is None
     one.write(tmp_path)
-    assert (tmp_path / "timeline.svg").read_text().count("<title>") == 2 * 6
+    assert (tmp_path / "timeline.svg").read_text().count("<title>") == 3 * 6  # planned, measured, and computed in it
 
 
 def test_nothing_is_written_before_the_first_step(tmp_path):
@@ -83,7 +84,7 @@ def test_the_trace_has_every_span_of_the_last_steps_on_one_time_scale(tmp_path):
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert names == {0: "rank0[stage0]", 1: "rank1[stage1]"}
     slices = [e for e in events if e["ph"] == "X"]
-    assert len(slices) == KEPT_STEPS * sum(map(len, own))
+    assert len(slices) == KEPT_STEPS * sum(len(rank.sections) for rank in own)
     steps = [(e["ts"], e["args"]["step"]) for e in slices if e["name"] == "step" and e["pid"] == 0]
     assert steps == [(100e6 * k, k + 3) for k in range(KEPT_STEPS)]
     [b] = [e for e in slices if e["name"] == "3B1" and 0 <= e["ts"] < 100e6]
@@ -108,11 +109,11 @@ def test_a_clock_reads_every_section_and_what_is_inside_it():
             pass
         with clock.section("inner"):
             pass
-    seconds, (a, b, outer) = clock.read()
+    seconds, (a, b, outer), *_ = clock.read()
     assert [name for name, _, _ in (a, b, outer)] == ["inner", "inner", "outer"]
     assert 0.0 == outer[1] <= a[1] <= a[2] <= b[1] <= b[2] <= outer[2]
     assert seconds["outer"] + seconds["inner"] == pytest.approx(outer[2])
-    assert clock.read() == ({}, [])
+    assert clock.read() == ({}, [], [], [])
 
 
 @pytest.mark.parametrize("kind", ["none", "zb_h1"])
@@ -126,11 +127,11 @@ def test_ranks_report_what_they_ran_when_asked(kind):
     assert all(r.comm_bytes == s.comm_bytes for r, s in zip(reports, silent(c, plan), strict=True))
     for rank, report in enumerate(reports):
         stage = plan.mesh.coordinates(rank)["stage"]
-        names = [name for name, _, _ in report.timeline]
+        names = [name for name, _, _ in report.timeline.sections]
         assert [name for name in names if name[0].isdigit()] == [str(a) for a in rows[stage]]
         assert {"forward", "backward", "reduce", "optimizer", "exposed_comm"} <= set(names) and names[-1] == "step"
-        assert report.timeline[-1][1] == 0.0
-        ran = executed(stage, {str(a): a for a in rows[stage]}, report.timeline)
+        assert report.timeline.sections[-1].start == 0.0
+        ran = executed(stage, {str(a): a for a in rows[stage]}, report.timeline.sections)
         assert all(a.end <= b.start for a, b in zip(ran, ran[1:], strict=False))
         assert bubble([ran]) >= 0
 
@@ -139,7 +140,7 @@ def silent(c, plan):
     """Reports of ranks that are not asked."""
     quiet = replace(c, monitor=replace(c.monitor, timeline=False))
     reports = run_threads(plan.mesh, lambda communicator: trainer_of(quiet, plan, communicator).step(1))
-    assert all(report.timeline == [] for report in reports)
+    assert all(report.timeline == RankTimeline() for report in reports)
     return reports
 
 

@@ -13,12 +13,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from platform.parallel.communicator.clock import Clock
+from platform.parallel.communicator.clock import Clock, Flight
 from platform.parallel.communicator.traced import COMMUNICATORS, Arrived, collective
 from platform.plan.communication.traffic import TRAFFIC, label
 from platform.plan.language.mesh import Mesh
@@ -42,6 +42,16 @@ class Launch:
     elements: int
 
 
+class Launched(NamedTuple):
+    """Collective as a timeline shows it: what it is called, its operation, its axes, and the bytes that its group
+    moves, as counted."""
+
+    name: str
+    op: str
+    axes: tuple[str, ...]
+    bytes: int
+
+
 class Aborted(RuntimeError):
     """Failure of a rank whose collectives were interrupted (`Communicator.abort`): what they left behind means
     nothing."""
@@ -49,16 +59,24 @@ class Aborted(RuntimeError):
 
 class Handle:
     """Collective or transfer in progress. `wait` returns its result and may be called once; the time spent waiting is
-    booked under the clock section `section`."""
+    booked under the clock section `section`. `flight`: under which the clock notes the collective, None if it does not.
+    """
 
     def __init__(
-        self, clock: Clock, wait: Callable[[], Any], finish: Callable[[], Tensor], section: str = "exposed_comm"
+        self,
+        clock: Clock,
+        wait: Callable[[], Any],
+        finish: Callable[[], Tensor],
+        section: str = "exposed_comm",
+        flight: Flight | None = None,
     ):
-        self._clock, self._wait, self._finish, self._section = clock, wait, finish, section
+        self._clock, self._wait, self._finish, self._section, self._flight = clock, wait, finish, section, flight
 
     def wait(self) -> Tensor:
         with self._clock.section(self._section, waiting=True):
             self._wait()
+        if self._flight:
+            self._clock.landed(self._flight)
         return self._finish()
 
 
@@ -96,6 +114,7 @@ class Communicator(ABC):
         owned: bool = False,
         root: int = 0,
         into: Tensor | None = None,
+        name: str = "",
     ) -> Handle | Arrived:
         """Issue one collective, of the kinds in `platform.plan.communication.rule.Step`, over the group of this rank
         along `axes`, without waiting; the handle's `wait` returns this rank's result.
@@ -105,8 +124,9 @@ class Communicator(ABC):
         reductions may overwrite `x`. `root`: index in the group of the member whose `x` a broadcast sends to all or a
         scatter divides (the others' `x` is overwritten, by a scatter with the part that they receive), and which alone
         gets the result of a reduce or gather (the others get an empty tensor). `into`: contiguous memory [n, ...] for
-        the parts that an all_gather over n ranks joins; x may be this rank's part of it. Several axes act as one, in
-        mesh order, for all_reduce, broadcast, reduce, and all_gather of unordered statistics.
+        the parts that an all_gather over n ranks joins; x may be this rank's part of it. `name`: what a timeline calls
+        it, if not by its operation. Several axes act as one, in mesh order, for all_reduce, broadcast, reduce, and
+        all_gather of unordered statistics.
         """
         if torch.compiler.is_compiling():
             members = self.mesh.extent(axes)
@@ -116,13 +136,18 @@ class Communicator(ABC):
         n = len(group)
         is_root = group[root] == self.rank
         elements = x.numel() // n if op == "scatter" and is_root else x.numel()
+        moved = TRAFFIC[op](n, elements) * x.element_size()
         if self.rank == group[0]:
-            moved = TRAFFIC[op](n, elements) * x.element_size()
             self.moved[label(op, axes)] += moved
         if self.log is not None:
             self.log.append(Launch(op, axes, group, elements))
         given, out, finish = _buffers(op, x, n, dim, joined, is_root, owned, into)
-        return Handle(self.clock, self._start(op, given, out, axes, group, reduce, root), finish)
+        clock = self.clock
+        begin = clock.mark() if clock.detailed else None
+        wait = self._start(op, given, out, axes, group, reduce, root)
+        what = Launched(name or op, op, axes, moved)
+        flight = None if begin is None else clock.launched(what, begin, wait, given)
+        return Handle(clock, wait, finish, flight=flight)
 
     @abstractmethod
     def _start(

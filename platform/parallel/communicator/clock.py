@@ -1,4 +1,5 @@
-"""Clock that partitions one rank's time into named sections, to show where a step's time goes."""
+"""Clock that partitions one rank's time into named sections, to show where a step's time goes, and notes beside them
+what overlaps: spans of the model, and collectives from their launch to their end."""
 
 from __future__ import annotations
 
@@ -6,13 +7,43 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from platform.parallel.communicator.progress import PROGRESS, SYNCHRONIZE, DevicePlace
 
 ClockSpan = tuple[str, float, float]  # section, its start and end: seconds since the first mark after the last reading
+
+
+class ClockReading(NamedTuple):
+    """Reading of a clock: what it has booked and noted since the reading before, times in seconds since its first mark.
+
+    seconds      section name -> seconds in which it was the innermost open section ('' for the time outside of all)
+    sections     every section that was open, ordered by end, so that a section follows those nested in it
+    spans        spans of the model, in order
+    collectives  those that ended, in order of launch: what was launched, when, when the rank began to wait for it, and
+                 when it was done
+
+    `spans` and `collectives` are empty unless the clock is `detailed`.
+    """
+
+    seconds: dict[str, float]
+    sections: list[ClockSpan]
+    spans: list[ClockSpan]
+    collectives: list[tuple[Any, float, float, float]]
+
+
+class Flight:
+    """Collective from its launch on. `begin`: mark of a clock at its launch; `waited`: those at the start and the end
+    of the wait for it, None until then; `done`, on CUDA: the event at its end. `held`: what it reads, kept until the
+    device's stream waits for it."""
+
+    __slots__ = ("begin", "done", "held", "waited", "what")
+
+    def __init__(self, what: Any, begin: int, done: Any, held: Any):
+        self.what, self.begin, self.done, self.held = what, begin, done, held
+        self.waited: tuple[int, int] | None = None
 
 
 class _Reading:
@@ -27,17 +58,28 @@ class _Reading:
 
 class Clock:
     """Books a rank's time to the innermost open section. On CUDA it records events in the stream, so that only reading
-    the clock synchronises. `entered`, if set, is called with the name of every section that is entered."""
+    the clock synchronises. `entered`, if set, is called with the name of every section that is entered. `detailed`:
+    spans of the model and collectives are noted too, for a timeline.
+    """
 
     entered: Callable[[str], None] | None = None
 
-    def __init__(self, device: torch.device | str = "cpu"):
+    def __init__(self, device: torch.device | str = "cpu", *, detailed: bool = False):
         self._cuda = torch.device(device).type == "cuda"
+        self.detailed = detailed
+        self._beside = torch.cuda.Stream() if self._cuda and detailed else None  # waits for collectives, nothing else
         self._open: list[tuple[str, bool]] = []  # sections, with whether the rank only waits for others in them
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin a new reading."""
         self._reading = _Reading()
         self._sections: list[tuple[str, int, int]] = []  # name, indices of its first and last mark
+        self._spans: list[tuple[str, int, int]] = []  # likewise
+        self._span = ("", 0)  # the one under way, and its first mark
+        self._flights: list[Flight] = []
 
-    def _mark(self) -> int:
+    def mark(self) -> int:
         """Record the present time (on CUDA an event) as the end of a stretch of the innermost open section; return its
         index."""
         if self._cuda:
@@ -54,33 +96,70 @@ class Clock:
         """Book the time inside the context to the section `name`, but for sections opened within it, and show it as
         this process's progress. `waiting`: the rank only waits for other ranks in it."""
         before = PROGRESS.enter(name, waiting)
-        begin = self._mark()
+        begin = self.mark()
         self._open.append((name, waiting))
         try:
             if self.entered:
                 self.entered(name)
             yield
         finally:
-            self._sections.append((name, begin, self._mark()))
+            self._sections.append((name, begin, self.mark()))
             self._open.pop()
             PROGRESS.enter(*before)
 
-    def read(self) -> tuple[dict[str, float], list[ClockSpan]]:
-        """Read the clock and start it anew, between sections: return (seconds, spans) since the last reading.
-        `seconds`: section name -> seconds in which it was the innermost open section ('' for the time outside of all
-        sections). `spans`: (name, start, end) of every section that was open, ordered by end, so that a section follows
-        those nested in it."""
+    def span(self, name: str) -> None:
+        """Note that the span of the model under way, if there is one, ends here and the one called `name` begins; ""
+        for none."""
+        if not self.detailed:
+            return
+        mark, (before, begin) = self.mark(), self._span
+        if before:
+            self._spans.append((before, begin, mark))
+        self._span = name, mark
+
+    def launched(self, what: Any, begin: int, wait: Callable[[], Any], held: Any) -> Flight:
+        """Note that a collective, described by `what`, was launched after the mark `begin`; `landed` notes its end.
+        `wait`: holds the host, or on CUDA the current stream, until it is done; `held`: the memory that it reads.
+
+        On CUDA its end is an event in a stream that does nothing else but wait. On CPU only the wait for it tells that
+        it has ended: what ended before counts until then.
+        """
+        done = None
+        if self._beside:
+            done = torch.cuda.Event(enable_timing=True)
+            with torch.cuda.stream(self._beside):
+                wait()
+                done.record()
+        self._flights.append(flight := Flight(what, begin, done, held))
+        return flight
+
+    def landed(self, flight: Flight) -> None:
+        """Note that the section which was closed just now was the wait for a collective."""
+        flight.waited, flight.held = self._sections[-1][1:], None
+
+    def read(self) -> ClockReading:
+        """Read the clock and start it anew, between sections; what has not ended is left out."""
         assert not self._open, "a clock is read between sections"
         seconds: dict[str, float] = defaultdict(float)
-        marks, sections = self._reading.marks, self._sections
+        marks, sections, spans = self._reading.marks, self._sections, self._spans
+        flights = [(flight, *flight.waited) for flight in self._flights if flight.waited]
         if self._cuda and marks:
             with self.waiting_for_device():
-                marks[-1][2].synchronize()
-        self._reading, self._sections = _Reading(), []
+                for event in (marks[-1][2], *(flight.done for flight, _, _ in flights if flight.done)):
+                    event.synchronize()
+        self._begin()
         times = [self._between(marks[0][2], when) for _, _, when in marks]
         for begin, (name, _, _), end in zip(times, marks[1:], times[1:], strict=False):
             seconds[name] += end - begin
-        return dict(seconds), [(name, times[begin], times[end]) for name, begin, end in sections]
+        return ClockReading(
+            dict(seconds),
+            [(name, times[begin], times[end]) for name, begin, end in sections],
+            [(name, times[begin], times[end]) for name, begin, end in spans],
+            [
+                (f.what, times[f.begin], times[wait], self._between(marks[0][2], f.done) if f.done else times[end])
+                for f, wait, end in flights
+            ],
+        )
 
     @contextmanager
     def waiting_for_device(self) -> Iterator[None]:

@@ -21,8 +21,8 @@ class Pending:
     """Local tensor in conversion to another layout by a plan's steps, one collective in progress at a time; call `wait`
     where its value is used."""
 
-    def __init__(self, communicator: Communicator, x: Tensor, steps: Sequence[Step], owned: bool):
-        self._communicator, self._owned = communicator, owned
+    def __init__(self, communicator: Communicator, x: Tensor, steps: Sequence[Step], owned: bool, name: str = ""):
+        self._communicator, self._owned, self._name = communicator, owned, name
         self._x, self._steps = x, steps
         self._handle: Handle | Arrived | None = None
         self._advance()
@@ -49,8 +49,9 @@ class Pending:
             else:
                 if step.op in APPEAR and index:
                     self._x = self._x.new_empty(step.shape)
-                launch = communicator.launch
-                self._handle = launch(step.op, self._x, step.axes, step.dim, step.joined, owned=self._owned)
+                self._handle = communicator.launch(
+                    step.op, self._x, step.axes, step.dim, step.joined, owned=self._owned, name=self._name
+                )
                 self._steps = self._steps[i + 1 :]
                 return
         self._steps = ()
@@ -67,10 +68,12 @@ class Pending:
         return self._x
 
 
-def convert(communicator: Communicator, x: Tensor, steps: Sequence[Step], *, owned: bool = False) -> Pending:
+def convert(
+    communicator: Communicator, x: Tensor, steps: Sequence[Step], *, owned: bool = False, name: str = ""
+) -> Pending:
     """Start converting the local tensor x to another layout by a plan's `steps`, without autograd: the first collective
-    is issued at once. `owned`: reductions may overwrite x."""
-    return Pending(communicator, x, steps, owned)
+    is issued at once. `owned`: reductions may overwrite x; `name`: what a timeline calls its collectives."""
+    return Pending(communicator, x, steps, owned, name)
 
 
 def absent(x: Tensor) -> bool:

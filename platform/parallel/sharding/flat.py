@@ -13,6 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from platform.parallel.communicator.base import Communicator, Handle
 from platform.parallel.communicator.traced import Arrived
 from platform.parallel.sharding.convert import Pending, convert
+from platform.plan.communication.rule import Step
 from platform.plan.core.buckets import Bucket
 from platform.plan.core.plan import Plan
 from platform.plan.language.layout import at_zero
@@ -122,7 +123,8 @@ class FlatBucket:
         """Start gathering the ranks' shards into `out` [shards, elements of a shard]."""
         if not self.here:
             return None
-        return self._communicator.launch("all_gather", self.part, self._plan.sharded, into=out)
+        name = f"gather {self.bucket.name}"
+        return self._communicator.launch("all_gather", self.part, self._plan.sharded, into=out, name=name)
 
     def prefetch(self) -> None:
         """Start gathering the whole buffer (ZeRO-3), unless it is there or on its way."""
@@ -251,10 +253,14 @@ class FlatBucket:
         each, last = self._plan.reduction(self.bucket)
         rows = sums.view(self._shards, -1)
         self.launched = True
-        self._reducing = convert(self._communicator, rows, each or last, owned=True)
+        self._reducing = self._reduction(rows, each or last)
         if each:
             self.sums = None
             self._summed.clear()
+
+    def _reduction(self, rows: Tensor, steps: Sequence[Step]) -> Pending:
+        """Start reducing gradients, laid out as [shards, elements of a shard], by `steps`; they are overwritten."""
+        return convert(self._communicator, rows, steps, owned=True, name=f"reduce {self.bucket.name}")
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -273,7 +279,7 @@ class FlatBucket:
             return
         self.settle()
         assert self.reduced is not None
-        self._reducing = convert(self._communicator, self.reduced.view(1, -1), last, owned=True)
+        self._reducing = self._reduction(self.reduced.view(1, -1), last)
 
     @torch.no_grad()
     def finish(self) -> Tensor:

@@ -4,14 +4,23 @@ either direction, until it has run."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from platform.parallel.communicator.base import Communicator
 from platform.parallel.sharding.flat import FlatBucket
 
-Spans = Sequence[Sequence[FlatBucket]]  # the buckets that each span of a chunk's forward pass needs
+
+class ResidentSpan(NamedTuple):
+    """Span of a chunk's forward pass: its name, "" if it has no parameters, and the buckets that it needs."""
+
+    name: str
+    buckets: Sequence[FlatBucket]
+
+
+Spans = Sequence[ResidentSpan]  # of one chunk
 
 
 class _Border(torch.autograd.Function):
@@ -31,10 +40,11 @@ class _Border(torch.autograd.Function):
 class Residency:
     """Gathers the buckets of the span under way and starts gathering those of the next, forward and backward, if
     `ahead`. `spans`: by chunk number; `turns`: what the last span of a forward pass needs stays for the backward pass.
+    The clock of `communicator` notes when each span computes.
     """
 
-    def __init__(self, spans: Mapping[int, Spans], *, turns: bool, ahead: bool):
-        self._spans, self._turns, self._ahead = spans, turns, ahead
+    def __init__(self, communicator: Communicator, spans: Mapping[int, Spans], *, turns: bool, ahead: bool):
+        self._communicator, self._spans, self._turns, self._ahead = communicator, spans, turns, ahead
         self._chunk: Spans = ()
         self._at = 0
         self._whole: Sequence[FlatBucket] = ()
@@ -62,6 +72,7 @@ class Residency:
     def turn(self, outputs: Mapping[str, Tensor]) -> None:
         """End a forward pass: free what the backward pass, which starts at `outputs` by name, does not need at once."""
         spans = self._chunk
+        self._communicator.clock.span("")
         differentiable = [x for x in outputs.values() if x.requires_grad]
         if not (self._turns and differentiable):
             self.end()
@@ -77,22 +88,26 @@ class Residency:
 
     def end(self) -> None:
         """Free everything, at the end of a pass."""
+        self._communicator.clock.span("")
         for bucket in self._whole:
             bucket.release()
         self._whole, self._turned = (), False
 
     def _move(self, spans: Spans, at: int, way: int) -> None:
         """Make the buckets of span number `at` whole and free the others; start with those of the next span that needs
-        any, in the direction `way`."""
+        any, in the direction `way`. What follows is the computation of that span."""
+        clock, (name, buckets) = self._communicator.clock, spans[at]
+        clock.span("")
         for bucket in self._whole:
-            if bucket not in spans[at]:
+            if bucket not in buckets:
                 bucket.release()
-        self._whole = spans[at]
+        self._whole = buckets
         for bucket in self._whole:
             bucket.prefetch()
         for bucket in self._whole:
             bucket.gather()
         onwards = spans[at + 1 :] if way > 0 else spans[:at][::-1]
         if self._ahead:
-            for bucket in next(filter(None, onwards), ()):
+            for bucket in next((span.buckets for span in onwards if span.buckets), ()):
                 bucket.prefetch()
+        clock.span(name and f"{'forward' if way > 0 else 'backward'} {name}")

@@ -3,6 +3,7 @@ together."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,6 +12,7 @@ from itertools import accumulate, pairwise
 from platform.plan.language.layout import padded
 from platform.plan.language.ops import Parameter
 
+_LAYER = re.compile(r"(?:[^.]*\.)*?\d+(?=\.)|[^.]*")  # a parameter's name up to the layer's number, else its first word
 BUCKET_BYTES = 25 << 20  # most bytes of gradients that are reduced together, unless one span of the model has more
 
 
@@ -28,6 +30,11 @@ class Bucket:
     parameters: tuple[Parameter, ...]
     sizes: tuple[int, ...]
     elements: int
+
+    @cached_property
+    def name(self) -> str:
+        """Return what people call the bucket, by its parameters."""
+        return common_name([p.name for p in self.parameters])
 
     @cached_property
     def ranges(self) -> dict[str, tuple[int, int]]:
@@ -50,6 +57,13 @@ class Bucket:
         each = self.elements // ranks
         first, last = (min(max(each * i, start), stop) - start for i in (index, index + 1))
         return first, last
+
+
+def common_name(names: Iterable[str]) -> str:
+    """Return one short name for parameters of the given `names`: those of the layers (`layers.3`), or of the parts of
+    the model outside of layers (`embedding`), that they belong to; of more than two, the first and the last."""
+    parts = list(dict.fromkeys(_LAYER.match(name).group() for name in names))  # type: ignore[union-attr]
+    return ", ".join(parts) if len(parts) <= 2 else f"{parts[0]} ... {parts[-1]}"
 
 
 Uses = Iterable[tuple[tuple[int, int], str]]  # ((chunk, span), name of a parameter), in the order of the forward pass

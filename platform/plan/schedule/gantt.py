@@ -1,10 +1,12 @@
-"""Gantt chart of a step as one SVG: what every stage does when, with panels such as planned and measured."""
+"""Gantt chart of a step as one SVG: what every stage does when, with panels such as planned and measured, and rows of
+what else there is to see of a stage, such as its collectives."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from math import floor, log10
+from typing import NamedTuple
 
 from platform.plan.schedule.simulate import TimedAction
 from platform.plan.schedule.table import COMPUTE, Kind
@@ -19,29 +21,59 @@ COLOURS: dict[Kind, tuple[str, str]] = {  # kind -> (fill, text in the legend)
     Kind.RECV_F: ("#c9745b", "receive"),
     Kind.RECV_B: ("#c9745b", "receive"),
 }
-WIDTH, LEFT, RIGHT, LANE, STRIP, TITLE, AXIS, LEGEND = 1200, 70, 20, 26, 5, 34, 30, 34  # pixels
-LETTER = 6.5  # width of one character of a label
+BARS: dict[str, tuple[str, str]] = {  # kind of bar -> (fill, text in the legend)
+    "forward": ("#a9cbe9", "computes forward"),
+    "backward": ("#b4ddb2", "computes backward"),
+    "update": ("#cccccc", "ends the step"),
+    "gather": ("#c3a6e0", "gather"),
+    "reduce": ("#f0b27a", "reduce"),
+    "other": ("#d5c4a1", "other collective"),
+    "wait": ("#8c2d2d", "waits for it"),
+}
+WIDTH, LEFT, RIGHT, LANE, ROW, STRIP, TITLE, AXIS, LEGEND = 1200, 110, 20, 26, 18, 5, 34, 30, 34  # pixels
+LETTER, SMALL = 6.5, 5.2  # width of one character of a label, and of one of a bar's
 
 
-def gantt_svg(panels: Mapping[str, Sequence[TimedAction]], unit: str = "s") -> str:
+class Bar(NamedTuple):
+    """Box in a row beneath a stage's lane, of a `kind` in BARS: from `start` to `end`, with a label that is shown where
+    there is room and a text that a mouse finds."""
+
+    kind: str
+    start: float
+    end: float
+    label: str
+    text: str
+
+
+Rows = Mapping[int, Sequence[tuple[str, Sequence[Bar]]]]  # stage -> rows beneath its lane: (label, bars by start)
+
+
+def gantt_svg(
+    panels: Mapping[str, Sequence[TimedAction]], unit: str = "s", beneath: Mapping[str, Rows] | None = None
+) -> str:
     """Draw timelines of a pipeline step as the text of one SVG image: one panel per entry {title: events} of `panels`,
-    one above the other on a common time scale, with one lane per stage.
+    one above the other on a common time scale, with one lane per stage. `beneath`: title -> what else a panel shows.
 
     Boxes carry the microbatch's number; the later the chunk on its stage, the paler its box. Sends and receives, if the
     events have them, are strips under the boxes. `unit`: the unit of the events' times.
     """
-    span = max((e.end for events in panels.values() for e in events), default=0.0) or 1.0
+    rows = beneath or {}
+    bars = [bar for found in rows.values() for lanes in found.values() for _, lane in lanes for bar in lane]
+    ends = [*(e.end for events in panels.values() for e in events), *(bar.end for bar in bars)]
+    span = max(ends, default=0.0) or 1.0
     scale = (WIDTH - LEFT - RIGHT) / span
     parts: list[str] = []
     top = 0
     for title, events in panels.items():
-        stages = 1 + max((e.stage for e in events), default=0)
-        parts += _panel(title, events, stages, top, scale)
-        top += TITLE + stages * LANE
+        panel, height = _panel(title, events, rows.get(title, {}), top, scale)
+        parts += panel
+        top += height
         parts += _axis(span, top, scale, unit)
         top += AXIS
     kinds = {e.action.kind for events in panels.values() for e in events}
-    parts += _legend([kind for kind in COLOURS if kind in kinds], top)
+    shown = {bar.kind for bar in bars}
+    entries = [COLOURS[kind] for kind in COLOURS if kind in kinds] + [BARS[kind] for kind in BARS if kind in shown]
+    parts += _legend(entries, top)
     height = top + LEGEND
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}"'
@@ -50,19 +82,58 @@ def gantt_svg(panels: Mapping[str, Sequence[TimedAction]], unit: str = "s") -> s
     return "\n".join([head, f'<rect width="{WIDTH}" height="{height}" fill="white"/>', *parts, "</svg>", ""])
 
 
-def _panel(title: str, events: Sequence[TimedAction], stages: int, top: int, scale: float) -> Iterator[str]:
-    """Yield the SVG elements of one panel of the Gantt chart: title, stage labels, lanes and boxes. `top`: its upper
-    edge in pixels; `scale`: pixels per unit of time."""
-    yield f'<text x="{LEFT}" y="{top + TITLE - 12}" font-size="14">{escape(title)}</text>'
-    chunks = [sorted({e.action.chunk for e in events if e.stage == stage}) for stage in range(stages)]
-    for stage in range(stages):
-        y = top + TITLE + stage * LANE
-        yield f'<rect x="{LEFT}" y="{y}" width="{WIDTH - LEFT - RIGHT}" height="{LANE - 2}" fill="#f0f0f0"/>'
-        yield f'<text x="{LEFT - 8}" y="{y + LANE / 2 + 3:g}" text-anchor="end">stage {stage}</text>'
-    for event in events:
-        own = chunks[event.stage]
-        paleness = own.index(event.action.chunk) / len(own)
-        yield _box(event, top + TITLE + event.stage * LANE, scale, opacity=1 - 0.6 * paleness)
+def _panel(title: str, events: Sequence[TimedAction], rows: Rows, top: int, scale: float) -> tuple[list[str], int]:
+    """Return the SVG elements of one panel of the Gantt chart (title, stage labels, lanes and boxes, and the `rows`
+    beneath each lane) and its height in pixels. `top`: its upper edge in pixels; `scale`: pixels per unit of time."""
+    parts = [f'<text x="{LEFT}" y="{top + TITLE - 12}" font-size="14">{escape(title)}</text>']
+    y = top + TITLE
+    for stage in range(1 + max((e.stage for e in events), default=0)):
+        own = [e for e in events if e.stage == stage]
+        chunks = sorted({e.action.chunk for e in own})
+        parts += _lane(f"stage {stage}", y, LANE)
+        parts += [_box(e, y, scale, opacity=1 - 0.6 * chunks.index(e.action.chunk) / len(chunks)) for e in own]
+        y += LANE
+        for label, bars in rows.get(stage, ()):
+            parts += _lane(label, y, ROW)
+            parts += [_bar(bar, y, scale) for bar in joined(bars, 1 / scale)]
+            y += ROW
+    return parts, y - top
+
+
+def _lane(label: str, y: int, height: int) -> Iterator[str]:
+    """Yield the SVG elements of an empty lane of the Gantt chart, whose upper edge is at `y` pixels."""
+    yield f'<rect x="{LEFT}" y="{y}" width="{WIDTH - LEFT - RIGHT}" height="{height - 2}" fill="#f0f0f0"/>'
+    yield f'<text x="{LEFT - 8}" y="{y + height / 2 + 3:g}" text-anchor="end">{escape(label)}</text>'
+
+
+def joined(bars: Sequence[Bar], least: float) -> Iterator[Bar]:
+    """Yield the bars of a row, given by start, one kind after the other, but as one bar those of a kind that follow
+    each other within a time of `least`: a picture has no room for them, and a long step has very many."""
+    for kind in BARS:
+        together: list[Bar] = []
+        for bar in [bar for bar in bars if bar.kind == kind] + [None]:
+            if together and (bar is None or bar.end - together[0].start >= least):
+                end, text = max(b.end for b in together), f"{len(together)} x {together[0].text}"
+                yield together[0] if len(together) == 1 else Bar(kind, together[0].start, end, "", text)
+                together = []
+            if bar:
+                together.append(bar)
+
+
+def _bar(bar: Bar, y: int, scale: float) -> str:
+    """Return the SVG rectangle of one bar in a row whose upper edge is at `y` pixels; that of a wait is a strip at the
+    bottom of the bar of what is waited for."""
+    x, width, waits = LEFT + bar.start * scale, (bar.end - bar.start) * scale, bar.kind == "wait"
+    top, height = (y + ROW - 2 - STRIP, STRIP) if waits else (y, ROW - 2)
+    box = (
+        f'<rect x="{x:.2f}" y="{top}" width="{width:.2f}" height="{height}" fill="{BARS[bar.kind][0]}"'
+        f' stroke="#ffffff" stroke-width="{0 if waits else 0.5}"><title>{escape(bar.text)} {bar.start:.6g} -'
+        f" {bar.end:.6g}</title></rect>"
+    )
+    if not bar.label or width < SMALL * len(bar.label):
+        return box
+    where = f'x="{x + width / 2:.2f}" y="{y + ROW / 2:g}" text-anchor="middle" font-size="9"'
+    return f"{box}<text {where}>{escape(bar.label)}</text>"
 
 
 def _box(event: TimedAction, lane: int, scale: float, opacity: float) -> str:
@@ -102,11 +173,11 @@ def _round_step(least: float) -> float:
     return next(power * digit for digit in (1, 2, 5, 10) if power * digit >= least)
 
 
-def _legend(kinds: Sequence[Kind], top: int) -> Iterator[str]:
-    """Yield the SVG elements of the Gantt chart's legend: a coloured square and a text per distinct colour of `kinds`,
+def _legend(entries: Iterable[tuple[str, str]], top: int) -> Iterator[str]:
+    """Yield the SVG elements of the Gantt chart's legend: a coloured square and a text per distinct entry (fill, text),
     at height `top` in pixels."""
     x = float(LEFT)
-    for fill, text in dict.fromkeys(COLOURS[kind] for kind in kinds):
+    for fill, text in dict.fromkeys(entries):
         yield f'<rect x="{x:g}" y="{top + 8}" width="12" height="12" fill="{fill}"/>'
         yield f'<text x="{x + 18:g}" y="{top + 18}">{text}</text>'
         x += 34 + LETTER * len(text)

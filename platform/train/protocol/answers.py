@@ -55,12 +55,37 @@ class Built:
 
 
 class SectionSpan(NamedTuple):
-    """Span of time that a rank spent in a clock section of a training step, from `start` to `end`: seconds since the
-    step's barrier."""
+    """Span of time that a rank spent in a clock section or a span of the model in a training step, from `start` to
+    `end`: seconds since the step's barrier."""
 
     section: str
     start: float
     end: float
+
+
+class CollectiveSpan(NamedTuple):
+    """Collective of a training step on one rank: what it is called, its operation and axes (joined by "+"), the bytes
+    that its group moves, and its `start`, when the rank began to wait for it (`wanted`), and its `end`: seconds since
+    the step's barrier."""
+
+    name: str
+    op: str
+    axes: str
+    bytes: Count
+    start: float
+    wanted: float
+    end: float
+
+
+@dataclass(frozen=True)
+class RankTimeline:
+    """Record of a rank's training step, empty unless monitor.timeline is set: the sections of its clock, ordered by
+    end; the spans of the model that it computed, where weights are gathered span by span (ZeRO-3); its collectives, in
+    order of launch."""
+
+    sections: list[SectionSpan] = field(default_factory=list)
+    spans: list[SectionSpan] = field(default_factory=list)
+    collectives: list[CollectiveSpan] = field(default_factory=list)
 
 
 class SlowRank(NamedTuple):
@@ -102,7 +127,7 @@ class Taken:
     """Acknowledgement of a training step by a rank other than 0; the report of rank 0 covers all ranks."""
 
     step: Count
-    timeline: list[SectionSpan] = field(default_factory=list)
+    timeline: RankTimeline = field(default_factory=RankTimeline)
 
 
 @dataclass
@@ -131,7 +156,7 @@ class StepReport:
     overflowed: bool = False
     loss_scale: Real | None = None  # of this step; None unless it computed in fp16
     differences: Differences = field(default_factory=Differences)
-    timeline: list[SectionSpan] = field(default_factory=list)  # empty unless monitor.timeline is set
+    timeline: RankTimeline = field(default_factory=RankTimeline)
     held: Count | None = None  # the newest step whose state all ranks hold in memory; None if there is none
 
 

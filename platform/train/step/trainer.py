@@ -22,7 +22,7 @@ from platform.model.encoder import Encoder
 from platform.optimizer.learning_rate import learning_rate
 from platform.optimizer.optimizers import OPTIMIZERS
 from platform.parallel.communicator.base import Communicator
-from platform.parallel.communicator.clock import Clock
+from platform.parallel.communicator.clock import Clock, ClockReading
 from platform.parallel.kernels import random
 from platform.parallel.kernels.einsum import Deferred
 from platform.parallel.parallel_ops import ParallelOps, PassPosition
@@ -32,7 +32,7 @@ from platform.plan.core.chunks import Chunk
 from platform.plan.core.plan import Plan
 from platform.plan.schedule.rows import StageRows
 from platform.plan.schedule.table import Action, Kind
-from platform.train.protocol.answers import Differences, SectionSpan, StepReport
+from platform.train.protocol.answers import CollectiveSpan, Differences, RankTimeline, SectionSpan, StepReport
 from platform.train.step.faults import Fault, armed, flip
 from platform.train.step.inputs import Blocks, place
 from platform.train.step.loss_scale import LossScale
@@ -75,7 +75,7 @@ class Trainer:
         self._counted = gradients.counted(self.stage, communicator)
         self.optimizer = self._make_optimizer()
         self.loss_scale = LossScale(config.loss_scale.initial) if plan.precision == "fp16" else None
-        self.clock = communicator.clock = Clock(communicator.device)
+        self.clock = communicator.clock = Clock(communicator.device, detailed=config.monitor.timeline)
         self._compiled: CompiledRows = {}  # for the executors of all steps
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
@@ -126,7 +126,8 @@ class Trainer:
         overflowed = scale is not None and not differences and scale.overflowed(loss, norm, rules)
         if scale and (overflowed or not skipped):
             self.loss_scale = scale.after_overflow(rules) if overflowed else scale.after_update(rules)
-        seconds, spans = clock.read()
+        reading = clock.read()
+        seconds = reading.seconds
         return StepReport(
             step=step,
             loss=loss,
@@ -144,7 +145,7 @@ class Trainer:
             world_size=plan.mesh.size,
             slow=[],
             differences=differences,
-            timeline=[SectionSpan(*span) for span in spans] if self.config.monitor.timeline else [],
+            timeline=_timeline(reading) if self.config.monitor.timeline else RankTimeline(),
         )
 
     def compute_gradients(self, step: int) -> tuple[float, float]:
@@ -330,6 +331,15 @@ class Trainer:
     def _row(ids: list[int], length: int) -> Tensor:
         """Return token ids as a data tensor of one sequence: int64 [1, length], the ids and then padding (-1)."""
         return F.pad(torch.tensor([ids[:length]], dtype=torch.int64), (0, max(0, length - len(ids))), value=-1)
+
+
+def _timeline(reading: ClockReading) -> RankTimeline:
+    """Return what a clock has read in a step, for the driver."""
+    return RankTimeline(
+        [SectionSpan(*section) for section in reading.sections],
+        [SectionSpan(*span) for span in reading.spans],
+        [CollectiveSpan(c.name, c.op, "+".join(c.axes), c.bytes, *times) for c, *times in reading.collectives],
+    )
 
 
 def peak_memory(device: torch.device) -> int:

@@ -12,7 +12,8 @@ from platform.parallel.communicator.base import Communicator
 from platform.parallel.parallel_ops import initialise
 from platform.parallel.sharding.convert import absent
 from platform.parallel.sharding.flat import FlatBucket
-from platform.parallel.sharding.residency import Residency
+from platform.parallel.sharding.residency import Residency, ResidentSpan
+from platform.plan.core.buckets import common_name
 from platform.plan.core.plan import Plan
 
 # precision -> dtype of compute copies, dtype of master copies and summed gradients
@@ -48,17 +49,23 @@ class Weights:
         by_name = {p.name: flat for flat in self.buckets for p in flat.bucket.parameters}
         self.compute = {p.name: by_name[p.name].compute[p.name] for p in plan.parameters}
         self.master = {p.name: by_name[p.name].master[p.name] for p in plan.parameters}
-        self.residency = self._residency() if plan.storage else None
+        self.residency = self._residency(communicator) if plan.storage else None
         self._reducing: deque[FlatBucket] = deque()
         self._early = overlap
         self._left: set[int] = set()  # chunks whose last backward pass of the step has not begun
         self._users = [{c.number for c in plan.chunks if c.parameters & flat.compute.keys()} for flat in self.buckets]
 
-    def _residency(self) -> Residency:
+    def _residency(self, communicator: Communicator) -> Residency:
         """Construct the residency of the buckets in the spans of this stage's chunks."""
         flats = {id(flat.bucket): flat for flat in self.buckets}
-        spans = {c: [[flats[id(b)] for b in here] for here in found] for c, found in self._plan.resident.items()}
-        return Residency(spans, turns=self._plan.turns, ahead=self._overlap)
+        spans = {
+            c.number: [
+                ResidentSpan(common_name(names), [flats[id(b)] for b in buckets])
+                for names, buckets in zip(c.spans, self._plan.resident[c.number], strict=True)
+            ]
+            for c in self._plan.chunks
+        }
+        return Residency(communicator, spans, turns=self._plan.turns, ahead=self._overlap)
 
     @property
     def owned(self) -> dict[str, Tensor]:

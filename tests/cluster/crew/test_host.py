@@ -16,7 +16,16 @@ from platform.cluster.crew.launchers.host import _Host, typed
 from platform.cluster.wire.channel import Unframer, text
 from platform.config.fields import Config
 from platform.train.protocol import answers
-from platform.train.protocol.answers import Damage, Differences, Dispute, SectionSpan, SlowRank, StepReport
+from platform.train.protocol.answers import (
+    CollectiveSpan,
+    Damage,
+    Differences,
+    Dispute,
+    RankTimeline,
+    SectionSpan,
+    SlowRank,
+    StepReport,
+)
 from platform.train.recovery.source import Formation, Source
 from platform.train.step.faults import Fault
 from platform.train.worker import Worker
@@ -104,6 +113,10 @@ def test_what_the_worker_answers_is_what_the_driver_gets():
         step=3, loss=inf, grad_norm=0.5, lr=1e-3, skipped=True, tokens=9, samples=(4, 8), step_seconds=0.5,
         seconds={"data": 0.25}, comm_bytes={"send/stage": 8}, peak_memory_bytes=1, world_size=2,
         slow=[SlowRank(1, 2.0)], differences=Differences([Damage(1, "model.w")], [Dispute([0, 1], "model.v")]),
-        timeline=[SectionSpan("data", 0.0, 0.25)],
+        timeline=RankTimeline(
+            [SectionSpan("data", 0.0, 0.25)],
+            [SectionSpan("forward layers.0", 0.25, 0.5)],
+            [CollectiveSpan("gather layers.0", "all_gather", "data", 64, 0.0, 0.25, 0.3)],
+        ),
     )  # fmt: skip
     assert answers.read("step", 0, json.loads(text(report))) == report

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -55,7 +57,7 @@ def test_a_heartbeat_tells_where_the_device_is(clock):
             beats.append(PROGRESS.beat())
 
     Event.during = during
-    seconds, _ = clock.read()
+    seconds = clock.read().seconds
     assert [(b.device, b.device_waits, b.completed) for b in beats] == [
         ("other work", False, 0),
         ("step", False, 0),
@@ -70,6 +72,46 @@ def test_a_heartbeat_tells_where_the_device_is(clock):
     assert {(b.section, b.waiting, b.call) for b in beats} == {(SYNCHRONIZE, True, "step(1)")}
     assert seconds == {"step": 3.0, "forward": 2.0, "exposed_comm": 1.0, "backward": 1.0}
     assert PROGRESS.beat().device == "", "only while the host waits for it"
+
+
+def test_a_collective_ends_where_a_stream_beside_has_waited_for_it(clock, monkeypatch):
+    """Without holding the host or the stream that computes; the host synchronises when the clock is read."""
+    streams, waits, held = ["compute"], [], object()
+
+    @contextmanager
+    def stream(other):
+        streams.append(other)
+        yield
+        streams.pop()
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: "beside")
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(Event, "during", lambda: None, raising=False)
+    detailed = Clock("cuda", detailed=True)
+
+    def wait():
+        waits.append(streams[-1])
+
+    with detailed.section("forward"):  # 0
+        begin = detailed.mark()  # 1
+        flight = detailed.launched("gather", begin, wait, held)  # 2, beside
+        assert waits == ["beside"] and flight.held is held, "what it reads stays until the computing stream waits"
+        detailed.span("layers.0")  # 3
+        Handle(detailed, wait, lambda: None, flight=flight).wait()  # 4, 5
+        detailed.span("")  # 6
+        assert waits == ["beside", "compute"] and flight.held is None
+        never = detailed.launched("reduce", detailed.mark(), wait, held)  # not waited for in this step
+        assert Event.reached == 0
+    reading = detailed.read()
+    assert reading.collectives == [("gather", 1.0, 4.0, 2.0)], "done before the rank wanted it"
+    assert reading.spans == [("layers.0", 3.0, 6.0)] and Event.reached == Event.made
+    Handle(detailed, wait, lambda: None, flight=never).wait()
+    assert detailed.read().collectives == [], "its beginning is of the step before"
+
+
+def test_a_clock_without_a_timeline_notes_nothing_beside_sections(clock):
+    clock.span("layers.0")
+    assert Event.made == 0 and clock.read() == ({}, [], [], [])
 
 
 def test_a_device_that_goes_on_has_moved_and_one_that_stands_has_not(clock):

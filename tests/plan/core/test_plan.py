@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from platform.config.fields import Config, ConfigError
+from platform.plan.core.buckets import common_name
 from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import communication
 from platform.plan.reports.describe import describe
@@ -213,3 +214,18 @@ def test_every_process_makes_the_same_plan(arguments):
     assert one == other
     whole, _ = json.loads(one)
     assert len(whole["chunks"]) == 48 or len(whole["parameters"]) > 96
+
+
+@pytest.mark.parametrize(
+    ("names", "short"),
+    [
+        (["layers.3.mlp.up", "layers.3.mlp.down", "layers.3.norm.gain"], "layers.3"),
+        (["decoder.layers.10.cross.query"], "decoder.layers.10"),
+        (["embedding", "position"], "embedding, position"),
+        (["norm.gain", "norm.bias", "head"], "norm, head"),
+        (["embedding", "layers.0.mlp.up", "layers.1.mlp.up"], "embedding ... layers.1"),
+        ([], ""),
+    ],
+)
+def test_a_bucket_has_a_short_name(names, short):
+    assert common_name(names) == short

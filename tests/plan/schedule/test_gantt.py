@@ -4,7 +4,7 @@ import xml.etree.ElementTree as xml
 
 import pytest
 
-from platform.plan.schedule.gantt import COLOURS, LEFT, RIGHT, WIDTH, gantt_svg
+from platform.plan.schedule.gantt import BARS, COLOURS, LEFT, RIGHT, WIDTH, Bar, gantt_svg, joined
 from platform.plan.schedule.generators import generate
 from platform.plan.schedule.simulate import TimedAction, simulate
 from platform.plan.schedule.table import Action, Kind
@@ -22,14 +22,14 @@ def test_planned_beside_measured_on_one_scale():
     schedule = generate("zb_h1", 2, 2, 4)
     planned, measured = simulate(schedule), simulate(schedule, transfer=0.5)
     found = boxes(gantt_svg({"planned": planned.timeline, "measured": measured.timeline}))
-    assert [name for name, _ in found] == [str(e.action) for run in (planned, measured) for e in run.timeline]
+    drawn = [(i, e) for i, run in enumerate((planned, measured)) for e in sorted(run.timeline, key=lambda e: e.stage)]
+    assert [name for name, _ in found] == [str(e.action) for _, e in drawn]
     scale = (WIDTH - LEFT - RIGHT) / measured.makespan
-    for (_, box), event in zip(found, (*planned.timeline, *measured.timeline), strict=True):
+    for (_, box), (_, event) in zip(found, drawn, strict=True):
         assert float(box.get("x")) == pytest.approx(LEFT + event.start * scale, abs=0.01)
         assert float(box.get("width")) == pytest.approx((event.end - event.start) * scale, abs=0.01)
         assert box.get("fill") == COLOURS[event.action.kind][0]
-    events = [*((0, e) for e in planned.timeline), *((1, e) for e in measured.timeline)]
-    lanes = {(run, e.stage): int(box.get("y")) for (run, e), (_, box) in zip(events, found, strict=True)}
+    lanes = {(run, e.stage): int(box.get("y")) for (run, e), (_, box) in zip(drawn, found, strict=True)}
     assert lanes[0, 0] < lanes[0, 1] < lanes[1, 0] < lanes[1, 1]
 
 
@@ -45,3 +45,21 @@ def test_titles_are_escaped_and_every_panel_and_kind_is_named():
 
 def test_nothing_to_draw():
     xml.fromstring(gantt_svg({"planned": []}))
+
+
+def test_rows_beneath_a_stage_and_what_a_picture_has_no_room_for():
+    events = [TimedAction(stage, Action(Kind.FORWARD, stage, 0), 0.0, 1.0) for stage in (0, 1)]
+    short = [Bar("gather", 0.1 + i * 1e-4, 0.1 + (i + 1) * 1e-4, "x", f"gather {i}") for i in range(2000)]
+    rows = {0: [("communication", [Bar("reduce", 0.0, 2.0, "layers.0", "reduce layers.0"), *short])]}
+    found = boxes(gantt_svg({"a": events, "b": events}, beneath={"b": rows}))
+    by_name = {name: [box for other, box in found if other == name] for name, _ in found}
+    assert len(by_name["0F0"]) == len(by_name["0F1"]) == 2
+    [long] = by_name["reduce"]
+    assert long.get("fill") == BARS["reduce"][0]
+    assert float(long.get("width")) == pytest.approx(WIDTH - LEFT - RIGHT), "the scale includes what ends last"
+    first, second = (int(by_name[name][1].get("y")) for name in ("0F0", "0F1"))
+    assert first < int(long.get("y")) < second
+    pixel = 2.0 / (WIDTH - LEFT - RIGHT)
+    few = list(joined(short, pixel))
+    assert 0.2 / pixel <= len(few) <= 2 * 0.2 / pixel + 1 and (few[0].start, few[-1].end) == (0.1, short[-1].end)
+    assert all(a.end <= b.start + 1e-12 for a, b in zip(few, few[1:], strict=False))
