@@ -35,7 +35,8 @@ def counted(plan: Plan, communicator: Communicator) -> dict[str, list[slice]]:
         for p in bucket.parameters:
             if plan.stages_of[p.name][0] != stage or not counts_here(communicator, plan.split_over(p)):
                 continue
-            start, stop = (bucket.ranges[p.name][0] - first + at for at in plan.shard_range(p, communicator.coordinates))
+            shift = bucket.ranges[p.name][0] - first
+            start, stop = (shift + at for at in plan.shard_range(p, communicator.coordinates))
             if start == stop:
                 continue
             if stretches and stretches[-1].stop == start:
