@@ -18,10 +18,13 @@ if TYPE_CHECKING:
 class OptimizerKind:
     """Entry of OPTIMIZERS. `make(groups, config.optimizer)` returns a torch optimizer of parameter groups [{"params",
     "weight_decay"}]; the params are local blocks or shards, whole tensors where `platform.optimizer.whole.NEEDS` says
-    so. `moments`: numbers of state per element of a parameter."""
+    so. `moments`: numbers of state per element of a parameter. `divides`: they divide gradients in fp32 by their
+    attribute `grad_scale` (fp32 scalar) while they read them, as those of torch that are fused do for its GradScaler.
+    """
 
     make: Callable[[list[dict[str, Any]], Optimizer], torch.optim.Optimizer]
     moments: int
+    divides: bool = False
 
 
 def _adamw(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
@@ -31,7 +34,7 @@ def _adamw(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, o.lr, (o.betas[0], o.betas[1]), o.eps, fused=True)
 
 
-OPTIMIZERS = {"adamw": OptimizerKind(_adamw, moments=2)}
+OPTIMIZERS = {"adamw": OptimizerKind(_adamw, moments=2, divides=True)}
 
 
 def state_of(o: Optimizer, dtype: torch.dtype, device: torch.device) -> tuple[list[str], dict[str, Any]]:

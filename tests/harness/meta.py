@@ -154,7 +154,8 @@ def alone(c: Config, rank: int, reads: list[int]) -> Iterator[Trainer]:
         patch.setattr(Communicator, "read", read)
         patch.setattr(dist.distributed_c10d, "_set_pg_timeout", lambda *_: None)  # nothing takes time there
         patch.setitem(gradients.ELEMENTS_AT_ONCE, "meta", gradients.ELEMENTS_AT_ONCE["cuda"])
-        patch.setitem(optimizers.OPTIMIZERS, "adamw", replace(optimizers.OPTIMIZERS["adamw"], make=_foreach))
+        without = replace(optimizers.OPTIMIZERS["adamw"], make=_foreach, divides=False)
+        patch.setitem(optimizers.OPTIMIZERS, "adamw", without)
         if plan.mesh.size > 1:
             dist.init_process_group("fake", rank=rank, world_size=plan.mesh.size, store=FakeStore())
         try:

@@ -28,20 +28,17 @@ def counted(plan: Plan, communicator: Communicator) -> dict[str, list[slice]]:
     """Return which stretches of a bucket's gradients, laid out as its masters, this rank counts in the norm: those of a
     parameter that ranks replicate are counted by one of them, those of a tied one on its owner stage; what follow each
     other are one stretch. By the name of the bucket's first parameter; `plan`: that of this rank's stage."""
-    index, stage = communicator.index(plan.sharded), communicator.coordinates["stage"]
+    at, stage = communicator.coordinates, communicator.coordinates["stage"]
     out: dict[str, list[slice]] = {}
     for bucket in plan.buckets:
-        first, stretches = index * (bucket.elements // plan.shards), out.setdefault(bucket.parameters[0].name, [])
+        before = communicator.index(plan.sharded) * (bucket.elements // plan.shards)  # elements of other shards
+        stretches = out.setdefault(bucket.parameters[0].name, [])
         for p in bucket.parameters:
-            if plan.stages_of[p.name][0] != stage or not counts_here(communicator, plan.split_over(p)):
-                continue
-            shift = bucket.ranges[p.name][0] - first
-            start, stop = (shift + at for at in plan.shard_range(p, communicator.coordinates))
-            if start == stop:
-                continue
-            if stretches and stretches[-1].stop == start:
-                start = stretches.pop().start
-            stretches.append(slice(start, stop))
+            counts = plan.stages_of[p.name][0] == stage and counts_here(communicator, plan.split_over(p))
+            start, stop = (bucket.ranges[p.name][0] + i - before for i in plan.shard_range(p, at))
+            if counts and start < stop:
+                follows = stretches and stretches[-1].stop == start
+                stretches.append(slice(stretches.pop().start if follows else start, stop))
     return out
 
 

@@ -74,6 +74,7 @@ class Trainer:
         self.ops.residency = self.weights.residency
         self._counted = gradients.counted(self.stage, communicator)
         self.optimizer = self._make_optimizer()
+        self._divides = OPTIMIZERS[config.optimizer.kind].divides and DTYPES[plan.precision][1] == torch.float32
         self.loss_scale = LossScale(config.loss_scale.initial) if plan.precision == "fp16" else None
         self.clock = communicator.clock = Clock(communicator.device, detailed=config.monitor.timeline)
         self._compiled: CompiledRows = {}  # for the executors of all steps
@@ -259,11 +260,15 @@ class Trainer:
         whole gradient's 2-norm, without the loss scale."""
         clip = self.config.optimizer.clip
         factor = (clip / (norm + 1e-6) if clip and norm > clip else 1.0) / self._scale
-        if factor != 1.0:
+        optimizer: Any = self.optimizer
+        if self._divides:
+            divisor = torch.full((), 1 / factor, device=self.communicator.device)
+            optimizer.grad_scale = None if factor == 1.0 else divisor
+        elif factor != 1.0:
             torch._foreach_mul_(list(self.weights.gradients.values()), factor)
-        for group in self.optimizer.param_groups:
+        for group in optimizer.param_groups:
             group["lr"] = lr
-        self.optimizer.step()
+        optimizer.step()
         self.weights.refresh()
 
     @torch.no_grad()

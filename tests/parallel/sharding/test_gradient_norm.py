@@ -93,7 +93,7 @@ def test_clipping_follows():
         w.grad = gradient[n].clone()
     norm = 1e25 * sqrt(sum(g.numel() for g in gradient.values()))
     after = {}
-    trainer.optimizer.register_step_pre_hook(
+    trainer.optimizer.register_step_post_hook(
         lambda *_: after.update({n: g.double() for n, g in trainer.weights.gradients.items()})
     )
     trainer._update(norm, 1e-3)

@@ -101,13 +101,13 @@ def with_clip(c: Config, clip: float) -> Config:
 
 
 def clipped(c: Config) -> list[tuple[float, dict, dict]]:
-    """(norm, gradients as they are, gradients that the optimizer gets) of the first step on every rank."""
+    """(norm, gradients as they are, gradients that the optimizer has used) of the first step on every rank."""
 
     def work(trainer):
         _, norm = trainer.compute_gradients(1)
         before = {n: g.clone() for n, g in trainer.weights.gradients.items()}
         after = {}
-        trainer.optimizer.register_step_pre_hook(
+        trainer.optimizer.register_step_post_hook(
             lambda *_: after.update({n: g.clone() for n, g in trainer.weights.gradients.items()})
         )
         trainer._update(norm, 1e-3)
@@ -117,9 +117,10 @@ def clipped(c: Config) -> list[tuple[float, dict, dict]]:
     return on_all_ranks(c, work)
 
 
+@pytest.mark.parametrize("precision", ["fp64", "fp32"])  # multiplied; divided by the optimizer
 @pytest.mark.parametrize("name", ["serial", "1d", "3d", "zero 1", "zero 3"])
-def test_clipping_scales_every_gradient_to_the_global_norm(name):
-    for norm, before, after in clipped(with_clip(CASES[name], 0.01)):
+def test_clipping_scales_every_gradient_to_the_global_norm(name, precision):
+    for norm, before, after in clipped(replace(with_clip(CASES[name], 0.01), precision=precision)):
         assert norm > 0.01
         assert all(torch.allclose(after[n], before[n] * (0.01 / norm), rtol=1e-3, atol=0) for n in before)
         if name == "serial":
