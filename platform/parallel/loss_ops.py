@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -15,7 +15,7 @@ from platform.parallel.sharding.convert import absent
 from platform.plan.communication.loss_chunks import gradients_at_once
 from platform.plan.communication.planned import PlannedOperation
 from platform.plan.core.plan import Plan
-from platform.plan.language.ops import Ops, Parameter, Spec
+from platform.plan.language.ops import Ops, Spec
 
 
 @dataclass
@@ -38,18 +38,11 @@ class LossOps(Ops):
     tensors: Mapping[str, Tensor]
     position: PassPosition
     deferred: Deferred | None
-    _shared: Set[str]  # parameters that several operations use
     _blocks: Mapping[Spec, Sequence[tuple[int, int]]]  # activation -> (offset, extent) per dim of this rank's block
 
     def _planned(self, kind: str, name: str) -> PlannedOperation:
         """Return the plan's entry of the model operation `name` of `kind`, such as ("lookup", "embedding")."""
         return self.plan.operations[kind, name]
-
-    def _operand(self, p: Parameter) -> Tensor:
-        """Return this rank's block of the parameter `p` for a product: the leaf, to whose gradient the product adds; an
-        alias of it if other operations use it too, so that autograd adds their gradients up before any arrives."""
-        w = self.tensors[p.name]
-        return w.view_as(w) if p.name in self._shared and self.deferred is None else w
 
     def linear_cross_entropy(self, name, x, x_spec, table, spec, labels, smoothing=0.0):
         product, planned = self._planned("project", table.name), self._planned("cross_entropy", name)
@@ -59,7 +52,7 @@ class LossOps(Ops):
         wide = statistics.widened(x).dtype == x.dtype
         return loss.linear_cross_entropy(
             x,
-            self._operand(table),
+            self.tensors[table.name],
             labels["cross_entropy", name],
             self.communicator,
             self._classes(planned, spec, smoothing),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import prod
@@ -53,8 +52,6 @@ class ParallelOps(PointwiseOps):
         self._counters = {}
         self._angles: dict[tuple, tuple[Tensor, Tensor]] = {}  # of rotations, alike in all layers and steps
         tensors_of = (t for o in plan.operations.values() for t in (*o.operation.inputs, *o.operation.outputs))
-        uses = Counter(p.name for o in plan.operations.values() for p in o.operation.parameters)
-        self._shared = {name for name, n in uses.items() if n > 1}
         # activation -> (offset, extent) per dim of this rank's block
         self._blocks = {t: plan.block(t, communicator.coordinates) for t in tensors_of if isinstance(t, Spec)}
 
@@ -88,7 +85,7 @@ class ParallelOps(PointwiseOps):
         planned = self._planned("lookup", name)
         tokens = tokens["lookup", name]
         into, leave = planned.conversions
-        weight = apply(self.communicator, self._operand(table), into)
+        weight = apply(self.communicator, self.tensors[table.name], into)
         if absent(weight):
             return apply(self.communicator, weight, leave)
         if planned.over:  # a token whose row another rank holds gives zeros: the sum over `over` completes the lookup
@@ -117,7 +114,7 @@ class ParallelOps(PointwiseOps):
         return found.to(dtype).requires_grad_()
 
     def project(self, x, spec, weights, outs, biases=()):
-        tensors = [self._operand(w) for w in weights]
+        tensors = [self.tensors[w.name] for w in weights]
         planned = self._planned("project", weights[0].name)
         fused = planned.adds(self._planned("shift", b.name) for b in biases)
         added = [self.tensors[b.name] for b in biases] if fused else []

@@ -176,8 +176,9 @@ class FlatBucket:
         self._note(names)
 
     def _note(self, names: Sequence[str]) -> None:
-        """Note that gradients of parameters have come in the backward pass under way."""
-        self._came.update(names)
+        """Note that gradients of parameters have come in the backward pass under way: whole, unless a parameter has
+        several uses, of which only the pass's end tells that all have come."""
+        self._came.update(name for name in names if name not in self._plan.shared)
         if len(self._came) == len(self.compute):
             self.flush()
             if self.complete:

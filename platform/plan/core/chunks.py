@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -59,6 +60,13 @@ class Chunk:
     def parameters(self) -> frozenset[str]:
         """Return the names of the parameters that the chunk's operations use."""
         return frozenset(p.name for o in self.operations.values() for p in o.operation.parameters)
+
+    @cached_property
+    def shared(self) -> frozenset[str]:
+        """Return the names of the parameters that several of the chunk's operations use, each of which may give a part
+        of the gradient in a backward pass."""
+        uses = Counter(p.name for o in self.operations.values() for p in o.operation.parameters)
+        return frozenset(name for name, n in uses.items() if n > 1)
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,11 @@ class Plan:
         positions) plan it alike."""
         return {key: o for chunk in self.chunks for key, o in chunk.operations.items()}
 
+    @cached_property
+    def shared(self) -> frozenset[str]:
+        """Return the names of the parameters whose gradient comes in several parts in one backward pass."""
+        return frozenset(name for chunk in self.chunks for name in chunk.shared)
+
     @property
     def stages(self) -> int:
         return self.mesh.axes["stage"]

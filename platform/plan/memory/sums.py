@@ -62,7 +62,8 @@ class MeteredSums(Leaves):
         """Note that a gradient of a parameter has come; those of a whole bucket are added to its sums."""
         assert isinstance(name, str)
         n = self._number[name]
-        self._came[n].add(name)
+        if name not in self._plan.shared:  # of which several parts come
+            self._came[n].add(name)
         if len(self._came[n]) == len(self._buckets[n].parameters):
             self._flush(n)
             if self._early and self._plan.zero >= 2:
