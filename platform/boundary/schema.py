@@ -119,11 +119,11 @@ def read(kind: Any, value: Any) -> Any:
 
 
 def fields_of(value: object) -> dict[str, Any]:
-    """Return the map that `read` turns into this dataclass, with its values as they are, less lists and maps that are
-    empty as by default; serves `json.dumps` as `default`. Raises TypeError for any other value."""
+    """Return the map that `read` turns into this dataclass, with its values as they are, less those that are empty
+    (false) as by default; serves `json.dumps` as `default`. Raises TypeError for any other value."""
     if is_dataclass(value) and not isinstance(value, type):
         found = ((field, getattr(value, field.name)) for field in fields(value))
-        return {f.name: each for f, each in found if each or f.default_factory not in (list, dict)}
+        return {f.name: each for f, each in found if each or f.default_factory is MISSING or f.default_factory()}
     raise TypeError(f"a {type(value).__name__} is no plain data")
 
 

@@ -87,6 +87,10 @@ class RankTimeline:
     spans: list[SectionSpan] = field(default_factory=list)
     collectives: list[CollectiveSpan] = field(default_factory=list)
 
+    def __bool__(self) -> bool:
+        """Return True if anything was recorded: there is no collective or span outside of a section."""
+        return bool(self.sections)
+
 
 class SlowRank(NamedTuple):
     """Rank whose own work in a training step takes `ratio` times the median of its pipeline stage."""
