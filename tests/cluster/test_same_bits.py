@@ -52,6 +52,7 @@ def test_a_spare_takes_the_seat_and_no_bit_changes(tmp_path):
     assert tensors.keys() == tensors2.keys() and all(torch.equal(tensors[n], tensors2[n]) for n in tensors)
 
 
+@pytest.mark.full
 def test_negative_control_another_size_gives_other_bits(tmp_path):
     rows, *_ = history(configured(tmp_path / "two", data=2))
     others, *_ = history(configured(tmp_path / "one"))

@@ -92,7 +92,7 @@ def bits(results: list[Result]) -> list[tuple[Any, ...]]:
     return [(r.losses, r.grad_norm, raw(r.gradients), raw(r.final)) for r in results]
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.full) if n == "data 4" else n for n in PLANS])
 def test_what_comes_late_changes_no_bit(name, pool):
     c = configured(name)
     plan = make_plan(c)
