@@ -261,14 +261,14 @@ class Trainer:
         clip = self.config.optimizer.clip
         factor = (clip / (norm + 1e-6) if clip and norm > clip else 1.0) / self._scale
         optimizer: Any = self.optimizer
-        if self._divides:
-            divisor = torch.full((), 1 / factor, device=self.communicator.device)
-            optimizer.grad_scale = None if factor == 1.0 else divisor
+        if factor != 1.0 and self._divides:
+            optimizer.grad_scale = torch.full((), 1 / factor, device=self.communicator.device)
         elif factor != 1.0:
             torch._foreach_mul_(list(self.weights.gradients.values()), factor)
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()
+        optimizer.grad_scale = None  # nothing of a step lives on
         self.weights.refresh()
 
     @torch.no_grad()
