@@ -307,7 +307,9 @@ def initialise(plan: Plan, communicator: Communicator, p: Parameter, seed: int |
         return
     with torch.no_grad():
         if p.init == "normal":
-            where = plan.block(p, communicator.coordinates)
-            random.fill_normal_(out, random.key(seed, "init", p.name), p.std, where, plan.global_shape(p))
+            where, shape = plan.block(p, communicator.coordinates), plan.global_shape(p)
+            if p.turned:  # the same numbers as ever: a run that began with the last dim first goes on
+                out, where, shape = out.movedim(-1, 0), [*where[-1:], *where[:-1]], shape[-1:] + shape[:-1]
+            random.fill_normal_(out, random.key(seed, "init", p.name), p.std, where, shape)
         else:
             out.fill_({"zeros": 0.0, "ones": 1.0}[p.init])

@@ -210,7 +210,7 @@ def test_an_allowed_key_changes_and_is_the_runs_from_then_on(tmp_path, monkeypat
 
 def newer(checkpoint: Path) -> None:
     """A manifest of the next format, sealed."""
-    body = (checkpoint / "manifest.json").read_bytes().replace(b'"format": 1', b'"format": 2')
+    body = (checkpoint / "manifest.json").read_bytes().replace(b'"format": 2', b'"format": 3')
     body = body[: body.rindex(b'"sha256": ')]
     (checkpoint / "manifest.json").write_bytes(body + f'"sha256": "{hashlib.sha256(body).hexdigest()}"}}\n'.encode())
 
@@ -230,11 +230,11 @@ def whole(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "arguments", "line"),
     [
-        (newer, "checkpoint.url={url}", "checkpoint.url={url}: holds no checkpoint to resume from; {last}: format 2 is "
-         "newer than 1, the newest that this version reads; {fifth}: format 2 is newer than 1, the newest that this "
+        (newer, "checkpoint.url={url}", "checkpoint.url={url}: holds no checkpoint to resume from; {last}: format 3 is "
+         "newer than 2, the newest that this version reads; {fifth}: format 3 is newer than 2, the newest that this "
          "version reads; nearest legal: checkpoint.resume=never"),
-        (newer, "checkpoint.resume={url}/{last}", "checkpoint.resume={url}/{last}: cannot be resumed from: format 2 is "
-         "newer than 1, the newest that this version reads"),
+        (newer, "checkpoint.resume={url}/{last}", "checkpoint.resume={url}/{last}: cannot be resumed from: format 3 is "
+         "newer than 2, the newest that this version reads"),
         (half_written, "checkpoint.resume={url}/{last}", "checkpoint.resume={url}/{last}: cannot be resumed from: "
          "incomplete, or not a checkpoint: it has no manifest.json"),
         (half_written, "checkpoint.resume={url}", "checkpoint.resume={url}: holds no checkpoint to resume from; "
