@@ -143,7 +143,7 @@ class Metered(MeteredLosses):
 
     def _of_operand(self, key: GradientKey, elements: int, operand: Conversion) -> MeteredStorage | None:
         """Count the gradient of an einsum's operand: that of a parameter in its own layout is added where it stays."""
-        if isinstance(key, str) and not operand.backward and self.leaves.in_place(key):
+        if not operand.backward and self.in_place(key):
             return None
         return self.convert(self.new(elements), elements, operand.backward, operand.after)[0]
 

@@ -8,7 +8,7 @@ from platform.plan.communication.loss_chunks import chunk_rows, gradients_at_onc
 from platform.plan.communication.planned import EinsumGroup, PlannedOperation
 from platform.plan.language.ops import Spec
 from platform.plan.memory.meter import Meter
-from platform.plan.memory.storages import Gradients, MeteredStorage, Saved, Value
+from platform.plan.memory.storages import GradientKey, Gradients, MeteredStorage, Saved, Value
 
 
 class MeteredLosses(Meter):
@@ -29,9 +29,14 @@ class MeteredLosses(Meter):
             self._statistics(n, columns)
             del chunk
             loss = Value(self.new(1), 1)
-            self.note([loss], [x, weight], gradients, lambda _, saved: list(saved))
+            key = weight.key
+            self.note([loss], [x, weight], gradients, lambda _, g: [g[0], None if self.in_place(key) else g[1]])
             return loss
         return self._kept(product, group, x, weight, spec)
+
+    def in_place(self, key: GradientKey) -> bool:
+        """Count the gradient of an operand that is added where it stays; return False for what is no parameter."""
+        return isinstance(key, str) and self.leaves.in_place(key)
 
     def _statistics(self, rows: int, columns: int) -> None:
         """Count what the loss of one chunk of tokens takes for the logarithms of its probabilities, and before, if the
@@ -61,7 +66,10 @@ class MeteredLosses(Meter):
             dx = self.convert(self.new(sizes[3]), sizes[3], group.x.backward, group.x.after)[0]
 
             def gradient() -> MeteredStorage | None:
-                scaled, found = self.new(sizes[3]), self.new(sizes[4])
+                scaled = self.new(sizes[3])
+                if not e.operand.backward and self.in_place(key):
+                    return None
+                found = self.new(sizes[4])
                 del scaled
                 return self.convert(found, sizes[4], e.operand.backward, e.operand.after)[0]
 
@@ -70,9 +78,8 @@ class MeteredLosses(Meter):
             del table
 
             def compute(held: Saved = (x, dy)) -> None:
-                found = gradient()
-                assert found
-                self.leaves.setdefault(key, found)
+                if found := gradient():
+                    self.leaves.setdefault(key, found)
 
             deferred.append(compute)
             return [dx, None]

@@ -240,6 +240,8 @@ class Trainer:
             start = min(first + i, stop - 1)
             missing = first + j - stop if first + i < stop else j - i
             found = self.corpus.batch(split, start, stop)
+            if not missing:
+                return found
             kept = {name: rows[: j - i - missing] for name, rows in found.items()}
             return {name: np.pad(rows, ((0, missing), (0, 0)), constant_values=-1) for name, rows in kept.items()}
 
@@ -268,7 +270,8 @@ class Trainer:
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()
-        optimizer.grad_scale = None  # nothing of a step lives on
+        if self._divides:
+            optimizer.grad_scale = None  # nothing of a step lives on
         self.weights.refresh()
 
     @torch.no_grad()
