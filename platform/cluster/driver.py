@@ -9,6 +9,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from platform.boundary.redaction import known_secrets
 from platform.boundary.undo import missing_directories, remove_empty
@@ -35,6 +36,9 @@ from platform.plan.core.plan import Plan
 from platform.plan.core.plan_data import plan_summary
 from platform.plan.reports.describe import describe
 from platform.planning.attention_choice import kernel_violations
+
+if TYPE_CHECKING:
+    from platform.cluster.control.saving.checkpoints import Checkpoints
 
 
 def run(
@@ -136,12 +140,23 @@ def _check_and_drive(
     run = RunContext(config, plan, job, steps, journal, monitor, signals, checkpoints, directory, places)
     _drive(run, corpus, state)
     status = end(None, state)
+    if config.cluster.check:
+        status = state.status = _tell_cluster(checkpoints, journal, monitor) or status
     state.say(f"run directory: {directory.path}")
     if steps < config.train.steps:
         state.say(f"ended after step {steps}, as train.stop_at says; without it the same command continues")
     if line := state.command.other_layout(config, size):
         state.say(f"next: {line}")
     return status
+
+
+def _tell_cluster(checkpoints: Checkpoints, journal: Journal, monitor: RunMonitor) -> int:
+    """Tell the user what a finished run has proven of its cluster; return FAILED if anything is missing, else DONE."""
+    from platform.cluster.run.cluster_check import findings, report
+
+    found = findings(journal.events(), monitor.rows(), checkpoints.unreadable())
+    monitor.say(report(found))
+    return DONE if all(finding.proven for finding in found) else FAILED
 
 
 def _corpus(config: Config, say: Callable[[str], None]) -> str:

@@ -45,7 +45,8 @@ def not_built(key: str, value: Any) -> str | None:
 def wrong_values(config: Config) -> dict[str, list[str]]:
     """Return the configuration keys whose values are illegal by themselves (choice, bounds, characters), each with one
     refusal line per mistake. Rules that relate keys are in `platform.config.checks`."""
-    return {key: lines for key, value in flat_values(config).items() if (lines := list(_wrong_value(key, value)))}
+    found = {key: list(wrong_value(key, value, KEYS[key])) for key, value in flat_values(config).items()}
+    return {key: lines for key, lines in found.items() if lines}
 
 
 def impossible_values(config: Config) -> list[str]:
@@ -54,12 +55,12 @@ def impossible_values(config: Config) -> list[str]:
     return [line for lines in wrong_values(config).values() for line in lines]
 
 
-def _wrong_value(key: str, value: Any) -> Iterator[str]:
-    """Yield a refusal line per mistake in the value of one configuration key: no legal choice, or else each number out
-    of bounds and each illegal text in it."""
-    legal = KEYS[key]
+def wrong_value(key: str, value: Any, legal: Key) -> Iterator[str]:
+    """Yield a refusal line per mistake in the value of one key, declared by `legal`: no legal choice, or else each
+    number out of bounds and each illegal text in it."""
     if legal.choices and value not in legal.choices:
-        yield violation(key, value, not_built(key, value) or "unknown", closest(value, legal.choices))
+        planned = legal.not_built.get(value)
+        yield violation(key, value, f"not built yet ({planned})" if planned else "unknown", closest(value, legal.choices))
         return
     for name, part in _scalars(value):
         where = f"{key}.{name}".rstrip(".")

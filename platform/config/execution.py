@@ -81,6 +81,8 @@ class Cluster:
         0.0, "GB of memory per device; 0 = as seen, else as cluster.gpu says", ">= 0", most=10**6
     )
     threads: int = key(0, "CPU threads per worker; 0 = cores divided among a machine's workers", ">= 0", most=4096)
+    bind: bool = key(True, "a worker on a GPU keeps to the CPU cores next to it, of its NUMA node")
+    check: bool = key(False, "tell at the end what the run has proven of its cluster; 1 if it is not all")
 
 
 @dataclass

@@ -30,6 +30,10 @@ class RunMonitor:
         self._to_wandb(lambda wandb: wandb.step(row))
         self._on_step(row)
 
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the rows of the whole run's metrics.jsonl, one per step."""
+        return MetricsLog.read(self._metrics.path)
+
     def say(self, text: str) -> None:
         """Print a line of text on the run's console."""
         self._console.say(text)

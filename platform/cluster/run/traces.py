@@ -60,6 +60,13 @@ def finished(directory: Path, steps: int) -> bool:
     return any(isinstance(event, events.Done) and event.step >= steps for event in journal(directory))
 
 
+def unended(directory: Path) -> bool:
+    """Return True if the journal in a run directory has no end of its newest driver: that was killed, or still runs.
+    Raises Malformed, OSError."""
+    last = [event for event in journal(directory) if isinstance(event, (events.Starting, events.Refused, events.End))]
+    return bool(last) and isinstance(last[-1], events.Starting)
+
+
 def steps(directory: Path) -> int:
     """Return the highest training step that a run directory's journal, or the end of its metrics, shows as done; 0 if
     neither shows any. Raises Malformed, OSError."""

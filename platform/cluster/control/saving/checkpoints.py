@@ -12,9 +12,9 @@ from time import monotonic, perf_counter
 from typing import Any
 
 from platform.boundary.redaction import redact
-from platform.checkpoint.storage.catalogue import find, quarantine
+from platform.checkpoint.storage.catalogue import find, quarantine, verify
 from platform.checkpoint.storage.lease import Lease
-from platform.checkpoint.storage.manifest import Meta
+from platform.checkpoint.storage.manifest import Meta, Refused
 from platform.checkpoint.storage.report import FileReport
 from platform.checkpoint.storage.saver import Saver
 from platform.checkpoint.storage.storage import open_storage
@@ -90,6 +90,16 @@ class Checkpoints:
         """Return True if no checkpoint holds the state after `last`, the run's last training step, although it was to
         be saved."""
         return self.step < last and self.due(last, last=True, stopping=False)
+
+    def unreadable(self) -> str:
+        """Read back every byte of the newest checkpoint; return why that fails, "" if it does not."""
+        try:
+            newest = find(self._storage, deep=False, mark=False).directory
+            if newest:
+                verify(self._storage, newest)
+            return "" if newest else "none was saved"
+        except (Refused, OSError) as error:
+            return f"the newest cannot be read back: {error}"
 
     @property
     def kept(self) -> str:

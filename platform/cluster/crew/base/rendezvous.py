@@ -17,6 +17,7 @@ def open_store(host: str) -> Any:
     as long as the returned store lives."""
     from torch.distributed import TCPStore
 
-    listener = socket.create_server((host, 0))
+    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+    listener = socket.create_server((host, 0), family=family)
     port, descriptor = listener.getsockname()[1], listener.detach()
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)

@@ -22,6 +22,7 @@ from platform.boundary import schema
 from platform.boundary.redaction import Shield, register_secrets
 from platform.cluster.crew.base.crew import call_text
 from platform.cluster.crew.base.job import START, Assignment
+from platform.cluster.crew.base.near_gpu import keep_near_gpu
 from platform.cluster.wire.channel import Garbled, Line, dial, encode, read
 from platform.cluster.wire.messages import Abort, Answer, Ask, Beat, Call, Order, Raised
 from platform.parallel.communicator.progress import PROGRESS
@@ -40,6 +41,8 @@ def serve(place: Assignment, address: tuple[str, int], token: str, *, own_proces
     purpose, so it exits when the driver is gone, even if the worker does not return from a call.
     """
     place.enter_environment()
+    if own_process and place.device == "cuda" and place.config.cluster.bind:
+        keep_near_gpu()  # before there are threads, which inherit it
     if place.log:
         _redirect_output(place.log)
     attend(place, dial(address, token, place.number, place.node), own_process=own_process)

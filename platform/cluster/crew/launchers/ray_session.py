@@ -124,7 +124,7 @@ def _knock(address: str) -> None:
     minutes."""
     host, _, port = address.rpartition(":")
     if port.isdigit() and "/" not in host:
-        socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
 
 
 def free_resources() -> dict[str, float]:

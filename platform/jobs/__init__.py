@@ -1,0 +1,3 @@
+"""Jobs: manifests for Kubernetes and scripts for Slurm, written from a run's plan, and what runs inside of them: Ray on
+every node, and the supervisor that starts a lost driver again.
+"""

@@ -1,0 +1,106 @@
+"""`python -m platform.jobs kubernetes|slurm +experiment=NAME [key=value] [job.KEY=VALUE]` writes a job that runs it.
+
+`supervise` and `node` are what a job runs: the supervisor of a run's driver, and Ray on one node.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from platform.boundary.redaction import register_url_secrets, shielded
+from platform.boundary.terminal import print_line, print_while_read
+from platform.config.fields import ConfigError
+from platform.launch import DONE, REFUSED
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line `python -m platform.jobs`; return its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m platform.jobs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, what in (("kubernetes", "a manifest, for `kubectl apply`"), ("slurm", "a script, for `sbatch`")):
+        command = commands.add_parser(name, help=f"print {what}")
+        command.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for platform.launch; and job.KEY=VALUE")
+        command.add_argument("--config-dir", help="the user's own configuration files")
+        command.add_argument("--output", type=Path, help="write this file instead")
+        command.add_argument("--options", action="store_true", help="print the keys job.*")
+        command.set_defaults(run=_write)
+    command = commands.add_parser("supervise", help="run platform.launch, again where it goes on")
+    _supervision(command)
+    command.add_argument("--time-limit", type=float, help="seconds after which the job's time is over")
+    command.add_argument("launch", nargs=argparse.REMAINDER, help="arguments of platform.launch; run.dir=... among them")
+    command.set_defaults(run=_supervise)
+    command = commands.add_parser("node", help="Ray on a node of a Slurm job")
+    command.add_argument("shared", type=Path, help="directory that the nodes of the job share")
+    command.add_argument("--interface", default="", help="network interface")
+    command.add_argument("--peer", default="", help="host name of another node")
+    command.add_argument("--ip", type=int, choices=(4, 6), default=4, help="version of IP")
+    command.add_argument("--drain", type=int, default=60, help="seconds that leaving takes at most")
+    _supervision(command)
+    command.add_argument("--run", nargs=argparse.REMAINDER, help="be the head, and run platform.launch with these")
+    command.set_defaults(run=_node)
+    given = parser.parse_args(arguments)
+    register_url_secrets(list(sys.argv))
+    with shielded(sys.stdout, sys.stderr):
+        try:
+            return print_while_read(lambda: given.run(given))
+        except ConfigError as error:
+            for line in error.violations:
+                print_line(f"config: {line}", sys.stderr)
+            return REFUSED
+
+
+def _supervision(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--retries", type=int, default=10, help="drivers that may be lost (default: 10)")
+
+
+def _write(given: argparse.Namespace) -> int:
+    """Print the job that the command line asks for, or write it to a file."""
+    from platform.jobs.kubernetes import kubernetes_job
+    from platform.jobs.options import JobOptions, KubernetesOptions, SlurmOptions, options_page
+    from platform.jobs.slurm import slurm_job
+
+    write: Callable[..., str] = kubernetes_job if given.command == "kubernetes" else slurm_job
+    if given.options:
+        own = KubernetesOptions if given.command == "kubernetes" else SlurmOptions
+        print("\n".join([*options_page(JobOptions), *options_page(own)]))
+        return DONE
+    text = write(given.overrides, given.config_dir)
+    if not given.output:
+        print(text, end="")
+        return DONE
+    try:
+        given.output.parent.mkdir(parents=True, exist_ok=True)
+        given.output.write_text(text)
+    except OSError as error:
+        raise ConfigError(f"--output={given.output}: cannot be written ({error.strerror})") from None
+    return DONE
+
+
+def _supervise(given: argparse.Namespace) -> int:
+    from platform.jobs.supervisor import Supervision, Supervisor, end_ray_job
+
+    status = REFUSED
+    try:
+        status = Supervisor(Supervision(given.launch, given.retries, given.time_limit)).run()
+    finally:
+        end_ray_job(status)
+    return status
+
+
+def _node(given: argparse.Namespace) -> int:
+    from platform.jobs.ray_node import NodeOptions, run_follower, run_head
+    from platform.jobs.supervisor import Supervision
+
+    options = NodeOptions(given.shared, given.interface, given.peer, given.ip, given.drain)
+    if given.run is None:
+        return run_follower(options)
+    return run_head(options, Supervision(given.run, given.retries, elsewhere=True))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""A job of a run, from its arguments: composed and planned, sized, completed with what a job adds; and templates."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from platform.boundary.redaction import REDACTED, redact, register_url_secrets
+from platform.composition.arguments import experiment_of, typed_values
+from platform.composition.composer import CONF, open_composer
+from platform.config.fields import Config, ConfigError, violation
+from platform.jobs.options import JobOptions, lacking, take_options
+from platform.jobs.sizing import JobSize, job_size, workers_per_node
+from platform.launch import compose
+from platform.plan.memory.hardware import memory_of
+from platform.planning.make_plan import make_plan
+from platform.planning.remedies import Device, lack_of_memory
+
+TEMPLATES = CONF.parent / "jobs" / "templates"
+_PLACE = re.compile(r"@\{(\w+)\}")  # `${...}` is bash's
+_WAIT = 600  # seconds of cluster.wait: nodes come one by one
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """Run that a job is written for. `options`: of the job, `name` set; `command`: the words typed for the manifest;
+    `arguments`: those of `platform.launch`, as they are typed."""
+
+    config: Config
+    options: Any
+    size: JobSize
+    command: str
+    arguments: list[str]
+
+
+def plan_job(kind: type[JobOptions], typed: Sequence[str], config_dir: str | None, run_dir: Callable[[Any], str]) -> PlannedRun:
+    """Compose and plan the run that the arguments `typed` describe, with options of the class `kind` among them; choose
+    what a job must say and they do not. `run_dir`: the run directory by the options.
+
+    Raises ConfigError with one line per mistake; one line names all keys that must be given.
+    """
+    register_url_secrets(list(typed))
+    options, words, lines = take_options(kind, typed)
+    lines += [
+        violation(word.partition("=")[0], REDACTED, "a secret, which the file would show: refer to it", ["${oc.env:NAME}"])
+        for word in words
+        if redact(word) != word
+    ]
+    try:
+        config = compose(words, config_dir)
+    except ConfigError as error:
+        lines += error.violations
+    if lines:
+        raise ConfigError(lines)
+    with open_composer(config_dir):  # which knows the groups
+        given, experiment = typed_values(words), experiment_of(words)
+    if experiment is None:
+        raise ConfigError("experiment: none is chosen; write +experiment=NAME")
+    lacking(_needed(config, options, given))
+    options = replace(options, name=options.name or re.sub(r"[^a-z0-9]+", "-", experiment.lower()).strip("-"))
+    world = options.nodes * workers_per_node(options, 0) if config.parallel.data == -1 else None
+    plan = make_plan(config, world)
+    settled = [f"parallel.data={plan.replicas}"] if config.parallel.data == -1 else []
+    config.parallel.data = plan.replicas
+    size = job_size(config, plan, options)
+    memory = config.cluster.device_memory * 1e9 or memory_of(config.cluster.gpu)
+    if size.device == "cuda" and memory and (line := lack_of_memory(config, plan, Device(memory, config.cluster.gpu))):
+        raise ConfigError(line)
+    directory = run_dir(options)
+    added = {
+        "cluster": "ray",
+        "cluster.wait": f"{_WAIT}",
+        "elastic.min_workers": f"{size.least * size.workers}" if size.least < size.nodes else "",
+        "run.dir": directory,
+        "run.time_margin": f"{size.margin}",
+        "data.cache": f"{directory.rpartition('/')[0] or '.'}/cache",  # for all nodes, once
+    }
+    own = [f"{key}={value}" for key, value in added.items() if value and key not in given]
+    flags = ["--config-dir", config_dir] if config_dir else []
+    shown = folded([*flags, *typed], " \\\n#         ", 84)
+    return PlannedRun(config, options, size, shown, [*flags, *words, *settled, *own])
+
+
+def _needed(config: Config, options: JobOptions, given: Mapping[str, Any]) -> dict[str, str]:
+    """Return the keys that must be given for any job of this run, with their values. The demonstration text counts as
+    data for who names it, and to check a cluster with."""
+    own = config.data.kind == "stdlib" and "data" not in given and not config.cluster.check
+    needed = {"data.path": "" if own else config.data.path or config.data.kind, "checkpoint.url": config.checkpoint.url}
+    if config.parallel.data == -1:
+        needed["job.nodes"] = str(options.nodes or "")
+    for name in ("image", "claim"):
+        if hasattr(options, "claim"):
+            needed[f"job.{name}"] = getattr(options, name)
+    return needed
+
+
+def within(config: Config, mount: str) -> None:
+    """Raise ConfigError for paths of the run that do not lie below `mount`, where all pods see the same files."""
+    paths = {"data.path": config.data.path, "data.target_path": config.data.target_path}
+    lines = [
+        violation(key, path, f"must lie below job.mount={mount}, where the claim is", [f"{mount}/..."])
+        for key, path in {**paths, "checkpoint.url": config.checkpoint.url}.items()
+        if path and "://" not in path and not path.startswith(f"{mount}/")
+    ]
+    if lines:
+        raise ConfigError(lines)
+
+
+def fill(template: str, values: Mapping[str, str | None]) -> str:
+    """Fill the places `@{NAME}` of a template; a line with a place whose value is None is left out, and a value of
+    several lines is indented as its place. Raises KeyError for a place without a value."""
+    lines = []
+    for line in template.splitlines():
+        names = _PLACE.findall(line)
+        if any(values[name] is None for name in names):
+            continue
+        indent = " " * (len(line) - len(line.lstrip()))
+        lines.append(_PLACE.sub(lambda m: str(values[m[1]]).replace("\n", f"\n{indent}"), line))  # noqa: B023
+    return "\n".join(lines) + "\n"
+
+
+def folded(words: Sequence[str], between: str = "\n", width: int = 100) -> str:
+    """Quote the words of a command for a shell, and join them to lines of about `width` characters by `between`."""
+    lines: list[str] = []
+    for word in map(shlex.quote, words):
+        if lines and len(lines[-1]) + len(word) < width:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(word)
+    return between.join(lines)

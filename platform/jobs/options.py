@@ -1,0 +1,161 @@
+"""Options of a job, typed as `job.KEY=VALUE` beside a run's own arguments: what a plan does not say of its cluster."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import Field, dataclass, fields
+from typing import Any, TypeVar, get_type_hints
+
+from platform.config.bounds import wrong_value
+from platform.config.durations import seconds_of
+from platform.config.fields import ConfigError, closest, type_in_words, violation
+from platform.config.key import WORKERS, key
+
+PREFIX = "job."
+_PAIR = r"[^\s=]+=[^\s=]*"
+Options = TypeVar("Options", bound="JobOptions")
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """Options of any job."""
+
+    name: str = key(
+        "",
+        'name of job and run directory; "" = that of the experiment',
+        pattern=r"([a-z]([-a-z0-9]{0,38}[a-z0-9])?)?",
+        constraint="must be 1 to 40 of a-z, 0-9 and -, a letter first",
+    )
+    workers: int = key(0, "workers of a node, and its GPUs; 0 = 8, or as many as the plan has", ">= 0", most=1024)
+    nodes: int = key(0, "nodes, where parallel.data=-1 leaves their number open", ">= 0", most=WORKERS)
+    cpus: int = key(0, "CPUs of a node; 0 = 8 for each GPU, 1 for each worker without", ">= 0", most=4096)
+    memory: int = key(0, "GiB of host memory of a node; 0 = what the plan needs there", ">= 0", most=10**5)
+    time: str = key("", 'time limit, before which the run saves and stops; "" = none', constraint="must be H:MM:SS")
+    retries: int = key(10, "lost drivers after which the job ends", ">= 0", most=10**4)
+
+
+@dataclass(frozen=True)
+class KubernetesOptions(JobOptions):
+    """Options of a job on Kubernetes."""
+
+    image: str = key("", "image of all containers; must be given")
+    claim: str = key(
+        "",
+        "ReadWriteMany claim that all pods mount; must be given",
+        pattern=r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?)?",
+        constraint="must be the name of a PersistentVolumeClaim",
+    )
+    mount: str = key("/shared", "where the claim is mounted", pattern=r"(/[\w.-]+)+", constraint="must be /PATH")
+    storage: str = key(
+        "",
+        'make the claim, of this size; "" = it is there',
+        pattern=r"([1-9]\d*[GTP]i)?",
+        constraint="must be a size, such as 50Ti",
+    )
+    storage_class: str = key("", "storage class of a claim that is made; \"\" = the cluster's default")
+    user: int = key(1000, "user and group id of all processes, and group of the claim's files", ">= 1", most=2**31 - 1)
+    interface: str = key("eth0", "network interface of NCCL and gloo", pattern=r"[^\s/]{1,15}", constraint="is no name")
+    priority: str = key("", 'priority class; "" = none')
+    select: list[str] = key([], "labels of nodes, KEY=VALUE", pattern=_PAIR, constraint="must be KEY=VALUE")
+    secrets: list[str] = key(
+        [],
+        "environment variables from Secrets, NAME=SECRET/KEY",
+        pattern=r"[A-Za-z_]\w*=[a-z0-9][-a-z0-9.]*/[-\w.]+",
+        constraint="must be NAME=SECRET/KEY",
+    )
+    tolerate: list[str] = key([], "taints, beside nvidia.com/gpu, as KEY=VALUE", pattern=_PAIR, constraint="KEY=VALUE")
+
+
+@dataclass(frozen=True)
+class SlurmOptions(JobOptions):
+    """Options of a job on Slurm."""
+
+    partition: str = key("", 'partition; "" = the default one')
+    account: str = key("", 'account; "" = the default one')
+    gpu_type: str = key(
+        "", 'type of GPU, as Slurm names it, such as h100; "" = any', pattern=r"[\w.-]*", constraint="is no name"
+    )
+    request: str = key("gpus-per-node", "option that asks for GPUs", ("gpus-per-node", "gres"))
+    shared: bool = key(False, "nodes may run other jobs beside this one")
+    setup: str = key("", "shell command that finds Python, such as source .venv/bin/activate")
+    runtime: str = key("", 'containers; "" = none', ("", "pyxis", "apptainer"))
+    image: str = key("", "image of the containers: a .sqsh file or URL for pyxis, a .sif file for apptainer")
+    mounts: list[str] = key([], "paths that containers see, beside the working directory: PATH or PATH:PATH")
+    interface: str = key(
+        "", 'network interface of Ray, NCCL and gloo; "" = the one that leads to the other nodes', pattern=r"[^\s/]{0,15}",
+        constraint="is no name",
+    )  # fmt: skip
+    ip: int = key(4, "version of IP", (4, 6))
+    options: list[str] = key([], "further options of sbatch, such as --qos=long", pattern=r"--\S+", constraint="--OPTION")
+
+
+def take_options(kind: type[Options], arguments: Sequence[str]) -> tuple[Options, list[str], list[str]]:
+    """Take the options of a job out of the arguments of a command; return them, the other arguments, and one refusal
+    line per mistake in the options."""
+    known: dict[str, Field[Any]] = {f.name: f for f in fields(kind)}
+    hints = get_type_hints(kind)
+    given: dict[str, Any] = {}
+    lines, rest = [], []
+    for argument in arguments:
+        name, equals, text = argument.lstrip("+").partition("=")
+        if not name.startswith(PREFIX):
+            rest.append(argument)
+        elif not equals or name.removeprefix(PREFIX) not in known:
+            near = [f"{PREFIX}{n}" for n in closest(name.removeprefix(PREFIX), known)]
+            lines.append(violation(name, text, "unknown key", near[:3]))
+        else:
+            try:
+                given[name.removeprefix(PREFIX)] = _parse(text, hints[name.removeprefix(PREFIX)])
+            except ValueError:
+                lines.append(violation(name, text, f"must be {type_in_words(hints[name.removeprefix(PREFIX)])}"))
+    lines += [line for name, value in given.items() for line in _wrong(name, value, known[name])]
+    return kind(**(given if not lines else {})), rest, lines
+
+
+def _parse(text: str, kind: Any) -> Any:
+    """Parse the typed value of an option of the type `kind`. Raises ValueError if it is none."""
+    if kind is bool:
+        return {"true": True, "false": False}[text] if text in ("true", "false") else int("")
+    if kind is int:
+        return int(text)
+    if kind is str:
+        return text
+    inner = text[1:-1] if re.fullmatch(r"\[.*\]", text) else text
+    return [part.strip() for part in inner.split(",") if part.strip()]
+
+
+def _wrong(name: str, value: Any, field: Field[Any]) -> Iterator[str]:
+    """Yield a refusal line per mistake in the value of one option."""
+    yield from wrong_value(f"{PREFIX}{name}", value, field.metadata["key"])
+    if name == "time" and value:
+        try:
+            seconds_of(value)
+        except ValueError:
+            yield violation("job.time", value, "must be H:MM:SS", ["48:00:00"])
+
+
+def lacking(needed: dict[str, str]) -> None:
+    """Raise ConfigError, of one line that names all of them, if keys that must be given are not. `needed`: key -> its
+    value, "" for none."""
+    if missing := [name for name, value in needed.items() if not value]:
+        example = {
+            "data.path": "data=text data.path=/shared/corpus",
+            "checkpoint.url": "checkpoint.url=/shared/checkpoints/NAME",
+            "job.image": "job.image=REGISTRY/NAME:TAG",
+            "job.claim": "job.claim=NAME",
+        }
+        nearest = " ".join(example.get(name, f"{name}=2") for name in missing)
+        raise ConfigError(f"{', '.join(missing)}: must be given; nearest legal: {nearest}")
+
+
+def options_page(kind: type[JobOptions]) -> Iterator[str]:
+    """Yield the rows of a table of a job's own options for a page: key, default and meaning."""
+    shared = {f.name for f in fields(JobOptions)}
+    for f in fields(kind):
+        if kind is JobOptions or f.name not in shared:
+            default = f.default_factory() if callable(f.default_factory) else f.default
+            legal = f.metadata["key"].choices
+            one_of = f" ({', '.join(str(c) or chr(34) * 2 for c in legal)})" if legal else ""
+            shown = str(default).lower() if isinstance(default, bool) else default
+            yield f"| `{PREFIX}{f.name}` | {f'`{shown}`' if shown != '' else ''} | {f.metadata['key'].guidance}{one_of} |"

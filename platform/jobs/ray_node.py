@@ -1,0 +1,246 @@
+"""Ray on one node of a job: `python -m platform.jobs node`, which every node of a Slurm allocation runs.
+
+The first node has Ray's head and the supervisor of the run; it writes the head's address into a directory that all
+nodes share, and removes nothing there. The others join the head, and join again when their Ray ends or the head has
+another address, until the job's processes end. All files of Ray are in a directory of this job's own on the node, all
+ports are free ones, and processes are ended by what they inherited, never by `ray stop`: a node may run other jobs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from socket import create_connection
+
+from platform.boundary import documents
+from platform.boundary.schema import Malformed
+from platform.boundary.terminal import print_line
+from platform.cluster.crew.launchers import leftovers
+from platform.config.fields import ConfigError
+from platform.jobs.allocation import cpus_here, endpoint, free_port, gpus_here, interface_of, own_address
+from platform.jobs.supervisor import Supervision, Supervisor
+from platform.launch import FAILED
+
+HEAD, STOP = "head.json", "stop"  # files in the directory that all nodes of the job share
+_ATTEMPTS = 3  # to start a head, each at other ports
+_HEAD_SECONDS = 120.0  # for a head to answer
+_JOIN_SECONDS = 900.0  # for the head's address to appear
+_AGAIN_SECONDS = 10.0  # before a node joins again
+_LOOK_SECONDS = 0.5
+_OBJECT_STORE = 10**9  # bytes: no tensor goes through it
+
+
+@dataclass(frozen=True)
+class NodeOptions:
+    """What a node of a job is told. `shared`: the directory that all of its nodes share; `peer`: a host name of another
+    node, "" for none; `drain`: seconds that Ray takes to leave, in which the run saves."""
+
+    shared: Path
+    interface: str = ""
+    peer: str = ""
+    ip: int = 4
+    drain: int = 60
+
+
+def ray_command(address: str, options: NodeOptions, directory: str, head: str, port: int, gpus: int) -> list[str]:
+    """Return the command that starts Ray on a node at `address`, as the head at `port` or, if `head` is an address, as
+    another node of its cluster; it runs until it is ended."""
+    role = ["--head", f"--port={port}", "--include-dashboard=false", f"--ray-client-server-port={free_port(address)}"]
+    return [
+        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"),
+        *([f"--address={head}"] if head else role),
+        f"--node-ip-address={address}",
+        f"--num-cpus={max(cpus_here(), gpus)}",
+        f"--num-gpus={gpus}",
+        f"--temp-dir={directory}/ray",
+        f"--object-store-memory={_OBJECT_STORE}",
+        *(f"--{limit}-worker-port=0" for limit in ("min", "max")),  # any free one
+        "--dashboard-agent-listen-port=0",
+    ]
+
+
+def ray_environment(address: str, directory: str, drain: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a node's Ray, which its workers inherit: collectives use the interface of `address`
+    unless another one is set, and a node that is told to go takes `drain` seconds."""
+    interface = interface_of(address)
+    names = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if interface else ()
+    own = {leftovers.MARK: directory, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": str(drain)}
+    return {**dict.fromkeys(names, interface), **environment, **own}
+
+
+class RayNode:
+    """One node's Ray, and the directory of its files; a context that ends its processes and removes the directory,
+    however this process ends."""
+
+    def __init__(self, options: NodeOptions):
+        self._options = options
+        self._ray: subprocess.Popen[bytes] | None = None
+        self._opened = ExitStack()
+
+    def __enter__(self) -> RayNode:
+        self.directory = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # short, because of Ray's sockets
+        command = [sys.executable, "-I", leftovers.__file__, self.directory]
+        cleaner = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        self._opened.callback(cleaner.wait)
+        self._opened.callback(cleaner.stdin.close)  # type: ignore[union-attr]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+        self._opened.close()
+
+    def end(self) -> None:
+        """End Ray on this node at once, with all that it has started: those that inherited its mark."""
+        if self._ray is not None:
+            self._ray.kill()
+            self._ray.wait()
+        for process in leftovers.marked(self.directory):
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+    def start(self, head: str = "", port: int = 0) -> None:
+        """Start Ray on this node, as `ray_command` says. Raises ConfigError if no address is found for it."""
+        o = self._options
+        peer = head.rpartition(":")[0].strip("[]") if head else o.peer
+        address = own_address(o.interface, peer, o.ip)
+        command = ray_command(address, o, self.directory, head, port, gpus_here())
+        environment = ray_environment(address, self.directory, o.drain, os.environ)
+        self._ray = subprocess.Popen(command, env=environment, start_new_session=True)
+
+    @property
+    def runs(self) -> bool:
+        """Return True if Ray was started on this node and has not ended."""
+        return self._ray is not None and self._ray.poll() is None
+
+    def leave(self) -> None:
+        """Tell Ray that this node will go: the run saves, and goes on without it."""
+        if self._ray is not None and self._ray.poll() is None:
+            self._ray.send_signal(signal.SIGTERM)
+
+
+class _Head:
+    """Keeps Ray's head alive on this node: a thread starts another one, at other ports, when it has ended."""
+
+    def __init__(self, node: RayNode, options: NodeOptions):
+        self._node, self._options = node, options
+        self._address = ""
+
+    def start(self) -> None:
+        """Start the head and tell the other nodes where it is. Raises ConfigError if it does not start."""
+        for attempt in range(_ATTEMPTS):
+            o = self._options
+            address = own_address(o.interface, o.peer, o.ip)
+            port = free_port(address)
+            self._node.start(port=port)
+            if self._answers(address, port):
+                self._address = endpoint(address, port)
+                _replace(o.shared / HEAD, json.dumps({"address": self._address}))
+                print_line(f"node: Ray's head is at {self._address}")
+                return
+            self._node.end()
+            print_line(f"node: Ray's head did not start, attempt {attempt + 1} of {_ATTEMPTS}", sys.stderr)
+        raise ConfigError("node: Ray's head does not start on this node; what it says is above")
+
+    def _answers(self, address: str, port: int) -> bool:
+        """Wait until the head takes connections; return False if it ends or stays silent."""
+        deadline = time.monotonic() + _HEAD_SECONDS
+        while self._node.runs and time.monotonic() < deadline:
+            with suppress(OSError):
+                create_connection((address, port), timeout=1.0).close()
+                return True
+            time.sleep(_LOOK_SECONDS)
+        return False
+
+    def environment(self) -> dict[str, str]:
+        """Return what tells a driver where Ray is; start the head again if it has ended. Raises ConfigError if it does
+        not start."""
+        if not self._node.runs:
+            print_line("node: Ray's head has ended: it is started again")
+            self._node.end()
+            self.start()
+        return {"RAY_ADDRESS": self._address}
+
+
+def run_head(options: NodeOptions, told: Supervision) -> int:
+    """Run Ray's head and the supervisor of a run on this node; return the job's exit status. A file `stop` in the
+    shared directory stops the run as SIGUSR1 does: by which process a signal of Slurm is received is a site's choice,
+    a file is not."""
+    with RayNode(options) as node:
+        head = _Head(node, options)
+        head.start()
+        supervisor = Supervisor(told, head.environment)
+        watch = threading.Thread(target=_watch, args=(options.shared / STOP, supervisor.ask), daemon=True)
+        watch.start()
+        return supervisor.run()
+
+
+def _watch(stop: Path, ask: Callable[[int], None]) -> None:
+    """Wait for the file `stop`, and ask for a stop then."""
+    while not stop.exists():
+        time.sleep(_LOOK_SECONDS)
+    ask(signal.SIGUSR1)
+
+
+def run_follower(options: NodeOptions) -> int:
+    """Keep this node in the job's Ray cluster until it is told to go; return the exit status."""
+    going = threading.Event()
+    with RayNode(options) as node:
+
+        def leave(*_: object) -> None:
+            going.set()
+            node.leave()
+
+        signal.signal(signal.SIGTERM, leave)
+        signal.signal(signal.SIGINT, leave)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # for the head alone
+        while not going.is_set():
+            head = _await_head(options.shared, going)
+            if not head:
+                return 0 if going.is_set() else FAILED
+            node.start(head)
+            while node.runs and (going.is_set() or _head(options.shared) in (head, "")):
+                time.sleep(_LOOK_SECONDS)
+            node.end()
+            going.wait(_AGAIN_SECONDS)
+    return 0
+
+
+def _await_head(shared: Path, going: threading.Event) -> str:
+    """Wait for the head's address; return "" if it does not come, or this node is told to go."""
+    deadline = time.monotonic() + _JOIN_SECONDS
+    while not going.is_set():
+        if address := _head(shared):
+            return address
+        if time.monotonic() > deadline:
+            print_line(f"node: no head of Ray wrote its address to {shared} in {_JOIN_SECONDS:.0f} s", sys.stderr)
+            return ""
+        going.wait(_LOOK_SECONDS)
+    return ""
+
+
+def _head(shared: Path) -> str:
+    """Read the head's address from the shared directory, "" if there is none."""
+    try:
+        found = documents.json_file(shared / HEAD)
+        return str(found["address"])
+    except (OSError, Malformed, KeyError, TypeError):
+        return ""
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a text file in one step, for this user alone."""
+    path.parent.mkdir(0o700, parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.draft")
+    draft.write_text(text)
+    draft.chmod(0o600)
+    draft.replace(path)

@@ -1,0 +1,80 @@
+"""Script of a run for Slurm: `sbatch FILE`."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+
+from platform.config.fields import ConfigError
+from platform.jobs.manifest import TEMPLATES, PlannedRun, fill, folded, plan_job
+from platform.jobs.options import SlurmOptions, lacking
+from platform.jobs.sizing import GIB
+
+
+def slurm_job(typed: Sequence[str], config_dir: str | None = None) -> str:
+    """Write the script of the run that the arguments `typed` describe, with options `job.KEY=VALUE` among them
+    (`SlurmOptions`). Raises ConfigError."""
+    run = plan_job(SlurmOptions, typed, config_dir, lambda o: f"runs/{o.name}")
+    if run.options.runtime:
+        lacking({"job.image": run.options.image})
+    elif run.options.image:
+        raise ConfigError(f"job.image={run.options.image}: needs job.runtime; nearest legal: pyxis, apptainer")
+    return fill((TEMPLATES / "train.sbatch").read_text(), _values(run))
+
+
+def _values(run: PlannedRun) -> dict[str, str | None]:
+    """Return what the places of the template hold, each as Slurm or bash reads it; None for what this job does not
+    have."""
+    o, size, gpu = run.options, run.size, run.size.device == "cuda"
+    count = f"{o.gpu_type}:{size.workers}" if o.gpu_type else f"{size.workers}"
+    run_dir = next(word.partition("=")[2] for word in reversed(run.arguments) if word.startswith("run.dir="))
+    srun, prefix = _container(run)
+    interface = [f"--interface={o.interface}"] if o.interface else []
+    ip = [f"--ip={o.ip}"] if o.ip != 4 else []
+    return {
+        "command": run.command,
+        "what": f"{size.most} node{'' if size.most == 1 else 's'} of {size.workers} {'GPUs' if gpu else 'workers on CPUs'}",
+        "name": o.name,
+        "nodes": f"{size.most}",
+        "gpus": (f"gpus-per-node={count}" if o.request == "gpus-per-node" else f"gres=gpu:{count}") if gpu else None,
+        "cpus": f"{size.cpus}",
+        "memory": f"{size.memory // GIB}G" if o.shared else "0",
+        "needs": f"{size.memory // GIB}",
+        "exclusive": None if o.shared else "exclusive",
+        "time": o.time or None,
+        "partition": o.partition or None,
+        "account": o.account or None,
+        "margin": f"{size.margin + 60}",
+        "options": "\n".join(f"#SBATCH {option}" for option in o.options) or None,
+        "setup": o.setup or None,
+        "srun": " ".join(map(_word, srun)) or None,
+        "prefix": " ".join([*map(_word, prefix), "python"]),
+        "shared": shlex.quote(run_dir),
+        "node": " ".join([*interface, *ip, f"--drain={max(60, size.margin)}"]),
+        "retries": f"{o.retries}",
+        "arguments": folded(run.arguments, " \\\n"),
+    }
+
+
+def _word(text: str) -> str:
+    """Quote a word for bash, in which "$PWD" alone is a variable."""
+    if "$PWD" not in text:
+        return shlex.quote(text)
+    return '"' + re.sub(r'([\\"`]|\$(?!PWD\b))', r"\\\1", text) + '"'
+
+
+def _container(run: PlannedRun) -> tuple[list[str], list[str]]:
+    """Return the options of srun, and the command before Python's, by which every process runs in the job's container;
+    both empty without one. Paths of the run are mounted; "$PWD", where the job was submitted, is too."""
+    o, c = run.options, run.config
+    if not o.runtime:
+        return [], []
+    paths = [path for path in (c.data.path, c.data.target_path, c.checkpoint.url) if path and "://" not in path]
+    mounts = [*dict.fromkeys([*paths, *o.mounts])]
+    if o.runtime == "pyxis":
+        pairs = ",".join(mount if ":" in mount else f"{mount}:{mount}" for mount in mounts)
+        return [f"--container-image={o.image}", f"--container-mounts=$PWD:$PWD,{pairs}", "--container-workdir=$PWD"], []
+    binds = [word for mount in mounts for word in ("--bind", mount)]
+    nv = ["--nv"] if run.size.device == "cuda" else []
+    return [], ["apptainer", "exec", *nv, "--pwd", "$PWD", "--bind", "$PWD", *binds, o.image]

@@ -1,0 +1,188 @@
+"""Supervisor of a run's driver inside a job: starts `python -m platform.launch`, passes signals on to it, and starts
+the same command again where the rule of `retries` says so.
+
+It imports neither torch nor Ray, keeps nothing in memory that is not in the run directory, and is the same on
+Kubernetes (the entry point of a RayJob) and on Slurm (beside the head of Ray).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from platform.boundary.schema import Malformed
+from platform.boundary.terminal import print_line
+from platform.cluster.run import traces
+from platform.config.fields import ConfigError, violation
+from platform.jobs.retries import CLOSED, DRIVERS, ENDED, STARTED, TERMINATED, DriverEnd, read_drivers, spent, verdict
+from platform.launch import DONE, FAILED, STOPPED
+from platform.monitor.records.json_lines import JsonLines
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_PAUSE, _LONGEST_PAUSE = 5.0, 60.0  # seconds before the same command, for each retry that is spent; at most
+_STOPPING_SECONDS = 30.0  # for Ray to end this process, once it was asked to stop the Ray job
+
+
+@dataclass(frozen=True)
+class Supervision:
+    """What a supervisor is told. `arguments`: of `platform.launch`; `retries`: drivers that may be lost; `seconds`:
+    after which the job's time is over, None for no limit; `elsewhere`: as in `verdict`."""
+
+    arguments: Sequence[str]
+    retries: int = 10
+    seconds: float | None = None
+    elsewhere: bool = False
+
+    @property
+    def run_dir(self) -> Path:
+        """Return the run directory. Raises ConfigError if the arguments do not name one: the next driver must find
+        what this one leaves."""
+        named = [word.partition("=")[2] for word in self.arguments if word.lstrip("+").startswith("run.dir=")]
+        if not named or not named[-1]:
+            raise ConfigError(violation("run.dir", "", "must be given to a supervised run", ["run.dir=DIRECTORY"]))
+        return Path(named[-1].strip("'\"")).expanduser()
+
+
+class Supervisor:
+    """Runs drivers one after the other until the rule says that the job ends. `environment`: gives, before each driver,
+    variables for it beside those of this process (where Ray is, which may change)."""
+
+    def __init__(self, told: Supervision, environment: Callable[[], Mapping[str, str]] = dict, pause: float = _PAUSE):
+        self._told, self._environment, self._pause = told, environment, pause
+        self._end = None if told.seconds is None else time.monotonic() + told.seconds
+        self._driver: subprocess.Popen[bytes] | None = None
+        self._asked = 0
+
+    def run(self) -> int:
+        """Run the job to its end; return its exit status: one of the launcher's, or 143 after SIGTERM. Raises
+        ConfigError if there is no run directory to write to."""
+        run_dir = self._told.run_dir
+        with ExitStack() as opened:
+            for number in SIGNALS:
+                opened.callback(signal.signal, number, signal.signal(number, self.ask))
+            try:
+                run_dir.mkdir(0o700, parents=True, exist_ok=True)
+                record = JsonLines(run_dir / DRIVERS)
+                opened.callback(record.close)
+                used = spent(read_drivers(run_dir))
+            except (OSError, Malformed) as error:
+                raise ConfigError(violation("run.dir", run_dir, f"cannot be used ({error})")) from None
+            status = self._drivers(run_dir, record, used)
+            if status != STOPPED or not self._told.elsewhere:
+                record.append({"event": CLOSED, "time": time.time(), "status": status})
+            return status
+
+    def ask(self, number: int, frame: FrameType | None = None) -> None:
+        """Take note of a signal that tells this job to stop, and pass it on to the driver."""
+        self._asked = number
+        if self._driver is not None and self._driver.poll() is None:
+            self._driver.send_signal(number)
+
+    def _drivers(self, run_dir: Path, record: JsonLines, used: int) -> int:
+        """Run one driver after the other; return the status with which the job ends. `used`: retries so far."""
+        if used > self._told.retries:
+            return self._spent(used)
+        if used:
+            print_line(f"supervisor: {used} of {self._told.retries} retries are spent")
+        while True:
+            before = _steps(run_dir)
+            record.append({"event": STARTED, "time": time.time(), "step": before})
+            status = self._one_driver()
+            after, over = _steps(run_dir), self._end is not None and time.monotonic() >= self._end
+            end = DriverEnd(status, _recorded(run_dir), after > before, self._asked, over)
+            used += end.costs
+            line = {"event": ENDED, "time": time.time(), "step": after, "status": status, "costs": end.costs}
+            record.append(line)
+            final = verdict(end, used, self._told.retries, self._told.elsewhere)
+            if final is not None:
+                return self._spent(used) if used > self._told.retries and end.costs else final
+            how = "was lost" if end.lost else "stopped"
+            print_line(
+                f"supervisor: the driver {how} with status {status} after step {after}: the same command again"
+                f" ({used} of {self._told.retries} retries spent)"
+            )
+            if self._rest(min(_LONGEST_PAUSE, self._pause * used)):
+                return STOPPED if self._asked == signal.SIGUSR1 else TERMINATED
+
+    def _one_driver(self) -> int:
+        """Run a driver to its end; return its status."""
+        arguments = [*self._told.arguments]
+        if self._end is not None:
+            arguments.append(f"run.time_limit={max(1, int(self._end - time.monotonic()))}")
+        environment = {**os.environ, **self._environment()}
+        command = [sys.executable, "-m", "platform.launch", *arguments]
+        self._driver = subprocess.Popen(command, env=environment)
+        if self._asked:  # while it was starting
+            self._driver.send_signal(self._asked)
+        return self._driver.wait()
+
+    def _rest(self, seconds: float) -> bool:
+        """Wait before the next driver; return True if the job was told to stop meanwhile."""
+        deadline = time.monotonic() + seconds
+        while not self._asked and (left := deadline - time.monotonic()) > 0:
+            time.sleep(min(0.1, left))
+        return bool(self._asked)
+
+    def _spent(self, used: int) -> int:
+        """Tell that all retries are spent; return the status of such a job."""
+        print_line(
+            f"supervisor: {used} retries are spent, and {self._told.retries} are allowed: the job ends; the same"
+            " job goes on once more when it is submitted again",
+            sys.stderr,
+        )
+        return FAILED
+
+
+def _steps(run_dir: Path) -> int:
+    """Return the highest step that the run directory shows as done; 0 if its files cannot be read, which the driver
+    will say."""
+    try:
+        return traces.steps(run_dir)
+    except (OSError, Malformed):
+        return 0
+
+
+def _recorded(run_dir: Path) -> bool:
+    """Return True unless the journal says that the newest driver began and not that it ended."""
+    try:
+        return not traces.unended(run_dir)
+    except (OSError, Malformed):
+        return True
+
+
+def end_ray_job(status: int, environment: Mapping[str, str] = os.environ) -> None:
+    """Stop the Ray job that this process is the entry point of, if it is one and its status is not 0: KubeRay starts
+    the whole RayJob again, with all of its nodes, where an entry point fails, and does not where the job is stopped.
+    Only the loss of the entry point itself, with its node, is a failure to KubeRay."""
+    job = ray_job(environment)
+    if status in (DONE, TERMINATED) or not job:  # terminated: it is being stopped
+        return
+    print_line(f"supervisor: status {status}, which no other cluster would change: this RayJob ends as STOPPED")
+    command = [sys.executable, "-m", "ray.scripts.scripts", "job", "stop", "--no-wait", job]
+    try:
+        subprocess.run(command, timeout=_STOPPING_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        print_line(f"supervisor: the Ray job could not be stopped ({error})", sys.stderr)
+        return
+    deadline = time.monotonic() + _STOPPING_SECONDS
+    while time.monotonic() < deadline:  # Ray sends SIGTERM
+        time.sleep(0.1)
+
+
+def ray_job(environment: Mapping[str, str]) -> str:
+    """Return the submission id of the Ray job that a process with this environment is the entry point of, "" if of
+    none."""
+    try:
+        found = json.loads(environment.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
+        return str(found.get("metadata", {}).get("job_submission_id", ""))
+    except (ValueError, AttributeError):
+        return ""
