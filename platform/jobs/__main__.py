@@ -41,17 +41,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("--ip", type=int, choices=(4, 6), default=4, help="version of IP")
     command.add_argument("--drain", type=int, default=60, help="seconds that leaving takes at most")
     _supervision(command)
-    command.add_argument("--run", nargs=argparse.REMAINDER, help="be the head, and run platform.launch with these")
+    command.add_argument("--run", nargs=argparse.REMAINDER, dest="launch", help="be the head, and run platform.launch with these")
     command.set_defaults(run=_node)
     given = parser.parse_args(arguments)
     register_url_secrets(list(sys.argv))
     with shielded(sys.stdout, sys.stderr):
-        try:
-            return print_while_read(lambda: given.run(given))
-        except ConfigError as error:
-            for line in error.violations:
-                print_line(f"config: {line}", sys.stderr)
-            return REFUSED
+        return print_while_read(lambda: _answer(lambda: given.run(given)))
+
+
+def _answer(command: Callable[[], int]) -> int:
+    """Run a command; return its exit status, or print its refusal and return REFUSED."""
+    try:
+        return command()
+    except ConfigError as error:
+        for line in error.violations:
+            print_line(f"config: {line}", sys.stderr)
+        return REFUSED
 
 
 def _supervision(parser: argparse.ArgumentParser) -> None:
@@ -84,11 +89,9 @@ def _write(given: argparse.Namespace) -> int:
 def _supervise(given: argparse.Namespace) -> int:
     from platform.jobs.supervisor import Supervision, Supervisor, end_ray_job
 
-    status = REFUSED
-    try:
-        status = Supervisor(Supervision(given.launch, given.retries, given.time_limit)).run()
-    finally:
-        end_ray_job(status)
+    told = Supervision(given.launch, given.retries, given.time_limit)
+    status = _answer(Supervisor(told).run)
+    end_ray_job(status)
     return status
 
 
@@ -97,9 +100,9 @@ def _node(given: argparse.Namespace) -> int:
     from platform.jobs.supervisor import Supervision
 
     options = NodeOptions(given.shared, given.interface, given.peer, given.ip, given.drain)
-    if given.run is None:
+    if given.launch is None:
         return run_follower(options)
-    return run_head(options, Supervision(given.run, given.retries, elsewhere=True))
+    return run_head(options, Supervision(given.launch, given.retries, elsewhere=True))
 
 
 if __name__ == "__main__":

@@ -16,9 +16,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from socket import create_connection
 
@@ -37,6 +38,7 @@ _HEAD_SECONDS = 120.0  # for a head to answer
 _JOIN_SECONDS = 900.0  # for the head's address to appear
 _AGAIN_SECONDS = 10.0  # before a node joins again
 _LOOK_SECONDS = 0.5
+_SAID_LINES = 20
 _OBJECT_STORE = 10**9  # bytes: no tensor goes through it
 
 
@@ -55,7 +57,9 @@ class NodeOptions:
 def ray_command(address: str, options: NodeOptions, directory: str, head: str, port: int, gpus: int) -> list[str]:
     """Return the command that starts Ray on a node at `address`, as the head at `port` or, if `head` is an address, as
     another node of its cluster; it runs until it is ended."""
-    role = ["--head", f"--port={port}", "--include-dashboard=false", f"--ray-client-server-port={free_port(address)}"]
+    role = ["--head", f"--port={port}", "--include-dashboard=false"]
+    if find_spec("grpc"):  # Ray's client, which nobody uses here, takes port 10001 otherwise, and cannot be left out
+        role.append(f"--ray-client-server-port={free_port(address)}")
     return [
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"),
         *([f"--address={head}"] if head else role),
@@ -115,7 +119,18 @@ class RayNode:
         address = own_address(o.interface, peer, o.ip)
         command = ray_command(address, o, self.directory, head, port, gpus_here())
         environment = ray_environment(address, self.directory, o.drain, os.environ)
-        self._ray = subprocess.Popen(command, env=environment, start_new_session=True)
+        with open(self._said, "wb") as said:  # pages of advice, such as to end it by `ray stop`
+            self._ray = subprocess.Popen(command, env=environment, stdout=said, stderr=said, start_new_session=True)
+
+    @property
+    def _said(self) -> Path:
+        return Path(self.directory, "ray.out")
+
+    def said(self) -> str:
+        """Return the end of what Ray's command has said on this node."""
+        with suppress(OSError):
+            return "\n".join(self._said.read_text(errors="replace").splitlines()[-_SAID_LINES:])
+        return ""
 
     @property
     def runs(self) -> bool:
@@ -148,7 +163,8 @@ class _Head:
                 print_line(f"node: Ray's head is at {self._address}")
                 return
             self._node.end()
-            print_line(f"node: Ray's head did not start, attempt {attempt + 1} of {_ATTEMPTS}", sys.stderr)
+            tried = f"attempt {attempt + 1} of {_ATTEMPTS}"
+            print_line(f"{self._node.said()}\nnode: Ray's head did not start, {tried}", sys.stderr)
         raise ConfigError("node: Ray's head does not start on this node; what it says is above")
 
     def _answers(self, address: str, port: int) -> bool:
@@ -179,16 +195,18 @@ def run_head(options: NodeOptions, told: Supervision) -> int:
         head = _Head(node, options)
         head.start()
         supervisor = Supervisor(told, head.environment)
-        watch = threading.Thread(target=_watch, args=(options.shared / STOP, supervisor.ask), daemon=True)
-        watch.start()
+        threading.Thread(target=_watch, args=(node, options.shared / STOP, supervisor), daemon=True).start()
         return supervisor.run()
 
 
-def _watch(stop: Path, ask: Callable[[int], None]) -> None:
-    """Wait for the file `stop`, and ask for a stop then."""
+def _watch(node: RayNode, stop: Path, supervisor: Supervisor) -> None:
+    """Wait for the file `stop`, and ask for a stop of the job then. Without a head Ray ends the driver after a minute,
+    in which that can still save: have it replaced."""
     while not stop.exists():
+        if not node.runs:
+            supervisor.replace_driver()
         time.sleep(_LOOK_SECONDS)
-    ask(signal.SIGUSR1)
+    supervisor.ask(signal.SIGUSR1)
 
 
 def run_follower(options: NodeOptions) -> int:
@@ -210,6 +228,8 @@ def run_follower(options: NodeOptions) -> int:
             node.start(head)
             while node.runs and (going.is_set() or _head(options.shared) in (head, "")):
                 time.sleep(_LOOK_SECONDS)
+            if not (node.runs or going.is_set()):
+                print_line(f"{node.said()}\nnode: Ray has ended on this node; it joins again", sys.stderr)
             node.end()
             going.wait(_AGAIN_SECONDS)
     return 0

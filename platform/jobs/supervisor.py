@@ -61,6 +61,7 @@ class Supervisor:
         self._end = None if told.seconds is None else time.monotonic() + told.seconds
         self._driver: subprocess.Popen[bytes] | None = None
         self._asked = 0
+        self._replacing = False  # the present driver was told to make way for another one here
 
     def run(self) -> int:
         """Run the job to its end; return its exit status: one of the launcher's, or 143 after SIGTERM. Raises
@@ -87,6 +88,12 @@ class Supervisor:
         if self._driver is not None and self._driver.poll() is None:
             self._driver.send_signal(number)
 
+    def replace_driver(self) -> None:
+        """Tell the driver, once, to save and stop, so that another one goes on here: what it stands on is lost."""
+        if not self._replacing and self._driver is not None and self._driver.poll() is None:
+            self._replacing = True
+            self._driver.send_signal(signal.SIGUSR1)
+
     def _drivers(self, run_dir: Path, record: JsonLines, used: int) -> int:
         """Run one driver after the other; return the status with which the job ends. `used`: retries so far."""
         if used > self._told.retries:
@@ -102,7 +109,7 @@ class Supervisor:
             used += end.costs
             line = {"event": ENDED, "time": time.time(), "step": after, "status": status, "costs": end.costs}
             record.append(line)
-            final = verdict(end, used, self._told.retries, self._told.elsewhere)
+            final = verdict(end, used, self._told.retries, self._told.elsewhere and not self._replacing)
             if final is not None:
                 return self._spent(used) if used > self._told.retries and end.costs else final
             how = "was lost" if end.lost else "stopped"
@@ -120,6 +127,7 @@ class Supervisor:
             arguments.append(f"run.time_limit={max(1, int(self._end - time.monotonic()))}")
         environment = {**os.environ, **self._environment()}
         command = [sys.executable, "-m", "platform.launch", *arguments]
+        self._replacing = False
         self._driver = subprocess.Popen(command, env=environment)
         if self._asked:  # while it was starting
             self._driver.send_signal(self._asked)

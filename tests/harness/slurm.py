@@ -1,0 +1,113 @@
+"""A Slurm of stand-ins on this machine: `srun` really starts a process for every node of a step, a job is run as its
+batch script says, told to stop by a signal to that script alone, and started again when it asks to be requeued."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+# All steps of a job: a process for each node that the options leave, whose end has the worst status.
+SRUN = """#!{python}
+import os, signal, subprocess, sys
+options, words = dict(), sys.argv[1:]
+while words and words[0].startswith("--"):
+    name, _, value = words.pop(0)[2:].partition("=")
+    options[name] = value
+hosts = os.environ["HOSTS"].split()
+chosen = options["nodelist"].split(",") if "nodelist" in options else [h for h in hosts if h != options.get("exclude")]
+assert int(options["nodes"]) == len(chosen) == int(options["ntasks"]), (options, chosen)
+tasks = [
+    subprocess.Popen(words, env={{**os.environ, "SLURMD_NODENAME": host, "SLURM_NODEID": str(hosts.index(host))}})
+    for host in chosen
+]
+with open(os.environ["STATE"] + "/tasks", "a") as file:
+    file.writelines(f"{{task.pid}} {{host}}\\n" for task, host in zip(tasks, chosen))
+sys.exit(max(task.wait() % 256 for task in tasks))
+"""
+SCONTROL = """#!/bin/bash
+case $1 in
+  show) tr ' ' '\\n' <<<"$HOSTS" ;;
+  requeue) touch "$STATE/requeue" ;;
+esac
+"""
+
+
+class SlurmJob:
+    """One job: `script` run with Slurm's variables for nodes named `hosts`, in `folder`. `environment`: of the batch
+    script beside this process's own."""
+
+    def __init__(self, folder: Path, script: str, hosts: list[str], **environment: str):
+        self.folder, self.state, self.hosts = folder, folder / "slurm", hosts
+        tools = self.state / "bin"
+        tools.mkdir(parents=True)
+        for name, text in {"srun": SRUN.format(python=sys.executable), "scontrol": SCONTROL}.items():
+            (tools / name).write_text(text)
+            (tools / name).chmod(0o755)
+        (folder / "job.sbatch").write_text(script)
+        self.restarts = 0
+        self.environment = {
+            **os.environ,
+            "PATH": f"{tools}:{os.path.dirname(sys.executable)}:/usr/bin:/bin",
+            "HOSTS": " ".join(hosts),
+            "STATE": str(self.state),
+            "SLURM_JOB_ID": "4711",
+            "SLURM_JOB_NODELIST": f"{hosts[0]},..." if len(hosts) > 1 else hosts[0],
+            "SLURM_CPUS_PER_TASK": re.findall(r"^#SBATCH --cpus-per-task=(\d+)$", script, re.M)[0],
+            **environment,
+        }
+
+    @contextmanager
+    def started(self) -> Iterator[subprocess.Popen[bytes]]:
+        """One life of the job, from its start, or a requeue, to the end of its batch script; then Slurm ends what is
+        left of its steps."""
+        (self.state / "requeue").unlink(missing_ok=True)
+        environment = {**self.environment, "SLURM_RESTART_COUNT": str(self.restarts)}
+        with (self.folder / "out").open("ab") as out:
+            process = subprocess.Popen(
+                ["bash", "job.sbatch"], cwd=self.folder, env=environment, stdout=out, stderr=out, start_new_session=True
+            )
+        try:
+            yield process
+        finally:
+            self.end(process)
+        self.restarts += 1
+
+    def end(self, process: subprocess.Popen[bytes]) -> None:
+        """End a life as Slurm does, or the loss of the first node: SIGKILL to everything that it started."""
+        process.kill()
+        process.wait()
+        for pid in self.tasks():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        (self.state / "tasks").unlink(missing_ok=True)
+
+    def tasks(self) -> dict[int, str]:
+        """Process id -> node, of the tasks of this life's steps."""
+        path = self.state / "tasks"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return {int(pid): node for pid, node in (line.split() for line in lines)}
+
+    @property
+    def requeued(self) -> bool:
+        return (self.state / "requeue").exists()
+
+    def out(self) -> str:
+        return (self.folder / "out").read_text()
+
+
+def until(what: Callable[[], bool], process: subprocess.Popen[bytes], out: Callable[[], str], seconds: float = 240) -> None:
+    """Wait until `what` is so, while `process` runs; `seconds` only bound a failing test."""
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert process.poll() is None, out()
+        assert time.monotonic() < deadline, out()
+        time.sleep(0.1)
