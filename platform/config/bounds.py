@@ -60,7 +60,9 @@ def wrong_value(key: str, value: Any, legal: Key) -> Iterator[str]:
     number out of bounds and each illegal text in it."""
     if legal.choices and value not in legal.choices:
         planned = legal.not_built.get(value)
-        yield violation(key, value, f"not built yet ({planned})" if planned else "unknown", closest(value, legal.choices))
+        yield violation(
+            key, value, f"not built yet ({planned})" if planned else "unknown", closest(value, legal.choices)
+        )
         return
     for name, part in _scalars(value):
         where = f"{key}.{name}".rstrip(".")

@@ -24,7 +24,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     for name, what in (("kubernetes", "a manifest, for `kubectl apply`"), ("slurm", "a script, for `sbatch`")):
         command = commands.add_parser(name, help=f"print {what}")
-        command.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for platform.launch; and job.KEY=VALUE")
+        command.add_argument(
+            "overrides", nargs="*", metavar="KEY=VALUE", help="as for platform.launch; and job.KEY=VALUE"
+        )
         command.add_argument("--config-dir", help="the user's own configuration files")
         command.add_argument("--output", type=Path, help="write this file instead")
         command.add_argument("--options", action="store_true", help="print the keys job.*")
@@ -32,7 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = commands.add_parser("supervise", help="run platform.launch, again where it goes on")
     _supervision(command)
     command.add_argument("--time-limit", type=float, help="seconds after which the job's time is over")
-    command.add_argument("launch", nargs=argparse.REMAINDER, help="arguments of platform.launch; run.dir=... among them")
+    command.add_argument(
+        "launch", nargs=argparse.REMAINDER, help="arguments of platform.launch; run.dir=... among them"
+    )
     command.set_defaults(run=_supervise)
     command = commands.add_parser("node", help="Ray on a node of a Slurm job")
     command.add_argument("shared", type=Path, help="directory that the nodes of the job share")
@@ -41,7 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("--ip", type=int, choices=(4, 6), default=4, help="version of IP")
     command.add_argument("--drain", type=int, default=60, help="seconds that leaving takes at most")
     _supervision(command)
-    command.add_argument("--run", nargs=argparse.REMAINDER, dest="launch", help="be the head, and run platform.launch with these")
+    command.add_argument(
+        "--run", nargs=argparse.REMAINDER, dest="launch", help="be the head, and run platform.launch with these"
+    )
     command.set_defaults(run=_node)
     given = parser.parse_args(arguments)
     register_url_secrets(list(sys.argv))

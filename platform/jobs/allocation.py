@@ -115,7 +115,9 @@ def _ipv6(table: Path = Path("/proc/net/if_inet6")) -> list[tuple[str, str]]:
         rows = [line.split() for line in table.read_text().splitlines()]
     except OSError:
         return []
-    return [(row[5], socket.inet_ntop(socket.AF_INET6, bytes.fromhex(row[0]))) for row in rows if row[3] in ("00", "10")]
+    return [
+        (row[5], socket.inet_ntop(socket.AF_INET6, bytes.fromhex(row[0]))) for row in rows if row[3] in ("00", "10")
+    ]
 
 
 def endpoint(address: str, port: int) -> str:

@@ -36,7 +36,9 @@ class PlannedRun:
     arguments: list[str]
 
 
-def plan_job(kind: type[JobOptions], typed: Sequence[str], config_dir: str | None, run_dir: Callable[[Any], str]) -> PlannedRun:
+def plan_job(
+    kind: type[JobOptions], typed: Sequence[str], config_dir: str | None, run_dir: Callable[[Any], str]
+) -> PlannedRun:
     """Compose and plan the run that the arguments `typed` describe, with options of the class `kind` among them; choose
     what a job must say and they do not. `run_dir`: the run directory by the options.
 
@@ -45,7 +47,9 @@ def plan_job(kind: type[JobOptions], typed: Sequence[str], config_dir: str | Non
     register_url_secrets(list(typed))
     options, words, lines = take_options(kind, typed)
     lines += [
-        violation(word.partition("=")[0], REDACTED, "a secret, which the file would show: refer to it", ["${oc.env:NAME}"])
+        violation(
+            word.partition("=")[0], REDACTED, "a secret, which the file would show: refer to it", ["${oc.env:NAME}"]
+        )
         for word in words
         if redact(word) != word
     ]

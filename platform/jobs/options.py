@@ -53,7 +53,7 @@ class KubernetesOptions(JobOptions):
         pattern=r"([1-9]\d*[GTP]i)?",
         constraint="must be a size, such as 50Ti",
     )
-    storage_class: str = key("", "storage class of a claim that is made; \"\" = the cluster's default")
+    storage_class: str = key("", 'storage class of a claim that is made; "" = the cluster\'s default')
     user: int = key(1000, "user and group id of all processes, and group of the claim's files", ">= 1", most=2**31 - 1)
     interface: str = key("eth0", "network interface of NCCL and gloo", pattern=r"[^\s/]{1,15}", constraint="is no name")
     priority: str = key("", 'priority class; "" = none')
@@ -64,7 +64,9 @@ class KubernetesOptions(JobOptions):
         pattern=r"[A-Za-z_]\w*=[a-z0-9][-a-z0-9.]*/[-\w.]+",
         constraint="must be NAME=SECRET/KEY",
     )
-    tolerate: list[str] = key([], "taints, beside nvidia.com/gpu, as KEY=VALUE", pattern=_PAIR, constraint="KEY=VALUE")
+    tolerate: list[str] = key(
+        [], "taints, beside nvidia.com/gpu, as KEY=VALUE", pattern=_PAIR, constraint="must be KEY=VALUE"
+    )
 
 
 @dataclass(frozen=True)
@@ -83,11 +85,15 @@ class SlurmOptions(JobOptions):
     image: str = key("", "image of the containers: a .sqsh file or URL for pyxis, a .sif file for apptainer")
     mounts: list[str] = key([], "paths that containers see, beside the working directory: PATH or PATH:PATH")
     interface: str = key(
-        "", 'network interface of Ray, NCCL and gloo; "" = the one that leads to the other nodes', pattern=r"[^\s/]{0,15}",
+        "",
+        'network interface of Ray, NCCL and gloo; "" = the one that leads to the other nodes',
+        pattern=r"[^\s/]{0,15}",
         constraint="is no name",
-    )  # fmt: skip
+    )
     ip: int = key(4, "version of IP", (4, 6))
-    options: list[str] = key([], "further options of sbatch, such as --qos=long", pattern=r"--\S+", constraint="--OPTION")
+    options: list[str] = key(
+        [], "further options of sbatch, such as --qos=long", pattern=r"--\S+", constraint="must be --OPTION"
+    )
 
 
 def take_options(kind: type[Options], arguments: Sequence[str]) -> tuple[Options, list[str], list[str]]:
@@ -158,4 +164,5 @@ def options_page(kind: type[JobOptions]) -> Iterator[str]:
             legal = f.metadata["key"].choices
             one_of = f" ({', '.join(str(c) or chr(34) * 2 for c in legal)})" if legal else ""
             shown = str(default).lower() if isinstance(default, bool) else default
-            yield f"| `{PREFIX}{f.name}` | {f'`{shown}`' if shown != '' else ''} | {f.metadata['key'].guidance}{one_of} |"
+            cell = f"`{shown}`" if shown != "" else ""
+            yield f"| `{PREFIX}{f.name}` | {cell} | {f.metadata['key'].guidance}{one_of} |"

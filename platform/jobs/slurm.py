@@ -34,7 +34,7 @@ def _values(run: PlannedRun) -> dict[str, str | None]:
     ip = [f"--ip={o.ip}"] if o.ip != 4 else []
     return {
         "command": run.command,
-        "what": f"{size.most} node{'' if size.most == 1 else 's'} of {size.workers} {'GPUs' if gpu else 'workers on CPUs'}",
+        "what": f"{size.most} node{'' if size.most == 1 else 's'} of {size.workers} {'GPUs' if gpu else 'CPU workers'}",
         "name": o.name,
         "nodes": f"{size.most}",
         "gpus": (f"gpus-per-node={count}" if o.request == "gpus-per-node" else f"gres=gpu:{count}") if gpu else None,

@@ -11,8 +11,9 @@ from platform.monitor.records.events import Goodput, JournalEvent
 
 def goodput(journal: Iterable[JournalEvent]) -> Goodput:
     """Compute what failures cost a run from its journal's events, in order: goodput, steps lost, and recovery times.
-    A driver that was killed is no failure of a worker: it has recorded no end, and is counted by itself. Useful seconds are those of committed steps, less those of the steps that a rollback repeats or a driver leaves
-    unsaved at its end."""
+    Useful seconds are those of committed steps, less those of the steps that a rollback repeats or a driver leaves
+    unsaved at its end. A driver that was killed is no failure of a worker: it has recorded no end, and counts by
+    itself."""
     failures = transitions = lost = drivers = 0
     useful = seconds = 0.0
     recoveries: list[float] = []

@@ -104,7 +104,9 @@ class SlurmJob:
         return (self.folder / "out").read_text()
 
 
-def until(what: Callable[[], bool], process: subprocess.Popen[bytes], out: Callable[[], str], seconds: float = 240) -> None:
+def until(
+    what: Callable[[], bool], process: subprocess.Popen[bytes], out: Callable[[], str], seconds: float = 240
+) -> None:
     """Wait until `what` is so, while `process` runs; `seconds` only bound a failing test."""
     deadline = time.monotonic() + seconds
     while not what():

@@ -15,7 +15,8 @@ WRITE = {"kubernetes": kubernetes_job, "slurm": slurm_job}
 DATA = "data=text data.path=/shared/corpus checkpoint.url=/shared/checkpoints/"
 POD = " job.image=elastic-platform:0.1.0 job.claim=shared"
 ONE = "+experiment=one_gpu "
-NODE = "+experiment=one_gpu model=gpt3_1_3b train.microbatch=2 parallel.data=8 parallel.zero=1 cluster.gpu=H100 job.name=one-node "
+NODE = "+experiment=one_gpu job.name=one-node model=gpt3_1_3b train.microbatch=2 parallel.data=8 parallel.zero=1"
+NODE += " cluster.gpu=H100 "
 GPT = "+experiment=gpt175b elastic.spares=8 "
 CHECK = "+experiment=cluster_check job.nodes=2 job.workers=1 job.name=check checkpoint.url=/shared/checkpoints/check"
 EXAMPLES = {  # file -> arguments of `python -m platform.jobs kubernetes|slurm`
