@@ -65,7 +65,10 @@ class KubernetesOptions(JobOptions):
         constraint="must be NAME=SECRET/KEY",
     )
     tolerate: list[str] = key(
-        [], "taints, beside nvidia.com/gpu, as KEY=VALUE", pattern=_PAIR, constraint="must be KEY=VALUE"
+        [],
+        "taints beside nvidia.com/gpu, KEY or KEY=VALUE",
+        pattern=r"[^\s=]+(=[^\s=]*)?",
+        constraint="must be KEY or KEY=VALUE",
     )
 
 

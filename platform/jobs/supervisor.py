@@ -27,6 +27,7 @@ from platform.jobs.retries import CLOSED, DRIVERS, ENDED, STARTED, TERMINATED, D
 from platform.launch import DONE, FAILED, STOPPED
 from platform.monitor.records.json_lines import JsonLines
 
+LAUNCHER = (sys.executable, "-m", "platform.launch")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _PAUSE, _LONGEST_PAUSE = 5.0, 60.0  # seconds before the same command, for each retry that is spent; at most
 _STOPPING_SECONDS = 30.0  # for Ray to end this process, once it was asked to stop the Ray job
@@ -126,7 +127,7 @@ class Supervisor:
         if self._end is not None:
             arguments.append(f"run.time_limit={max(1, int(self._end - time.monotonic()))}")
         environment = {**os.environ, **self._environment()}
-        command = [sys.executable, "-m", "platform.launch", *arguments]
+        command = [*LAUNCHER, *arguments]
         self._replacing = False
         self._driver = subprocess.Popen(command, env=environment)
         if self._asked:  # while it was starting

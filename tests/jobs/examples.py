@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from functools import cache
 from pathlib import Path
 
 from platform.jobs.kubernetes import kubernetes_job
@@ -30,6 +31,7 @@ EXAMPLES = {  # file -> arguments of `python -m platform.jobs kubernetes|slurm`
 }
 
 
+@cache
 def written(name: str) -> str:
     """Return what the command of an example writes."""
     return WRITE[name.partition("/")[0]](shlex.split(EXAMPLES[name]))

@@ -1,0 +1,90 @@
+"""What a node has and how it is reached, whatever a site's Slurm sets."""
+
+import socket
+
+import pytest
+
+from platform.config.fields import ConfigError
+from platform.jobs import allocation
+from platform.jobs.allocation import addresses, cpus_here, endpoint, free_port, gpus_here, interface_of, own_address
+
+
+@pytest.mark.parametrize(
+    "variables, gpus",
+    [
+        ({}, 0),
+        ({"SLURM_GPUS_ON_NODE": "8"}, 8),
+        ({"SLURM_GPUS_PER_NODE": "8"}, 8),
+        ({"SLURM_GPUS_PER_NODE": "h100:8"}, 8),
+        ({"SLURM_GPUS_PER_NODE": "gpu:h100:4"}, 4),
+        ({"SLURM_GPUS_PER_NODE": "gpu:h100:4(S:0-1)"}, 4),
+        ({"SLURM_GPUS_PER_NODE": "a100:2,h100:2"}, 4),
+        ({"SLURM_GPUS_PER_NODE": "h100"}, 1),
+        ({"SLURM_STEP_GPUS": "0,1,4-7"}, 6),
+        ({"SLURM_JOB_GPUS": "2"}, 1),
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2"}, 3),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-1f,GPU-2e"}, 2),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, 0),
+        ({"SLURM_GPUS_ON_NODE": "", "CUDA_VISIBLE_DEVICES": ""}, 0),
+        ({"SLURM_GPUS_ON_NODE": "4", "CUDA_VISIBLE_DEVICES": "0"}, 4),
+    ],
+)
+def test_gpus(variables, gpus):
+    assert gpus_here(variables) == gpus
+
+
+def test_cpus():
+    assert cpus_here({"SLURM_CPUS_PER_TASK": "96", "SLURM_CPUS_ON_NODE": "128"}) == 96
+    assert cpus_here({"SLURM_CPUS_ON_NODE": "128"}) == 128
+    assert cpus_here({}) == cpus_here({"SLURM_CPUS_PER_TASK": "(null)"}) > 0
+
+
+def test_the_address_is_an_interface_s_or_leads_to_the_others():
+    assert own_address("lo") == "127.0.0.1" and interface_of("127.0.0.1") == "lo"
+    assert ("lo", "127.0.0.1") == addresses(4)[-1]  # others come first
+    assert interface_of("203.0.113.7") == ""
+    with pytest.raises(ConfigError, match="job.interface=ib9: has no IPv4 address on node .*; nearest legal: .*lo"):
+        own_address("ib9")
+
+
+def resolved(monkeypatch, name, address):
+    """Resolve one host name as a site's hosts file might."""
+    ask = socket.getaddrinfo
+    there = {name: address}
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *more: ask(there.get(host, host), *more))
+
+
+def test_a_peer_that_is_reached_by_loopback_alone_is_refused(monkeypatch):
+    """As where a hosts file gives 127.0.1.1 for a node's name: other nodes could not come."""
+    resolved(monkeypatch, "node2", "127.0.1.1")
+    with pytest.raises(ConfigError, match="node2 is reached by loopback"):
+        own_address(peer="node2")
+    with pytest.raises(ConfigError, match="no route over IPv6 to node node2"):
+        own_address(peer="node2", version=6)
+
+
+def test_the_route_to_a_peer_chooses_the_address(monkeypatch):
+    other = [address for name, address in addresses(4) if name != "lo"]
+    if not other:
+        pytest.skip("this machine has loopback alone")
+    resolved(monkeypatch, "node2", other[0])
+    assert own_address(peer="node2") == other[0]
+
+
+def test_without_a_route_one_node_is_on_loopback(monkeypatch):
+    monkeypatch.setattr(allocation, "_ANYWHERE", {4: "no.such.host.invalid", 6: "no.such.host.invalid"})
+    assert (own_address(), own_address(version=6)) == ("127.0.0.1", "::1")
+
+
+def test_both_versions_of_ip(tmp_path):
+    assert endpoint("10.0.0.1", 6379) == "10.0.0.1:6379" and endpoint("fd00::1", 6379) == "[fd00::1]:6379"
+    table = tmp_path / "if_inet6"
+    table.write_text(
+        "fe800000000000000000000000000001 02 40 20 80     eth0\n"
+        "fd000000000000000000000000000002 02 40 00 80     eth0\n"
+        "00000000000000000000000000000001 01 80 10 80       lo\n"
+    )
+    assert allocation._ipv6(table) == [("eth0", "fd00::2"), ("lo", "::1")]
+    assert allocation._ipv6(tmp_path / "none") == []
+    with socket.create_server(("127.0.0.1", free_port("127.0.0.1"))):
+        pass

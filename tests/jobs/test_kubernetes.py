@@ -1,0 +1,254 @@
+"""Manifests for Kubernetes: KubeRay's fields and types, pods that hold the plan, a run that a retry finds."""
+
+import copy
+import math
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+from platform.jobs.kubernetes import kubernetes_job
+from platform.launch import compose
+from tests.jobs.examples import EXAMPLES, JOBS, written
+
+SCHEMA = yaml.safe_load((Path(__file__).parent / "kubernetes.schema.yaml").read_text())
+CHECK = jsonschema.Draft202012Validator(SCHEMA)
+MANIFESTS = [name for name in EXAMPLES if name.startswith("kubernetes/")]
+OVERLAYS = sorted(path.parent for path in (JOBS / "kubernetes").rglob("kustomization.yaml"))
+POD = "+experiment=one_gpu data=text data.path=/shared/a checkpoint.url=/shared/b job.image=i job.claim=c".split()
+
+
+def documents(text):
+    return [document for document in yaml.safe_load_all(text) if document]
+
+
+def rayjob(text):
+    [job] = [document for document in documents(text) if document["kind"] == "RayJob"]
+    return job
+
+
+def job_of(name):
+    return rayjob((JOBS / name).read_text())
+
+
+def cluster_of(job):
+    cluster = job["spec"]["rayClusterSpec"]
+    [workers] = cluster["workerGroupSpecs"]
+    return cluster, workers
+
+
+def pods(job):
+    """The pods that train: the head's, the workers'."""
+    cluster, workers = cluster_of(job)
+    return [cluster["headGroupSpec"]["template"]["spec"], workers["template"]["spec"]]
+
+
+def arguments(job):
+    """Options of the supervisor, and the arguments of the launcher."""
+    words = shlex.split(job["spec"]["entrypoint"])
+    assert words[:4] == ["python", "-m", "platform.jobs", "supervise"]
+    first = next(i for i, word in enumerate(words) if i > 3 and not word.startswith("--"))
+    return words[4:first], words[first:]
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_the_examples_are_what_their_commands_write(name):
+    assert (JOBS / name).read_text() == written(name), "python -m tests.jobs.examples writes them"
+
+
+def test_every_file_has_the_fields_and_types_of_its_kind():
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    found = [path for path in (JOBS / "kubernetes").rglob("*.yaml") if path.name != "kustomization.yaml"]
+    assert len(found) >= 7
+    for path in found:
+        for document in documents(path.read_text()):
+            CHECK.validate(document)
+
+
+def path_to(job, *keys):
+    for key in keys:
+        job = job[key]
+    return job
+
+
+CLUSTER = ("spec", "rayClusterSpec")
+WORKERS = (*CLUSTER, "workerGroupSpecs", 0)
+PODS = (*WORKERS, "template", "spec")
+DAMAGE = {
+    "misspelt field": lambda job: job["spec"].update(entryPoint=job["spec"].pop("entrypoint")),
+    "misspelt nested field": lambda job: path_to(job, *WORKERS).update(minReplica=1),
+    "number for a string": lambda job: path_to(job, *WORKERS, "rayStartParams").update({"num-gpus": 0}),
+    "string for a number": lambda job: job["spec"].update(backoffLimit="10"),
+    "old API": lambda job: job.update(apiVersion="ray.io/v1alpha1"),
+    "version": lambda job: path_to(job, *CLUSTER).update(rayVersion=2.6),
+    "no autoscaler": lambda job: path_to(job, *CLUSTER, "autoscalerOptions").update(version="v3"),
+    "number of GPUs": lambda job: path_to(job, *PODS, "containers", 0, "resources", "limits").update({"x/gpu": 8}),
+    "misspelt security": lambda job: path_to(job, *PODS, "securityContext").update(fsgroup=1),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_the_check_sees_usual_mistakes(damage):
+    job = copy.deepcopy(job_of("kubernetes/gpt175b/job.yaml"))
+    CHECK.validate(job)
+    DAMAGE[damage](job)
+    with pytest.raises(jsonschema.ValidationError):
+        CHECK.validate(job)
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_the_entrypoint_composes_and_fills_the_pods(name):
+    job = job_of(name)
+    told, words = arguments(job)
+    config, (_, workers) = compose(words), cluster_of(job)
+    limits = pods(job)[1]["containers"][0]["resources"]["limits"]
+    size = int(limits.get("nvidia.com/gpu", limits["cpu"]))
+    world = config.parallel.data * math.prod(config.tensor.axes.values()) * config.pipeline.stages
+    assert config.cluster.kind == "ray" and config.cluster.wait > 0
+    assert workers["maxReplicas"] == -(-world // size) + -(-config.elastic.spares // size)
+    least = config.elastic.min_workers or world
+    assert workers["replicas"] == workers["minReplicas"] == -(-least // size)
+    assert f"--retries={job['spec']['backoffLimit']}" in told
+    for axis in config.tensor.axes.values():  # tensor parallelism stays inside a pod
+        assert size % axis == 0
+
+
+def test_a_large_job_starts_with_fewer_nodes_and_asks_for_more():
+    cluster, workers = cluster_of(job_of("kubernetes/gpt175b/job.yaml"))
+    assert workers["minReplicas"] < workers["maxReplicas"] and cluster["enableInTreeAutoscaling"]
+    assert cluster["autoscalerOptions"]["version"] == "v2"
+    check, workers = cluster_of(job_of("kubernetes/kind/job.yaml"))
+    assert workers["minReplicas"] == workers["maxReplicas"] == 2 and not check["enableInTreeAutoscaling"]
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_a_retry_finds_the_run(name):
+    """The run directory is named (not hashed or drawn) and lies on the claim, which every pod mounts."""
+    job = job_of(name)
+    config = compose(arguments(job)[1])
+    assert job["spec"]["backoffLimit"] > 0 and job["spec"]["submitterConfig"]["backoffLimit"] == 0
+    for pod in pods(job):
+        claims = {v["name"] for v in pod["volumes"] if "persistentVolumeClaim" in v}
+        [mount] = [m["mountPath"] for m in pod["containers"][0]["volumeMounts"] if m["name"] in claims]
+        for path in (config.run.dir, config.checkpoint.url, config.data.cache, config.data.path or f"{mount}/x"):
+            assert path.startswith(f"{mount}/")
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_pods_are_guaranteed_private_and_have_time_to_save(name):
+    job = job_of(name)
+    cluster, _ = cluster_of(job)
+    margin = compose(arguments(job)[1]).run.time_margin
+    assert cluster["authOptions"] == {"mode": "token"}
+    assert cluster["headGroupSpec"]["rayStartParams"].items() >= {("num-cpus", "0"), ("num-gpus", "0")}
+    for pod in [*pods(job), job["spec"]["submitterPodTemplate"]["spec"]]:
+        [container] = pod["containers"]
+        assert container["resources"]["requests"] == container["resources"]["limits"]
+        assert "ephemeral-storage" in container["resources"]["limits"]
+        assert pod["securityContext"]["runAsUser"] == 1000 and pod["restartPolicy"] == "Never"
+        assert container["securityContext"]["allowPrivilegeEscalation"] is False
+    for pod in pods(job):
+        [drain] = [e["value"] for e in pod["containers"][0]["env"] if e["name"].endswith("DRAIN_TIMEOUT_S")]
+        assert pod["terminationGracePeriodSeconds"] >= float(drain) + 30 >= 90 and float(drain) >= margin
+        assert pod["securityContext"]["fsGroup"] == 1000
+    shm = [v["emptyDir"] for v in pods(job)[1]["volumes"] if v["name"] == "shm"]
+    assert (
+        shm[0]["medium"] == "Memory"
+        and {"name": "shm", "mountPath": "/dev/shm"} in (pods(job)[1]["containers"][0]["volumeMounts"])
+    )
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_what_protects_the_job_selects_its_pods(name):
+    found = documents((JOBS / name).read_text())
+    job = next(document for document in found if document["kind"] == "RayJob")
+    cluster, workers = cluster_of(job)
+    labels = [group["template"]["metadata"]["labels"] for group in (cluster["headGroupSpec"], workers)]
+    labels.append(job["spec"]["submitterPodTemplate"]["metadata"]["labels"])
+    [policy] = [document for document in found if document["kind"] == "NetworkPolicy"]
+    assert all(policy["spec"]["podSelector"]["matchLabels"].items() <= own.items() for own in labels)
+    budgets = [document["spec"] for document in found if document["kind"] == "PodDisruptionBudget"]
+    selected = [[b["selector"]["matchLabels"].items() <= own.items() for own in labels[:2]] for b in budgets]
+    assert sorted(selected) == [[False, True], [True, False]]
+    assert {b["minAvailable"] for b in budgets} == {1, workers["minReplicas"]}
+
+
+def test_a_time_limit_drains_before_anybody_kills():
+    plain, limited = rayjob(kubernetes_job(POD)), rayjob(kubernetes_job([*POD, "job.time=2:00:00"]))
+    assert "activeDeadlineSeconds" not in plain["spec"] and not any("limit" in word for word in arguments(plain)[0])
+    assert "--time-limit=7200" in arguments(limited)[0]
+    least = 7200 + limited["spec"]["preRunningDeadlineSeconds"]
+    assert limited["spec"]["activeDeadlineSeconds"] > least
+
+
+def test_options():
+    more = "job.storage=2Ti job.storage_class=fast job.priority=high job.select=gpu=h100 job.tolerate=[pool=ml,x]"
+    more += " job.user=7 job.interface=ens5 job.cpus=6 job.memory=48 job.retries=2"
+    text = kubernetes_job([*POD, *more.split()])
+    for document in documents(text):
+        CHECK.validate(document)
+    job, (claim, *_) = rayjob(text), documents(text)
+    assert claim["spec"]["storageClassName"] == "fast" and claim["spec"]["resources"]["requests"] == {"storage": "2Ti"}
+    pod = pods(job)[1]
+    assert pod["nodeSelector"] == {"gpu": "h100"} and pod["priorityClassName"] == "high"
+    assert [t["key"] for t in pod["tolerations"]] == ["nvidia.com/gpu", "pool", "x"]
+    assert pod["securityContext"]["runAsUser"] == 7 and job["spec"]["backoffLimit"] == 2
+    limits = pod["containers"][0]["resources"]["limits"]
+    assert (limits["cpu"], limits["memory"], limits["nvidia.com/gpu"]) == ("6", "48Gi", "1")
+    assert variables(pod)["NCCL_SOCKET_IFNAME"] == variables(pod)["GLOO_SOCKET_IFNAME"] == {"value": "ens5"}
+
+
+def variables(pod):
+    return {e["name"]: {k: v for k, v in e.items() if k != "name"} for e in pod["containers"][0]["env"]}
+
+
+def test_wandb_s_key_is_a_secret_of_the_cluster_s():
+    head, _ = pods(rayjob(kubernetes_job([*POD, "monitor=wandb"])))
+    secret = {"name": "wandb", "key": "api-key", "optional": True}
+    assert variables(head)["WANDB_API_KEY"] == {"valueFrom": {"secretKeyRef": secret}}
+    assert "WANDB_API_KEY" not in variables(pods(rayjob(kubernetes_job(POD)))[0])
+
+
+def built(folder):
+    """What kustomize makes of a folder."""
+    tool = shutil.which("kustomize")
+    command = [tool, "build"] if tool else [shutil.which("kubectl"), "kustomize"]
+    if not command[0]:
+        pytest.skip("needs kustomize, or kubectl")
+    done = subprocess.run([*command, str(folder)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return documents(done.stdout)
+
+
+EXPECTED = {  # overlay -> what it changes in the RayJob
+    "kueue": lambda job: (
+        job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "training"
+        and cluster_of(job)[1]["replicas"] == cluster_of(job)[1]["minReplicas"] == cluster_of(job)[1]["maxReplicas"]
+        and not cluster_of(job)[0]["enableInTreeAutoscaling"]
+    ),
+    "volcano": lambda job: job["metadata"]["labels"]["volcano.sh/queue-name"] == "training",
+    "rdma": lambda job: "rdma/hca_shared_devices_a" in pods(job)[1]["containers"][0]["resources"]["limits"],
+    "efa": lambda job: pods(job)[1]["containers"][0]["resources"]["limits"]["vpc.amazonaws.com/efa"] == "32",
+    "prometheus": lambda job: True,
+    "priority": lambda job: {pod["priorityClassName"] for pod in pods(job)} == {"training"},
+}
+
+
+@pytest.mark.parametrize("folder", OVERLAYS, ids=lambda folder: folder.name)
+def test_kustomize_builds_every_folder(folder):
+    found = built(folder)
+    for document in found:
+        CHECK.validate(document)
+    [job] = [document for document in found if document["kind"] == "RayJob"]
+    assert EXPECTED.get(folder.name, lambda job: True)(job)
+    for pod in pods(job):
+        [container] = pod["containers"]
+        assert container["resources"]["requests"] == container["resources"]["limits"]
+
+
+def test_every_overlay_is_expected_to_change_something():
+    assert {folder.name for folder in OVERLAYS if folder.parent.name == "overlays"} == EXPECTED.keys()

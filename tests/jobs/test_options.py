@@ -1,0 +1,82 @@
+"""The options of a job: typed beside a run's own keys, refused as those are."""
+
+import pytest
+
+from platform.config.fields import ConfigError
+from platform.jobs.kubernetes import kubernetes_job
+from platform.jobs.options import KubernetesOptions, SlurmOptions, take_options
+from platform.jobs.slurm import slurm_job
+
+ONE = ["+experiment=one_gpu"]
+GIVEN = [*ONE, "data=text", "data.path=/shared/corpus", "checkpoint.url=/shared/checkpoints/a"]
+POD = ["job.image=i", "job.claim=c"]
+
+
+def refused(write, *arguments):
+    with pytest.raises(ConfigError) as error:
+        write([*arguments])
+    return error.value.violations
+
+
+def test_options_are_taken_out_of_the_arguments_of_a_run():
+    given = ["job.retries=3", "train.steps=4", "+job.shared=true", "job.options=[--qos=a,--x]", "job.time=48:00:00"]
+    options, rest, lines = take_options(SlurmOptions, given)
+    assert (options.retries, options.shared, options.options, options.time) == (3, True, ["--qos=a", "--x"], "48:00:00")
+    assert rest == ["train.steps=4"] and lines == []
+
+
+@pytest.mark.parametrize(
+    "typed, line",
+    [
+        ("job.imag=a", "job.imag=a: unknown key; nearest legal: job.image, job.time, job.name"),
+        ("job.retries=many", "job.retries=many: must be an integer"),
+        ("job.retries=-1", "job.retries=-1: must be >= 0; nearest legal: 0"),
+        ("job.name=A b", "job.name=A b: must be 1 to 40 of a-z, 0-9 and -, a letter first"),
+        ("job.time=soon", "job.time=soon: must be H:MM:SS; nearest legal: 48:00:00"),
+        ("job.mount=shared", "job.mount=shared: must be /PATH"),
+        ("job.select=gpu", "job.select=gpu: must be KEY=VALUE"),
+        ("job.secrets=[A=b]", "job.secrets=A=b: must be NAME=SECRET/KEY"),
+    ],
+)
+def test_a_mistake_is_one_line_with_the_nearest_legal_values(typed, line):
+    assert take_options(KubernetesOptions, [typed])[2] == [line]
+
+
+def test_what_must_be_given_is_asked_for_in_one_line():
+    [line] = refused(kubernetes_job, *ONE)
+    assert line.startswith("data.path, checkpoint.url, job.image, job.claim: must be given; nearest legal: data=text ")
+    [line] = refused(slurm_job, *ONE)
+    assert line.startswith("data.path, checkpoint.url: must be given")
+    [line] = refused(slurm_job, "+experiment=cluster_check", "checkpoint.url=/a/b")
+    assert line.startswith("job.nodes: must be given")
+    [line] = refused(slurm_job, *GIVEN, "job.runtime=pyxis")
+    assert line.startswith("job.image: must be given")
+
+
+def test_the_demonstration_text_must_be_named_to_count_as_data():
+    assert "data=stdlib" in slurm_job([*ONE, "data=stdlib", "checkpoint.url=/a/b"])
+
+
+def test_all_mistakes_come_at_once():
+    assert len(refused(slurm_job, *ONE, "job.retries=-1", "model.layerz=3", "train.steps=0")) == 3
+
+
+def test_paths_lie_on_the_claim():
+    lines = refused(kubernetes_job, *ONE, "data=text", "data.path=/home/me", "checkpoint.url=/tmp/a", *POD)
+    assert [line.partition(":")[0] for line in lines] == ["data.path=/home/me", "checkpoint.url=/tmp/a"]
+    assert "s3://bucket/a" in kubernetes_job([*ONE, "data=stdlib", "checkpoint.url=s3://bucket/a", *POD])
+
+
+def test_a_plan_that_does_not_fit_its_gpus_is_refused():
+    [line] = refused(slurm_job, *GIVEN, "model=gpt3_2_7b")
+    assert line.startswith("cluster.memory=refuse: a worker needs ") and "A10 has 24 GB" in line
+
+
+def test_no_secret_gets_into_a_file(monkeypatch):
+    [line] = refused(kubernetes_job, *ONE, "data=stdlib", "checkpoint.url=s3://me:hushhush@host/b", *POD)
+    assert line.startswith("checkpoint.url=***: a secret") and "hushhush" not in line
+    monkeypatch.setenv("S3_KEY", "hushhush")
+    reference = "checkpoint.url=s3://me:${oc.env:S3_KEY}@host/b"
+    text = kubernetes_job([*ONE, "data=stdlib", reference, *POD, "job.secrets=[S3_KEY=s3/key]"])
+    assert "hushhush" not in text and "${oc.env:S3_KEY}" in text
+    assert text.count("{name: S3_KEY, valueFrom: {secretKeyRef: {name: s3, key: key}}}") == 2

@@ -1,0 +1,145 @@
+"""Ray on a node of a job, with a stand-in for `ray start`: what it is told, where its files are, how it ends."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from platform.cluster.crew.launchers import leftovers
+from platform.config.fields import ConfigError
+from platform.jobs import ray_node
+from platform.jobs.ray_node import HEAD, NodeOptions, RayNode, ray_command, ray_environment, run_head
+from platform.jobs.supervisor import Supervision
+from tests.harness.process_tree import gone, parents
+
+ROOT = Path(__file__).parents[2]
+
+# Stands in for `ray start --block`: listens as a head, or runs beside one, with a child of its own.
+RAY = """
+import json, os, socket, subprocess, sys, time
+options = dict(word[2:].partition("=")[::2] for word in sys.argv[1:] if word.startswith("--"))
+with open(os.environ["CALLS"], "a") as file:
+    print(json.dumps([options, os.environ.get("NCCL_SOCKET_IFNAME"), os.getpid()]), file=file)
+if os.environ.get("FAILS"):
+    sys.exit("no head today")
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+if "head" in options:
+    listener = socket.create_server((options["node-ip-address"], int(options["port"])))
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def node(tmp_path, monkeypatch):
+    """Options of a node on loopback, whose `ray start` is the stand-in; its calls are in `calls`."""
+    (tmp_path / "ray.py").write_text(RAY)
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+    known = ray_node.ray_command
+    monkeypatch.setattr(ray_node, "ray_command", lambda *a: [sys.executable, str(tmp_path / "ray.py"), *known(*a)[3:]])
+    return NodeOptions(tmp_path / "shared", interface="lo")
+
+
+def calls(tmp_path):
+    path = tmp_path / "calls"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_the_command(monkeypatch):
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "16")
+    options = NodeOptions(Path("shared"))
+    follower = ray_command("10.0.0.2", options, "/tmp/ray-x", "10.0.0.1:7001", 0, 8)
+    assert follower[:5] == [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
+    assert {"--address=10.0.0.1:7001", "--num-gpus=8", "--num-cpus=16", "--temp-dir=/tmp/ray-x/ray"} <= {*follower}
+    assert not any(word.startswith(("--head", "--port")) for word in follower)
+    head = ray_command("127.0.0.1", options, "/tmp/ray-x", "", 7001, 0)
+    assert {"--head", "--port=7001", "--node-ip-address=127.0.0.1"} <= {*head}
+    ports = {word.partition("=")[0]: word.partition("=")[2] for word in head if "port=" in word}
+    assert {"6379", "10001", "8265"}.isdisjoint(ports.values())  # Ray's usual ones: another job may have them
+
+
+def test_ray_s_own_command_takes_it(monkeypatch):
+    scripts = pytest.importorskip("ray.scripts.scripts")
+    for head in ("", "127.0.0.1:7001"):
+        command = ray_command("127.0.0.1", NodeOptions(Path("shared")), "/tmp/ray-x", head, 7001, 0)
+        scripts.cli.commands["start"].make_context("start", command[4:])
+
+
+def test_collectives_use_the_interface_of_the_address_unless_told_otherwise():
+    found = ray_environment("127.0.0.1", "/tmp/ray-x", 90, {"PATH": "/bin"})
+    assert found["NCCL_SOCKET_IFNAME"] == found["GLOO_SOCKET_IFNAME"] == "lo" and found["PATH"] == "/bin"
+    assert found["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] == "90" and found[leftovers.MARK] == "/tmp/ray-x"
+    assert ray_environment("127.0.0.1", "d", 90, {"NCCL_SOCKET_IFNAME": "ib0"})["NCCL_SOCKET_IFNAME"] == "ib0"
+    assert "NCCL_SOCKET_IFNAME" not in ray_environment("203.0.113.7", "d", 90, {})
+
+
+def test_all_of_ray_ends_with_the_node_and_its_files(node, tmp_path):
+    with RayNode(node) as there:
+        assert not there.runs
+        there.start(port=ray_node.free_port("127.0.0.1"))
+        deadline = time.monotonic() + 30
+        while len(leftovers.marked(there.directory)) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        processes, directory = leftovers.marked(there.directory), Path(there.directory)
+        assert there.runs and len(processes) == 2 and directory.stat().st_mode & 0o777 == 0o700
+    assert gone(processes) and not directory.exists()
+
+
+def test_a_head_that_never_starts_ends_the_job(node, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("FAILS", "1")
+    with pytest.raises(ConfigError, match="Ray's head does not start on this node"):
+        run_head(node, Supervision(["run.dir=run"]))
+    tried = calls(tmp_path)
+    assert len(tried) == 3 and len({options["port"] for options, *_ in tried}) == 3
+    assert "no head today" in capfd.readouterr().err and not (node.shared / HEAD).exists()
+
+
+def test_a_head_that_ends_is_started_again(node, tmp_path):
+    with RayNode(node) as there:
+        head = ray_node._Head(there, node)
+        head.start()
+        first = head.environment()["RAY_ADDRESS"]
+        assert json.loads((node.shared / HEAD).read_text()) == {"address": first} and calls(tmp_path)[0][1] == "lo"
+        assert (node.shared / HEAD).stat().st_mode & 0o777 == 0o600
+        os.kill(calls(tmp_path)[0][2], signal.SIGKILL)
+        while there.runs:
+            time.sleep(0.01)
+        second = head.environment()["RAY_ADDRESS"]
+        assert second != first and json.loads((node.shared / HEAD).read_text()) == {"address": second}
+
+
+FOLLOWER = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {root!r})
+from platform.jobs import ray_node
+known = ray_node.ray_command
+ray_node.ray_command = lambda *a: [sys.executable, {ray!r}, *known(*a)[3:]]
+ray_node._AGAIN_SECONDS = 0.1
+sys.exit(ray_node.run_follower(ray_node.NodeOptions(Path({shared!r}), interface="lo")))
+"""
+
+
+def test_a_node_joins_the_head_follows_it_to_another_address_and_goes_when_told(node, tmp_path):
+    code = FOLLOWER.format(root=str(ROOT), ray=str(tmp_path / "ray.py"), shared=str(node.shared))
+    node.shared.mkdir()
+    with subprocess.Popen([sys.executable, "-c", code]) as process:
+        try:
+            for number, address in enumerate(("127.0.0.1:7001", "127.0.0.1:7002")):
+                (node.shared / HEAD).write_text(json.dumps({"address": address}))
+                deadline = time.monotonic() + 60
+                while len(calls(tmp_path)) <= number:
+                    assert process.poll() is None and time.monotonic() < deadline
+                    time.sleep(0.02)
+                assert calls(tmp_path)[number][0]["address"] == address
+            first, second = (pid for _, _, pid in calls(tmp_path))
+            assert gone([first]) and second in parents()
+            process.send_signal(signal.SIGUSR1)  # is for the head
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0 and gone([second])
+        finally:
+            process.kill()

@@ -1,0 +1,53 @@
+"""What a plan asks of a cluster."""
+
+import pytest
+
+from platform.jobs.options import JobOptions
+from platform.jobs.sizing import GIB, job_size
+from platform.launch import compose
+from platform.planning.make_plan import make_plan
+
+
+def sized(*arguments, **options):
+    config = compose(arguments)
+    return job_size(config, make_plan(config), JobOptions(**options))
+
+
+def test_the_flagship():
+    size = sized("+experiment=gpt175b", "elastic.spares=8")
+    assert (size.device, size.workers, size.nodes, size.spares, size.least, size.most) == ("cuda", 8, 16, 1, 8, 17)
+    assert size.state == pytest.approx(175e9 * 12, rel=0.01)  # masters and two moments, in fp32
+    each = size.state / 128  # of which a worker holds two snapshots, two of a peer's, and writes one
+    assert 5 * each * 8 < size.memory - size.shm < 1.5 * 5 * each * 8
+    assert size.margin >= 2 * size.state / 16 / 0.5e9  # time to write it, twice over
+
+
+@pytest.mark.parametrize(
+    "arguments, options, expected",  # workers of a node, nodes, spares, least
+    [
+        (["+experiment=one_gpu"], {}, (1, 1, 0, 1)),
+        (["+experiment=gpt_quick"], {}, (4, 1, 0, 1)),
+        (["+experiment=gpt_quick"], {"workers": 1}, (1, 4, 0, 2)),
+        (["+experiment=gpt_quick", "elastic.min_workers=3"], {"workers": 2}, (2, 2, 0, 2)),
+        (["+experiment=gpt_quick", "elastic.min_workers=1"], {"workers": 2}, (2, 2, 0, 1)),
+        (["+experiment=gpt_quick", "elastic.max_workers=12"], {"workers": 2}, (2, 2, 4, 1)),
+        (["+experiment=gpt_quick", "elastic.spares=1"], {"workers": 4}, (4, 1, 1, 1)),
+        (["+experiment=cluster_check", "parallel.data=16"], {}, (8, 2, 0, 2)),
+    ],
+)
+def test_nodes(arguments, options, expected):
+    size = sized(*arguments, **options)
+    assert (size.workers, size.nodes, size.spares, size.least) == expected
+
+
+def test_memory_without_snapshots_and_as_given():
+    one = ["+experiment=one_gpu", "model=gpt3_2_7b"]
+    plain, without = sized(*one), sized(*one, "elastic.snapshot_every=0")
+    assert plain.memory - without.memory == pytest.approx(1.1 * 4 * plain.state, abs=GIB)
+    given = sized(*one, memory=900, cpus=90)
+    assert (given.memory, given.cpus) == (900 * GIB, 90)
+
+
+def test_a_worker_on_cpus_needs_its_device_s_memory_of_the_host():
+    small, large = sized("+experiment=gpt_quick"), sized("+experiment=gpt_quick", "model=gpt3_350m")
+    assert large.memory > 4 * 5e9 and small.cpus == 4

@@ -1,0 +1,248 @@
+"""Scripts for Slurm, run to their end in bash with stand-ins for its commands on PATH, and read by shellcheck."""
+
+import math
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from platform.jobs.slurm import slurm_job
+from platform.launch import compose
+from tests.jobs.examples import EXAMPLES, JOBS, written
+
+SCRIPTS = [name for name in EXAMPLES if name.startswith("slurm/")]
+TYPED = "+experiment=one_gpu data=text data.path=/data/corpus checkpoint.url=/data/checkpoints".split()
+NODES = [*TYPED, "parallel.data=8", "job.workers=2"]  # on four nodes
+VARIANTS = {
+    "typed": ["job.gpu_type=h100"],
+    "gres": ["job.gpu_type=h100", "job.request=gres"],
+    "shared": ["job.shared=true", "job.memory=64"],
+    "pyxis": ["job.runtime=pyxis", "job.image=registry/image:1", "job.mounts=/scratch"],
+    "apptainer": ["job.runtime=apptainer", "job.image=image.sif", "job.mounts=[/scratch,/a b:/c]"],
+    "network": ["job.interface=ib0", "job.ip=6"],
+    "site": [
+        "job.partition=gpu",
+        "job.account=a1",
+        "job.options=[--qos=long,--reservation=x]",
+        "job.setup=module load x",
+    ],
+    "odd": ["run.dir=/data/my runs/a", "train.steps=7", "job.retries=3", "job.time=1:00:00"],
+}
+
+RECORD = '#!/bin/bash\nprintf "%s\\n" "$(printf "%q " "${0##*/}" "$@")" >>"$CALLS"\n'
+STANDINS = {
+    "srun": RECORD + 'echo "auth=$RAY_AUTH_MODE/$RAY_AUTH_TOKEN cpus=$SRUN_CPUS_PER_TASK" >>"$CALLS"\n'
+    '[[ " $* " == *" --run "* ]] && eval "$RUN" || sleep 0.1\n',
+    "scontrol": RECORD + '[[ $1 == show ]] && printf "%s\\n" $HOSTS\ntrue\n',
+}
+
+
+@cache
+def script(*more):
+    return slurm_job([*NODES, *more])
+
+
+@pytest.fixture
+def job(tmp_path):
+    """The environment of a batch script on the first of four nodes; `RUN` is what the run does."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name, text in STANDINS.items():
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    return {
+        "PATH": f"{tools}:/usr/bin:/bin",
+        "CALLS": str(tmp_path / "calls"),
+        "HOSTS": "node07 node08 node09 node10",
+        "RUN": "exit 0",
+        "SLURM_JOB_ID": "4711",
+        "SLURM_JOB_NODELIST": "node[07-10]",
+        "HOME": str(tmp_path),
+        "FOLDER": str(tmp_path),
+    }
+
+
+def start(job, text, *arguments):
+    (Path(job["FOLDER"]) / "job.sbatch").write_text(text)
+    command = ["bash", "job.sbatch", *arguments]
+    return subprocess.Popen(command, cwd=job["FOLDER"], env=job, stderr=subprocess.PIPE, text=True)
+
+
+def run(job, text, *arguments):
+    """Exit status, and the commands that were called, as words."""
+    process = start(job, text, *arguments)
+    error = process.communicate(timeout=60)[1]
+    assert error == ""
+    return process.returncode, calls(job)
+
+
+def calls(job):
+    return [shlex.split(line) for line in Path(job["CALLS"]).read_text().splitlines()]
+
+
+def the_run(called):
+    [command] = [call for call in called if call[0] == "srun" and "--run" in call]
+    return command
+
+
+def options(text):
+    return dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(.+))?$", text, re.M))
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_examples_are_what_their_commands_write(name):
+    assert (JOBS / name).read_text() == written(name), "python -m tests.jobs.examples writes them"
+
+
+def tool(name):
+    """The path of a development tool: on PATH, or beside Python."""
+    found = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
+    if not found:
+        pytest.skip(f"needs {name} (pip install {name}-py)")
+    return found
+
+
+def test_shellcheck_has_nothing_to_say(tmp_path):
+    checker = tool("shellcheck")
+    scripts = [JOBS / name for name in SCRIPTS]
+    for variant, more in VARIANTS.items():
+        scripts.append(tmp_path / f"{variant}.sbatch")
+        scripts[-1].write_text(script(*more))
+    done = subprocess.run([checker, *map(str, scripts)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    (tmp_path / "wrong.sbatch").write_text("#!/bin/bash\nrm -rf $1\n")
+    assert subprocess.run([checker, str(tmp_path / "wrong.sbatch")], capture_output=True).returncode
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_it_asks_for_what_a_resumable_job_needs(name):
+    text = (JOBS / name).read_text()
+    head = text.partition("\nset -")[0].splitlines()
+    assert all(not line or line.startswith("#") for line in head)  # Slurm stops reading options at the first command
+    asked = options(text)
+    assert {"requeue", "signal", "time", "no-kill", "mem", "cpus-per-task"} <= asked.keys()
+    assert asked["signal"].startswith("B:USR1@") and asked["open-mode"] == "append" and asked["ntasks-per-node"] == "1"
+    assert "ray stop" not in text
+
+
+@pytest.mark.parametrize(
+    "variant, asked",
+    [
+        ("typed", {"gpus-per-node": "h100:2", "exclusive": "", "mem": "0"}),
+        ("gres", {"gres": "gpu:h100:2"}),
+        ("shared", {"mem": "64G", "gpus-per-node": "2"}),
+        ("site", {"partition": "gpu", "account": "a1", "qos": "a", "reservation": "x"}),
+        ("odd", {"time": "1:00:00"}),
+    ],
+)
+def test_options_of_a_site(variant, asked):
+    found = options(script(*VARIANTS[variant]))
+    assert found == found | {"nodes": "4"} | asked
+    assert ("exclusive" in found) == (variant != "shared")
+
+
+def test_a_job_without_gpus_asks_for_none():
+    text = slurm_job(["+experiment=cluster_check", "job.nodes=2", "job.workers=4", "checkpoint.url=/data/a"])
+    assert not {"gres", "gpus-per-node"} & options(text).keys() and options(text)["cpus-per-task"] == "4"
+    assert "parallel.data=8" in text
+
+
+def test_ray_is_on_every_node_and_the_run_on_the_first(job):
+    status, called = run(job, script(), "seed=7", "data.path=/a b")
+    assert status == 0
+    [others] = [call for call in called if "--exclude=node07" in call]
+    first = the_run(called)
+    step = "srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 --no-kill --wait=0".split()
+    node = "python -m platform.jobs node runs/one-gpu.job-4711".split()
+    assert others == [*step, "--nodes=3", "--ntasks=3", "--exclude=node07", *node, others[-1]]
+    place = first.index("--run")
+    assert first[:place] == [
+        *step, "--nodes=1", "--ntasks=1", "--nodelist=node07", *node, others[-1], "--peer=node08", "--retries=10",
+    ]  # fmt: skip
+    assert others[-1].startswith("--drain=") and first[-2:] == ["seed=7", "data.path=/a b"]  # typed last, it wins
+    config = compose(first[place + 1 :])
+    assert (config.cluster.kind, config.seed, config.data.path) == ("ray", 7, "/a b")
+    assert config.parallel.data * math.prod(config.tensor.axes.values()) * config.pipeline.stages == 4 * 2
+    assert config.elastic.min_workers == 4 and config.run.time_margin + 60 == int(
+        options(script())["signal"].partition("@")[2]
+    )
+    assert not any(call[:2] == ["scontrol", "requeue"] for call in called)
+    assert not list(Path(job["FOLDER"]).glob("runs/*.job-*"))  # what the nodes shared is gone
+
+
+def test_one_node_starts_one_step(job):
+    _, called = run(job | {"HOSTS": "node07"}, script())
+    assert len([call for call in called if call[0] == "srun"]) == 1 and "--peer=" in the_run(called)
+
+
+def test_what_an_earlier_life_left_is_not_taken_for_this_one_s(job):
+    stale = Path(job["FOLDER"], "runs", "one-gpu.job-4711")
+    stale.mkdir(parents=True)
+    (stale / "stop").touch()
+    status, _ = run(job | {"RUN": "test ! -e runs/one-gpu.job-4711/stop; exit $((3 * $?))"}, script())
+    assert status == 0
+
+
+def test_containers(job):
+    status, called = run(job, script(*VARIANTS["pyxis"]))
+    words, here = the_run(called), job["FOLDER"]
+    assert "--container-image=registry/image:1" in words and f"--container-workdir={here}" in words
+    mounts = f"{here}:{here},/data/corpus:/data/corpus,/data/checkpoints:/data/checkpoints,/scratch:/scratch"
+    assert f"--container-mounts={mounts}" in words
+    _, called = run(job, script(*VARIANTS["apptainer"]))
+    words = [call for call in called if "--run" in call][-1]
+    place = words.index("apptainer")
+    assert words[place : place + 7] == ["apptainer", "exec", "--nv", "--pwd", here, "--bind", here]
+    assert words[words.index("/a b:/c") + 1 :][:2] == ["image.sif", "python"]
+
+
+def test_the_network_of_a_site(job):
+    _, called = run(job, script(*VARIANTS["network"]))
+    assert all({"--interface=ib0", "--ip=6"} <= {*call} for call in called if call[0] == "srun")
+
+
+def test_ray_has_a_token_that_no_other_job_has(job):
+    def tokens():
+        return {call[0] for call in run(job, slurm_job(TYPED))[1] if call[0].startswith("auth=")}
+
+    [first], both = tokens(), tokens()
+    assert re.fullmatch("auth=token/[0-9a-f]{64}", first) and len(both) == 2  # the calls of two jobs, in one file
+
+
+@pytest.mark.parametrize("status, requeued", [(0, False), (75, True), (1, False), (2, False), (143, False)])
+def test_only_what_goes_on_is_requeued(job, status, requeued):
+    returned, called = run(job | {"RUN": f"exit {status}"}, script())
+    assert returned == status
+    assert (["scontrol", "requeue", "4711"] in called) == requeued
+
+
+def test_a_job_outside_of_slurm_says_what_it_lacks(job):
+    del job["SLURM_JOB_ID"]
+    process = start(job, slurm_job(TYPED))
+    assert "this script is for sbatch" in process.communicate(timeout=60)[1] and process.returncode
+
+
+@pytest.mark.parametrize("sent", [signal.SIGUSR1, signal.SIGTERM])
+def test_near_its_limit_a_job_asks_the_run_to_stop_and_waits(job, sent):
+    """USR1 leaves a file, which the run's node looks for; TERM comes to all steps anyway."""
+    shared = "runs/one-gpu.job-4711"
+    wait = f'while [[ ! -e {shared}/stop && ! -e "$FOLDER/told" ]]; do sleep 0.02; done'
+    process = start(job | {"RUN": f'touch "$FOLDER/ready"; {wait}; sleep 0.2; exit 75'}, script())
+    deadline = time.monotonic() + 60
+    while not os.path.exists(f"{job['FOLDER']}/ready"):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(sent)
+    if sent == signal.SIGTERM:
+        time.sleep(0.2)
+        assert process.poll() is None and not os.path.exists(f"{job['FOLDER']}/{shared}/stop")
+        Path(job["FOLDER"], "told").touch()
+    assert process.wait(60) == 75
