@@ -1,11 +1,13 @@
 """What a plan asks of a cluster."""
 
 import pytest
+import yaml
 
 from platform.jobs.options import JobOptions
 from platform.jobs.sizing import GIB, job_size
 from platform.launch import compose
 from platform.planning.make_plan import make_plan
+from tests.jobs.examples import JOBS
 
 
 def sized(*arguments, **options):
@@ -14,12 +16,16 @@ def sized(*arguments, **options):
 
 
 def test_the_flagship():
-    size = sized("+experiment=gpt175b", "elastic.spares=8")
-    assert (size.device, size.workers, size.nodes, size.spares, size.least, size.most) == ("cuda", 8, 16, 1, 8, 17)
-    assert size.state == pytest.approx(175e9 * 12, rel=0.01)  # masters and two moments, in fp32
-    each = size.state / 128  # of which a worker holds two snapshots, two of a peer's, and writes one
-    assert 5 * each * 8 < size.memory - size.shm < 1.5 * 5 * each * 8
-    assert size.margin >= 2 * size.state / 16 / 0.5e9  # time to write it, twice over
+    """As jobs/kubernetes/gpt175b/job.yaml has it, which test_kubernetes.py writes again."""
+    found = [d for d in yaml.safe_load_all((JOBS / "kubernetes/gpt175b/job.yaml").read_text()) if d["kind"] == "RayJob"]
+    [workers] = found[0]["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    assert (workers["minReplicas"], workers["maxReplicas"]) == (8, 16 + 1)
+    pod = workers["template"]["spec"]
+    limits = pod["containers"][0]["resources"]["limits"]
+    each = 175e9 * 12 / 128  # bytes of state, of which a worker holds two snapshots, two of a peer's, and writes one
+    assert 1.1 * 5 * each * 8 < int(limits["memory"].removesuffix("Gi")) * GIB < 1.4 * 5 * each * 8
+    assert limits["nvidia.com/gpu"] == "8"
+    assert pod["terminationGracePeriodSeconds"] > 2 * 175e9 * 12 / 16 / 0.5e9  # time to write it, twice over
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ VARIANTS = {
     "site": [
         "job.partition=gpu",
         "job.account=a1",
-        "job.options=[--qos=long,--reservation=x]",
+        "job.options=[--qos=a,--reservation=x]",
         "job.setup=module load x",
     ],
     "odd": ["run.dir=/data/my runs/a", "train.steps=7", "job.retries=3", "job.time=1:00:00"],
@@ -97,7 +97,9 @@ def options(text):
     return dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(.+))?$", text, re.M))
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] * ("gpt175b" in name)) for name in SCRIPTS]
+)
 def test_the_examples_are_what_their_commands_write(name):
     assert (JOBS / name).read_text() == written(name), "python -m tests.jobs.examples writes them"
 
