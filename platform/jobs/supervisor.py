@@ -123,7 +123,7 @@ class Supervisor:
 
     def _one_driver(self) -> int:
         """Run a driver to its end; return its status."""
-        arguments = [*self._told.arguments]
+        arguments = [*self._told.arguments, *self._over(self._told.run_dir)]
         if self._end is not None:
             arguments.append(f"run.time_limit={max(1, int(self._end - time.monotonic()))}")
         environment = {**os.environ, **self._environment()}
@@ -133,6 +133,15 @@ class Supervisor:
         if self._asked:  # while it was starting
             self._driver.send_signal(self._asked)
         return self._driver.wait()
+
+    def _over(self, run_dir: Path) -> list[str]:
+        """Return the argument by which a driver starts over at step 1, where the one before was lost before its first
+        checkpoint: without it that is refused, as a person might have mistaken the directory."""
+        chosen = any(word.lstrip("+").startswith("checkpoint.resume=") for word in self._told.arguments)
+        try:
+            return ["checkpoint.resume=never"] if not chosen and traces.has_nothing_saved(run_dir) else []
+        except (OSError, Malformed):
+            return []
 
     def _rest(self, seconds: float) -> bool:
         """Wait before the next driver; return True if the job was told to stop meanwhile."""

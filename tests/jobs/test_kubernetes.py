@@ -55,7 +55,9 @@ def arguments(job):
     return words[4:first], words[first:]
 
 
-@pytest.mark.parametrize("name", MANIFESTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] * ("gpt175b" in name)) for name in MANIFESTS]
+)
 def test_the_examples_are_what_their_commands_write(name):
     assert (JOBS / name).read_text() == written(name), "python -m tests.jobs.examples writes them"
 

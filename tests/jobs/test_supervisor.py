@@ -78,7 +78,7 @@ def test_it_goes_on_until_the_run_is_done(job):
     ends = [(line["status"], line["step"], line["costs"]) for line in record() if line["event"] == "ended"]
     assert ends == [(75, 3, False), (75, 6, False), (kill, 7, True), (1, 8, True), (0, 9, False)]
     assert record()[-1]["event"] == "closed"
-    assert {tuple(arguments) for arguments, _ in started()} == {("+experiment=a", "run.dir=run")}
+    assert {tuple(arguments[:2]) for arguments, _ in started()} == {("+experiment=a", "run.dir=run")}
 
 
 @pytest.mark.parametrize("life, status", [((1, 3), 1), (("recorded", 3), 1), ((2, 0), 2)])
@@ -144,6 +144,20 @@ def test_when_the_job_s_time_is_over_it_ends_saved(job):
     assert job((75, 4), (0, 9), seconds=0.0) == 75
     [[arguments, _]] = started()
     assert arguments[-1] == "run.time_limit=1" and record()[-1]["status"] == 75
+
+
+def test_what_was_lost_before_its_first_checkpoint_starts_over(job):
+    """Refused otherwise: the driver cannot know that nobody has taken the checkpoints away."""
+    assert job((-9, 0), (-9, 3), (-9, 5), (0, 9)) == 0
+    assert [arguments[2:] for arguments, _ in started()] == [[], [], *[["checkpoint.resume=never"]] * 2]
+
+
+def test_what_has_a_checkpoint_goes_on_from_it(job):
+    saved = {"time": 1.0, "generation": 1, "event": "checkpoint", "step": 2, "directory": "d", "bytes": 1, "seconds": 1}
+    Path("run").mkdir()
+    Path("run", "journal.jsonl").write_text(json.dumps(saved) + "\n")
+    assert job((-9, 3), (0, 9)) == 0
+    assert [arguments[2:] for arguments, _ in started()] == [[], []]
 
 
 def test_the_run_directory_must_be_named(tmp_path, capfd, monkeypatch):

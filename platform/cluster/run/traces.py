@@ -67,6 +67,13 @@ def unended(directory: Path) -> bool:
     return bool(last) and isinstance(last[-1], events.Starting)
 
 
+def has_nothing_saved(directory: Path) -> bool:
+    """Return True if a run directory shows that steps were done, and that no checkpoint was saved or restored: who
+    starts over at step 1 loses nothing that could be had. Raises Malformed, OSError."""
+    there = any(isinstance(e, events.Checkpoint) or getattr(e, "directory", None) for e in journal(directory))
+    return not there and steps(directory) > 0
+
+
 def steps(directory: Path) -> int:
     """Return the highest training step that a run directory's journal, or the end of its metrics, shows as done; 0 if
     neither shows any. Raises Malformed, OSError."""
