@@ -190,8 +190,7 @@ def _account(journal: Journal, monitor: RunMonitor) -> None:
     try:
         happened = journal.events()
         cost = goodput(happened)
-        told = cost.failures or cost.transitions or cost.drivers_lost
-        text = f"{story(happened)}\n{cost_line(cost)}" if told else ""
+        text = f"{story(happened)}\n{cost_line(cost)}" if cost.failures or cost.transitions else ""
     except Exception as error:  # affects the account alone: the end of the run is already recorded
         return monitor.say(f"WARNING: what failures cost cannot be told ({type(error).__name__}: {error})")
     journal.write(cost)

@@ -12,9 +12,8 @@ from platform.monitor.records.events import Goodput, JournalEvent
 def goodput(journal: Iterable[JournalEvent]) -> Goodput:
     """Compute what failures cost a run from its journal's events, in order: goodput, steps lost, and recovery times.
     Useful seconds are those of committed steps, less those of the steps that a rollback repeats or a driver leaves
-    unsaved at its end. A driver that was killed is no failure of a worker: it has recorded no end, and counts by
-    itself."""
-    failures = transitions = lost = drivers = 0
+    unsaved at its end."""
+    failures = transitions = lost = 0
     useful = seconds = 0.0
     recoveries: list[float] = []
     failed: list[float] = []  # times of the failures that no step has followed yet
@@ -22,9 +21,7 @@ def goodput(journal: Iterable[JournalEvent]) -> Goodput:
     last = 0.0  # time of the last event
     for event in journal:
         if isinstance(event, events.Starting):
-            if begin is not None:  # the previous driver was killed: it has no end event
-                seconds += last - begin
-                drivers += 1
+            seconds += last - begin if begin is not None else 0.0  # the previous driver was killed: it has no end event
             begin = event.time
             failed.clear()  # the previous driver did not survive these
         if begin is None:
@@ -56,7 +53,6 @@ def goodput(journal: Iterable[JournalEvent]) -> Goodput:
         seconds=seconds,
         useful_seconds=useful,
         goodput=useful / seconds if seconds else 0.0,
-        drivers_lost=drivers,
     )
 
 
@@ -71,5 +67,4 @@ def cost_line(cost: Goodput) -> str:
     of = f" of {cost.failures}" if survived < cost.failures else ""
     failures = f"{survived}{of} failure{'' if cost.failures == 1 else 's'} survived"
     lost = f"{cost.steps_lost} step{'' if cost.steps_lost == 1 else 's'} lost"
-    drivers = f"{cost.drivers_lost} driver{'' if cost.drivers_lost == 1 else 's'} lost, " if cost.drivers_lost else ""
-    return f"{failures}, {drivers}{lost}{recovery}; goodput {cost.goodput:.1%} of {cost.seconds:.1f} s"
+    return f"{failures}, {lost}{recovery}; goodput {cost.goodput:.1%} of {cost.seconds:.1f} s"

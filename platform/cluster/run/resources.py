@@ -128,8 +128,6 @@ def _wait(kind: str, cluster: Cluster, needed: int, least: int, say: Callable[[s
             if cluster.wait:
                 raise NoPlaces(f"waited {cluster.wait:g} s for {waiting}")
             raise ConfigError(lack)
-        if kind == "ray" and not said:
-            _ask_for(needed, device)
         if waiting != said:
             say(f"waiting for {waiting}, up to {cluster.wait:g} s")
             said = waiting
@@ -156,13 +154,6 @@ def _supply(kind: str) -> Supply:
     ray_session.join_cluster()
     free = ray_session.free_resources()
     return Supply(int(free.get("GPU", 0)), int(free.get("CPU", 0)), "free in the Ray cluster", shared=True)
-
-
-def _ask_for(needed: int, device: str) -> None:
-    """Ask Ray for room for `needed` workers: a cluster that grows on demand adds nodes while this run waits."""
-    from platform.cluster.crew.launchers import ray_session
-
-    ray_session.ask_for([{"CPU": 1, "GPU": 1} if device == "cuda" else {"CPU": 1}] * needed)
 
 
 def _choose(device: str, needed: int, least: int, supply: Supply) -> str:

@@ -333,8 +333,7 @@ class Goodput(JournalEvent):
 
     `transitions`: generations formed without a failure; `steps_lost`: committed, but redone or given up; `recoveries`:
     seconds from the detection of a failure to the end of the first new step, of each failure that a step followed;
-    `seconds`: of the drivers, without the time between them; `goodput`: the useful share of these; `drivers_lost`:
-    drivers that were killed, after which another one went on.
+    `seconds`: of the drivers, without the time between them; `goodput`: the useful share of these.
     """
 
     failures: int
@@ -344,7 +343,6 @@ class Goodput(JournalEvent):
     seconds: Seconds
     useful_seconds: Seconds
     goodput: float
-    drivers_lost: int = 0
 
 
 class Timing(JournalEvent):

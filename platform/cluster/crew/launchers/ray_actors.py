@@ -22,7 +22,7 @@ from platform.cluster.crew.base.job import Assignment, Job, assign, usable_cores
 from platform.cluster.crew.base.launcher import Launcher
 from platform.cluster.crew.launchers.forks import ForkServer, order_worker
 from platform.cluster.crew.launchers.host import serve
-from platform.cluster.crew.launchers.ray_session import Embedded, Notices, ask_for, join_cluster
+from platform.cluster.crew.launchers.ray_session import Embedded, Notices, join_cluster
 from platform.cluster.wire.switchboard import Switchboard
 
 _LOG = logging.getLogger("platform.cluster")
@@ -145,8 +145,6 @@ class RayActors(Launcher):
         if ray.is_initialized():
             for number in list(self._actors):
                 self.kill(number)
-            if not self._embedded:
-                ask_for([])  # what was asked for at the start need not stay
             ray.shutdown()  # ends an embedded Ray; only disconnects from a cluster
         if self._forks:
             self._forks.close()

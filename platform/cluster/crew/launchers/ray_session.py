@@ -134,15 +134,6 @@ def free_resources() -> dict[str, float]:
     return ray.available_resources()
 
 
-def ask_for(bundles: list[dict[str, float]]) -> None:
-    """Ask the autoscaler of the joined Ray cluster, if it has one, to make and keep room for these bundles of resources
-    all at once; [] takes the request back."""
-    from ray.autoscaler.sdk import request_resources
-
-    with suppress(Exception):  # a cluster of a fixed size has nobody to ask
-        request_resources(bundles=bundles)
-
-
 def accelerators() -> list[str]:
     """Return the accelerator types that the nodes of the joined Ray cluster report, such as H100 and A100-80G."""
     import ray
