@@ -164,7 +164,7 @@ def _corpus(config: Config, say: Callable[[str], None]) -> str:
     tokens in the cache. Raises ConfigError for an error inside a file of data, and then leaves no empty directories
     behind."""
     made = missing_directories(cache.root(config.data.cache))
-    with _relay_log("platform.data", say):
+    with relay_log("platform.data", say):
         try:
             return corpus_of(config).digest
         except ConfigError:
@@ -198,7 +198,7 @@ def _drive(run: RunContext, corpus: str, state: DriverState) -> None:
     say(f"starting {job.world_size + min(0, beside)} workers{spares} ({kind}, {job.device})")
     run.journal.write(events.Starting(world_size=job.world_size, cluster=kind, device=job.device))
     try:
-        with _relay_log("platform.cluster", say), open_crew(kind, job, beside) as crew:
+        with relay_log("platform.cluster", say), open_crew(kind, job, beside) as crew:
             if crew.came is not None:
                 state.phases.reach("first_process", crew.came)
             from platform.cluster.control.controller import Controller
@@ -262,7 +262,7 @@ def _check_memory(config: Config, plan: Plan, kind: str, say: Callable[[str], No
 
 
 @contextmanager
-def _relay_log(name: str, say: Callable[[str], None]) -> Iterator[None]:
+def relay_log(name: str, say: Callable[[str], None]) -> Iterator[None]:
     """Pass to `say` the messages that are logged under the logger `name` during the block, at INFO or above."""
 
     class Handler(logging.Handler):

@@ -75,6 +75,11 @@ class Cluster:
     kind: str = key("local", "how workers are started", ("local", "ray", "processes", "inline"))
     device: str = key("auto", "auto takes GPUs if there is one per worker", ("auto", "cpu", "cuda"))
     wait: float = key(0.0, "seconds to wait at the start for places; 0 = refuse at once", ">= 0", most=SECONDS)
+    doctor: str = key(
+        "auto",
+        "examine workers before they get a seat; bad ones get none; auto = quick, on GPUs or several nodes",
+        ("auto", "quick", "full", "off"),
+    )
     memory: str = key("refuse", "if a plan needs more memory than a device has", ("refuse", "warn"))
     gpu: str = key("", "GPU type to plan for, such as A100-80GB: its memory counts where no GPU is seen")
     device_memory: float = key(

@@ -31,6 +31,7 @@ LINES: dict[
     events.Released: lambda e: (
         "" if e.alive is None else f"{_plural(e.alive, 'worker')} left, free after {e.seconds:.2f} s"
     ),
+    events.Examined: lambda e: f"left out: {'; '.join(e.reasons)}" if e.unsound else "",
     events.Waiting: lambda e: f"waits: {e.reason}",
     events.Forming: lambda e: f"generation {e.generation}: {_plural(e.world_size, 'worker')}, {_mesh(e.mesh)}",
     events.Restored: lambda e: f"goes on after step {e.step}, from {e.source or 'storage'} in {e.seconds:.2f} s",

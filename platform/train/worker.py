@@ -10,7 +10,6 @@ import time
 from concurrent import futures
 from contextlib import ExitStack
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -31,9 +30,9 @@ from platform.data.corpus import corpus_of
 from platform.optimizer.optimizers import preload_imports
 from platform.parallel.attention import lacking
 from platform.parallel.communicator.base import Communicator, Launch, SingleRank
+from platform.parallel.communicator.meeting import connected, meet
 from platform.parallel.communicator.progress import PROGRESS
-from platform.parallel.communicator.sockets import open_sockets
-from platform.parallel.communicator.torch_distributed import ProcessGroups, join
+from platform.parallel.communicator.torch_distributed import ProcessGroups
 from platform.parallel.compiled import may_compile, uncompiled
 from platform.parallel.deterministic import deterministic
 from platform.plan.core.plan_data import digest
@@ -41,10 +40,13 @@ from platform.plan.core.step_collectives import process_groups
 from platform.plan.language.mesh import Mesh
 from platform.plan.schedule.rows import StageRows
 from platform.planning.make_plan import make_plan
+from platform.train.health.link import PAIR, measure_link
+from platform.train.health.measure import FULL, QUICK, findings
 from platform.train.protocol.answers import (
     Built,
     Copied,
     Differences,
+    Findings,
     Joined,
     Proof,
     StepReport,
@@ -61,8 +63,6 @@ from platform.train.step.step_report import Combiner
 from platform.train.step.trainer import Trainer
 from platform.train.step.training_state import State
 from platform.train.step.weights import DTYPES
-
-JOIN_SECONDS = 600.0  # for all ranks to join; the driver ends the wait earlier by closing the store
 
 
 class Worker:
@@ -110,6 +110,27 @@ class Worker:
         }
         return proof(self.config, self.run_dir, probe, {key: why for key, why in lacks.items() if why})
 
+    def tell_time(self) -> float:
+        """Return the time by this machine's clock, in seconds since the epoch."""
+        return time.time()
+
+    def examine(self, thorough: bool) -> Findings:
+        """Return what the doctor finds on this worker by itself; `thorough`: with sizes that take seconds."""
+        self._local_device()
+        return findings(self.config, self.run_dir, self.device, FULL if thorough else QUICK)
+
+    def pass_to_partner(self, index: int, pair: str, store: tuple[str, int], thorough: bool) -> Findings:
+        """Return what the doctor finds on the connection with the partner of this worker, which is number `index` (0 or
+        1) of the `pair` of that name and meets it in the driver's `store`; nothing if it is -1. `leave` follows."""
+        if index < 0:
+            return Findings()
+        mesh, device = Mesh.of({"stage": 1, PAIR: 2}), self._local_device()
+        try:
+            self.communicator = connected(mesh, index, store, f"doctor/{pair}", [(PAIR,)], device)
+            return measure_link(self.communicator, FULL if thorough else QUICK)
+        except Exception as error:
+            return Findings(errors={"link": f"{type(error).__name__}: {error}".partition("\n")[0]})
+
     def form(
         self,
         rank: int,
@@ -141,13 +162,8 @@ class Worker:
         if world_size == 1:
             self.communicator = SingleRank(mesh, device)
         else:
-            with PROGRESS.waiting("form"):
-                before = open_sockets()
-                self._join(rank, world_size, store, generation, device)
-                groups = ProcessGroups(mesh, rank, process_groups(self.plan), device, self.plan.neighbours)
-                groups.meet(self.plan.neighbours)
-                groups.connections = dict(open_sockets().items() - before.items())
-                self.communicator = groups
+            groups = process_groups(self.plan), device, self.plan.neighbours
+            self.communicator = connected(mesh, rank, store, generation, *groups)
         if self.config.monitor.log_launches:
             self.communicator.log = []
         return Joined(rank, mesh.coordinates(rank), os.getpid(), socket.gethostname())
@@ -158,17 +174,6 @@ class Worker:
             return self.device
         torch.cuda.set_device(0)  # each worker process sees a single GPU
         return "cuda:0"
-
-    @staticmethod
-    def _join(rank: int, size: int, address: tuple[str, int], generation: int | str, device: str) -> None:
-        """Join the default process group of torch.distributed as `rank` of `size`; return once all ranks are there.
-        `address`: host and port of the driver's TCPStore; `generation`: prefix of this group's keys in it; `device`:
-        of the tensors that the group moves."""
-        store = dist.PrefixStore(f"generation/{generation}", dist.TCPStore(*address, is_master=False))
-        if store.add("there", 1) == size:
-            store.set("all", "")
-        store.wait(["all"], timedelta(seconds=JOIN_SECONDS))
-        join(store, rank, size, device)
 
     def build(self, rows: list[Any], domains: list[str] | None = None, fresh: bool = True) -> Built:
         """Build this rank's parameters, optimizer and data for the generation that it has joined; return their size and
@@ -286,7 +291,7 @@ class Worker:
         follows."""
         mesh = Mesh.of({"data": len(source.gathered)})
         with PROGRESS.waiting("gather"):
-            self._join(rank, mesh.size, store, generation, "cpu")  # snapshots are in host memory
+            meet(rank, mesh.size, store, generation, "cpu")  # snapshots are in host memory
         self.communicator = communicator = ProcessGroups(mesh, rank, ())
         snapshot = self.memories[source.generation].at(source.step)
         snapshot.take_over(source.gathering()[1], rank, communicator.transfer)

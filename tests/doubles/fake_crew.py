@@ -2,13 +2,23 @@
 state is the number of updates that it has had, and a snapshot that is not where the driver says it is an error."""
 
 import math
+import time
 from collections import defaultdict
 from dataclasses import replace
 
 from platform.checkpoint.storage.report import FileReport
 from platform.cluster.crew.base.crew import ByRank, Crew, arguments, call_text
 from platform.cluster.crew.base.failures import Failure, Member, WorkerFailed
-from platform.train.protocol.answers import Built, Copied, Differences, Joined, SlowRank, StepReport, Unrestored
+from platform.train.protocol.answers import (
+    Built,
+    Copied,
+    Differences,
+    Findings,
+    Joined,
+    SlowRank,
+    StepReport,
+    Unrestored,
+)
 from platform.train.recovery.proof import proof
 
 
@@ -31,6 +41,14 @@ class FakeWorker:
             if self.number in self.crew.strangers
             else mine
         )
+
+    def tell_time(self):
+        return time.time() + self.crew.late_clocks.get(self.number, 0.0)
+
+    def examine(self, thorough):
+        self.crew.examined.append(self.number)
+        readings = {"gemm": 1e9, "wrong": 0.0, "write": 1e9} | self.crew.findings.get(self.number, {})
+        return Findings(readings, dict(self.crew.errors.get(self.number, {})))
 
     def form(self, rank, world_size, config, store, generation, stage_of, plan=""):
         assert self.state is None, "it has not left"
@@ -124,6 +142,7 @@ class FakeCrew(Crew):
         self.job, self.config, self._nodes = job, job.config, nodes
         self._script = {call: list(happens) for call, happens in script.items()}
         self.workers, self.seated, self._going, self.unstarted = {}, [], set(), []
+        self.findings, self.errors, self.late_clocks, self.examined = {}, {}, {}, []  # by number; of the doctor
         self.strangers, self.slow, self.corrupt, self.writes, self.calls = set(), set(), set(), [], []
         self.losses, self.verdicts = defaultdict(list), defaultdict(list)  # by step, one for each attempt
         self.overflows = set()  # steps

@@ -143,6 +143,17 @@ class Barred(JournalEvent):
     reasons: list[str]
 
 
+class Examined(JournalEvent):
+    """The doctor has examined members that are new (`numbers`). `unsound`: those that get no seat, for `reasons`, a
+    line each; `shared`: what was bad on most of them, and so was held against none."""
+
+    numbers: list[int]
+    unsound: list[int]
+    reasons: list[str]
+    shared: list[str]
+    seconds: Seconds
+
+
 class Formed(JournalEvent):
     """Every rank of the new generation has a member. `workers`: rank, coordinates, process, node and number of each."""
 

@@ -31,6 +31,16 @@ class Proof:
 
 
 @dataclass(frozen=True)
+class Findings:
+    """Findings of the doctor on a worker. `readings`: check -> what was measured; `errors`: check -> why it could not
+    be; `facts`: name -> text, equal on all workers of a sound cluster."""
+
+    readings: dict[str, float] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+    facts: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Joined:
     """Place of a worker in the generation that it has joined: rank, mesh coordinates (axis -> index), and the
     process."""
@@ -192,6 +202,9 @@ class Unrestored:
 
 _ANSWERS: dict[str, Any] = {
     "prove": Proof,
+    "tell_time": float,
+    "examine": Findings,
+    "pass_to_partner": Findings,
     "form": Joined,
     "build": Built,
     "step": Taken,

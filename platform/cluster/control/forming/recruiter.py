@@ -6,6 +6,7 @@ from math import inf
 from time import monotonic, sleep
 
 from platform.cluster.control.forming.context import RunContext
+from platform.cluster.control.forming.examination import Doctor
 from platform.cluster.crew.base.crew import Crew, seating
 from platform.cluster.crew.base.failures import GaveUp
 from platform.monitor.records import events
@@ -28,6 +29,8 @@ class Recruiter:
         self._least = run.config.elastic.min_workers or run.plan.mesh.size  # workers that the first generation needs
         self._plans: dict[tuple[int, float], Replanned | None] = {}
         self._hire_from = -inf  # time from which to hire again
+        self._doctor = Doctor(run)
+        self._unsound: dict[int, str] = {}  # barred because of that
         self.barred: set[int] = set()
         self.memory = inf
 
@@ -57,27 +60,35 @@ class Recruiter:
 
     def wait(self, crew: Crew) -> tuple[list[int], Replanned]:
         """Wait for enough workers to form the next generation, at most elastic.wait seconds; return the members that
-        may be seated, in order, and their plan. Enough is elastic.min_workers; if that is not set, the whole mesh at
-        the start, and later any number. If a stop is requested one worker is enough, because only the last checkpoint
-        remains to be saved.
+        may be seated, in order, and their plan. The doctor examines those that are new, and bars those that are not
+        sound. Enough is elastic.min_workers; if that is not set, the whole mesh at the start, and later any number. If
+        a stop is requested one worker is enough, because only the last checkpoint remains to be saved.
 
-        Raises GaveUp if too few come in time, or no more can come; Stopped if a stop is requested and no mesh can form.
+        Raises GaveUp if too few come in time, or no more can come; Stopped if a stop is requested and no mesh can form;
+        WorkerFailed if one fails while it is examined.
         """
         e, begin, said = self._config.elastic, monotonic(), False
         while True:
+            coming = crew.starting  # read first: a worker that gets ready meanwhile is among the members
             members = self.usable(crew)
             found = self.best(len(members))
             least = 1 if self._signals.requested else self._least
             if found and found.plan.mesh.size >= least:
+                if not self._signals.requested and (unsound := self._doctor.unsound(crew, members)):
+                    self._unsound |= unsound
+                    self.barred |= unsound.keys()
+                    continue
                 self._least = max(1, e.min_workers)
                 return members, found
             self._signals.check()
-            self.refill(crew)
+            hired = self.refill(crew)
             unset = f"{len(members)} workers are there of {least}, and elastic.min_workers is not set"
             lack = f"{len(members)} workers are there, and elastic.min_workers={least}" if e.min_workers else unset
             if found is None and len(members) >= least:
                 lack = f"there is no legal plan for {len(members)} workers"
-            hope = bool(crew.starting or (e.replace and crew.can_hire))
+            if self._unsound:
+                lack += f"; left out: {'; '.join(self._unsound.values())}"
+            hope = bool(coming or hired or (e.replace and crew.can_hire and self._missing(crew) > 0))
             if hope and not said:
                 self._journal.write(events.Waiting(alive=len(members), reason=lack))
                 self._say(f"{lack}: waiting up to {e.wait:g} s for more")
@@ -87,20 +98,25 @@ class Recruiter:
                 raise GaveUp(f"{lack}; waited {waited:.0f} s for more")
             sleep(LOOK_SECONDS)
 
-    def refill(self, crew: Crew) -> None:
+    def refill(self, crew: Crew) -> int:
         """Hire as many workers as are missing from the largest mesh that the run may form and elastic.spares, as far as
-        the cluster has room; report hired ones that did not start. Barred members are not replaced: a new worker might
-        be no better, and the run would be re-formed for ever."""
+        the cluster has room, and return that number; report hired ones that did not start. Barred members are not
+        replaced: a new worker might be no better, and the run would be re-formed for ever."""
         for failure in crew.unstarted:
             self._journal.write(events.NotStarted(number=failure.member.number, cause=failure.cause))
             self._say(f"a new worker did not start: {failure}")
             self._hire_from = monotonic() + HIRE_AGAIN_SECONDS
         crew.unstarted.clear()
-        e = self._config.elastic
-        if not (e.replace and crew.can_hire) or monotonic() < self._hire_from:
-            return
-        coming = len(crew.starting)  # read first: a worker that gets ready meanwhile counts twice, not never
-        missing = int(min(self._most + e.spares, self._limit)) - coming - len(crew.members.keys() - crew.leaving)
-        if missing > 0:
+        if not (self._config.elastic.replace and crew.can_hire) or monotonic() < self._hire_from:
+            return 0
+        if (missing := max(0, self._missing(crew))) > 0:
             self._journal.write(events.Hiring(count=missing))
             crew.hire(missing)
+        return missing
+
+    def _missing(self, crew: Crew) -> int:
+        """Return how many workers are missing from the largest mesh that the run may form and its spares, as far as the
+        cluster has room, beside those that start now."""
+        coming = len(crew.starting)  # read first: a worker that gets ready meanwhile counts twice, not never
+        wanted = int(min(self._most + self._config.elastic.spares, self._limit))
+        return wanted - coming - len(crew.members.keys() - crew.leaving)

@@ -1,0 +1,203 @@
+"""`python -m platform.doctor +experiment=NAME [key=value ...]` examines the workers that a run would have.
+
+It starts them as the run would, measures each alone and with partners, and compares: products, memory, all-gather,
+checkpoint storage, clocks, versions, GPUs. It prints a line per worker, and names what is bad. Exit status: 0 all are
+sound; 1 some are not; 2 the configuration is wrong. `cluster.doctor=quick` measures what forming a mesh would.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from platform.boundary.redaction import forget_secrets, known_secrets, register_url_secrets, shielded
+from platform.boundary.terminal import print_line, print_while_read
+from platform.boundary.undo import missing_directories, remove_empty, remove_files
+from platform.cluster.crew.base.crew import Crew, seating
+from platform.cluster.crew.base.failures import NoPlaces, WorkerFailed
+from platform.cluster.crew.base.job import Job
+from platform.cluster.crew.base.signals import Stopped, StopSignals
+from platform.cluster.crew.launchers import torchrun
+from platform.config.fields import Config, ConfigError
+from platform.launch import REFUSED, compose, prepare
+from platform.plan.core.plan import Plan
+
+SOUND, BAD = 0, 1  # exit statuses, beside REFUSED
+_FOLDER = "doctor"  # in the run directory, with the workers' logs; they stay if a worker fails
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `python -m platform.doctor` (default: this process's own); return its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m platform.doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("overrides", nargs="*", help="as for platform.launch: +experiment=NAME key=value ...")
+    parser.add_argument("--config-dir", help="the user's own configuration files")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    given = parser.parse_intermixed_args(argv)
+    forget_secrets()
+    register_url_secrets(given.overrides)
+    with shielded(sys.stdout, sys.stderr):
+        return print_while_read(lambda: _answer(given))
+
+
+def _answer(given: argparse.Namespace) -> int:
+    """Examine the workers of the run that the command line describes, and print the report; return the exit status."""
+    say: Callable[[str], None] = lambda line: print_line(line, sys.stderr if given.json else None)  # noqa: E731
+    try:
+        config = compose(given.overrides, given.config_dir)
+        plan, wrong = prepare(config, [])
+        if plan is None or wrong:
+            raise ConfigError(wrong)
+        if torchrun.is_follower():
+            torchrun.follow(Path(config.run.dir) / _FOLDER)
+            return SOUND
+        try:
+            with StopSignals(), _folder(config) as folder:
+                report = _examined(config, plan, folder, say)
+        finally:
+            if torchrun.present():
+                torchrun.dismiss()
+    except ConfigError as error:
+        for line in error.violations:
+            print_line(f"config: {line}", sys.stderr)
+        return REFUSED
+    except WorkerFailed as error:
+        print_line(f"doctor: {error}; its log: {error.culprit.log}", sys.stderr)
+        return BAD
+    except (NoPlaces, Stopped) as error:
+        print_line(f"doctor: {error}: nothing was examined", sys.stderr)
+        return BAD
+    print(json.dumps(report.plain()) if given.json else report.text())
+    return report.status
+
+
+@contextmanager
+def _folder(config: Config) -> Iterator[Path]:
+    """Make the folder of the examination in the run directory, and remove it afterwards with all that was made for it;
+    only if a worker fails, its log stays. Raises ConfigError if the run directory cannot be used."""
+    from platform.train.recovery import urls
+
+    folder, home = Path(config.run.dir) / _FOLDER, urls.home(config)
+    made = {*missing_directories(folder.parent), *([] if "://" in home else missing_directories(Path(home)))}
+    try:
+        folder.mkdir(0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run.dir={config.run.dir}: cannot be used ({error.strerror})") from None
+    keep = False
+    try:
+        yield folder
+    except WorkerFailed:
+        keep = True
+        raise
+    finally:
+        if not keep:
+            remove_files(folder.parent, [folder.name])
+            for path in sorted(made, key=lambda path: -len(path.parts)):
+                remove_empty([path])
+
+
+def _examined(config: Config, plan: Plan, folder: Path, say: Callable[[str], None]) -> Report:
+    """Start the workers of a run with its spares, as far as there is room, and examine them; return the report. `say`:
+    tells the user what goes on. Raises ConfigError, NoPlaces, WorkerFailed."""
+    from platform.cluster.control.forming.examination import examine
+    from platform.cluster.crew.open import open_crew
+    from platform.cluster.driver import relay_log
+    from platform.cluster.run import resources
+
+    e, size, kind = config.elastic, plan.mesh.size, resources.crew_kind(config.cluster)
+    places = resources.reserve_workers(config.cluster, size, say, spares=e.spares, least=e.min_workers)
+    coordinates = [plan.mesh.coordinates(rank) for rank in range(size)]
+    job = Job(config, coordinates, places.device, folder, secrets=known_secrets())
+    say(f"examining {places.members} workers ({kind}, {job.device})")
+    with relay_log("platform.cluster", say), open_crew(kind, job, places.members - size) as crew:
+        numbers = seating(crew.members)
+        outcome = examine(crew, job, numbers, thorough=config.cluster.doctor != "quick")
+        bad = {number: dict(why) for number, why in outcome.bad.items()}
+        for number, lines in _disagreeing(crew, job, numbers).items():
+            bad.setdefault(number, {})["environment"] = "; ".join(lines)
+        rows = [
+            Row(number, rank if rank < size else None, crew.members[number].node, vars(outcome.findings[number]))
+            for rank, number in enumerate(numbers)
+        ]
+        return Report(rows, bad, dict(outcome.shared))
+
+
+def _disagreeing(crew: Crew, job: Job, numbers: Sequence[int]) -> dict[int, list[str]]:
+    """Return what members see or run otherwise than the driver, a line each, by number."""
+    from platform.cluster.control.forming import preflight
+
+    crew.seat(replace(job, coordinates=[{"data": i} for i in range(len(numbers))]), numbers)
+    found = preflight.refused(crew, job.config, job.run_dir)
+    crew.release()
+    return {numbers[rank]: lines for rank, lines in found.items()}
+
+
+@dataclass(frozen=True)
+class Row:
+    """Row of the report, on one worker. `rank`: the one that it would have in the run, None for a spare; `findings`:
+    the fields of its Findings."""
+
+    number: int
+    rank: int | None
+    node: str
+    findings: dict[str, dict[str, Any]]
+
+    @property
+    def where(self) -> str:
+        """Return the worker's node for people: the machine's name, and the start of Ray's id of it."""
+        name, _, ray = self.node.partition("/")
+        return f"{name}/{ray[:8]}" if ray else name
+
+
+@dataclass(frozen=True)
+class Report:
+    """Report of an examination. `bad`: worker's number -> check -> why; `shared`: what is bad on most, check -> why."""
+
+    rows: list[Row]
+    bad: dict[int, dict[str, str]]
+    shared: dict[str, str]
+
+    @property
+    def status(self) -> int:
+        """Return the exit status of the command."""
+        return BAD if self.bad or self.shared else SOUND
+
+    def plain(self) -> dict[str, Any]:
+        """Return the report as the plain data that `--json` prints."""
+        workers = [{**vars(row), "bad": self.bad.get(row.number, {})} for row in self.rows]
+        nodes = sorted({row.node for row in self.rows if row.number in self.bad})
+        return {"status": self.status, "bad_nodes": nodes, "workers": workers, "shared": self.shared}
+
+    def text(self) -> str:
+        """Return the report as text: a table of the workers, then what is bad, with what to look at."""
+        from platform.train.health.symptoms import BY_NAME, CHECKS
+
+        checks = [check for check in CHECKS if any(check.name in row.findings["readings"] for row in self.rows)]
+        table = [["rank", "worker", "node", *(check.name for check in checks), ""]]
+        for row in self.rows:
+            readings = row.findings["readings"]
+            cells = [check.cell(readings.get(check.name)) for check in checks]
+            verdict = f"BAD: {', '.join(self.bad[row.number])}" if row.number in self.bad else "sound"
+            rank = "spare" if row.rank is None else str(row.rank)
+            table.append([rank, str(row.number), row.where, *cells, verdict])
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = ["  ".join(map(str.ljust, cells, widths)).rstrip() for cells in table]
+        for row in self.rows:
+            for check, why in self.bad.get(row.number, {}).items():
+                remedy = f" (look at: {BY_NAME[check].remedy})" if check in BY_NAME else ""
+                lines.append(f"bad: worker {row.number} on {row.where}: {check}: {why}{remedy}")
+        lines += [f"bad on most workers: {check}: {why}" for check, why in self.shared.items()]
+        if not self.bad and not self.shared:
+            lines.append(f"all {len(self.rows)} workers are sound")
+        return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

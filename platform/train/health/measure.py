@@ -1,0 +1,152 @@
+"""What the doctor measures on one worker by itself: products and copies on its device, its GPU, a file on storage."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from platform.checkpoint.storage.storage import open_storage
+from platform.config.fields import Config
+from platform.plan.memory.hardware import dense_bf16_peak
+from platform.train.health.gpu_state import GpuQuery
+from platform.train.protocol.answers import Findings
+from platform.train.recovery import urls
+
+REPEATS = 5  # of which the fastest counts
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of an examination. By device: the side of the square matrices, and the bytes copied and passed to a
+    partner; `file`: the bytes of the file."""
+
+    side: Mapping[str, int]
+    copied: Mapping[str, int]
+    passed: Mapping[str, int]
+    file: int
+
+
+QUICK = Sizes(
+    {"cpu": 256, "cuda": 4096}, {"cpu": 4 << 20, "cuda": 256 << 20}, {"cpu": 1 << 18, "cuda": 1 << 24}, 1 << 20
+)
+FULL = Sizes({"cpu": 1024, "cuda": 8192}, {"cpu": 1 << 25, "cuda": 1 << 30}, {"cpu": 1 << 22, "cuda": 1 << 28}, 1 << 24)
+
+
+class Bench:
+    """Bench on which one worker is examined. `device`: cpu | cuda, of which a worker sees one; `found`: what has been
+    measured so far."""
+
+    def __init__(self, config: Config, run_dir: Path, device: str, sizes: Sizes):
+        self.device, self.sizes, self.found = device, sizes, Findings()
+        self.storage_url = urls.home(config) if urls.saves(config) else str(run_dir)
+        self.file, self.data = f".doctor-{secrets.token_hex(8)}", secrets.token_bytes(sizes.file)
+
+    def fastest(self, work: Callable[[], Any]) -> float:
+        """Return the seconds that `work` takes at best: of the device on a GPU, of the CPU on a CPU, so that neither
+        counts what others do on the machine."""
+        work()  # allocates, and loads what it needs
+        return max(1e-9, min(self._seconds(work) for _ in range(REPEATS)))
+
+    def _seconds(self, work: Callable[[], Any]) -> float:
+        if self.device == "cpu":
+            begin = time.process_time()
+            work()
+            return time.process_time() - begin
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        work()
+        last.record()
+        last.synchronize()
+        return first.elapsed_time(last) / 1000
+
+    def count_wrong(self, right: torch.Tensor) -> None:
+        """Count the elements of a boolean tensor that are False as wrong results of the device."""
+        self.found.readings["wrong"] = self.found.readings.get("wrong", 0.0) + right.logical_not().sum().item()
+
+
+def multiply(bench: Bench) -> None:
+    """Measure the speed of a product of square matrices, bf16 on a GPU and fp32 on a CPU, and check it: the matrices
+    are a·s' and s·b' of vectors of ±1, so that every element of their product is n or -n exactly."""
+    n, dtype = bench.sizes.side[bench.device], torch.bfloat16 if bench.device == "cuda" else torch.float32
+    signs = (torch.arange(3 * n, device=bench.device).mul(2654435761).bitwise_right_shift(7) & 2).sub(1)
+    a, s, b = signs.to(dtype).view(3, n)
+    left, right, out = torch.outer(a, s), torch.outer(s, b), torch.empty(n, n, dtype=dtype, device=bench.device)
+    rate = 2 * n**3 / bench.fastest(lambda: torch.mm(left, right, out=out))
+    bench.count_wrong(out == torch.outer(a * n, b))
+    bench.found.readings["gemm"] = rate
+    if bench.device == "cuda" and (peak := dense_bf16_peak(torch.cuda.get_device_name())):
+        bench.found.readings["peak"] = rate / peak
+
+
+def duplicate(bench: Bench) -> None:
+    """Measure the speed of a copy within the device's memory, bytes read and written per second, and compare it with
+    the original."""
+    original = torch.arange(bench.sizes.copied[bench.device] // 8, device=bench.device)
+    copy = torch.empty_like(original)
+    bench.found.readings["memory"] = 2 * original.nbytes / bench.fastest(lambda: copy.copy_(original))
+    bench.count_wrong(copy == original)
+
+
+def look_at_gpu(bench: Bench) -> None:
+    """Look at the worker's GPU: model, memory, and how much of that is free; do nothing on a CPU."""
+    if bench.device == "cpu":
+        return
+    device = torch.cuda.get_device_properties()
+    free, total = torch.cuda.mem_get_info()
+    bench.found.readings["free"] = free / total
+    bench.found.facts.update({"gpu": device.name, "gpu memory": f"{device.total_memory / 2**30:.0f} GiB"})
+
+
+def write_file(bench: Bench) -> None:
+    """Measure how fast a file is written to the storage of the run's checkpoints, to its run directory if it saves
+    none. Raises OSError."""
+    begin = time.perf_counter()
+    open_storage(bench.storage_url).write(bench.file, [memoryview(bench.data)])
+    bench.found.readings["write"] = len(bench.data) / max(1e-9, time.perf_counter() - begin)
+
+
+def read_file(bench: Bench) -> None:
+    """Measure how fast the file that `write_file` wrote is read back, and delete it; do nothing if there is none.
+    Raises OSError, also if it has other contents."""
+    if "write" not in bench.found.readings:
+        return
+    storage, begin = open_storage(bench.storage_url), time.perf_counter()
+    try:
+        there = storage.read(bench.file)
+        seconds = max(1e-9, time.perf_counter() - begin)
+    finally:
+        with suppress(OSError):
+            storage.delete(bench.file)
+    if there != bench.data:
+        raise OSError("what it wrote to the storage is not what it reads there")
+    bench.found.readings["read"] = len(there) / seconds
+
+
+MEASURES: dict[str, Callable[[Bench], None]] = {  # check -> what measures it, and perhaps others, in this order
+    "gemm": multiply,
+    "memory": duplicate,
+    "free": look_at_gpu,
+    "write": write_file,
+    "read": read_file,
+}
+
+
+def findings(config: Config, run_dir: Path, device: str, sizes: Sizes) -> Findings:
+    """Examine this worker by itself, and return what was measured; what could not be is an error of its check."""
+    query = GpuQuery() if device == "cuda" else None  # answers while the rest is measured
+    bench = Bench(config, run_dir, device, sizes)
+    for check, measure in MEASURES.items():
+        try:
+            measure(bench)
+        except Exception as error:  # from a device, a library or a storage: the very thing looked for
+            bench.found.errors[check] = f"{type(error).__name__}: {error}".partition("\n")[0]
+    if query:
+        query.answer(bench.found)
+    return bench.found

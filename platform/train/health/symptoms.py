@@ -1,0 +1,173 @@
+"""The doctor's checks as data: what each measures on a worker, and what makes a measurement bad, beside the worker's
+peers or by itself."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import inf
+from typing import NamedTuple
+
+from platform.plan.reports.describe import human
+from platform.train.protocol.answers import Findings
+
+
+class Bound(NamedTuple):
+    """Bound of a check on one kind of device. A measurement is bad if it is worse than `worst`; or if it is `apart`
+    times worse than the median of the worker's peers, unless it is `fine` or better, which nobody need mind."""
+
+    apart: float
+    worst: float
+    fine: float
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that the doctor measures on a worker: a number in `unit`, of which more is better if `more`. `bounds`:
+    by the device of the worker, cpu | cuda; what is not there is not judged. `remedy`: what to look at where it is bad.
+    """
+
+    name: str
+    what: str
+    unit: str
+    more: bool
+    bounds: Mapping[str, Bound]
+    remedy: str
+
+    def better(self, value: float, other: float) -> bool:
+        """Return True if a measurement is better than another."""
+        return value > other if self.more else value < other
+
+    def bad(self, value: float, usual: float, device: str) -> str:
+        """Return why a measurement is bad, in a phrase, "" if it is not. `usual`: the median of its peers'."""
+        if device not in self.bounds:
+            return ""
+        bound = self.bounds[device]
+        if bound == EXACT and value:
+            return self.shown(value)
+        if self.better(bound.worst, value):
+            return f"{self.shown(value)}, where {self.shown(bound.worst)} is the {'least' if self.more else 'most'}"
+        if not self.better(bound.fine, value):
+            return ""
+        limit = usual / bound.apart if self.more else usual * bound.apart
+        return f"{self.shown(value)}, where its peers have {self.shown(usual)}" if self.better(limit, value) else ""
+
+    def shown(self, value: float) -> str:
+        """Format a measurement with its unit, for people."""
+        return f"{human(value)}{self.unit}" if self.unit.endswith("/s") else f"{value:.3g} {self.unit}"
+
+    def cell(self, value: float | None) -> str:
+        """Format a measurement for the column of a table that is headed by the check's name."""
+        if value is None:
+            return "-"
+        return self.shown(value) if self.unit.endswith("/s") else f"{value:.3g}"
+
+
+EXACT = Bound(inf, 0.0, inf)  # of what has one right value
+# Seconds are those of the CPU on a CPU, of the device on a GPU: neither counts what others do on the machine. What goes
+# over the network or to storage takes time by the clock: there, what is fine is left alone, and apart means far apart.
+CHECKS = (
+    Check(
+        "gemm", "products of square matrices", "FLOP/s", True,
+        {"cpu": Bound(3.0, 1e7, inf), "cuda": Bound(1.4, 5e12, inf)},
+        "clocks, power and temperature of the device; another process on it",
+    ),
+    Check(
+        "peak", "its products, as a share of what the GPU's data sheet says", "of the peak", True,
+        {"cuda": Bound(1.4, 0.2, 0.5)},
+        "clocks, power and temperature of the GPU; another process on it",
+    ),
+    Check(
+        "wrong", "numbers in these products and copies that are wrong", "wrong numbers", False,
+        {"cpu": EXACT, "cuda": EXACT},
+        "the device computes or keeps wrong numbers: take it out of service",
+    ),
+    Check(
+        "memory", "copies within the device's memory", "B/s", True,
+        {"cpu": Bound(6.0, 1e7, inf), "cuda": Bound(1.4, 1e10, inf)},
+        "the device's memory and its clocks; another process on it",
+    ),
+    Check(
+        "free", "memory of the GPU that is free", "of its memory", True,
+        {"cuda": Bound(1.5, 0.5, 0.8)},
+        "a process that was left behind on the GPU (nvidia-smi)",
+    ),
+    Check(
+        "ecc", "uncorrected errors of the GPU's memory since the machine started", "errors", False, {"cuda": EXACT},
+        "a reset of the GPU, or its replacement",
+    ),
+    Check(
+        "link", "all-gathers with one other worker at a time; the best of its partners", "B/s", True,
+        {"cpu": Bound(10.0, 1e5, 5e7), "cuda": Bound(2.0, 1e8, inf)},
+        "cable, switch port and network interface (NCCL_SOCKET_IFNAME, NCCL_IB_HCA)",
+    ),
+    Check(
+        "write", "a file written to the checkpoint storage, and flushed", "B/s", True,
+        {device: Bound(20.0, 1e4, 2e7) for device in ("cpu", "cuda")},
+        "mount, quota and free space of the storage on that node",
+    ),
+    Check(
+        "read", "that file, read back", "B/s", True,
+        {device: Bound(20.0, 1e4, 2e7) for device in ("cpu", "cuda")},
+        "mount of the storage on that node",
+    ),
+    Check(
+        "clock", "how far its clock is, at least, from the driver's", "s", False,
+        {device: Bound(inf, 1.0, inf) for device in ("cpu", "cuda")},
+        "time synchronisation of that node (chrony, ntpd)",
+    ),
+)  # fmt: skip
+BY_NAME = {check.name: check for check in CHECKS}
+
+
+def best_of(first: Findings, again: Findings) -> Findings:
+    """Combine two examinations of one worker: the better measurement of each check, as whatever else happens on a
+    machine only makes it worse, but the worse of what has one right value; an error stays only if it came twice."""
+    readings = dict(first.readings)
+    for name, value in again.readings.items():
+        check = BY_NAME[name]
+        keep_better = EXACT not in check.bounds.values()
+        if name not in readings or check.better(value, readings[name]) == keep_better:
+            readings[name] = value
+    errors = {name: why for name, why in again.errors.items() if name in first.errors}
+    return Findings(readings, errors, {**first.facts, **again.facts})
+
+
+def symptoms(found: Mapping[int, Findings], device: str) -> tuple[dict[int, dict[str, str]], dict[str, str]]:
+    """Judge the examined workers, each beside the others. Return what is bad about each, {} if it is sound, as check ->
+    why; and what is bad on more than half of them, which tells against something that they share and counts against
+    none, as check -> why of the first of them. `found`: the findings by worker; `device`: theirs, cpu | cuda."""
+    readings = {name: sorted(its.readings[name] for its in found.values() if name in its.readings) for name in BY_NAME}
+    names = {name for its in found.values() for name in its.facts}
+    facts = {name: Counter(its.facts.get(name, "none") for its in found.values()).most_common(1)[0] for name in names}
+    usual = {name: fact for name, (fact, times) in facts.items() if 2 * times > len(found)}
+    everything = {number: dict(_bad(its, readings, usual, device)) for number, its in found.items()}
+    often = Counter(name for bad in everything.values() for name in bad)
+    shared = {name for name, times in often.items() if 2 * times > len(found)}
+    own = {n: {name: why for name, why in bad.items() if name not in shared} for n, bad in everything.items()}
+    return own, {name: next(bad[name] for bad in everything.values() if name in bad) for name in sorted(shared)}
+
+
+def _bad(
+    own: Findings, readings: Mapping[str, list[float]], usual: Mapping[str, str], device: str
+) -> Iterator[tuple[str, str]]:
+    """Yield (check, why) for everything that is bad about one worker. `readings`: sorted, of all workers by check, its
+    own too; `usual`: the facts that more than half of them share."""
+    yield from own.errors.items()
+    for name, value in own.readings.items():
+        if name in BY_NAME and (why := BY_NAME[name].bad(value, _median_beside(value, readings[name]), device)):
+            yield name, why
+    for name, fact in usual.items():
+        if (its := own.facts.get(name, "none")) != fact:
+            yield name, f"{its}, where most have {fact}"
+
+
+def _median_beside(value: float, ordered: list[float]) -> float:
+    """Return the median of a sorted list that holds `value`, without it; `value` itself if it is the only one."""
+    others, own = len(ordered) - 1, bisect_left(ordered, value)
+    if not others:
+        return value
+    low, high = (ordered[i + (i >= own)] for i in ((others - 1) // 2, others // 2))
+    return (low + high) / 2

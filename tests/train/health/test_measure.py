@@ -1,0 +1,105 @@
+"""What one worker measures on itself, and what it finds wrong there."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from platform.config.fields import Config
+from platform.train.health import gpu_state
+from platform.train.health.gpu_state import GpuQuery
+from platform.train.health.measure import FULL, MEASURES, QUICK, Bench, findings, look_at_gpu
+from platform.train.health.symptoms import BY_NAME, symptoms
+from platform.train.protocol.answers import Findings
+from tests.doubles import sick_worker
+
+
+@pytest.fixture
+def config(tmp_path):
+    config = Config()
+    config.run.dir = str(tmp_path)
+    return config
+
+
+def measured(config):
+    return findings(config, Path(config.run.dir), "cpu", QUICK)
+
+
+def test_a_sound_worker(config, tmp_path):
+    found = measured(config)
+    assert not found.errors and not found.facts and found.readings["wrong"] == 0
+    assert found.readings.keys() == {"gemm", "wrong", "memory", "write", "read"} <= BY_NAME.keys()
+    assert all(value > 0 for name, value in found.readings.items() if name != "wrong")
+    assert MEASURES.keys() <= BY_NAME.keys()
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]  # what it wrote is gone
+
+
+@pytest.mark.parametrize(
+    ("how", "check"), [("wrong", "wrong"), ("storage", "write"), ("forgetful", "read"), ("products", "gemm")]
+)
+def test_what_is_wrong_is_found(config, monkeypatch, how, check):
+    before = measured(config)
+    monkeypatch.setattr(torch, "mm", torch.mm)  # both are put back after the test
+    monkeypatch.setattr(sick_worker.measure, "open_storage", sick_worker.measure.open_storage)
+    sick_worker.HOW[how]()
+    found = measured(config)
+    if check == "gemm":
+        assert found.readings["gemm"] < before.readings["gemm"] / 5
+    elif check == "wrong":
+        assert found.readings["wrong"] == 1
+    else:
+        assert found.errors.keys() == {check} and check not in found.readings
+        assert {"write": "No space left", "read": "not what it reads"}[check] in found.errors[check]
+
+
+def test_a_run_without_checkpoints_is_measured_in_its_directory(config, tmp_path):
+    config.checkpoint.on_stop, config.checkpoint.url = False, "/proc/nowhere"
+    assert not measured(config).errors
+    config.checkpoint.on_stop = True
+    assert measured(config).errors.keys() == {"write"}
+
+
+@pytest.mark.parametrize(
+    ("script", "readings", "facts"),
+    [
+        ("echo '550.54.15, 3, Active'", {"ecc": 3.0}, {"gpu driver": "550.54.15", "gpu slowdown": "Active"}),
+        ("echo '550.54.15, [N/A], [Not Supported]'", {}, {"gpu driver": "550.54.15"}),
+        ("echo no devices were found; exit 6", {}, {}),
+        ("sleep 60", {}, {}),
+        (None, {}, {}),
+    ],
+)
+def test_what_nvidia_smi_says(tmp_path, monkeypatch, script, readings, facts):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: type("Device", (), {"uuid": "c0ffee"}))
+    monkeypatch.setattr(gpu_state, "_SECONDS", 0.2 if script == "sleep 60" else 30.0)
+    command = tmp_path / "nvidia-smi"
+    if script:
+        command.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\n{script}\n')
+        command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}" if script else str(tmp_path))
+    found = Findings()
+    query = GpuQuery()
+    query.answer(found)
+    assert (found.readings, found.facts) == (readings, facts)
+    if script and script != "sleep 60":
+        assert "--id=GPU-c0ffee" in (tmp_path / "asked").read_text()
+
+
+def test_what_a_gpu_says_of_itself(config, monkeypatch):
+    device = type("Device", (), {"name": "NVIDIA H100 80GB HBM3", "total_memory": 80 << 30})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: device)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (20 << 30, 80 << 30))
+    bench = Bench(config, Path(config.run.dir), "cuda", QUICK)
+    look_at_gpu(bench)
+    assert bench.found == Findings({"free": 0.25}, {}, {"gpu": "NVIDIA H100 80GB HBM3", "gpu memory": "80 GiB"})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [QUICK, FULL], ids=["quick", "full"])
+def test_a_gpu(config, sizes):
+    found = findings(config, Path(config.run.dir), "cuda", sizes)
+    assert not found.errors and found.readings.keys() >= {"gemm", "wrong", "memory", "free", "write", "read"}
+    assert found.facts.keys() >= {"gpu", "gpu memory"}
+    own, shared = symptoms({0: found}, "cuda")
+    assert own == {0: {}} and shared == {}, found

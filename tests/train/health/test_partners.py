@@ -1,0 +1,34 @@
+import doctest
+from itertools import combinations
+
+import pytest
+
+from platform.train.health import gpu_state, partners
+from platform.train.health.partners import rounds
+
+
+def test_examples():
+    for module in (partners, gpu_state):
+        assert doctest.testmod(module).failed == 0
+
+
+@pytest.mark.parametrize("nodes", ["", "a", "ab", "aaaa", "aaaaa", "aabbcc", "aabbc", "abcdefgh" * 2, "aaab"])
+def test_each_rank_has_one_partner_at_a_time_and_each_partner_once(nodes):
+    found = rounds(nodes, 3)
+    assert len(found) <= 3 and all(found)
+    for pairs in found:
+        ranks = [rank for pair in pairs for rank in pair]
+        assert len(ranks) == len(set(ranks)) and all(a < b for a, b in pairs)
+    everybody = [pair for pairs in found for pair in pairs]
+    assert len(everybody) == len(set(everybody))
+    if len(nodes) > 1:
+        assert {rank for pair in everybody for rank in pair} == set(range(len(nodes)))
+
+
+def test_all_meet_all_in_the_end():
+    assert sorted(pair for pairs in rounds("a" * 6, 99) for pair in pairs) == [*combinations(range(6), 2)]
+
+
+def test_partners_are_on_other_nodes_where_there_are_any():
+    nodes = "aaaabbbbcccc"
+    assert all(nodes[a] != nodes[b] for pairs in rounds(nodes, 9) for a, b in pairs)
