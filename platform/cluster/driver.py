@@ -125,6 +125,7 @@ def _check_and_drive(
     if saves(config):
         check_writable(config)
     corpus = _corpus(config, state.say)
+    orphan = directory.orphaned()
     changed = changes(there, found.manifest.meta if found and found.manifest else None, config, plan.mesh.axes)
     journal, monitor = _open_records(config, state, opened)
     report(changed, journal, monitor.say)
@@ -138,7 +139,7 @@ def _check_and_drive(
         worker=worker,
     )
     run = RunContext(config, plan, job, steps, journal, monitor, signals, checkpoints, directory, places)
-    _drive(run, corpus, state)
+    _drive(run, corpus, state, orphan)
     status = end(None, state)
     if config.cluster.check:
         status = state.status = _tell_cluster(checkpoints, journal, monitor) or status
@@ -186,9 +187,10 @@ def _open_records(config: Config, state: DriverState, opened: ExitStack) -> tupl
     return journal, monitor
 
 
-def _drive(run: RunContext, corpus: str, state: DriverState) -> None:
+def _drive(run: RunContext, corpus: str, state: DriverState, orphan: int | None) -> None:
     """Start the crew and train to the run's last step, through as many generations as it takes. `corpus`: the hash of
-    the data. Raises Unsaved if the state after the last step was to be saved and is not."""
+    the data; `orphan`: the last step of a driver before that died without an end, None if none did. Raises Unsaved if
+    the state after the last step was to be saved and is not."""
     job, say = run.job, run.monitor.say
     run.checkpoints.check(corpus)
     say(describe(run.plan))
@@ -197,6 +199,10 @@ def _drive(run: RunContext, corpus: str, state: DriverState) -> None:
     spares = f" and {beside} spares" if beside > 0 else ""
     say(f"starting {job.world_size + min(0, beside)} workers{spares} ({kind}, {job.device})")
     run.journal.write(events.Starting(world_size=job.world_size, cluster=kind, device=job.device))
+    if orphan is not None:
+        lost = max(0, orphan - run.checkpoints.step)
+        run.journal.write(events.TookOver(step=orphan, steps_lost=lost))
+        say(f"the driver before died after step {orphan}: this one goes on in its place after {run.checkpoints.step}")
     try:
         with relay_log("platform.cluster", say), open_crew(kind, job, beside) as crew:
             if crew.came is not None:

@@ -12,25 +12,34 @@ from platform.monitor.records.events import Goodput, JournalEvent
 def goodput(journal: Iterable[JournalEvent]) -> Goodput:
     """Compute what failures cost a run from its journal's events, in order: goodput, steps lost, and recovery times.
     Useful seconds are those of committed steps, less those of the steps that a rollback repeats or a driver leaves
-    unsaved at its end."""
-    failures = transitions = lost = 0
-    useful = seconds = 0.0
+    unsaved at its end or death."""
+    failures = transitions = lost = restarts = 0
+    useful = seconds = restarting = 0.0
+    unsaved = 0.0  # of the useful seconds, those after the last checkpoint
+    restarted: float | None = None  # start of a driver that took over and that no step has followed yet
     recoveries: list[float] = []
     failed: list[float] = []  # times of the failures that no step has followed yet
     begin: float | None = None
     last = 0.0  # time of the last event
     for event in journal:
         if isinstance(event, events.Starting):
-            seconds += last - begin if begin is not None else 0.0  # the previous driver was killed: it has no end event
-            begin = event.time
+            restarted = None
+            if begin is not None:  # the previous driver was killed: it has no end event
+                seconds += last - begin
+                useful -= unsaved
+                restarts, restarted = restarts + 1, event.time
+            begin, unsaved = event.time, 0.0
             failed.clear()  # the previous driver did not survive these
         if begin is None:
             continue
         last = event.time
         if isinstance(event, events.Committed):
             useful += event.useful_seconds or 0.0
+            unsaved = 0.0 if isinstance(event, events.Checkpoint) else unsaved + (event.useful_seconds or 0.0)
         if isinstance(event, events.RolledBack | events.End):
             useful -= event.lost_seconds or 0.0
+            unsaved -= event.lost_seconds or 0.0
+        if isinstance(event, events.RolledBack | events.End | events.TookOver):
             lost += event.steps_lost or 0
         if isinstance(event, events.Failure):
             failures += 1
@@ -40,6 +49,8 @@ def goodput(journal: Iterable[JournalEvent]) -> Goodput:
         elif isinstance(event, events.FirstStep):
             recoveries += [event.time - then for then in failed]
             failed.clear()
+            restarting += event.time - restarted if restarted is not None else 0.0
+            restarted = None
         elif isinstance(event, events.End):
             seconds += event.time - begin
             begin = None
@@ -53,12 +64,14 @@ def goodput(journal: Iterable[JournalEvent]) -> Goodput:
         seconds=seconds,
         useful_seconds=useful,
         goodput=useful / seconds if seconds else 0.0,
+        restarts=restarts,
+        restart_seconds=restarting,
     )
 
 
 def cost_line(cost: Goodput) -> str:
-    """Format what failures cost a run as one line for people: failures survived, steps lost, recovery times,
-    goodput."""
+    """Format what failures cost a run as one line for people: failures of workers survived, restarts of the driver,
+    steps lost, recovery times, goodput."""
     recovery = ""
     if cost.recoveries:
         recovery = f"; to the first new step {median(cost.recoveries):.2f} s median, {max(cost.recoveries):.2f} s"
@@ -67,4 +80,6 @@ def cost_line(cost: Goodput) -> str:
     of = f" of {cost.failures}" if survived < cost.failures else ""
     failures = f"{survived}{of} failure{'' if cost.failures == 1 else 's'} survived"
     lost = f"{cost.steps_lost} step{'' if cost.steps_lost == 1 else 's'} lost"
-    return f"{failures}, {lost}{recovery}; goodput {cost.goodput:.1%} of {cost.seconds:.1f} s"
+    often = f"{cost.restarts} restart{'' if cost.restarts == 1 else 's'} of the driver"
+    restarts = f", {often} ({cost.restart_seconds:.2f} s to the first new step)" if cost.restarts else ""
+    return f"{failures}{restarts}, {lost}{recovery}; goodput {cost.goodput:.1%} of {cost.seconds:.1f} s"

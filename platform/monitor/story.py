@@ -25,6 +25,7 @@ def _plural(count: int, what: str) -> str:
 LINES: dict[
     type[JournalEvent], Callable[[Any], str]
 ] = {  # kind -> line of an event; others are left out, as are empty lines
+    events.TookOver: lambda e: f"takes over from a driver that died after step {e.step}",
     events.Injected: lambda e: f"on purpose, in step {e.step}: {', '.join(e.faults)}",
     events.Failure: lambda e: f"rank {e.rank} {e.kind} in {e.method}: {_last_line(e.cause)}",
     events.Reforming: lambda e: e.reason,

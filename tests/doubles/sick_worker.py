@@ -77,19 +77,21 @@ def link() -> None:
 
 
 HOW = {f.__name__: f for f in (products, wrong, storage, forgetful, clock, link)}
-_start = Worker.__init__
+_well = Worker.tell_time
 
 
-def _fall_ill(self: Worker, config: Any, number: int, **options: Any) -> None:
-    _start(self, config, number, **options)
+def _fall_ill(self: Worker) -> float:
+    """The doctor's first question is when it happens."""
     for who, how in (word.split(":") for word in os.environ.get("SICK", "").split()):
-        if int(who) == number:
+        if int(who) == self.number and not hasattr(self, how):
             HOW[how]()
+            setattr(self, how, True)
+    return _well(self)
 
 
 class SickWorker(Worker):
-    __init__ = _fall_ill
+    tell_time = _fall_ill
 
 
 if os.environ.get("SICK_BY_EXTENSION"):
-    Worker.__init__ = _fall_ill  # type: ignore[method-assign]
+    Worker.tell_time = _fall_ill  # type: ignore[method-assign]

@@ -10,6 +10,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {  # kind -> its own fields, as they are i
         "running": 4.0, "first_step": 4.5, "last_step": 9.0, "ended": 9.5,
     },
     "starting": {"world_size": 4, "cluster": "processes", "device": "cpu"},
+    "took_over": {"step": 7, "steps_lost": 2},
+    "examined": {"numbers": [0, 4], "unsound": [4], "reasons": ["worker 4 on n: slow"], "shared": [], "seconds": 0.2},
     "refused": {"reasons": ["checkpoint.resume=x: no"]},
     "changed": {"keys": {"seed": [0, 1], "mesh.t": [None, 2]}},
     "checkpoint_refused": {"directory": "step-00000002-000001-50e40f", "reason": "corrupt"},
@@ -49,7 +51,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {  # kind -> its own fields, as they are i
     "gave_up": {"cause": "boom", "step": 2, "saved": 0},
     "goodput": {
         "failures": 1, "transitions": 0, "steps_lost": 0, "recoveries": [0.5], "seconds": 12.5, "useful_seconds": 1.25,
-        "goodput": 0.1,
+        "goodput": 0.1, "restarts": 0, "restart_seconds": 0.0,
     },
 }  # fmt: skip
 

@@ -7,9 +7,9 @@ VERBS = frozenset(
     Change Check Choose Claim Clean Clear Clip Close Collect Combine Commit Compare Complete Compose Compress
     Compute Configure Confirm Connect Construct Continue Convert Copy Count Create Cut Deal Decide Decode Defer
     Delete Deliver Derive Describe Detach Detect Dial Discard Dismiss Distribute Distrust Divide Draw Drive Drop
-    Embed Empty Encode End Enter Escape Estimate Evaluate Exchange Execute Exit Expand Expect Explain Export Extend
-    Extract Fail Fetch Fill Find Finish Fit Fix Flatten Flip Flush Follow Forget Fork Form Format Free Gather Generate
-    Give Group Guard Handle Hash Help Hide Hire Hold Identify Ignore Import Inform Initialise Inject Install
+    Embed Empty Encode End Enter Escape Estimate Evaluate Examine Exchange Execute Exit Expand Expect Explain Export
+    Extend Extract Fail Fetch Fill Find Finish Fit Fix Flatten Flip Flush Follow Forget Fork Form Format Free Gather
+    Generate Give Group Guard Handle Hash Help Hide Hire Hold Identify Ignore Import Inform Initialise Inject Install
     Interrupt Issue Iterate Join Journal Judge Keep Kill Launch Learn Leave Let Limit Link List Listen Load Lock Log
     Look Lower Make Map Mark Mask Match Measure Meet Merge Migrate Modify Move Multiply Name Normalise Note Notice
     Offer Open Order Pack Pad Parse Pass Pause Perform Permute Pick Place Plan Poll Post Predict Prepare Price Print

@@ -62,6 +62,28 @@ def test_a_driver_that_was_killed_ends_with_its_last_event():
     assert goodput([*JOURNAL[:5], *later]).seconds == 40.0 and len(goodput([*JOURNAL[:5], *later]).recoveries) == 3
 
 
+def test_a_restart_of_the_driver_is_told_from_failures_of_workers():
+    """The first driver dies in the middle of what it had not saved; the second loses a worker, and ends."""
+    journal = events(
+        (0.0, "starting", {}), (2.0, "first_step", {}), (8.0, "checkpoint", {"useful_seconds": 6.0}),
+        (10.0, "failure", {"useful_seconds": 2.0}), (11.0, "first_step", {}),
+        (500.0, "starting", {}), (500.1, "took_over", {"step": 9, "steps_lost": 3}), (504.0, "first_step", {}),
+        (510.0, "failure", {"useful_seconds": 6.0}), (511.0, "first_step", {}),
+        (520.0, "done", {"useful_seconds": 9.0}),
+    )  # fmt: skip
+    found = goodput(journal)
+    assert (found.restarts, found.restart_seconds, found.failures, found.steps_lost) == (1, 4.0, 2, 3)
+    assert found.recoveries == [1.0, 1.0] and found.seconds == 11.0 + 20.0
+    assert found.useful_seconds == 6.0 + 6.0 + 9.0  # the 2 s after the checkpoint went with the driver
+    line = "2 failures survived, 1 restart of the driver (4.00 s to the first new step), 3 steps lost; "
+    assert cost_line(found).startswith(line)
+
+
+def test_a_driver_that_ended_and_is_started_again_was_not_restarted():
+    journal = events((0.0, "starting", {}), (5.0, "drained", {}), (9.0, "starting", {}), (12.0, "done", {}))
+    assert goodput(journal).restarts == 0 and "restart" not in cost_line(goodput(journal))
+
+
 def test_nothing_happened():
     found = goodput([])
     assert found.goodput == 0.0 and cost_line(found) == "0 failures survived, 0 steps lost; goodput 0.0% of 0.0 s"

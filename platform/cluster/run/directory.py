@@ -65,6 +65,14 @@ class RunDirectory:
         except OSError as error:
             raise self.unusable(error) from None
 
+    def orphaned(self) -> int | None:
+        """Return the last training step of this run's last driver if it died without an end, else None, as
+        `traces.orphaned` does. Raises ConfigError if its files cannot be read."""
+        try:
+            return traces.orphaned(self.path)
+        except OSError as error:
+            raise self.unusable(error) from None
+
     @contextmanager
     def claim(self, config: Config, plan: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
         """Create the run directory, lock it for this driver, write `config.yaml` and `plan.json` (`plan`: its summary),

@@ -83,6 +83,20 @@ def steps(directory: Path) -> int:
     return max(done, default=0)
 
 
+def orphaned(directory: Path) -> int | None:
+    """Return the last training step that the last driver of a run directory had done, 0 for none, if it died without an
+    end; None if it ended, or there was none. Raises Malformed, OSError."""
+    begun = worked = False
+    for event in journal(directory):
+        if isinstance(event, events.Starting | events.End):
+            begun, worked = isinstance(event, events.Starting), False
+        worked |= isinstance(event, events.FirstStep)
+    if begun and worked:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            return next((int(row["step"]) for row in reversed(_last_rows(directory / METRICS))), 0)
+    return 0 if begun else None
+
+
 def _last_rows(path: Path) -> list[dict[str, Any]]:
     """Return the rows at the end of a metrics.jsonl."""
     return records.last(path, metrics.read_row)

@@ -6,61 +6,18 @@ default, as older journals lack it; kinds and fields that this version does not 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from dataclasses import Field, dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, dataclass_transform
+from typing import Annotated, Any
 
 from platform.boundary import schema
-from platform.boundary.schema import OpenMap, Span, Text
+from platform.boundary.schema import OpenMap, Text
 from platform.monitor.records import records
+from platform.monitor.records.journal_event import EVENTS, Committed, End, JournalEvent
 from platform.monitor.records.records import Number, Seconds, Steps
 
 _WORD = Annotated[str, Text(r"\w{1,40}", "a word")]
 _HEAD = Annotated[dict[str, Any], OpenMap((("event", _WORD),), ("time", "generation", "event"))]
-
-EVENTS: dict[str, type[JournalEvent]] = {}  # word in the journal -> class
-
-
-@dataclass_transform(frozen_default=True, kw_only_default=True)
-class _Registered:
-    """Base that makes its subclasses frozen dataclasses, and enters them in EVENTS unless they are declared a group."""
-
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
-    word: ClassVar[str]
-
-    def __init_subclass__(cls, group: bool = False) -> None:
-        dataclass(frozen=True, kw_only=True)(cls)
-        cls.word = re.sub(r"\B[A-Z]", r"_\g<0>", cls.__name__).lower()
-        if not group:
-            EVENTS[cls.word] = cls  # type: ignore[assignment]
-
-
-class JournalEvent(_Registered, group=True):
-    """Event of a run, a line of its journal; a line of a kind that this version does not know becomes one without
-    further fields. The journal sets `time`, seconds since the epoch, and `generation`, formations of the mesh so
-    far."""
-
-    time: Seconds = 0.0
-    generation: Annotated[int, Span(0, 10**9)] = 0
-
-
-class Committed(JournalEvent, group=True):
-    """Event that also reports committed work: `useful_seconds` of the steps committed since the previous event that
-    did."""
-
-    useful_seconds: Seconds | None = None
-
-
-class End(Committed, group=True):
-    """Last event of a driver but for its account (Goodput). `step`: the step that its workers have reached; `saved`:
-    that of the newest checkpoint. The steps in between are lost with the workers' memory."""
-
-    step: Steps = 0
-    saved: Steps | None = None
-    steps_lost: Steps | None = None
-    lost_seconds: Seconds | None = None
 
 
 class Starting(JournalEvent):
@@ -69,6 +26,14 @@ class Starting(JournalEvent):
     world_size: int
     cluster: str
     device: str
+
+
+class TookOver(JournalEvent):
+    """The driver before died without an end, and this one goes on in its place. `step`: the last one that it had done;
+    `steps_lost`: those of them that no checkpoint has."""
+
+    step: Steps
+    steps_lost: Steps
 
 
 class Refused(JournalEvent):
@@ -342,9 +307,11 @@ class GaveUp(End):
 class Goodput(JournalEvent):
     """Cost of failures of one driver, or of several in a row that drove the same run; see `monitor.goodput`.
 
-    `transitions`: generations formed without a failure; `steps_lost`: committed, but redone or given up; `recoveries`:
-    seconds from the detection of a failure to the end of the first new step, of each failure that a step followed;
-    `seconds`: of the drivers, without the time between them; `goodput`: the useful share of these.
+    `failures`: of workers; `transitions`: generations formed without a failure; `steps_lost`: committed, but redone or
+    given up; `recoveries`: seconds from the detection of a failure to the end of the first new step, of each failure
+    that a step followed; `seconds`: of the drivers, without the time between them; `goodput`: the useful share of
+    these; `restarts`: drivers that died without an end and have a successor; `restart_seconds`: from the start of such
+    successors to their first new step, together.
     """
 
     failures: int
@@ -354,6 +321,8 @@ class Goodput(JournalEvent):
     seconds: Seconds
     useful_seconds: Seconds
     goodput: float
+    restarts: int = 0
+    restart_seconds: Seconds = 0.0
 
 
 class Timing(JournalEvent):

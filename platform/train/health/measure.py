@@ -1,4 +1,4 @@
-"""What the doctor measures on one worker by itself: products and copies on its device, its GPU, a file on storage."""
+"""Measurements of the doctor on one worker by itself: products and copies on its device, its GPU, a file on storage."""
 
 from __future__ import annotations
 

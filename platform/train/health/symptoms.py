@@ -25,7 +25,7 @@ class Bound(NamedTuple):
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that the doctor measures on a worker: a number in `unit`, of which more is better if `more`. `bounds`:
+    """Check of the doctor on a worker: it measures a number in `unit`, of which more is better if `more`. `bounds`:
     by the device of the worker, cpu | cuda; what is not there is not judged. `remedy`: what to look at where it is bad.
     """
 

@@ -1,0 +1,52 @@
+"""Base classes of the journal's events, which enter each kind of event in one table by its word."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import Field, dataclass
+from typing import Annotated, Any, ClassVar, dataclass_transform
+
+from platform.boundary.schema import Span
+from platform.monitor.records.records import Seconds, Steps
+
+EVENTS: dict[str, type[JournalEvent]] = {}  # word in the journal -> class
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+class _Registered:
+    """Base that makes its subclasses frozen dataclasses, and enters them in EVENTS unless they are declared a group."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    word: ClassVar[str]
+
+    def __init_subclass__(cls, group: bool = False) -> None:
+        dataclass(frozen=True, kw_only=True)(cls)
+        cls.word = re.sub(r"\B[A-Z]", r"_\g<0>", cls.__name__).lower()
+        if not group:
+            EVENTS[cls.word] = cls  # type: ignore[assignment]
+
+
+class JournalEvent(_Registered, group=True):
+    """Event of a run, a line of its journal; a line of a kind that this version does not know becomes one without
+    further fields. The journal sets `time`, seconds since the epoch, and `generation`, formations of the mesh so
+    far."""
+
+    time: Seconds = 0.0
+    generation: Annotated[int, Span(0, 10**9)] = 0
+
+
+class Committed(JournalEvent, group=True):
+    """Event that also reports committed work: `useful_seconds` of the steps committed since the previous event that
+    did."""
+
+    useful_seconds: Seconds | None = None
+
+
+class End(Committed, group=True):
+    """Last event of a driver but for its account (Goodput). `step`: the step that its workers have reached; `saved`:
+    that of the newest checkpoint. The steps in between are lost with the workers' memory."""
+
+    step: Steps = 0
+    saved: Steps | None = None
+    steps_lost: Steps | None = None
+    lost_seconds: Seconds | None = None

@@ -1,0 +1,71 @@
+"""Real workers, some of them sick, under the doctor: those are named, the others are sound, also on a busy machine."""
+
+import subprocess
+import sys
+
+import pytest
+
+from platform.cluster.control.forming.examination import examine
+from platform.cluster.crew.base.crew import seating
+from platform.cluster.crew.open import open_crew
+
+pytestmark = pytest.mark.usefixtures("warm_workers")
+SICK = "tests.doubles.sick_worker:SickWorker"
+
+
+@pytest.fixture
+def busy():
+    """More processes than cores, that compute and move memory, and nothing else."""
+    work = "import array\na = array.array('d', range(1 << 20))\nwhile True: b = a[:]; a = b"
+    burners = [subprocess.Popen([sys.executable, "-c", work]) for _ in range(6)]
+    yield
+    for burner in burners:
+        burner.kill()
+        burner.wait()
+
+
+def found(job, size, thorough, times=1):
+    """The last of so many examinations in a row, or the first in which anybody is bad."""
+    with open_crew("processes", job(size, SICK)) as crew:
+        for _ in range(times):
+            outcome = examine(crew, job(size), seating(crew.members), thorough=thorough)
+            if outcome.bad:
+                break
+        assert not list(crew.job.run_dir.rglob(".doctor-*"))
+    return {number: list(why) for number, why in outcome.bad.items()}, outcome
+
+
+def test_each_kind_of_illness_is_named(job, monkeypatch):
+    monkeypatch.setenv("SICK", "0:products 1:storage 2:clock 3:wrong 4:forgetful")
+    bad, outcome = found(job, 6, thorough=False)
+    assert bad == {0: ["gemm"], 1: ["write"], 2: ["clock"], 3: ["wrong"], 4: ["read"]} and not outcome.shared
+    assert outcome.reason(1) == "write: OSError: [Errno 28] No space left on device"
+    assert outcome.reason(2).startswith("clock: 1") and outcome.reason(2).endswith("s, where 1 s is the most")
+    assert set(outcome.findings[5].readings) == {"gemm", "wrong", "memory", "write", "read", "clock"}
+
+
+@pytest.mark.full
+def test_a_slow_link_is_the_one_that_is_slow_with_every_partner(job, monkeypatch):
+    monkeypatch.setenv("SICK", "1:link")
+    bad, outcome = found(job, 4, thorough=True)
+    assert bad == {1: ["link"]} and not outcome.shared
+    assert "where its peers have" in outcome.reason(1)
+
+
+def test_a_busy_machine_makes_nobody_sick(job, busy):
+    bad, outcome = found(job, 4, thorough=False, times=3)
+    assert bad == {} and not outcome.shared
+
+
+@pytest.mark.full
+def test_a_busy_machine_makes_nobody_sick_in_a_thorough_look_either(job, busy):
+    for threads in (1, 2):
+        job(1).config.cluster.threads = threads
+        bad, outcome = found(job, 4, thorough=True)
+        assert bad == {} and not outcome.shared
+
+
+def test_one_worker_alone_has_no_peers(job):
+    with open_crew("inline", job(1, SICK)) as crew:
+        outcome = examine(crew, job(1), [0], thorough=True)
+    assert outcome.bad == {} and not outcome.shared and "link" not in outcome.findings[0].readings
