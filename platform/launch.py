@@ -28,7 +28,7 @@ from platform.composition.arguments import experiment_of, jobs_of, rewrite, tran
 from platform.composition.composer import CONF, Composer, open_composer
 from platform.config.bounds import impossible_values, wrong_values
 from platform.config.checks import absent_ranks, slices_heads, too_many_workers, wrong_configuration
-from platform.config.execution import RESUME
+from platform.config.execution import ON_RAY, RESUME, Cluster
 from platform.config.extensions import load_extensions
 from platform.config.fields import Config, ConfigError, closest, violation
 from platform.config.identity import default_directory
@@ -146,6 +146,10 @@ def _complete(config: Config, arguments: Sequence[str]) -> list[str]:
         pipeline.chunks = pipeline.chunks if "pipeline.chunks" in typed else 1
     if pipeline.kind != "file":
         pipeline.file = pipeline.file if "pipeline.file" in typed else ""
+    if config.cluster.kind != "ray":
+        for key in ON_RAY:
+            if not any(f"{name}.".startswith(f"cluster.{key}.") for name in typed):
+                setattr(config.cluster, key, getattr(Cluster(), key))
     lines += _complete_paths(config)
     name = experiment_of(arguments) or "config"
     if config.resume.allow and not config.run.dir and not config.checkpoint.url and config.checkpoint.resume in RESUME:

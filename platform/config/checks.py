@@ -9,6 +9,7 @@ from typing import Any
 
 from platform.config.bounds import KEYS, flat_values, wrong_values
 from platform.config.durations import nearest_rhythms, rhythm_of, seconds_of
+from platform.config.execution import ON_RAY, Cluster
 from platform.config.fields import (
     OBJECTIVES,
     Branch,
@@ -301,6 +302,29 @@ def _gpu(config: Config) -> Iterator[str]:
         yield _refused(config, "cluster.gpu", "unknown", closest(gpu, names)[:3])
 
 
+RUNTIME_ENV = (  # fields of Ray's runtime_env
+    "config", "conda", "container", "env_vars", "excludes", "image_uri", "nsight", "pip", "py_executable", "py_modules",
+    "uv", "worker_process_setup_hook", "working_dir",
+)  # fmt: skip
+
+
+def _ray(config: Config) -> Iterator[str]:
+    """Yield a refusal line for each key that only cluster=ray reads under another cluster, each unknown field of the
+    runtime environment, and a request to the autoscaler that would ask for nothing in particular or not be waited
+    for."""
+    c, default = config.cluster, Cluster()
+    for name in ON_RAY:
+        if c.kind != "ray" and getattr(c, name) != getattr(default, name):
+            yield _refused(config, f"cluster.{name}", "only cluster=ray reads it", [getattr(default, name)])
+    for name, value in c.runtime_env.items():
+        if name not in RUNTIME_ENV:
+            yield violation(f"cluster.runtime_env.{name}", value, "unknown", closest(name, RUNTIME_ENV)[:3])
+    if c.autoscale and c.device == "auto":
+        yield _refused(config, "cluster.device", "cluster.autoscale=true must know what to ask for", ["cuda", "cpu"])
+    if c.autoscale and not c.wait:
+        yield _refused(config, "cluster.wait", "cluster.autoscale=true needs time in which machines start", [1800])
+
+
 # (keys, rule): the rule runs only if none of these keys is wrong by itself.
 RELATIONS: tuple[tuple[set[str], Callable[[Config], Iterator[str]]], ...] = (
     ({"model.d_model", "model.heads", "model.kv_heads", "model.d_kv"}, _attention),
@@ -326,5 +350,6 @@ RELATIONS: tuple[tuple[set[str], Callable[[Config], Iterator[str]]], ...] = (
     ({"parallel.zero"}, _zero),
     (set(), _axis_names),
     (set(), _gpu),
+    ({"cluster.kind", "cluster.device", "cluster.wait"}, _ray),
     (set(), wrong_allowances),
 )

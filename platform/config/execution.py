@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from platform.config.durations import RHYTHM
 from platform.config.key import SECONDS, WORKERS, key
 
 RESUME = ("auto", "never", "must")  # checkpoint.resume; anything else is a path or URL
+
+ON_RAY = ("placement", "labels", "runtime_env", "autoscale")  # keys of Cluster that only cluster=ray reads
 
 
 @dataclass
@@ -74,6 +77,19 @@ class Cluster:
 
     kind: str = key("local", "how workers are started", ("local", "ray", "processes", "inline"))
     device: str = key("auto", "auto takes GPUs if there is one per worker", ("auto", "cpu", "cuda"))
+    placement: str = key(
+        "pack",
+        "cluster=ray: workers on few nodes, all on one, or on many",
+        ("pack", "strict_pack", "spread"),
+    )
+    labels: dict[str, str] = key(
+        {},
+        "cluster=ray: label selectors of the workers' nodes",
+        pattern=r"!?[\w./-]{1,128}|!?in\([\w. ,-]{1,500}\)",
+        constraint="must be name: value, !value, in(a,b) or !in(a,b)",
+    )
+    runtime_env: dict[str, Any] = key({}, "cluster=ray: Ray's runtime_env of the workers")
+    autoscale: bool = key(False, "cluster=ray: ask Ray's autoscaler for the workers, up to elastic.max_workers")
     wait: float = key(0.0, "seconds to wait at the start for places; 0 = refuse at once", ">= 0", most=SECONDS)
     doctor: str = key(
         "auto",
@@ -102,6 +118,7 @@ class Monitor:
     )
     timing: bool = key(False, "print and journal how long each phase of the run's start and end took")
     log_launches: bool = key(False, "write every collective that every worker launches to logs/")
+    prometheus: bool = key(True, "cluster=ray: offer all metrics to Prometheus, by way of Ray")
     project: str = key(
         "elastic-platform",
         "name of the W&B project",

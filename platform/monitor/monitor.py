@@ -1,14 +1,15 @@
-"""The driver's single interface to console, metrics.jsonl and Weights & Biases."""
+"""The driver's single interface to console, metrics.jsonl, Weights & Biases and Prometheus."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 from platform.config.fields import Config
 from platform.monitor.console import Console
+from platform.monitor.prometheus import RayGauges
 from platform.monitor.records.metrics import MetricsLog, MetricsRow
 from platform.monitor.records.records import METRICS
 from platform.monitor.wandb_log import WandbLog
@@ -16,18 +17,32 @@ from platform.monitor.wandb_log import WandbLog
 OnStep = Callable[[MetricsRow], None]
 
 
-class RunMonitor:
-    """Sends a run's progress to metrics.jsonl, the console, W&B if configured, and the function `on_step`, called with
-    each row."""
-
-    def __init__(self, metrics: MetricsLog, console: Console, wandb: WandbLog | None, on_step: OnStep):
-        self._metrics, self._console, self._wandb, self._on_step = metrics, console, wandb, on_step
+class Service(Protocol):
+    """Service outside of the run that is sent its numbers, and may fail without harm to it."""
 
     def step(self, row: MetricsRow) -> None:
-        """Record a committed step's row in metrics.jsonl, and show it on the console, on W&B and to `on_step`."""
+        """Take a committed step's row of metrics.jsonl."""
+
+    def summary(self, values: dict[str, Any]) -> None:
+        """Take numbers of the whole run, by name."""
+
+    def close(self, status: int) -> None:
+        """End the run there, with the launcher's exit status."""
+
+
+class RunMonitor:
+    """Sends a run's progress to metrics.jsonl, the console, `services` by their names, and the function `on_step`,
+    called with each row."""
+
+    def __init__(self, metrics: MetricsLog, console: Console, services: Mapping[str, Service], on_step: OnStep):
+        self._metrics, self._console, self._services, self._on_step = metrics, console, dict(services), on_step
+
+    def step(self, row: MetricsRow) -> None:
+        """Record a committed step's row in metrics.jsonl, and show it on the console, to the services and to
+        `on_step`."""
         self._metrics.write(row)
         self._console.step(row)
-        self._to_wandb(lambda wandb: wandb.step(row))
+        self._to_services(lambda service: service.step(row))
         self._on_step(row)
 
     def rows(self) -> list[dict[str, Any]]:
@@ -39,26 +54,24 @@ class RunMonitor:
         self._console.say(text)
 
     def summary(self, values: dict[str, Any]) -> None:
-        """Record numbers of the whole run by name, such as its goodput, on W&B; do nothing without W&B."""
-        self._to_wandb(lambda wandb: wandb.summary(values))
+        """Record numbers of the whole run by name, such as its goodput, with the services."""
+        self._to_services(lambda service: service.summary(values))
 
     def close(self, status: int) -> None:
-        """Close the metrics file, console and W&B of a run; `status` is the exit status that the launcher will
+        """Close the metrics file, console and services of a run; `status` is the exit status that the launcher will
         return."""
         self._metrics.close()
         self._console.close()
-        self._to_wandb(lambda wandb: wandb.close(status))
+        self._to_services(lambda service: service.close(status))
 
-    def _to_wandb(self, action: Callable[[WandbLog], None]) -> None:
-        """Perform `action` on the W&B log, if there is one; at its first error stop logging there and say so: the run
-        goes on."""
-        if self._wandb is None:
-            return
-        try:
-            action(self._wandb)
-        except Exception as error:  # a W&B failure must not end a run of weeks
-            self._wandb = None
-            self.say(f"W&B: stopped ({type(error).__name__}: {error}); {self._metrics.path} has every step")
+    def _to_services(self, action: Callable[[Service], None]) -> None:
+        """Perform `action` on every service; at its first error stop using one and say so: the run goes on."""
+        for name, service in list(self._services.items()):
+            try:
+                action(service)
+            except Exception as error:  # a service that fails must not end a run of weeks
+                del self._services[name]
+                self.say(f"{name}: stopped ({type(error).__name__}: {error}); {self._metrics.path} has every step")
 
 
 def open_monitor(
@@ -78,7 +91,10 @@ def open_monitor(
     """
     console = Console(stream or sys.stdout, total_steps=total_steps, every=config.monitor.every)
     metrics = MetricsLog(run_dir / METRICS, console.say)
-    wandb = WandbLog(config, run_dir) if config.monitor.kind == "wandb" else None
-    if wandb:
+    services: dict[str, Service] = {}
+    if config.monitor.kind == "wandb":
+        services["W&B"] = wandb = WandbLog(config, run_dir)
         console.say(f"W&B: {wandb.where}")
-    return RunMonitor(metrics, console, wandb, on_step)
+    if config.cluster.kind == "ray" and config.monitor.prometheus:
+        services["Prometheus"] = RayGauges(run_dir.name)
+    return RunMonitor(metrics, console, services, on_step)

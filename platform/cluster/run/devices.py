@@ -46,7 +46,7 @@ def _labelled(config: Config) -> Device | None:
         return None
     from platform.cluster.crew.launchers import ray_session
 
-    ray_session.join_cluster()
+    ray_session.join_cluster(config.cluster)
     found = [device for name in ray_session.accelerators() if (device := _named(name))]
     return min(found, key=lambda device: device.memory, default=None)
 

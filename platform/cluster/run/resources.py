@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -58,7 +59,7 @@ def available_workers(cluster: Cluster) -> int:
         return 1
     if kind == "torchrun":
         return int(os.environ["WORLD_SIZE"])
-    supply = _supply(kind)
+    supply = _supply(kind, cluster)
     use_gpus = cluster.device == "cuda" or (cluster.device == "auto" and supply.gpus > 0)
     return supply.gpus if use_gpus else supply.cpus
 
@@ -76,7 +77,8 @@ def reserve_workers(
     _refuse_impossible(kind, world_size, spares)
     needed = int(os.environ["LOCAL_WORLD_SIZE"]) if kind == "torchrun" else world_size  # the supply is of one machine
     least = needed if kind == "torchrun" else min(least or needed, needed)
-    supply, device, lack = _wait(kind, cluster, needed, least, say)
+    with _asked_for(kind, cluster, needed + spares):
+        supply, device, lack = _wait(kind, cluster, needed, least, say)
     reason = f" ({_count(supply.gpus, 'GPU')} {supply.where})" if cluster.device == "auto" else ""
     room = supply.gpus if device == "cuda" else supply.cpus if supply.shared else inf
     members = world_size + spares if kind == "torchrun" else int(min(needed + spares, room))
@@ -89,6 +91,25 @@ def reserve_workers(
     if device == "cpu" and not supply.shared and members > _CROWDED * supply.cpus:
         say(f"warning: {members} workers share {_count(supply.cpus, 'core')}: this will be slow")
     return Places(device, members, inf if supply.shared else room)
+
+
+@contextmanager
+def _asked_for(kind: str, cluster: Cluster, count: int) -> Iterator[None]:
+    """Ask Ray's autoscaler for `count` workers during the block, if cluster.autoscale says so; the demand outlives the
+    block, for the crew to take it up, unless that raises."""
+    if kind != "ray" or not cluster.autoscale:
+        yield
+        return
+    from platform.cluster.crew.launchers import ray_session
+    from platform.cluster.crew.launchers.ray_demand import Demand, bundle_of
+
+    ray_session.join_cluster(cluster)
+    demand, came = Demand(bundle_of(cluster.device, cluster.labels), lambda: count), False
+    try:
+        yield
+        came = True
+    finally:
+        demand.close(withdraw=not came)
 
 
 def _refuse_impossible(kind: str, world_size: int, spares: int) -> None:
@@ -115,7 +136,7 @@ def _wait(kind: str, cluster: Cluster, needed: int, least: int, say: Callable[[s
     `reserve_workers`."""
     deadline, said = monotonic() + cluster.wait, ""
     while True:
-        supply = _supply(kind)
+        supply = _supply(kind, cluster)
         device = _choose(cluster.device, needed, least, supply)
         lack = _lack(device, needed, supply)
         if not lack:
@@ -144,16 +165,17 @@ def gpu_count() -> int:
     return torch.cuda.device_count()
 
 
-def _supply(kind: str) -> Supply:
-    """Return the GPUs and CPUs that a launcher of this kind could use now: free ones of the Ray cluster for "ray", else
-    all of this machine."""
+def _supply(kind: str, cluster: Cluster) -> Supply:
+    """Return the GPUs and CPUs that a launcher of this kind could use now: free ones of the Ray cluster for "ray", on
+    nodes with cluster.labels, else all of this machine."""
     if kind != "ray":
         return Supply(gpu_count(), usable_cores(), "on this machine")
     from platform.cluster.crew.launchers import ray_session
 
-    ray_session.join_cluster()
-    free = ray_session.free_resources()
-    return Supply(int(free.get("GPU", 0)), int(free.get("CPU", 0)), "free in the Ray cluster", shared=True)
+    ray_session.join_cluster(cluster)
+    free = ray_session.free_resources(cluster.labels)
+    where = "free in the Ray cluster" + (" on nodes with cluster.labels" if cluster.labels else "")
+    return Supply(int(free.get("GPU", 0)), int(free.get("CPU", 0)), where, shared=True)
 
 
 def _choose(device: str, needed: int, least: int, supply: Supply) -> str:

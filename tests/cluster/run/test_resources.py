@@ -13,7 +13,7 @@ from platform.config.fields import ConfigError
 def supply(monkeypatch):
     def set_supply(*supplies):
         left = list(supplies)
-        monkeypatch.setattr(resources, "_supply", lambda kind: left.pop(0) if len(left) > 1 else left[0])
+        monkeypatch.setattr(resources, "_supply", lambda kind, cluster: left.pop(0) if len(left) > 1 else left[0])
 
     return set_supply
 

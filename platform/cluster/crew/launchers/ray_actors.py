@@ -22,6 +22,7 @@ from platform.cluster.crew.base.job import Assignment, Job, assign, usable_cores
 from platform.cluster.crew.base.launcher import Launcher
 from platform.cluster.crew.launchers.forks import ForkServer, order_worker
 from platform.cluster.crew.launchers.host import serve
+from platform.cluster.crew.launchers.ray_demand import Bundle, Demand, bundle_of
 from platform.cluster.crew.launchers.ray_session import Embedded, Notices, join_cluster
 from platform.cluster.wire.switchboard import Switchboard
 
@@ -40,8 +41,9 @@ class _Location(NamedTuple):
 
 
 class RayActors(Launcher):
-    """Starts one actor per member. The initial members are placed on as few machines as possible and numbered by
-    machine, within a machine by GPU. A hired member starts wherever Ray finds a place, as soon as there is one."""
+    """Starts one actor per member, on nodes with cluster.labels. The initial members are placed as cluster.placement
+    says, and numbered by machine, within a machine by GPU. A hired member starts wherever Ray finds a place, as soon as
+    there is one; under placement=strict_pack on the machine of the others."""
 
     def __init__(self, *, embedded: bool):
         super().__init__()
@@ -53,6 +55,7 @@ class RayActors(Launcher):
         self._ray: Embedded | None = None
         self._forks: ForkServer | None = None
         self._path = ""  # where actors order workers of `_forks`
+        self._demand: Demand | None = None  # on the autoscaler
 
     def open(self, job: Job, size: int) -> str:
         if self._embedded:
@@ -62,7 +65,9 @@ class RayActors(Launcher):
             self._path = f"{self._ray.directory}/forks"
             self._forks.listen(self._path)
         else:
-            join_cluster()
+            join_cluster(job.config.cluster)
+            if job.config.cluster.autoscale:
+                self._demand = Demand(_bundle(job), lambda: len(self._actors) or size)
         import ray
 
         self._notices = Notices()
@@ -82,11 +87,17 @@ class RayActors(Launcher):
         for number in numbers:
             # Its node is not known yet: threads are sized as if it shared the most crowded initial machine.
             place = assign(job, number, local_rank=0, local_world_size=self._crowd, group_rank=0)
-            self._serve(_actor(job), place, board)
+            self._serve(_actor(job, self._together(job)), place, board)
+
+    def _together(self, job: Job) -> str:
+        """Return the Ray node on which a hired member of `job` must start, "" for any: that of the others, if all are
+        to be on one."""
+        living = [member.node for number, member in self.greeted.items() if number in self._actors]
+        return _node_id(living[0]) if living and job.config.cluster.placement == "strict_pack" else ""
 
     def _launch_together(self, job: Job, numbers: Sequence[int], board: Switchboard) -> None:
-        """Start the initial members' actors on as few machines as possible, wait until all of them run, and number them
-        by machine, within a machine by GPU. Raises NoPlaces as `_wait`, WorkerFailed as `_located` does."""
+        """Start the initial members' actors where cluster.placement wants them, wait until all of them run, and number
+        them by machine, within a machine by GPU. Raises NoPlaces as `_wait`, WorkerFailed as `_located` does."""
         import ray
 
         size = len(numbers)
@@ -142,6 +153,8 @@ class RayActors(Launcher):
 
         if self._notices:
             self._notices.close()
+        if self._demand:
+            self._demand.close()
         if ray.is_initialized():
             for number in list(self._actors):
                 self.kill(number)
@@ -187,15 +200,17 @@ class _Actor:
 
 
 def _nodes(job: Job, size: int) -> list[str]:
-    """Return a Ray node id for each of the `size` workers of `job`: as few nodes as possible on which all of them fit
-    together. Raises NoPlaces as `_wait` does.
+    """Return a Ray node id for each of the `size` workers of `job`, as cluster.placement and cluster.labels choose the
+    nodes on which all of them fit together. Raises NoPlaces as `_wait` does.
 
     A placement group finds them and is then removed. If the actors stayed in it, Ray would have to find room for all
     places of a lost node together before it could replace any of them.
     """
     from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
-    group = placement_group([_needs(job)] * size, strategy="PACK")
+    bundle, strategy = _bundle(job), job.config.cluster.placement.upper()
+    chosen: dict[str, Any] = {"bundle_label_selector": [bundle.labels] * size} if bundle.labels else {}
+    group = placement_group([bundle.needs] * size, strategy=strategy, **chosen)
     try:
         _wait(job, lambda seconds: size if group.wait(seconds) else 0, size)
         node_of = placement_group_table(group)["bundles_to_node_id"]
@@ -204,8 +219,8 @@ def _nodes(job: Job, size: int) -> list[str]:
     return [node_of[i] for i in range(size)]
 
 
-def _needs(job: Job) -> dict[str, float]:
-    return {"CPU": 1.0} | ({"GPU": 1.0} if job.device == "cuda" else {})
+def _bundle(job: Job) -> Bundle:
+    return bundle_of(job.device, job.config.cluster.labels)
 
 
 def _wait(job: Job, ready: Callable[[float], int], size: int) -> None:
@@ -215,7 +230,10 @@ def _wait(job: Job, ready: Callable[[float], int], size: int) -> None:
     wait = max(job.config.elastic.wait, job.config.cluster.wait, _PLACEMENT_SECONDS)
     deadline = monotonic() + wait
     while (there := ready(min(_TURN_SECONDS, max(0.0, deadline - monotonic())))) < size:
-        lack = f"Ray to start {size} times {_needs(job)}, {there} of {size} there"
+        bundle, cluster = _bundle(job), job.config.cluster
+        where = f" on nodes with {bundle.labels}" if bundle.labels else ""
+        where += ", all on one node" if cluster.placement == "strict_pack" else ""
+        lack = f"Ray to start {size} times {bundle.needs}{where}, {there} of {size} there"
         if monotonic() >= deadline:
             raise NoPlaces(f"waited {wait:.0f} s for {lack}")
         _LOG.info("waiting for %s, up to %.0f s", lack, deadline - monotonic())
@@ -236,15 +254,18 @@ def _located(number: int, location: Any) -> _Location:
 
 
 def _actor(job: Job, node: str = "") -> Any:
-    """Create the Ray actor of one worker of `job`, with one CPU and, for cuda, one GPU, on the Ray node `node`;
-    wherever Ray finds a place if `node` is "" or has no room."""
+    """Create the Ray actor of one worker of `job` on the Ray node `node`; wherever Ray finds a place if `node` is "",
+    or has no room and cluster.placement does not insist."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    gpus = int(job.device == "cuda")
-    actor = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=0, max_task_retries=0)(_Actor)
-    where = NodeAffinitySchedulingStrategy(node, soft=True) if node else "DEFAULT"
-    return actor.options(scheduling_strategy=where).remote()
+    bundle, placement = _bundle(job), job.config.cluster.placement
+    cpus, gpus = bundle.needs["CPU"], bundle.needs.get("GPU", 0)
+    actor: Any = ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=0, max_task_retries=0)(_Actor)
+    where = "SPREAD" if placement == "spread" else "DEFAULT"
+    strategy = NodeAffinitySchedulingStrategy(node, soft=placement != "strict_pack") if node else where
+    chosen = {"label_selector": bundle.labels} if bundle.labels else {}
+    return actor.options(scheduling_strategy=strategy, **chosen).remote()
 
 
 def _node_id(node: str) -> str:

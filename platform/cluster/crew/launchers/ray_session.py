@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import re
 import secrets
 import signal
 import socket
@@ -11,14 +13,15 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from platform.cluster.crew.launchers import leftovers
-from platform.config.fields import ConfigError, violation
+from platform.config.execution import Cluster
+from platform.config.fields import SHOWN, ConfigError, printable, violation
 
 _CONNECT_SECONDS = 2.0
 _NOTICE_SECONDS = 2.0  # interval of the queries for draining nodes
@@ -43,6 +46,7 @@ class Embedded:
         os.environ[leftovers.MARK] = directory
         try:
             _init(
+                runtime_env({}, {}, installed=_installed()),
                 address="local",
                 _temp_dir=f"{directory}/ray",
                 _node_ip_address="127.0.0.1",
@@ -72,19 +76,17 @@ def _private(token: Path) -> Iterator[None]:
     """Restrict a Ray that is started inside the block to this machine and to processes that can read the file `token`,
     which this creates with a random secret. Ray's processes inherit the settings through the environment, which is
     restored after the block."""
-    from ray._private import ray_constants
-
     token.touch(0o600)
     token.write_text(secrets.token_hex(32))
     own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), _CLUSTERS: "0"}
     taken = {name: os.environ.pop(name, None) for name in (*own, "RAY_AUTH_TOKEN")}
     os.environ.update(own)
-    clusters, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
+    clusters = _let_clusters_be(False)
     _look_again_for_the_token()
     try:
         yield
     finally:
-        ray_constants.ENABLE_RAY_CLUSTER = clusters
+        _let_clusters_be(clusters)
         for name, value in taken.items():
             os.environ.pop(name, None)
             if value is not None:
@@ -92,31 +94,58 @@ def _private(token: Path) -> Iterator[None]:
         _look_again_for_the_token()
 
 
+def _let_clusters_be(possible: bool) -> bool:
+    """Set whether Ray, which reads the variable _CLUSTERS only once, takes this machine for one of a cluster, and
+    return what it was. Another version of Ray may have no such switch: then the variable alone has to do."""
+    with suppress(ImportError, AttributeError):
+        constants: Any = import_module("ray._private.ray_constants")
+        before: bool = constants.ENABLE_RAY_CLUSTER
+        constants.ENABLE_RAY_CLUSTER = possible
+        return before
+    return possible
+
+
 def _look_again_for_the_token() -> None:
     """Reset Ray's authentication mode and token in this process, which Ray reads only once, after a change of the
     environment variables that set them. The mode comes first: a thread of a Ray that is shutting down would otherwise
-    look for a removed token and abort this process."""
-    raylet: Any = import_module("ray._raylet")
-    raylet.Config.initialize("")
-    raylet.AuthenticationTokenLoader.instance().reset_cache()
+    look for a removed token and abort this process. Another version of Ray may lack this: then only the first Ray of a
+    process can be private."""
+    with suppress(ImportError, AttributeError):
+        raylet: Any = import_module("ray._raylet")
+        raylet.Config.initialize("")
+        raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
-def join_cluster() -> None:
+def join_cluster(cluster: Cluster) -> None:
     """Connect this process to the Ray cluster at RAY_ADDRESS or, if that is not set, to the one running on this
-    machine; do nothing if it is connected already. Raises ConfigError if there is no such cluster."""
+    machine, with the runtime environment that `cluster` asks for; do nothing if it is connected already. Raises
+    ConfigError if there is no such cluster, or Ray refuses the environment."""
     import ray
     from ray.exceptions import RayError
 
     if ray.is_initialized():
         return
     address = os.environ.get("RAY_ADDRESS", "auto")
+    environment = runtime_env(cluster.runtime_env, _job_environment(), installed=_installed())
+    try:
+        ray.runtime_env.RuntimeEnv(**environment)
+    except (TypeError, ValueError) as error:
+        raise _refused_environment(error) from None
     try:
         _knock(address)
-        _init(address=address)
+        _init(environment, address=address)
     except (OSError, RayError, ValueError, RuntimeError) as error:  # the last two: a bad address
+        if cluster.runtime_env and re.search("runtime.?env|working_dir|py_modules", str(error)):
+            raise _refused_environment(error) from None
         reason = str(error).strip().partition("\n")[0]
         constraint = f"no Ray cluster at RAY_ADDRESS={address} ({reason}); start one with `ray start --head`"
         raise ConfigError(violation("cluster", "ray", constraint, ["cluster=local"])) from None
+
+
+def _refused_environment(error: Exception) -> ConfigError:
+    """Return the ConfigError for a runtime environment that Ray has refused with `error`, without its values, which may
+    be secrets."""
+    return ConfigError(f"cluster.runtime_env: Ray refuses it: {printable(' '.join(str(error).split())[:SHOWN])}")
 
 
 def _knock(address: str) -> None:
@@ -127,11 +156,32 @@ def _knock(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
 
 
-def free_resources() -> dict[str, float]:
-    """Return the resources of the joined Ray cluster that are free now, by Ray's names: {"CPU": ..., "GPU": ...}."""
+def free_resources(labels: Mapping[str, str]) -> dict[str, float]:
+    """Return the resources of the joined Ray cluster that are free now, by Ray's names: {"CPU": ..., "GPU": ...}; at
+    most those of the nodes that have the `labels`, as label selectors name them."""
     import ray
 
-    return ray.available_resources()
+    free = ray.available_resources()
+    if not labels:
+        return free
+    fitting = [node["Resources"] for node in ray.nodes() if node["Alive"] and selects(labels, node.get("Labels", {}))]
+    return {name: min(amount, sum(node.get(name, 0.0) for node in fitting)) for name, amount in free.items()}
+
+
+def selects(labels: Mapping[str, str], of_node: Mapping[str, str]) -> bool:
+    """Return True if label selectors choose a node with the labels `of_node`: name -> value, !value, in(a,b) or
+    !in(a,b), as Ray reads them.
+
+    >>> selects({"zone": "!in(a,b)", "gpu": "H100"}, {"zone": "c", "gpu": "H100"})
+    True
+    """
+    for name, selector in labels.items():
+        wanted = selector.removeprefix("!")
+        listed = re.fullmatch(r"in\((.*)\)", wanted)
+        values = [value.strip() for value in listed[1].split(",")] if listed else [wanted]
+        if (of_node.get(name) in values) == selector.startswith("!"):
+            return False
+    return True
 
 
 def accelerators() -> list[str]:
@@ -141,15 +191,15 @@ def accelerators() -> list[str]:
     return [name.partition(":")[2] for name in ray.cluster_resources() if name.startswith("accelerator_type:")]
 
 
-def _init(**arguments: Any) -> None:
-    """Start or join Ray by ray.init with `arguments`, quietly, so that its workers find this package and this process
-    keeps its SIGTERM handler."""
+def _init(environment: Mapping[str, Any], **arguments: Any) -> None:
+    """Start or join Ray by ray.init with `arguments` and the runtime environment `environment`, quietly, and so that
+    this process keeps its SIGTERM handler."""
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # `uv run` would rebuild the environment per worker
     import ray
 
     on_term = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(log_to_driver=False, logging_level=logging.ERROR, runtime_env=_runtime_env(), **arguments)
+        ray.init(log_to_driver=False, logging_level=logging.ERROR, runtime_env=dict(environment) or None, **arguments)
     finally:
         signal.signal(signal.SIGTERM, on_term)  # Ray replaces the handler
     _hush()
@@ -166,13 +216,38 @@ def _hush() -> None:
         worker.gcs_error_subscriber.close()
 
 
-def _runtime_env() -> dict[str, Any] | None:
-    """Return Ray's runtime environment (PYTHONPATH) with which its workers find this package, None if the package is
-    installed and started by its own hook (_startup.py)."""
-    if "_platform_startup" in sys.modules:
-        return None
-    root = str(Path(__file__).parents[4])
-    return {"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}}
+def runtime_env(own: Mapping[str, Any], job: Mapping[str, Any], *, installed: bool) -> dict[str, Any]:
+    """Return the runtime environment that this process asks Ray for: `own`, from cluster.runtime_env, and where this
+    package is not `installed` a PYTHONPATH by which the workers find it. `job`: the one of the Ray job that this
+    process is the entry point of, if any (`ray job submit`), which its workers get anyhow; if it brings code, as by
+    --working-dir, they find the package there. Raises ConfigError where both say the same thing, as Ray would."""
+    found = dict(own)
+    variables, of_job = dict(own.get("env_vars", {})), job.get("env_vars", {})
+    both = [
+        *(own.keys() & job.keys() - {"env_vars"}),
+        *(f"env_vars.{name}" for name in variables.keys() & of_job.keys()),
+    ]
+    if both and os.environ.get("RAY_OVERRIDE_JOB_RUNTIME_ENV") != "1":
+        reason = "the Ray job has one of its own; leave one out, or set RAY_OVERRIDE_JOB_RUNTIME_ENV=1"
+        raise ConfigError([violation(f"cluster.runtime_env.{name}", "...", reason) for name in sorted(both)])
+    if not (installed or "PYTHONPATH" in of_job or job.keys() & {"working_dir", "py_modules"}):
+        root, given = str(Path(__file__).parents[4]), variables.get("PYTHONPATH") or os.environ.get("PYTHONPATH")
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [root, given]))
+    return found | ({"env_vars": variables} if variables else {})
+
+
+def _job_environment() -> dict[str, Any]:
+    """Return the runtime environment of the Ray job that started this process, {} if none did. Ray tells it by an
+    environment variable."""
+    with suppress(ValueError, AttributeError):
+        found = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")).get("runtime_env")
+        return dict(found or {})
+    return {}
+
+
+def _installed() -> bool:
+    """Return True if this package is installed, and started by its own hook (_startup.py) in every Python."""
+    return "_platform_startup" in sys.modules
 
 
 def _gpus() -> int:
@@ -208,13 +283,16 @@ class Notices:
 
     def _poll(self) -> None:
         while not self._closed.wait(_NOTICE_SECONDS):
-            with suppress(Exception):  # if Ray does not answer this query, there is no notice
-                self.nodes = _draining_nodes()
+            if (nodes := _draining_nodes()) is not None:
+                self.nodes = nodes
 
 
-def _draining_nodes() -> frozenset[str]:
-    """Return the Ray ids of the nodes that the joined cluster is about to take away (draining). Ray has no public
-    function for this; Ray Train uses the same one."""
+def _draining_nodes() -> frozenset[str] | None:
+    """Return the Ray ids of the nodes that the joined cluster is about to take away (draining), None if Ray does not
+    tell: it has no public function for this; Ray Train uses the same one."""
     import ray
 
-    return frozenset(ray._private.state.state.get_draining_nodes())
+    try:
+        return frozenset(ray._private.state.state.get_draining_nodes())
+    except Exception:  # it does not answer, or another version has none: there is no notice
+        return None

@@ -1,0 +1,164 @@
+"""Demand of runs on the autoscaler of their Ray cluster, so that it starts machines for workers before there are any.
+
+Ray keeps one request for the whole cluster, a new one replaces it, and it outlives its driver. So one actor of the
+cluster, the desk, takes the demand of every run, asks for all of it together, and forgets a run that does not renew its
+demand. The desk ends with the last run.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from time import monotonic
+from typing import Any, NamedTuple
+
+LEASE_SECONDS = 90.0  # after which a demand that is not renewed is dropped
+_RENEW_SECONDS = 10.0
+HOLD_SECONDS = 120.0  # for which a demand is held up that has fallen: lost workers are hired again within seconds
+_NAME, _NAMESPACE = "autoscaler-desk", "elastic-platform"
+_LOG = logging.getLogger("platform.cluster")
+
+
+class Bundle(NamedTuple):
+    """Resources that a worker needs together, by Ray's names, and labels that its node must have."""
+
+    needs: dict[str, float]
+    labels: dict[str, str]
+
+
+def bundle_of(device: str, labels: Mapping[str, str]) -> Bundle:
+    """Return what a worker on a `device`, cpu | cuda, needs of its Ray node: one CPU and, for cuda, one GPU; and the
+    `labels` that the node must have."""
+    return Bundle({"CPU": 1.0} | ({"GPU": 1.0} if device == "cuda" else {}), dict(labels))
+
+
+class Hysteresis:
+    """Number that follows another one up at once, and down only once that has been lower for `seconds`. Times are
+    readings of one clock."""
+
+    def __init__(self, seconds: float):
+        self._seconds = seconds
+        self._value, self._lower = 0, 0
+        self._since: float | None = None  # when the number followed became lower
+
+    def follow(self, wanted: int, now: float) -> int:
+        """Return the number at time `now`, at which the one followed is `wanted`: while that is lower, the highest that
+        it has been since."""
+        if wanted >= self._value:
+            self._value, self._since = wanted, None
+        elif self._since is None:
+            self._since, self._lower = now, wanted
+        elif now - self._since >= self._seconds:
+            self._value, self._since = max(wanted, self._lower), None
+        else:
+            self._lower = max(wanted, self._lower)
+        return self._value
+
+
+class Ledger:
+    """Demands of all runs: run -> how many of which bundle, and until when."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, tuple[int, Bundle, float]] = {}
+
+    def book(self, run: str, count: int, bundle: Bundle, now: float) -> None:
+        """Take the demand of a run, in place of its last one; 0 ends it."""
+        self._of[run] = count, bundle, now + LEASE_SECONDS
+        if not count:
+            del self._of[run]
+
+    def total(self, now: float) -> list[Bundle]:
+        """Return the bundles that all runs need together, and forget the runs that have not renewed their demand."""
+        self._of = {run: demand for run, demand in self._of.items() if demand[2] > now}
+        return [bundle for run in sorted(self._of) for count, bundle, _ in [self._of[run]] for _ in range(count)]
+
+
+class Desk:
+    """Actor that passes the demands of all runs of its cluster on to the autoscaler."""
+
+    def __init__(self) -> None:
+        self._ledger, self._lock, self._asked = Ledger(), threading.Lock(), list[Bundle]()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def book(self, run: str, count: int, bundle: Bundle) -> int:
+        """Take the demand of a run, as `Ledger.book` does; return the number of bundles that all runs need."""
+        with self._lock:
+            self._ledger.book(run, count, bundle, monotonic())
+        return self._pass_on()
+
+    def _pass_on(self) -> int:
+        """Ask the autoscaler for what all runs need now, if that has changed; return the number of bundles."""
+        with self._lock:
+            total = self._ledger.total(monotonic())
+            if total != self._asked:
+                request(total)
+                self._asked = total
+            return len(total)
+
+    def _watch(self) -> None:
+        """Drop what is not renewed; end this actor once nobody needs anything."""
+        import time
+
+        while True:
+            time.sleep(_RENEW_SECONDS)
+            with suppress(Exception):  # Ray does not answer: the next turn tries again
+                if not self._pass_on():
+                    os._exit(0)
+
+
+def request(bundles: list[Bundle]) -> None:
+    """Ask the autoscaler of the joined cluster to hold room for `bundles`, in place of what was asked for before."""
+    from ray.autoscaler.sdk import request_resources
+
+    labels = [bundle.labels for bundle in bundles]
+    request_resources(
+        bundles=[bundle.needs for bundle in bundles], bundle_label_selectors=labels if any(labels) else None
+    )
+
+
+class Demand:
+    """Demand of this process's run for workers that each need a `bundle`. `count`: tells how many it wants now; asked
+    again and again by a thread, until `close`."""
+
+    def __init__(self, bundle: Bundle, count: Callable[[], int]):
+        self._bundle, self._count, self._hysteresis = bundle, count, Hysteresis(HOLD_SECONDS)
+        self._run = f"{socket.gethostname()}/{os.getpid()}"
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="demand", daemon=True)
+        self._thread.start()
+
+    def close(self, *, withdraw: bool = True) -> None:
+        """Stop renewing the demand; if `withdraw`, end it now: else it holds until it expires, or is taken up by
+        another Demand of this process. Call it before ray.shutdown()."""
+        self._closed.set()
+        self._thread.join()
+        if withdraw:
+            with suppress(Exception):
+                import ray
+
+                ray.get(self._desk().book.remote(self._run, 0, self._bundle), timeout=_RENEW_SECONDS)
+
+    def _renew(self) -> None:
+        while True:
+            try:
+                count = self._hysteresis.follow(self._count(), monotonic())
+                self._desk().book.remote(self._run, count, self._bundle)
+            except Exception as error:  # the cluster's head is restarting, or gone: the crew finds that out by itself
+                _LOG.debug("the autoscaler is not asked: %s", error)
+            if self._closed.wait(_RENEW_SECONDS):
+                return
+
+    @staticmethod
+    def _desk() -> Any:
+        """Return the cluster's desk, started if there is none."""
+        import ray
+
+        options: Mapping[str, Any] = {
+            "name": _NAME, "namespace": _NAMESPACE, "lifetime": "detached", "get_if_exists": True,
+            "num_cpus": 0, "max_restarts": -1,
+        }  # fmt: skip
+        return ray.remote(Desk).options(**options).remote()

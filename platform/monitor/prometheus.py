@@ -1,0 +1,50 @@
+"""Metrics for Prometheus, by way of Ray: all that W&B gets of a step, as gauges of the cluster that a run is in."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from platform.monitor.records.metrics import MetricsRow, for_wandb
+
+PREFIX = "platform_"  # Ray puts ray_ before it
+TAG = "run"  # label of every gauge: the name of the run directory, by which runs in one cluster are told apart
+
+
+class RayGauges:
+    """Gauges of one run. Each node of a Ray cluster offers those of its processes to Prometheus, where ray[default] is
+    installed; the driver sets them. A gauge lasts as long as the driver."""
+
+    def __init__(self, run: str):
+        self._tags, self._gauges = {TAG: run}, dict[str, Any]()
+
+    def step(self, row: MetricsRow) -> None:
+        """Set the gauges to the values of a committed step's row; nothing once Ray is gone."""
+        self._set(for_wandb(row))
+
+    def summary(self, values: dict[str, Any]) -> None:
+        """Set the gauges of numbers of the whole run by name, of which W&B gets the same."""
+        self._set({f"elastic/{key}": value for key, value in values.items() if isinstance(value, int | float)})
+
+    def close(self, status: int) -> None:
+        """End with the driver: Ray forgets what an ended process has set."""
+
+    def _set(self, values: dict[str, float]) -> None:
+        import ray
+        from ray.util.metrics import Gauge
+
+        if not ray.is_initialized():
+            return
+        for name, value in values.items():
+            if name not in self._gauges:
+                self._gauges[name] = Gauge(gauge_name(name), name, (TAG,))
+            self._gauges[name].set(float(value), self._tags)
+
+
+def gauge_name(name: str) -> str:
+    """Return the name of the gauge for a metric of that name on W&B.
+
+    >>> gauge_name("comm/all_gather/data+t")
+    'platform_comm_all_gather_data_t'
+    """
+    return PREFIX + re.sub(r"\W", "_", name, flags=re.ASCII)

@@ -1,0 +1,136 @@
+"""What is decided about Ray without one: demands, selectors, runtime environments."""
+
+import doctest
+import json
+import os
+
+import pytest
+
+from platform.cluster.crew.launchers import ray_session
+from platform.cluster.crew.launchers.ray_demand import LEASE_SECONDS, Bundle, Hysteresis, Ledger
+from platform.cluster.crew.launchers.ray_session import _job_environment, runtime_env, selects
+from platform.config.fields import ConfigError
+from platform.launch import compose
+
+CPU, GPU = Bundle({"CPU": 1.0}, {}), Bundle({"CPU": 1.0, "GPU": 1.0}, {"zone": "a"})
+
+
+@pytest.mark.parametrize(
+    "story",
+    [
+        [(0, 4, 4), (1, 8, 8), (2, 8, 8)],  # up at once
+        [(0, 8, 8), (1, 4, 8), (60, 4, 8), (61, 4, 4)],  # down after it has lasted
+        [(0, 8, 8), (1, 0, 8), (30, 8, 8), (90, 4, 8), (149, 4, 8), (150, 4, 4)],  # lost workers are hired again
+        [(0, 8, 8), (1, 2, 8), (30, 5, 8), (61, 3, 5)],  # to the highest of what was wanted meanwhile
+        [(0, 8, 8), (1, 4, 8), (100, 4, 4), (101, 0, 4), (161, 0, 0)],
+    ],
+)
+def test_a_demand_falls_slowly_and_rises_at_once(story):
+    hysteresis = Hysteresis(60.0)
+    assert [hysteresis.follow(wanted, now) for now, wanted, _ in story] == [value for _, _, value in story]
+
+
+def test_the_ledger_adds_up_and_forgets_who_does_not_renew():
+    ledger = Ledger()
+    ledger.book("b", 1, GPU, 0.0)
+    ledger.book("a", 2, CPU, 50.0)
+    assert ledger.total(60.0) == [CPU, CPU, GPU]
+    ledger.book("a", 1, CPU, 60.0)
+    assert ledger.total(LEASE_SECONDS + 1) == [CPU]  # of the killed driver nothing stays
+    ledger.book("a", 0, CPU, 70.0)
+    ledger.book("unknown", 0, CPU, 70.0)
+    assert ledger.total(70.0) == []
+
+
+def test_the_example():
+    assert doctest.testmod(ray_session).failed == 0
+
+
+@pytest.mark.parametrize(
+    ("selector", "chosen"),
+    [("a", {"a"}), ("!a", {"b", "c", None}), ("in(a, b)", {"a", "b"}), ("!in(a,b)", {"c", None})],
+)
+def test_selectors(selector, chosen):
+    nodes = {zone: {"zone": zone} if zone else {} for zone in ("a", "b", "c", None)}
+    assert {zone for zone, labels in nodes.items() if selects({"zone": selector}, labels)} == chosen
+
+
+def test_workers_of_a_package_that_is_not_installed_find_it(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+    root = str(ray_session.Path(ray_session.__file__).parents[4])
+    assert runtime_env({}, {}, installed=True) == {}
+    assert runtime_env({}, {}, installed=False) == {"env_vars": {"PYTHONPATH": f"{root}:/mine"}}
+    own = {"env_vars": {"PYTHONPATH": "/theirs", "A": "1"}, "pip": ["x"]}
+    assert runtime_env(own, {}, installed=False) == {
+        "env_vars": {"PYTHONPATH": f"{root}:/theirs", "A": "1"}, "pip": ["x"],
+    }  # fmt: skip
+    assert own["env_vars"]["PYTHONPATH"] == "/theirs"
+
+
+@pytest.mark.parametrize("job", [{"working_dir": "gcs://x.zip"}, {"py_modules": []}, {"env_vars": {"PYTHONPATH": "."}}])
+def test_a_job_that_brings_the_code_is_left_alone(job):
+    assert runtime_env({"env_vars": {"A": "1"}}, job, installed=False) == {"env_vars": {"A": "1"}}
+
+
+def test_what_the_job_says_too_is_refused_as_ray_would_but_by_name(monkeypatch):
+    own, job = {"pip": ["x"], "env_vars": {"A": "1", "B": "2"}}, {"pip": ["y"], "env_vars": {"B": "3"}}
+    with pytest.raises(ConfigError) as refused:
+        runtime_env(own, job, installed=True)
+    reason = "the Ray job has one of its own; leave one out, or set RAY_OVERRIDE_JOB_RUNTIME_ENV=1"
+    assert refused.value.violations == [
+        f"cluster.runtime_env.env_vars.B=...: {reason}", f"cluster.runtime_env.pip=...: {reason}",
+    ]  # fmt: skip
+    monkeypatch.setenv("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
+    assert runtime_env(own, job, installed=True) == own
+
+
+@pytest.mark.parametrize(
+    ("told", "found"),
+    [
+        (json.dumps({"runtime_env": {"working_dir": "gcs://x.zip"}}), {"working_dir": "gcs://x.zip"}),
+        ('{"metadata": {}}', {}), ('{"runtime_env": null}', {}), ("{", {}), ("[]", {}), (None, {}),
+    ],
+)  # fmt: skip
+def test_a_job_tells_its_environment(monkeypatch, told, found):
+    from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR as NAME  # noqa: N812
+
+    monkeypatch.setattr(os, "environ", {NAME: told} if told else {})
+    assert _job_environment() == found
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("cluster=processes cluster.labels.zone=a", "cluster.labels={'zone': 'a'}: only cluster=ray reads it"),
+        ("cluster=local cluster.placement=spread", "cluster.placement=spread: only cluster=ray reads it"),
+        ("cluster=ray cluster.placement=strict_spread", "cluster.placement=strict_spread: unknown; nearest legal: "),
+        ("cluster=ray cluster.runtime_env.pipp=[x]", "cluster.runtime_env.pipp=['x']: unknown; nearest legal: pip"),
+        ("cluster=ray cluster.autoscale=true cluster.wait=9", "cluster.device=auto: cluster.autoscale=true must know"),
+        (
+            "cluster=ray cluster.autoscale=true cluster.device=cpu",
+            "cluster.wait=0.0: cluster.autoscale=true needs time",
+        ),
+        ("cluster=ray cluster.labels.zone=in(a", "cluster.labels.zone=in(a: must be name: value, !value, in(a,b)"),
+    ],
+)
+def test_mistakes(typed, said):
+    with pytest.raises(ConfigError) as refused:
+        compose(["+experiment=gpt_quick", *typed.split()])
+    assert [line for line in refused.value.violations if line.startswith(said)], refused.value.violations
+
+
+def test_labels_are_typed_as_ray_writes_them():
+    typed = ["cluster.labels={ray.io/accelerator-type: H100}", "cluster.labels.zone=!in(a,b)"]
+    cluster = compose(["+experiment=gpt_quick", "cluster=ray", *typed]).cluster
+    assert cluster.labels == {"ray.io/accelerator-type": "H100", "zone": "!in(a,b)"}
+
+
+def test_what_an_experiment_sets_for_ray_is_dropped_elsewhere(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    cluster = "{labels: {zone: a}, placement: spread, runtime_env: {pip: [x]}}"
+    text = f"# @package _global_\ndefaults:\n  - gpt_quick\n  - override /cluster: ray\ncluster: {cluster}\n"
+    (tmp_path / "experiment" / "mine.yaml").write_text(text)
+    there = compose(["+experiment=mine"], str(tmp_path)).cluster
+    assert (there.labels, there.placement, there.runtime_env) == ({"zone": "a"}, "spread", {"pip": ["x"]})
+    here = compose(["+experiment=mine", "cluster=processes"], str(tmp_path)).cluster
+    assert (here.labels, here.placement, here.runtime_env) == ({}, "pack", {})
