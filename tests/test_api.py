@@ -209,8 +209,8 @@ def test_only_the_main_thread_runs():
 def test_the_files_beside_the_code(root):
     for name in (
         "conf/config.yaml",
-        "jobs/slurm/train.sbatch",
-        "jobs/kubernetes/rayjob.yaml",
+        "jobs/slurm/one_gpu.sbatch",
+        "jobs/kubernetes/one_gpu/job.yaml",
         "dashboards/workspace.py",
     ):
         assert (api.FILES / name).is_file()

@@ -44,15 +44,9 @@ def typed(page: Path) -> list[Typed]:
     return found + [Typed(page.name, span) for span in spans if "NAME" not in span and "..." not in span]
 
 
-def launched(job: Path) -> list[Typed]:
-    """Return what a job launches, if it can be told without a shell; tests/jobs compose the others."""
-    lines = re.findall(r"-m platform\.launch +([^\n&]+)", job.read_text().replace("\\\n", " "))
-    return [Typed(job.name, LAUNCH + line) for line in lines if "$" not in line]
-
-
 def commands() -> list[Typed]:
     """Return every command once, with what is shown below it."""
-    found = [t for page in PAGES for t in typed(page)] + [t for job in JOBS for t in launched(job)]
+    found = [t for page in PAGES for t in typed(page)]
     return list({(t.command, t.shown): t for t in reversed(found)}.values())[::-1]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
+import subprocess
 from collections.abc import Callable
 from itertools import takewhile
 from pathlib import Path
@@ -23,6 +24,7 @@ from platform.cluster import driver
 from platform.cluster.run import resources
 from platform.cluster.run.devices import device_of
 from platform.config.fields import ConfigError
+from platform.jobs.__main__ import main as write_job
 from platform.plan.__main__ import main as explain_plan
 from platform.plan.reports.describe import describe
 from platform.plan.schedule.simulate import simulate
@@ -32,7 +34,9 @@ from platform.planning.remedies import lack_of_memory
 from tests.docs.pages import FOLDERS, JOBS, LAUNCH, ROOT, Typed, commands, files
 
 COMMANDS = commands()
-FROM_WORKERS = re.compile(r" +step +loss|continues after|run directory:|what happened|rank\d")  # starts their output
+FROM_WORKERS = re.compile(
+    r" +step +loss|continues after|run directory:|what happened|what this run has|rank\d"
+)  # starts their output
 
 
 class Bench(NamedTuple):
@@ -136,15 +140,42 @@ def starts_processes(typed: Typed, arguments: str, bench: Bench) -> None:
     launches(typed, rest, bench)
 
 
-def submits(typed: Typed, arguments: str, bench: Bench) -> None:
+def writes_a_job(typed: Typed, arguments: str, bench: Bench) -> None:
+    """Write a job, and read it back: bash takes a script, YAML a manifest."""
     words = shlex.split(arguments)
-    job = next(i for i, word in enumerate(words) if word.endswith(".sbatch"))
-    assert ROOT / words[job] in JOBS and all(word.startswith("--") for word in words[:job])
-    launch.compose(["+experiment=gpt175b", "cluster=ray", *words[job + 1 :]])
+    answers(write_job(words), typed, bench)
+    for name in (words[i + 1] for i, word in enumerate(words) if word == "--output"):
+        if words[0] == "slurm":
+            subprocess.run(["bash", "-n", name], check=True)
+        else:
+            assert len(list(yaml.safe_load_all(Path(name).read_text()))) > 1
+
+
+def writers() -> dict[str, list[str]]:
+    """Return the files that commands of the pages write as jobs, each with the words of its command."""
+    found = {}
+    for typed in COMMANDS:
+        words = shlex.split(typed.command) if typed.command.startswith("python -m platform.jobs ") else []
+        found |= {words[i + 1]: words[3:i] for i, word in enumerate(words) if word == "--output"}
+    return found
+
+
+def submits(typed: Typed, arguments: str, bench: Bench) -> None:
+    """Accept the submission of a script that a page writes, with what is typed after its name."""
+    script, *more = shlex.split(arguments)
+    words = [word for word in writers()[script] if not word.startswith("job.")]
+    launch.compose([*words[1:], "cluster=ray", *more])
 
 
 def applies(typed: Typed, arguments: str, bench: Bench) -> None:
-    assert ROOT / arguments in JOBS and list(yaml.safe_load_all((ROOT / arguments).read_text()))
+    how, path = arguments.split()
+    where = ROOT / path
+    assert where in JOBS or path in writers() if how == "-f" else where / "kustomization.yaml" in JOBS
+
+
+def builds(typed: Typed, arguments: str, bench: Bench) -> None:
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    assert all(f"FROM base AS torch-{device}" in dockerfile for device in re.findall(r"DEVICE=(\w+)", arguments))
 
 
 def names_files(typed: Typed, arguments: str, bench: Bench) -> None:
@@ -170,8 +201,13 @@ KINDS: dict[str, Callable[..., None]] = {  # what a command looks like -> the ch
     r"make (.*)": is_a_target,
     r"cat (.*)": is_shown,
     r"ray (.*)": is_ray_s,
-    r"(?:\w+=\d+ )*sbatch (.*)": submits,
-    r"kubectl apply -f (.*)": applies,
+    r"python -m platform\.jobs (.*)": writes_a_job,
+    r"sbatch (.*)": submits,
+    r"kubectl apply (-[fk] .*)": applies,
+    r"docker build -t elastic-platform:0\.1\.0 (.*)\.": builds,
+    r"(kubectl (?:get|delete) rayjob \w+|kubectl logs -f job/\w+)": is_trusted,
+    r"(kind create cluster|kind load docker-image elastic-platform:0\.1\.0)": is_trusted,
+    r"(helm install kuberay-operator kuberay-operator --repo \S+ --version 1\.6\.2)": is_trusted,
     r"python -m pytest (.*)": names_files,
     r"python ((?:docs|dashboards|tests|examples)/.*)": names_files,
     r"(source \.venv/bin/activate|pip install -e \.|pip install torch==2\.13\.0|git clone .*|cd .*)": is_trusted,
@@ -190,7 +226,7 @@ def test_there_are_commands():
     trained = [typed for typed in COMMANDS if typed.command.startswith(LAUNCH)]
     assert len(trained) > 20 and sum("-m platform.plan" in typed.command for typed in COMMANDS) >= 2
     assert sum(any(line.startswith("config: ") for line in typed.shown) for typed in trained) >= 4
-    assert {typed.file for typed in trained} >= {"README.md", "rayjob.yaml"}
+    assert {typed.file for typed in trained} >= {"README.md", "clusters.md"}
 
 
 @pytest.mark.parametrize("shown", [["a"], ["a", "b", "c"], ["...", "a"], ["b", "..."]])

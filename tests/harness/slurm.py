@@ -105,7 +105,7 @@ class SlurmJob:
 
 
 def until(
-    what: Callable[[], bool], process: subprocess.Popen[bytes], out: Callable[[], str], seconds: float = 240
+    what: Callable[[], bool], process: subprocess.Popen[bytes], out: Callable[[], str], seconds: float = 600
 ) -> None:
     """Wait until `what` is so, while `process` runs; `seconds` only bound a failing test."""
     deadline = time.monotonic() + seconds

@@ -119,7 +119,7 @@ def test_installed(bare, root, elsewhere, how):
     succeed(bare, "-c", first, cwd=elsewhere)
     files = Path(succeed(bare, "-c", "from platform.api import FILES; print(FILES)", cwd=elsewhere).strip())
     assert files == conf.parent
-    for path in (*root.glob("jobs/*/*"), *root.glob("dashboards/*.py")):
+    for path in (*(p for p in root.glob("jobs/**/*") if p.is_file()), *root.glob("dashboards/*.py")):
         assert (files / path.relative_to(root)).read_bytes() == path.read_bytes()
     assert list(elsewhere.iterdir()) == []  # no outputs/, no .hydra
 

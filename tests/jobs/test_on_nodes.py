@@ -22,17 +22,18 @@ from platform.jobs.kubernetes import kubernetes_job
 from platform.jobs.slurm import slurm_job
 from platform.monitor import JsonLines, MetricsLog
 from platform.monitor.records import events
-from tests.harness.commands import QUICK, SMALL, TIMEOUT, command
+from tests.harness.commands import QUICK, SMALL, command
 from tests.harness.process_tree import descendants, gone
 from tests.harness.ray_machines import private_cluster
 from tests.harness.slurm import SlurmJob, until
 
-pytestmark = [pytest.mark.ray, pytest.mark.full, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.ray, pytest.mark.full, pytest.mark.timeout(3600)]
 
 RUN = [
     *(QUICK, *SMALL, "data=synthetic", "precision=fp64", "model.dropout=0.1", "optimizer.warmup_steps=2"),
     *("train.steps=100000", "checkpoint.every=4", "cluster.device=cpu", "elastic.wait=120"),
 ]
+LIMIT = 900  # seconds: only bounds a failing test, on a machine that may be busy
 TWO = ["tensor=serial", "parallel.data=2", "job.workers=1", "extend=[tests.doubles.slow_steps]"]
 SLOW = {"STEP_SECONDS": "0.3", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": os.environ["PYTHONPATH"]}
 
@@ -102,7 +103,7 @@ def test_a_slurm_job_is_requeued_and_survives_its_driver_its_head_and_its_nodes(
         steps(3, process)
         assert {row["world_size"] for row in run.rows()} == {2}
         process.send_signal(signal.SIGUSR1)
-        assert process.wait(TIMEOUT) == 75 and job.requeued, job.out()
+        assert process.wait(LIMIT) == 75 and job.requeued, job.out()
     stopped = run.step
     with job.started() as process:
         steps(3, process)
@@ -123,7 +124,7 @@ def test_a_slurm_job_is_requeued_and_survives_its_driver_its_head_and_its_nodes(
     last = run.step + 4
     (tmp_path / "job.sbatch").write_text(slurm_job([*typed, f"train.stop_at={last}"]))
     with job.started() as process:
-        assert process.wait(TIMEOUT) == 0, job.out()
+        assert process.wait(LIMIT) == 0, job.out()
     statuses = run.ends()
     assert statuses[0] == 75 and -signal.SIGKILL in statuses and statuses[-1] == 0, statuses
     assert not list(tmp_path.glob("run.job-*")) and stopped < last
@@ -168,7 +169,7 @@ def test_a_rayjob_survives_its_driver_and_the_node_of_its_head(tmp_path):
     with private_cluster(head_cpus=0, **SLOW) as cluster:  # what backoffLimit makes
         cluster.add_node(num_cpus=2)
         process = as_a_pod_does(f"{entry} train.stop_at={last}", tmp_path, cluster.address)
-        assert process.wait(TIMEOUT) == 0, out()
+        assert process.wait(LIMIT) == 0, out()
     assert run.ends() == [-signal.SIGKILL, 0] and run.drivers_lost() == 2
     assert "2 of 10 retries are spent" in out()
     assert alike(run.numbers(), tmp_path / "alone")
@@ -181,6 +182,6 @@ def test_a_check_of_two_nodes_tells_what_it_has_proven(tmp_path):
         tmp_path, slurm_job([*shlex.split(typed), *small, "checkpoint.every=20"]), ["node1", "node2"], **SLOW
     )
     with job.started() as process:
-        assert process.wait(TIMEOUT) == 0, job.out()
+        assert process.wait(LIMIT) == 0, job.out()
     assert "this cluster is ready" in job.out() and "2 of 2 workers" in job.out()
     assert json.loads((tmp_path / "run" / "drivers.jsonl").read_text().splitlines()[-1])["event"] == "closed"

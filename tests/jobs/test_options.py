@@ -1,10 +1,12 @@
 """The options of a job: typed beside a run's own keys, refused as those are."""
 
+from pathlib import Path
+
 import pytest
 
 from platform.config.fields import ConfigError
 from platform.jobs.kubernetes import kubernetes_job
-from platform.jobs.options import KubernetesOptions, SlurmOptions, take_options
+from platform.jobs.options import JobOptions, KubernetesOptions, SlurmOptions, options_page, take_options
 from platform.jobs.slurm import slurm_job
 
 ONE = ["+experiment=one_gpu"]
@@ -80,3 +82,10 @@ def test_no_secret_gets_into_a_file(monkeypatch):
     text = kubernetes_job([*ONE, "data=stdlib", reference, *POD, "job.secrets=[S3_KEY=s3/key]"])
     assert "hushhush" not in text and "${oc.env:S3_KEY}" in text
     assert text.count("{name: S3_KEY, valueFrom: {secretKeyRef: {name: s3, key: key}}}") == 2
+
+
+def test_the_page_lists_every_key():
+    page = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
+    rows = [row for kind in (JobOptions, KubernetesOptions, SlurmOptions) for row in options_page(kind)]
+    assert "| key | default | meaning |\n|---|---|---|\n" + "\n".join(rows) + "\n" in page
+    assert len(rows) > 25

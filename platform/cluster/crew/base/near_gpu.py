@@ -18,7 +18,8 @@ def cores_near(gpu: str, gpus: Path = _GPUS, devices: Path = _DEVICES) -> set[in
     of a machine are alike."""
     try:
         places = sorted(gpus.iterdir())
-        place = places[int(gpu)] if gpu.isdigit() else next(p for p in places if gpu in (p / "information").read_text())
+        named = (place for place in places if gpu and gpu in (place / "information").read_text())
+        place = places[int(gpu)] if gpu.isdigit() else next(named)
         return _listed((devices / place.name.lower() / "local_cpulist").read_text())
     except (OSError, IndexError, StopIteration, ValueError):
         return set()
