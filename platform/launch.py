@@ -225,7 +225,8 @@ def _planned(args: Namespace, phases: Phases) -> list[PlannedJob]:
     jobs: list[PlannedJob] = []
     lines: list[str] = []
     with open_composer(args.config_dir) as composer:
-        for arguments in jobs_of(args.overrides, args.multirun):
+        swept = composer.swept(args.overrides) if args.multirun else []
+        for arguments in jobs_of([*args.overrides, *swept], args.multirun):
             with own_secrets():
                 register_url_secrets(arguments)
                 wrong, job = _plan_job(composer, arguments, phases)

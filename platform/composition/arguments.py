@@ -67,6 +67,26 @@ def quote(value: str) -> str:
 
 
 NOT_OURS = "Hydra's own keys do nothing here; own files go by --config-dir DIRECTORY"
+BASIC = {  # Hydra's plugin groups -> why only `basic` of them is honoured, and what to do instead
+    "launcher": "the jobs of a sweep run one after the other, each with all workers; or type one command per job",
+    "sweeper": "a sweep runs every combination of what is typed as KEY=A,B; or type the values to try",
+}
+
+
+def plugin_refusal(argument: str) -> str:
+    """Return why an argument that chooses or configures one of Hydra's launchers or sweepers is refused, "" if it names
+    neither, or Hydra's own basic one.
+
+    >>> plugin_refusal("hydra/launcher=basic")
+    ''
+    """
+    key, _, value = argument.lstrip("+").partition("=")
+    found = re.match(r"(?:override )?hydra[/.](launcher|sweeper)\b", key)
+    if not found or (key.endswith(found[1]) and value == "basic"):
+        return ""
+    return f"only Hydra's basic {found[1]} is there: {BASIC[found[1]]}"
+
+
 LONGEST = 20_000  # most characters of an argument that is given to Hydra's parser
 DEEPEST = 20  # deepest nesting of brackets in such an argument, those inside quotes included
 
@@ -176,6 +196,8 @@ def translate_error(argument: str, error: Exception) -> str:
     if "Ambiguous value" in text or "requires --multirun" in text:
         return violation(key, value, "several values: a sweep needs -m, a list is written [a,b]")
 
+    if plugin := re.search(r"(hydra/(?:launcher|sweeper))=(\S+)", text):
+        return violation(plugin[1], plugin[2], plugin_refusal(f"{plugin[1]}={plugin[2]}"), ["basic"])
     place = re.search(r"full_key: (\S+)|Could not override '(\S+)'|^(\S+): unknown key", text)
     where = next(filter(None, place.groups()), key) if place else key
     within = "" if where.split("[")[0] == key.split("@")[0] else f"{where}: "  # the chosen file has the mistake

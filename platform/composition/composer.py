@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from platform.boundary.redaction import register_url_secrets
-from platform.composition.arguments import NOT_OURS, loader, parse, quote, rewrite
+from platform.composition.arguments import NOT_OURS, loader, parse, plugin_refusal, quote, rewrite
 from platform.composition.references import resolve, watch_environment
 from platform.config.fields import Config, ConfigError, violation
 
@@ -67,6 +67,7 @@ class Composer:
         self.own, self.stored = list(own), stored
         self._options: dict[str, list[str]] = {}  # group -> its options; [] if it is no group
         self._chosen: dict[tuple[str, ...], DictConfig] = {}  # choices -> composed files, as jobs of a sweep share them
+        self._swept: dict[tuple[str, ...], dict[str, str]] = {}  # choices -> what those files say to sweep over
 
     def load(self, arguments: Sequence[str]) -> tuple[Config, list[str], RefusedArguments]:
         """Compose the configuration of command-line arguments. Return it, the arguments that it accepts, in order, and
@@ -77,6 +78,17 @@ class Composer:
         order = {argument: number for number, argument in enumerate(arguments)}
         wrong = sorted([*refused, *no_choices, *no_values], key=lambda pair: order[pair[0]])
         return config, sorted([*chosen, *given], key=order.__getitem__), wrong
+
+    def swept(self, arguments: Sequence[str]) -> list[str]:
+        """Return the arguments that a sweep, `-m`, gets from files (hydra.sweeper.params), such as "seed=1,2": for the
+        keys that `arguments` do not set; [] if `arguments` are refused, which planning their jobs reports."""
+        typed = {argument.lstrip("+").partition("=")[0] for argument in arguments}
+        with suppress(*user_errors()):
+            plain = [a for a in arguments if not parse(a).is_sweep_override()]
+            choices, _, _ = self._sorted(plain)
+            self._choose(choices)
+            return [f"{key}={values}" for key, values in self._swept[tuple(choices)].items() if key not in typed]
+        return []
 
     def options(self, group: str) -> list[str]:
         """Return the names of the YAML files in a group, such as "tensor"; [] if there is no such group."""
@@ -95,8 +107,10 @@ class Composer:
         for argument in arguments:
             try:
                 parsed = parse(argument)
-                if parsed.is_hydra_override():  # nothing reads Hydra's own configuration
-                    raise HydraException(NOT_OURS)
+                if parsed.is_hydra_override():  # nothing else reads Hydra's own configuration
+                    if parsed.value() == "basic" and not plugin_refusal(argument):
+                        continue
+                    raise HydraException(plugin_refusal(argument) or NOT_OURS)
                 if not parsed.key_or_group:
                     raise HydraException("Error parsing override")
                 group = bool(self.options(parsed.key_or_group)) and not isinstance(parsed.value(), dict)
@@ -116,14 +130,25 @@ class Composer:
 
         key = tuple(choices)
         if key not in self._chosen:
-            found = hydra.compose("config", [rewrite(a) for a in (*self.own, *choices)])
+            found = hydra.compose("config", [rewrite(a) for a in (*self.own, *choices)], return_hydra_config=True)
             OmegaConf.set_struct(found, False)  # axes of the stored configuration are new keys
+            self._swept[key] = _basic_sweep(found.pop("hydra"))
             chosen = {parse(choice).key_or_group for choice in choices}
             found.merge_with({group: values for group, values in self.stored.items() if group not in chosen})
             _plain(found)
             OmegaConf.set_struct(found, True)
             self._chosen[key] = found
         return self._chosen[key]
+
+
+def _basic_sweep(hydra: DictConfig) -> dict[str, str]:
+    """Return hydra.sweeper.params of a composed configuration of Hydra's own: key -> values to sweep over. Raises
+    ConfigError if the files choose another launcher or sweeper than Hydra's basic one."""
+    for plugin in ("launcher", "sweeper"):
+        name = hydra.runtime.choices[f"hydra/{plugin}"]
+        if name != "basic":
+            raise ConfigError(f"hydra/{plugin}={name}")
+    return {str(key): str(values) for key, values in (hydra.sweeper.params or {}).items()}
 
 
 def _accepted(make: Callable[[list[str]], T], arguments: list[str]) -> tuple[T, list[str], RefusedArguments]:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,10 +68,10 @@ def started(folder: Path, *arguments: str, **environment: str) -> Iterator[Run]:
             process.kill()
 
 
-def undisturbed(folder: Path, steps: int) -> list[tuple[Any, ...]]:
+def undisturbed(folder: Path, steps: int, *more: str) -> list[tuple[Any, ...]]:
     """What one worker computes that nobody disturbs."""
     folder.mkdir()
-    done = command(QUICK, *SMALL, *RUN, *ALONE, f"train.stop_at={steps}", cwd=folder)
+    done = command(QUICK, *SMALL, *RUN, *ALONE, *more, f"train.stop_at={steps}", cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return Run(folder, None).numbers()  # type: ignore[arg-type]
 
@@ -131,3 +131,33 @@ def test_machines_are_lost_and_added_and_told_to_go(tmp_path):
     assert run.events("drained")[0]["signal"].startswith("a notice")
     assert run.numbers()[-1][0] == last
     assert equal(run.numbers(), undisturbed(tmp_path / "alone", last))
+
+
+@pytest.mark.full
+def test_two_runs_in_one_cluster_do_not_disturb_each_other(tmp_path):
+    """Each loses a worker, recovers and grows back beside the other, and computes what it computes alone."""
+    folders = [tmp_path / name for name in ("one", "other")]
+    with private_cluster(head_cpus=0, STEP_SECONDS="0.2", PYTHONPATH=os.environ["PYTHONPATH"]) as cluster:
+        for _ in range(2):
+            cluster.add_node(num_cpus=2)
+        with ExitStack() as both:
+            runs = []
+            for number, folder in enumerate(folders):
+                folder.mkdir()
+                fault = f"elastic.faults=[{3 + number}:kill:1:backward]"
+                several = [
+                    fault,
+                    "train.stop_at=12",
+                    "parallel.data=1",
+                    f"seed={number}",
+                    "cluster.wait=120",
+                    "cluster.doctor=quick",
+                ]
+                runs.append(both.enter_context(started(folder, "cluster=ray", "cluster.device=cpu", *several)))
+            assert [run.process.wait(TIMEOUT) for run in runs] == [0, 0], [(f / "out").read_text() for f in folders]
+    for number, run in enumerate(runs):
+        assert len(run.events("failure")) == 1 and not run.events("rolled_back")
+        assert [e["world_size"] for e in run.events("forming")][:2] == [2, 1]
+        assert equal(run.numbers(), undisturbed(tmp_path / f"alone{number}", 12, f"seed={number}"))
+    overlap = min(run.events("done")[0]["time"] for run in runs) - max(run.events("formed")[0]["time"] for run in runs)
+    assert overlap > 0, "they did not run at the same time"

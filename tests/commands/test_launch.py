@@ -107,6 +107,54 @@ def test_a_sweep_over_experiments_ranges_axes_and_globs(driver):
     ]
 
 
+@pytest.fixture
+def own(tmp_path):
+    """Writes an experiment `mine`, and returns what a command needs to find it."""
+
+    def write(*defaults, text=""):
+        (tmp_path / "experiment").mkdir()
+        listed = "".join(f"  - {line}\n" for line in ("gpt_quick", *defaults))
+        (tmp_path / "experiment" / "mine.yaml").write_text(f"# @package _global_\ndefaults:\n{listed}{text}")
+        return ["--config-dir", str(tmp_path), "+experiment=mine"]
+
+    return write
+
+
+def test_a_sweep_that_an_experiment_describes(driver, own):
+    mine = own(text="hydra:\n  sweeper:\n    params:\n      seed: 1,2\n      optimizer.lr: choice(1e-3,2e-3)\n")
+    assert main(["-m", *mine, "seed=7"]) == 0  # what is typed counts
+    assert [(c.seed, c.optimizer.lr) for _, c in driver.runs] == [(7, 1e-3), (7, 2e-3)]
+    driver.runs.clear()
+    assert main(["-m", *mine, "tensor=serial,1d"]) == 0
+    assert len({(c.seed, c.optimizer.lr, c.tensor.scheme) for _, c in driver.runs}) == 8
+    driver.runs.clear()
+    assert main(mine) == 0 and len(driver.runs) == 1  # without -m nothing is swept, as with Hydra
+
+
+def test_hydras_own_launcher_and_sweeper_may_be_named(driver):
+    assert main(["-m", QUICK, "hydra/launcher=basic", "hydra/sweeper=basic", "seed=1,2"]) == 0
+    assert [config.seed for _, config in driver.runs] == [1, 2]
+
+
+@pytest.mark.parametrize("plugin", ["launcher", "sweeper"])
+@pytest.mark.parametrize("flags", [[], ["-m"]])
+def test_another_launcher_or_sweeper_is_refused_by_name_wherever_it_is_chosen(
+    driver, own, tmp_path, capsys, plugin, flags
+):
+    """One that is there, as an installed plugin is: its file in the group."""
+    folder = tmp_path / "hydra" / plugin
+    folder.mkdir(parents=True)
+    (folder / "third.yaml").write_text("_target_: third.party.Plugin\n")
+    assert main([*flags, *own(f"override /hydra/{plugin}: third")]) == 2
+    said = f"config: hydra/{plugin}=third: only Hydra's basic {plugin} is there: "
+    assert capsys.readouterr().err.startswith(said) and not driver.runs
+
+
+def test_a_plugin_that_is_not_there_is_refused_by_name_too(driver, own, capsys):
+    assert main(["-m", *own("override /hydra/sweeper: optuna")]) == 2
+    assert capsys.readouterr().err == "config: hydra/sweeper=optuna: unknown; nearest legal: basic\n"
+
+
 def test_the_worst_status_of_a_sweep(driver, capsys):
     driver.statuses += [0, RuntimeError("broken"), 2, 0]
     assert main(["-m", QUICK, "seed=1,2,3,4"]) == 1

@@ -147,7 +147,11 @@ seed@x=5 | seed@x=5:
 model@x=gpt_tiny | model@x=gpt_tiny: 
 hydra.run.dir=x | hydra.run.dir=x: Hydra's own keys do nothing here | --config-dir
 hydra.searchpath=[/] | hydra.searchpath=[/]: Hydra's own keys do nothing here | --config-dir
-hydra/launcher=basic | hydra/launcher=basic: Hydra's own keys | --config-dir
+hydra/launcher=joblib | hydra/launcher=joblib: only Hydra's basic launcher is there: the jobs of a sweep run one after
+hydra/launcher=submitit_slurm | hydra/launcher=submitit_slurm: only Hydra's basic launcher is there
+hydra/sweeper=optuna | hydra/sweeper=optuna: only Hydra's basic sweeper is there
+hydra.sweeper.n_trials=20 | hydra.sweeper.n_trials=20: only Hydra's basic sweeper is there
+hydra.launcher.n_jobs=4 | hydra.launcher.n_jobs=4: only Hydra's basic launcher is there
 model.heads=5 | model.heads=5: must divide model.d_model=128 | 4, 
 model.heads=3 model.d_model=1000003 | model.heads=3: must divide model.d_model=1000003 | 1, 1000003
 model.kv_heads=3 | model.kv_heads=3: must divide model.heads=4 | 2, 4, 1
