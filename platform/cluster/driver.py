@@ -143,20 +143,25 @@ def _check_and_drive(
     status = end(None, state)
     if config.cluster.check:
         status = state.status = _tell_cluster(checkpoints, journal, monitor) or status
-    state.say(f"run directory: {directory.path}")
-    if steps < config.train.steps:
-        state.say(f"ended after step {steps}, as train.stop_at says; without it the same command continues")
+    _say_what_next(state, config, size)
+    return status
+
+
+def _say_what_next(state: DriverState, config: Config, size: int) -> None:
+    """Tell the user of a finished run on `size` workers where its files are, and what could follow."""
+    state.say(f"run directory: {state.directory.path}")
+    if state.steps < config.train.steps:
+        state.say(f"ended after step {state.steps}, as train.stop_at says; without it the same command continues")
     if line := state.command.other_layout(config, size):
         state.say(f"next: {line}")
-    return status
 
 
 def _tell_cluster(checkpoints: Checkpoints, journal: Journal, monitor: RunMonitor) -> int:
     """Tell the user what a finished run has proven of its cluster; return FAILED if anything is missing, else DONE."""
-    from platform.cluster.run.cluster_check import findings, report
+    from platform.cluster.cluster_check import cluster_report, proofs_of_cluster
 
-    found = findings(journal.events(), monitor.rows(), checkpoints.unreadable())
-    monitor.say(report(found))
+    found = proofs_of_cluster(journal.events(), monitor.rows(), checkpoints.unreadable())
+    monitor.say(cluster_report(found))
     return DONE if all(finding.proven for finding in found) else FAILED
 
 

@@ -1,4 +1,4 @@
-"""What a node of a Slurm allocation has, and how others reach it: read from Slurm's variables and from the machine,
+"""Resources of a node of a Slurm allocation, and how others reach it: read from Slurm's variables and from the machine,
 whichever of them a site's configuration sets."""
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from typing import Any
 import yaml
 
 from platform.config.durations import seconds_of
-from platform.jobs.manifest import TEMPLATES, PlannedRun, fill, folded, plan_job, within
 from platform.jobs.options import KubernetesOptions
+from platform.jobs.planned_run import TEMPLATES, PlannedRun, fill, folded, plan_job, within
 from platform.jobs.sizing import GIB, JobSize
 
 _WAITING = 3600  # seconds for the first nodes to come

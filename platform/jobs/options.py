@@ -144,7 +144,7 @@ def _wrong(name: str, value: Any, field: Field[Any]) -> Iterator[str]:
             yield violation("job.time", value, "must be H:MM:SS", ["48:00:00"])
 
 
-def lacking(needed: dict[str, str]) -> None:
+def lacking_options(needed: dict[str, str]) -> None:
     """Raise ConfigError, of one line that names all of them, if keys that must be given are not. `needed`: key -> its
     value, "" for none."""
     if missing := [name for name, value in needed.items() if not value]:

@@ -44,7 +44,7 @@ _OBJECT_STORE = 10**9  # bytes: no tensor goes through it
 
 @dataclass(frozen=True)
 class NodeOptions:
-    """What a node of a job is told. `shared`: the directory that all of its nodes share; `peer`: a host name of another
+    """Options of a node of a job. `shared`: the directory that all of its nodes share; `peer`: a host name of another
     node, "" for none; `drain`: seconds that Ray takes to leave, in which the run saves."""
 
     shared: Path
@@ -83,7 +83,7 @@ def ray_environment(address: str, directory: str, drain: int, environment: Mappi
 
 
 class RayNode:
-    """One node's Ray, and the directory of its files; a context that ends its processes and removes the directory,
+    """Ray of one node, and the directory of its files; a context that ends its processes and removes the directory,
     however this process ends."""
 
     def __init__(self, options: NodeOptions):

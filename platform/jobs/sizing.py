@@ -100,7 +100,7 @@ def _state(config: Config, plan: Plan) -> int:
 
 
 def _gib(nbytes: int) -> int:
-    """Round bytes up to whole GiB."""
+    """Return bytes rounded up to whole GiB."""
     return _ceil(nbytes, GIB) * GIB
 
 

@@ -7,8 +7,8 @@ import shlex
 from collections.abc import Sequence
 
 from platform.config.fields import ConfigError
-from platform.jobs.manifest import TEMPLATES, PlannedRun, fill, folded, plan_job
-from platform.jobs.options import SlurmOptions, lacking
+from platform.jobs.options import SlurmOptions, lacking_options
+from platform.jobs.planned_run import TEMPLATES, PlannedRun, fill, folded, plan_job
 from platform.jobs.sizing import GIB
 
 
@@ -17,7 +17,7 @@ def slurm_job(typed: Sequence[str], config_dir: str | None = None) -> str:
     (`SlurmOptions`). Raises ConfigError."""
     run = plan_job(SlurmOptions, typed, config_dir, lambda o: f"runs/{o.name}")
     if run.options.runtime:
-        lacking({"job.image": run.options.image})
+        lacking_options({"job.image": run.options.image})
     elif run.options.image:
         raise ConfigError(f"job.image={run.options.image}: needs job.runtime; nearest legal: pyxis, apptainer")
     return fill((TEMPLATES / "train.sbatch").read_text(), _values(run))

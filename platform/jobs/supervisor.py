@@ -35,7 +35,7 @@ _STOPPING_SECONDS = 30.0  # for Ray to end this process, once it was asked to st
 
 @dataclass(frozen=True)
 class Supervision:
-    """What a supervisor is told. `arguments`: of `platform.launch`; `retries`: drivers that may be lost; `seconds`:
+    """Options of a supervisor. `arguments`: of `platform.launch`; `retries`: drivers that may be lost; `seconds`:
     after which the job's time is over, None for no limit; `elsewhere`: as in `verdict`."""
 
     arguments: Sequence[str]

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from platform.cluster.crew.launchers import ray_session
-from platform.cluster.crew.launchers.ray_demand import LEASE_SECONDS, Bundle, Hysteresis, Ledger
+from platform.cluster.crew.launchers.ray_demand import LEASE_SECONDS, Bundle, DemandLedger, Hysteresis
 from platform.cluster.crew.launchers.ray_session import _job_environment, runtime_env, selects
 from platform.config.fields import ConfigError
 from platform.launch import compose
@@ -31,7 +31,7 @@ def test_a_demand_falls_slowly_and_rises_at_once(story):
 
 
 def test_the_ledger_adds_up_and_forgets_who_does_not_renew():
-    ledger = Ledger()
+    ledger = DemandLedger()
     ledger.book("b", 1, GPU, 0.0)
     ledger.book("a", 2, CPU, 50.0)
     assert ledger.total(60.0) == [CPU, CPU, GPU]

@@ -59,7 +59,7 @@ class Hysteresis:
         return self._value
 
 
-class Ledger:
+class DemandLedger:
     """Demands of all runs: run -> how many of which bundle, and until when."""
 
     def __init__(self) -> None:
@@ -81,11 +81,11 @@ class Desk:
     """Actor that passes the demands of all runs of its cluster on to the autoscaler."""
 
     def __init__(self) -> None:
-        self._ledger, self._lock, self._asked = Ledger(), threading.Lock(), list[Bundle]()
+        self._ledger, self._lock, self._asked = DemandLedger(), threading.Lock(), list[Bundle]()
         threading.Thread(target=self._watch, daemon=True).start()
 
     def book(self, run: str, count: int, bundle: Bundle) -> int:
-        """Take the demand of a run, as `Ledger.book` does; return the number of bundles that all runs need."""
+        """Take the demand of a run, as `DemandLedger.book` does; return the number of bundles that all runs need."""
         with self._lock:
             self._ledger.book(run, count, bundle, monotonic())
         return self._pass_on()

@@ -1,4 +1,4 @@
-"""What a finished run has proven of its cluster (`cluster.check`), read from what the run recorded. Pure."""
+"""Proofs of a cluster by a finished run (`cluster.check`), read from what the run recorded. Pure."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ _FEWER = 0.9  # of the loss at the start: a run on text that learns gets below i
 
 
 class Finding(NamedTuple):
-    """One thing that a run was to prove. `text`: what was seen."""
+    """Proof that a run was to give. `text`: what was seen."""
 
     what: str
     proven: bool
     text: str
 
 
-def findings(journal: Sequence[JournalEvent], rows: Sequence[Mapping[str, Any]], verified: str) -> list[Finding]:
+def proofs_of_cluster(
+    journal: Sequence[JournalEvent], rows: Sequence[Mapping[str, Any]], verified: str
+) -> list[Finding]:
     """Judge what the run has proven of its cluster. `rows`: of its metrics; `verified`: why its newest checkpoint could
     not be read back, "" if it could."""
     wanted = max((e.world_size for e in journal if isinstance(e, events.Starting)), default=0)
@@ -89,8 +91,8 @@ def _failures(journal: Sequence[JournalEvent]) -> Finding:
     return Finding("no failures", not found, ", ".join(found) or "none")
 
 
-def report(found: Sequence[Finding]) -> str:
-    """Format findings as lines for people."""
+def cluster_report(found: Sequence[Finding]) -> str:
+    """Format the proofs as lines for people."""
     lines = [f"  {'proven' if f.proven else 'NOT   '}  {f.what:<14}  {f.text}" for f in found]
     missing = sum(not f.proven for f in found)
     end = f"this cluster is not ready: {missing} not proven" if missing else "this cluster is ready"

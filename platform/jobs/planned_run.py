@@ -12,7 +12,7 @@ from platform.boundary.redaction import REDACTED, redact, register_url_secrets
 from platform.composition.arguments import experiment_of, typed_values
 from platform.composition.composer import CONF, open_composer
 from platform.config.fields import Config, ConfigError, violation
-from platform.jobs.options import JobOptions, lacking, take_options
+from platform.jobs.options import JobOptions, lacking_options, take_options
 from platform.jobs.sizing import JobSize, job_size, workers_per_node
 from platform.launch import compose
 from platform.plan.memory.hardware import memory_of
@@ -63,7 +63,7 @@ def plan_job(
         given, experiment = typed_values(words), experiment_of(words)
     if experiment is None:
         raise ConfigError("experiment: none is chosen; write +experiment=NAME")
-    lacking(_needed(config, options, given))
+    lacking_options(_needed(config, options, given))
     options = replace(options, name=options.name or re.sub(r"[^a-z0-9]+", "-", experiment.lower()).strip("-"))
     world = options.nodes * workers_per_node(options, 0) if config.parallel.data == -1 else None
     plan = make_plan(config, world)
