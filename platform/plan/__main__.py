@@ -18,6 +18,7 @@ from platform.launch import REFUSED, compose
 from platform.model import build_model
 from platform.optimizer.optimizers import OPTIMIZERS
 from platform.plan.core.step_collectives import communication
+from platform.plan.language.tiers import Tiers
 from platform.plan.reports.describe import human
 from platform.plan.reports.explain import explain, render
 from platform.planning.make_plan import make_plan
@@ -30,16 +31,28 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", help="as for platform.launch: +experiment=NAME key=value ...")
     parser.add_argument("--config-dir", help="the user's own configuration files")
     parser.add_argument("--workers", type=int, help="how many there are, where parallel.data=-1")
-    parser.add_argument("--workers-per-node", type=int, default=8, help="for counting messages (default: 8)")
+    parser.add_argument(
+        "--tiers", type=_tiers, default={"node": 8}, metavar="node=8,rack=32,...",
+        help="workers in one of each tier, for counting what crosses it (default: node=8)",
+    )  # fmt: skip
     parser.add_argument("--shrink", action="store_true", help="what the run becomes with fewer and fewer workers")
     parser.add_argument("--memory", type=float, default=inf, help="with --shrink: GB per worker (default: any)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     arguments = parser.parse_intermixed_args()
-    if arguments.workers_per_node < 1:
-        parser.error("--workers-per-node must be at least 1")
     register_url_secrets(arguments.overrides)
     with shielded(sys.stdout, sys.stderr):
         return print_while_read(lambda: _answer(arguments))
+
+
+def _tiers(text: str) -> dict[str, int]:
+    """Read the option --tiers, such as node=8,rack=32. Raises ArgumentTypeError for what is none."""
+    try:
+        sizes = {name: int(count) for name, count in (pair.split("=") for pair in text.split(","))}
+        Tiers.of(sizes, 0)
+    except ValueError as error:
+        reason = str(error) if str(error).startswith("tiers:") else "must be NAME=WORKERS,... such as node=8,rack=32"
+        raise argparse.ArgumentTypeError(reason) from None
+    return sizes
 
 
 def _answer(arguments: argparse.Namespace) -> int:
@@ -61,7 +74,7 @@ def _answer(arguments: argparse.Namespace) -> int:
         plan,
         build_model(config.model),
         moments=OPTIMIZERS[config.optimizer.kind].moments,
-        workers_per_node=arguments.workers_per_node,
+        tiers=arguments.tiers,
         dropout=config.model.dropout,
         footprints=footprints(config, plan),
     )

@@ -28,7 +28,7 @@ def test_a_row_is_what_its_command_prints(arguments, asks, weights, saved, moved
             make_plan(c)
         return
     plan = make_plan(c)
-    found = explain(plan, build_model(c.model), moments=2, workers_per_node=8)
+    found = explain(plan, build_model(c.model), moments=2, tiers={"node": 8})
     assert plan.mesh.size == (1 if arguments == "tensor=serial" else 8)
     numbers = (
         sum(found["bytes_per_worker"].values()),

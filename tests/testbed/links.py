@@ -1,29 +1,42 @@
-"""Nodes as network namespaces, joined by links of a limited rate: `with Links(nodes=2, rate="100mbit") as links`.
+"""Nodes as namespaces, joined by links of a limited rate: `with Links(nodes=2, rate="100mbit") as links`.
 
-A namespace `hub` holds a bridge; every node has an interface `link0` on it, at 10.77.0.1 and up. `tc tbf` limits both
-ends of each link, so that a node sends at `rate` and receives at `rate`. Nothing is created outside of these
-namespaces, and no namespace has a name: each one lives as long as the process that holds it, which the kernel kills
-when ours ends, in whichever way. So nothing is left, also after SIGKILL. Needs root (CAP_NET_ADMIN, CAP_SYS_ADMIN).
+A node has a network, processes, a host name and a table of mounts of its own. Its interface `link0`, at 10.77.0.1 and
+up, is on the bridge of its rack; where there are several, each is joined to a bridge `core` by a link of the rate
+`uplink`. `tc tbf` limits both ends of each link, so that a node sends at `rate` and receives at `rate`. Nothing is
+created outside of these namespaces, and none has a name: each one lives as long as the process that holds it, which the
+kernel kills when ours ends, in whichever way, and with it every process that was started on the node. So nothing is
+left, also after SIGKILL. Needs root (CAP_NET_ADMIN, CAP_SYS_ADMIN).
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
-import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 INTERFACE = "link0"
-TOOLS = ("unshare", "nsenter", "setpriv", "ip", "tc")
+TOOLS = ("unshare", "nsenter", "setpriv", "ip", "tc", "env", "mount")
 ENDS_WITH_US = ("setpriv", "--pdeathsig", "KILL", "--")
+SPACES = {"net": "net", "mount": "mnt", "uts": "uts", "pid": "pid_for_children"}  # option of nsenter -> in /proc/PID/ns
+NODE = ("--net", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc")
+HUB = ("--net",)
+IDLE = "echo; exec sleep infinity"  # ignores SIGCHLD: then the kernel itself reaps what a node's processes leave behind
 BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 TICK = 0.004  # seconds between two refills of a token bucket, at the kernel's slowest clock
 LARGEST_PACKET = 1 << 16  # bytes that the kernel hands to a link at once
+
+
+class Carried(NamedTuple):
+    """Bytes that an interface of a node has sent and received since the node was started, headers included."""
+
+    sent: int
+    received: int
 
 
 def bits_per_second(rate: str) -> float:
@@ -42,101 +55,192 @@ def why_not() -> str:
             links.run(0, ["true"], check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         said = (getattr(error, "stderr", "") or str(error)).strip().splitlines()
-        return f"no network namespaces with limited links: {said[-1] if said else error!r}"
+        return f"no namespaces with limited links: {said[-1] if said else error!r}"
     return ""
 
 
 class Links:
-    """Context of `nodes` namespaces, each on the bridge by a link of `rate` in each direction (None: as fast as it
-    goes). Raises OSError or CalledProcessError where the machine does not permit them: see `why_not`."""
+    """Context of `nodes` nodes, each joined to the bridge of its rack by a link of `rate` in each direction (None: as
+    fast as it goes), and `racks` racks, of consecutive nodes, joined by links of `uplink`. Raises OSError or
+    CalledProcessError where the machine does not permit them: see `why_not`."""
 
-    def __init__(self, nodes: int, rate: str | None):
-        self.nodes, self.rate = nodes, rate
-        self._bucket = max(bits_per_second(rate) / 8 * TICK, LARGEST_PACKET) if rate is not None else 0
-        self._holders: list[subprocess.Popen[bytes]] = []
-        self._started: list[subprocess.Popen[Any]] = []
+    def __init__(self, nodes: int, rate: str | None, racks: int = 1, uplink: str | None = None):
+        assert nodes % racks == 0
+        self.nodes, self.racks, self.rate, self._uplink = nodes, racks, rate, uplink
+        for limit in filter(None, (rate, uplink)):
+            bits_per_second(limit)
+        self._hub: subprocess.Popen[bytes] | None = None
+        self._holders: dict[int, subprocess.Popen[bytes]] = {}
+        self._started: list[tuple[int, subprocess.Popen[Any]]] = []
 
     def __enter__(self) -> Links:
         try:
-            self._holders = [self._hold() for _ in range(self.nodes + 1)]
-            self._wait_for_namespaces()
-            self._inside(self.nodes, "ip link add bridge0 type bridge", "ip link set bridge0 up")
-            for node in range(self.nodes):
-                self._join(node)
+            self._hub = _held(HUB)
+            _wait_for([self._hub])
+            for rack in range(self.racks):
+                self._in_hub(f"ip link add {self._bridge(rack)} type bridge", f"ip link set {self._bridge(rack)} up")
+            if self.racks > 1:
+                self._in_hub("ip link add core type bridge", "ip link set core up")
+                for rack in range(self.racks):
+                    self._join_rack(rack)
+            self.boot(*range(self.nodes))
         except BaseException:
             self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self._started:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        for process in (*self._started, *self._holders):
-            process.kill()
-            process.wait()
-        self._started, self._holders = [], []
+        self.crash(*list(self._holders))
+        if self._hub:
+            self._hub.kill()
+            self._hub.wait()
+        self._hub = None
 
     @staticmethod
     def address(node: int) -> str:
         """Return the address of a node, which all nodes reach."""
         return f"10.77.{(node + 1) >> 8}.{(node + 1) & 255}"
 
+    def rack(self, node: int) -> int:
+        """Return the number of the rack that a node is in."""
+        return node // (self.nodes // self.racks)
+
+    def boot(self, *nodes: int) -> None:
+        """Start nodes that are not there: with a link, a host name `nodeN`, and no process."""
+        self._holders |= {node: _held(NODE) for node in nodes}
+        _wait_for([self._holders[node] for node in nodes])
+        for node in nodes:
+            self._join(node)
+
+    def crash(self, *nodes: int) -> None:
+        """Lose nodes as by a power cut: every process there is killed, and no connection is closed."""
+        for node in nodes:
+            self._holders[node].kill()
+        for node in nodes:
+            self._holders.pop(node).wait()
+        for node, process in self._started:
+            if node in nodes:
+                process.kill()
+                process.wait()
+        self._started = [(node, process) for node, process in self._started if node not in nodes]
+
+    def cut(self, node: int) -> None:
+        """Cut a node off from all others, until `heal`; its processes and connections stay."""
+        self._in_hub(f"ip link set port{node} down")
+
+    def heal(self, node: int) -> None:
+        """Join a node that was cut off to the others again."""
+        self._in_hub(f"ip link set port{node} up")
+
+    def carried(self, node: int) -> Mapping[str, Carried]:
+        """Return what each interface of a node has carried: `lo` between its own processes, `link0` to and from other
+        nodes."""
+        return _carried(self.run(node, ["ip", "-stats", "-json", "link"], check=True).stdout)
+
+    def carried_by_rack(self, rack: int) -> Carried:
+        """Return what the uplink of a rack has carried: from the rack to others, and from others to it."""
+        found = _carried(subprocess.run(self._hub_command("ip -stats -json link"), capture_output=True, text=True,
+                                        check=True).stdout)[f"up{rack}"]  # fmt: skip
+        return Carried(found.sent, found.received)
+
     def start(self, node: int, command: Sequence[str], **how: Any) -> subprocess.Popen[Any]:
-        """Start a command on a node, as `subprocess.Popen(command, **how)` does. It is killed, with the processes of
-        its group, when the links are taken down. Its environment names the link to gloo and NCCL."""
-        names = {"GLOO_SOCKET_IFNAME": INTERFACE, "NCCL_SOCKET_IFNAME": INTERFACE}
-        how["env"] = {**(how.get("env") or os.environ), **names}
-        process = subprocess.Popen(self._on(node, command), start_new_session=True, **how)
-        self._started.append(process)
+        """Start a command on a node, as `subprocess.Popen(command, **how)` does. Whatever it starts, in whichever
+        session, is killed when the node is lost or the links are taken down."""
+        process = subprocess.Popen(self._on(node, command, how.pop("cwd", None)), start_new_session=True, **how)
+        self._started.append((node, process))
         return process
 
     def run(self, node: int, command: Sequence[str], **how: Any) -> subprocess.CompletedProcess[str]:
         """Run a command on a node to its end, as `subprocess.run(command, text=True, capture_output=True, **how)`
         does."""
-        return subprocess.run(self._on(node, command), text=True, capture_output=True, **how)
-
-    def _on(self, node: int, command: Sequence[str]) -> list[str]:
-        """Return the command that runs `command` in the namespace of a node, and ends when we do."""
-        return [*ENDS_WITH_US, "nsenter", f"--net=/proc/{self._holders[node].pid}/ns/net", "--", *command]
+        return subprocess.run(
+            self._on(node, command, how.pop("cwd", None)), text=True, capture_output=True, **how
+        )
 
     @staticmethod
-    def _hold() -> subprocess.Popen[bytes]:
-        """Start a process in a network namespace of its own that does nothing."""
-        command = [*ENDS_WITH_US, "unshare", "--net", "--", "sleep", "infinity"]
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    def signal(process: subprocess.Popen[Any], number: int) -> None:
+        """Send a signal to the command that `start` has started, which is the child of what entered the node for
+        it."""
+        for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+            os.kill(int(pid), number)
 
-    def _wait_for_namespaces(self) -> None:
-        """Wait until every holder has its namespace. Raises CalledProcessError with what `unshare` said."""
-        ours = os.readlink("/proc/self/ns/net")
-        for holder in self._holders:
-            while holder.poll() is None and os.readlink(f"/proc/{holder.pid}/ns/net") == ours:
-                time.sleep(0.002)
-            if holder.returncode is not None:
-                said = holder.stderr.read().decode() if holder.stderr else ""
-                raise subprocess.CalledProcessError(holder.returncode, "unshare", stderr=said)
+    def _on(self, node: int, command: Sequence[str], cwd: str | os.PathLike[str] | None) -> list[str]:
+        """Return the command that runs `command` on a node, in the folder `cwd` (None: ours)."""
+        spaces = (f"--{option}=/proc/{self._holders[node].pid}/ns/{name}" for option, name in SPACES.items())
+        return [*ENDS_WITH_US, "nsenter", *spaces, "--", "env", f"--chdir={cwd or os.getcwd()}", *command]
+
+    @staticmethod
+    def _bridge(rack: int) -> str:
+        return f"rack{rack}"
 
     def _join(self, node: int) -> None:
-        """Connect a node to the bridge by a link of the limited rate."""
-        hub, port = self.nodes, f"port{node}"
-        peer = f"peer name {port} netns {self._holders[hub].pid}"
-        self._inside(
+        """Connect a node to its rack's bridge by a link of the limited rate."""
+        port, first = f"port{node}", self._holders[node].pid
+        subprocess.run(self._hub_command(f"ip link del {port}"), stderr=subprocess.DEVNULL)  # of a node that was lost
+        self._in_hub(
+            f"ip link add {port} type veth peer name {INTERFACE} netns {first}",
+            f"ip link set {port} master {self._bridge(self.rack(node))} up",
+            self._limited(port, self.rate),
+        )
+        self._in_node(
             node,
+            f"hostname node{node}",
             "ip link set lo up",
-            f"ip link add {INTERFACE} type veth {peer}",
             f"ip address add {self.address(node)}/16 dev {INTERFACE}",
             f"ip link set {INTERFACE} up",
-            self._limited(INTERFACE),
+            self._limited(INTERFACE, self.rate),
         )
-        self._inside(hub, f"ip link set {port} master bridge0 up", self._limited(port))
 
-    def _limited(self, interface: str) -> str:
+    def _join_rack(self, rack: int) -> None:
+        """Connect a rack's bridge to `core` by a link of the uplink's rate."""
+        self._in_hub(
+            f"ip link add up{rack} type veth peer name down{rack}",
+            f"ip link set up{rack} master {self._bridge(rack)} up",
+            f"ip link set down{rack} master core up",
+            self._limited(f"up{rack}", self._uplink),
+            self._limited(f"down{rack}", self._uplink),
+        )
+
+    @staticmethod
+    def _limited(interface: str, rate: str | None) -> str:
         """Return the command that limits what leaves by an interface."""
-        if self.rate is None:
+        if rate is None:
             return "true"
-        return f"tc qdisc add dev {interface} root tbf rate {self.rate} burst {self._bucket:.0f} latency 100ms"
+        bucket = max(bits_per_second(rate) / 8 * TICK, LARGEST_PACKET)
+        return f"tc qdisc add dev {interface} root tbf rate {rate} burst {bucket:.0f} latency 100ms"
 
-    def _inside(self, node: int, *commands: str) -> None:
-        """Run plain commands in the namespace of a node. Raises CalledProcessError for the first that fails."""
+    def _in_node(self, node: int, *commands: str) -> None:
+        """Run plain commands on a node. Raises CalledProcessError for the first that fails."""
         for command in commands:
             self.run(node, command.split(), check=True)
+
+    def _in_hub(self, *commands: str) -> None:
+        """Run plain commands where the bridges are. Raises CalledProcessError for the first that fails."""
+        for command in commands:
+            subprocess.run(self._hub_command(command), text=True, capture_output=True, check=True)
+
+    def _hub_command(self, command: str) -> list[str]:
+        assert self._hub
+        return [*ENDS_WITH_US, "nsenter", f"--net=/proc/{self._hub.pid}/ns/net", "--", *command.split()]
+
+
+def _held(options: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Start a process in namespaces of its own that says a line and then does nothing."""
+    command = [*ENDS_WITH_US, "unshare", *options, "--", "env", "--ignore-signal=CHLD", "sh", "-c", IDLE]
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def _wait_for(holders: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Wait until every holder is in its namespaces. Raises CalledProcessError with what `unshare` said."""
+    for holder in holders:
+        assert holder.stdout and holder.stderr
+        if not holder.stdout.readline():
+            raise subprocess.CalledProcessError(holder.wait(), "unshare", stderr=holder.stderr.read().decode())
+
+
+def _carried(found: str) -> dict[str, Carried]:
+    """Read the counters of `ip -stats -json link`, by interface."""
+    return {
+        link["ifname"]: Carried(link["stats64"]["tx"]["bytes"], link["stats64"]["rx"]["bytes"])
+        for link in json.loads(found)
+    }

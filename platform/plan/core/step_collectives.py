@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 
 from platform.plan.communication.planned import Collective
 from platform.plan.communication.traffic import label
@@ -19,32 +20,41 @@ def step_collectives(plan: Plan) -> list[tuple[str, Collective, int]]:
 
     Only the ranks of one stage launch an operation's collectives, a send, or those of gradients and updates.
     """
-    found = []
+    return [(place, c, launches) for place, c, launches, _ in staged_collectives(plan)]
+
+
+def staged_collectives(plan: Plan) -> Iterator[tuple[str, Collective, int, tuple[int, ...]]]:
+    """Yield what `step_collectives` lists, and with each collective the stages whose ranks launch it; with a send the
+    stage that sends and the one that receives."""
     for chunk in plan.chunks:
+        here = (chunk.stage,)
         for (kind, name), o in chunk.operations.items():
             for c in o.collectives:
                 twice = o.operation.recomputed and c.phase == "forward"
-                found.append((f"{kind} {name}", c, plan.microbatches * (2 if twice else 1)))
+                yield f"{kind} {name}", c, plan.microbatches * (2 if twice else 1), here
         for spec in chunk.kept:
             if axes := plan.kept_axes(spec):
                 n = plan.shared_elements(spec, axes)
                 c = Collective("all_gather", axes, n, "compute", "backward", plan.layout(spec).only)
-                found.append((f"kept {spec}", c, plan.microbatches))
-    for here, there in zip(plan.chunks, plan.chunks[1:], strict=False):
-        if here.stage != there.stage:
-            for name, spec in here.sends:
-                where = f"stage {here.stage} to {there.stage} {name}"
-                found += [(where, c, plan.microbatches) for c in _transfer(plan, spec)]
+                yield f"kept {spec}", c, plan.microbatches, here
+    for before, after in zip(plan.chunks, plan.chunks[1:], strict=False):
+        if before.stage != after.stage:
+            for name, spec in before.sends:
+                where = f"stage {before.stage} to {after.stage} {name}"
+                for c, stages in _transfer(plan, spec, before.stage, after.stage):
+                    yield where, c, plan.microbatches, stages
     for stage in dict.fromkeys(c.stage for c in plan.chunks):
-        found += update_collectives(plan.at(stage))
+        for place, c, launches in update_collectives(plan.at(stage)):
+            yield place, c, launches, (stage,)
     for name, (owner, *others) in plan.tied.items():
         bucket = plan.at(owner).bucket_of[name]
         c = Collective("send", ("stage",), bucket.elements // plan.shards, "accumulate", "reduce", bucket.only)
-        found.append((f"tied {name}", c, 2 * len(others)))
+        for other in others:
+            for stages in ((other, owner), (owner, other)):
+                yield f"tied {name}", c, 1, stages
     if world := plan.mesh.ordered(plan.mesh.axes):
         c = Collective("all_reduce", world, WORLD_SUMS, "metrics", "reduce")
-        found.append(("loss and norm", c, 1))
-    return found
+        yield "loss and norm", c, 1, tuple(range(plan.stages))
 
 
 def update_collectives(plan: Plan) -> list[tuple[str, Collective, int]]:
@@ -73,16 +83,15 @@ def update_collectives(plan: Plan) -> list[tuple[str, Collective, int]]:
     return found
 
 
-def _transfer(plan: Plan, spec: Spec) -> list[Collective]:
-    """Return the collectives that send one activation of a microbatch from a stage to the next, and its gradient back,
-    with the gathers of its parts (scatter/gather optimization)."""
-    found = []
+def _transfer(plan: Plan, spec: Spec, here: int, there: int) -> Iterator[tuple[Collective, tuple[int, ...]]]:
+    """Yield the collectives that send one activation of a microbatch from stage `here` to the next, `there`, and its
+    gradient back, with the gathers of its parts (scatter/gather optimization); and their stages, as
+    `staged_collectives` does."""
     elements, axes, only = plan.sent_elements(spec), plan.shared_axes(spec), plan.layout(spec).only
-    for phase in ("forward", "backward"):
-        found.append(Collective("send", ("stage",), elements, "compute", phase, only))
+    for phase, (sender, receiver) in (("forward", (here, there)), ("backward", (there, here))):
+        yield Collective("send", ("stage",), elements, "compute", phase, only), (sender, receiver)
         if axes:
-            found.append(Collective("all_gather", axes, elements, "compute", phase, only))
-    return found
+            yield Collective("all_gather", axes, elements, "compute", phase, only), (receiver,)
 
 
 def communication(plan: Plan) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""The long explanation of a plan: groups, every collective with its bytes, a worker's memory, D&SP's messages.
+"""The long explanation of a plan: groups, every collective with its bytes, traffic by tier, a worker's memory.
 
 All numbers come from the plan that the workers execute; nothing is counted a second time.
 """
@@ -14,10 +14,11 @@ from platform.plan.core.chunks import RecordableModel
 from platform.plan.core.fused import kernels_of
 from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import communication, process_groups, step_collectives, update_collectives
+from platform.plan.language.tiers import Tiers
 from platform.plan.memory.footprint import Footprint
 from platform.plan.memory.worker_bytes import saved_for_backward, weight_bytes
 from platform.plan.reports.describe import describe, human
-from platform.plan.reports.node_messages import count_messages, with_axes_moved
+from platform.plan.reports.tier_traffic import count_messages, tier_traffic, with_axes_moved
 
 GROUPS_SHOWN = 8
 _LAYER = re.compile(r".*\blayers\.\d+\.")
@@ -28,13 +29,15 @@ def explain(
     model: RecordableModel,
     *,
     moments: int,
-    workers_per_node: int,
+    tiers: Mapping[str, int],
     dropout: float = 0.0,
     footprints: Sequence[Footprint] = (),
 ) -> dict[str, Any]:
     """Return the long explanation of a plan, for `python -m platform.plan`, as JSON-able data: groups, collectives with
-    their bytes, what a worker holds. `moments`: numbers of optimizer state per parameter; `workers_per_node`: for
-    counting messages; `footprints`: the memory that a worker needs, by stage."""
+    their bytes, what a worker holds. `moments`: numbers of optimizer state per parameter; `tiers`: the workers in one
+    node, in one rack, and so on, by name, for counting what crosses them; `footprints`: the memory that a worker needs,
+    by stage. Raises ValueError for tiers that do not nest."""
+    places = Tiers.of(tiers, plan.mesh.size)
 
     def holds(at: Mapping[str, int]) -> dict[str, Any]:
         saved = saved_for_backward(plan, model, dropout, at)
@@ -51,6 +54,7 @@ def explain(
         "communication": communication(plan),
         "attention_kernels": kernels_of(plan),
         "bytes_per_layer": bytes_per_layer(plan),
+        "tiers": {"sizes": dict(tiers), "rows": [asdict(row) for row in tier_traffic(plan, places)]},
         **holds(plan.mesh.coordinates(0)),
         "warnings": list(plan.warnings),
     }
@@ -62,11 +66,10 @@ def explain(
     if branches := plan.mesh.ordered(plan.scheme.branches):
         meshes = {order: with_axes_moved(plan.mesh, branches, outer=order == "outer") for order in ("inner", "outer")}
         rooted = bool(plan.elsewhere)
-        found = {o: count_messages(mesh, branches, workers_per_node, from_zero=rooted) for o, mesh in meshes.items()}
+        found = {o: count_messages(mesh, branches, places, from_zero=rooted) for o, mesh in meshes.items()}
         out["branch_messages"] = {
-            "workers_per_node": workers_per_node,
             "order": "outer" if plan.scheme.branches_outer else "inner",
-            **{order: {"inside": inside, "between": between} for order, (inside, between) in found.items()},
+            **{order: dict(zip(places.rows, counts, strict=True)) for order, counts in found.items()},
         }
     return out
 
@@ -119,6 +122,7 @@ def render(plan: Plan, found: dict[str, Any]) -> str:
         ["groups (ranks)", *_table([[axes, str(len(g[0])), _ranks(g)] for axes, g in found["groups"].items()])],
         _collectives(found["collectives"]),
         ["bytes per step, all workers", *_table(_moved(found))],
+        _tiers(found["tiers"]) if plan.mesh.size > 1 else [],
         ["per worker" + (" of sub-grid 0" if "elsewhere" in found else ""), *_table(_holdings(found))],
     ]
     if memory := found.get("memory"):
@@ -127,9 +131,9 @@ def render(plan: Plan, found: dict[str, Any]) -> str:
     if elsewhere := found.get("elsewhere"):
         blocks.append(["per worker of another sub-grid", *_table(_holdings(elsewhere))])
     if m := found.get("branch_messages"):
-        title = f"messages of a split or join, {m['workers_per_node']} workers per node (branch.order={m['order']})"
-        rows = [[order, str(m[order]["inside"]), str(m[order]["between"])] for order in ("inner", "outer")]
-        blocks.append([title, *_table([["branch axis", "inside a node", "between nodes"], *rows])])
+        title = f"messages of a split or join (branch.order={m['order']})"
+        rows = [[order, *(f"{count:,}" for count in m[order].values())] for order in ("inner", "outer")]
+        blocks.append([title, *_table([["branch axis", *m["inner"]], *rows])])
     return "\n\n".join("\n".join(block) for block in blocks if len(block) > 1)
 
 
@@ -154,6 +158,14 @@ def _collectives(rows: Sequence[dict[str, Any]]) -> list[str]:
 def _moved(found: dict[str, Any]) -> list[list[str]]:
     rows = [[k, f"{v:,}"] for k, v in found["communication"].items()]
     return [*rows, ["of which per layer", f"{round(found['bytes_per_layer']):,}"]] if rows else []
+
+
+def _tiers(found: Mapping[str, Any]) -> list[str]:
+    """Format the explanation's traffic by tier as lines of a table under a heading."""
+    sizes = ", ".join(f"{count} workers in a {name}" for name, count in sorted(found["sizes"].items(), key=lambda p: p[1]))
+    cells = [[r["tier"], f"{r['messages']:,}", f"{r['bytes']:,}", "" if r["busiest"] is None else f"{r['busiest']:,}"]
+             for r in found["rows"]]  # fmt: skip
+    return [f"per step by tier, {sizes}", *_table([["", "messages", "bytes", "busiest link, one way"], *cells])]
 
 
 def _holdings(found: dict[str, Any]) -> list[list[str]]:

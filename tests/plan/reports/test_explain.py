@@ -31,7 +31,7 @@ def configured(scheme, axes, branch_axes, **more):
 
 
 def explained(c, plan):
-    return explain(plan, build_model(c.model), moments=2, workers_per_node=2)
+    return explain(plan, build_model(c.model), moments=2, tiers={"node": 2})
 
 
 @pytest.mark.parametrize(("case", "zero"), [*((case, 0) for case in CASES), (CASES[0], 1), (CASES[1], 3)], ids=str)
@@ -68,8 +68,8 @@ def test_what_sub_grid_zero_holds_and_launches():
     text = render(plan, found)
     assert "only at" in text and "g=0" in text and "per worker of another sub-grid" in text
     assert found["branch_messages"] == {
-        "workers_per_node": 2, "order": "inner",
-        "inner": {"inside": 8, "between": 0}, "outer": {"inside": 4, "between": 4},
+        "order": "inner",
+        "inner": {"inside a node": 8, "between nodes": 0}, "outer": {"inside a node": 4, "between nodes": 4},
     }  # fmt: skip
 
 
@@ -122,7 +122,7 @@ def test_the_order_of_the_branch_axes_decides_the_messages_and_nothing_else():
     found = [explained(c, make_plan(c))["branch_messages"] for c in (inner, outer)]
     assert [m.pop("order") for m in found] == ["inner", "outer"]
     assert found[0] == found[1] == {
-        "workers_per_node": 2, "inner": {"inside": 16, "between": 0}, "outer": {"inside": 8, "between": 8}
+        "inner": {"inside a node": 16, "between nodes": 0}, "outer": {"inside a node": 8, "between nodes": 8}
     }  # fmt: skip
 
 
@@ -131,13 +131,20 @@ def command(*arguments):
 
 
 def test_the_command():
-    done = command(
-        "+experiment=gpt_quick", "branch=dsp", "branch.axes.g=2", "parallel.data=4", "--workers-per-node", "4", "--json"
-    )
+    tiers = "--tiers", "node=4,rack=8"
+    done = command("+experiment=gpt_quick", "branch=dsp", "branch.axes.g=2", "parallel.data=4", *tiers, "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["mesh"] == {"stage": 1, "data": 4, "t": 2, "g": 2}
-    assert found["branch_messages"]["inner"] == {"inside": 32, "between": 0}
+    assert found["branch_messages"]["inner"] == {"inside a node": 32, "between nodes": 0, "between racks": 0}
+    assert sum(row["bytes"] for row in found["tiers"]["rows"]) == sum(found["communication"].values())
+
+
+@pytest.mark.parametrize(("tiers", "why"), [("node=2,rack=3", "rack=3 must be a multiple of node=2"),
+                                            ("node=0", "node=0 must be a multiple"), ("8", "such as node=8")])  # fmt: skip
+def test_tiers_that_are_none_are_refused(tiers, why):
+    done = command("+experiment=gpt_quick", "--tiers", tiers)
+    assert done.returncode == 2 and why in done.stderr
 
 
 def test_the_command_refuses():

@@ -1,0 +1,133 @@
+"""Messages and bytes of a plan by tier of the cluster: inside a node, between nodes, between racks, and so on.
+
+What a collective sends from whom to whom follows the transport: all-gathers, reduce-scatters and all-to-alls go directly
+from each rank to each, all-reduces around a ring in the order of the group, scatters and gathers from and to the first
+rank, and broadcasts and reductions, of which every rank has its turn as the root, from and to each. Each sums to the
+bytes of `platform.plan.communication.traffic`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from platform.plan.core.plan import Plan
+from platform.plan.core.step_collectives import staged_collectives
+from platform.plan.language.layout import at_zero
+from platform.plan.language.mesh import Mesh
+from platform.plan.language.tiers import Tiers
+
+_DIRECT = {"all_gather": 1, "reduce_scatter": 0, "all_to_all": 0, "broadcast": 0, "reduce": 0}  # 1: whole, 0: an n-th
+_ROOTED = ("scatter", "gather")
+
+
+@dataclass(frozen=True)
+class TierTraffic:
+    """Messages and bytes per step of one row of `Tiers.rows`. `busiest`: the most bytes that one of the links between
+    these parts carries in one direction, whatever tier they are bound for; None inside the innermost tier."""
+
+    tier: str
+    messages: int
+    bytes: int
+    busiest: int | None
+
+
+def tier_traffic(plan: Plan, tiers: Tiers) -> list[TierTraffic]:
+    """Return the messages and bytes of one training step of a plan by tier, from the innermost outwards, for ranks that
+    sit as `tiers` says. The bytes add up to those of `communication`."""
+    rows = range(len(tiers.rows))
+    messages, moved = [Fraction()] * len(rows), [Fraction()] * len(rows)
+    out: Counter[tuple[int, tuple[str, ...]]] = Counter()
+    into: Counter[tuple[int, tuple[str, ...]]] = Counter()
+    for (sender, receiver), (count, size) in pair_traffic(plan).items():
+        row = tiers.row(sender, receiver)
+        messages[row] += count
+        moved[row] += size
+        for link in rows[1 : row + 1]:
+            out[link, tiers.domain(sender, link)] += size  # type: ignore[assignment]
+            into[link, tiers.domain(receiver, link)] += size  # type: ignore[assignment]
+    busiest = [max((round(n) for c in (out, into) for (link, _), n in c.items() if link == row), default=0) for row in rows]
+    return [
+        TierTraffic(name, round(messages[row]), round(moved[row]), busiest[row] if row else None)
+        for row, name in enumerate(tiers.rows)
+    ]
+
+
+def pair_traffic(plan: Plan) -> dict[tuple[int, int], tuple[Fraction, Fraction]]:
+    """Return the (messages, bytes) that each pair of ranks (sender, receiver) exchanges in one training step of a
+    plan."""
+    found: dict[tuple[int, int], tuple[Fraction, Fraction]] = {}
+    mesh, itemsize = plan.mesh, {**plan.itemsize, "metrics": 8}
+    alike: Counter[tuple[str, tuple[str, ...], tuple[str, ...], tuple[int, ...]]] = Counter()
+    launched: Counter[tuple[str, tuple[str, ...], tuple[str, ...], tuple[int, ...]]] = Counter()
+    for _, c, launches, stages in staged_collectives(plan):
+        key = c.op, mesh.ordered(c.axes), c.only, stages
+        alike[key] += launches * c.elements * itemsize[c.dtype]
+        launched[key] += launches
+    for key, size in alike.items():
+        op, axes, only, stages = key
+        pairs = _between_stages if op == "send" else _in_groups
+        for pair, messages, share in pairs(mesh, op, axes, only, stages):
+            count, before = found.get(pair, (Fraction(), Fraction()))
+            found[pair] = count + messages * launched[key], before + share * size
+    return found
+
+
+_Pairs = Iterator[tuple[tuple[int, int], Fraction, Fraction]]
+
+
+def _between_stages(mesh: Mesh, op: str, axes: Sequence[str], only: Sequence[str], stages: Sequence[int]) -> _Pairs:
+    """Yield what `_in_groups` does for a send from stages[0] to stages[1]."""
+    for rank in range(mesh.size):
+        at = mesh.coordinates(rank)
+        if at["stage"] == stages[0] and at_zero(only, at):
+            yield (rank, mesh.rank({**at, "stage": stages[1]})), Fraction(1), Fraction(1)
+
+
+def _in_groups(mesh: Mesh, op: str, axes: Sequence[str], only: Sequence[str], stages: Sequence[int]) -> _Pairs:
+    """Yield (sender, receiver), messages and the share of one rank's input that it carries, for one launch of a
+    collective by the groups along `axes` whose ranks are in one of `stages` and at index 0 of the axes `only`."""
+    for group in mesh.groups(axes):
+        at = mesh.coordinates(group[0])
+        if (at["stage"] in stages or "stage" in axes) and at_zero(only, at):
+            for sender, receiver, messages, share in transfers(op, len(group)):
+                yield (group[sender], group[receiver]), messages, share
+
+
+def transfers(op: str, n: int) -> Iterator[tuple[int, int, Fraction, Fraction]]:
+    """Yield (sender, receiver, messages, share of one rank's input) of one collective in a group of n ranks; of a
+    scatter, share of one rank's output."""
+    one, part = Fraction(1), Fraction(1, n)
+    if op == "all_reduce":
+        yield from ((i, (i + 1) % n, 2 * (n - one), 2 * (n - one) * part) for i in range(n) if n > 1)
+    elif op in _ROOTED:
+        yield from ((0, i, one, one) if op == "scatter" else (i, 0, one, one) for i in range(1, n))
+    else:
+        turns = part if op in ("broadcast", "reduce") else one
+        share = one if _DIRECT[op] else part
+        yield from ((i, j, turns, share) for i in range(n) for j in range(n) if i != j)
+
+
+def count_messages(mesh: Mesh, axes: Sequence[str], tiers: Tiers, *, from_zero: bool = False) -> list[int]:
+    """Count the messages of the process groups along `axes` by row of `tiers`, after SUPER (Jain et al.), section IV-D:
+    one per ordered pair of ranks of a group, a rank and itself included. Counted one by one: exact for any sizes.
+
+    `from_zero`: only from each group's first rank to all (in a join, the other way round), as when D&SP-cSub keeps the
+    common layers on sub-grid 0 alone: one in g of them, g being the ranks of a group.
+    """
+    found = [0] * len(tiers.rows)
+    for group in mesh.groups(axes):
+        for sender in group[:1] if from_zero else group:
+            for receiver in group:
+                found[tiers.row(sender, receiver)] += 1
+    return found
+
+
+def with_axes_moved(mesh: Mesh, axes: Sequence[str], *, outer: bool) -> Mesh:
+    """Return the mesh with `axes` moved outside of all other axes (slow links), or inside of them, to compare the two
+    placements of branch axes."""
+    moved = tuple(pair for pair in mesh.shape if pair[0] in axes)
+    others = tuple(pair for pair in mesh.shape if pair[0] not in axes)
+    return Mesh(moved + others if outer else others + moved)
