@@ -96,6 +96,10 @@ class Cluster:
         "examine workers before they get a seat; bad ones get none; auto = quick, on GPUs or several nodes",
         ("auto", "quick", "full", "off"),
     )
+    tiers: list[str] = key(
+        ["ray.io/region", "ray.io/availability-zone", "rack"],
+        "Ray node labels that tell what a node is in, outer to inner; in Slurm also its switches",
+    )
     memory: str = key("refuse", "if a plan needs more memory than a device has", ("refuse", "warn"))
     gpu: str = key("", "GPU type to plan for, such as A100-80GB: its memory counts where no GPU is seen")
     device_memory: float = key(

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -153,9 +152,7 @@ class Links:
     def run(self, node: int, command: Sequence[str], **how: Any) -> subprocess.CompletedProcess[str]:
         """Run a command on a node to its end, as `subprocess.run(command, text=True, capture_output=True, **how)`
         does."""
-        return subprocess.run(
-            self._on(node, command, how.pop("cwd", None)), text=True, capture_output=True, **how
-        )
+        return subprocess.run(self._on(node, command, how.pop("cwd", None)), text=True, capture_output=True, **how)
 
     @staticmethod
     def signal(process: subprocess.Popen[Any], number: int) -> None:

@@ -37,9 +37,7 @@ class RayNodes:
     path on all nodes; `shared` is a folder that all of them see alike. `labels`: of each node, for Ray.
     """
 
-    def __init__(
-        self, links: Links, cpus: int = 2, labels: Sequence[Mapping[str, str]] = (), own_homes: bool = False
-    ):
+    def __init__(self, links: Links, cpus: int = 2, labels: Sequence[Mapping[str, str]] = (), own_homes: bool = False):
         self.links, self._cpus, self._labels, self._own_homes = links, cpus, labels, own_homes
         self._ray: dict[int, subprocess.Popen[Any]] = {}
         self._token = secrets.token_hex(32)
@@ -82,7 +80,9 @@ class RayNodes:
     def join(self, *nodes: int) -> None:
         """Start Ray on nodes; the head's comes first. Returns when all of it is there."""
         for node in sorted(nodes):
-            self._mount(node, {self._folder / "home": self.home(node), self._folder / "ray": self._folder / f"ray{node}"})
+            self._mount(
+                node, {self._folder / "home": self.home(node), self._folder / "ray": self._folder / f"ray{node}"}
+            )
             self._ray[node] = self._start_ray(node)
             if node == 0:
                 self._until_there(1)

@@ -14,9 +14,10 @@ from platform.checkpoint.blocks.placement import Block, HeldTensor, Share
 from platform.config.fields import Config
 from platform.plan.schedule.rows import stage_rows
 from platform.planning.choose_schedule import schedule_of
-from platform.train.recovery.source import Formation, find_source, take_seats
+from platform.train.recovery.source import Formation, find_source
 from platform.train.worker import Worker
 from tests.harness.oracle import configure
+from tests.harness.seats import seated
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ def test_after_a_step_that_failed(config, worker):
     assert source
     disturbed.close()
     form(disturbed, 2)
-    disturbed.recover(take_seats(source, [], 1))
+    disturbed.recover(seated(source, [], 1))
     assert held_by(disturbed) == [(1, [2]), (2, [2])], "until a step is taken, there are both to go back to"
     assert disturbed.step(3).loss == expected[2] and held_by(disturbed) == [(2, [2, 3])]
     pairs = zip(undisturbed.state.blocks(), disturbed.state.blocks(), strict=True)
@@ -110,7 +111,7 @@ def test_a_step_that_fails_while_its_snapshot_runs(config, worker):
     disturbed.close()
     assert trainer() is None, "the snapshot that had begun keeps nothing of the generation"
     form(disturbed, 2)
-    disturbed.recover(take_seats(source, [], 1))
+    disturbed.recover(seated(source, [], 1))
     assert [disturbed.step(step).loss for step in (3, 4)] == expected[2:]
 
 

@@ -9,7 +9,7 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from time import monotonic, sleep
 from typing import Any
@@ -144,15 +144,21 @@ class Line:
         while data := self._connection.recv(READ_BYTES):
             yield from self._frames.feed(data)
 
+    @property
+    def host(self) -> str:
+        """Return the address of this machine at which the driver, and so other workers, reach it."""
+        address: str = self._connection.getsockname()[0]
+        return address
+
     def close(self) -> None:
         """Close this worker's connection to the driver."""
         self._connection.close()
 
 
-def dial(address: tuple[str, int], token: str, number: int, node: str = "") -> Line:
+def dial(address: tuple[str, int], token: str, number: int, node: str = "", tiers: Sequence[str] = ()) -> Line:
     """Connect this worker process to the driver's switchboard at `address` (host, port) as member `number`, which holds
     the secret `token`; return the connection once the driver has admitted it. `node`: failure domain to report to the
-    driver, "" = this machine's name.
+    driver, "" = this machine's name; `tiers`: what it is in, outer to inner.
 
     Dials again if the connection is closed: a flood of unauthenticated connections may have pushed it out. Raises
     OSError if it is not admitted within a minute, PermissionError if the peer cannot prove that it is the driver.
@@ -160,7 +166,7 @@ def dial(address: tuple[str, int], token: str, number: int, node: str = "") -> L
     deadline = monotonic() + _DIAL_SECONDS
     while True:
         try:
-            return _greet(socket.create_connection(address, timeout=10.0), token, number, node)
+            return _greet(socket.create_connection(address, timeout=10.0), token, number, node, tiers)
         except PermissionError:
             raise
         except (OSError, Garbled) as error:
@@ -169,7 +175,7 @@ def dial(address: tuple[str, int], token: str, number: int, node: str = "") -> L
             sleep(0.2)
 
 
-def _greet(connection: socket.socket, token: str, number: int, node: str) -> Line:
+def _greet(connection: socket.socket, token: str, number: int, node: str, tiers: Sequence[str]) -> Line:
     """Exchange greeting and welcome on a new connection to the driver, in which both sides prove that they hold the
     `token` of member `number`; return the connection as a Line. Closes the connection on any error."""
     line, nonce = Line(connection), secret.new()
@@ -177,7 +183,8 @@ def _greet(connection: socket.socket, token: str, number: int, node: str) -> Lin
         connection.settimeout(None)
         tune(connection)
         proof = secret.proof(token, secret.MEMBER, nonce)
-        line.send(encode(Greeting(Hello(number, node or socket.gethostname(), os.getpid(), nonce, proof))))
+        hello = Hello(number, node or socket.gethostname(), os.getpid(), nonce, proof, list(tiers))
+        line.send(encode(Greeting(hello)))
         if (first := next(line.messages(), None)) is None:
             raise ConnectionResetError("it hung up")
         line.told = _told(first, secret.proof(token, secret.DRIVER, nonce))

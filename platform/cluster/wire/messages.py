@@ -4,7 +4,7 @@ apart; any other message is garbled.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple
 
 from platform.boundary.schema import Count, Malformed, Span, Text, shown
@@ -31,13 +31,15 @@ _Digits = Annotated[str, Text("[0-9a-f]{64}", "a text of 64 hexadecimal digits")
 
 @dataclass(frozen=True)
 class Hello:
-    """Introduction of a member to the driver, with the proof for its own random `nonce` that it holds its token."""
+    """Introduction of a member to the driver, with the proof for its own random `nonce` that it holds its token.
+    `tiers`: what its node is in, from outer to inner, as NAME=VALUE."""
 
     number: Count
     node: Node
     pid: Annotated[int, Span(2, _PROCESSES)]  # never 0: the driver may kill this pid, and 0 is its own group
     nonce: _Digits
     proof: _Digits
+    tiers: list[Node] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

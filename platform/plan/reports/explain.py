@@ -162,7 +162,9 @@ def _moved(found: dict[str, Any]) -> list[list[str]]:
 
 def _tiers(found: Mapping[str, Any]) -> list[str]:
     """Format the explanation's traffic by tier as lines of a table under a heading."""
-    sizes = ", ".join(f"{count} workers in a {name}" for name, count in sorted(found["sizes"].items(), key=lambda p: p[1]))
+    sizes = ", ".join(
+        f"{count} workers in a {name}" for name, count in sorted(found["sizes"].items(), key=lambda p: p[1])
+    )
     cells = [[r["tier"], f"{r['messages']:,}", f"{r['bytes']:,}", "" if r["busiest"] is None else f"{r['busiest']:,}"]
              for r in found["rows"]]  # fmt: skip
     return [f"per step by tier, {sizes}", *_table([["", "messages", "bytes", "busiest link, one way"], *cells])]

@@ -1,14 +1,14 @@
 """Messages and bytes of a plan by tier of the cluster: inside a node, between nodes, between racks, and so on.
 
-What a collective sends from whom to whom follows the transport: all-gathers, reduce-scatters and all-to-alls go directly
-from each rank to each, all-reduces around a ring in the order of the group, scatters and gathers from and to the first
-rank, and broadcasts and reductions, of which every rank has its turn as the root, from and to each. Each sums to the
-bytes of `platform.plan.communication.traffic`.
+What a collective sends from whom to whom follows the transport: all-gathers, reduce-scatters and all-to-alls go from
+each rank directly to each, all-reduces around a ring in the order of the group, scatters and gathers from and to the
+first rank, and broadcasts and reductions, of which every rank has its turn as the root, from and to each. Each sums to
+the bytes of `platform.plan.communication.traffic`.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -39,16 +39,15 @@ def tier_traffic(plan: Plan, tiers: Tiers) -> list[TierTraffic]:
     sit as `tiers` says. The bytes add up to those of `communication`."""
     rows = range(len(tiers.rows))
     messages, moved = [Fraction()] * len(rows), [Fraction()] * len(rows)
-    out: Counter[tuple[int, tuple[str, ...]]] = Counter()
-    into: Counter[tuple[int, tuple[str, ...]]] = Counter()
+    links: dict[tuple[int, tuple[str, ...], str], Fraction] = defaultdict(Fraction)  # row, part of the cluster, way
     for (sender, receiver), (count, size) in pair_traffic(plan).items():
         row = tiers.row(sender, receiver)
         messages[row] += count
         moved[row] += size
         for link in rows[1 : row + 1]:
-            out[link, tiers.domain(sender, link)] += size  # type: ignore[assignment]
-            into[link, tiers.domain(receiver, link)] += size  # type: ignore[assignment]
-    busiest = [max((round(n) for c in (out, into) for (link, _), n in c.items() if link == row), default=0) for row in rows]
+            links[link, tiers.domain(sender, link), "out"] += size
+            links[link, tiers.domain(receiver, link), "in"] += size
+    busiest = [max((round(n) for (link, *_), n in links.items() if link == row), default=0) for row in rows]
     return [
         TierTraffic(name, round(messages[row]), round(moved[row]), busiest[row] if row else None)
         for row, name in enumerate(tiers.rows)

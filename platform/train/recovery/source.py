@@ -41,9 +41,10 @@ class Source:
 
     Attributes:
         formed: the formation of that generation.
-        kept: its ranks whose members have a seat in the new generation.
+        kept: its ranks whose members have a seat in the new generation, or at first are to have one.
         gathered: all its ranks that survived if some of their members have no seat, in the order of their ranks in
             `Worker.gather`, which is called first; else empty.
+        survivors: all its ranks whose members are alive, in order.
         seats: the member at every rank of the new generation; empty until `take_seats` assigns them.
     """
 
@@ -52,6 +53,7 @@ class Source:
     formed: Formation
     kept: list[int]
     gathered: list[int]
+    survivors: list[int]
     seats: list[int] = field(default_factory=list)
 
     def members(self, ranks: Iterable[int]) -> list[int]:
@@ -107,17 +109,18 @@ def find_source(
             continue
         needed = _few(found, alive, size)
         gathered = alive if len(needed) > size else []
-        return Source(generation, step, old, needed[:size], gathered), reasons
+        return Source(generation, step, old, needed[:size], gathered, alive), reasons
     return None, reasons
 
 
-def take_seats(source: Source, others: Sequence[int], size: int) -> Source:
-    """Assign a member to every one of the `size` ranks of the new generation, and return `source` with them as its
-    `seats`. A member that holds part of the state keeps its rank if that exists, so that little moves; `others`,
-    members without a needed part, fill the remaining seats in order."""
-    keep = {rank: source.formed.seats[rank] for rank in source.kept if rank < size}
-    rest = iter([*source.members(rank for rank in source.kept if rank >= size), *others])
-    return replace(source, seats=[keep[rank] if rank in keep else next(rest) for rank in range(size)])
+def take_seats(source: Source, seats: Sequence[int]) -> Source | None:
+    """Return `source` with the member at every rank of the new generation, `seats`; None if no survivor is among
+    them. If some that hold a needed part are not, all survivors are `gathered` first."""
+    seated = set(seats)
+    kept = [rank for rank in source.survivors if source.formed.seats[rank] in seated]
+    if set(source.kept) <= set(kept):
+        return replace(source, kept=kept, seats=list(seats))
+    return replace(source, kept=kept, gathered=source.survivors, seats=list(seats)) if kept else None
 
 
 def _few(found: Mapping[tuple[int, ...], Set[int]], alive: Sequence[int], size: int) -> list[int]:

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from platform.cluster.crew.base.crew import ByRank, seating
+from platform.cluster.crew.base.crew import ByRank
 from platform.cluster.crew.base.failures import WorkerFailed
 from platform.cluster.crew.open import open_crew
 from tests.harness.process_tree import descendants, gone
@@ -18,7 +18,7 @@ SEEN_ELSEWHERE = [
 
 
 def formed(crew, job, numbers=None, generation=1):
-    crew.seat(job, seating(crew.members)[: job.world_size] if numbers is None else numbers)
+    crew.seat(job, sorted(crew.members)[: job.world_size] if numbers is None else numbers)
     size = job.world_size
     return crew.call("form", ByRank(range(size)), size, job.config, crew.store, generation, [0])
 

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from platform.cluster.crew.base.crew import ByRank, seating
+from platform.cluster.crew.base.crew import ByRank
 from platform.cluster.crew.open import open_crew
 from platform.cluster.run import resources
 from platform.config.execution import Cluster
@@ -41,7 +41,7 @@ def test_a_crew_in_a_cluster_that_is_already_there(two_machines, job, monkeypatc
     assert resources.available_workers(Cluster(kind="ray")) == 4
     assert resources.reserve_workers(Cluster(kind="ray"), 4, said.append).device == "cpu"
     with open_crew("ray", job(4)) as crew:
-        crew.seat(job(4), seating(crew.members))
+        crew.seat(job(4), sorted(crew.members))
         crew.call("form", ByRank(range(4)), 4, job(4).config, crew.store, 1, [0])
         places = crew.call("place")
         workers = {place["pid"] for place in places}

@@ -14,11 +14,12 @@ from platform.checkpoint.in_memory.snapshots import RankSnapshots
 from platform.parallel.communicator.base import Communicator, SingleRank
 from platform.plan.language.mesh import Mesh
 from platform.planning.make_plan import make_plan
-from platform.train.recovery.source import Formation, Source, find_source, take_seats
+from platform.train.recovery.source import Formation, Source, find_source
 from platform.train.step import weights
 from platform.train.step.training_state import State
 from tests.harness.oracle import trainer_of
 from tests.harness.pairwise import cover, product
+from tests.harness.seats import seated
 from tests.harness.threads import run_threads
 from tests.train.recovery.test_resume import NAMES, config
 from tests.train.recovery.test_resume import copies as live_copies
@@ -102,7 +103,7 @@ def source_of(case: dict[str, Any]) -> Source:
     held = {m: [(0, before[m].memories[case["nodes"]].steps)] for m in members if m not in lost(case)}
     source, reasons = find_source(held, formed, size)
     assert source and source.step == 2 and not reasons
-    return take_seats(source, list(range(100, 100 + size)), size)
+    return seated(source, list(range(100, 100 + size)), size)
 
 
 def gather(source: Source, before: list[Undisturbed], nodes: str) -> None:

@@ -8,9 +8,10 @@ import torch
 from platform.checkpoint.in_memory.snapshots import RankSnapshots
 from platform.config.fields import Config
 from platform.planning.make_plan import make_plan
-from platform.train.recovery.source import Formation, Source, find_source, take_seats
+from platform.train.recovery.source import Formation, Source, find_source
 from platform.train.step.training_state import State
 from tests.harness.oracle import trainer_of
+from tests.harness.seats import seated
 from tests.train.recovery.test_resume import config
 
 HELD: dict[str, RankSnapshots] = {}  # of a process of the pool; outlives a generation
@@ -57,7 +58,7 @@ def test_gloo_carries_the_copies(pool, old, new, gone):
     held = {member: [(1, parts[member][1])] for member in members if member not in gone}
     source, _ = find_source(held, formed, size)
     assert source and not source.gathered
-    source = take_seats(source, sorted(gone), size)
+    source = seated(source, sorted(gone), size)
     assert source.seats == list(
         range(size)
     )  # the pool's processes keep their ranks; those that are gone come back with nothing

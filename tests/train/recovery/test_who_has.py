@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from platform.checkpoint.in_memory.recover import lost
-from platform.train.recovery.source import Formation, Source, find_source, take_seats
+from platform.train.recovery.source import Formation, Source, find_source
 from tests.harness.oracle import configure
+from tests.harness.seats import seated
 
 EIGHT = configure(data=8, zero=1, microbatch=1)  # each rank alone has an eighth of the moments
 PIPELINE = configure(pipeline="1f1b", stages=2, data=2)  # ranks 0, 1: stage 0; 2, 3: stage 1
@@ -65,7 +66,7 @@ def test_few_seats_go_to_those_that_have_everything_or_the_others_pass_it_on(siz
     formed = {1: generation(EIGHT, list(range(8)))}
     source, _ = find_source(everybody(range(1, 8), 2), formed, size)
     assert source and len(source.kept) == size and bool(source.gathered) == (size < 4)
-    source = take_seats(source, [], size)
+    source = seated(source, [], size)
     assert len(set(source.seats)) == size and lost(source.holders()) == []
     if source.gathered:
         survived, handed = source.gathering()
@@ -75,7 +76,7 @@ def test_few_seats_go_to_those_that_have_everything_or_the_others_pass_it_on(siz
 
 
 def test_survivors_keep_their_ranks_and_others_fill_the_holes():
-    source = Source(1, 2, generation(EIGHT, [10, 11, 12, 13]), kept=[0, 2, 3], gathered=[])
-    four, three = take_seats(source, [20, 21], 4), take_seats(source, [], 3)
+    source = Source(1, 2, generation(EIGHT, [10, 11, 12, 13]), kept=[0, 2, 3], gathered=[], survivors=[0, 2, 3])
+    four, three = seated(source, [20, 21], 4), seated(source, [], 3)
     assert (four.seats, four.ranks) == ([10, 20, 12, 13], {0: 0, 2: 2, 3: 3})
     assert (three.seats, three.ranks) == ([10, 13, 12], {0: 0, 2: 2, 3: 1})

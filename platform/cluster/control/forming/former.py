@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from time import perf_counter
@@ -12,14 +12,16 @@ from platform.boundary.terminal import tolerated
 from platform.cluster.control.forming import preflight
 from platform.cluster.control.forming.context import Generation, RunContext
 from platform.cluster.control.forming.recruiter import Recruiter
+from platform.cluster.control.forming.seat_plan import arrange, places
 from platform.cluster.control.forming.snapshot_ledger import SnapshotLedger
 from platform.cluster.crew.base.crew import ByRank, Crew
-from platform.cluster.crew.base.failures import GaveUp, Reform
+from platform.cluster.crew.base.failures import GaveUp, Member, Reform
 from platform.config.fields import ConfigError
 from platform.monitor import Timeline
 from platform.monitor.records import events
 from platform.plan.core.plan import Plan
 from platform.plan.core.plan_data import digest, plan_summary
+from platform.plan.language.mesh import Mesh
 from platform.plan.memory.hardware import dense_bf16_peak
 from platform.plan.schedule.rows import stage_rows
 from platform.plan.schedule.simulate import simulate
@@ -59,7 +61,7 @@ class Former:
         alive = len(members)
         self._journal.write(events.Forming(world_size=size, mesh=mesh, plan=made, reason=found.reason, alive=alive))
         self._show(plan, schedule, found.reason)
-        seats, source = self._seats(members, size)
+        seats, source = self._seats(members, plan.mesh)
         if source and source.gathered:
             self._gather(crew, source, number)
         job = replace(self._job, coordinates=[plan.mesh.coordinates(rank) for rank in range(size)])
@@ -69,8 +71,7 @@ class Former:
         workers = crew.call("form", ByRank(range(size)), size, found.config, crew.store, number, stage_of, made)
         numbered = [vars(worker) | {"number": number} for worker, number in zip(workers, seats, strict=True)]
         self._journal.write(events.Formed(workers=numbered))
-        there = crew.members
-        domains = [there[n].node if n in there else "" for n in seats]  # "": gone by now, and the next call fails
+        domains = [members[number].node for number in seats]
         of_stage = stage_rows(schedule)
         plain = [stage.plain() for stage in of_stage]
         fresh = not source and not self._checkpoints.step
@@ -95,18 +96,24 @@ class Former:
             self.ledger.add(generation, step)
         return generation
 
-    def _seats(self, members: list[int], size: int) -> tuple[list[int], Source | None]:
-        """Return the member at every rank of a new mesh of `size` ranks, and the state in survivors' memory that they
-        recover from; None instead if no state in memory is whole or a checkpoint is newer. `members`: those that may be
-        seated, in order."""
-        source, reasons = find_source(self.ledger.by(members), self.ledger.formed, size)
+    def _seats(self, members: Mapping[int, Member], mesh: Mesh) -> tuple[list[int], Source | None]:
+        """Return the member at every rank of a new mesh, and the state in survivors' memory that they recover from;
+        None instead if no state in memory is whole or a checkpoint is newer. `members`: those that may be
+        seated."""
+        paths = places(members)
+        source, reasons = find_source(self.ledger.by(members.keys()), self.ledger.formed, mesh.size)
         for reason in reasons:
             self._journal.write(events.NotWhole(reason=reason))
         if source is None or source.step < self._checkpoints.step:
-            return members[:size], None
-        having = set(source.members(source.kept))
-        source = take_seats(source, [m for m in members if m not in having], size)
-        return source.seats, source
+            return arrange(paths, mesh, {}), None
+        keep = dict(zip(source.kept, source.members(source.kept), strict=True))
+        found = take_seats(source, arrange(paths, mesh, keep))
+        if not found:  # what they hold is worth more than to be near each other
+            others = [number for number in members if number not in keep.values()]
+            enough = [*keep.values(), *others][: mesh.size]
+            found = take_seats(source, arrange({number: paths[number] for number in enough}, mesh, keep))
+        assert found
+        return found.seats, found
 
     def _show(self, plan: Plan, schedule: Schedule, reason: str) -> None:
         """Tell the user the plan of the generation that forms, if it differs from the one shown last, and its pipeline

@@ -7,8 +7,8 @@ from time import monotonic, sleep
 
 from platform.cluster.control.forming.context import RunContext
 from platform.cluster.control.forming.examination import Doctor
-from platform.cluster.crew.base.crew import Crew, seating
-from platform.cluster.crew.base.failures import GaveUp
+from platform.cluster.crew.base.crew import Crew
+from platform.cluster.crew.base.failures import GaveUp, Member
 from platform.monitor.records import events
 from platform.planning.replan import Replanned, most_workers, replan
 
@@ -34,11 +34,10 @@ class Recruiter:
         self.barred: set[int] = set()
         self.memory = inf
 
-    def usable(self, crew: Crew) -> list[int]:
-        """Return the numbers of the members that may get a seat (neither barred nor about to be taken away), in the
-        order in which they get ranks: node by node."""
+    def usable(self, crew: Crew) -> dict[int, Member]:
+        """Return the members that may get a seat, by number, in order: neither barred nor about to be taken away."""
         out = self.barred | crew.leaving
-        return [number for number in seating(crew.members) if number not in out]
+        return {number: member for number, member in sorted(crew.members.items()) if number not in out}
 
     def count(self, crew: Crew) -> int:
         """Return how many members may get a seat: those neither barred nor about to be taken away."""
@@ -58,9 +57,9 @@ class Recruiter:
             self._plans[key] = replan(self._config, members, memory=self.memory) if members else None
         return self._plans[key]
 
-    def wait(self, crew: Crew) -> tuple[list[int], Replanned]:
+    def wait(self, crew: Crew) -> tuple[dict[int, Member], Replanned]:
         """Wait for enough workers to form the next generation, at most elastic.wait seconds; return the members that
-        may be seated, in order, and their plan. The doctor examines those that are new, and bars those that are not
+        may be seated, by number, and their plan. The doctor examines those that are new, and bars those that are not
         sound. Enough is elastic.min_workers; if that is not set, the whole mesh at the start, and later any number. If
         a stop is requested one worker is enough, because only the last checkpoint remains to be saved.
 
@@ -74,7 +73,7 @@ class Recruiter:
             found = self.best(len(members))
             least = 1 if self._signals.requested else self._least
             if found and found.plan.mesh.size >= least:
-                if not self._signals.requested and (unsound := self._doctor.unsound(crew, members)):
+                if not self._signals.requested and (unsound := self._doctor.unsound(crew, list(members))):
                     self._unsound |= unsound
                     self.barred |= unsound.keys()
                     continue

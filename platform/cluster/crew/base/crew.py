@@ -84,15 +84,6 @@ class Crew(AbstractContextManager["Crew"]):
         self.close()
 
 
-def seating(members: Mapping[int, Member]) -> list[int]:
-    """Return the numbers of `members` in the order in which the driver gives them ranks: node by node, and by number on
-    a node, so that neighbouring ranks share a node."""
-    first: dict[str, int] = {}  # node -> its lowest number
-    for number in sorted(members):
-        first.setdefault(members[number].node, number)
-    return sorted(members, key=lambda number: (first[members[number].node], number))
-
-
 def arguments(args: Iterable[Any], rank: int) -> list[Any]:
     """Return the arguments of a `Crew.call` as `rank` gets them: each `ByRank` replaced by its value for that rank."""
     return [a[rank] if isinstance(a, ByRank) else a for a in args]

@@ -10,11 +10,13 @@ from typing import NamedTuple
 
 
 class Member(NamedTuple):
-    """Worker process of a crew. Its number is unique in the run and never reused."""
+    """Worker process of a crew. Its number is unique in the run and never reused. `tiers`: what its node is in, from
+    outer to inner, as NAME=VALUE."""
 
     number: int
     node: str
     pid: int
+    tiers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

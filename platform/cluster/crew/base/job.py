@@ -73,6 +73,7 @@ class Assignment:
     defaults: dict[str, str] = field(default_factory=dict)  # likewise, where its process has no value of its own
     secrets: dict[str, str] = field(default_factory=dict)
     node: str = ""  # its failure domain; "" = the machine's name
+    tiers: list[str] = field(default_factory=list)  # what its node is in, outer to inner
 
     def enter_environment(self) -> None:
         """Set the environment of the calling process as this assignment says, before torch is imported there."""

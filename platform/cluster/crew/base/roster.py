@@ -87,7 +87,7 @@ class Roster:
                     self.bury(number, self._launcher.ended(number, max(0.0, deadline - monotonic())))
                 case Hello():
                     self.came = self.came or monotonic()
-                    self._greeted[number] = Member(number, message.node, message.pid)
+                    self._greeted[number] = Member(number, message.node, message.pid, tuple(message.tiers))
                 case Answer(answer=call) | Raised(answer=call) if call == START:
                     self._book_start(number, message)
                 case _:

@@ -24,6 +24,7 @@ from platform.cluster.crew.base.crew import call_text
 from platform.cluster.crew.base.job import START, Assignment
 from platform.cluster.crew.base.near_gpu import keep_near_gpu
 from platform.cluster.wire.channel import Garbled, Line, dial, encode, read
+from platform.cluster.wire.interface import interface_of
 from platform.cluster.wire.messages import Abort, Answer, Ask, Beat, Call, Order, Raised
 from platform.parallel.communicator.progress import PROGRESS
 
@@ -45,13 +46,16 @@ def serve(place: Assignment, address: tuple[str, int], token: str, *, own_proces
         keep_near_gpu()  # before there are threads, which inherit it
     if place.log:
         _redirect_output(place.log)
-    attend(place, dial(address, token, place.number, place.node), own_process=own_process)
+    attend(place, dial(address, token, place.number, place.node, place.tiers), own_process=own_process)
 
 
 def attend(place: Assignment, line: Line, *, own_process: bool) -> None:
     """Construct the worker of a member that the driver has admitted on connection `line`, and execute the driver's
-    calls until it closes the connection, as `serve` does; close `line`."""
+    calls until it closes the connection, as `serve` does; close `line`. Unless the environment names another network
+    interface for gloo, it is the one that leads to the driver."""
     register_secrets(place.secrets)
+    if interface := interface_of(line.host):  # gloo would take the one of the machine's name, which may be loopback
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if own_process and place.device == "cpu":
         _keep_freed_memory()
     try:

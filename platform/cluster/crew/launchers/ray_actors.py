@@ -20,6 +20,7 @@ from platform.cluster.crew.base import rendezvous
 from platform.cluster.crew.base.failures import Failure, Member, NoPlaces, WorkerFailed
 from platform.cluster.crew.base.job import Assignment, Job, assign, usable_cores
 from platform.cluster.crew.base.launcher import Launcher
+from platform.cluster.crew.base.topology import tiers_here
 from platform.cluster.crew.launchers.forks import ForkServer, order_worker
 from platform.cluster.crew.launchers.host import serve
 from platform.cluster.crew.launchers.ray_demand import Bundle, Demand, bundle_of
@@ -191,8 +192,9 @@ class _Actor:
         import ray
 
         self._name = f"worker{place.number}"
-        node = f"{socket.gethostname()}/{ray.get_runtime_context().get_node_id()}"
-        place = replace(place, node=node)
+        context: Any = ray.get_runtime_context()
+        tiers = tiers_here(place.config.cluster.tiers, context.get_node_labels())
+        place = replace(place, node=f"{socket.gethostname()}/{context.get_node_id()}", tiers=tiers)
         if forks:
             return order_worker(forks, place, address, token).ended(None) or ""
         serve(place, address, token)

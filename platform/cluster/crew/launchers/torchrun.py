@@ -29,6 +29,7 @@ from platform.boundary.schema import Malformed, Span
 from platform.cluster.crew.base.job import Assignment, Job, assign, one_gpu
 from platform.cluster.crew.base.launcher import Launcher
 from platform.cluster.crew.base.signals import STOPPING
+from platform.cluster.crew.base.topology import tiers_here
 from platform.cluster.crew.launchers.host import attend
 from platform.cluster.wire import secret
 from platform.cluster.wire.channel import dial, text
@@ -148,7 +149,7 @@ class Torchrun(Launcher):
 def _serve(address: tuple[str, int], token: str, number: int, *, own_process: bool) -> None:
     """Dial the driver at `address` as member `number` with its secret `token`, and serve the worker that the driver's
     welcome describes, as an Assignment, until the driver closes the connection."""
-    line = dial(address, token, number)
+    line = dial(address, token, number, tiers=tiers_here([], {}))
     place: Assignment = schema.read(Assignment, line.told)
     if place.device == "cuda":
         os.environ.update(one_gpu(int(os.environ["LOCAL_RANK"])))

@@ -1,0 +1,12 @@
+"""Seats of a new generation, on machines that are all alike."""
+
+from platform.cluster.control.forming.seat_plan import arrange
+from platform.plan.language.mesh import Mesh
+from platform.train.recovery.source import take_seats
+
+
+def seated(source, others, size):
+    """Return `source` with members at `size` ranks: those that it needs, and `others`."""
+    keep = dict(zip(source.kept, source.members(source.kept), strict=True))
+    paths = dict.fromkeys([*keep.values(), *others], ("here",))
+    return take_seats(source, arrange(paths, Mesh.of({"data": size}), keep))
