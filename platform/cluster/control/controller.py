@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from enum import Enum
 from math import inf
 from pathlib import Path
@@ -21,6 +22,7 @@ from platform.cluster.crew.base.crew import Crew
 from platform.cluster.crew.base.failures import Failure, GaveUp, Member, Reform, WorkerFailed
 from platform.monitor import MetricsRow
 from platform.monitor.records import events
+from platform.plan.reports.tier_traffic import tier_traffic, traffic_line
 from platform.train.protocol.answers import StepReport
 from platform.train.step.faults import Faults
 
@@ -60,6 +62,7 @@ class Controller:
             RunState.RELEASING: self._release,
         }
         self._generation: Generation | None = None  # the one that runs
+        self._told_traffic = ""
         self.state, self.worked, self.done = RunState.FORMING, False, 0
 
     def run(self, crew: Crew) -> None:
@@ -145,10 +148,23 @@ class Controller:
             self._commit(generation, row, report.held)
             if step == first:
                 self._journal.write(events.FirstStep(step=step))
+                self._tell_traffic(generation)
             self._save_if_due(crew, step)
             if step < self._steps:
                 self._reform_if_needed(crew, generation, report)
         self._checkpoints.finish(crew)
+
+    def _tell_traffic(self, generation: Generation) -> None:
+        """Journal what a step of a generation on several nodes sends between them and other tiers, after its first
+        step: counting that may take a second, which no recovery is to pay. Tell the user if it is not what was told
+        last."""
+        if len(set(generation.tiers.paths)) == 1:
+            return
+        rows = tier_traffic(generation.plan, generation.tiers)
+        self._journal.write(events.Traffic(rows=[asdict(row) for row in rows]))
+        if (line := traffic_line(rows)) != self._told_traffic:
+            self._monitor.say(line)
+            self._told_traffic = line
 
     def _step(self, crew: Crew, generation: Generation, step: int) -> tuple[list[Any], float]:
         """Let all ranks take training step `step`; return their answers by rank, rank 0's being the report on all, and

@@ -158,6 +158,12 @@ class FirstStep(JournalEvent):
     step: Steps
 
 
+class Traffic(JournalEvent):
+    """A step sends so much inside a node and between nodes and larger parts. `rows`: those of `tier_traffic`."""
+
+    rows: list[dict[str, Any]]
+
+
 class Injected(JournalEvent):
     """Faults of the configuration key elastic.faults are about to strike in a step, to test recovery."""
 

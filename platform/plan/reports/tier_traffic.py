@@ -18,6 +18,7 @@ from platform.plan.core.step_collectives import staged_collectives
 from platform.plan.language.layout import at_zero
 from platform.plan.language.mesh import Mesh
 from platform.plan.language.tiers import Tiers
+from platform.plan.reports.describe import human
 
 _DIRECT = {"all_gather": 1, "reduce_scatter": 0, "all_to_all": 0, "broadcast": 0, "reduce": 0}  # 1: whole, 0: an n-th
 _ROOTED = ("scatter", "gather")
@@ -52,6 +53,16 @@ def tier_traffic(plan: Plan, tiers: Tiers) -> list[TierTraffic]:
         TierTraffic(name, round(messages[row]), round(moved[row]), busiest[row] if row else None)
         for row, name in enumerate(tiers.rows)
     ]
+
+
+def traffic_line(rows: Sequence[TierTraffic]) -> str:
+    """Format the traffic of a step by tier as a line for people."""
+    parts = [
+        f"{human(row.bytes)}B in {row.messages:,} messages {row.tier}"
+        + (f" (busiest link {human(row.busiest)}B)" if row.busiest else "")
+        for row in rows
+    ]
+    return f"per step  {', '.join(parts)}"
 
 
 def pair_traffic(plan: Plan) -> dict[tuple[int, int], tuple[Fraction, Fraction]]:

@@ -10,6 +10,7 @@ from platform.cluster.crew.base.signals import StopSignals
 from platform.config.fields import Config
 from platform.monitor import Journal, RunMonitor, Timeline
 from platform.plan.core.plan import Plan
+from platform.plan.language.tiers import Tiers
 
 if TYPE_CHECKING:
     from platform.cluster.control.saving.checkpoints import Checkpoints
@@ -39,12 +40,13 @@ class RunContext:
 @dataclass
 class Generation:
     """Mesh of seated workers that has formed, between two failures. `number`: counts from the run's first; `formed`:
-    who sits where under which configuration; `step`: updates in the state that it starts from; `peak_flops`: FLOP/s of
-    a worker, None if unknown; `timeline`: None unless monitor.timeline is set."""
+    who sits where under which configuration; `tiers`: what its ranks share; `step`: updates in the state that it starts
+    from; `peak_flops`: FLOP/s of a worker, None if unknown; `timeline`: None unless monitor.timeline is set."""
 
     number: int
     plan: Plan
     formed: Formation
+    tiers: Tiers
     step: int
     peak_flops: float | None
     timeline: Timeline | None

@@ -12,7 +12,7 @@ from platform.boundary.terminal import tolerated
 from platform.cluster.control.forming import preflight
 from platform.cluster.control.forming.context import Generation, RunContext
 from platform.cluster.control.forming.recruiter import Recruiter
-from platform.cluster.control.forming.seat_plan import arrange, places
+from platform.cluster.control.forming.seat_plan import arrange, places, tiers_of
 from platform.cluster.control.forming.snapshot_ledger import SnapshotLedger
 from platform.cluster.crew.base.crew import ByRank, Crew
 from platform.cluster.crew.base.failures import GaveUp, Member, Reform
@@ -91,7 +91,8 @@ class Former:
             timeline = Timeline(schedule, [stage.step for stage in of_stage], names, stages)
         peak = dense_bf16_peak(built[0].device)
         formed = Formation(found.config, stage_of, domains, seats, built[0].moments)
-        generation = Generation(number, plan, formed, step, peak, timeline, job)
+        tiers = tiers_of(seats, places(members))
+        generation = Generation(number, plan, formed, tiers, step, peak, timeline, job)
         if source or (step and self._config.elastic.snapshot_every):
             self.ledger.add(generation, step)
         return generation
