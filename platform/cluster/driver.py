@@ -28,7 +28,7 @@ from platform.cluster.run.phases import Phases
 from platform.cluster.run.time_limit import seconds_left
 from platform.config.fields import Config, ConfigError, violation
 from platform.data import cache
-from platform.data.corpus import check_data, corpus_of
+from platform.data.corpus import Corpus, check_data, corpus_of
 from platform.data.sources import stdlib_bytes
 from platform.monitor import Journal, RunMonitor, open_monitor
 from platform.monitor.records import events
@@ -124,7 +124,7 @@ def _check_and_drive(
     there = opened.enter_context(directory.claim(config, plan_summary(plan)))
     if saves(config):
         check_writable(config)
-    corpus = _corpus(config, state.say)
+    corpus = _corpus(config, directory.path, state.say)
     orphan = directory.orphaned()
     changed = changes(there, found.manifest.meta if found and found.manifest else None, config, plan.mesh.axes)
     journal, monitor = _open_records(config, state, opened)
@@ -138,8 +138,8 @@ def _check_and_drive(
         secrets=known_secrets(),
         worker=worker,
     )
-    run = RunContext(config, plan, job, steps, journal, monitor, signals, checkpoints, directory, places)
-    _drive(run, corpus, state, orphan)
+    run = RunContext(config, plan, job, steps, journal, monitor, signals, checkpoints, directory, places, corpus)
+    _drive(run, state, orphan)
     status = end(None, state)
     if config.cluster.check:
         status = state.status = _tell_cluster(checkpoints, journal, monitor) or status
@@ -165,14 +165,15 @@ def _tell_cluster(checkpoints: Checkpoints, journal: Journal, monitor: RunMonito
     return DONE if all(finding.proven for finding in found) else FAILED
 
 
-def _corpus(config: Config, say: Callable[[str], None]) -> str:
-    """Open the training corpus, before any lease, W&B run or worker exists, and return its hash; workers then find its
-    tokens in the cache. Raises ConfigError for an error inside a file of data, and then leaves no empty directories
-    behind."""
+def _corpus(config: Config, run_dir: Path, say: Callable[[str], None]) -> Corpus:
+    """Open the training corpus, before any lease, W&B run or worker exists; workers then find its tokens in the cache
+    or, as other machines may have another one, in the run directory. Raises ConfigError for an error inside a file of
+    data, and then leaves no empty directories behind."""
     made = missing_directories(cache.root(config.data.cache))
+    shared = run_dir / "corpus" if resources.spans_machines(config.cluster) else None
     with relay_log("platform.data", say):
         try:
-            return corpus_of(config).digest
+            return corpus_of(config, shared=shared)
         except ConfigError:
             remove_empty(made)
             raise
@@ -192,12 +193,12 @@ def _open_records(config: Config, state: DriverState, opened: ExitStack) -> tupl
     return journal, monitor
 
 
-def _drive(run: RunContext, corpus: str, state: DriverState, orphan: int | None) -> None:
-    """Start the crew and train to the run's last step, through as many generations as it takes. `corpus`: the hash of
-    the data; `orphan`: the last step of a driver before that died without an end, None if none did. Raises Unsaved if
-    the state after the last step was to be saved and is not."""
+def _drive(run: RunContext, state: DriverState, orphan: int | None) -> None:
+    """Start the crew and train to the run's last step, through as many generations as it takes. `orphan`: the last step
+    of a driver before that died without an end, None if none did. Raises Unsaved if the state after the last step was
+    to be saved and is not."""
     job, say = run.job, run.monitor.say
-    run.checkpoints.check(corpus)
+    run.checkpoints.check(run.corpus.digest)
     say(describe(run.plan))
     kind = resources.crew_kind(run.config.cluster)
     beside = run.places.members - job.world_size  # spares; negative if the run starts with fewer workers

@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,11 +33,7 @@ def root(cache: str) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "elastic-platform"
 
 
-def fetch(
-    entry: Path,
-    build: Callable[[Path], dict[str, Any]],
-    read: Callable[[Path, dict[str, Any]], T],
-) -> T:
+def fetch(entry: Path, build: Callable[[Path], dict[str, Any]], read: Callable[[Path, dict[str, Any]], T]) -> T:
     """Return what `read` makes of a cache entry, the folder `entry`, which is built first if it is missing, torn or
     corrupt.
 
@@ -68,6 +65,41 @@ def fetch(
     if not (found := _verified(entry, read)):
         raise OSError(f"{entry} does not hold what was just written into it")
     return found
+
+
+def fetch_shared(
+    entry: Path, folder: Path, build: Callable[[Path], dict[str, Any]], read: Callable[[Path, dict[str, Any]], T]
+) -> tuple[Path, T]:
+    """Return the same entry in `folder`, which other machines see too, and what `read` makes of it. If it is not there,
+    or corrupt, it is put there from the cache, as `fetch` finds or builds it: linked, or copied if that is on another
+    file system. Raises ConfigError, OSError."""
+    shared = folder / entry.name
+    if found := _verified(shared, read):
+        return shared, found
+    made = fetch(entry, build, read)
+    folder.mkdir(0o700, parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder, prefix=".building-") as workshop:
+        with suppress(FileNotFoundError):
+            shared.rename(Path(workshop, "corrupt"))
+        private = Path(workshop, "new")
+        private.mkdir()
+        for file in entry.iterdir():
+            try:
+                os.link(file, private / file.name)
+            except OSError:  # another file system, or one without links
+                shutil.copyfile(file, private / file.name)
+        private.rename(shared)
+    return shared, made
+
+
+def open_trusted(entry: Path, read: Callable[[Path, dict[str, Any]], T]) -> T:
+    """Return what `read` makes of a cache entry that another process of the same run has just verified: only the sizes
+    of its files are looked at. Raises OSError, Malformed if it is not there as it was."""
+    meta = _read_meta(entry)
+    for name, file in meta.content["files"].items():
+        if (entry / name).stat().st_size != file["bytes"]:
+            raise Malformed("is not what was written", name)
+    return read(entry, meta.content)
 
 
 def sha256(file: Path) -> str:
@@ -104,9 +136,7 @@ def _verified(folder: Path, read: Callable[[Path, dict[str, Any]], T]) -> T | No
     """Return what `read` makes of a cache entry if its files hold what was written, by size and hash, and `read`
     accepts it, None otherwise."""
     try:
-        meta: _Meta = schema.read(_Meta, documents.json_file(folder / _META))
-        if meta.sha256 != _hash(meta.content):
-            raise Malformed("is not what was written", _META)
+        meta = _read_meta(folder)
         for name, file in meta.content["files"].items():
             if (folder / name).stat().st_size != file["bytes"] or sha256(folder / name) != file["sha256"]:
                 raise Malformed("is not what was written", name)
@@ -116,6 +146,14 @@ def _verified(folder: Path, read: Callable[[Path, dict[str, Any]], T]) -> T | No
     except (OSError, Malformed) as error:
         logger.info("%s is built again: %s", folder, documents.one_line(str(error).encode(errors="replace")))
         return None
+
+
+def _read_meta(folder: Path) -> _Meta:
+    """Read the description of a cache entry. Raises OSError, Malformed."""
+    meta: _Meta = schema.read(_Meta, documents.json_file(folder / _META))
+    if meta.sha256 != _hash(meta.content):
+        raise Malformed("is not what was written", _META)
+    return meta
 
 
 def _hash(content: dict[str, Any]) -> str:

@@ -46,6 +46,7 @@ class Corpus:
     streams: Mapping[str, Any]  # by split (train, validation): ids at an array of positions, or a `PairStream`
     encode: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]  # ids outside [0, vocab) are left out
+    entry: Path | None = None  # the folder of its tokens; None if it has none
 
     @property
     def samples(self) -> dict[str, int]:
@@ -95,29 +96,50 @@ def check_data(data: Data, *, vocab: int = tokenizer.SMALLEST) -> list[str]:
     return violations + (pairs.check_pairs(data) if data.kind == "pairs" else sources.check_files(data))
 
 
-def corpus_of(config: Config) -> Corpus:
+def corpus_of(config: Config, *, shared: Path | None = None, entry: str = "") -> Corpus:
     """Open the tokenised corpus that a run's configuration names, cut into samples of its training objective; see
     `open_corpus`."""
     m = config.model
-    shape = {"length": m.length, "source_length": m.source_length, "vocab": m.vocab}
-    return open_corpus(config.data, **shape, seed=config.seed, objective=objective_of(config))
+    return open_corpus(
+        config.data,
+        length=m.length,
+        source_length=m.source_length,
+        vocab=m.vocab,
+        seed=config.seed,
+        objective=objective_of(config),
+        shared=shared,
+        entry=Path(entry) if entry else None,
+    )
 
 
 def open_corpus(
-    data: Data, *, length: int, vocab: int, seed: int, source_length: int = 0, objective: str = "causal"
+    data: Data,
+    *,
+    length: int,
+    vocab: int,
+    seed: int,
+    source_length: int = 0,
+    objective: str = "causal",
+    shared: Path | None = None,
+    entry: Path | None = None,
 ) -> Corpus:
     """Open the tokenised corpus of `data` in samples of `length` tokens, from a vocabulary of at most `vocab`.
 
-    `source_length`: tokens per sequence of the encoder in an encoder-decoder; 0 = length.
+    `source_length`: tokens per sequence of the encoder in an encoder-decoder; 0 = length. `shared`: a folder in which
+    other machines are to find its tokens too. `entry`: where another process of this run has found it; then no text is
+    read, tokenised or hashed.
 
     Text is tokenised by the first process that asks, and cached. Raises ConfigError for a user's mistakes: those that
     `check_data` finds, a fault deep inside a file, a split without one whole sample.
     """
     goal = OBJECTIVES[objective](length, source_length or length, vocab)
+    if entry:
+        return _trusted(entry, data, goal, vocab - goal.reserved, seed)
     if violations := check_data(data, vocab=vocab - goal.reserved):
         raise ConfigError(violations)
-    make = _synthetic if data.kind == "synthetic" else _tokenised
-    corpus = make(data, goal, vocab - goal.reserved, seed)
+    small = vocab - goal.reserved
+    synthesised = data.kind == "synthetic"
+    corpus = _synthetic(data, goal, small, seed) if synthesised else _tokenised(data, goal, small, seed, shared)
     if violations := _too_small(corpus, data, length):
         raise ConfigError(violations)
     return corpus
@@ -152,10 +174,10 @@ def _synthetic(data: Data, objective: Objective, vocab: int, seed: int) -> Corpu
     )
 
 
-def _tokenised(data: Data, objective: Objective, vocab: int, seed: int) -> Corpus:
-    """Open a corpus of text: its entry in the cache, built by the first process that asks. The entry is named by a hash
-    of the files and of every option that decides about their tokens, such as `vocab`, the most entries of the
-    tokenizer."""
+def _tokenised(data: Data, objective: Objective, vocab: int, seed: int, shared: Path | None) -> Corpus:
+    """Open a corpus of text: its entry in the cache, built by the first process that asks, or in `shared` if that is
+    given. The entry is named by a hash of the files and of every option that decides about their tokens, such as
+    `vocab`, the most entries of the tokenizer."""
     if data.kind == "pairs":
         files, build = pairs.pair_files(data), _build_pairs
         decisive = [[pairs.deciding_options(data), *map(cache.sha256, files)], data.validation, vocab]
@@ -164,19 +186,37 @@ def _tokenised(data: Data, objective: Objective, vocab: int, seed: int) -> Corpu
         contents = [[sources.is_jsonl(file), cache.sha256(file)] for file in files]
         decisive = [contents, data.field, data.validation, vocab]
     key = hashlib.sha256(json.dumps([_FORMAT, *decisive]).encode()).hexdigest()
-    entry = cache.root(data.cache) / key
-    found = cache.fetch(entry, lambda folder: build(folder, files, data, vocab), partial(_read_entry, vocab=vocab))
+    entry, found = cache.root(data.cache) / key, None
+    read, make = partial(_read_entry, vocab=vocab), lambda folder: build(folder, files, data, vocab)
+    if shared:
+        entry, found = cache.fetch_shared(entry, shared, make, read)
+    return _of_entry(entry, found or cache.fetch(entry, make, read), data, objective, seed)
+
+
+def _trusted(entry: Path, data: Data, objective: Objective, vocab: int, seed: int) -> Corpus:
+    """Open the corpus of a cache entry that another process of this run has verified. Raises OSError if it is not there
+    as that has found it."""
+    try:
+        found = cache.open_trusted(entry, partial(_read_entry, vocab=vocab, deep=False))
+    except Malformed as error:
+        raise OSError(f"{entry} is not what the driver has found there: {error}") from None
+    return _of_entry(entry, found, data, objective, seed)
+
+
+def _of_entry(entry: Path, found: "_Entry", data: Data, objective: Objective, seed: int) -> Corpus:
+    """Return the corpus of the cache entry at `entry`, whose description is `found`."""
     tokens = np.memmap(entry / "tokens.bin", found.dtype, mode="r").view(np.ndarray)
     ends = np.fromfile(entry / "ends.bin", "<i8").reshape(-1, 2) if data.kind == "pairs" else None
     bpe = tokenizer.load_tokenizer(entry / "tokenizer.json")
     return Corpus(
         vocab=bpe.get_vocab_size(),
-        digest=short_hash([key, found.files["tokens.bin"]]),
+        digest=short_hash([entry.name, found.files["tokens.bin"]]),
         objective=objective,
         seed=seed,
         streams=_streams(found.splits, tokens, ends),
         encode=lambda text: bpe.encode(text).ids,
         decode=lambda ids: bpe.decode(ids, skip_special_tokens=False),
+        entry=entry,
     )
 
 
@@ -201,10 +241,10 @@ class _Entry:
     files: Annotated[dict[str, Any], OpenMap((), ("tokens.bin", "tokenizer.json"))]
 
 
-def _read_entry(folder: Path, meta: dict[str, Any], vocab: int) -> _Entry:
+def _read_entry(folder: Path, meta: dict[str, Any], vocab: int, deep: bool = True) -> _Entry:
     """Read the description of a corpus in the cache, `meta`, and check the files in `folder` against it; `vocab`: most
-    entries of the tokenizer. Raises Malformed for an entry that `_build` or `_build_pairs` cannot have made, even if
-    its hashes hold."""
+    entries of the tokenizer; `deep`: read every token. Raises Malformed for an entry that `_build` or `_build_pairs`
+    cannot have made, even if its hashes hold."""
     entry: _Entry = schema.read(_Entry, meta)
     try:
         entries: int = tokenizer.load_tokenizer(folder / "tokenizer.json").get_vocab_size()
@@ -218,7 +258,8 @@ def _read_entry(folder: Path, meta: dict[str, Any], vocab: int) -> _Entry:
         fits = 0 == train[0] <= train[1] == held[0] <= held[1] == len(tokens)
     if not fits:
         raise Malformed("its splits are not its tokens")
-    if entries > vocab or any(int(tokens[i : i + _WINDOW].max()) >= entries for i in range(0, len(tokens), _WINDOW)):
+    windows = range(0, len(tokens) if deep else 0, _WINDOW)
+    if entries > vocab or any(int(tokens[i : i + _WINDOW].max()) >= entries for i in windows):
         raise Malformed("a token is not in the vocabulary")
     return entry
 

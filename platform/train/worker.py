@@ -175,15 +175,17 @@ class Worker:
         torch.cuda.set_device(0)  # each worker process sees a single GPU
         return "cuda:0"
 
-    def build(self, rows: list[Any], domains: list[str] | None = None, fresh: bool = True) -> Built:
+    def build(self, rows: list[Any], domains: list[str] | None = None, corpus: str = "", fresh: bool = True) -> Built:
         """Build this rank's parameters, optimizer and data for the generation that it has joined; return their size and
         the device's. `rows`: the schedule rows of this stage, from `platform.plan.schedule.rows.StageRows.plain`;
-        `domains`: the node of every rank, None if all run on one; `fresh`: the parameters get their initial values;
+        `domains`: the node of every rank, None if all run on one; `corpus`: the folder in which the driver has found
+        the tokens, "" for none; `fresh`: the parameters get their initial values;
         False if `restore` or `recover` follows."""
         assert self.communicator
         c, lacking = self._settled()
         self._unheld = None
-        self.trainer = Trainer(c, self.plan, self.communicator, corpus_of(c), StageRows.from_plain(rows), fresh)
+        data = corpus_of(c, entry=corpus)
+        self.trainer = Trainer(c, self.plan, self.communicator, data, StageRows.from_plain(rows), fresh)
         self.state = State(self.trainer)
         self.combiner = Combiner(self.plan, self.communicator, c.elastic.slow)
         if c.elastic.snapshot_every:

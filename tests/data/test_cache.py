@@ -1,5 +1,7 @@
 import json
 import multiprocessing
+import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -114,3 +116,43 @@ def test_the_cache_is_where_the_user_keeps_caches(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache.root("") == tmp_path / ".cache" / "elastic-platform"
     assert cache.root("~/here") == tmp_path / "here"
+
+
+def test_other_machines_find_it_in_a_shared_folder(data, tmp_path, monkeypatch):
+    """By its name alone: no text is read there, nothing is tokenised and nothing is hashed."""
+    first = open_corpus(data, **SIZES, shared=tmp_path / "run")
+    assert first.entry.parent == tmp_path / "run"
+    assert os.path.samefile(first.entry / "tokens.bin", tmp_path / "cache" / first.entry.name / "tokens.bin")
+    monkeypatch.setattr(cache, "sha256", None)
+    monkeypatch.setattr(corpus, "_build", None)
+    elsewhere = replace(data, path=str(tmp_path / "no such text"), cache=str(tmp_path / "no such cache"))
+    there = open_corpus(elsewhere, **SIZES, entry=first.entry)
+    assert there.digest == first.digest and there.samples == first.samples
+    assert np.array_equal(*(c.batch("train", 0, 9)["labels"] for c in (there, first)))
+
+
+@pytest.mark.parametrize("lost", ["cache", "run"])
+def test_whichever_of_the_two_is_left_serves(data, tmp_path, monkeypatch, lost):
+    monkeypatch.setattr(os, "link", no_link)
+    first = open_corpus(data, **SIZES, shared=tmp_path / "run")
+    shutil.rmtree(tmp_path / lost)
+    monkeypatch.setattr(corpus, "_build", None)
+    again = open_corpus(data, **SIZES, shared=tmp_path / "run")
+    assert again.digest == first.digest and again.entry == first.entry
+
+
+def no_link(*_):
+    raise OSError("another file system")
+
+
+def test_what_is_shared_is_verified_by_whoever_shares_it(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "link", no_link)
+    first = open_corpus(data, **SIZES, shared=tmp_path / "run")
+    tokens = first.entry / "tokens.bin"
+    whole = tokens.read_bytes()
+    tokens.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
+    assert open_corpus(data, **SIZES, shared=tmp_path / "run").digest == first.digest
+    assert tokens.read_bytes() == whole
+    tokens.write_bytes(whole[:-2])
+    with pytest.raises(OSError, match="is not what the driver has found there"):
+        open_corpus(data, **SIZES, entry=first.entry)

@@ -51,6 +51,12 @@ def crew_kind(cluster: Cluster) -> str:
     return "torchrun" if torchrun.present() else cluster.kind
 
 
+def spans_machines(cluster: Cluster) -> bool:
+    """Return True if workers may run on other machines than this one."""
+    kind = crew_kind(cluster)
+    return kind == "ray" or (kind == "torchrun" and os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"])
+
+
 def available_workers(cluster: Cluster) -> int:
     """Return how many workers the cluster has room for, from which `parallel.data=-1` is settled: one per GPU if GPUs
     may be used, else one per core; under torchrun as many as it started."""

@@ -74,7 +74,7 @@ def test_while_the_data_is_made(config, drive, signals, monkeypatch):
     from platform.cluster import driver
 
     corpus_of = driver.corpus_of
-    monkeypatch.setattr(driver, "corpus_of", lambda c: signals[-1]._handle(signal.SIGTERM, None))
+    monkeypatch.setattr(driver, "corpus_of", lambda c, **_: signals[-1]._handle(signal.SIGTERM, None))
     assert drive() == 75 and "nothing was done" in drive.out
     monkeypatch.setattr(driver, "corpus_of", corpus_of)
     goes_on(config, drive, 0)

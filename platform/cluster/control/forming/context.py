@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from platform.cluster.crew.base.job import Job
 from platform.cluster.crew.base.signals import StopSignals
 from platform.config.fields import Config
+from platform.data.corpus import Corpus
 from platform.monitor import Journal, RunMonitor, Timeline
 from platform.plan.core.plan import Plan
 from platform.plan.language.tiers import Tiers
@@ -35,6 +36,7 @@ class RunContext:
     checkpoints: Checkpoints
     directory: RunDirectory
     places: Places
+    corpus: Corpus
 
 
 @dataclass

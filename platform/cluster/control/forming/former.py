@@ -39,6 +39,7 @@ class Former:
     def __init__(self, run: RunContext):
         self._run, self._config, self._job = run, run.config, run.job
         self._journal, self._monitor, self._checkpoints = run.journal, run.monitor, run.checkpoints
+        self._corpus = str(run.corpus.entry or "")
         self.recruiter, self.ledger = Recruiter(run), SnapshotLedger()
         self._proven: set[int] = set()
         self._formed = self._tried = False  # a mesh was formed; a restore from storage was tried
@@ -75,7 +76,7 @@ class Former:
         of_stage = stage_rows(schedule)
         plain = [stage.plain() for stage in of_stage]
         fresh = not source and not self._checkpoints.step
-        build = "build", ByRank(plain[c["stage"]] for c in job.coordinates), domains, fresh
+        build = "build", ByRank(plain[c["stage"]] for c in job.coordinates), domains, self._corpus, fresh
         built = crew.call(*build)
         self.recruiter.memory = min(self.recruiter.memory, *(b.memory or inf for b in built))
         step = self._recover(crew, source) if source else self._restore(crew, build)

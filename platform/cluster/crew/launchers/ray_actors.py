@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import socket
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
@@ -24,7 +25,7 @@ from platform.cluster.crew.base.topology import tiers_here
 from platform.cluster.crew.launchers.forks import ForkServer, order_worker
 from platform.cluster.crew.launchers.host import serve
 from platform.cluster.crew.launchers.ray_demand import Bundle, Demand, bundle_of
-from platform.cluster.crew.launchers.ray_session import Embedded, Notices, join_cluster
+from platform.cluster.crew.launchers.ray_session import Embedded, Notices, free_nodes, join_cluster, selects
 from platform.cluster.wire.switchboard import Switchboard
 
 _LOG = logging.getLogger("platform.cluster")
@@ -203,7 +204,8 @@ class _Actor:
 
 def _nodes(job: Job, size: int) -> list[str]:
     """Return a Ray node id for each of the `size` workers of `job`, as cluster.placement and cluster.labels choose the
-    nodes on which all of them fit together. Raises NoPlaces as `_wait` does.
+    nodes on which all of them fit together; packed, in the innermost of cluster.tiers that has room for all. Raises
+    NoPlaces as `_wait` does.
 
     A placement group finds them and is then removed. If the actors stayed in it, Ray would have to find room for all
     places of a lost node together before it could replace any of them.
@@ -211,7 +213,11 @@ def _nodes(job: Job, size: int) -> list[str]:
     from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
     bundle, strategy = _bundle(job), job.config.cluster.placement.upper()
-    chosen: dict[str, Any] = {"bundle_label_selector": [bundle.labels] * size} if bundle.labels else {}
+    labels = bundle.labels
+    if strategy == "PACK":
+        nodes = [(there, places) for there, places in free_nodes(bundle.needs) if selects(labels, there)]
+        labels = compact(job.config.cluster.tiers, nodes, size) | labels
+    chosen: dict[str, Any] = {"bundle_label_selector": [labels] * size} if labels else {}
     group = placement_group([bundle.needs] * size, strategy=strategy, **chosen)
     try:
         _wait(job, lambda seconds: size if group.wait(seconds) else 0, size)
@@ -223,6 +229,20 @@ def _nodes(job: Job, size: int) -> list[str]:
 
 def _bundle(job: Job) -> Bundle:
     return bundle_of(job.device, job.config.cluster.labels)
+
+
+def compact(tiers: Sequence[str], nodes: Sequence[tuple[Mapping[str, str], int]], size: int) -> dict[str, str]:
+    """Return the labels of the smallest part of the cluster with room for `size` workers: an innermost one of `tiers`,
+    names of labels from outer to inner; {} for the whole cluster. `nodes`: the labels of each, and how many workers it
+    has room for."""
+    for depth in range(len(tiers), 0, -1):
+        room: Counter[tuple[tuple[str, str], ...]] = Counter()
+        for labels, places in nodes:
+            room[tuple((name, labels[name]) for name in tiers[:depth] if name in labels)] += places
+        fits = [(places, where) for where, places in room.items() if where and places >= size]
+        if fits:
+            return dict(min(fits)[1])
+    return {}
 
 
 def _wait(job: Job, ready: Callable[[float], int], size: int) -> None:

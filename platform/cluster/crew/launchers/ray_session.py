@@ -184,6 +184,23 @@ def selects(labels: Mapping[str, str], of_node: Mapping[str, str]) -> bool:
     return True
 
 
+def free_nodes(needs: Mapping[str, float]) -> list[tuple[dict[str, str], int]]:
+    """Return the labels of every node of the joined Ray cluster, and how many times it has the resources `needs` free
+    now; [] if this Ray does not tell: it has no public function for what is free on a node."""
+    import ray
+
+    try:
+        free = ray._private.state.available_resources_per_node()
+    except (AttributeError, ImportError):
+        return []
+    labels = {node["NodeID"]: dict(node["Labels"] or {}) for node in ray.nodes() if node["Alive"]}
+    return [
+        (labels[node], int(min(there.get(name, 0.0) // amount for name, amount in needs.items())))
+        for node, there in free.items()
+        if node in labels
+    ]
+
+
 def accelerators() -> list[str]:
     """Return the accelerator types that the nodes of the joined Ray cluster report, such as H100 and A100-80G."""
     import ray
