@@ -27,6 +27,7 @@ NODE = ("--net", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount
 HUB = ("--net",)
 IDLE = "echo; exec sleep infinity"  # ignores SIGCHLD: then the kernel itself reaps what a node's processes leave behind
 BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+MTU = 9000  # bytes: frames of 1500 would cost this machine more CPU than what ranks compute
 TICK = 0.004  # seconds between two refills of a token bucket, at the kernel's slowest clock
 LARGEST_PACKET = 1 << 16  # bytes that the kernel hands to a link at once
 
@@ -104,6 +105,10 @@ class Links:
         """Return the number of the rack that a node is in."""
         return node // (self.nodes // self.racks)
 
+    def network(self, node: int) -> str:
+        """Return the file that stands for the network of a node."""
+        return f"/proc/{self._holders[node].pid}/ns/net"
+
     def boot(self, *nodes: int) -> None:
         """Start nodes that are not there: with a link, a host name `nodeN`, and no process."""
         self._holders |= {node: _held(NODE) for node in nodes}
@@ -173,9 +178,10 @@ class Links:
     def _join(self, node: int) -> None:
         """Connect a node to its rack's bridge by a link of the limited rate."""
         port, first = f"port{node}", self._holders[node].pid
+        card = f"02:00:00:00:{node >> 8:02x}:{node & 255:02x}"  # the same when it is started anew, as of a machine
         subprocess.run(self._hub_command(f"ip link del {port}"), stderr=subprocess.DEVNULL)  # of a node that was lost
         self._in_hub(
-            f"ip link add {port} type veth peer name {INTERFACE} netns {first}",
+            f"ip link add {port} mtu {MTU} type veth peer name {INTERFACE} address {card} mtu {MTU} netns {first}",
             f"ip link set {port} master {self._bridge(self.rack(node))} up",
             self._limited(port, self.rate),
         )
@@ -191,7 +197,7 @@ class Links:
     def _join_rack(self, rack: int) -> None:
         """Connect a rack's bridge to `core` by a link of the uplink's rate."""
         self._in_hub(
-            f"ip link add up{rack} type veth peer name down{rack}",
+            f"ip link add up{rack} mtu {MTU} type veth peer name down{rack} mtu {MTU}",
             f"ip link set up{rack} master {self._bridge(rack)} up",
             f"ip link set down{rack} master core up",
             self._limited(f"up{rack}", self._uplink),

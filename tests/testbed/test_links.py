@@ -1,4 +1,5 @@
-"""Links of a limited rate: the rate holds, both ways, and nothing is left behind, not even by SIGKILL."""
+"""Nodes joined by links of a limited rate: the rate holds, both ways, nodes are lost, cut off and started anew, and
+nothing is left behind, not even by SIGKILL."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -36,10 +38,11 @@ LEFT = """
 import signal, sys
 from tests.testbed.links import Links
 with Links(nodes=1, rate="1mbit") as links:
-    child = links.start(0, ["sleep", "infinity"])
-    print(child.pid, *(holder.pid for holder in links._holders), flush=True)
+    child = links.start(0, ["setsid", "--fork", "sleep", "1234567"])
+    print(links._hub.pid, links._holders[0].pid, flush=True)
     signal.pause()
 """
+DAEMON = "1234567"  # seconds: the argument by which the process of another session is found
 
 
 def measured(links: Links, sender: int, receiver: int) -> float:
@@ -95,24 +98,103 @@ def test_nodes_are_apart():
 def test_nothing_is_left():
     with pytest.raises(RuntimeError), Links(nodes=2, rate="10mbit") as links:
         child = links.start(0, ["sleep", "infinity"])
-        made = {os.readlink(f"/proc/{holder.pid}/ns/net") for holder in links._holders}
+        made = {os.readlink(f"/proc/{holder.pid}/ns/net") for holder in (links._hub, *links._holders.values())}
         assert len(made) == 3 and made < namespaces()
         raise RuntimeError
     assert child.poll() is not None
     assert not made & namespaces()
 
 
+def until(what, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_nothing_is_left_by_sigkill():
+    """Neither what has begun a session of its own."""
     driver = subprocess.Popen([sys.executable, "-c", LEFT], stdout=subprocess.PIPE, text=True)
     assert driver.stdout
     pids = [int(pid) for pid in driver.stdout.readline().split()]
-    assert len(pids) == 3 and not any(map(gone, pids))
+    until(lambda: daemons(pids[1]))
+    assert len(pids) == 2 and not any(map(gone, pids))
+    left = daemons(pids[1])
     driver.send_signal(signal.SIGKILL)
     driver.wait()
-    deadline = time.monotonic() + 10
-    while not all(map(gone, pids)):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: all(map(gone, [*pids, *left])))
+
+
+def daemons(first):
+    """The pids of processes on the node whose namespaces `first` holds."""
+    there = os.readlink(f"/proc/{first}/ns/net")
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if os.readlink(f"/proc/{pid}/ns/net") == there and DAEMON in Path(f"/proc/{pid}/cmdline").read_text():
+                found.append(int(pid))
+        except OSError:
+            continue
+    return found
+
+
+def connects(links, node, other):
+    """Whether a node reaches a port of another within a second; nobody listens there."""
+    ask = f"exec 3<>/dev/tcp/{links.address(other)}/9"
+    try:
+        return "refused" in links.run(node, ["bash", "-c", ask], timeout=1).stderr
+    except subprocess.TimeoutExpired:
+        return False
+
+
+def test_a_node_is_lost_and_starts_anew():
+    with Links(nodes=2, rate="1gbit") as links:
+        alone = links.start(1, ["setsid", "--fork", "sleep", DAEMON])
+        alone.wait()
+        [daemon] = daemons(links._holders[1].pid)
+        there = links.start(1, ["sleep", "infinity"])
+        assert connects(links, 0, 1)
+        links.crash(1)
+        until(lambda: gone(daemon))
+        assert there.poll() is not None and not connects(links, 0, 1)
+        links.boot(1)
+        until(lambda: connects(links, 0, 1) and connects(links, 1, 0))
+        assert links.run(1, ["hostname"]).stdout == "node1\n"
+        assert "sleep infinity" in links.run(1, ["ps", "-o", "args", "1"]).stdout
+        assert not daemons(links._holders[1].pid)
+
+
+def test_a_node_is_cut_off_and_joined_again():
+    with Links(nodes=3, rate="1gbit") as links:
+        stays = links.start(1, ["sleep", "infinity"])
+        links.cut(1)
+        assert not connects(links, 0, 1) and connects(links, 0, 2)
+        links.heal(1)
+        until(lambda: connects(links, 0, 1))
+        assert stays.poll() is None
+
+
+def test_racks_are_joined_by_uplinks():
+    """What stays in a rack does not load them, and what leaves it is limited by them."""
+    with Links(nodes=4, rate=None, racks=2, uplink="50mbit") as links:
+        assert [links.rack(node) for node in range(4)] == [0, 0, 1, 1]
+        inside = measured(links, 0, 1)
+        idle = links.carried_by_rack(0).sent
+        assert idle < 1 << 17
+        across = measured(links, 0, 3)
+        assert across < 1.1 * bits_per_second("50mbit") < inside
+        assert links.carried_by_rack(0).sent - idle >= MEGABYTES << 20
+        assert links.carried_by_rack(1).received >= MEGABYTES << 20
+        assert links.carried(3)["link0"].received >= MEGABYTES << 20 > links.carried(2)["link0"].received
+
+
+def test_a_signal_reaches_the_command():
+    with Links(nodes=1, rate=None) as links:
+        command = ["bash", "-c", "trap 'echo heard; exit 7' TERM; echo ready; while :; do sleep 0.05; done"]
+        process = links.start(0, command, stdout=subprocess.PIPE, text=True)
+        assert process.stdout and process.stdout.readline() == "ready\n"
+        links.signal(process, signal.SIGTERM)
+        assert process.stdout.readline() == "heard\n" and process.wait() == 7
 
 
 @pytest.mark.parametrize("rate", ["", "fast", "100", "0mbit", "-1mbit", "1mbit; reboot"])

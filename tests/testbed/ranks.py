@@ -1,0 +1,154 @@
+"""Ranks on the nodes of the testbed, without Ray and without a driver, forked from one process that has torch."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.testbed.links import INTERFACE, Links
+
+ROOT = Path(__file__).parents[2]
+PATIENCE = 900  # seconds
+_NEW_NETWORK = 0x40000000  # CLONE_NEWNET
+_PARENT_DEATH = 1  # PR_SET_PDEATHSIG
+
+
+class Wire(NamedTuple):
+    """Bytes that the interfaces of a rank's node have sent so far: between its own ranks, and to other nodes."""
+
+    inside: int
+    out: int
+
+
+def on_nodes(links: Links, nodes: Sequence[int], work: str, *arguments: Any, urgent: bool = False) -> list[Any]:
+    """Run `work`, "module:function", on a rank per entry of `nodes`, the node that it is on, as function(rank,
+    *arguments) in a gloo world; return the results by rank. Arguments and results are JSON. `urgent`: the ranks go
+    before other processes of this machine. Raises RuntimeError with what a rank that failed has said."""
+    spec = {
+        "networks": [links.network(node) for node in nodes],
+        "host": links.address(nodes[0]),
+        "work": work,
+        "arguments": arguments,
+        "urgent": urgent,
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", __name__],
+        input=json.dumps(spec),
+        text=True,
+        capture_output=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        timeout=PATIENCE,
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr[-4000:])
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def wire() -> Wire:
+    """Return what this process's node has sent so far."""
+    sent = {}
+    for line in Path("/proc/net/dev").read_text().splitlines()[2:]:
+        name, _, numbers = line.partition(":")
+        sent[name.strip()] = int(numbers.split()[8])
+    return Wire(sent["lo"], sent[INTERFACE])
+
+
+def measure_steps(
+    rank: int, variants: Mapping[str, Mapping[str, Any]], rounds: int, warmup: int = 1
+) -> dict[str, list[dict[str, Any]]]:
+    """Train the plans of several configurations (`tests.harness.oracle.configure`) in turn, a step each, on this rank;
+    return by variant its `seconds`, seconds of `cpu`, `loss`, and the bytes that its node has sent `inside` and `out`,
+    of every step after the first `warmup`."""
+    import torch
+    import torch.distributed as dist
+
+    from platform.parallel.communicator.torch_distributed import ProcessGroups
+    from platform.plan.core.step_collectives import process_groups
+    from platform.planning.choose_schedule import schedule_of
+    from platform.planning.make_plan import make_plan
+    from tests.harness.oracle import configure, trainer_of
+
+    torch.set_num_threads(1)
+    step: dict[str, Callable[[int], Any]] = {}
+    for name, how in variants.items():
+        c = configure(**how)
+        plan = make_plan(c, stage_of=schedule_of(c, c.parallel.data).placement)
+        groups = ProcessGroups(plan.mesh, rank, process_groups(plan), "cpu", plan.neighbours)
+        groups.meet(plan.neighbours)
+        step[name] = trainer_of(c, plan, groups).step
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in variants}
+    for k in range(1, warmup + rounds + 1):
+        for name in variants if k % 2 else reversed(variants):
+            dist.barrier()
+            before, cpu, begin = wire(), time.process_time(), time.perf_counter()
+            report = step[name](k)
+            seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
+            dist.barrier()
+            after = wire()
+            if k > warmup:
+                inside, out = (b - a for a, b in zip(before, after, strict=True))
+                found[name].append({"seconds": seconds, "cpu": cpu, "loss": report.loss, "inside": inside, "out": out})
+    return found
+
+
+def _main() -> int:
+    spec = json.load(sys.stdin)
+    import torch  # noqa: F401  before the ranks are forked: each would take seconds
+
+    import_module("tests.harness.oracle")
+    module, _, function = spec["work"].partition(":")
+    work = getattr(import_module(module), function)
+    pipes = []
+    for rank in range(len(spec["networks"])):
+        reading, writing = os.pipe()
+        if not os.fork():
+            os._exit(_rank(rank, spec, work, writing))
+        os.close(writing)
+        pipes.append(os.fdopen(reading))
+    answers = [pipe.read() for pipe in pipes]
+    statuses = [os.wait()[1] for _ in pipes]
+    print("\n".join(answers))
+    return int(any(statuses))
+
+
+def _rank(rank: int, spec: Mapping[str, Any], work: Callable[..., Any], writing: int) -> int:
+    """Do the work of one rank in this process, which was forked for it; return its exit status."""
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.prctl(_PARENT_DEATH, signal.SIGKILL)
+        network = os.open(spec["networks"][rank], os.O_RDONLY)
+        if libc.setns(network, _NEW_NETWORK):
+            raise OSError(ctypes.get_errno(), "setns")
+        os.close(network)
+        if spec["urgent"]:
+            os.setpriority(os.PRIO_PROCESS, 0, -15)
+        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+        import torch.distributed as dist
+
+        patience, size = timedelta(seconds=PATIENCE), len(spec["networks"])
+        store = dist.TCPStore(spec["host"], 29400, size, is_master=rank == 0, timeout=patience)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)
+        result = work(rank, *spec["arguments"])
+        dist.barrier()
+        os.write(writing, json.dumps(result).encode())
+        dist.destroy_process_group()
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main())
