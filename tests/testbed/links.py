@@ -67,8 +67,9 @@ class Links:
     def __init__(self, nodes: int, rate: str | None, racks: int = 1, uplink: str | None = None):
         assert nodes % racks == 0
         self.nodes, self.racks, self.rate, self._uplink = nodes, racks, rate, uplink
-        for limit in filter(None, (rate, uplink)):
-            bits_per_second(limit)
+        for limit in (rate, uplink):
+            if limit is not None:
+                bits_per_second(limit)
         self._hub: subprocess.Popen[bytes] | None = None
         self._holders: dict[int, subprocess.Popen[bytes]] = {}
         self._started: list[tuple[int, subprocess.Popen[Any]]] = []

@@ -74,18 +74,19 @@ def measure_steps(
     import torch
     import torch.distributed as dist
 
-    from platform.parallel.communicator.torch_distributed import ProcessGroups
+    from platform.parallel.communicator import torch_distributed
     from platform.plan.core.step_collectives import process_groups
     from platform.planning.choose_schedule import schedule_of
     from platform.planning.make_plan import make_plan
     from tests.harness.oracle import configure, trainer_of
 
     torch.set_num_threads(1)
+    torch_distributed.CONNECT = timedelta(seconds=PATIENCE)  # nobody is to be found missing here
     step: dict[str, Callable[[int], Any]] = {}
     for name, how in variants.items():
         c = configure(**how)
         plan = make_plan(c, stage_of=schedule_of(c, c.parallel.data).placement)
-        groups = ProcessGroups(plan.mesh, rank, process_groups(plan), "cpu", plan.neighbours)
+        groups = torch_distributed.ProcessGroups(plan.mesh, rank, process_groups(plan), "cpu", plan.neighbours)
         groups.meet(plan.neighbours)
         step[name] = trainer_of(c, plan, groups).step
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in variants}
