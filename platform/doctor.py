@@ -19,7 +19,7 @@ from typing import Any
 from platform.boundary.redaction import forget_secrets, known_secrets, register_url_secrets, shielded
 from platform.boundary.terminal import print_line, print_while_read
 from platform.boundary.undo import missing_directories, remove_empty, remove_files
-from platform.cluster.crew.base.crew import Crew, seating
+from platform.cluster.crew.base.crew import Crew
 from platform.cluster.crew.base.failures import NoPlaces, WorkerFailed
 from platform.cluster.crew.base.job import Job
 from platform.cluster.crew.base.signals import Stopped, StopSignals
@@ -107,6 +107,8 @@ def _examined(config: Config, plan: Plan, folder: Path, say: Callable[[str], Non
     """Start the workers of a run with its spares, as far as there is room, and examine them; return the report. `say`:
     tells the user what goes on. Raises ConfigError, NoPlaces, WorkerFailed."""
     from platform.cluster.control.forming.examination import examine
+    from platform.cluster.control.forming.seat_plan import arrange
+    from platform.cluster.control.forming.seat_plan import places as places_of
     from platform.cluster.crew.open import open_crew
     from platform.cluster.driver import relay_log
     from platform.cluster.run import resources
@@ -117,7 +119,9 @@ def _examined(config: Config, plan: Plan, folder: Path, say: Callable[[str], Non
     job = Job(config, coordinates, places.device, folder, secrets=known_secrets())
     say(f"examining {places.members} workers ({kind}, {job.device})")
     with relay_log("platform.cluster", say), open_crew(kind, job, places.members - size) as crew:
-        numbers = seating(crew.members)
+        paths = places_of(crew.members)
+        seats = arrange(paths, plan.mesh, {}) if len(paths) >= size else []
+        numbers = [*seats, *sorted(paths.keys() - set(seats), key=lambda number: (paths[number], number))]
         outcome = examine(crew, job, numbers, thorough=config.cluster.doctor != "quick")
         bad = {number: dict(why) for number, why in outcome.bad.items()}
         for number, lines in _disagreeing(crew, job, numbers).items():

@@ -6,7 +6,6 @@ import sys
 import pytest
 
 from platform.cluster.control.forming.examination import examine
-from platform.cluster.crew.base.crew import seating
 from platform.cluster.crew.open import open_crew
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
@@ -28,7 +27,7 @@ def found(job, size, thorough, times=1):
     """The last of so many examinations in a row, or the first in which anybody is bad."""
     with open_crew("processes", job(size, SICK)) as crew:
         for _ in range(times):
-            outcome = examine(crew, job(size), seating(crew.members), thorough=thorough)
+            outcome = examine(crew, job(size), sorted(crew.members), thorough=thorough)
             if outcome.bad:
                 break
         assert not list(crew.job.run_dir.rglob(".doctor-*"))
