@@ -84,7 +84,7 @@ def own_address(interface: str = "", peer: str = "", version: int = 4) -> str:
     return address
 
 
-def interface_of(address: str) -> str:
+def interface_with(address: str) -> str:
     """Return the network interface that has this IP address, "" if none has."""
     version = 6 if ":" in address else 4
     return next((name for name, own in addresses(version) if own == address), "")

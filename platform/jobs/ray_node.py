@@ -28,7 +28,7 @@ from platform.boundary.schema import Malformed
 from platform.boundary.terminal import print_line
 from platform.cluster.crew.launchers import leftovers
 from platform.config.fields import ConfigError
-from platform.jobs.allocation import cpus_here, endpoint, free_port, gpus_here, interface_of, own_address
+from platform.jobs.allocation import cpus_here, endpoint, free_port, gpus_here, interface_with, own_address
 from platform.jobs.supervisor import Supervision, Supervisor
 from platform.launch import FAILED
 
@@ -76,7 +76,7 @@ def ray_command(address: str, options: NodeOptions, directory: str, head: str, p
 def ray_environment(address: str, directory: str, drain: int, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a node's Ray, which its workers inherit: collectives use the interface of `address`
     unless another one is set, and a node that is told to go takes `drain` seconds."""
-    interface = interface_of(address)
+    interface = interface_with(address)
     names = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if interface else ()
     own = {leftovers.MARK: directory, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": str(drain)}
     return {**dict.fromkeys(names, interface), **environment, **own}

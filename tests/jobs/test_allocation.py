@@ -6,7 +6,7 @@ import pytest
 
 from platform.config.fields import ConfigError
 from platform.jobs import allocation
-from platform.jobs.allocation import addresses, cpus_here, endpoint, free_port, gpus_here, interface_of, own_address
+from platform.jobs.allocation import addresses, cpus_here, endpoint, free_port, gpus_here, interface_with, own_address
 
 
 @pytest.mark.parametrize(
@@ -40,9 +40,9 @@ def test_cpus():
 
 
 def test_the_address_is_an_interface_s_or_leads_to_the_others():
-    assert own_address("lo") == "127.0.0.1" and interface_of("127.0.0.1") == "lo"
+    assert own_address("lo") == "127.0.0.1" and interface_with("127.0.0.1") == "lo"
     assert ("lo", "127.0.0.1") == addresses(4)[-1]  # others come first
-    assert interface_of("203.0.113.7") == ""
+    assert interface_with("203.0.113.7") == ""
     with pytest.raises(ConfigError, match="job.interface=ib9: has no IPv4 address on node .*; nearest legal: .*lo"):
         own_address("ib9")
 
