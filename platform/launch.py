@@ -137,6 +137,8 @@ def _complete(config: Config, arguments: Sequence[str]) -> list[str]:
     branch.axes = _own_axes("branch", branch.axes, [] if branch.kind == "none" else list(branch.axes), typed)
     if "branch.slice_via" not in typed and not slices_heads(branch):
         branch.slice_via = "all_to_all"
+    if branch.kind == "dsp_csub" and "parallel.zero" not in typed:
+        config.parallel.zero = 0  # not built beside it
     warmup, steps = config.optimizer.warmup_steps, config.train.steps
     if "optimizer.warmup_steps" in typed and warmup > steps >= 1:  # untyped it is legal: the run was shortened
         lines.append(violation("optimizer.warmup_steps", warmup, f"must be <= train.steps={steps}", [steps]))

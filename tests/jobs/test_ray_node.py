@@ -94,7 +94,7 @@ def test_a_head_that_never_starts_ends_the_job(node, tmp_path, monkeypatch, capf
     with pytest.raises(ConfigError, match="Ray's head does not start on this node"):
         run_head(node, Supervision(["run.dir=run"]))
     tried = calls(tmp_path)
-    assert len(tried) == 3 and len({options["port"] for options, *_ in tried}) == 3
+    assert len(tried) == 3 and len({options["port"] for options, *_ in tried}) > 1  # free ones
     assert "no head today" in capfd.readouterr().err and not (node.shared / HEAD).exists()
 
 

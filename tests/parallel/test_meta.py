@@ -35,6 +35,7 @@ def ranks(c: Config) -> list[int]:
 def small(name: str) -> Config:
     """An experiment with a layer per chunk, or two, and no more stages and microbatches than its ranks differ in."""
     c = compose([f"+experiment={name}"])
+    c.parallel.data = max(c.parallel.data, 1)  # -1: as many replicas as there are workers
     c.pipeline.stages, c.pipeline.chunks = min(c.pipeline.stages, 4), min(c.pipeline.chunks, 2)
     c.train.global_batch = c.train.microbatch * c.parallel.data * c.pipeline.stages
     c.model.layers = min(c.model.layers, max(2, c.pipeline.stages * c.pipeline.chunks))

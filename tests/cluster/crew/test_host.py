@@ -70,9 +70,14 @@ def test_a_worker_that_failed_leaves_with_empty_hands(capsys):
     [
         (
             Worker.gather,
-            [Source(1, 2, Formation(Config(), [0], ["a"], [0, 7], []), [0], [0, 1]), 1, ("here", 5), "2/gather"],
+            [
+                Source(1, 2, Formation(Config(), [0], ["a"], [0, 7], []), [0], [0, 1], [0, 1]),
+                1,
+                ("here", 5),
+                "2/gather",
+            ],
         ),
-        (Worker.recover, [Source(1, 2, Formation(Config(), None, [], [0, 7], ["m"]), [0], [], [7])]),
+        (Worker.recover, [Source(1, 2, Formation(Config(), None, [], [0, 7], ["m"]), [0], [], [0], [7])]),
         (Worker.step, [3, inf, [Fault(3, "kill", 1, "forward")]]),
     ],
 )
@@ -103,7 +108,7 @@ def test_no_number_of_a_configuration_changes_its_type():
     """Both sides plan from it, and plans are compared by digest."""
     config = Config()
     config.model.rope_theta = 10000
-    sent = json.loads(text([Source(1, 2, Formation(config, None, [], [], []), [], [])]))
+    sent = json.loads(text([Source(1, 2, Formation(config, None, [], [], []), [], [], [])]))
     [found] = typed(MethodType(Worker.recover, object()), sent)
     assert type(found.formed.config.model.rope_theta) is int
 
