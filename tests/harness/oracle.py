@@ -55,6 +55,7 @@ def configure(
     rules: Mapping[str, Any] | None = None,
     branch: str = "none",
     branch_axes: Mapping[str, int] | None = None,
+    order: str = "inner",
     data: int = 1,
     zero: int = 0,
     zero_group: int = 0,
@@ -76,7 +77,7 @@ def configure(
     if rules is not None:
         regions = ("stream", "attention", "mlp", "logits")
         c.tensor.regions, c.tensor.parameters = {r: dict(rules) for r in regions}, {"all": dict(rules)}
-    c.branch = Branch(**{**read("branch", branch), "axes": dict(branch_axes or {})})
+    c.branch = Branch(**{**read("branch", branch), "axes": dict(branch_axes or {}), "order": order})
     c.parallel.data, c.parallel.zero, c.parallel.zero_group = data, zero, zero_group
     c.pipeline = Pipeline(pipeline, stages, chunks, scatter_gather=scatter_gather)
     c.train.microbatch, c.train.global_batch, c.train.steps = microbatch, global_batch, STEPS
