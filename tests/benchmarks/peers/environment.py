@@ -16,6 +16,7 @@ PACKAGES = {
     "megatron-core": ("megatron-core==0.16.1",),
     "fairscale": ("fairscale==0.4.13",),
     "ray-train": ("pandas", "pyarrow", "tensorboardX"),
+    "torchft": ("torchft==0.2.0",),  # its metrics need opentelemetry, which Ray brings
 }
 
 
