@@ -34,9 +34,8 @@ from platform.planning.remedies import lack_of_memory
 from tests.docs.pages import FOLDERS, JOBS, LAUNCH, ROOT, Typed, commands, files
 
 COMMANDS = commands()
-FROM_WORKERS = re.compile(
-    r" +step +loss|continues after|run directory:|what happened|what this run has|rank\d"
-)  # starts their output
+# How their output starts.
+FROM_WORKERS = re.compile(r" +step +loss|continues after|run directory:|what happened|what this run has|rank\d")
 
 
 class Bench(NamedTuple):
