@@ -20,6 +20,7 @@ from platform.cluster.control.pace import Pace
 from platform.cluster.control.spikes import Spikes
 from platform.cluster.crew.base.crew import Crew
 from platform.cluster.crew.base.failures import Failure, GaveUp, Member, Reform, WorkerFailed
+from platform.cluster.run.traces import NOTICE
 from platform.monitor import MetricsRow
 from platform.monitor.records import events
 from platform.plan.reports.tier_traffic import tier_traffic, traffic_line
@@ -304,7 +305,7 @@ class Controller:
         step just committed."""
         if proposal := self._advisor.needed_reform(crew, generation):
             if not self._former.recruiter.count(crew):
-                self._signals.request("a notice that all workers are about to be taken away")
+                self._signals.request(NOTICE)
                 self._drain(crew)
             self._hold(crew, generation)
             self._save_now(crew)  # memory may not hold the whole state without the members that leave
