@@ -181,7 +181,7 @@ def _steps(run_dir: Path) -> int:
 def _recorded(run_dir: Path) -> bool:
     """Return True unless the journal says that the newest driver began and not that it ended."""
     try:
-        return not traces.unended(run_dir)
+        return traces.orphaned(run_dir) is None
     except (OSError, Malformed):
         return True
 

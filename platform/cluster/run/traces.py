@@ -61,13 +61,6 @@ def finished(directory: Path, steps: int) -> bool:
     return any(isinstance(event, events.Done) and event.step >= steps for event in journal(directory))
 
 
-def unended(directory: Path) -> bool:
-    """Return True if the journal in a run directory has no end of its newest driver: that was killed, or still runs.
-    Raises Malformed, OSError."""
-    last = [event for event in journal(directory) if isinstance(event, (events.Starting, events.Refused, events.End))]
-    return bool(last) and isinstance(last[-1], events.Starting)
-
-
 def noticed(directory: Path) -> bool:
     """Return True if the last driver of a run directory ended because all of its workers, or its own node, were about
     to be taken away. Raises Malformed, OSError."""
