@@ -18,7 +18,7 @@ from typing import NamedTuple
 import pytest
 import yaml
 
-from platform import launch
+from platform import doctor, launch
 from platform.checkpoint.__main__ import main as inspect_checkpoint
 from platform.cluster import driver
 from platform.cluster.run import resources
@@ -101,6 +101,16 @@ def launches(typed: Typed, arguments: str, bench: Bench) -> None:
 def plans(typed: Typed, arguments: str, bench: Bench) -> None:
     bench.monkeypatch.setattr("sys.argv", ["platform.plan", *shlex.split(arguments)])
     answers(explain_plan(), typed, bench)
+
+
+def examines(typed: Typed, arguments: str, bench: Bench) -> None:
+    """Run a command of the doctor up to where it would start workers."""
+    seen = []
+    bench.monkeypatch.setattr(
+        doctor, "_examined", lambda config, plan, *_: seen.append(plan) or doctor.Report([], {}, {})
+    )
+    assert doctor.main(shlex.split(arguments)) == doctor.SOUND and seen
+    assert all(line in bench.capfd.readouterr().out for line in typed.shown)
 
 
 def inspects(typed: Typed, arguments: str, bench: Bench) -> None:
@@ -196,10 +206,12 @@ KINDS: dict[str, Callable[..., None]] = {  # what a command looks like -> the ch
     r"python -m platform\.plan ([^|]*)": plans,
     r"python -m platform\.plan ([^|]* \| grep .*)": is_generated,
     r"python -m platform\.checkpoint (.*)": inspects,
+    r"python -m platform\.doctor (.*)": examines,
+    r"ray job submit --working-dir \. -- python -m platform\.launch (.*)": launches,
     r"torchrun (.*)": starts_processes,
     r"make (.*)": is_a_target,
     r"cat (.*)": is_shown,
-    r"ray (.*)": is_ray_s,
+    r"ray ((?!job ).*)": is_ray_s,
     r"python -m platform\.jobs (.*)": writes_a_job,
     r"sbatch (.*)": submits,
     r"kubectl apply (-[fk] .*)": applies,
