@@ -143,7 +143,9 @@ class Parallel:
         ">= 0",
         most=WORKERS,
     )
-    overlap: bool = key(True, "reduce gradients while backward passes run, gather shards of parameters a block ahead")
+    overlap: bool = key(
+        True, "reduce gradients under backward passes, gather shards a block and weights a matrix ahead"
+    )
 
 
 @dataclass

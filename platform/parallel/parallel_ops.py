@@ -18,10 +18,11 @@ from platform.parallel.kernels.table_rows import rows
 from platform.parallel.loss_ops import PassPosition
 from platform.parallel.pointwise_ops import PointwiseOps, where_present
 from platform.parallel.recompute import recomputed
-from platform.parallel.sharding.convert import absent, apply, convert
+from platform.parallel.sharding.convert import Pending, absent, apply, convert
 from platform.parallel.sharding.residency import Residency
 from platform.plan.communication.planned import PlannedOperation
-from platform.plan.communication.rule import relayout_steps
+from platform.plan.communication.rule import Conversion, relayout_steps
+from platform.plan.core.ahead import Ahead
 from platform.plan.core.plan import Plan
 from platform.plan.language.layout import Layout
 from platform.plan.language.ops import Parameter, Spec
@@ -32,7 +33,8 @@ class ParallelOps(PointwiseOps):
 
     A data tensor is passed as a mapping from the operations that read it, keyed (kind, name), to this rank's block of
     integers [length, batch] in the layout given by `plan.readers`. An activation or parameter of which this rank has no
-    block is an empty tensor. `compiles`: small functions without collectives are compiled (train.compile).
+    block is an empty tensor. `compiles`: small functions without collectives are compiled (train.compile). `ahead`:
+    parameters that are converted for their operations are so a matrix product ahead.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class ParallelOps(PointwiseOps):
         tensors: Mapping[str, Tensor],
         dropout: float = 0.0,
         compiles: bool = False,
+        ahead: bool = True,
     ):
         self.plan, self.communicator, self.tensors = plan, communicator, tensors
         self.dropout_rate, self.compiles = dropout, compiles
@@ -49,11 +52,21 @@ class ParallelOps(PointwiseOps):
         self.deferred: Deferred | None = None  # collects weight gradient computations that a schedule runs later
         self.recompute = plan.recompute
         self.residency: Residency | None = None  # of parameters that are gathered for each block
+        self.ahead = Ahead(plan, self._start, ahead)
         self._counters = {}
         self._angles: dict[tuple, tuple[Tensor, Tensor]] = {}  # of rotations, alike in all layers and steps
         tensors_of = (t for o in plan.operations.values() for t in (*o.operation.inputs, *o.operation.outputs))
         # activation -> (offset, extent) per dim of this rank's block
         self._blocks = {t: plan.block(t, communicator.coordinates) for t in tensors_of if isinstance(t, Spec)}
+
+    def _start(self, p: Parameter, conversion: Conversion) -> Pending:
+        """Start the conversion of a parameter for an operation."""
+        return convert(self.communicator, self.tensors[p.name].detach(), conversion.forward, name=f"gather {p.name}")
+
+    def begin(self) -> None:
+        """Begin a forward pass."""
+        for left in self.ahead.begin():
+            left.wait()  # of operations that the pass before has left out, as a text sample does the loss
 
     def recomputed(self, kind, function, spec, x, *more):
         if kind == "full" and self.residency:
@@ -68,10 +81,10 @@ class ParallelOps(PointwiseOps):
 
         @contextmanager
         def restore():
-            now = self.position, self.deferred
-            self.position, self.deferred = here
+            now = self.position, self.deferred, self.ahead.again
+            self.position, self.deferred, self.ahead.again = *here, True
             yield
-            self.position, self.deferred = now
+            self.position, self.deferred, self.ahead.again = now
 
         return recomputed(self.communicator, function, restore, self.plan.kept_axes(spec), x, *more)
 
@@ -84,8 +97,8 @@ class ParallelOps(PointwiseOps):
     def lookup(self, name, table, tokens, out):
         planned = self._planned("lookup", name)
         tokens = tokens["lookup", name]
-        into, leave = planned.conversions
-        weight = apply(self.communicator, self.tensors[table.name], into)
+        _, leave = planned.conversions
+        (weight,) = self._converted(planned)
         if absent(weight):
             return apply(self.communicator, weight, leave)
         if planned.over:  # a token whose row another rank holds gives zeros: the sum over `over` completes the lookup
@@ -138,11 +151,11 @@ class ParallelOps(PointwiseOps):
         group, and return the outputs in the order of `operands`. `biases`, `deferred`: see
         `platform.parallel.kernels.einsum.einsums`."""
         results: dict[int, Tensor] = {}
-        for group in planned.groups:
+        for number, group in enumerate(planned.groups):
             indices = [e.index for e in group.einsums]
             added = [biases[i] for i in indices] if biases else ()
             mine = [operands[i] for i in indices]
-            found = einsums(self.communicator, group, x, mine, added, deferred=deferred)
+            found = einsums(self._coming(planned, number), x, mine, added, deferred=deferred)
             results.update(zip(indices, found, strict=True))
         return tuple(results[i] for i in range(len(operands)))
 
@@ -193,8 +206,7 @@ class ParallelOps(PointwiseOps):
 
     @where_present
     def shift(self, x, spec, parameter):
-        (conversion,) = self._planned("shift", parameter.name).conversions
-        p = apply(self.communicator, self.tensors[parameter.name], conversion)
+        (p,) = self._converted(self._planned("shift", parameter.name))
         assert tuple(d for d in spec.dims if d in parameter.dims) == parameter.dims
         for i, d in enumerate(spec.dims):
             if d not in parameter.dims:
@@ -221,8 +233,7 @@ class ParallelOps(PointwiseOps):
         return x * scale + table.unsqueeze(1).to(x.dtype)
 
     def relative_bias(self, table, scores, *, bidirectional, distance):
-        (conversion,) = self._planned("relative_bias", table.name).conversions
-        weight = apply(self.communicator, self.tensors[table.name], conversion)
+        (weight,) = self._converted(self._planned("relative_bias", table.name))
         if absent(weight):
             return weight
         length, memory = (self._range(scores, d, weight.device) for d in ("length", "memory_length"))

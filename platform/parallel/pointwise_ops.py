@@ -16,8 +16,7 @@ from platform.parallel.compiled import region
 from platform.parallel.kernels import random, residual, statistics
 from platform.parallel.kernels.dropout import Draw, Drawing, dropout, dropped, in_pieces
 from platform.parallel.loss_ops import LossOps
-from platform.parallel.sharding.convert import absent, apply
-from platform.plan.communication.planned import PlannedOperation
+from platform.parallel.sharding.convert import absent
 from platform.plan.language.ops import Spec
 
 
@@ -84,16 +83,11 @@ class PointwiseOps(LossOps):
     @where_present
     def norm(self, x, spec, kind, gain, bias):
         planned = self._planned("norm", gain.name)
-        first, *second = self._vectors(planned)
+        first, *second = self._converted(planned)
         vectors = first, second[0] if bias else None
         if self.compiles and kind == "rmsnorm" and not planned.over:  # LayerNorm is one kernel as it is
             return region(statistics.rms_norm)(x, first)
         return statistics.norm(x, *vectors, kind, self.communicator, planned.over)
-
-    def _vectors(self, planned: PlannedOperation) -> list[Tensor]:
-        """Return the parameters of a norm, converted for their use."""
-        pairs = zip(planned.operation.parameters, planned.conversions, strict=True)
-        return [apply(self.communicator, self.tensors[p.name], conversion) for p, conversion in pairs]
 
     @where_present
     def dropout(self, name, x, spec):
@@ -109,7 +103,7 @@ class PointwiseOps(LossOps):
         planned = self._planned("norm", gain.name)
         if absent(x) or not self.compiles or planned.over:
             return super().residual_norm(name, x, y, spec, kind, gain, bias)
-        first, *second = self._vectors(planned)
+        first, *second = self._converted(planned)
         drawing = self._drawing(name, spec, x.device)
         return residual.residual_norm(x, y, first, second[0] if bias else None, kind, drawing, region)
 

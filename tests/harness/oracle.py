@@ -68,12 +68,14 @@ def configure(
     scatter_gather: bool = True,
     recompute: str = "none",
     every: int = 1,
+    gathered: str = "",
     **model: Any,
 ) -> Config:
     """A small model under any scheme; `rules` is the map of tensor=layout, for all regions and parameters."""
     c = Config(precision=precision, recompute=recompute, recompute_every=every)
     c.model = ModelConfig(**{"layers": 2, "d_model": 32, "heads": 8, "length": 16, "vocab": 61, **model})
     c.tensor = TensorConfig(**{**read("tensor", tensor), "axes": dict(axes or {})})
+    c.tensor.gathered = gathered or c.tensor.gathered
     if rules is not None:
         regions = ("stream", "attention", "mlp", "logits")
         c.tensor.regions, c.tensor.parameters = {r: dict(rules) for r in regions}, {"all": dict(rules)}

@@ -16,8 +16,8 @@ from platform.parallel.kernels.leaves import accumulates, add_computed, add_grad
 from platform.parallel.kernels.products import local_einsum
 from platform.parallel.kernels.statistics import widened
 from platform.parallel.sharding.convert import absent, convert
+from platform.parallel.sharding.operands import Operands
 from platform.plan.communication.loss_chunks import chunk_rows
-from platform.plan.communication.planned import EinsumGroup
 
 
 @dataclass(frozen=True)
@@ -178,12 +178,14 @@ def _by_chunks(
     return total
 
 
-def _logits(x: Tensor, table: Tensor, communicator: Communicator, group: EinsumGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the planned product of x and `table`; return both as converted, and the logits in new memory."""
-    (e,) = group.einsums
-    coming = convert(communicator, table, e.operand.forward)
+def _logits(x: Tensor, table: Tensor, coming: Operands) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the planned product of x and `table`, which `coming` brings; return both as converted, and the logits in
+    new memory."""
+    communicator, group, (e,) = coming.communicator, coming.group, coming.group.einsums
+    (arriving,) = coming.take([table])
     whole = convert(communicator, x, group.x.forward).wait()
-    local = coming.wait()
+    local = arriving.wait()
+    coming.onward()
     product = local_einsum(e.x_dims, e.dims, e.out_dims)(whole, local)
     return whole, local, convert(communicator, product, e.output.forward, owned=True).wait().contiguous()
 
@@ -193,10 +195,10 @@ class _Kept(torch.autograd.Function):
     backward pass. `deferred`: as in `platform.parallel.kernels.einsum`."""
 
     @staticmethod
-    def forward(ctx, x, table, labels, communicator, classes, group: EinsumGroup, deferred: Deferred | None):
-        (e,) = group.einsums
-        whole, local, y = _logits(x, table, communicator, group)
-        ctx.communicator, ctx.group, ctx.deferred = communicator, group, deferred
+    def forward(ctx, x, table, labels, coming: Operands, classes, deferred: Deferred | None):
+        communicator, group, (e,) = coming.communicator, coming.group, coming.group.einsums
+        whole, local, y = _logits(x, table, coming)
+        ctx.coming, ctx.deferred = coming, deferred
         ctx.leaf = table if accumulates(table) else None
         ctx.save_for_backward(x if group.regathered else whole, table if e.regathered else local, y)
         rows = y if absent(y) else y.view(-1, y.shape[-1])
@@ -205,19 +207,20 @@ class _Kept(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dloss):
         x, table, y = ctx.saved_tensors
-        communicator, group, (e,) = ctx.communicator, ctx.group, ctx.group.einsums
+        communicator, group, (e,) = ctx.coming.communicator, ctx.coming.group, ctx.coming.group.einsums
         coming = convert(communicator, y, e.output.backward)
-        operand = convert(communicator, table, e.operand.forward if e.regathered else ())
+        (operand,) = ctx.coming.take([table], back=True)
         if group.regathered:
             x = convert(communicator, x, group.x.forward).wait()
         table, dy = operand.wait(), coming.wait()
+        ctx.coming.onward(back=True)
         dx = local_einsum(e.out_dims, e.dims, e.x_dims)(dy, table).mul_(dloss)
         arriving = convert(communicator, dx, group.x.backward, owned=True)
 
         leaf, product = ctx.leaf, partial(local_einsum(e.x_dims, e.out_dims, e.dims), x * dloss, dy, None)
         if leaf is None:
             leaving = convert(communicator, product(), e.operand.backward, owned=True)
-            return arriving.wait(), leaving.wait(), None, None, None, None, None
+            return arriving.wait(), leaving.wait(), None, None, None, None
 
         @torch.no_grad()
         def compute() -> None:
@@ -231,24 +234,23 @@ class _Kept(torch.autograd.Function):
             ctx.deferred.append(compute)
         else:
             compute()
-        return arriving.wait(), None, None, None, None, None, None
+        return arriving.wait(), None, None, None, None, None
 
 
 def linear_cross_entropy(
     x: Tensor,
     table: Tensor,
     labels: Tensor,
-    communicator: Communicator,
+    coming: Operands,
     classes: Classes,
-    group: EinsumGroup,
     *,
     at_once: bool,
     deferred: Deferred | None,
 ) -> Tensor:
-    """Sum -log softmax(x table)[label] over local tokens, in fp64: the planned product `group` of one einsum, whose
-    conversions are done as planned, and the cross-entropy of its result. `at_once`: see
+    """Sum -log softmax(x table)[label] over local tokens, in fp64: the planned product of one einsum, whose operand
+    `coming` brings, and the cross-entropy of its result. `at_once`: see
     `platform.plan.communication.loss_chunks`; `deferred`: as in `platform.parallel.kernels.einsum`."""
-    labels, (e,) = labels.flatten(), group.einsums
+    labels, communicator, (e,) = labels.flatten(), coming.communicator, coming.group.einsums
     training = torch.is_grad_enabled()
     if at_once and deferred is None:
         x, table = x.flatten(0, -2), table if e.dims[-1] == e.x_dims[-1] else table.t()
@@ -256,6 +258,6 @@ def linear_cross_entropy(
             return _AtOnce.apply(x, table, labels, communicator, classes)
         return _by_chunks(x, table, labels, communicator, classes, None)
     if training:
-        return _Kept.apply(x, table, labels, communicator, classes, group, deferred)
-    *_, y = _logits(x, table, communicator, group)
+        return _Kept.apply(x, table, labels, coming, classes, deferred)
+    *_, y = _logits(x, table, coming)
     return y.double().sum() if absent(y) else loss_and_gradient(y.flatten(0, -2), labels, communicator, classes, False)

@@ -41,8 +41,8 @@ class Metered(MeteredLosses):
 
     def lookup(self, name, table, tokens, out):
         planned = self.planned("lookup", name)
-        into, leave = planned.conversions
-        weight = self.parameter(table, into)
+        _, leave = planned.conversions
+        (weight,) = self.converted(planned)
         rows = planned.token_count
         x = self.plain(self.inner(planned, leave), [weight], (self.integers(rows),))
         if planned.over:  # the mask of this rank's rows
@@ -71,7 +71,7 @@ class Metered(MeteredLosses):
         """Count the einsums of a planned operation of activation x with `operands`, group by group: in SUMMA panels, as
         local products, or with communication; return their results in the order of `outs`."""
         results: dict[int, Value] = {}
-        for group in planned.groups:
+        for number, group in enumerate(planned.groups):
             mine = [operands[e.index] for e in group.einsums]
             if group.panels:
                 found = self._panels(group, group.panels, self.apply(x, group.x), mine, outs)
@@ -80,16 +80,19 @@ class Metered(MeteredLosses):
                 found = [self.plain(y, [x, w], (x.storage, w.storage)) for y, w in zip(there, mine, strict=True)]
             else:
                 added = [biases[e.index] for e in group.einsums] if biases else []
-                found = self._of_group(planned, group, x, mine, added, deferred)
+                found = self._of_group(planned, number, x, mine, added, deferred)
             results.update((e.index, y) for e, y in zip(group.einsums, found, strict=True))
         return tuple(results[i] for i in range(len(operands)))
 
-    def _of_group(self, planned, group: EinsumGroup, x: Value, operands, biases, deferred) -> list[Value]:
-        """Count one group of einsums of x with `operands`, as `platform.parallel.kernels.einsum._Einsums` computes it:
-        gather, multiply, add `biases`, convert the results; return them."""
+    def _of_group(self, planned, number: int, x: Value, operands, biases, deferred) -> list[Value]:
+        """Count group `number` of an operation's einsums of x with `operands`, as
+        `platform.parallel.kernels.einsum._Einsums` computes it: gather, multiply, add `biases`, convert the results;
+        return them."""
+        group, use = planned.groups[number], (planned.operation.kind, planned.operation.name, number)
         einsums = group.einsums
-        local = [self.forward(w, e.operand) for w, e in zip(operands, einsums, strict=True)]
+        local = self.operands(use, group, operands)
         whole = self.forward(x, group.x)
+        self.ahead.onward(use)
         products = [self.inner(planned, e.output) for e in einsums]
         if group.joinable and self._follow(operands) and (not biases or self._follow(biases)):
             sizes = [y.elements for y in products]
@@ -110,11 +113,17 @@ class Metered(MeteredLosses):
 
         def rest(held: Any) -> Gradients:
             """Count the gradients of operands and biases from what is `held`: in place where a parameter has one."""
-            steps = [self._of_operand(k, n, e.operand) for k, n, e in zip(keys, sizes, einsums, strict=False)]
+            products = [self._product(k, n, e.operand) for k, n, e in zip(keys, sizes, einsums, strict=False)]
+            # all of them are there until the first is reduced
+            steps = [
+                g and self.convert(g, n, e.operand.backward, e.operand.after)[0]
+                for g, n, e in zip(products, sizes, einsums, strict=True)
+            ]
             steps += [self.new(n) for n in added]
             for i, key in enumerate(keys):
                 if isinstance(key, str) and (g := steps[i]):
-                    self.leaves.setdefault(key, g)
+                    if not self.leaves.in_place(key):
+                        self.leaves.setdefault(key, g)
                     steps[i] = None
             return steps
 
@@ -123,13 +132,15 @@ class Metered(MeteredLosses):
                 self.convert(g, n, e.output.backward, e.output.after)[0]
                 for g, n, e in zip(gs, lengths, einsums, strict=True)
             ]
-            pairs = zip(saved[1:], widths[1:], einsums, strict=True)
-            kept = [self.forward(Value(w, n), e.operand).storage if e.regathered else w for w, n, e in pairs]
+            stored = [Value(w, n, key) for w, n, key in zip(saved[1:], widths[1:], keys, strict=False)]
+            kept = self.operands(use, group, stored, back=True)
             x = self.forward(Value(saved[0], widths[0]), group.x).storage if group.regathered else saved[0]
-            dx = self.convert(self.new(width), width, group.x.backward, group.x.after)[0]
+            self.ahead.onward(use, back=True)
+            total = self.new(width)  # until it is reduced, after the operands' gradients
+            dx = self.convert(total, width, group.x.backward, group.x.after)[0]
             if deferred is None:
                 return [dx, *rest((x, local))]
-            del kept
+            del kept, total
             deferred.append(partial(rest, (x, local)))
             return [dx, *(None for _ in keys)]
 
@@ -141,11 +152,10 @@ class Metered(MeteredLosses):
         names = [w.key for w in operands if isinstance(w.key, str) and w.elements]
         return len(names) == len(operands) and self.plan.bucket_of[names[0]].stretch(names) is not None
 
-    def _of_operand(self, key: GradientKey, elements: int, operand: Conversion) -> MeteredStorage | None:
-        """Count the gradient of an einsum's operand: that of a parameter in its own layout is added where it stays."""
-        if not operand.backward and self.in_place(key):
-            return None
-        return self.convert(self.new(elements), elements, operand.backward, operand.after)[0]
+    def _product(self, key: GradientKey, elements: int, operand: Conversion) -> MeteredStorage | None:
+        """Count the gradient of an einsum's operand, not yet reduced: that of a parameter in its own layout is added
+        where it stays."""
+        return None if not operand.backward and self.in_place(key) else self.new(elements)
 
     def _panels(self, group: EinsumGroup, panels: Panels, x: Value, operands: Sequence[Value], outs) -> list[Value]:
         """Count one group of einsums that SUMMA computes, as `platform.parallel.kernels.summa` does: current and next
@@ -196,7 +206,7 @@ class Metered(MeteredLosses):
 
     @where_present
     def shift(self, x, spec, parameter):
-        p = self.parameter(parameter, self.planned("shift", parameter.name).conversions[0])
+        (p,) = self.converted(self.planned("shift", parameter.name))
         out, size = self.block(spec), p.elements
         self.note([out], [x, p], (), lambda gs, _: [gs[0], self.new(size)])
         return out
@@ -204,7 +214,7 @@ class Metered(MeteredLosses):
     @where_present
     def norm(self, x, spec, kind, gain, bias):
         planned = self.planned("norm", gain.name)
-        vectors = [self.parameter(p, c) for p, c in zip((gain, bias), planned.conversions, strict=False) if p]
+        vectors = self.converted(planned)
         n = prod(self.plan.local_shape(spec))
         rows = n // self.plan.local_shape(spec)[-1]
         g = vectors[0].storage
@@ -243,7 +253,7 @@ class Metered(MeteredLosses):
         return out
 
     def relative_bias(self, table, scores, *, bidirectional, distance):
-        weight = self.parameter(table, self.planned("relative_bias", table.name).conversions[0])
+        (weight,) = self.converted(self.planned("relative_bias", table.name))
         if not weight.elements:
             return weight
         shape = dict(zip(scores.dims, self.plan.local_shape(scores), strict=True))

@@ -48,7 +48,9 @@ class MeteredLosses(Meter):
     def _kept(self, product: PlannedOperation, group: EinsumGroup, x: Value, weight: Value, spec: Spec) -> Value:
         """Count a loss that keeps the gradient of the logits, as `platform.parallel.kernels.loss` does; return it."""
         (e,) = group.einsums
-        local, whole = self.forward(weight, e.operand), self.forward(x, group.x)
+        use = (product.operation.kind, product.operation.name, 0)
+        (local,), whole = self.operands(use, group, [weight]), self.forward(x, group.x)
+        self.ahead.onward(use)
         logits = self.forward(self.inner(product, e.output), e.output)
         if logits.elements:
             *rows, columns = self.plan.local_shape(spec)
@@ -60,22 +62,25 @@ class MeteredLosses(Meter):
         def backward(_: Gradients, saved: Saved) -> Gradients:
             x, weight, logits = saved
             dy = self.convert(logits, sizes[2], e.output.backward, e.output.after)[0]
-            table = self.forward(Value(weight, sizes[1], key), e.operand).storage if e.regathered else weight
+            (table,) = self.operands(use, group, [Value(weight, sizes[1], key)], back=True)
             if group.regathered:
                 x = self.forward(Value(x, sizes[0]), group.x).storage
-            dx = self.convert(self.new(sizes[3]), sizes[3], group.x.backward, group.x.after)[0]
+            self.ahead.onward(use, back=True)
+            total = self.new(sizes[3])  # until it is reduced, after the table's gradient
+            dx = self.convert(total, sizes[3], group.x.backward, group.x.after)[0]
 
             def gradient() -> MeteredStorage | None:
                 scaled = self.new(sizes[3])
                 if not e.operand.backward and self.in_place(key):
                     return None
                 found = self.new(sizes[4])
+                reduced = self.convert(found, sizes[4], e.operand.backward, e.operand.after)[0]
                 del scaled
-                return self.convert(found, sizes[4], e.operand.backward, e.operand.after)[0]
+                return reduced
 
             if deferred is None:
                 return [dx, gradient()]
-            del table
+            del table, total
 
             def compute(held: Saved = (x, dy)) -> None:
                 if found := gradient():

@@ -70,7 +70,7 @@ class Trainer:
         self.model = build_model(config.model)
         overlap, compiles = config.parallel.overlap, config.train.compile == "on"  # the driver has settled auto
         self.weights = Weights(self.stage, communicator, config.seed if fresh else None, overlap)
-        self.ops = ParallelOps(self.stage, communicator, self.weights.compute, config.model.dropout, compiles)
+        self.ops = ParallelOps(self.stage, communicator, self.weights.compute, config.model.dropout, compiles, overlap)
         self.ops.residency = self.weights.residency
         self._counted = gradients.counted(self.stage, communicator)
         self.optimizer = self._make_optimizer()
@@ -220,6 +220,7 @@ class Trainer:
         """Run a model chunk on input blocks that are loaded, and the activations `flow` from the previous chunk; return
         its outputs."""
         residency = self.weights.residency
+        self.ops.begin()
         if residency:
             residency.begin(chunk.number)
         if chunk.units:
