@@ -1,9 +1,9 @@
 """What layout, placement and scatter/gather are worth on slow links: seconds of steps, beside the plan's bytes.
 
-    python -m tests.benchmarks.nodes [--cases scatter/gather D\\&SP "tensor scheme"] [--rates 10mbit 100mbit] [--rounds 5]
+    python -m tests.benchmarks.nodes [--cases scatter/gather D\\&SP] [--rates 10mbit 100mbit] [--rounds 5]
 
-Needs root. Each case is a launch of its own on nodes of the testbed, in which the same eight processes hold the plans of
-all variants and step them in turn. Seconds are the median of the slowest rank's; `counted` is what the busiest node's
+Needs root. Each case is a launch of its own on nodes of the testbed, in which the same eight processes hold the plans
+of all variants and step them in turn. Seconds are the median of the slowest rank's; `counted` is what the busiest node's
 interface has sent in a step, `planned` the plan's busiest link in one direction.
 """
 
@@ -49,8 +49,9 @@ def rows(case: Case, ranks: Sequence[dict[str, list[dict[str, Any]]]]) -> list[l
         first = first if found else (seconds, planned)
         counted = max(rank[name][-1]["out"] for rank in ranks)
         ratios = seconds / first[0], planned / first[1]
-        numbers = [f"{planned / 1e6:.2f}", f"{counted / 1e6:.2f}", f"{8 * planned / bits_per_second(case.rate):.2f}",
-                   f"{seconds:.2f}", *(f"{ratio:.3f}" for ratio in ratios), f"{ratios[0] / ratios[1] - 1:+.1%}"]  # fmt: skip
+        least = 8 * planned / bits_per_second(case.rate)
+        numbers = [f"{n:.2f}" for n in (planned / 1e6, counted / 1e6, least, seconds)]
+        numbers += [*(f"{ratio:.3f}" for ratio in ratios), f"{ratios[0] / ratios[1] - 1:+.1%}"]
         found.append([case.name, case.rate, name, *numbers])
     return found
 

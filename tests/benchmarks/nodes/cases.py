@@ -15,8 +15,8 @@ from platform.planning.make_plan import is_legal, make_plan
 from tests.harness.oracle import configure
 
 RANKS = 8
-# As slow as the links are, beside what a rank computes here: a GPU computes a thousand times as much as a share of these
-# cores, and its links are a thousand times as fast.
+# As slow as the links are, beside what a rank computes here: a GPU computes a thousand times as much as a share of
+# these cores, and its links are a thousand times as fast.
 NARROW = {"d_model": 32, "heads": 8, "length": 32, "vocab": 64, "layers": 2, "precision": "fp32"}
 SQUARE = {"d_model": 64, "heads": 8, "length": 256, "vocab": 64, "layers": 4, "precision": "fp32"}
 FEW = {"microbatch": 4, "global_batch": 4}  # sequences, so that not every one has a rank
