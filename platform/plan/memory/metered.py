@@ -93,13 +93,7 @@ class Metered(MeteredLosses):
         local = self.operands(use, group, operands)
         whole = self.forward(x, group.x)
         self.ahead.onward(use)
-        products = [self.inner(planned, e.output) for e in einsums]
-        if group.joinable and self._follow(operands) and (not biases or self._follow(biases)):
-            sizes = [y.elements for y in products]
-            del products
-            one = self.new(sum(sizes))
-            products = [Value(one, n) for n in sizes]
-            del one
+        products = self._products(planned, group, operands, biases)
         found = [self.forward(y, e.output) for y, e in zip(products, einsums, strict=True)]
         del products
         stored, regathered = [x, *operands], [group.regathered, *(e.regathered for e in einsums)]
@@ -146,6 +140,16 @@ class Metered(MeteredLosses):
 
         self.note(found, [x, *operands, *biases], saved, backward)
         return found
+
+    def _products(self, planned, group: EinsumGroup, operands, biases) -> list[Value]:
+        """Count the products of a group, not yet converted: one storage where the parameters are one matrix."""
+        products = [self.inner(planned, e.output) for e in group.einsums]
+        if not (group.joinable and self._follow(operands) and (not biases or self._follow(biases))):
+            return products
+        sizes = [y.elements for y in products]
+        del products
+        one = self.new(sum(sizes))
+        return [Value(one, n) for n in sizes]
 
     def _follow(self, operands: Sequence[Value]) -> bool:
         """Return True if operands are parameters that lie one after another in a bucket."""

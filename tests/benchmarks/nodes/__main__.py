@@ -3,8 +3,8 @@
     python -m tests.benchmarks.nodes [--cases scatter/gather D\\&SP] [--rates 10mbit 100mbit] [--rounds 5]
 
 Needs root. Each case is a launch of its own on nodes of the testbed, in which the same eight processes hold the plans
-of all variants and step them in turn. Seconds are the median of the slowest rank's; `counted` is what the busiest node's
-interface has sent in a step, `planned` the plan's busiest link in one direction.
+of all variants and step them in turn. Seconds are the median of the slowest rank's; `counted` is what the busiest
+node's interface has sent in a step, `planned` the plan's busiest link in one direction.
 """
 
 from __future__ import annotations
