@@ -18,7 +18,8 @@ from platform.boundary import documents, schema
 from platform.boundary.schema import Malformed, Many, Span
 from platform.checkpoint.blocks.box import Box
 from platform.checkpoint.blocks.buffer import DTYPES
-from platform.checkpoint.blocks.placement import Block, HeldTensor, shares
+from platform.checkpoint.blocks.chain import shares
+from platform.checkpoint.blocks.placement import Block, HeldTensor
 from platform.checkpoint.moves.reshard import read_tensor
 from platform.checkpoint.storage.catalogue import begin, commit
 from platform.checkpoint.storage.image import Image

@@ -56,12 +56,12 @@ from platform.train.protocol.answers import (
 )
 from platform.train.recovery import urls
 from platform.train.recovery.proof import proof
-from platform.train.recovery.source import Source
+from platform.train.recovery.source import Source, is_divided
 from platform.train.recovery.verify import differing
 from platform.train.step.faults import Fault
 from platform.train.step.step_report import Combiner
 from platform.train.step.trainer import Trainer
-from platform.train.step.training_state import State
+from platform.train.step.training_state import State, tell_all
 from platform.train.step.weights import DTYPES
 
 
@@ -188,13 +188,16 @@ class Worker:
         self.trainer = Trainer(c, self.plan, self.communicator, data, StageRows.from_plain(rows), fresh)
         self.state = State(self.trainer)
         self.combiner = Combiner(self.plan, self.communicator, c.elastic.slow)
+        shared = False
         if c.elastic.snapshot_every:
-            homes, pinned = domains or [""] * self.world_size, self.device == "cuda"
-            self.memories[self.generation] = RankSnapshots(self.state.held, homes, self.rank, pinned)
+            nodes, tell = domains or [""] * self.world_size, partial(tell_all, self.communicator)
+            how = {"divided": is_divided(c), "pinned": self.device == "cuda"}
+            memory = RankSnapshots.open(self.state.held, nodes, self.rank, tell, **how)
+            self.memories[self.generation], shared = memory, memory.held.shared
         device = torch.cuda.get_device_properties() if self.device == "cuda" else None
         parameters = self.plan.parameters_at(self.communicator.coordinates)
-        name, memory = (device.name, device.total_memory) if device else ("cpu", None)
-        return Built(parameters, name, memory, self.state.moments, lacking)
+        name, capacity = (device.name, device.total_memory) if device else ("cpu", None)
+        return Built(parameters, name, capacity, self.state.moments, lacking, shared)
 
     def _settled(self) -> tuple[Config, str]:
         """Return the configuration with train.compile settled to on or off, alike on all ranks, and what keeps this
@@ -295,8 +298,8 @@ class Worker:
         with PROGRESS.waiting("gather"):
             meet(rank, mesh.size, store, generation, "cpu")  # snapshots are in host memory
         self.communicator = communicator = ProcessGroups(mesh, rank, ())
-        snapshot = self.memories[source.generation].at(source.step)
-        snapshot.take_over(source.gathering()[1], rank, communicator.transfer)
+        memory = self.memories[source.generation]
+        memory.take_over(source.gathering(memory.held)[1], source.step, rank, communicator.transfer, source.distrusted)
 
     def recover(self, source: Source) -> None:
         """Recover the training state from the snapshots that survivors of an earlier generation hold in memory,
@@ -305,7 +308,8 @@ class Worker:
         memory = self.memories[source.generation] if self.rank in source.ranks.values() else None
         if memory:
             memory.keep_only(source.step)
-        self.state.recover(source.holders(), memory.at(source.step) if memory else None)
+        survived = source.survived(memory.held if memory else source.formed.held())
+        self.state.recover(survived, memory.of_home(source.step, source.distrusted) if memory else None)
         self._hold(source.step)
 
     def _write_launches(self, log: list[Launch]) -> None:

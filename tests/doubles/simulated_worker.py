@@ -30,7 +30,7 @@ def node(places, address, tokens):
         thread.join()
 
 
-PROOFS = {}  # the members of a node see the same
+PROOFS, PROVING = {}, threading.Lock()  # the members of a node see the same
 
 
 class SimulatedWorker:
@@ -40,9 +40,10 @@ class SimulatedWorker:
         self.number, self.run_dir, self.config = number, run_dir, config
 
     def prove(self, probe):
-        if probe not in PROOFS:
-            PROOFS[probe] = proof(self.config, self.run_dir, probe)
-        return PROOFS[probe]
+        with PROVING:
+            if probe not in PROOFS:
+                PROOFS[probe] = proof(self.config, self.run_dir, probe)
+            return PROOFS[probe]
 
     def tell_time(self):
         return time.time()

@@ -13,9 +13,10 @@ from torch import Tensor
 from platform.boundary import schema
 from platform.boundary.schema import Malformed, OpenMap
 from platform.checkpoint.blocks.buffer import LiveBlocks
-from platform.checkpoint.blocks.placement import Block, HeldTensor, Share, local_blocks, planned_tensors, shares
+from platform.checkpoint.blocks.chain import Chain, shares
+from platform.checkpoint.blocks.placement import Block, HeldTensor, Share, local_blocks, planned_tensors
 from platform.checkpoint.in_memory.recover import recover
-from platform.checkpoint.in_memory.snapshots import Snapshot
+from platform.checkpoint.in_memory.snapshots import HomeSnapshot
 from platform.checkpoint.moves.reshard import restore
 from platform.checkpoint.storage.image import Image
 from platform.checkpoint.storage.manifest import Manifest, Refused
@@ -95,14 +96,14 @@ class State:
         restore(storage, directory, manifest, held, blocks, **self._world)
         self._trainer.weights.refresh()
 
-    def recover(self, survived: Sequence[HeldTensor], snapshot: Snapshot | None) -> None:
-        """Recover the training state from the in-memory snapshots of survivors of a generation of any plan; all ranks
-        call it together. `survived`: who holds which blocks; `snapshot`: this rank's own, None if it has none; see
-        `platform.checkpoint.in_memory.recover.recover`."""
-        known = [values for values in tell_all(self._communicator, snapshot.values if snapshot else {}) if values]
+    def recover(self, survived: Sequence[Chain], home: HomeSnapshot | None) -> None:
+        """Recover the training state from the in-memory snapshots that survivors of a generation of any plan can read;
+        all ranks call it together. `survived`: who can read what; `home`: what this rank can, None if it has nothing;
+        see `platform.checkpoint.in_memory.recover.recover`."""
+        known = [values for values in tell_all(self._communicator, home.values if home else {}) if values]
         assert all(values == known[0] for values in known), "what is no tensor is alike on all ranks"
         self._prepare(known[0])
-        recover(survived, snapshot.read if snapshot else _nothing, self.held, self.blocks(), **self._world)
+        recover(survived, home.read if home else _nothing, self.held, self.blocks(), **self._world)
         self._trainer.weights.refresh()
 
     @property
@@ -169,7 +170,7 @@ def tell_all(communicator: Communicator, value: Any) -> list[Any]:
     return [json.loads(bytes(message.tolist())) for message in received]
 
 
-def _nothing(part: Share) -> Tensor:
+def _nothing(part: Share, memory: Tensor) -> None:
     """Raise AssertionError: stands for reading a snapshot on a rank that has none, which must not be asked for a
     part."""
     raise AssertionError(f"{part.tensor.name} {part.box} is asked of a rank that was not there")

@@ -27,7 +27,7 @@ from platform.plan.schedule.rows import stage_rows
 from platform.plan.schedule.simulate import simulate
 from platform.plan.schedule.table import Schedule, table
 from platform.planning.choose_schedule import schedule_of
-from platform.train.recovery.source import Formation, Source, find_source, take_seats
+from platform.train.recovery.source import Formation, Source, take_seats
 
 _WIDTH = 300  # columns of a schedule table that is still shown
 
@@ -91,7 +91,7 @@ class Former:
             names, stages = [job.name(rank) for rank in range(size)], [c["stage"] for c in job.coordinates]
             timeline = Timeline(schedule, [stage.step for stage in of_stage], names, stages)
         peak = dense_bf16_peak(built[0].device)
-        formed = Formation(found.config, stage_of, domains, seats, built[0].moments)
+        formed = Formation(found.config, stage_of, domains, seats, built[0].moments, built[0].shared)
         tiers = tiers_of(seats, places(members))
         generation = Generation(number, plan, formed, tiers, step, peak, timeline, job)
         if source or (step and self._config.elastic.snapshot_every):
@@ -103,7 +103,7 @@ class Former:
         None instead if no state in memory is whole or a checkpoint is newer. `members`: those that may be
         seated."""
         paths = places(members)
-        source, reasons = find_source(self.ledger.by(members.keys()), self.ledger.formed, mesh.size)
+        source, reasons = self.ledger.source(members.keys(), mesh.size)
         for reason in reasons:
             self._journal.write(events.NotWhole(reason=reason))
         if source is None or source.step < self._checkpoints.step:
