@@ -94,6 +94,17 @@ def test_replicas_go_one_by_one(tmp_path, survives):
     assert [row["world_size"] for row in chaos.rows(config)] == [4, 4, 3, 3, 2, 2, 1, 1]
 
 
+@pytest.mark.usefixtures("warm_workers")
+def test_neighbours_that_die_at_once_leave_what_they_held_to_the_others(tmp_path, survives):
+    """Under ZeRO-1, where each rank alone has a quarter of the moments, no copy of it was sent to anybody."""
+    config = chaos.configured(tmp_path / "run", 5, data=4, zero=1)
+    config.elastic.replace = False
+    events = survives(config, ["4:kill:1:forward", "4:kill:2:forward"])
+    [restored] = of(events, "restored")
+    assert (restored["source"], restored["step"], of(events, "not_whole")) == ("memory", 3, [])
+    assert [row["world_size"] for row in chaos.rows(config)] == [4, 4, 4, 2, 2]
+
+
 @pytest.mark.full
 def test_a_killed_run_without_snapshots_begins_again(tmp_path):
     """The control of `steps_lost`."""
