@@ -14,6 +14,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import Field, asdict, dataclass, field, fields, is_dataclass
+from functools import cache
 from difflib import get_close_matches
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -261,11 +262,9 @@ def _group(f: Field[Any]) -> Any:
 def _build(cls: type, values: dict[str, Any], prefix: str) -> Any:
     """Build the dataclass `cls` (Config, or recursively a group of keys) from plain values; `prefix` is the group's
     name with a dot, "" for Config. Raises ConfigError for an unknown key or a wrong type."""
-    known = {f.name: f for f in fields(cls)}
-    if unknown := [f"{prefix}{k}" for k in values if k not in known]:
+    hints, parts = _declared(cls)
+    if unknown := [f"{prefix}{k}" for k in values if k not in hints]:
         raise ConfigError([f"{key}: unknown key" for key in unknown])
-    parts = {k: group for k, f in known.items() if (group := _group(f))}
-    hints = get_type_hints(cls)
     if wrong := [
         violation(f"{prefix}{k}", v, f"must be {'keys with values' if k in parts else type_in_words(hints[k])}")
         for k, v in values.items()
@@ -273,6 +272,14 @@ def _build(cls: type, values: dict[str, Any], prefix: str) -> Any:
     ]:
         raise ConfigError(wrong)
     return cls(**{k: _build(parts[k], v, f"{k}.") if k in parts else v for k, v in values.items()})
+
+
+@cache
+def _declared(cls: type) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return, of the dataclass `cls`, the types of all fields by name, and the dataclasses of those that are groups of
+    keys."""
+    groups = {f.name: group for f in fields(cls) if (group := _group(f))}
+    return get_type_hints(cls), groups
 
 
 def _fits(value: Any, hint: Any) -> bool:

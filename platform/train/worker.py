@@ -175,7 +175,9 @@ class Worker:
         torch.cuda.set_device(0)  # each worker process sees a single GPU
         return "cuda:0"
 
-    def build(self, rows: list[Any], domains: list[str] | None = None, corpus: str = "", fresh: bool = True) -> Built:
+    def build(
+        self, rows: list[list[list[int]]], domains: list[str] | None = None, corpus: str = "", fresh: bool = True
+    ) -> Built:
         """Build this rank's parameters, optimizer and data for the generation that it has joined; return their size and
         the device's. `rows`: the schedule rows of this stage, from `platform.plan.schedule.rows.StageRows.plain`;
         `domains`: the node of every rank, None if all run on one; `corpus`: the folder in which the driver has found

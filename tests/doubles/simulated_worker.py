@@ -57,7 +57,7 @@ class SimulatedWorker:
         where = Mesh.of(axes).coordinates(rank)
         return Joined(rank, where, os.getpid(), "simulated")
 
-    def build(self, rows, domains=(), corpus="", fresh=True):
+    def build(self, rows: list[list[list[int]]], domains: list[str] = (), corpus: str = "", fresh: bool = True):
         assert len(domains) == self.world_size and rows
         return Built(1_367_000_000, "cpu", None, ["exp_avg", "exp_avg_sq"])
 
