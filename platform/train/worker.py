@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from platform.boundary import schema
+from platform.boundary.schema import Real
 from platform.boundary.terminal import print_line, tolerated
 from platform.checkpoint.in_memory.snapshots import RankSnapshots
 from platform.checkpoint.storage.catalogue import load_manifest
@@ -72,7 +74,7 @@ class Worker:
 
     The driver's calls in a generation are, in order: `prove`, `form`, `build`, perhaps `restore` or `recover`; then
     `step`, `hold`, `snapshot`, `write`, `written`, `evaluate` and `sample`, each on all ranks; then `leave`. The last
-    call of all is `close`.
+    call of all is `close`. In a large world `lead` on rank 0 and `follow` on the others stand for many a `step`.
     """
 
     trainer: Any  # a Trainer from `build` to `leave`
@@ -86,6 +88,7 @@ class Worker:
         self.memories: dict[int, RankSnapshots] = {}  # by generation; older ones until the newest takes a step
         self.late = device == "cuda"  # a snapshot is copied beside the next step, and whole before that updates
         self._unheld: int | None = None  # the step whose state the next one is to copy
+        self._planned: tuple[Config, list[int]] | None = None  # what `plan` has been made of
         torch.set_num_threads(threads)
         self._order = ExitStack()
         if config.train.deterministic:
@@ -150,9 +153,11 @@ class Worker:
         """
         if self.communicator:
             raise RuntimeError("this worker is still in the generation before; it has to leave that first")
-        self._configure(config)
+        if (config, stage_of) != self._planned:  # it is the same where a spare has taken a seat
+            self._configure(config)
+            self.plan = make_plan(self.config, stage_of=stage_of)
+            self._planned = config, stage_of
         self.rank, self.world_size, self.generation = rank, world_size, generation
-        self.plan = make_plan(self.config, stage_of=stage_of)
         if plan and (own := digest(self.plan)) != plan:
             raise ValueError(f"this worker plans {own}, and the driver {plan}: they run different code")
         if self.plan.mesh.size != world_size:
@@ -241,9 +246,34 @@ class Worker:
             report.held = memory.steps[-1]
         if self.communicator.log is not None:
             self._write_launches(self.communicator.log)
-        combined = self.combiner.together(report)
         self.communicator.confirm()  # an update from collectives that were interrupted is not acknowledged
+        combined = self.combiner.together(report)
+        self.communicator.confirm()
         return combined
+
+    def lead(self, step: int, limit: float = inf, faults: list[Fault] | None = None) -> StepReport | Taken:
+        """Pass the driver's order to take training step `step` on to all other ranks, which are in `follow`, and take
+        it with them, as `Worker.step` does. Called on rank 0 alone. Its report says that all ranks have done the step:
+        each gives its own only after its update."""
+        assert self.communicator
+        self.communicator.announce(json.dumps([step, limit, list(map(vars, faults or ()))]))
+        return self.step(step, limit, faults)
+
+    def follow(self) -> None:
+        """Take the training steps that rank 0 passes on, until it lets go. Called on all ranks but that."""
+        assert self.communicator
+        while order := self.communicator.announce():
+            step, limit, faults = schema.read(tuple[int, Real, list[Fault]], json.loads(order))
+            PROGRESS.begin(f"step({step})")
+            self.step(step, limit, faults)
+
+    def let_go(self) -> None:
+        """End the `follow` of all other ranks. Called on rank 0 alone."""
+        assert self.communicator
+        self.communicator.announce("")
+
+    def rest(self) -> None:
+        """Do nothing: all ranks answer when none is in a call before this one any more."""
 
     def _verify(self, step: int) -> Differences:
         """Compare this rank's weights and optimizer state with those of its replicas, before the update of training

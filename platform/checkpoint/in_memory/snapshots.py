@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -38,12 +39,20 @@ class Snapshot:
     ):
         """Lay a snapshot out at byte `at` of `memory`."""
         self._memory, self._at, self._size = memory, at, self.size(own, copies)
+        self._parts, self._pinned = (own, copies), pinned
         memory.grow(at + self._size)
         self._header = memory.map(at, HEADER)
         self._step = torch.frombuffer(self._header, dtype=torch.int64, count=2)  # 1 + the step, bytes of values
-        first, second = _pages(own), _pages(copies)
-        self.own = Buffer.aligned(own, pinned, _mapped(memory, at + HEADER, first, pinned))
-        self.copies = Buffer(copies, data=_mapped(memory, at + HEADER + first, second))
+
+    @cached_property
+    def own(self) -> Buffer:
+        data = _mapped(self._memory, self._at + HEADER, _pages(self._parts[0]), self._pinned)
+        return Buffer.aligned(self._parts[0], self._pinned, data)
+
+    @cached_property
+    def copies(self) -> Buffer:
+        own, copies = self._parts
+        return Buffer(copies, data=_mapped(self._memory, self._at + HEADER + _pages(own), _pages(copies)))
 
     @staticmethod
     def size(own: Sequence[Share], copies: Sequence[Share]) -> int:
@@ -81,7 +90,8 @@ class Snapshot:
     def free(self) -> None:
         """Give its memory back; it must not be used any more."""
         self.begin()
-        del self.own, self.copies, self._step, self._header
+        self.__dict__.pop("own", None)
+        self.__dict__.pop("copies", None)
         self._memory.free(self._at, self._size)
 
 
@@ -170,21 +180,22 @@ class RankSnapshots:
     def of_home(self, step: int, distrusted: Collection[int] = ()) -> HomeSnapshot:
         """Return the state after `step` in the memory of this rank's home, as far as it is not that of ranks that are
         `distrusted`. Raises RuntimeError if one of the others has not completed it."""
-        found = []
-        for mate, memory in self._mates.items():
-            if mate not in distrusted:
-                mine = self._places.values() if mate == self._rank else self._of(mate, memory)
-                if (snapshot := next((one for one in mine if one.step == step), None)) is None:
-                    raise RuntimeError(f"rank {mate} holds no snapshot of step {step}")
-                found.append((mate != self._rank, snapshot))
-        snapshots = [snapshot for _, snapshot in sorted(found, key=lambda pair: pair[0])]  # its own first
+        mates = sorted(self._mates.keys() - set(distrusted), key=lambda mate: mate != self._rank)  # its own first
+        found = {mate: next((one for one in self._of(mate) if one.step == step), None) for mate in mates}
+        if lacking := [mate for mate, snapshot in found.items() if snapshot is None]:
+            raise RuntimeError(f"rank {lacking[0]} holds no snapshot of step {step}")
+        snapshots = list(filter(None, found.values()))
         buffers = [buffer for one in snapshots for buffer in (one.own, one.copies)]
         return HomeSnapshot([self._handed, *buffers], next((one.values for one in snapshots if one.values), {}))
 
-    def _of(self, mate: int, memory: SharedMemory) -> list[Snapshot]:
-        """Return the two snapshots in the memory of another rank of the home."""
+    def _of(self, mate: int) -> Iterator[Snapshot]:
+        """Yield the snapshots in the memory of a rank of the home."""
+        if mate == self._rank:
+            yield from self._places.values()
+            return
         own, copies = self.held.own(mate), _all(kept_by(self.held.copies, mate))
-        return [Snapshot(memory, at, own, copies) for at in (0, Snapshot.size(own, copies))]
+        for at in (0, Snapshot.size(own, copies)):
+            yield Snapshot(self._mates[mate], at, own, copies)
 
     def take_over(
         self, passed: Sequence[Copy], step: int, rank: int, transfer: Transfer, distrusted: Collection[int] = ()

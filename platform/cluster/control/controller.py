@@ -168,7 +168,7 @@ class Controller:
             self._told_traffic = line
 
     def _step(self, crew: Crew, generation: Generation, step: int) -> tuple[list[Any], float]:
-        """Let all ranks take training step `step`; return their answers by rank, rank 0's being the report on all, and
+        """Let all ranks take training step `step`; return what `_take` does, rank 0's being the report on all, and
         the seconds that it took. If `Trainer.step` has updated nothing because of a loss spike, the step is repeated,
         skipped, or ends the run with GaveUp, as train.on_spike says; one whose loss scale was too large is skipped."""
         policy = self._config.train.on_spike
@@ -178,7 +178,7 @@ class Controller:
                 self._journal.write(events.Injected(step=step, faults=list(map(str, faults))))
             self._former.ledger.only(generation.number)  # workers drop the others when they take a step
             limit, start = self._spikes.limit, perf_counter()
-            reports = crew.call("step", step, limit, faults, within=self._deadline(generation))
+            reports = self._take(crew, generation, step, limit, faults)
             seconds, report = perf_counter() - start, reports[0]
             self._check_replicas(crew, generation, step, report)
             if not report.skipped:
@@ -200,6 +200,14 @@ class Controller:
                 raise GaveUp(f"{why}, and train.on_spike=stop")
             self._monitor.say(f"{why}: it is done again")
         raise GaveUp(f"{why}, {self._config.elastic.attempts} times in a row")
+
+    def _take(self, crew: Crew, generation: Generation, step: int, *args: Any) -> list[Any]:
+        """Let all ranks take training step `step` once; return their answers by rank, that of rank 0 alone unless the
+        timeline needs them all."""
+        within = self._deadline(generation)
+        if generation.timeline:
+            return crew.call("step", step, *args, within=within)
+        return [crew.lead(step, *args, within=within)]
 
     def _check_replicas(self, crew: Crew, generation: Generation, step: int, report: StepReport) -> None:
         """Raise WorkerFailed naming the ranks whose weights or optimizer state `report` shows to be damaged, so that

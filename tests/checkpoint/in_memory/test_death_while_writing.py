@@ -56,7 +56,7 @@ def left_behind(patch: str) -> list[Snapshot]:
     os.kill(writer.pid, signal.SIGKILL)
     writer.wait()
     writer.stdout.close()
-    return RankSnapshots(held(), 1, {})._of(0, memory)
+    return list(RankSnapshots(held(), 1, {0: memory})._of(0))
 
 
 def torn(snapshots: list[Snapshot]) -> int:
@@ -86,7 +86,7 @@ def test_negative_control_what_does_not_say_that_it_is_written_to_is_found_torn(
     assert any(torn(left_behind(TORN)) for _ in range(5))
 
 
-def test_who_lacks_the_step_is_not_read(tmp_path):
+def test_who_lacks_the_step_is_not_read():
     """A rank that has died before it completed a step, and one that nobody distrusts though it has none."""
     one, other = SharedMemory.create(), SharedMemory.create()
     mine, mate = (RankSnapshots(held(), rank, {0: one, 1: other}) for rank in (0, 1))
