@@ -136,9 +136,10 @@ PROOFS, PROVING = {}, threading.Lock()  # the members of a node see the same
 class SimulatedWorker:
     """Answers as platform.train.worker.Worker does: rank 0 with the report of all, the others with the step alone."""
 
+    orders = None
+
     def __init__(self, config, number, *, device, run_dir, threads):
         self.number, self.run_dir, self.config = number, run_dir, config
-        self.orders = None
 
     def prove(self, probe):
         with PROVING:

@@ -29,7 +29,7 @@ from platform.train.step.faults import Faults
 
 FIRST_STEP_SECONDS = 120.0  # for a run's first step, which allocates buffers and opens connections
 COLD = 4  # times the usual: for a generation's first step, as the mesh may have shrunk and buffers are allocated
-HUNG_AFTER = 5  # usual durations that a step may last before a worker in it counts as hung
+HUNG_AFTER = 3  # usual durations that a step may last before a worker that is blocked in it counts as hung
 
 
 class RunState(Enum):
@@ -239,7 +239,7 @@ class Controller:
         return Failure(member, "damaged", f"step({step})", cause, rank, job.name(rank), job.coordinates[rank])
 
     def _deadline(self, generation: Generation) -> float:
-        """Return the seconds that a training step may last before a worker in it counts as hung: HUNG_AFTER times the
+        """Return the seconds that a training step may last before a blocked worker counts as hung: HUNG_AFTER times the
         median step of this generation (until that is known, COLD times the run's; until that is known,
         FIRST_STEP_SECONDS), and at least elastic.hang_seconds."""
         usual, ever = self._pace.usual(generation.step), self._pace.usual(0)

@@ -16,7 +16,7 @@ from platform.cluster.crew.base.job import START, Job
 from platform.cluster.crew.base.launcher import Launcher
 from platform.cluster.crew.base.rendezvous import open_store
 from platform.cluster.crew.base.roster import Roster
-from platform.cluster.crew.base.watch import BEAT_SECONDS, Watch
+from platform.cluster.crew.base.watch import BEAT_SECONDS, CALM_SECONDS, Watch
 from platform.cluster.wire.channel import framed, text
 from platform.cluster.wire.messages import Abort, Answer, Ask, Beat, Call, Raised, Said
 from platform.train.protocol import answers
@@ -184,7 +184,8 @@ class RemoteCrew(Crew):
         heard too."""
         values: dict[int, Any] = {}
         failures, roster = self._failures, self._roster
-        pending, deadline, watch = set(self._ranks), inf, Watch(within, monotonic(), self._silence)
+        silence = min(within, max(self._silence, CALM_SECONDS))
+        pending, deadline, watch = set(self._ranks), inf, Watch(within, monotonic(), silence)
         with self._impolite():
             while len(values) < len(wanted):
                 gone = self._gone
