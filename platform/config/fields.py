@@ -14,8 +14,8 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import Field, asdict, dataclass, field, fields, is_dataclass
-from functools import cache
 from difflib import get_close_matches
+from functools import cache
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from platform.boundary.schema import By

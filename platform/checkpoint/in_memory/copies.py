@@ -43,8 +43,8 @@ def copies(chains: Sequence[Chain], domains: Sequence[Hashable]) -> list[Copy]:
     for chain in chains:
         if len({domains[rank] for rank in chain.holders}) == 1:
             for member, sender in enumerate(chain.holders):
-                part = chain.share(member, len(chain.holders))
-                lines[domains[sender]].append(Copy(chain, *part, sender, -1))
+                share = chain.share(member, len(chain.holders))
+                lines[domains[sender]].append(Copy(chain, *share, sender, -1))
     if len(lines) < 2:
         return []
     members = {home: [rank for rank, domain in enumerate(domains) if domain == home] for home in lines}

@@ -29,7 +29,7 @@ _PARTS: tuple[type, ...] = (
     PlannedOperation, Planner, Recompute, Scheme, Spec, Step,
 )  # fmt: skip
 _CLASSES = {part.__name__: part for part in _PARTS}
-_FIELDS = {part: [f.name for f in fields(part) if f.init] for part in _PARTS}  # type: ignore[arg-type]
+_FIELDS = {part: [f.name for f in fields(part) if f.init] for part in _PARTS}
 _DIGESTS: dict[int, str] = {}  # by identity, of plans that are alive
 
 

@@ -10,6 +10,7 @@ from platform.plan.schedule.table import Action, Kind, Schedule
 
 _KINDS = list(Kind)
 
+
 @dataclass(frozen=True)
 class StageRows:
     """Lowered schedule rows of one pipeline stage, which the driver sends to its workers. `step`: a training step;

@@ -58,7 +58,9 @@ def test_a_step_of_many_is_one_report_and_a_lost_node_costs_no_step(tmp_path, mo
     for call, size in zip(steps, 4 * [WORKERS] + 3 * [PER_NODE], strict=True):
         step, spent = call.args[0], call.end - call.begin
         told = 1 if led else size
-        asked = spent.sent - told * len(encode({"call": call.number, "method": "lead" if led else "step", "args": call.args}))
+        asked = spent.sent - told * len(
+            encode({"call": call.number, "method": "lead" if led else "step", "args": call.args})
+        )
         if led and size != before:  # a generation's first
             asked -= (size - 1) * len(encode({"call": call.number - 1, "method": "follow", "args": []}))
         before = size
