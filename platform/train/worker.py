@@ -12,7 +12,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from math import inf
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,12 +25,10 @@ from platform.checkpoint.storage.catalogue import load_manifest
 from platform.checkpoint.storage.manifest import Corrupt, Refused
 from platform.checkpoint.storage.report import FileReport
 from platform.checkpoint.storage.storage import open_storage
-from platform.config.extensions import load_extensions
-from platform.config.fields import Config, ConfigError, SentConfig
+from platform.config.fields import Config, SentConfig
 from platform.data.corpus import corpus_of
 from platform.optimizer.optimizers import preload_imports
-from platform.parallel.attention import lacking
-from platform.parallel.communicator.base import Communicator, Launch, SingleRank
+from platform.parallel.communicator.base import Launch, SingleRank
 from platform.parallel.communicator.meeting import connected, meet
 from platform.parallel.communicator.progress import PROGRESS
 from platform.parallel.communicator.torch_distributed import ProcessGroups
@@ -42,32 +39,27 @@ from platform.plan.core.step_collectives import process_groups
 from platform.plan.language.mesh import Mesh
 from platform.plan.schedule.rows import StageRows
 from platform.planning.make_plan import make_plan
-from platform.train.health.link import PAIR, measure_link
-from platform.train.health.measure import FULL, QUICK, findings
+from platform.train.candidate import Candidate
 from platform.train.protocol.answers import (
     Built,
     Copied,
     Differences,
-    Findings,
     Joined,
-    Proof,
     StepReport,
     Taken,
     Unrestored,
     Unwritten,
 )
 from platform.train.recovery import urls
-from platform.train.recovery.proof import proof
 from platform.train.recovery.source import Source, is_divided
 from platform.train.recovery.verify import differing
 from platform.train.step.faults import Fault
 from platform.train.step.step_report import Combiner
 from platform.train.step.trainer import Trainer
 from platform.train.step.training_state import State, tell_all
-from platform.train.step.weights import DTYPES
 
 
-class Worker:
+class Worker(Candidate):
     """Member `number` of a crew: answers the driver's calls in a worker's process. In each generation it is seated as
     one of the ranks or is a spare. Arguments of calls are read as the signatures here declare them, results as
     `platform.train.protocol.answers` does. `run_dir`: the run directory; `threads`: of torch on the CPU.
@@ -82,9 +74,8 @@ class Worker:
     combiner: Any  # a Combiner, likewise
 
     def __init__(self, config: Config, number: int, *, device: str, run_dir: str, threads: int):
-        self._configure(config)
-        self.number, self.run_dir, self.device = number, Path(run_dir), device
-        self.communicator: Communicator | None = None
+        super().__init__(config, device, run_dir)
+        self.number = number
         self.memories: dict[int, RankSnapshots] = {}  # by generation; older ones until the newest takes a step
         self.late = device == "cuda"  # a snapshot is copied beside the next step, and whole before that updates
         self._unheld: int | None = None  # the step whose state the next one is to copy
@@ -94,45 +85,6 @@ class Worker:
         if config.train.deterministic:
             self._order.enter_context(deterministic(may_compile(config.train.compile, device)))
         preload_imports(self.config.optimizer)
-
-    def _configure(self, config: Config) -> None:
-        """Set the run's configuration and import the user's modules that it names in `extend`. Raises ConfigError for
-        one that cannot be imported."""
-        self.config = config
-        if mistakes := load_extensions(self.config.extend):
-            raise ConfigError(mistakes)
-
-    def prove(self, probe: str) -> Proof:
-        """Return what this worker sees of the run's storage, and hashes and versions of its code, for the driver to
-        compare with its own. `probe`: name of the file of random bytes that the driver has written to each storage."""
-        train, m = self.config.train, self.config.model
-        dtype, d_kv = DTYPES[self.config.precision][0], m.d_kv or m.d_model // m.heads
-        lacks = {
-            "train.compile": uncompiled("on", self.device) if train.compile == "on" else "",
-            "train.attention_kernel": lacking(train.attention_kernel, self.device, dtype, d_kv),
-        }
-        return proof(self.config, self.run_dir, probe, {key: why for key, why in lacks.items() if why})
-
-    def tell_time(self) -> float:
-        """Return the time by this machine's clock, in seconds since the epoch."""
-        return time.time()
-
-    def examine(self, thorough: bool) -> Findings:
-        """Return what the doctor finds on this worker by itself; `thorough`: with sizes that take seconds."""
-        self._local_device()
-        return findings(self.config, self.run_dir, self.device, FULL if thorough else QUICK)
-
-    def pass_to_partner(self, index: int, pair: str, store: tuple[str, int], thorough: bool) -> Findings:
-        """Return what the doctor finds on the connection with the partner of this worker, which is number `index` (0 or
-        1) of the `pair` of that name and meets it in the driver's `store`; nothing if it is -1. `leave` follows."""
-        if index < 0:
-            return Findings()
-        mesh, device = Mesh.of({"stage": 1, PAIR: 2}), self._local_device()
-        try:
-            self.communicator = connected(mesh, index, store, f"doctor/{pair}", [(PAIR,)], device)
-            return measure_link(self.communicator, FULL if thorough else QUICK)
-        except Exception as error:
-            return Findings(errors={"link": f"{type(error).__name__}: {error}".partition("\n")[0]})
 
     def form(
         self,
@@ -172,13 +124,6 @@ class Worker:
         if self.config.monitor.log_launches:
             self.communicator.log = []
         return Joined(rank, mesh.coordinates(rank), os.getpid(), socket.gethostname())
-
-    def _local_device(self) -> str:
-        """Return the torch device of this worker, "cpu" or "cuda:0", and make it current."""
-        if self.device != "cuda":
-            return self.device
-        torch.cuda.set_device(0)  # each worker process sees a single GPU
-        return "cuda:0"
 
     def build(
         self, rows: list[list[list[int]]], domains: list[str] | None = None, corpus: str = "", fresh: bool = True
@@ -273,7 +218,7 @@ class Worker:
         self.communicator.announce("")
 
     def rest(self) -> None:
-        """Do nothing: all ranks answer when none is in a call before this one any more."""
+        """Return at once: all ranks have answered when none is in a call before this one any more."""
 
     def _verify(self, step: int) -> Differences:
         """Compare this rank's weights and optimizer state with those of its replicas, before the update of training

@@ -71,7 +71,7 @@ class Chain:
 
 
 def chains_of(state: Iterable[HeldTensor], rank: int | None = None) -> list[Chain]:
-    """Lay the blocks of all tensors that the same ranks hold end to end; if `rank` is given, only those that it
+    """Join the blocks of all tensors that the same ranks hold, end to end; if `rank` is given, only those that it
     holds."""
     found: dict[tuple[int, ...], list[Share]] = defaultdict(list)
     for tensor in state:

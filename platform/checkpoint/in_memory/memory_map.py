@@ -20,8 +20,8 @@ class MemoryMap:
     """
 
     def __init__(self, state: Sequence[HeldTensor], nodes: Sequence[Hashable], shared: bool, divided: bool = True):
-        """`state`: who holds which blocks; `nodes`: the node of every rank; `shared`: the ranks of each node share
-        memory."""
+        """Make the map from `state`, who holds which blocks, and `nodes`, the node of every rank; `shared`: the ranks
+        of each node share memory."""
         self.state, self.chains, self.shared = state, chains_of(state), shared
         self.homes: Sequence[Hashable] = nodes if shared else range(len(nodes))
         self._divided = shared and divided

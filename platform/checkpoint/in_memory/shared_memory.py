@@ -64,7 +64,7 @@ class SharedMemory:
                 here.madvise(mmap.MADV_REMOVE)
 
 
-def meet(
+def open_home(
     memory: SharedMemory, nodes: Sequence[Hashable], rank: int, tell: Callable[[Any], list[Any]]
 ) -> dict[int, SharedMemory] | None:
     """Open the memories of all ranks of this rank's node: rank -> memory, its own included; None if any rank of the job

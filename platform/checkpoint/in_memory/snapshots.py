@@ -18,7 +18,7 @@ from platform.checkpoint.blocks.pinned import lock_pages
 from platform.checkpoint.blocks.placement import Block, HeldTensor, Share
 from platform.checkpoint.in_memory.copies import Copy, kept_by, sent_by
 from platform.checkpoint.in_memory.memory_map import MemoryMap
-from platform.checkpoint.in_memory.shared_memory import PAGE, SharedMemory, meet
+from platform.checkpoint.in_memory.shared_memory import PAGE, SharedMemory, open_home
 
 Transfer = Callable[[Sequence[tuple[int, Tensor]], Sequence[tuple[int, Tensor]]], None]
 """Sends and receives bytes, (peer, uint8 tensor) each; returns when all that is to be received is there."""
@@ -37,7 +37,7 @@ class Snapshot:
     def __init__(
         self, memory: SharedMemory, at: int, own: Sequence[Share], copies: Sequence[Share], pinned: bool = False
     ):
-        """Lay a snapshot out at byte `at` of `memory`."""
+        """Take the snapshot's place at byte `at` of `memory`."""
         self._memory, self._at, self._size = memory, at, self.size(own, copies)
         self._parts, self._pinned = (own, copies), pinned
         memory.grow(at + self._size)
@@ -70,11 +70,11 @@ class Snapshot:
         return json.loads(self._header[16 : 16 + int(self._step[1])])
 
     def begin(self) -> None:
-        """Declare it incomplete: it is about to be written to."""
+        """Mark it as incomplete: it is about to be written to."""
         self._step[0] = 0
 
     def complete(self, step: int, values: Mapping[str, Any]) -> None:
-        """Declare it the whole state of `step`, with these values; all tensors have been written."""
+        """Mark it as the whole state of `step`, with these values; all tensors have been written."""
         text = json.dumps(values).encode()
         assert len(text) <= HEADER - 16, f"{len(text)} bytes of values"
         self._header[16 : 16 + len(text)] = text
@@ -133,7 +133,7 @@ class RankSnapshots:
     """
 
     def __init__(self, held: MemoryMap, rank: int, mates: Mapping[int, SharedMemory], pinned: bool = False):
-        """`mates`: the memory of every rank of this rank's home, its own included."""
+        """Keep `mates`: the memory of every rank of this rank's home, its own included."""
         self.held, self._rank, self._mates, self._pinned = held, rank, mates, pinned
         self._own, self._kept, self._sent = held.own(rank), kept_by(held.copies, rank), sent_by(held.copies, rank)
         self._outgoing: dict[int, list[tuple[int, list[Tensor]]]] = {}  # place -> (peer, the parts that it keeps)
@@ -156,7 +156,7 @@ class RankSnapshots:
         together. `state` (who holds which blocks) and `nodes` (of every rank) are equal on all of them; `tell`:
         exchanges a value with all ranks; `divided`: see `MemoryMap`."""
         memory = SharedMemory.create()
-        mates = meet(memory, nodes, rank, tell)
+        mates = open_home(memory, nodes, rank, tell)
         held = MemoryMap(state, nodes, mates is not None, divided)
         return cls(held, rank, mates or {rank: memory}, pinned)
 

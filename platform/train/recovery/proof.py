@@ -34,7 +34,7 @@ def proof(config: Config, run_dir: Path, probe: str, lacks: Mapping[str, str] | 
     return Proof(socket.gethostname(), sees, code, versions(), dict(lacks or {}))
 
 
-def preload() -> None:
+def read_code() -> None:
     """Find out now what a later `proof` says of this package's code and of versions, as processes forked from this one
     need not find out again."""
     _running("platform")

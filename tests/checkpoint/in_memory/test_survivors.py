@@ -12,7 +12,7 @@ from platform.checkpoint.blocks.chain import Chain, chains_of
 from platform.checkpoint.blocks.placement import Block
 from platform.checkpoint.in_memory.memory_map import MemoryMap
 from platform.checkpoint.in_memory.recover import lost_to, recover, surviving
-from platform.checkpoint.in_memory.shared_memory import SharedMemory, meet
+from platform.checkpoint.in_memory.shared_memory import SharedMemory, open_home
 from platform.checkpoint.in_memory.snapshots import HomeSnapshot, RankSnapshots
 from platform.parallel.communicator.base import SingleRank
 from platform.plan.language.mesh import Mesh
@@ -185,6 +185,6 @@ def test_ranks_that_cannot_find_each_other_s_memory_do_not_share_it():
         assert SharedMemory.find(wrong) is None
     nodes = ["a", "a", "b"]
     told = [[memory.address, [1 << 22, 3, 0, 0], other.address], [False, True, True]]
-    assert meet(memory, nodes, 0, lambda mine: told.pop(0)) is None
+    assert open_home(memory, nodes, 0, lambda mine: told.pop(0)) is None
     told = [[memory.address, other.address, [1 << 22, 3, 0, 0]], [True, True, True]]
-    assert list(meet(memory, nodes, 0, lambda mine: told.pop(0))) == [0, 1], "nobody opens what another node has"
+    assert list(open_home(memory, nodes, 0, lambda mine: told.pop(0))) == [0, 1], "nobody opens what another node has"

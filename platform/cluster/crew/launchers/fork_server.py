@@ -45,7 +45,7 @@ def main(control: int, parent: int, module: str) -> None:
     _import(module)
     if "torch" in sys.modules:
         _import(_LATE)
-        proof.preload()
+        proof.read_code()
     gc.collect()
     gc.freeze()  # keeps the collector of a worker from copying the pages that all share
     _Server(socket.socket(fileno=control)).run()

@@ -63,8 +63,8 @@ class Embedded:
             del os.environ[leftovers.MARK]
 
     def close(self) -> None:
-        """Disconnect from this embedded Ray, kill its processes, remove its files, and wait for that. Nothing of it is
-        worth an end in good order, which takes more than a second."""
+        """Leave this embedded Ray, kill its processes, remove its files, and wait for that. Nothing of it is worth an
+        end in good order, which takes more than a second."""
         _shut_down_at_once()
         self._opened.close()
         assert self._leftovers.stdin
@@ -74,7 +74,7 @@ class Embedded:
 
 
 def _shut_down_at_once() -> None:
-    """Disconnect this process from the Ray that it has started, if it is connected, and kill Ray's own processes."""
+    """Detach this process from the Ray that it has started, if it is connected, and kill Ray's own processes."""
     import ray
 
     if not ray.is_initialized():
