@@ -27,6 +27,7 @@ def test_a_step_of_many_is_one_report_and_a_lost_node_costs_no_step(tmp_path, mo
     """Where the others follow rank 0, the driver sends and gets one message."""
     crews = []
     monkeypatch.setattr(remote, "FOLLOWED", followed)
+    monkeypatch.setattr(remote, "CALM_SECONDS", HANG)
 
     def open_crew(kind, job, spares):
         crews.append(SimulatedCrew(job, spares, per_node=PER_NODE))
