@@ -62,6 +62,45 @@ def _attention(config: Config) -> Iterator[str]:
         yield _refused(config, "model.kv_heads", f"must divide model.heads={m.heads}", legal)
 
 
+def _rotary(config: Config) -> Iterator[str]:
+    """Yield a refusal line for each mistake in how rotary positions are scaled."""
+    m, kind = config.model, f"model.rope_scaling={config.model.rope_scaling}"
+    if m.rope_scaling == "none":
+        return
+    if m.positions != "rope":
+        yield _refused(config, "model.rope_scaling", f"model.positions={m.positions} has no rotations", ["none"])
+    if m.rope_scaling == "linear":
+        return
+    if not m.rope_original_length:
+        yield _refused(config, "model.rope_original_length", f"{kind} needs the length before", [m.length])
+    if m.rope_high <= m.rope_low:
+        yield _refused(config, "model.rope_high", f"must be > model.rope_low={m.rope_low:g}", [m.rope_low * 4])
+
+
+def _seen(config: Config) -> Iterator[str]:
+    """Yield a refusal line for each restriction of what attention sees that the kind of model does not know, and for
+    layers with a window that the model lacks."""
+    m, wrong = config.model, f"model.kind={config.model.kind} has no such attention"
+    if m.kind in ("encoder", "encoder_decoder", "two_layer"):
+        if m.window:
+            yield _refused(config, "model.window", wrong, [0])
+        if m.within_documents:
+            yield _refused(config, "model.within_documents", wrong, [False])
+    if m.segments and m.kind in ("decoder", "encoder_decoder", "two_layer"):
+        yield _refused(config, "model.segments", f"model.kind={m.kind} has no segments", [0])
+    if m.window_layers and not m.window:
+        yield _refused(config, "model.window_layers", "model.window=0 is no window", [[]])
+    elif beyond := [n for n in m.window_layers if n >= m.layers]:
+        yield violation("model.window_layers", beyond[0], f"layers are 0 to {m.layers - 1}", [m.layers - 1])
+
+
+def _head(config: Config) -> Iterator[str]:
+    """Yield a refusal line if the head's transform is to have a gated activation."""
+    m, gated = config.model, ("swiglu", "geglu", "geglu_tanh", "reglu")
+    if m.head_transform and m.activation in gated:
+        yield _refused(config, "model.activation", "model.head_transform=true has no gate", ["gelu", "gelu_tanh"])
+
+
 def _replicas(config: Config) -> Iterator[str]:
     if config.parallel.data == 0 or config.parallel.data < -1:
         yield _refused(config, "parallel.data", KEYS["parallel.data"].constraint, [1, -1])
@@ -328,6 +367,9 @@ def _ray(config: Config) -> Iterator[str]:
 # (keys, rule): the rule runs only if none of these keys is wrong by itself.
 RELATIONS: tuple[tuple[set[str], Callable[[Config], Iterator[str]]], ...] = (
     ({"model.d_model", "model.heads", "model.kv_heads", "model.d_kv"}, _attention),
+    ({"model.positions", "model.rope_scaling", "model.rope_low", "model.rope_high", "model.length"}, _rotary),
+    ({"model.kind", "model.layers", "model.window", "model.window_layers", "model.segments"}, _seen),
+    ({"model.activation"}, _head),
     (set(), _replicas),
     ({"parallel.data", "pipeline.stages", "tensor.axes", "branch.axes"}, too_many_workers),
     ({"train.steps", "elastic.faults"}, _faults),

@@ -83,14 +83,42 @@ class Model:
     dropout: float = key(0.0, "probability that an activation is set to 0; 0 = no dropout", ">= 0 and < 1")
     fused_dropout: bool = key(False, "attention's masks are drawn inside its kernel, per rank: not as other plans do")
     norm: str = key("layernorm", "normalisation", ("layernorm", "rmsnorm"))
+    norm_eps: float = key(1e-5, "what norms add to the variance", "> 0 and < 1")
     post_norm: bool = key(False, "normalise after the residual connection, as in the original Transformer")
-    activation: str = key("gelu", "pointwise function of the feed-forward layer", ("gelu", "relu", "swiglu", "geglu"))
+    embedding_norm: bool = key(False, "normalise the embeddings too, as BERT does")
+    activation: str = key(
+        "gelu",
+        "pointwise function of the feed-forward layer; _tanh: GELU's approximation; swiglu, geglu, reglu: gated",
+        ("gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu", "geglu_tanh", "reglu"),
+    )
     positions: str = key("learned", "how attention knows positions", ("learned", "rope", "sinusoidal", "relative"))
     rope_theta: float = key(10000.0, "positions=rope: base of the rotation frequencies", "> 0")
+    rope_scaling: str = key(
+        "none", "positions=rope: how angles are scaled to longer sequences", ("none", "linear", "llama3", "yarn")
+    )
+    rope_factor: float = key(1.0, "rope_scaling: how much longer the sequences are", ">= 1")
+    rope_original_length: int = key(0, "rope_scaling=llama3, yarn: length before", ">= 0", most=2**24)
+    rope_low: float = key(1.0, "rope_scaling=llama3, yarn: pairs of fewer turns in that length are all scaled", "> 0")
+    rope_high: float = key(4.0, "rope_scaling=llama3, yarn: pairs of more turns are not scaled", "> 0")
+    rope_magnitude: float = key(0.0, "rope_scaling=yarn: factor on queries and keys; 0 = 0.1 ln(factor) + 1", ">= 0")
     buckets: int = key(32, "positions=relative: entries of the bias table per head", ">= 4", most=2**16)
     distance: int = key(128, "positions=relative: positions farther apart than this share one entry", ">= 1")
+    window: int = key(0, "attention sees so many tokens back, its own among them; 0 = all", ">= 0", most=2**24)
+    window_layers: list[int] = key([], "layers, from 0, with model.window; [] = all", ">= 0", most=1000)
+    within_documents: bool = key(False, "decoder: attention sees no document before the token's own")
+    attention_scale: float = key(0.0, "factor on attention's scores; 0 = 1 / sqrt(d_kv)", ">= 0", most=1e6)
+    query_key_norm: bool = key(False, "RMSNorm over each head's queries and keys")
+    segments: int = key(
+        0, "encoder: rows of a second embedding, of each token's document; 0 = none", ">= 0", most=2**16
+    )
     bias: bool = key(True, "linear layers have biases")
+    attention_bias: str = key(
+        "", 'biases of attention: all, none, those of Q, K and V; "" = as model.bias', ("", "all", "qkv", "none")
+    )
     tied: bool = key(True, "the output projection shares the weights of the embedding")
+    head_transform: bool = key(False, "a layer, activation and norm before the output projection, as in BERT")
+    head_bias: bool = key(False, "the output projection has a bias")
+    logit_scale: float = key(1.0, "factor on the logits", "> 0", most=1e6)
     label_smoothing: float = key(0.0, "share of the target probability spread over the vocabulary", ">= 0 and < 1")
 
 

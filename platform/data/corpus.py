@@ -105,6 +105,7 @@ def corpus_of(config: Config, *, shared: Path | None = None, entry: str = "") ->
         length=m.length,
         source_length=m.source_length,
         vocab=m.vocab,
+        segments=m.segments,
         seed=config.seed,
         objective=objective_of(config),
         shared=shared,
@@ -119,20 +120,21 @@ def open_corpus(
     vocab: int,
     seed: int,
     source_length: int = 0,
+    segments: int = 0,
     objective: str = "causal",
     shared: Path | None = None,
     entry: Path | None = None,
 ) -> Corpus:
     """Open the tokenised corpus of `data` in samples of `length` tokens, from a vocabulary of at most `vocab`.
 
-    `source_length`: tokens per sequence of the encoder in an encoder-decoder; 0 = length. `shared`: a folder in which
-    other machines are to find its tokens too. `entry`: where another process of this run has found it; then no text is
-    read, tokenised or hashed.
+    `source_length`: tokens per sequence of the encoder in an encoder-decoder; 0 = length. `segments`: of a sample that
+    an encoder tells apart; 0 = none. `shared`: a folder in which other machines are to find its tokens too. `entry`:
+    where another process of this run has found it; then no text is read, tokenised or hashed.
 
     Text is tokenised by the first process that asks, and cached. Raises ConfigError for a user's mistakes: those that
     `check_data` finds, a fault deep inside a file, a split without one whole sample.
     """
-    goal = OBJECTIVES[objective](length, source_length or length, vocab)
+    goal = OBJECTIVES[objective](length, source_length or length, vocab, segments)
     if entry:
         return _trusted(entry, data, goal, vocab - goal.reserved, seed)
     if violations := check_data(data, vocab=vocab - goal.reserved):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 import torch
@@ -24,12 +24,13 @@ from platform.plan.language.ops import Ops, Spec
 @dataclass
 class PassPosition:
     """Place of a forward pass in the run: all that dropout masks depend on besides the operation's name and the global
-    element."""
+    element. `masks`: what its layers share, made as they ask."""
 
     seed: int = 0
     step: int = 0
     first_sequence: int = 0  # index in the global batch of the first sequence of this microbatch (of all replicas)
     training: bool = True
+    masks: dict[tuple, Tensor] = field(default_factory=dict)
 
 
 class LossOps(Ops):
@@ -63,15 +64,16 @@ class LossOps(Ops):
         triples = zip(parameters, planned.conversions, coming, strict=False)
         return [apply(self.communicator, self.tensors[p.name], conversion, c) for p, conversion, c in triples]
 
-    def linear_cross_entropy(self, name, x, x_spec, table, spec, labels, smoothing=0.0):
+    def linear_cross_entropy(self, name, x, x_spec, table, spec, labels, smoothing=0.0, bias=None):
         product, planned = self._planned("project", table.name), self._planned("cross_entropy", name)
         if product.groups[0].panels:  # SUMMA never has a whole operand: it multiplies, the loss follows
-            return super().linear_cross_entropy(name, x, x_spec, table, spec, labels, smoothing)
+            return super().linear_cross_entropy(name, x, x_spec, table, spec, labels, smoothing, bias)
         *rows, columns = self.plan.local_shape(spec)
         wide = statistics.widened(x).dtype == x.dtype
         return loss.linear_cross_entropy(
             x,
             self.tensors[table.name],
+            self._converted(self._planned("shift", bias.name))[0] if bias else None,
             labels["cross_entropy", name],
             self._coming(product, 0),
             self._classes(planned, spec, smoothing),

@@ -55,6 +55,7 @@ class ParallelOps(PointwiseOps):
         self.ahead = Ahead(plan, self._start, ahead)
         self._counters = {}
         self._angles: dict[tuple, tuple[Tensor, Tensor]] = {}  # of rotations, alike in all layers and steps
+        self._masks: dict[tuple, Tensor] = {}  # added to scores, alike in all passes
         tensors_of = (t for o in plan.operations.values() for t in (*o.operation.inputs, *o.operation.outputs))
         # activation -> (offset, extent) per dim of this rank's block
         self._blocks = {t: plan.block(t, communicator.coordinates) for t in tensors_of if isinstance(t, Spec)}
@@ -214,13 +215,14 @@ class ParallelOps(PointwiseOps):
         return x + p
 
     @where_present
-    def rotate(self, name, x, spec, theta):
+    def rotate(self, name, x, spec, theta, scaling=None):
         into, leave = self._planned("rotate", name).conversions
         x = apply(self.communicator, x, into)
         wide = statistics.widened(x).dtype
         where = self._blocks[spec][spec.dims.index("length")]
-        if (key := (where, x.shape[-1], theta, wide, x.device)) not in self._angles:
-            self._angles[key] = positions.angles(self._range(spec, "length", x.device), x.shape[-1], theta, wide)
+        if (key := (where, x.shape[-1], theta, scaling, wide, x.device)) not in self._angles:
+            length = self._range(spec, "length", x.device)
+            self._angles[key] = positions.angles(length, x.shape[-1], theta, wide, scaling)
         shape = [n if d in ("length", "d_kv") else 1 for d, n in zip(spec.dims, x.shape, strict=True)]
         cos, sin = (t.view(shape) for t in self._angles[key])
         return apply(self.communicator, positions.rotate(x, cos, sin, self._region(positions.rotated)), leave)
@@ -256,34 +258,66 @@ class ParallelOps(PointwiseOps):
         return x.index_select(dim, index)
 
     @where_present
-    def softmax(self, name, x, spec, *, dim="memory_length", scale=1.0, causal=False, mask=None, bias=None):
+    def softmax(
+        self,
+        name,
+        x,
+        spec,
+        *,
+        dim="memory_length",
+        scale=1.0,
+        causal=False,
+        window=0,
+        mask=None,
+        begins=None,
+        bias=None,
+    ):
         planned = self._planned("softmax", name)
         x = x * scale
         if bias is not None:
             x = x + bias
         if causal:
             length, memory = (self._range(spec, d, x.device) for d in ("length", "memory_length"))
-            x = x.masked_fill(memory > length.unsqueeze(1), -torch.inf)
+            starts = None if begins is None else begins["softmax", name]
+            x = x.masked_fill(positions.unseen(length, memory, window, starts), -torch.inf)
         if mask is not None:
             x = x.masked_fill(positions.padding_mask(mask["softmax", name]), torch.finfo(x.dtype).min)
         x = self._without_padding(x, spec, [dim], -torch.inf)
         return statistics.softmax(x, spec.dims.index(dim), self.communicator, planned.over)
 
     @where_present
-    def fused_attention(self, name, q, k, v, spec, kv, *, scale, causal, mask=None, bias=None):
+    def fused_attention(self, name, q, k, v, spec, kv, *, scale, causal, window=0, mask=None, begins=None, bias=None):
         order = [spec.dims.index(d) for d in ("batch", "heads", "length", "d_kv")]
         back = [("batch", "heads", "length", "d_kv").index(d) for d in spec.dims]
         q, k, v = (t.permute(order) for t in (q, k, v))
         padding = None if mask is None else positions.padding_mask(mask["fused_attention", name])
-        if bias is None and padding is None:
+        starts = None if begins is None else begins["fused_attention", name]
+        if bias is None and padding is None and starts is None and not window:
             seen = None
+        elif bias is None and padding is None:
+            seen, causal = self._seen(q, k, window, starts), False
         else:
-            seen, causal = positions.attention_mask(q, k, causal, padding, bias), False
+            behind = positions.unseen(*self._lengths(q, k), window, starts) if causal else None
+            seen, causal = positions.attention_mask(q, behind, padding, bias), False
         rate = self.dropout_rate if self.position.training else 0.0
         more = {"is_causal": causal, "scale": scale, "enable_gqa": k.shape[1] != q.shape[1]}
         kernel = self._planned("fused_attention", name).operation["kernel"]
         with self._seeded(name, spec, q.device) if rate else nullcontext(), in_kernel(kernel):
             return F.scaled_dot_product_attention(q, k, v, seen, rate, **more).permute(back)
+
+    def _seen(self, q: Tensor, k: Tensor, window: int, begins: Tensor | None) -> Tensor:
+        """Return what is added to the scores of whole q and k [batch, heads, length, d_kv], so that causality, a
+        `window` and the positions `begins` hide the others. All layers share it, and without `begins` all passes."""
+        key = window, q.shape[2], k.shape[2], q.dtype, q.device, begins if begins is None else id(begins)
+        known = self._masks if begins is None else self.position.masks
+        if key not in known:
+            known[key] = positions.as_added(positions.unseen(*self._lengths(q, k), window, begins), q.dtype)
+        return known[key]
+
+    @staticmethod
+    def _lengths(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the positions along the lengths of whole q and k [batch, heads, length, d_kv]."""
+        return torch.arange(q.shape[2], device=q.device), torch.arange(k.shape[2], device=k.device)
 
     def _seeded(self, name: str, spec: Spec, device: torch.device) -> AbstractContextManager[None]:
         """Return a context in which a kernel that draws its own dropout mask draws that of the attention `name` on this

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Generic, NamedTuple, TypeVar
 
 from platform.plan.communication.planned import PlannedOperation
@@ -33,11 +33,13 @@ class Fetch(NamedTuple):
 
 def fetches(chunk: Chunk) -> Iterator[Fetch]:
     """Yield the conversions of parameters that take collectives in the forward pass of a chunk, in its order. SUMMA's
-    panels are none."""
+    panels are none, nor is the bias of a loss's logits: the product itself adds it."""
     span = 0
-    for (kind, name), planned in chunk.operations.items():
+    for ((kind, name), planned), after in zip_longest(chunk.operations.items(), list(chunk.operations)[1:]):
         names = {p.name for p in planned.operation.parameters}
         span = next(i for i in range(span, len(chunk.spans)) if names.issubset(chunk.spans[i])) if names else span
+        if (kind, after and after[0]) == ("shift", "cross_entropy"):
+            continue
         for number, converted, again in _converted(planned):
             if any(step.op in COLLECTIVES for _, conversion in converted for step in conversion.forward):
                 yield Fetch((kind, name, number), span, converted, bool(planned.groups), again)

@@ -37,6 +37,9 @@ class Meter(Ops):
         self._span = 0  # stretch of the forward pass under way
         self.ahead: Ahead[Value] = Ahead(plan, lambda p, conversion: self.forward(self.parameter(p), conversion))
         self._whole: dict[int, MeteredStorage] = {}  # gathered buckets
+        # what hides scores, by window and positions: shared by all passes; by the layers of this one
+        self.standing: dict[tuple[int, int], MeteredStorage] = {}
+        self.of_pass: dict[tuple[int, int], MeteredStorage] = {}
         self.grad = True
 
     def new(self, elements: int, itemsize: int = 0, *, parameter: bool = False) -> MeteredStorage:

@@ -13,6 +13,7 @@ from typing import Any
 from platform.plan.communication.planned import EinsumGroup, Panels
 from platform.plan.communication.rule import Conversion
 from platform.plan.language.attention_kernels import MATH
+from platform.plan.language.ops import EPS
 from platform.plan.memory.meter import INTEGER
 from platform.plan.memory.metered_attention import AttentionBlock, by_math, hidden, in_one_kernel
 from platform.plan.memory.metered_losses import MeteredLosses
@@ -216,7 +217,7 @@ class Metered(MeteredLosses):
         return out
 
     @where_present
-    def norm(self, x, spec, kind, gain, bias):
+    def norm(self, x, spec, kind, gain, bias, eps=EPS):
         planned = self.planned("norm", gain.name)
         vectors = self.converted(planned)
         n = prod(self.plan.local_shape(spec))
@@ -239,7 +240,7 @@ class Metered(MeteredLosses):
         return self.plain(out, [x, *vectors], (normal, rstd, g), 3 * n, self.wide)
 
     @where_present
-    def rotate(self, name, x, spec, theta):
+    def rotate(self, name, x, spec, theta, scaling=None):
         into, leave = self.planned("rotate", name).conversions
         x = self.apply(x, into)
         same, n = self.wide == self.plan.itemsize["compute"], x.elements
@@ -275,14 +276,28 @@ class Metered(MeteredLosses):
         return self.plain(self.block(out), [x])
 
     @where_present
-    def softmax(self, name, x, spec, *, dim="memory_length", scale=1.0, causal=False, mask=None, bias=None):
+    def softmax(
+        self,
+        name,
+        x,
+        spec,
+        *,
+        dim="memory_length",
+        scale=1.0,
+        causal=False,
+        window=0,
+        mask=None,
+        begins=None,
+        bias=None,
+    ):
         n, shape = x.elements, dict(zip(spec.dims, self.plan.local_shape(spec), strict=True))
         work = self.new(n)
         hidden = []
         if bias is not None:
             work = self.new(n)
         if causal:
-            hidden.append(self.integers(shape["length"] * shape["memory_length"], 1))
+            positions = shape["length"] * shape["memory_length"]
+            hidden.append(self.integers(positions * (1 if begins is None else shape["batch"]), 1))
             work = self.new(n)
         if mask is not None:
             hidden.append(self.integers(shape["batch"] * shape["memory_length"], 1))
@@ -297,14 +312,27 @@ class Metered(MeteredLosses):
         return self.plain(out, ins, (out.storage, *hidden), 2 * n if over else n)
 
     @where_present
-    def fused_attention(self, name, q, k, v, spec, kv, *, scale, causal, mask=None, bias=None):
+    def fused_attention(self, name, q, k, v, spec, kv, *, scale, causal, window=0, mask=None, begins=None, bias=None):
         query, key = (dict(zip(s.dims, self.plan.local_shape(s), strict=True)) for s in (spec, kv))
-        hides = {"causal": causal, "masked": mask is not None, "biased": bias is not None}
+        documents = begins is not None
+        hides = {"causal": causal, "masked": mask is not None or documents, "biased": bias is not None}
         block = AttentionBlock.of(query, key, **hides)
-        added = hidden(self, block, bias)
+        if bias is None and mask is None and (window or documents):
+            added: Value | None = self._seen(block, window, documents)
+        else:
+            added = hidden(self, block, bias)
         if self.planned("fused_attention", name).operation["kernel"] == MATH:
             return by_math(self, block, (q, k, v), added, self.dropout_rate)
         return in_one_kernel(self, block, self.block(spec), (q, k, v), added)
+
+    def _seen(self, a: AttentionBlock, window: int, documents: bool) -> Value:
+        """Count what hides scores behind a `window` or between `documents`, as `ParallelOps._seen` makes it: once for
+        all layers of a pass, and without documents once for all passes."""
+        made = self.of_pass if documents else self.standing
+        positions = a.length * a.memory_length
+        if (window, positions) not in made:
+            made[window, positions] = self.new(positions * (a.batch if documents else 1))
+        return Value(made[window, positions], positions)
 
     def fuses_attention(self, name, spec):
         return ("fused_attention", name) in self.plan.operations
@@ -326,6 +354,10 @@ class Metered(MeteredLosses):
             self.note([out], x, (), lambda gs, _: [gs[0]] * parts)
             return out
         return self.plain(out, x, (out.storage,) if function in _OF_RESULT else tuple(v.storage for v in x))
+
+    @where_present
+    def scale(self, x, spec, factor):
+        return self.plain(self.block(spec), [x])
 
     @where_present
     def pointwise_each(self, functions, x, spec, dim):

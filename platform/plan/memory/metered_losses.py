@@ -15,24 +15,30 @@ class MeteredLosses(Meter):
     """Runs the losses of a model on storages that only count bytes, in the same steps as
     `platform.parallel.loss_ops.LossOps` runs them on tensors."""
 
-    def linear_cross_entropy(self, name, x, x_spec, table, spec, labels, smoothing=0.0):
+    def linear_cross_entropy(self, name, x, x_spec, table, spec, labels, smoothing=0.0, bias=None):
         product, planned = self.planned("project", table.name), self.planned("cross_entropy", name)
         (group, *_), weight = product.groups, self.parameter(table)
         if group.panels:
-            return super().linear_cross_entropy(name, x, x_spec, table, spec, labels, smoothing)
+            return super().linear_cross_entropy(name, x, x_spec, table, spec, labels, smoothing, bias)
+        more = self.converted(self.planned("shift", bias.name)) if bias else []
         *rows, columns = self.plan.local_shape(spec)
         n, width = prod(rows), self.plan.local_shape(x_spec)[-1]
         wide = self.wide == self.plan.itemsize["compute"]
         if x.elements and self.deferred is None and gradients_at_once(product, planned, n, columns, width, wide):
-            gradients = self.new(x.elements), self.new(weight.elements)
+            gradients = tuple(self.new(v.elements) for v in (x, weight, *more))
             chunk = self.new(chunk_rows(n, columns) * columns)
             self._statistics(n, columns)
             del chunk
             loss = Value(self.new(1), 1)
             key = weight.key
-            self.note([loss], [x, weight], gradients, lambda _, g: [g[0], None if self.in_place(key) else g[1]])
+
+            def backward(_: Gradients, saved: Saved) -> Gradients:
+                dx, dtable, *rest = saved
+                return [dx, None if self.in_place(key) else dtable, *rest]
+
+            self.note([loss], [x, weight, *more], gradients, backward)
             return loss
-        return self._kept(product, group, x, weight, spec)
+        return self._kept(product, group, x, weight, more, spec)
 
     def in_place(self, key: GradientKey) -> bool:
         """Count the gradient of an operand that is added where it stays; return False for what is no parameter."""
@@ -45,8 +51,11 @@ class MeteredLosses(Meter):
         wide = self.widened(None, elements)  # noqa: F841  (until the logarithms are allocated)
         self.new(elements, self.wide)
 
-    def _kept(self, product: PlannedOperation, group: EinsumGroup, x: Value, weight: Value, spec: Spec) -> Value:
-        """Count a loss that keeps the gradient of the logits, as `platform.parallel.kernels.loss` does; return it."""
+    def _kept(
+        self, product: PlannedOperation, group: EinsumGroup, x: Value, weight: Value, more: list[Value], spec: Spec
+    ) -> Value:
+        """Count a loss that keeps the gradient of the logits, as `platform.parallel.kernels.loss` does; return it.
+        `more`: the bias of the logits, if there is one."""
         (e,) = group.einsums
         use = (product.operation.kind, product.operation.name, 0)
         (local,), whole = self.operands(use, group, [weight]), self.forward(x, group.x)
@@ -57,6 +66,7 @@ class MeteredLosses(Meter):
             self._statistics(prod(rows), columns)
         sizes = [v.elements for v in (x, weight, logits, whole, local)]
         key, deferred, loss = weight.key, self.deferred, Value(self.new(1), 1)
+        widths = [v.elements for v in more]
         kept = (x if group.regathered else whole).storage, (weight if e.regathered else local).storage, logits.storage
 
         def backward(_: Gradients, saved: Saved) -> Gradients:
@@ -78,8 +88,9 @@ class MeteredLosses(Meter):
                 del scaled
                 return reduced
 
+            shifts = [self.new(n) for n in widths]
             if deferred is None:
-                return [dx, gradient()]
+                return [dx, gradient(), *shifts]
             del table, total
 
             def compute(held: Saved = (x, dy)) -> None:
@@ -87,9 +98,9 @@ class MeteredLosses(Meter):
                     self.leaves.setdefault(key, found)
 
             deferred.append(compute)
-            return [dx, None]
+            return [dx, None, *shifts]
 
-        self.note([loss], [x, weight], kept, backward)
+        self.note([loss], [x, weight, *more], kept, backward)
         return loss
 
     def cross_entropy(self, name, logits, spec, labels, smoothing=0.0):

@@ -17,8 +17,9 @@ from platform.config.fields import Config
 from platform.data.corpus import Corpus
 from platform.data.tokenizer import END_OF_TEXT
 from platform.model import build_model
-from platform.model.blocks import LOGITS, Activations
+from platform.model.blocks import Activations
 from platform.model.encoder import Encoder
+from platform.model.ends import LOGITS
 from platform.optimizer.learning_rate import learning_rate
 from platform.optimizer.optimizers import OPTIMIZERS
 from platform.parallel.communicator.base import Communicator
