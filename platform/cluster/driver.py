@@ -114,6 +114,10 @@ def _check_and_drive(
     from platform.train.recovery.urls import saves
 
     found = origin(config)
+    if config.train.init not in ("", "random") and not (found and found.manifest):
+        from platform.weights.initial import initial_weights
+
+        initial_weights(config)  # raises ConfigError for what would not start
     places = places or reserve(state.say)
     for line in found_early:
         state.say(line)

@@ -45,6 +45,11 @@ class Train:
     stop_at: int = key(0, "end after this step, with a checkpoint; 0 = run to train.steps", ">= 0")
     global_batch: int = key(16, "sequences per update, over all replicas", ">= 1", most=10**8)
     microbatch: int = key(4, "sequences per microbatch of one data-parallel replica", ">= 1", most=10**6)
+    init: str = key(
+        "",
+        "start from these weights: a checkpoint's URL, or a folder that transformers saved; random = from none;"
+        ' "" = from model.source, if there is one',
+    )
     spike: float = key(0.0, "a loss above this factor times the median of the last 32 is a spike; 0 = never", ">= 0")
     verify_every: int = key(0, "steps between comparisons of the replicas' weights and moments; 0 = never", ">= 0")
     compile: str = key("auto", "compile what lies between collectives; auto: on GPUs", ("auto", "on", "off"))
@@ -68,6 +73,7 @@ class LossScaling:
 class Model:
     """Kind, sizes and parts of the model."""
 
+    source: str = key("", "model=from_hf: the folder that transformers saved, or its URL; keys are read from it")
     kind: str = key("decoder", "the model", ("decoder", "encoder", "encoder_decoder", "two_layer"), open=True)
     layers: int = key(2, "Transformer layers; encoder_decoder: in each of its two stacks", ">= 1", most=1000)
     d_model: int = key(64, "width of the residual stream", ">= 1", most=2**20)

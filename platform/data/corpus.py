@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
@@ -220,6 +221,19 @@ def _of_entry(entry: Path, found: "_Entry", data: Data, objective: Objective, se
         decode=lambda ids: bpe.decode(ids, skip_special_tokens=False),
         entry=entry,
     )
+
+
+def tokenizer_of(digest: str, folder: str = "") -> Path | None:
+    """Return the file tokenizer.json of the corpus with this digest in the cache `folder` ("": the default one); None
+    if it is not there."""
+    root = cache.root(folder)
+    if digest and root.is_dir():
+        for entry in root.iterdir():
+            with suppress(OSError, Malformed):
+                files = cache.described(entry).get("files")
+                if isinstance(files, dict) and short_hash([entry.name, files.get("tokens.bin")]) == digest:
+                    return entry / "tokenizer.json"
+    return None
 
 
 def _streams(splits: Mapping[str, Sequence[int]], tokens: NDArray[Any], ends: NDArray[Any] | None) -> dict[str, Any]:

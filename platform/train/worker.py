@@ -25,7 +25,7 @@ from platform.checkpoint.storage.catalogue import load_manifest
 from platform.checkpoint.storage.manifest import Corrupt, Refused
 from platform.checkpoint.storage.report import FileReport
 from platform.checkpoint.storage.storage import open_storage
-from platform.config.fields import Config, SentConfig
+from platform.config.fields import Config, ConfigError, SentConfig, short_hash
 from platform.data.corpus import corpus_of
 from platform.optimizer.optimizers import preload_imports
 from platform.parallel.communicator.base import Launch, SingleRank
@@ -57,6 +57,7 @@ from platform.train.step.faults import Fault
 from platform.train.step.step_report import Combiner
 from platform.train.step.trainer import Trainer
 from platform.train.step.training_state import State, tell_all
+from platform.weights.initial import initial_weights
 
 
 class Worker(Candidate):
@@ -64,9 +65,9 @@ class Worker(Candidate):
     one of the ranks or is a spare. Arguments of calls are read as the signatures here declare them, results as
     `platform.train.protocol.answers` does. `run_dir`: the run directory; `threads`: of torch on the CPU.
 
-    The driver's calls in a generation are, in order: `prove`, `form`, `build`, perhaps `restore` or `recover`; then
-    `step`, `hold`, `snapshot`, `write`, `written`, `evaluate` and `sample`, each on all ranks; then `leave`. The last
-    call of all is `close`. In a large world `lead` on rank 0 and `follow` on the others stand for many a `step`.
+    The driver's calls in a generation are, in order: `prove`, `form`, `build`, perhaps `restore`, `recover` or `begin`;
+    then `step`, `hold`, `snapshot`, `write`, `written`, `evaluate` and `sample`, each on all ranks; then `leave`. The
+    last call of all is `close`. In a large world `lead` on rank 0 and `follow` on the others stand for many a `step`.
     """
 
     trainer: Any  # a Trainer from `build` to `leave`
@@ -338,6 +339,28 @@ class Worker(Candidate):
             return Unrestored("failed", str(error))
         if self.config.elastic.snapshot_every:
             self._hold(manifest.meta.step)
+        return None
+
+    def begin(self) -> Unrestored | None:
+        """Take the weights of train.init, with which the run starts. Return None on success, else why they are
+        undefined now, alike on all ranks."""
+        assert self.communicator
+        found, said = None, ""
+        try:
+            found = initial_weights(self.config)
+            said = short_hash([[p.name, p.dtype, *p.box, *map(str, p.source)] for p in found.pieces])
+        except (ConfigError, OSError) as error:  # other ranks wait for this one's word
+            said = f"rank {self.rank}: {error}"
+        every = tell_all(self.communicator, [said, found is not None])
+        if failed := [why for why, there in every if not there]:
+            return Unrestored("failed", failed[0])
+        if len({word for word, _ in every}) > 1:
+            return Unrestored("failed", "ranks see different files")
+        try:
+            assert found
+            self.state.begin(found)
+        except (Refused, OSError) as error:
+            return Unrestored("failed", str(error))
         return None
 
     def evaluate(self) -> float:

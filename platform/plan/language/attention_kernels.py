@@ -17,8 +17,9 @@ PREFERRED = {"cpu": ("flash",), "cuda": ("cudnn", "flash", "efficient")}  # by t
 @dataclass(frozen=True)
 class AttentionTraits:
     """All of one fused attention on which depends whether a kernel computes it. `bias`: a learned bias is added to the
-    scores; `mask`: padding, what lies before a window, or other documents are hidden; `dropout`: probability with which the kernel drops; `grouped`: K and V come with
-    fewer heads than Q; `deterministic`: sums are to be taken in a fixed order."""
+    scores; `mask`: padding, what lies before a window or in other documents is hidden; `dropout`: probability with
+    which the kernel drops; `grouped`: K and V come with fewer heads than Q; `deterministic`: sums are to be taken in a
+    fixed order."""
 
     precision: str
     d_kv: int

@@ -215,6 +215,7 @@ _ANSWERS: dict[str, Any] = {
     "snapshot": Copied,
     "written": FileReport | Unwritten | None,
     "restore": Unrestored | None,
+    "begin": Unrestored | None,
 }
 
 

@@ -17,7 +17,7 @@ from platform.checkpoint.blocks.chain import Chain, shares
 from platform.checkpoint.blocks.placement import Block, HeldTensor, Share, local_blocks, planned_tensors
 from platform.checkpoint.in_memory.recover import recover
 from platform.checkpoint.in_memory.snapshots import HomeSnapshot
-from platform.checkpoint.moves.reshard import restore
+from platform.checkpoint.moves.reshard import fill, restore
 from platform.checkpoint.storage.image import Image
 from platform.checkpoint.storage.manifest import Manifest, Refused
 from platform.checkpoint.storage.storage import Storage
@@ -27,6 +27,7 @@ from platform.plan.core.plan import Plan
 from platform.train.step.loss_scale import LossScale
 from platform.train.step.trainer import Trainer
 from platform.train.step.weights import DTYPES
+from platform.weights.initial import InitialWeights
 
 
 def held_of(plan: Plan, moments: Iterable[str]) -> list[HeldTensor]:
@@ -94,6 +95,17 @@ class State:
         if manifest.meta.format == 1:
             held, blocks = _in_format_1(self._plan, held, blocks)
         restore(storage, directory, manifest, held, blocks, **self._world)
+        self._trainer.weights.refresh()
+
+    def begin(self, found: InitialWeights) -> None:
+        """Take the weights `found`, of any plan or of transformers, and nothing else: moments and numbers stay as they
+        are at the start. All ranks call it together. Raises Refused, Corrupt or OSError; the weights are then
+        undefined."""
+        held: Sequence[HeldTensor] = [h for h in self.held if h.name.startswith("model.")]
+        blocks: Sequence[Block] = [b for b in self.blocks() if b.name.startswith("model.")]
+        if found.format == 1:
+            held, blocks = _in_format_1(self._plan, held, blocks)
+        fill(found.pieces, found.fetch, held, blocks, **self._world)
         self._trainer.weights.refresh()
 
     def recover(self, survived: Sequence[Chain], home: HomeSnapshot | None) -> None:
