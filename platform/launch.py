@@ -178,9 +178,11 @@ def _own_axes(group: str, axes: Mapping[str, int], declared: Sequence[str], type
 def _complete_model(config: Config, typed: Mapping[str, Any]) -> list[str]:
     """Set the keys of the model in place from what its `model.source` says, but for those that the user typed, and
     train.init from it too; the configuration then says it all, without a source. Returns one line per mistake."""
-    source = config.model.source
+    source, named = config.model.source, config.model.kind == FROM_HF
+    config.model.kind = "decoder" if named else config.model.kind
     if not source:
-        return []
+        line = violation("model.source", "", "model=from_hf needs a folder that transformers saved", ["FOLDER"])
+        return [line] if named else []
     from platform.weights.importing import source_keys
 
     try:
@@ -194,6 +196,7 @@ def _complete_model(config: Config, typed: Mapping[str, Any]) -> list[str]:
     return []
 
 
+FROM_HF = "from_hf"  # model.kind in conf/model/from_hf.yaml, until the model's source says it
 PATHS = (
     "run.dir data.path data.target_path data.cache pipeline.file checkpoint.url checkpoint.resume model.source"
     " train.init"

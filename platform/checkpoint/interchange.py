@@ -96,9 +96,9 @@ def import_safetensors(source: str) -> tuple[Meta | None, Tensors]:
 def read_header(folder: Storage, file: str) -> tuple[dict[str, Any], dict[str, ForeignTensor]]:
     """Read the header of a safetensors file in a folder that somebody else may have written; return its metadata, and
     its tensors by name, with their place in the file. Raises Malformed, Refused or OSError."""
-    length = int.from_bytes(folder.read(file, 0, 8), "little")
     if (size := folder.list("").get(file)) is None:
-        raise Refused(f"there is no file {schema.shown(file)}")
+        raise Refused("there is no such file")
+    length = int.from_bytes(folder.read(file, 0, 8), "little")
     if 8 + length > size:
         raise Malformed(f"a header of {length} bytes is longer than the file")
     header = documents.from_json(folder.read(file, 8, 8 + min(length, LARGEST_HEADER + 1)), LARGEST_HEADER, VALUES)

@@ -84,6 +84,8 @@ def _export(given: argparse.Namespace) -> int:
     more = tokenizer_files(given.tokenizer or given.like, manifest.meta.corpus, found.model.length)
     folder = open_storage(given.folder, "folder")
     names = export_model(found, folder, most, more)
+    if not more:
+        print("without a tokenizer: --tokenizer PATH or --like FOLDER takes one along")
     print(f"{directory}: {found.family.architecture} in {bare_url(given.folder)}: {', '.join(names)}")
     return 0
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -17,13 +18,13 @@ from platform.checkpoint.interchange import write_safetensors
 from platform.checkpoint.moves.reshard import read_tensor
 from platform.checkpoint.storage.manifest import Manifest
 from platform.checkpoint.storage.storage import Storage
-from platform.config.fields import Config, ConfigError, Model, violation
+from platform.config.fields import ConfigError, Model, violation
 from platform.weights.families import Family
 from platform.weights.folder import CONFIG, INDEX, SINGLE
 from platform.weights.importing import SOURCE
 from platform.weights.keys import Found, Free
 from platform.weights.names import Stored, parameters_of, stored_tensors
-from platform.weights.translate import config_of, expressing, family_of, meaning, model_keys
+from platform.weights.translate import config_of, expressing, family_of, meaning, model_keys, stored_model
 
 METADATA = {"format": "pt"}
 TYPES = ("float64", "float32", "bfloat16", "float16")
@@ -43,7 +44,7 @@ class Exportable:
     config: dict[str, Any]
     dtype: str
 
-    @property
+    @cached_property
     def tensors(self) -> list[Stored]:
         return stored_tensors(self.model, self.family)
 
@@ -57,7 +58,7 @@ class Exportable:
         parts = []
         for part in stored.parts:
             whole = read_tensor(self.storage, self.directory, self.manifest, f"model.{part.name}")
-            if tuple(whole.shape) != part.shape:  # a checkpoint of format 1
+            if part.turned and self.manifest.meta.format == 1:
                 whole = whole.movedim(0, -1)
             parts.append(whole.reshape(part.rows, part.columns))
         matrix = torch.cat(parts) if len(parts) > 1 else parts[0]
@@ -71,10 +72,7 @@ def exportable(
     """Find out as what a checkpoint can be exported. `family`: the one to take, "" for the first that expresses it;
     `dtype`: the element type of all tensors, "" for theirs; `like`: a config.json that says what our words do not, such
     as ids of special tokens. Raises ConfigError with a line for each mistake."""
-    given = manifest.meta.identity.get("model")
-    if not isinstance(given, dict):
-        raise ConfigError(violation("checkpoint", directory, "says nothing of its model: it is no checkpoint of a run"))
-    model = Config.from_dict({"model": given}).model
+    model = stored_model(manifest.meta.identity)
     source = like if like is not None else manifest.meta.values.get(SOURCE)
     if source is not None and not isinstance(source, dict):
         raise ConfigError(violation("checkpoint", directory, f"its {SOURCE} is no config.json"))

@@ -79,6 +79,8 @@ COMMON: tuple[Rule, ...] = (
     Only("bad_words_ids", (None,), written=False),
 )
 
+_ONE_STACK = Only("is_encoder_decoder", (False,), written=False)
+
 _PLAIN = {"gelu": "gelu", "gelu_new": "gelu_tanh", "relu": "relu", "silu": "silu"}
 _PLAIN |= {"gelu_python": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "swish": "silu"}
 _GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_new": "geglu_tanh", "relu": "reglu"}
@@ -125,13 +127,14 @@ GPT2 = Family(
         Only("scale_attn_by_inverse_layer_idx", (False,)),
         Only("reorder_and_upcast_attn", (False,)),
         Only("add_cross_attention", (False,)),
+        _ONE_STACK,
         Free(
             {
                 "summary_type": "cls_index", "summary_use_proj": True, "summary_activation": None,
                 "summary_proj_to_labels": True, "summary_first_dropout": 0.1, "initializer_range": 0.02,
                 **_tokens(50256, 50256),
             },
-            ("n_ctx", "is_decoder", "is_encoder_decoder"),
+            ("n_ctx", "is_decoder"),
         ),
     ],
     [
@@ -184,6 +187,7 @@ def _llama_rules(vocab: int, d_ff: int, length: int, heads: int | None) -> list[
         Copy("tie_word_embeddings", "tied", False),
         Rotary(),
         Only("attention_dropout", (0.0, 0)),
+        _ONE_STACK,
     ]
 
 
@@ -216,16 +220,21 @@ _LLAMA_NAMES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class _Biases:
-    """Rule of Llama's two keys that say which linear layers have biases."""
+    """Rule of the keys that say which linear layers have biases: those of attention, and of others where there is a
+    key `mlp_bias`."""
 
-    names = ("attention_bias", "mlp_bias")
+    names: tuple[str, ...] = ("attention_bias", "mlp_bias")
 
     def read(self, found: Found) -> dict[str, Any]:
-        attention, mlp = (value_of(found, name, False, (bool,)) for name in self.names)
+        attention, mlp = (name in self.names and value_of(found, name, False, (bool,)) for name in _BIASES)
         return {"bias": mlp, "attention_bias": "" if attention == mlp else "all" if attention else "none"}
 
     def write(self, m: Model) -> dict[str, Any]:
-        return {"attention_bias": (m.attention_bias or ("all" if m.bias else "none")) == "all", "mlp_bias": m.bias}
+        attention = (m.attention_bias or ("all" if m.bias else "none")) == "all"
+        return {name: value for name, value in zip(_BIASES, (attention, m.bias), strict=True) if name in self.names}
+
+
+_BIASES = ("attention_bias", "mlp_bias")
 
 
 _HEAD_DIM = Copy("head_dim", "d_kv", None, null=0, written=_d_kv)
@@ -273,12 +282,12 @@ QWEN3 = Family(
     "qwen3",
     "Qwen3ForCausalLM",
     ["Qwen3ForCausalLM"],
-    {key: value for key, value in _LLAMA_FIXED.items() if key not in (*_SEES_ALL, "attention_bias")}
+    {key: value for key, value in _LLAMA_FIXED.items() if key not in (*_SEES_ALL, "bias", "attention_bias")}
     | {"query_key_norm": True},
     [
         *_llama_rules(151936, 22016, 32768, 32),
         Copy("head_dim", "d_kv", 128, written=_d_kv),
-        Words("attention_bias", "attention_bias", {False: "none", True: "all"}, False),
+        _Biases(_BIASES[:1]),
         LayerWindows("num_hidden_layers"),
         _QWEN_FREE,
     ],
@@ -309,11 +318,12 @@ BERT = Family(
         Only("is_decoder", (False,)),
         Only("add_cross_attention", (False,)),
         Only("position_embedding_type", ("absolute",), written=False),
+        _ONE_STACK,
         Free(
             {"initializer_range": 0.02, **_tokens(None, None, 0), "classifier_dropout": None},
             (
                 "directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers",
-                "pooler_size_per_head", "pooler_type", "is_encoder_decoder",
+                "pooler_size_per_head", "pooler_type",
             ),
         ),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +17,9 @@ from platform.checkpoint.storage.read import stored_pieces
 from platform.checkpoint.storage.storage import open_storage
 from platform.config.fields import Config, ConfigError, Model, violation
 from platform.weights.folder import CONFIG
-from platform.weights.importing import importable, source_keys
+from platform.weights.importing import importable
 from platform.weights.names import parameters_of
-from platform.weights.translate import meaning
+from platform.weights.translate import meaning, model_keys, stored_model
 
 KEY = "train.init"
 
@@ -42,7 +43,7 @@ def initial_weights(config: Config) -> InitialWeights:
     if url.rstrip("/").endswith(".safetensors") or CONFIG in _listed(url):
         found = importable(url, KEY, config.model)
         pieces = [piece for some in found.pieces for piece in some]
-        there = Model(**source_keys(url, KEY))
+        there = Model(**model_keys(found.saved.config, found.saved.tensors))
         return InitialWeights(bare_url(url), 2, pieces, found.saved.fetch, _differences(there, config.model))
     return _of_checkpoint(url, config.model)
 
@@ -71,27 +72,23 @@ def _of_checkpoint(url: str, model: Model) -> InitialWeights:
         manifest = catalogue.load_manifest(storage, name)
     except (Refused, OSError) as error:
         raise ConfigError(violation(KEY, bare_url(url), str(error))) from None
-    lacks, other = [], []
-    for parameter, (p, shape) in parameters_of(model).items():
-        stored = shape[-1:] + shape[:-1] if manifest.meta.format == 1 and p.turned else shape
-        if (t := manifest.tensors.get(f"model.{parameter}")) is None:
-            lacks.append(parameter)
-        elif t.shape != stored:
-            other.append(f"{parameter} is {list(t.shape)}, not {list(stored)}")
-    foreign = {n.removeprefix("model.") for n in manifest.tensors if n.startswith("model.")} - parameters_of(
-        model
-    ).keys()
-    words = {"names: missing": lacks, "names: no part of this model": sorted(foreign), "shapes": other}
-    if wrong := [
-        violation(KEY, bare_url(url), f"{what}: {', '.join(names)}") for what, names in words.items() if names
-    ]:
-        raise ConfigError(wrong)
-    pieces = stored_pieces(manifest, [f"model.{parameter}" for parameter in parameters_of(model)])
-    given = manifest.meta.identity.get("model")
-    notes = _differences(Config.from_dict({"model": given}).model, model) if isinstance(given, dict) else []
-    return InitialWeights(
-        bare_url(f"{storage.url}/{name}"), manifest.meta.format, pieces, stored_fetch(storage, name), notes
-    )
+    wanted, turned = parameters_of(model), manifest.meta.format == 1
+    there = {n.removeprefix("model."): t.shape for n, t in manifest.tensors.items() if n.startswith("model.")}
+    shapes = {n: shape[-1:] + shape[:-1] if turned and p.turned else shape for n, (p, shape) in wanted.items()}
+    wrong = {
+        "names: missing": [n for n in shapes if n not in there],
+        "names: no part of this model": [n for n in there if n not in shapes],
+        "shapes": [
+            f"{n} is {list(there[n])}, not {list(s)}" for n, s in shapes.items() if n in there and there[n] != s
+        ],
+    }
+    if lines := [violation(KEY, bare_url(url), f"{what}: {', '.join(sorted(n))}") for what, n in wrong.items() if n]:
+        raise ConfigError(lines)
+    notes: list[str] = []
+    with suppress(ConfigError):  # of an earlier or later version, which says nothing of what it lacks
+        notes = _differences(stored_model(manifest.meta.identity), model)
+    pieces, where = stored_pieces(manifest, [f"model.{n}" for n in shapes]), bare_url(f"{storage.url}/{name}")
+    return InitialWeights(where, manifest.meta.format, pieces, stored_fetch(storage, name), notes)
 
 
 def _differences(there: Model, here: Model) -> list[str]:

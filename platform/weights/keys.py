@@ -3,16 +3,17 @@ what does not matter to the numbers."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from platform.boundary.schema import shown
 from platform.config.fields import Model
 
 Found = Mapping[str, Any]  # a config.json
 NEEDED = object()  # the default of a key that must be there
 MOST_LAYERS = 1000
+_LONGEST = 60  # characters of a value in a refusal
 
 
 class Rule(Protocol):
@@ -26,11 +27,17 @@ class Rule(Protocol):
     def write(self, m: Model) -> dict[str, Any]: ...
 
 
+def told(value: Any) -> str:
+    """Return a value of a config.json as JSON, cut where it is long."""
+    text = json.dumps(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
 class Inexpressible(ValueError):
     """Signals a key of a config.json whose value our words do not express; the message is the refusal, in a line."""
 
     def __init__(self, key: str, value: Any, why: str):
-        super().__init__(f"{key}={shown(value)}: {why}")
+        super().__init__(f"{key}={told(value)}: {why}")
 
 
 def value_of(found: Found, name: str, default: Any, kinds: tuple[type, ...]) -> Any:
@@ -110,7 +117,7 @@ class Only:
     def read(self, found: Found) -> dict[str, Any]:
         value = found.get(self.theirs, self.accepted[0])
         if not any(value == other and type(value) is type(other) for other in self.accepted):
-            raise Inexpressible(self.theirs, value, f"our words express {shown(self.accepted[0])} alone")
+            raise Inexpressible(self.theirs, value, f"our words express {told(self.accepted[0])} alone")
         return {}
 
     def write(self, m: Model) -> dict[str, Any]:
@@ -180,9 +187,7 @@ class Rotary:
             "llama3": [*_SCALED, _Number("low_freq_factor", "rope_low"), _Number("high_freq_factor", "rope_high")],
             "yarn": [
                 *_SCALED,
-                _Number("beta_slow", "rope_low", 1.0),
-                _Number("beta_fast", "rope_high", 32.0),
-                _Number("attention_factor", "rope_magnitude", 0.0),
+                *(_Number(name, ours, _YARN[name]) for name, ours in _YARNS.items()),
             ],
         }
         if not isinstance(kind, str) or kind not in rules:
@@ -206,10 +211,11 @@ class Rotary:
             out["factor"] = m.rope_factor
         if kind in ("llama3", "yarn"):
             out["original_max_position_embeddings"] = m.rope_original_length
-            low, high = ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ("beta_slow", "beta_fast")
-            out |= {low: m.rope_low, high: m.rope_high}
-        if kind == "yarn" and m.rope_magnitude:
-            out["attention_factor"] = m.rope_magnitude
+        if kind == "llama3":
+            out |= {"low_freq_factor": m.rope_low, "high_freq_factor": m.rope_high}
+        if kind == "yarn":
+            given = {"beta_slow": m.rope_low, "beta_fast": m.rope_high, "attention_factor": m.rope_magnitude}
+            out |= {name: value for name, value in given.items() if value != _YARN[name]}
         return {"rope_parameters": out}
 
 
@@ -223,6 +229,8 @@ class _Number:
 
 
 _SCALED = (_Number("factor", "rope_factor"), _Number("original_max_position_embeddings", "rope_original_length"))
+_YARNS = {"beta_slow": "rope_low", "beta_fast": "rope_high", "attention_factor": "rope_magnitude"}
+_YARN = {"beta_slow": 1.0, "beta_fast": 32.0, "attention_factor": 0.0}  # where one is missing
 _NEUTRAL = (("partial_rotary_factor", 1.0), ("truncate", True))
 
 
@@ -275,12 +283,13 @@ class LayerWindows:
         }
 
     def write(self, m: Model) -> dict[str, Any]:
-        windowed = (lambda i: i in m.window_layers) if m.window_layers else (lambda i: bool(m.window))
+        windowed = [i for i in range(m.layers) if m.window and (not m.window_layers or i in m.window_layers)]
+        last = windowed and windowed == list(range(windowed[0], m.layers))
         return {
             "use_sliding_window": bool(m.window),
             "sliding_window": m.window or None,
-            "max_window_layers": 28,
-            "layer_types": list(_kinds(m.layers, windowed)),
+            "max_window_layers": windowed[0] if last else 28,
+            "layer_types": list(_kinds(m.layers, lambda i: i in windowed)),
         }
 
 

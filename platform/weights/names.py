@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from math import prod
 
-from platform.config.fields import Model
+from platform.config.fields import ConfigError, Model
 from platform.model import build_model
 from platform.plan.language.ops import Parameter
 from platform.weights.families import Family, Row
@@ -16,12 +16,13 @@ from platform.weights.families import Family, Row
 @dataclass(frozen=True)
 class Part:
     """Parameter of ours, and the matrix that transformers sees in it: `rows` are what its product adds, `columns` what
-    it contracts. A vector has one column."""
+    it contracts. A vector has one column. `turned`: checkpoints of format 1 have its last dim first."""
 
     name: str
     shape: tuple[int, ...]
     rows: int
     columns: int
+    turned: bool
 
 
 @dataclass(frozen=True)
@@ -53,15 +54,17 @@ def parameters_of(m: Model) -> dict[str, tuple[Parameter, tuple[int, ...]]]:
 
 
 def stored_tensors(m: Model, family: Family) -> list[Stored]:
-    """List the tensors by which transformers stores a model of a family, in its order. Each parameter is in one."""
-    declared, gated = parameters_of(m), any(name.endswith(".mlp.gate") for name in parameters_of(m))
-    out, left = [], dict(declared)
+    """List the tensors by which transformers stores a model of a family, in its order. Each parameter is in one. Raises
+    ConfigError, naming the parameters for which the family has none."""
+    out, left = [], parameters_of(m)
+    gated = any(name.endswith(".mlp.gate") for name in left)
     for name, ours, row in _expanded(family.rows, m.layers):
         if row.gated not in (None, gated) or not all(part in left for part in ours):
             continue
         vector = name.endswith(".bias")
         out.append(Stored(name, tuple(_part(*left.pop(part), vector) for part in ours), row.turned))
-    assert not left, f"{family.name} has no tensor for {', '.join(left)}"
+    if left:
+        raise ConfigError(f"names: {family.architecture} has no tensor for {', '.join(left)}")
     return out
 
 
@@ -76,9 +79,9 @@ def _expanded(rows: Sequence[Row], layers: int) -> Iterator[tuple[str, list[str]
 
 def _part(p: Parameter, shape: tuple[int, ...], vector: bool) -> Part:
     if vector or len(shape) == 1:
-        return Part(p.name, shape, prod(shape), 1)
+        return Part(p.name, shape, prod(shape), 1, p.turned)
     rows = shape[0] if p.role == "out" else prod(shape[:-1])
-    return Part(p.name, shape, rows, prod(shape) // rows)
+    return Part(p.name, shape, rows, prod(shape) // rows, p.turned)
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from platform.boundary.schema import shown
 from platform.config.bounds import wrong_values
 from platform.config.checks import wrong_configuration
 from platform.config.fields import Config, ConfigError, Model, closest, violation
 from platform.weights.families import COMMON, FAMILIES, Family
-from platform.weights.keys import Found, Inexpressible, Rule
+from platform.weights.keys import Found, Inexpressible, Rule, told
 
 # model keys that say nothing about a trained model's function: how it is trained, and sizes of other kinds of models
 _OF_TRAINING = ("source", "dropout", "fused_dropout", "label_smoothing", "within_documents", "source_length")
@@ -28,10 +27,10 @@ def family_of(found: Found) -> Family:
     has other parts than a language model."""
     kind, classes = found.get("model_type"), found.get("architectures")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        raise ConfigError(violation("model_type", shown(kind), "no family that is known", FAMILIES))
+        raise ConfigError(violation("model_type", told(kind), "no family that is known", FAMILIES))
     family = FAMILIES[kind]
     if classes is not None and not (isinstance(classes, list) and len(classes) == 1 and classes[0] in family.read):
-        raise ConfigError(violation("architectures", shown(classes), f"model_type={kind} is known as", family.read))
+        raise ConfigError(violation("architectures", told(classes), f"model_type={kind} is known as", family.read))
     return family
 
 
@@ -51,17 +50,32 @@ def model_keys(found: Found, names: Iterable[str] = ()) -> dict[str, Any]:
             wrong.append(str(error))
     known = {name for rule in rules for name in rule.names}
     wrong += [
-        f"{key}={shown(value)}: our words do not express this key" for key, value in found.items() if key not in known
+        f"{key}={told(value)}: our words do not express this key" for key, value in found.items() if key not in known
     ]
     if "tied" not in out:
         out["tied"] = "lm_head.weight" not in names
-    if not wrong:
-        config = Config(model=Model(**out))
-        lines = [line for key, lines in wrong_values(config).items() if key.startswith("model.") for line in lines]
-        wrong = lines or [line for line in wrong_configuration(config) if line.startswith("model.")]
-    if wrong:
+    if wrong := wrong or _impossible(Model(**out)):
         raise ConfigError(wrong)
     return out
+
+
+def _impossible(m: Model) -> list[str]:
+    """Return one refusal line for each key of a model that is illegal, by itself or beside others."""
+    config = Config(model=m)
+    lines = [line for key, lines in wrong_values(config).items() if key.startswith("model.") for line in lines]
+    return lines or [line for line in wrong_configuration(config) if line.startswith("model.")]
+
+
+def stored_model(identity: Mapping[str, Any]) -> Model:
+    """Return the configuration of the model whose tensors a checkpoint has, from the identity in its metadata, which is
+    not trusted. Raises ConfigError if it says none, or one that cannot be."""
+    given = identity.get("model")
+    if not isinstance(given, dict):
+        raise ConfigError("the checkpoint says nothing of its model: it is no checkpoint of a run")
+    model = Config.from_dict({"model": given}).model
+    if wrong := _impossible(model):
+        raise ConfigError(wrong)
+    return model
 
 
 def meaning(m: Model) -> dict[str, Any]:
@@ -71,14 +85,14 @@ def meaning(m: Model) -> dict[str, Any]:
     out |= {key: size(m) for key, size in _SIZES.items()}
     attention = m.attention_bias or ("all" if m.bias else "none")
     out["attention_bias"] = attention
-    out["attention_scale"] = m.attention_scale or out["d_kv"] ** -0.5
+    out["attention_scale"] = m.attention_scale or max(1, out["d_kv"]) ** -0.5
     if not m.window:
         out["window_layers"] = []
     elif set(m.window_layers) >= set(range(m.layers)):
         out["window_layers"] = []
     unused = [] if m.positions == "rope" else ["rope_theta", "rope_scaling", *_ROTARY]
     unused += _ROTARY if m.rope_scaling == "none" else []
-    unused += [] if m.positions == "relative" else ["buckets", "distance"]
+    unused += ["length"] if m.positions == "relative" else ["buckets", "distance"]
     return {key: value for key, value in out.items() if key not in unused}
 
 
