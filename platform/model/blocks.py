@@ -11,7 +11,8 @@ from math import log, sqrt
 from typing import Any
 
 from platform.config.fields import Model as ModelConfig
-from platform.plan.language.ops import Ops, Parameter, RotaryScaling, Spec, scores_of
+from platform.plan.language.functions import RotaryScaling
+from platform.plan.language.ops import Ops, Parameter, Spec, scores_of
 
 Activations = dict[str, Any]  # name -> activation that one unit of a model passes to the next
 

@@ -17,7 +17,8 @@ from platform.parallel.kernels import random, residual, statistics
 from platform.parallel.kernels.dropout import Draw, Drawing, dropout, dropped, in_pieces
 from platform.parallel.loss_ops import LossOps
 from platform.parallel.sharding.convert import absent
-from platform.plan.language.ops import EPS, Spec
+from platform.plan.language.functions import EPS
+from platform.plan.language.ops import Spec
 
 
 def gated_silu(gate: Tensor, x: Tensor) -> Tensor:

@@ -22,10 +22,9 @@ from platform.boundary.schema import Real
 from platform.boundary.terminal import print_line, tolerated
 from platform.checkpoint.in_memory.snapshots import RankSnapshots
 from platform.checkpoint.storage.catalogue import load_manifest
-from platform.checkpoint.storage.manifest import Corrupt, Refused
 from platform.checkpoint.storage.report import FileReport
 from platform.checkpoint.storage.storage import open_storage
-from platform.config.fields import Config, ConfigError, SentConfig, short_hash
+from platform.config.fields import Config, SentConfig
 from platform.data.corpus import corpus_of
 from platform.optimizer.optimizers import preload_imports
 from platform.parallel.communicator.base import Launch, SingleRank
@@ -56,8 +55,7 @@ from platform.train.recovery.verify import differing
 from platform.train.step.faults import Fault
 from platform.train.step.step_report import Combiner
 from platform.train.step.trainer import Trainer
-from platform.train.step.training_state import State, tell_all
-from platform.weights.initial import initial_weights
+from platform.train.step.training_state import State, tell_all, tried
 
 
 class Worker(Candidate):
@@ -329,39 +327,15 @@ class Worker(Candidate):
         from or, if `own`, saves to. Return None on success, else why the state is undefined now, alike on all ranks."""
         storage = open_storage(urls.home(self.config) if own else urls.source(self.config)[0])
         manifest = load_manifest(storage, directory)  # an error here concerns this rank alone, and fails it
-        try:
-            self.state.restore(storage, directory, manifest)
-        except Corrupt as error:
-            return Unrestored("corrupt", str(error))
-        except Refused as error:
-            return Unrestored("refused", str(error))
-        except OSError as error:
-            return Unrestored("failed", str(error))
-        if self.config.elastic.snapshot_every:
+        failed = tried(lambda: self.state.restore(storage, directory, manifest))
+        if self.config.elastic.snapshot_every and not failed:
             self._hold(manifest.meta.step)
-        return None
+        return failed
 
     def begin(self) -> Unrestored | None:
         """Take the weights of train.init, with which the run starts. Return None on success, else why they are
         undefined now, alike on all ranks."""
-        assert self.communicator
-        found, said = None, ""
-        try:
-            found = initial_weights(self.config)
-            said = short_hash([[p.name, p.dtype, *p.box, *map(str, p.source)] for p in found.pieces])
-        except (ConfigError, OSError) as error:  # other ranks wait for this one's word
-            said = f"rank {self.rank}: {error}"
-        every = tell_all(self.communicator, [said, found is not None])
-        if failed := [why for why, there in every if not there]:
-            return Unrestored("failed", failed[0])
-        if len({word for word, _ in every}) > 1:
-            return Unrestored("failed", "ranks see different files")
-        try:
-            assert found
-            self.state.begin(found)
-        except (Refused, OSError) as error:
-            return Unrestored("failed", str(error))
-        return None
+        return tried(self.state.begin)
 
     def evaluate(self) -> float:
         """Return the mean loss per token over the first eval.batches batches of the held-out data, equal on all

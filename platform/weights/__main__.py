@@ -18,7 +18,7 @@ from platform.checkpoint.storage.manifest import Manifest, Refused
 from platform.checkpoint.storage.storage import Storage, open_storage
 from platform.config.fields import ConfigError, violation
 from platform.weights.exporting import SHARD, TYPES, export_model, exportable
-from platform.weights.families import FAMILIES
+from platform.weights.families.known import FAMILIES
 from platform.weights.folder import SavedModel
 from platform.weights.importing import import_model, importable
 from platform.weights.tokenizers import tokenizer_files

@@ -19,10 +19,10 @@ from platform.checkpoint.moves.reshard import read_tensor
 from platform.checkpoint.storage.manifest import Manifest
 from platform.checkpoint.storage.storage import Storage
 from platform.config.fields import ConfigError, Model, violation
-from platform.weights.families import Family
+from platform.weights.families.family import Family
+from platform.weights.families.keys import Found, Free
 from platform.weights.folder import CONFIG, INDEX, SINGLE
 from platform.weights.importing import SOURCE
-from platform.weights.keys import Found, Free
 from platform.weights.names import Stored, parameters_of, stored_tensors
 from platform.weights.translate import config_of, expressing, family_of, meaning, model_keys, stored_model
 

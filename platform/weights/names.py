@@ -10,7 +10,7 @@ from math import prod
 from platform.config.fields import ConfigError, Model
 from platform.model import build_model
 from platform.plan.language.ops import Parameter
-from platform.weights.families import Family, Row
+from platform.weights.families.family import Family, TensorRow
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def stored_tensors(m: Model, family: Family) -> list[Stored]:
     return out
 
 
-def _expanded(rows: Sequence[Row], layers: int) -> Iterator[tuple[str, list[str], Row]]:
+def _expanded(rows: Sequence[TensorRow], layers: int) -> Iterator[tuple[str, list[str], TensorRow]]:
     """Yield the rows of a family with the numbers of layers filled in, layer by layer: (their name, our names, row)."""
     for numbered, group in groupby(rows, lambda row: "{i}" in row.theirs):
         some = list(group)

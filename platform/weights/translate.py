@@ -8,8 +8,9 @@ from typing import Any
 from platform.config.bounds import wrong_values
 from platform.config.checks import wrong_configuration
 from platform.config.fields import Config, ConfigError, Model, closest, violation
-from platform.weights.families import COMMON, FAMILIES, Family
-from platform.weights.keys import Found, Inexpressible, Rule, told
+from platform.weights.families.family import Family
+from platform.weights.families.keys import Found, Inexpressible, Rule, told
+from platform.weights.families.known import COMMON, FAMILIES
 
 # model keys that say nothing about a trained model's function: how it is trained, and sizes of other kinds of models
 _OF_TRAINING = ("source", "dropout", "fused_dropout", "label_smoothing", "within_documents", "source_length")

@@ -23,7 +23,6 @@ from platform.train.protocol.answers import Differences
 from platform.train.step.training_state import State
 from platform.weights.exporting import export_model, exportable
 from platform.weights.importing import import_model, importable
-from platform.weights.initial import initial_weights
 from platform.weights.names import stored_tensors
 from platform.weights.translate import family_of
 from tests.harness.oracle import Tokens, configure, trainer_of
@@ -49,7 +48,7 @@ def started(folder: Path, precision: str) -> tuple[Config, Any]:
     c.train.init = str(folder)
     plan = make_plan(c)
     trainer = trainer_of(c, plan, SingleRank(plan.mesh), fresh=False)
-    State(trainer).begin(initial_weights(c))
+    State(trainer).begin()
     return c, trainer
 
 

@@ -13,10 +13,10 @@ import torch
 
 from platform.config.fields import ConfigError, Model
 from platform.weights.__main__ import main
-from platform.weights.families import COMMON, FAMILIES
+from platform.weights.families.keys import Free
+from platform.weights.families.known import COMMON, FAMILIES
 from platform.weights.importing import importable
 from platform.weights.initial import initial_weights
-from platform.weights.keys import Free
 from platform.weights.translate import config_of, meaning, model_keys
 from tests.harness.commands import refused
 from tests.harness.oracle import configure

@@ -16,7 +16,6 @@ from platform.planning.make_plan import make_plan
 from platform.train.step.training_state import State
 from platform.weights.__main__ import main
 from platform.weights.importing import import_model, importable
-from platform.weights.initial import initial_weights
 from tests.harness.commands import QUICK, in_this_process
 from tests.harness.oracle import Result, assemble, configure, trainer_of
 from tests.harness.suite import suite
@@ -36,7 +35,7 @@ CASES = [{"plan": plan, "family": family, "source": source} for plan in PLANS fo
 
 def masters(c: Config, plan, communicator: Communicator) -> Result:
     trainer = trainer_of(c, plan, communicator, fresh=False)
-    State(trainer).begin(initial_weights(c))
+    State(trainer).begin()
     found = {n: w.detach().clone() for n, w in trainer.weights.master.items()}
     return Result(communicator.rank, 0.0, 0.0, {}, found, {}, [], None, [])
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from platform.config.fields import Model
-from platform.weights.families import FAMILIES
+from platform.weights.families.known import FAMILIES
 from platform.weights.names import stored_tensors
 from platform.weights.translate import config_of
 

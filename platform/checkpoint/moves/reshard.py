@@ -53,10 +53,12 @@ def restore(
     """
     check_against(manifest, {t.name: t.shape for t in state})
     world: dict[str, Any] = {"rank": rank, "world_size": world_size, "exchange": exchange, "budget": budget}
-    fill(stored_pieces(manifest, [t.name for t in state]), stored_fetch(storage, directory), state, blocks, **world)
+    fill_blocks(
+        stored_pieces(manifest, [t.name for t in state]), stored_fetch(storage, directory), state, blocks, **world
+    )
 
 
-def fill(
+def fill_blocks(
     wanted: Sequence[Piece[S]],
     fetch: Fetch[S],
     state: Sequence[HeldTensor],

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from platform.parallel.kernels.statistics import widened
-from platform.plan.language.ops import RotaryScaling
+from platform.plan.language.functions import RotaryScaling
 
 
 def angles(

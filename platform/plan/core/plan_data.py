@@ -19,9 +19,10 @@ from platform.plan.communication.rule import Conversion, Step
 from platform.plan.core.chunks import Chunk
 from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import communication
+from platform.plan.language.functions import RotaryScaling
 from platform.plan.language.layout import Layout
 from platform.plan.language.mesh import Mesh
-from platform.plan.language.ops import Operation, Parameter, Recompute, RotaryScaling, Spec
+from platform.plan.language.ops import Operation, Parameter, Recompute, Spec
 from platform.plan.language.scheme import Scheme
 
 _PARTS: tuple[type, ...] = (

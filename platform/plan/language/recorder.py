@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from platform.plan.language.attention_kernels import AUTO
+from platform.plan.language.functions import EPS, POINTWISE
 from platform.plan.language.mistakes import ModelMistake, check_specs
 from platform.plan.language.ops import (
-    EPS,
     NO_RECOMPUTATION,
-    POINTWISE,
     Operation,
     Ops,
     Parameter,

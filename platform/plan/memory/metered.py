@@ -13,7 +13,7 @@ from typing import Any
 from platform.plan.communication.planned import EinsumGroup, Panels
 from platform.plan.communication.rule import Conversion
 from platform.plan.language.attention_kernels import MATH
-from platform.plan.language.ops import EPS
+from platform.plan.language.functions import EPS
 from platform.plan.memory.meter import INTEGER
 from platform.plan.memory.metered_attention import AttentionBlock, by_math, hidden, in_one_kernel
 from platform.plan.memory.metered_losses import MeteredLosses

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Annotated, Any
 
@@ -17,17 +17,19 @@ from platform.checkpoint.blocks.chain import Chain, shares
 from platform.checkpoint.blocks.placement import Block, HeldTensor, Share, local_blocks, planned_tensors
 from platform.checkpoint.in_memory.recover import recover
 from platform.checkpoint.in_memory.snapshots import HomeSnapshot
-from platform.checkpoint.moves.reshard import fill, restore
+from platform.checkpoint.moves.reshard import fill_blocks, restore
 from platform.checkpoint.storage.image import Image
-from platform.checkpoint.storage.manifest import Manifest, Refused
+from platform.checkpoint.storage.manifest import Corrupt, Manifest, Refused
 from platform.checkpoint.storage.storage import Storage
+from platform.config.fields import ConfigError, short_hash
 from platform.optimizer.optimizers import state_of
 from platform.parallel.communicator.base import Communicator
 from platform.plan.core.plan import Plan
+from platform.train.protocol.answers import Unrestored
 from platform.train.step.loss_scale import LossScale
 from platform.train.step.trainer import Trainer
 from platform.train.step.weights import DTYPES
-from platform.weights.initial import InitialWeights
+from platform.weights.initial import InitialWeights, initial_weights
 
 
 def held_of(plan: Plan, moments: Iterable[str]) -> list[HeldTensor]:
@@ -97,16 +99,33 @@ class State:
         restore(storage, directory, manifest, held, blocks, **self._world)
         self._trainer.weights.refresh()
 
-    def begin(self, found: InitialWeights) -> None:
-        """Take the weights `found`, of any plan or of transformers, and nothing else: moments and numbers stay as they
-        are at the start. All ranks call it together. Raises Refused, Corrupt or OSError; the weights are then
+    def begin(self) -> None:
+        """Take the weights of train.init, of any plan or of transformers, and nothing else: moments and numbers stay as
+        they are at the start. All ranks call it together. Raises Refused, Corrupt or OSError; the weights are then
         undefined."""
+        found = self._agreed_start()
         held: Sequence[HeldTensor] = [h for h in self.held if h.name.startswith("model.")]
         blocks: Sequence[Block] = [b for b in self.blocks() if b.name.startswith("model.")]
         if found.format == 1:
             held, blocks = _in_format_1(self._plan, held, blocks)
-        fill(found.pieces, found.fetch, held, blocks, **self._world)
+        fill_blocks(found.pieces, found.fetch, held, blocks, **self._world)
         self._trainer.weights.refresh()
+
+    def _agreed_start(self) -> InitialWeights:
+        """Open the weights of train.init. Raises Refused, alike on all ranks, if some cannot read what others can."""
+        found, said = None, ""
+        try:
+            found = initial_weights(self._trainer.config)
+            said = short_hash([[p.name, p.dtype, *p.box, *map(str, p.source)] for p in found.pieces])
+        except (ConfigError, OSError) as error:  # other ranks wait for this one's word
+            said = f"rank {self._communicator.rank}: {error}"
+        every = tell_all(self._communicator, [said, found is not None])
+        if failed := [why for why, there in every if not there]:
+            raise Refused(failed[0])
+        if len({word for word, _ in every}) > 1:
+            raise Refused("ranks see different files")
+        assert found
+        return found
 
     def recover(self, survived: Sequence[Chain], home: HomeSnapshot | None) -> None:
         """Recover the training state from the in-memory snapshots that survivors of a generation of any plan can read;
@@ -173,6 +192,19 @@ def _in_format_1(
         [turn(h) if is_turned(h.name) else h for h in held],
         [Block(n, box.turned(), t.movedim(-1, 0)) if is_turned(n) else Block(n, box, t) for n, box, t in blocks],
     )
+
+
+def tried(fill: Callable[[], None]) -> Unrestored | None:
+    """Fill the training state from storage, by `fill`; return why it is undefined then, None if it is not."""
+    try:
+        fill()
+    except Corrupt as error:
+        return Unrestored("corrupt", str(error))
+    except Refused as error:
+        return Unrestored("refused", str(error))
+    except OSError as error:
+        return Unrestored("failed", str(error))
+    return None
 
 
 def tell_all(communicator: Communicator, value: Any) -> list[Any]:

@@ -51,7 +51,7 @@ def value_of(found: Found, name: str, default: Any, kinds: tuple[type, ...]) -> 
 
 
 @dataclass(frozen=True)
-class Copy:
+class Renamed:
     """Rule that a key is one of our model keys, `ours`. `default`: what transformers takes where it is missing; `null`:
     what null stands for in our key; `written`: what is written, from the model, by default our key's value."""
 
