@@ -60,7 +60,7 @@ def completed(there: Mapping[str, Any]) -> dict[str, Any]:
     A group that is missing altogether stays missing.
     """
     known = identity(Config())
-    return {
+    return {key: value for key, value in known.items() if not isinstance(value, dict)} | {
         key: {**known[key], **value} if isinstance(value, dict) and isinstance(known.get(key), dict) else value
         for key, value in redact(there).items()
     }
