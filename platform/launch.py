@@ -174,13 +174,19 @@ def _own_axes(group: str, axes: Mapping[str, int], declared: Sequence[str], type
     return {name: n for name, n in axes.items() if name in declared or (name in given and n != 1)}
 
 
-PATHS = "run.dir data.path data.target_path data.cache pipeline.file checkpoint.url checkpoint.resume".split()
+PATHS = "run.dir data.cache pipeline.file checkpoint.url checkpoint.resume".split()
 
 
 def _complete_paths(config: Config) -> list[str]:
     """Make every path in a configuration absolute, in place, as workers have other working directories. Return one
     refusal line per path that begins with ~USER of a user that does not exist."""
+    from platform.data.mixture import paths_of, set_path
+
     lines = []
+    for key, given in paths_of(config.data).items():
+        path, wrong = expanded(key, given)
+        set_path(config, key, path)
+        lines += wrong
     for key in PATHS:
         group, name = key.split(".")
         given = getattr(getattr(config, group), name)

@@ -194,10 +194,18 @@ def _betas(config: Config) -> Iterator[str]:
 
 
 def _data(config: Config) -> Iterator[str]:
-    if config.data.kind == "text" and not config.data.path:
+    data = config.data
+    if data.kind == "text" and not data.path:
         yield _refused(config, "data.path", "data=text needs a file, a folder or a glob", ["data.path=FILE"])
-    if config.eval.every and not config.data.validation:
+    if data.sources and data.kind != "mixture":
+        yield violation("data.sources", ", ".join(data.sources), "only data=mixture reads them", ["data=mixture"])
+    if config.eval.every and not data.validation and not any(map(_held_out, data.sources.values())):
         yield violation("data.validation", 0, f"eval.every={config.eval.every} needs a held-out split", [0.05])
+
+
+def _held_out(source: Any) -> bool:
+    """Return True if a source of a mixture says that a part of it is held out."""
+    return isinstance(source, dict) and bool(source.get("validation"))
 
 
 def _objective(config: Config) -> Iterator[str]:

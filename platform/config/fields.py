@@ -97,9 +97,10 @@ class Model:
 class Data:
     """Training data, and what the model predicts in it."""
 
-    kind: str = key("stdlib", "source of the data", ("stdlib", "text", "pairs", "synthetic"), open=True)
-    path: str = key("", "data=text, data=pairs: a file, a folder, a glob, or .jsonl")
-    field: str = key("text", ".jsonl: name of the field that holds the text")
+    kind: str = key("stdlib", "source of the data", ("stdlib", "text", "pairs", "synthetic", "mixture"), open=True)
+    path: str = key("", "files of data: a file, a folder, a glob, or a URL of any of these")
+    sources: dict[str, Any] = key({}, "data=mixture: source -> its keys of this group, and weight or epochs")
+    field: str = key("text", ".jsonl, .parquet, .arrow: name of the field that holds the text")
     target_path: str = key("", "data=pairs: file whose lines translate the lines of data.path")
     target_field: str = key("target", "data=pairs from .jsonl: name of the field that translates data.field")
     objective: str = key(
