@@ -114,6 +114,8 @@ def _check_and_drive(
     from platform.train.recovery.urls import saves
 
     found = origin(config)
+    if not (found and found.manifest):
+        _check_initial(config)
     places = places or reserve(state.say)
     for line in found_early:
         state.say(line)
@@ -145,6 +147,14 @@ def _check_and_drive(
         status = state.status = _tell_cluster(checkpoints, journal, monitor) or status
     _say_what_next(state, config, size)
     return status
+
+
+def _check_initial(config: Config) -> None:
+    """Raise ConfigError if a run could not start from the weights of train.init."""
+    if config.train.init not in ("", "random"):
+        from platform.weights.initial import initial_weights
+
+        initial_weights(config)
 
 
 def _say_what_next(state: DriverState, config: Config, size: int) -> None:

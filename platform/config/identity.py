@@ -19,6 +19,7 @@ MAY_CHANGE = {
     "optimizer": ("lr", "betas", "eps", "weight_decay", "clip", "schedule", "warmup_steps", "min_lr"),
     "model": ("dropout", "fused_dropout", "label_smoothing"),
     "data": ("kind", "path", "target_path", "sources"),
+    "train": ("init",),
 }
 FREE = [f"{group}.{name}" for group, names in MAY_CHANGE.items() for name in names]
 _ORDER = "samples or their order would be others: some would come twice, some never"
@@ -46,6 +47,7 @@ def identity(config: Config) -> dict[str, Any]:
         "data": data,
         "seed": config.seed,
         "train.global_batch": config.train.global_batch,
+        "train.init": config.train.init,
         "optimizer": values["optimizer"],
     }
     return redact(own)
@@ -58,7 +60,7 @@ def completed(there: Mapping[str, Any]) -> dict[str, Any]:
     A group that is missing altogether stays missing.
     """
     known = identity(Config())
-    return {
+    return {key: value for key, value in known.items() if not isinstance(value, dict)} | {
         key: {**known[key], **value} if isinstance(value, dict) and isinstance(known.get(key), dict) else value
         for key, value in redact(there).items()
     }

@@ -1,6 +1,7 @@
 """The corpus: sources -> tokens -> samples of one length in one global order. Its only state is a sample's index."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
@@ -155,6 +156,7 @@ def corpus_of(config: Config, *, shared: Path | None = None, entry: str = "") ->
         length=m.length,
         source_length=m.source_length,
         vocab=m.vocab,
+        segments=m.segments,
         seed=config.seed,
         objective=objective_of(config),
         shared=shared,
@@ -169,20 +171,21 @@ def open_corpus(
     vocab: int,
     seed: int,
     source_length: int = 0,
+    segments: int = 0,
     objective: str = "causal",
     shared: Path | None = None,
     entry: Path | None = None,
 ) -> Corpus:
     """Open the tokenised corpus of `data` in samples of `length` tokens, from a vocabulary of at most `vocab`.
 
-    `source_length`: tokens per sequence of the encoder in an encoder-decoder; 0 = length. `shared`: a folder in which
-    other machines are to find its tokens too. `entry`: where another process of this run has found it; then no text is
-    read, tokenised or hashed.
+    `source_length`: tokens per sequence of the encoder in an encoder-decoder; 0 = length. `segments`: of a sample that
+    an encoder tells apart; 0 = none. `shared`: a folder in which other machines are to find its tokens too. `entry`:
+    where another process of this run has found it; then no text is read, tokenised or hashed.
 
     Text is tokenised by the first process that asks, and cached. Raises ConfigError for a user's mistakes: those that
     `check_data` finds, a fault deep inside a file, a split without one whole sample.
     """
-    goal = OBJECTIVES[objective](length, source_length or length, vocab)
+    goal = OBJECTIVES[objective](length, source_length or length, vocab, segments)
     small = vocab - goal.reserved
     if not entry and (violations := check_data(data, vocab=small)):
         raise ConfigError(violations)
@@ -249,6 +252,19 @@ def _trusted(folder: Path, sources: Sequence[DataSource], objective: Objective, 
     except Malformed as error:
         raise OSError(f"{folder} is not what the driver has found there: {error}") from None
     return _of_entries(folder, sources, entries, objective, seed)
+
+
+def tokenizer_of(digest: str, folder: str = "") -> Path | None:
+    """Return the file tokenizer.json of the corpus with this digest in the cache `folder` ("": the default one); None
+    if it is not there."""
+    root = cache.root(folder)
+    if digest and root.is_dir():
+        for place in root.iterdir():
+            with suppress(OSError, Malformed):
+                files = cache.described(place).get("files")
+                if isinstance(files, dict) and short_hash([place.name, files.get("tokens.bin")]) == digest:
+                    return place / TOKENIZER
+    return None
 
 
 def _of_entries(

@@ -75,9 +75,12 @@ def plan_job(
     if size.device == "cuda" and memory and (line := lack_of_memory(config, plan, Device(memory, config.cluster.gpu))):
         raise ConfigError(line)
     directory = run_dir(options)
+    grows = hasattr(options, "claim") and size.least < size.most  # by the autoscaler, which must know for what
     added = {
         "cluster": "ray",
         "cluster.wait": f"{_WAIT}",
+        "cluster.autoscale": "true" if grows else "",
+        "cluster.device": size.device if config.cluster.device == "auto" else "",
         "elastic.min_workers": f"{size.least * size.workers}" if size.least < size.nodes else "",
         "run.dir": directory,
         "run.time_margin": f"{size.margin}",

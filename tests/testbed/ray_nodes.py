@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -85,8 +84,8 @@ class RayNodes:
             )
             self._ray[node] = self._start_ray(node)
             if node == 0:
-                self._until_there(1)
-        self._until_there(len(self._ray))
+                self.until_there(1)
+        self.until_there(len(self._ray))
 
     def lose(self, node: int) -> None:
         """Lose a node, with everything that runs there."""
@@ -99,16 +98,18 @@ class RayNodes:
         self.join(node)
 
     def tell_to_go(self, node: int) -> None:
-        """Send a node's Ray the SIGTERM that Slurm and Kubernetes send: it is drained."""
-        self.links.signal(self._ray[node], signal.SIGTERM)
+        """Send a node's Ray, and what would start it again, the SIGTERM that Slurm and Kubernetes send: it is
+        drained."""
+        self.links.run(node, ["pkill", "-TERM", "-f", "ray.scripts.scripts start"], check=True)
 
-    def launch(self, *arguments: str, log: Path | None = None) -> Launched:
-        """Start `python -m platform.launch` on node 0 with these arguments, in the run directory `shared/run`."""
-        command = [sys.executable, "-m", "platform.launch", *arguments, f"run.dir={self.shared / 'run'}"]
-        log = log or self.shared / "launch.log"
+    def launch(self, name: str, *arguments: str, node: int = 0) -> Launched:
+        """Start `python -m platform.launch` on a node with these arguments, in the run directory `shared/NAME`."""
+        run_dir = self.shared / name
+        command = [sys.executable, "-m", "platform.launch", *arguments, f"run.dir={run_dir}"]
+        log = run_dir.with_suffix(".log")
         with log.open("ab") as file:
             how = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file, "cwd": ROOT, "env": self.environment}
-            return Launched(self.links, self.links.start(0, command, **how), self.shared / "run", log)
+            return Launched(self.links, self.links.start(node, command, **how), run_dir, log)
 
     def _mount(self, node: int, folders: Mapping[Path, Path]) -> None:
         """Let a node see its own folder at each path, and shared memory of its own."""
@@ -127,12 +128,14 @@ class RayNodes:
             command += [f"--address={self.links.address(0)}:{PORT}"]
         if self._labels:
             command += ["--labels", ",".join(f"{key}={value}" for key, value in self._labels[node].items())]
+        if node:  # as in the Slurm job: who was cut off for long ends its Ray, and something starts it again
+            command = ["bash", "-c", 'until "$@"; do sleep 1; done', "-", *command]
         with (self._folder / f"ray-{node}.log").open("ab") as log:
             return self.links.start(
                 node, command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.environment, cwd=self._folder
             )
 
-    def _until_there(self, count: int) -> None:
+    def until_there(self, count: int) -> None:
         """Wait until Ray knows so many nodes as alive."""
         command = [sys.executable, "-c", ALIVE, self.environment["RAY_ADDRESS"], str(count), str(PATIENCE)]
         done = self.links.run(0, command, env=self.environment)

@@ -23,6 +23,7 @@ from platform.parallel.communicator.sockets import Sockets, shut_down
 from platform.plan.language.mesh import Mesh
 
 TIMEOUT = timedelta(minutes=10)  # of one collective
+_ANNOUNCED = 504  # bytes of an announcement that need no second message
 CONNECT = timedelta(
     seconds=4
 )  # of creating a group, once all ranks have joined: a rank that dies meanwhile leaves the others waiting
@@ -160,6 +161,21 @@ class ProcessGroups(Communicator):
         with PROGRESS.waiting("collect"):
             dist.gather(numbers, rows, group=self._control)
         return torch.stack(rows) if rows else None
+
+    def announce(self, text=None):
+        payload = torch.tensor(list((text or "").encode()), dtype=torch.uint8)
+        with PROGRESS.waiting("announce"):
+            head = torch.zeros(_ANNOUNCED + 8, dtype=torch.uint8)  # most fit into the message that says how long it is
+            head[:8].view(torch.int64)[0] = len(payload)
+            head[8 : 8 + len(payload)] = payload[:_ANNOUNCED]
+            dist.broadcast(head, 0, group=self._control)
+            size = int(head[:8].view(torch.int64)[0])
+            if size > _ANNOUNCED:
+                payload = payload if self.rank == 0 else payload.new_empty(size)
+                dist.broadcast(payload, 0, group=self._control)
+            else:
+                payload = head[8 : 8 + size]
+        return bytes(payload.tolist()).decode()
 
     def _abort(self) -> None:
         if self._nccl and dist.is_initialized():

@@ -17,8 +17,9 @@ from platform.config.fields import Config
 from platform.data.corpus import Corpus
 from platform.data.tokenizer import END_OF_TEXT
 from platform.model import build_model
-from platform.model.blocks import LOGITS, Activations
+from platform.model.blocks import Activations
 from platform.model.encoder import Encoder
+from platform.model.ends import LOGITS
 from platform.optimizer.learning_rate import learning_rate
 from platform.optimizer.optimizers import OPTIMIZERS
 from platform.parallel.communicator.base import Communicator
@@ -70,7 +71,7 @@ class Trainer:
         self.model = build_model(config.model)
         overlap, compiles = config.parallel.overlap, config.train.compile == "on"  # the driver has settled auto
         self.weights = Weights(self.stage, communicator, config.seed if fresh else None, overlap)
-        self.ops = ParallelOps(self.stage, communicator, self.weights.compute, config.model.dropout, compiles)
+        self.ops = ParallelOps(self.stage, communicator, self.weights.compute, config.model.dropout, compiles, overlap)
         self.ops.residency = self.weights.residency
         self._counted = gradients.counted(self.stage, communicator)
         self.optimizer = self._make_optimizer()
@@ -220,6 +221,7 @@ class Trainer:
         """Run a model chunk on input blocks that are loaded, and the activations `flow` from the previous chunk; return
         its outputs."""
         residency = self.weights.residency
+        self.ops.begin()
         if residency:
             residency.begin(chunk.number)
         if chunk.units:
