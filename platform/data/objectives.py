@@ -15,12 +15,11 @@ from numpy.typing import NDArray
 from platform.config.fields import ConfigError
 from platform.data.permutation import mix
 from platform.data.tokenizer import END_OF_TEXT
+from platform.data.tokens.streams import PADDING, Ints
 
-PADDING = -1
 NOISE = 0.15  # fraction of the tokens that are predicted (BERT; T5)
 SPAN = 3  # tokens per corrupted span, on average (T5)
 
-Ints = NDArray[np.int64]
 Keys = NDArray[np.uint64]
 
 
@@ -166,7 +165,7 @@ class SpanDenoising:
 @dataclass(frozen=True)
 class Pairs:
     """Sequence-to-sequence objective: predicts the target of every pair of texts from its source; both end with
-    END_OF_TEXT and are cut at their length. The stream is a `platform.data.pairs.PairStream`."""
+    END_OF_TEXT and are cut at their length. The stream is a `platform.data.tokens.streams.PairStream`."""
 
     source_length: int
     length: int
