@@ -40,6 +40,7 @@ PLANS: Mapping[str, Mapping[str, Any]] = {
     "data 2": {"data": RANKS},
     "data 2, zero 1": {"data": RANKS, "zero": 1},
     "data 2, zero 3": {"data": RANKS, "zero": 3},
+    "3d, x 2": {"tensor": "3d", "axes": {"x": RANKS, "y": 1, "z": 1}},
 }
 SWITCHES = {"parallel.overlap": ("on", "off")}  # key -> names of its values true and false
 
