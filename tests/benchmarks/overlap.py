@@ -33,7 +33,7 @@ from platform.plan.core.step_collectives import communication  # noqa: E402
 from platform.planning.make_plan import make_plan  # noqa: E402
 from tests.benchmarks.peers.pairs import Comparison, Seen, compare  # noqa: E402
 from tests.benchmarks.peers.rows import Row, configured  # noqa: E402
-from tests.testbed.links import Links, bits_per_second, why_not  # noqa: E402
+from tests.testbed.links import INTERFACE, Links, bits_per_second, why_not  # noqa: E402
 
 RANKS, PORT, PATIENCE = 2, 29400, 900
 PLANS: Mapping[str, Mapping[str, Any]] = {
@@ -65,6 +65,7 @@ def rank_main(rank: int, address: str, plan_name: str, key: str, warmup: int, pa
     from tests.harness.oracle import trainer_of
 
     torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
     patience = timedelta(seconds=PATIENCE)
     store = dist.TCPStore(address, PORT, RANKS, is_master=rank == 0, timeout=patience)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=patience)
