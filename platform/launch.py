@@ -122,6 +122,8 @@ def _complete(config: Config, arguments: Sequence[str]) -> list[str]:
     """
     typed = typed_values(arguments)
     lines = load_extensions(config.extend)
+    lines += _complete_paths(config)
+    lines += _complete_model(config, typed)
     tensor, branch, pipeline = config.tensor, config.branch, config.pipeline
     if tensor.scheme == "layout" and tensor.layout:
         try:
@@ -152,7 +154,6 @@ def _complete(config: Config, arguments: Sequence[str]) -> list[str]:
         for key in ON_RAY:
             if not any(f"{name}.".startswith(f"cluster.{key}.") for name in typed):
                 setattr(config.cluster, key, getattr(Cluster(), key))
-    lines += _complete_paths(config)
     name = experiment_of(arguments) or "config"
     if config.resume.allow and not config.run.dir and not config.checkpoint.url and config.checkpoint.resume in RESUME:
         constraint = "needs the run to go on from; its default directory has other values in its name"
@@ -174,17 +175,45 @@ def _own_axes(group: str, axes: Mapping[str, int], declared: Sequence[str], type
     return {name: n for name, n in axes.items() if name in declared or (name in given and n != 1)}
 
 
-PATHS = "run.dir data.path data.target_path data.cache pipeline.file checkpoint.url checkpoint.resume".split()
+def _complete_model(config: Config, typed: Mapping[str, Any]) -> list[str]:
+    """Set the keys of the model in place from what its `model.source` says, but for those that the user typed, and
+    train.init from it too; the configuration then says it all, without a source. Returns one line per mistake."""
+    source, named = config.model.source, config.model.kind == FROM_HF
+    config.model.kind = "decoder" if named else config.model.kind
+    if not source:
+        line = violation("model.source", "", "model=from_hf needs a folder that transformers saved", ["FOLDER"])
+        return [line] if named else []
+    from platform.weights.importing import source_keys
+
+    try:
+        found = source_keys(source, "model.source")
+    except ConfigError as error:
+        return error.violations
+    for key, value in found.items():
+        if f"model.{key}" not in typed:
+            setattr(config.model, key, value)
+    config.train.init, config.model.source = config.train.init or source, ""
+    return []
+
+
+FROM_HF = "from_hf"  # model.kind in conf/model/from_hf.yaml, until the model's source says it
+PATHS = ("run.dir data.cache pipeline.file checkpoint.url checkpoint.resume model.source train.init").split()
 
 
 def _complete_paths(config: Config) -> list[str]:
     """Make every path in a configuration absolute, in place, as workers have other working directories. Return one
     refusal line per path that begins with ~USER of a user that does not exist."""
+    from platform.data.mixture import paths_of, set_path
+
     lines = []
+    for key, given in paths_of(config.data).items():
+        path, wrong = expanded(key, given)
+        set_path(config, key, path)
+        lines += wrong
     for key in PATHS:
         group, name = key.split(".")
         given = getattr(getattr(config, group), name)
-        if key != "checkpoint.resume" or given not in RESUME:
+        if (key != "checkpoint.resume" or given not in RESUME) and (key, given) != ("train.init", "random"):
             path, wrong = expanded(key, given)
             setattr(getattr(config, group), name, path)
             lines += wrong

@@ -288,14 +288,24 @@ def _map(key: Any, item: Any) -> Reader:
 
 def _sequence(item: Any, kind: type) -> Reader:
     """Return the reader of list[item] or tuple[item, ...] from a list; `kind` is list or tuple."""
-    read_item = reader(item)
+    read_item, span = reader(item), _span_of(item)
 
     def read_sequence(value: Any) -> Any:
         if type(value) is not list:
             raise Malformed(f"{shown(value)} is no list")
+        if span and set(map(type, value)) == {int} and span.least <= min(value) and max(value) <= span.most:
+            return kind(value)  # long lists are of numbers
         return kind([_at(place, read_item, part) for place, part in enumerate(value)])
 
     return read_sequence
+
+
+def _span_of(item: Any) -> Span | None:
+    """Return which integers are legal as `item`; None if that is no type of integers, or no Span says it all."""
+    base, *bounds = get_args(item) if get_origin(item) is Annotated else (item,)
+    if base is not int or not all(isinstance(bound, Span) for bound in bounds):
+        return None
+    return Span(max(-LARGEST, *(b.least for b in bounds), -LARGEST), min(LARGEST, *(b.most for b in bounds), LARGEST))
 
 
 def _row(made: Callable[[list[Any]], Any], hints: dict[Any, Any]) -> Reader:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,11 +19,14 @@ from platform.boundary import documents, schema
 from platform.boundary.schema import Malformed, Many, Span
 from platform.checkpoint.blocks.box import Box
 from platform.checkpoint.blocks.buffer import DTYPES
-from platform.checkpoint.blocks.placement import Block, HeldTensor, shares
+from platform.checkpoint.blocks.chain import shares
+from platform.checkpoint.blocks.placement import Block, HeldTensor, Piece, S
+from platform.checkpoint.moves.passing import Fetch
 from platform.checkpoint.moves.reshard import read_tensor
-from platform.checkpoint.storage.catalogue import begin, commit
+from platform.checkpoint.storage.catalogue import begin, commit, discard
 from platform.checkpoint.storage.image import Image
 from platform.checkpoint.storage.manifest import LARGEST, VALUES, Bytes, Manifest, Meta, Name, Refused
+from platform.checkpoint.storage.report import BlockReport, FileReport
 from platform.checkpoint.storage.storage import Local, Storage, open_storage
 
 META = "elastic_platform_meta"  # key of a checkpoint's `Meta` in the other formats
@@ -39,23 +43,35 @@ Tensors = Iterable[tuple[str, Tensor]]
 def export_safetensors(storage: Storage, directory: str, manifest: Manifest, target: str, names: list[str]) -> None:
     """Write the tensors `names` of a checkpoint, one in memory at a time, to one safetensors file `target` (a path or
     URL), whose header carries the checkpoint's `Meta`. Raises FileExistsError if the file exists."""
-    header: dict[str, Any] = {"__metadata__": {META: json.dumps(asdict(manifest.meta))}}
+    described = {name: (t.dtype, t.shape) for name in names for t in [manifest.tensors[name]]}
+    folder, file = _new_target(target)
+    tensors = (read_tensor(storage, directory, manifest, name) for name in names)
+    write_safetensors(folder, file, {META: json.dumps(asdict(manifest.meta))}, described, tensors)
+
+
+def write_safetensors(
+    folder: Storage,
+    file: str,
+    metadata: dict[str, str],
+    described: Mapping[str, tuple[str, Sequence[int]]],
+    tensors: Iterable[Tensor],
+) -> None:
+    """Write one safetensors file into a folder: the `tensors` in order, each in memory only while it is written.
+    `described`: their names in this order, with element type and shape."""
+    header: dict[str, Any] = {"__metadata__": metadata}
     at = 0
-    for name in names:
-        t = manifest.tensors[name]
-        end = at + prod(t.shape) * t.itemsize
-        header[name] = {"dtype": SAFETENSORS[t.dtype], "shape": t.shape, "data_offsets": [at, end]}
+    for name, (dtype, shape) in described.items():
+        end = at + prod(shape) * DTYPES[dtype].itemsize
+        header[name] = {"dtype": SAFETENSORS[dtype], "shape": list(shape), "data_offsets": [at, end]}
         at = end
-    head = json.dumps(header).encode()
+    head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)
 
     def chunks() -> Iterator[memoryview]:
         yield memoryview(len(head).to_bytes(8, "little") + head)
-        for name in names:
-            tensor = read_tensor(storage, directory, manifest, name)
-            yield memoryview(tensor.view(-1).view(torch.uint8).numpy().data)
+        for tensor in tensors:
+            yield memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
 
-    folder, file = _new_target(target)
     folder.write(file, chunks())
 
 
@@ -63,49 +79,59 @@ def import_safetensors(source: str) -> tuple[Meta | None, Tensors]:
     """Return (metadata, tensors) of a safetensors file `source` (a path or URL): the `Meta` of the checkpoint that was
     exported to it, None if its header carries none, and (name, tensor) pairs, each tensor read only when the iteration
     comes to it. Raises Malformed, Refused or OSError."""
-    folder, file = _split(source)
-    length = int.from_bytes(folder.read(file, 0, 8), "little")
-    size = folder.list("")[file]
-    if 8 + length > size:
-        raise Malformed(f"a header of {length} bytes is longer than the file")
-    header = documents.from_json(folder.read(file, 8, 8 + min(length, LARGEST_HEADER + 1)), LARGEST_HEADER, VALUES)
-    if type(header) is not dict or type(metadata := header.pop("__metadata__", {})) is not dict:
-        raise Malformed("its header is no map")
+    folder, file = split_file(source)
+    metadata, described = read_header(folder, file)
     if type(meta := metadata.get(META, "")) is not str:
         raise Malformed("is no text", META)
-    described: dict[str, _ForeignTensor] = schema.read(dict[Name, _ForeignTensor], header)
-    for name, t in described.items():
-        t.check(name, size - 8 - length)
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for name, t in described.items():
-            start, end = (8 + length + o for o in t.data_offsets)
-            data = bytearray(folder.read(file, start, end))
-            dtype = _FROM_SAFETENSORS[t.dtype]
-            flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+            data = bytearray(folder.read(file, *t.data_offsets))
+            flat = torch.frombuffer(data, dtype=t.type) if data else torch.empty(0, dtype=t.type)
             yield name, flat.view(t.shape)
 
     return _meta(meta.encode(errors="surrogatepass")) if meta else None, tensors()
 
 
+def read_header(folder: Storage, file: str) -> tuple[dict[str, Any], dict[str, ForeignTensor]]:
+    """Read the header of a safetensors file in a folder that somebody else may have written; return its metadata, and
+    its tensors by name, with their place in the file. Raises Malformed, Refused or OSError."""
+    if (size := folder.list("").get(file)) is None:
+        raise Refused("there is no such file")
+    length = int.from_bytes(folder.read(file, 0, 8), "little")
+    if 8 + length > size:
+        raise Malformed(f"a header of {length} bytes is longer than the file")
+    header = documents.from_json(folder.read(file, 8, 8 + min(length, LARGEST_HEADER + 1)), LARGEST_HEADER, VALUES)
+    if type(header) is not dict or type(metadata := header.pop("__metadata__", {})) is not dict:
+        raise Malformed("its header is no map")
+    described: dict[str, ForeignTensor] = schema.read(dict[Name, ForeignTensor], header)
+    return metadata, {name: t.placed(name, 8 + length, size) for name, t in described.items()}
+
+
 @dataclass(frozen=True)
-class _ForeignTensor:
+class ForeignTensor:
     """Entry of a safetensors header that describes one tensor; `data_offsets`: [start, end) in the bytes after the
-    header."""
+    header, or, if `placed`, in the file."""
 
     dtype: str
     shape: Annotated[tuple[Annotated[int, Span(0, 1 << 48)], ...], Many(0, 16)]
     data_offsets: tuple[Bytes, Bytes]
 
-    def check(self, name: str, there: int) -> None:
-        """Raise Refused if checkpoints cannot hold the element type of the tensor `name`, Malformed unless its offsets
-        span exactly its bytes and end within the file's `there` bytes of data."""
+    @property
+    def type(self) -> torch.dtype:
+        return _FROM_SAFETENSORS[self.dtype]
+
+    def placed(self, name: str, begin: int, size: int) -> ForeignTensor:
+        """Return it with its offsets in a file of `size` bytes, whose data `begin` after the header. Raises Refused if
+        checkpoints cannot hold the element type of the tensor `name`, Malformed unless its offsets span exactly its
+        bytes and end within the file."""
         if self.dtype not in _FROM_SAFETENSORS:
             raise Refused(f"{name}: type {schema.shown(self.dtype)} is not one of {', '.join(_FROM_SAFETENSORS)}")
         start, end = self.data_offsets
-        size = prod(self.shape) * _FROM_SAFETENSORS[self.dtype].itemsize
-        if end - start != size or end > there:
-            raise Malformed(f"{size} bytes do not lie from {start} to {end} of {there}", name)
+        there, nbytes = size - begin, prod(self.shape) * self.type.itemsize
+        if end - start != nbytes or end > there:
+            raise Malformed(f"{nbytes} bytes do not lie from {start} to {end} of {there}", name)
+        return replace(self, data_offsets=(begin + start, begin + end))
 
 
 def _meta(raw: bytes) -> Meta:
@@ -170,6 +196,57 @@ def store_tensors(storage: Storage, tensors: Tensors, meta: Meta) -> str:
     return directory
 
 
+def store_pieces(
+    storage: Storage,
+    files: Sequence[Sequence[Piece[S]]],
+    fetch: Fetch[S],
+    shapes: Mapping[str, Sequence[int]],
+    meta: Meta,
+) -> str:
+    """Make a checkpoint on `storage` of pieces from another format, a block file for each of `files`, with one piece in
+    memory at a time; return the checkpoint's directory. `shapes`: of all tensors, by name. What a failure leaves is
+    deleted."""
+    directory = begin(storage, meta.step)
+    try:
+        reports = [
+            _write_pieces(storage, directory, number, pieces, fetch, shapes) for number, pieces in enumerate(files)
+        ]
+        commit(storage, directory, shapes, reports, meta)
+    except BaseException:
+        with suppress(OSError):
+            discard(storage, directory)
+        raise
+    return directory
+
+
+def _write_pieces(
+    storage: Storage,
+    directory: str,
+    number: int,
+    pieces: Sequence[Piece[S]],
+    fetch: Fetch[S],
+    shapes: Mapping[str, Sequence[int]],
+) -> FileReport:
+    """Write block file `number` of a checkpoint, one piece after another, and return its report."""
+    blocks: list[BlockReport] = []
+    file = f"blocks-{number:05d}.bin"
+    written = 0
+
+    def chunks() -> Iterator[memoryview]:
+        nonlocal written
+        for piece in pieces:
+            memory = torch.empty(piece.nbytes, dtype=torch.uint8)
+            fetch([piece], [memory])
+            view, where = memoryview(memory.numpy().data), (piece.box.offset, piece.box.extent)
+            digest = hashlib.sha256(view).hexdigest()
+            blocks.append(BlockReport(piece.name, piece.dtype, tuple(shapes[piece.name]), *where, written, digest))
+            written += piece.nbytes
+            yield view
+
+    storage.write(f"{directory}/{file}", chunks())
+    return FileReport(file, written, blocks)
+
+
 EXPORT: dict[str, Callable[[Storage, str, Manifest, str, list[str]], None]] = {
     "safetensors": export_safetensors,
     "dcp": export_dcp,
@@ -189,13 +266,13 @@ def _no_process_group() -> Iterator[None]:
 def _new_target(target: str) -> tuple[Storage, str]:
     """Split the path or URL of an export's target into the storage of its folder and its name there. Raises
     FileExistsError if it exists: a failure midway would destroy it."""
-    folder, name = _split(target)
+    folder, name = split_file(target)
     if name in folder.list(""):
         raise FileExistsError(f"{target} exists; name another target")
     return folder, name
 
 
-def _split(url: str) -> tuple[Storage, str]:
+def split_file(url: str) -> tuple[Storage, str]:
     """Split the path or URL of a file in another format into its folder, opened as a storage, and the file's name in
     that folder."""
     if "://" in url:

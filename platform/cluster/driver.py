@@ -27,9 +27,9 @@ from platform.cluster.run.directory import RunDirectory
 from platform.cluster.run.phases import Phases
 from platform.cluster.run.time_limit import seconds_left
 from platform.config.fields import Config, ConfigError, violation
-from platform.data import cache
 from platform.data.corpus import Corpus, check_data, corpus_of
-from platform.data.sources import stdlib_bytes
+from platform.data.sources.texts import stdlib_bytes
+from platform.data.tokens import cache
 from platform.monitor import Journal, RunMonitor, open_monitor
 from platform.monitor.records import events
 from platform.plan.core.plan import Plan
@@ -114,6 +114,8 @@ def _check_and_drive(
     from platform.train.recovery.urls import saves
 
     found = origin(config)
+    if not (found and found.manifest):
+        _check_initial(config)
     places = places or reserve(state.say)
     for line in found_early:
         state.say(line)
@@ -145,6 +147,14 @@ def _check_and_drive(
         status = state.status = _tell_cluster(checkpoints, journal, monitor) or status
     _say_what_next(state, config, size)
     return status
+
+
+def _check_initial(config: Config) -> None:
+    """Raise ConfigError if a run could not start from the weights of train.init."""
+    if config.train.init not in ("", "random"):
+        from platform.weights.initial import initial_weights
+
+        initial_weights(config)
 
 
 def _say_what_next(state: DriverState, config: Config, size: int) -> None:

@@ -11,16 +11,15 @@ from platform.config.bounds import KEYS, flat_values, wrong_values
 from platform.config.durations import nearest_rhythms, rhythm_of, seconds_of
 from platform.config.execution import ON_RAY, Cluster
 from platform.config.fields import (
-    OBJECTIVES,
     Branch,
     Config,
     closest,
-    objective_of,
     violation,
 )
 from platform.config.identity import wrong_allowances
 from platform.config.key import SECONDS, WORKERS
 from platform.config.layout_map import axes_of, wrong_tables
+from platform.config.rules.data_rules import wrong_data, wrong_objective
 from platform.plan.language.numbers import divisors
 from platform.plan.language.scheme import RESERVED
 from platform.plan.memory.hardware import ACCELERATORS, memory_of
@@ -60,6 +59,45 @@ def _attention(config: Config) -> Iterator[str]:
     if m.kv_heads and m.heads % m.kv_heads:
         legal = closest(m.kv_heads, divisors(m.heads))
         yield _refused(config, "model.kv_heads", f"must divide model.heads={m.heads}", legal)
+
+
+def _rotary(config: Config) -> Iterator[str]:
+    """Yield a refusal line for each mistake in how rotary positions are scaled."""
+    m, kind = config.model, f"model.rope_scaling={config.model.rope_scaling}"
+    if m.rope_scaling == "none":
+        return
+    if m.positions != "rope":
+        yield _refused(config, "model.rope_scaling", f"model.positions={m.positions} has no rotations", ["none"])
+    if m.rope_scaling == "linear":
+        return
+    if not m.rope_original_length:
+        yield _refused(config, "model.rope_original_length", f"{kind} needs the length before", [m.length])
+    if m.rope_high <= m.rope_low:
+        yield _refused(config, "model.rope_high", f"must be > model.rope_low={m.rope_low:g}", [m.rope_low * 4])
+
+
+def _seen(config: Config) -> Iterator[str]:
+    """Yield a refusal line for each restriction of what attention sees that the kind of model does not know, and for
+    layers with a window that the model lacks."""
+    m, wrong = config.model, f"model.kind={config.model.kind} has no such attention"
+    if m.kind in ("encoder", "encoder_decoder", "two_layer"):
+        if m.window:
+            yield _refused(config, "model.window", wrong, [0])
+        if m.within_documents:
+            yield _refused(config, "model.within_documents", wrong, [False])
+    if m.segments and m.kind in ("decoder", "encoder_decoder", "two_layer"):
+        yield _refused(config, "model.segments", f"model.kind={m.kind} has no segments", [0])
+    if m.window_layers and not m.window:
+        yield _refused(config, "model.window_layers", "model.window=0 is no window", [[]])
+    elif beyond := [n for n in m.window_layers if n >= m.layers]:
+        yield violation("model.window_layers", beyond[0], f"layers are 0 to {m.layers - 1}", [m.layers - 1])
+
+
+def _head(config: Config) -> Iterator[str]:
+    """Yield a refusal line if the head's transform is to have a gated activation."""
+    m, gated = config.model, ("swiglu", "geglu", "geglu_tanh", "reglu")
+    if m.head_transform and m.activation in gated:
+        yield _refused(config, "model.activation", "model.head_transform=true has no gate", ["gelu", "gelu_tanh"])
 
 
 def _replicas(config: Config) -> Iterator[str]:
@@ -193,28 +231,6 @@ def _betas(config: Config) -> Iterator[str]:
         yield _refused(config, "optimizer.betas", "must be two numbers", [[0.9, 0.95]])
 
 
-def _data(config: Config) -> Iterator[str]:
-    if config.data.kind == "text" and not config.data.path:
-        yield _refused(config, "data.path", "data=text needs a file, a folder or a glob", ["data.path=FILE"])
-    if config.eval.every and not config.data.validation:
-        yield violation("data.validation", 0, f"eval.every={config.eval.every} needs a held-out split", [0.05])
-
-
-def _objective(config: Config) -> Iterator[str]:
-    """Yield a refusal line if the training objective does not go with the model's kind, the data or the sequence
-    lengths, or if a model other than an encoder-decoder has a source length."""
-    data, m = config.data, config.model
-    objective, legal = objective_of(config), OBJECTIVES[m.kind]
-    if objective not in legal or (objective == "pairs") != (data.kind == "pairs"):
-        fitting = [o for o in legal if (o == "pairs") == (data.kind == "pairs")]
-        constraint = f"model.kind={m.kind} and data={data.kind} do not go with it"
-        yield violation("data.objective", objective, constraint, fitting)
-    elif objective == "span_denoising" and (m.length < 3 or m.source_length == 1):
-        yield _refused(config, "model.length", "span denoising needs at least 3, and a source of 2", [3])
-    if m.source_length and m.kind != "encoder_decoder":
-        yield _refused(config, "model.source_length", f"model.kind={m.kind} has one length", [0])
-
-
 def _buckets(config: Config) -> Iterator[str]:
     m = config.model
     if m.positions == "relative" and m.distance <= m.buckets // 2:
@@ -328,6 +344,9 @@ def _ray(config: Config) -> Iterator[str]:
 # (keys, rule): the rule runs only if none of these keys is wrong by itself.
 RELATIONS: tuple[tuple[set[str], Callable[[Config], Iterator[str]]], ...] = (
     ({"model.d_model", "model.heads", "model.kv_heads", "model.d_kv"}, _attention),
+    ({"model.positions", "model.rope_scaling", "model.rope_low", "model.rope_high", "model.length"}, _rotary),
+    ({"model.kind", "model.layers", "model.window", "model.window_layers", "model.segments"}, _seen),
+    ({"model.activation"}, _head),
     (set(), _replicas),
     ({"parallel.data", "pipeline.stages", "tensor.axes", "branch.axes"}, too_many_workers),
     ({"train.steps", "elastic.faults"}, _faults),
@@ -340,8 +359,8 @@ RELATIONS: tuple[tuple[set[str], Callable[[Config], Iterator[str]]], ...] = (
     ({"cluster.kind", "cluster.device", "cluster.threads"}, _deterministic),
     ({"loss_scale.initial", "loss_scale.least"}, _loss_scale),
     ({"optimizer.betas"}, _betas),
-    ({"data.kind", "data.validation", "eval.every"}, _data),
-    ({"data.kind", "data.objective", "model.kind", "model.length"}, _objective),
+    ({"data.kind", "data.validation", "eval.every"}, wrong_data),
+    ({"data.kind", "data.objective", "model.kind", "model.length"}, wrong_objective),
     ({"model.buckets", "model.distance"}, _buckets),
     ({"pipeline.kind", "pipeline.stages", "pipeline.chunks", "pipeline.file"}, _pipeline),
     (set(), _scheme),

@@ -62,7 +62,7 @@ class Elastic:
         600.0, "seconds to wait for min_workers, or for a storage that fails, before the end", ">= 0", most=SECONDS
     )
     hang_seconds: float = key(
-        10.0, "a worker hangs if silent so long, or if a step takes longer and over 5 usual ones", "> 0", most=SECONDS
+        3.0, "a worker hangs that is silent or blocked so long in a step, and for 3 usual ones", "> 0", most=SECONDS
     )
     snapshot_every: int = key(1, "steps between snapshots of the state in host memory; 0 = none", ">= 0")
     slow: float = key(1.5, "report a worker that takes this factor times its stage's median; 0 = never", ">= 0")

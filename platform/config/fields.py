@@ -15,10 +15,12 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import Field, asdict, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
+from functools import cache
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from platform.boundary.schema import By
 from platform.config.execution import Checkpoint, Cluster, Elastic, Monitor, Resume, Run
+from platform.config.groups.data_group import Data
 from platform.config.key import WORKERS, key
 from platform.plan.language.attention_kernels import AUTO, KERNELS
 from platform.plan.language.scheme import GATHERED, SLICE_VIA
@@ -44,6 +46,11 @@ class Train:
     stop_at: int = key(0, "end after this step, with a checkpoint; 0 = run to train.steps", ">= 0")
     global_batch: int = key(16, "sequences per update, over all replicas", ">= 1", most=10**8)
     microbatch: int = key(4, "sequences per microbatch of one data-parallel replica", ">= 1", most=10**6)
+    init: str = key(
+        "",
+        "start from these weights: a checkpoint's URL, or a folder that transformers saved; random = from none;"
+        ' "" = from model.source, if there is one',
+    )
     spike: float = key(0.0, "a loss above this factor times the median of the last 32 is a spike; 0 = never", ">= 0")
     verify_every: int = key(0, "steps between comparisons of the replicas' weights and moments; 0 = never", ">= 0")
     compile: str = key("auto", "compile what lies between collectives; auto: on GPUs", ("auto", "on", "off"))
@@ -67,6 +74,7 @@ class LossScaling:
 class Model:
     """Kind, sizes and parts of the model."""
 
+    source: str = key("", "model=from_hf: the folder that transformers saved, or its URL; keys are read from it")
     kind: str = key("decoder", "the model", ("decoder", "encoder", "encoder_decoder", "two_layer"), open=True)
     layers: int = key(2, "Transformer layers; encoder_decoder: in each of its two stacks", ">= 1", most=1000)
     d_model: int = key(64, "width of the residual stream", ">= 1", most=2**20)
@@ -82,33 +90,43 @@ class Model:
     dropout: float = key(0.0, "probability that an activation is set to 0; 0 = no dropout", ">= 0 and < 1")
     fused_dropout: bool = key(False, "attention's masks are drawn inside its kernel, per rank: not as other plans do")
     norm: str = key("layernorm", "normalisation", ("layernorm", "rmsnorm"))
+    norm_eps: float = key(1e-5, "what norms add to the variance", "> 0 and < 1")
     post_norm: bool = key(False, "normalise after the residual connection, as in the original Transformer")
-    activation: str = key("gelu", "pointwise function of the feed-forward layer", ("gelu", "relu", "swiglu", "geglu"))
+    embedding_norm: bool = key(False, "normalise the embeddings too, as BERT does")
+    activation: str = key(
+        "gelu",
+        "pointwise function of the feed-forward layer; _tanh: GELU's approximation; swiglu, geglu, reglu: gated",
+        ("gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu", "geglu_tanh", "reglu"),
+    )
     positions: str = key("learned", "how attention knows positions", ("learned", "rope", "sinusoidal", "relative"))
     rope_theta: float = key(10000.0, "positions=rope: base of the rotation frequencies", "> 0")
+    rope_scaling: str = key(
+        "none", "positions=rope: how angles are scaled to longer sequences", ("none", "linear", "llama3", "yarn")
+    )
+    rope_factor: float = key(1.0, "rope_scaling: how much longer the sequences are", ">= 1")
+    rope_original_length: int = key(0, "rope_scaling=llama3, yarn: length before", ">= 0", most=2**24)
+    rope_low: float = key(1.0, "rope_scaling=llama3, yarn: pairs of fewer turns in that length are all scaled", "> 0")
+    rope_high: float = key(4.0, "rope_scaling=llama3, yarn: pairs of more turns are not scaled", "> 0")
+    rope_magnitude: float = key(0.0, "rope_scaling=yarn: factor on queries and keys; 0 = 0.1 ln(factor) + 1", ">= 0")
     buckets: int = key(32, "positions=relative: entries of the bias table per head", ">= 4", most=2**16)
     distance: int = key(128, "positions=relative: positions farther apart than this share one entry", ">= 1")
-    bias: bool = key(True, "linear layers have biases")
-    tied: bool = key(True, "the output projection shares the weights of the embedding")
-    label_smoothing: float = key(0.0, "share of the target probability spread over the vocabulary", ">= 0 and < 1")
-
-
-@dataclass
-class Data:
-    """Training data, and what the model predicts in it."""
-
-    kind: str = key("stdlib", "source of the data", ("stdlib", "text", "pairs", "synthetic"), open=True)
-    path: str = key("", "data=text, data=pairs: a file, a folder, a glob, or .jsonl")
-    field: str = key("text", ".jsonl: name of the field that holds the text")
-    target_path: str = key("", "data=pairs: file whose lines translate the lines of data.path")
-    target_field: str = key("target", "data=pairs from .jsonl: name of the field that translates data.field")
-    objective: str = key(
-        "",
-        'what is predicted; "" = the default for model.kind and the data',
-        ("", "causal", "masked", "span_denoising", "pairs"),
+    window: int = key(0, "attention sees so many tokens back, its own among them; 0 = all", ">= 0", most=2**24)
+    window_layers: list[int] = key([], "layers, from 0, with model.window; [] = all", ">= 0", most=1000)
+    within_documents: bool = key(False, "decoder: attention sees no document before the token's own")
+    attention_scale: float = key(0.0, "factor on attention's scores; 0 = 1 / sqrt(d_kv)", ">= 0", most=1e6)
+    query_key_norm: bool = key(False, "RMSNorm over each head's queries and keys")
+    segments: int = key(
+        0, "encoder: rows of a second embedding, of each token's document; 0 = none", ">= 0", most=2**16
     )
-    validation: float = key(0.05, "fraction of the documents held out for validation; 0 = none", ">= 0 and < 1")
-    cache: str = key("", 'folder for tokenised corpora; "" = ~/.cache/elastic-platform')
+    bias: bool = key(True, "linear layers have biases")
+    attention_bias: str = key(
+        "", 'biases of attention: all, none, those of Q, K and V; "" = as model.bias', ("", "all", "qkv", "none")
+    )
+    tied: bool = key(True, "the output projection shares the weights of the embedding")
+    head_transform: bool = key(False, "a layer, activation and norm before the output projection, as in BERT")
+    head_bias: bool = key(False, "the output projection has a bias")
+    logit_scale: float = key(1.0, "factor on the logits", "> 0", most=1e6)
+    label_smoothing: float = key(0.0, "share of the target probability spread over the vocabulary", ">= 0 and < 1")
 
 
 @dataclass
@@ -143,7 +161,9 @@ class Parallel:
         ">= 0",
         most=WORKERS,
     )
-    overlap: bool = key(True, "reduce gradients while backward passes run, gather shards of parameters a block ahead")
+    overlap: bool = key(
+        True, "reduce gradients under backward passes, gather shards a block and weights a matrix ahead"
+    )
 
 
 @dataclass
@@ -259,11 +279,9 @@ def _group(f: Field[Any]) -> Any:
 def _build(cls: type, values: dict[str, Any], prefix: str) -> Any:
     """Build the dataclass `cls` (Config, or recursively a group of keys) from plain values; `prefix` is the group's
     name with a dot, "" for Config. Raises ConfigError for an unknown key or a wrong type."""
-    known = {f.name: f for f in fields(cls)}
-    if unknown := [f"{prefix}{k}" for k in values if k not in known]:
+    hints, parts = _declared(cls)
+    if unknown := [f"{prefix}{k}" for k in values if k not in hints]:
         raise ConfigError([f"{key}: unknown key" for key in unknown])
-    parts = {k: group for k, f in known.items() if (group := _group(f))}
-    hints = get_type_hints(cls)
     if wrong := [
         violation(f"{prefix}{k}", v, f"must be {'keys with values' if k in parts else type_in_words(hints[k])}")
         for k, v in values.items()
@@ -271,6 +289,14 @@ def _build(cls: type, values: dict[str, Any], prefix: str) -> Any:
     ]:
         raise ConfigError(wrong)
     return cls(**{k: _build(parts[k], v, f"{k}.") if k in parts else v for k, v in values.items()})
+
+
+@cache
+def _declared(cls: type) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return, of the dataclass `cls`, the types of all fields by name, and the dataclasses of those that are groups of
+    keys."""
+    groups = {f.name: group for f in fields(cls) if (group := _group(f))}
+    return get_type_hints(cls), groups
 
 
 def _fits(value: Any, hint: Any) -> bool:

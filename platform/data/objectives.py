@@ -1,7 +1,8 @@
 """Training objectives, which turn a stream of tokens into samples of named data tensors and decide what is predicted.
 
 An objective returns sample `index` of a stream as int64 rows of fixed lengths, where -1 is padding: nothing to read in
-`tokens` and `source`, nothing to predict in `labels`. Its randomness is a function of the sample's key alone.
+`tokens` and `source`, nothing to predict in `labels`. Its randomness is a function of the sample's key alone. Where a
+sample may span documents, `begins` or `segments` tell them apart.
 """
 
 from collections.abc import Callable
@@ -14,12 +15,11 @@ from numpy.typing import NDArray
 from platform.config.fields import ConfigError
 from platform.data.permutation import mix
 from platform.data.tokenizer import END_OF_TEXT
+from platform.data.tokens.streams import PADDING, Ints
 
-PADDING = -1
 NOISE = 0.15  # fraction of the tokens that are predicted (BERT; T5)
 SPAN = 3  # tokens per corrupted span, on average (T5)
 
-Ints = NDArray[np.int64]
 Keys = NDArray[np.uint64]
 
 
@@ -55,8 +55,12 @@ class Causal:
         return (len(stream) - 1) // self.length
 
     def batch(self, stream: Any, index: Ints, keys: Keys) -> dict[str, Ints]:
+        """Return samples `index` of the stream as `tokens`, `labels`, and `begins`, the position in the sample at which
+        each token's document begins; each int64 [len(index), length]."""
         rows = _windows(stream, index * self.length, self.length + 1)
-        return {"tokens": rows[:, :-1], "labels": rows[:, 1:]}
+        tokens = rows[:, :-1]
+        begins = np.maximum.accumulate(np.where(tokens == END_OF_TEXT, np.arange(self.length), 0), 1)
+        return {"tokens": tokens, "labels": rows[:, 1:], "begins": begins}
 
     def predicted(self, stream: Any, index: Ints) -> int:
         return len(index) * self.length
@@ -65,10 +69,12 @@ class Causal:
 @dataclass(frozen=True)
 class Masked:
     """Masked objective (BERT, 3.1): predicts some tokens from all others. Of the predicted ones, 80 % are replaced by
-    the mask, the vocabulary's last id, 10 % by a random token, and 10 % stay."""
+    the mask, the vocabulary's last id, 10 % by a random token, and 10 % stay. `segments`: of a sample that the model
+    tells apart (its documents, the last ones together); 0: it does not."""
 
     length: int
     vocab: int
+    segments: int = 0
     reserved = 1
 
     @property
@@ -83,15 +89,20 @@ class Masked:
         return len(stream) // self.length
 
     def batch(self, stream: Any, index: Ints, keys: Keys) -> dict[str, Ints]:
-        """Return samples `index` of the stream as `tokens`, in part masked, and `labels`, each int64 [len(index),
-        length]; `keys` [len(index)] decide what is masked."""
+        """Return samples `index` of the stream as `tokens`, in part masked, `labels`, and, if it has any, the
+        `segments` of its tokens, by number; each int64 [len(index), length]. `keys` [len(index)] decide what is
+        masked."""
         rows = _windows(stream, index * self.length, self.length)
         place, key = np.arange(self.length), keys[:, None]
         chosen = _choice(key, self.length, self._count)
         lot = mix(key, 1, place) % np.uint64(10)
         random = (mix(key, 2, place) % np.uint64(self.vocab - 1)).astype(np.int64)
         seen = np.where(lot < 8, self.vocab - 1, np.where(lot == 8, random, rows))
-        return {"tokens": np.where(chosen, seen, rows), "labels": np.where(chosen, rows, PADDING)}
+        found = {"tokens": np.where(chosen, seen, rows), "labels": np.where(chosen, rows, PADDING)}
+        if self.segments:
+            begun = np.cumsum(rows[:, 1:] == END_OF_TEXT, 1)
+            found["segments"] = np.pad(begun, ((0, 0), (1, 0))).clip(max=self.segments - 1)
+        return found
 
     def predicted(self, stream: Any, index: Ints) -> int:
         return len(index) * self._count
@@ -154,7 +165,7 @@ class SpanDenoising:
 @dataclass(frozen=True)
 class Pairs:
     """Sequence-to-sequence objective: predicts the target of every pair of texts from its source; both end with
-    END_OF_TEXT and are cut at their length. The stream is a `platform.data.pairs.PairStream`."""
+    END_OF_TEXT and are cut at their length. The stream is a `platform.data.tokens.streams.PairStream`."""
 
     source_length: int
     length: int
@@ -171,11 +182,11 @@ class Pairs:
         return int(np.minimum(last - first + 1, self.length).sum())
 
 
-OBJECTIVES: dict[str, Callable[[int, int, int], Objective]] = {  # of (length, source_length, vocab)
-    "causal": lambda length, source_length, vocab: Causal(length),
-    "masked": lambda length, source_length, vocab: Masked(length, vocab),
-    "span_denoising": lambda length, source_length, vocab: SpanDenoising(source_length, length, vocab),
-    "pairs": lambda length, source_length, vocab: Pairs(source_length, length),
+OBJECTIVES: dict[str, Callable[[int, int, int, int], Objective]] = {  # of (length, source_length, vocab, segments)
+    "causal": lambda length, source_length, vocab, segments: Causal(length),
+    "masked": lambda length, source_length, vocab, segments: Masked(length, vocab, segments),
+    "span_denoising": lambda length, source_length, vocab, segments: SpanDenoising(source_length, length, vocab),
+    "pairs": lambda length, source_length, vocab, segments: Pairs(source_length, length),
 }
 
 

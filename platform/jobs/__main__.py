@@ -34,9 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = commands.add_parser("supervise", help="run platform.launch, again where it goes on")
     _supervision(command)
     command.add_argument("--time-limit", type=float, help="seconds after which the job's time is over")
-    command.add_argument(
-        "launch", nargs=argparse.REMAINDER, help="arguments of platform.launch; run.dir=... among them"
-    )
+    command.add_argument("--notice", type=float, default=0.0, help="seconds that a node is given to leave")
+    command.add_argument("launch", nargs=argparse.REMAINDER, help="arguments of platform.launch, with run.dir")
     command.set_defaults(run=_supervise)
     command = commands.add_parser("node", help="Ray on a node of a Slurm job")
     command.add_argument("shared", type=Path, help="directory that the nodes of the job share")
@@ -45,9 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("--ip", type=int, choices=(4, 6), default=4, help="version of IP")
     command.add_argument("--drain", type=int, default=60, help="seconds that leaving takes at most")
     _supervision(command)
-    command.add_argument(
-        "--run", nargs=argparse.REMAINDER, dest="launch", help="be the head, and run platform.launch with these"
-    )
+    command.add_argument("--run", nargs=argparse.REMAINDER, dest="launch", help="be the head, and supervise this run")
     command.set_defaults(run=_node)
     given = parser.parse_args(arguments)
     register_url_secrets(list(sys.argv))
@@ -95,7 +92,7 @@ def _write(given: argparse.Namespace) -> int:
 def _supervise(given: argparse.Namespace) -> int:
     from platform.jobs.supervisor import Supervision, Supervisor, end_ray_job
 
-    told = Supervision(given.launch, given.retries, given.time_limit)
+    told = Supervision(given.launch, given.retries, given.time_limit, notice=given.notice)
     status = _answer(Supervisor(told).run)
     end_ray_job(status)
     return status

@@ -39,7 +39,7 @@ def _title(run: PlannedRun) -> str:
 def _values(run: PlannedRun) -> dict[str, str | None]:
     """Return what the places of the templates hold, each as YAML on one line; None for what this job does not have."""
     o, size, gpu = run.options, run.size, run.size.device == "cuda"
-    grace = size.margin + 60
+    grace = max(120, size.margin + 60)
     seconds = int(seconds_of(o.time)) if o.time else None
     found: dict[str, Any] = {
         "name": o.name,
@@ -53,7 +53,7 @@ def _values(run: PlannedRun) -> dict[str, str | None]:
         "waiting": _WAITING,
         "ray": _ray_version(),
         "user": o.user,
-        "grace": max(120, grace),
+        "grace": grace,
         "drain": str(max(60, size.margin)),
         "interface": o.interface if gpu else None,
         "wandb": {"secretKeyRef": {"name": "wandb", "key": "api-key", "optional": True}}
@@ -70,8 +70,9 @@ def _values(run: PlannedRun) -> dict[str, str | None]:
         "select": dict(pair.split("=", 1) for pair in o.select) or None,
         "tolerate": [_toleration(pair) for pair in ([_TAINT] if gpu else []) + o.tolerate] or None,
     }
-    limit = [] if seconds is None else [f"--time-limit={seconds}"]
-    command = ["python", "-m", "platform.jobs", "supervise", f"--retries={o.retries}", *limit, *run.arguments]
+    limit = [f"--time-limit={seconds}"] if seconds is not None else []
+    told = [f"--retries={o.retries}", f"--notice={grace}", *limit]
+    command = ["python", "-m", "platform.jobs", "supervise", *told, *run.arguments]
     plain = {"command": run.command, "entrypoint": folded(command), "secrets": _secrets(o.secrets)}
     return {**{name: None if value is None else _flow(value) for name, value in found.items()}, **plain}
 

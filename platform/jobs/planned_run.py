@@ -12,6 +12,7 @@ from platform.boundary.redaction import REDACTED, redact, register_url_secrets
 from platform.composition.arguments import experiment_of, typed_values
 from platform.composition.composer import CONF, open_composer
 from platform.config.fields import Config, ConfigError, violation
+from platform.data.mixture import paths_of
 from platform.jobs.options import JobOptions, lacking_options, take_options
 from platform.jobs.sizing import JobSize, job_size, workers_per_node
 from platform.launch import compose
@@ -74,9 +75,12 @@ def plan_job(
     if size.device == "cuda" and memory and (line := lack_of_memory(config, plan, Device(memory, config.cluster.gpu))):
         raise ConfigError(line)
     directory = run_dir(options)
+    grows = hasattr(options, "claim") and size.least < size.most  # by the autoscaler, which must know for what
     added = {
         "cluster": "ray",
         "cluster.wait": f"{_WAIT}",
+        "cluster.autoscale": "true" if grows else "",
+        "cluster.device": size.device if config.cluster.device == "auto" else "",
         "elastic.min_workers": f"{size.least * size.workers}" if size.least < size.nodes else "",
         "run.dir": directory,
         "run.time_margin": f"{size.margin}",
@@ -103,10 +107,9 @@ def _needed(config: Config, options: JobOptions, given: Mapping[str, Any]) -> di
 
 def within(config: Config, mount: str) -> None:
     """Raise ConfigError for paths of the run that do not lie below `mount`, where all pods see the same files."""
-    paths = {"data.path": config.data.path, "data.target_path": config.data.target_path}
     lines = [
         violation(key, path, f"must lie below job.mount={mount}, where the claim is", [f"{mount}/..."])
-        for key, path in {**paths, "checkpoint.url": config.checkpoint.url}.items()
+        for key, path in {**paths_of(config.data), "checkpoint.url": config.checkpoint.url}.items()
         if path and "://" not in path and not path.startswith(f"{mount}/")
     ]
     if lines:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -35,13 +35,15 @@ _STOPPING_SECONDS = 30.0  # for Ray to end this process, once it was asked to st
 
 @dataclass(frozen=True)
 class Supervision:
-    """Options of a supervisor. `arguments`: of `platform.launch`; `retries`: drivers that may be lost; `seconds`:
-    after which the job's time is over, None for no limit; `elsewhere`: as in `verdict`."""
+    """Options of a supervisor. `arguments`: of `platform.launch`; `retries`: drivers that may be lost; `seconds`: after
+    which the job's time is over, None for no limit; `elsewhere`: as in `verdict`; `notice`: seconds that a node is
+    given to leave, which may be this one."""
 
     arguments: Sequence[str]
     retries: int = 10
     seconds: float | None = None
     elsewhere: bool = False
+    notice: float = 0.0
 
     @property
     def run_dir(self) -> Path:
@@ -118,7 +120,7 @@ class Supervisor:
                 f"supervisor: the driver {how} with status {status} after step {after}: the same command again"
                 f" ({used} of {self._told.retries} retries spent)"
             )
-            if self._rest(min(_LONGEST_PAUSE, self._pause * used)):
+            if self._rest(max(min(_LONGEST_PAUSE, self._pause * used), self._leaving(run_dir, status))):
                 return STOPPED if self._asked == signal.SIGUSR1 else TERMINATED
 
     def _one_driver(self) -> int:
@@ -133,6 +135,13 @@ class Supervisor:
         if self._asked:  # while it was starting
             self._driver.send_signal(self._asked)
         return self._driver.wait()
+
+    def _leaving(self, run_dir: Path, status: int) -> float:
+        """Return the seconds to wait where the driver has stopped because nodes are taken away: another one would stop
+        likewise until they are gone, and this node may be one of them."""
+        with suppress(OSError, Malformed):
+            return self._told.notice if status == STOPPED and traces.noticed(run_dir) else 0.0
+        return 0.0
 
     def _over(self, run_dir: Path) -> list[str]:
         """Return the argument by which a driver starts over at step 1, where the one before was lost before its first
@@ -172,7 +181,7 @@ def _steps(run_dir: Path) -> int:
 def _recorded(run_dir: Path) -> bool:
     """Return True unless the journal says that the newest driver began and not that it ended."""
     try:
-        return not traces.unended(run_dir)
+        return traces.orphaned(run_dir) is None
     except (OSError, Malformed):
         return True
 

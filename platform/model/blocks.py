@@ -1,4 +1,4 @@
-"""Parts of Transformers, written in named dims: norms, attention, feed-forward layers, embeddings, stacks of blocks.
+"""Parts of Transformers, written in named dims: norms, attention, feed-forward layers, stacks of blocks.
 
 They are written against `Ops` and name neither collectives nor ranks.
 """
@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import sqrt
+from math import log, sqrt
 from typing import Any
 
 from platform.config.fields import Model as ModelConfig
+from platform.plan.language.functions import RotaryScaling
 from platform.plan.language.ops import Ops, Parameter, Spec, scores_of
-
-LOGITS = Spec.of("logits", "length batch vocab")
 
 Activations = dict[str, Any]  # name -> activation that one unit of a model passes to the next
 
@@ -22,9 +21,13 @@ STD = 0.02  # standard deviation of normal initialisations; residual projections
 # activation -> (pointwise function, True if it gates a second projection (Shazeer 2020))
 ACTIVATIONS = {
     "gelu": ("gelu", False),
+    "gelu_tanh": ("gelu_tanh", False),
     "relu": ("relu", False),
+    "silu": ("silu", False),
     "swiglu": ("gated_silu", True),
     "geglu": ("gated_gelu", True),
+    "geglu_tanh": ("gated_gelu_tanh", True),
+    "reglu": ("gated_relu", True),
 }
 
 
@@ -53,7 +56,16 @@ def dim_sizes(c: ModelConfig) -> dict[str, int]:
         "d_ff": c.d_ff or 4 * c.d_model,
         "vocab": c.vocab,
         "buckets": c.buckets,
+        **({"segments": c.segments} if c.segments else {}),
     }
+
+
+def rotary_scaling(c: ModelConfig) -> RotaryScaling | None:
+    """Return how a configuration scales the angles of rotary positions; None if it does not."""
+    if c.rope_scaling == "none":
+        return None
+    magnitude = (c.rope_magnitude or 0.1 * log(c.rope_factor) + 1) if c.rope_scaling == "yarn" else 1.0
+    return RotaryScaling(c.rope_scaling, c.rope_factor, c.rope_original_length, c.rope_low, c.rope_high, magnitude)
 
 
 class Layer:
@@ -77,24 +89,31 @@ def _parameters_in(values: Iterable[Any]) -> Iterator[Parameter]:
 
 @dataclass(frozen=True)
 class Norm(Layer):
-    """Normalisation over d_model: `kind` is layernorm or rmsnorm; rmsnorm has no bias."""
+    """Normalisation over the one dim of its gain: `kind` is layernorm or rmsnorm; rmsnorm has no bias. `eps` is added
+    to the variance."""
 
     kind: str
+    eps: float
     gain: Parameter
     bias: Parameter | None
 
     @classmethod
-    def of(cls, name: str, kind: str) -> Norm:
-        """Make the norm of `kind` (layernorm or rmsnorm) whose parameters are called NAME.gain and NAME.bias."""
-        bias = Parameter(f"{name}.bias", ("d_model",), "vector", "zeros") if kind == "layernorm" else None
-        return cls(kind, Parameter(f"{name}.gain", ("d_model",), "vector", "ones"), bias)
+    def of(cls, name: str, c: ModelConfig) -> Norm:
+        """Make a norm over d_model as the configuration says, whose parameters are called NAME.gain and NAME.bias."""
+        bias = Parameter(f"{name}.bias", ("d_model",), "vector", "zeros") if c.norm == "layernorm" else None
+        return cls(c.norm, c.norm_eps, Parameter(f"{name}.gain", ("d_model",), "vector", "ones"), bias)
+
+    @classmethod
+    def of_heads(cls, name: str, c: ModelConfig) -> Norm:
+        """Make the RMSNorm of each head's queries or keys, whose parameter is called NAME.gain."""
+        return cls("rmsnorm", c.norm_eps, Parameter(f"{name}.gain", ("d_kv",), "in", "ones"), None)
 
     def __call__(self, ops: Ops, x: Any, spec: Spec) -> Any:
-        return ops.norm(x, spec, self.kind, self.gain, self.bias)
+        return ops.norm(x, spec, self.kind, self.gain, self.bias, self.eps)
 
     def of_sum(self, ops: Ops, name: str, x: Any, y: Any, spec: Spec) -> tuple[Any, Any]:
         """Return x plus y with dropout `name`, and the norm of this sum."""
-        return ops.residual_norm(name, x, y, spec, self.kind, self.gain, self.bias)
+        return ops.residual_norm(name, x, y, spec, self.kind, self.gain, self.bias, self.eps)
 
 
 class Residual(Layer):
@@ -103,7 +122,7 @@ class Residual(Layer):
 
     def __init__(self, name: str, c: ModelConfig, shapes: StackSpecs):
         self.name, self.config, self.shapes = name, c, shapes
-        self.norm = Norm.of(f"{name}.norm", c.norm)
+        self.norm = Norm.of(f"{name}.norm", c)
 
     def enter(self, ops: Ops, x: Any) -> Any:
         """Return what the layer reads of the stream x: its norm, or x itself in a post-norm model."""
@@ -130,20 +149,32 @@ class Attention(Residual):
     are together a matrix with the dim d_model."""
 
     def __init__(
-        self, name: str, c: ModelConfig, shapes: StackSpecs, *, causal: bool, memory: StackSpecs | None = None
+        self,
+        name: str,
+        c: ModelConfig,
+        shapes: StackSpecs,
+        *,
+        causal: bool,
+        window: int = 0,
+        memory: StackSpecs | None = None,
     ):
         super().__init__(name, c, shapes)
-        self.causal, self.cross, self.memory = causal, memory is not None, memory or shapes
-        self.scale = 1 / sqrt(c.d_kv or c.d_model // c.heads)
+        self.causal, self.window, self.cross, self.memory = causal, window, memory is not None, memory or shapes
+        self.scale = c.attention_scale or 1 / sqrt(c.d_kv or c.d_model // c.heads)
+        self.scaling = rotary_scaling(c)
         out = STD / sqrt(2 * c.layers)
         q, kv = ("heads", "d_kv", "d_model"), ("kv_heads", "d_kv", "d_model")
         self.query = Parameter(f"{name}.query", q, "in", std=STD, decay=True, turned=True)
         self.key = Parameter(f"{name}.key", kv, "in", std=STD, decay=True, turned=True)
         self.value = Parameter(f"{name}.value", kv, "in", std=STD, decay=True, turned=True)
         self.output = Parameter(f"{name}.output", ("d_model", "heads", "d_kv"), "out", std=out, decay=True)
+        biases = c.attention_bias or ("all" if c.bias else "none")
         inner = [Parameter(f"{p.name}_bias", p.dims[:-1], "in", "zeros") for p in (self.query, self.key, self.value)]
-        self.inner_biases = inner if c.bias else []
-        self.output_bias = [Parameter(f"{name}.output_bias", ("d_model",), "vector", "zeros")] if c.bias else []
+        self.inner_biases = [] if biases == "none" else inner
+        bias = Parameter(f"{name}.output_bias", ("d_model",), "vector", "zeros")
+        self.output_bias = [bias] if biases == "all" else []
+        self.query_norm = Norm.of_heads(f"{name}.query_norm", c) if c.query_key_norm else None
+        self.key_norm = Norm.of_heads(f"{name}.key_norm", c) if c.query_key_norm else None
 
     def __call__(
         self,
@@ -152,13 +183,14 @@ class Attention(Residual):
         memory: Any = None,
         *,
         mask: Any = None,
+        begins: Any = None,
         bias: Any = None,
         entered: Any = None,
         following: Residual | None = None,
     ) -> Any:
         """Apply norm, attention and the residual connection to the stream x [length, batch, d_model]. `memory`: the
-        (key, value) of cross-attention, from `keys_and_values`; None for self-attention. `mask`, `bias`: as in
-        `Ops.attention`. `entered`: what `enter` would return, if it is known; `following`: see `leave_for`."""
+        (key, value) of cross-attention, from `keys_and_values`; None for self-attention. `mask`, `begins`, `bias`: as
+        in `Ops.attention`. `entered`: what `enter` would return, if it is known; `following`: see `leave_for`."""
         s, m = self.shapes, self.memory
         entered = self.enter(ops, x) if entered is None else entered
         weights, specs, biases = (self.query, self.key, self.value), (s.query, s.key, s.key), self.inner_biases
@@ -167,14 +199,17 @@ class Attention(Residual):
             k, v = memory
         else:
             q, k, v = ops.project(entered, s.stream, weights, specs, biases)
+        q = self.query_norm(ops, q, s.query) if self.query_norm else q
+        if self.key_norm and not self.cross:  # that of a memory is in `keys_and_values`
+            k = self.key_norm(ops, k, s.key)
         if self.config.positions == "rope" and not self.cross:
-            q = ops.rotate(f"{self.name}.query", q, s.query, self.config.rope_theta)
-            k = ops.rotate(f"{self.name}.key", k, s.key, self.config.rope_theta)
+            q = ops.rotate(f"{self.name}.query", q, s.query, self.config.rope_theta, self.scaling)
+            k = ops.rotate(f"{self.name}.key", k, s.key, self.config.rope_theta, self.scaling)
         q = ops.relayout(f"{self.name}.query_core", q, s.query, s.core_query)
         k = ops.relayout(f"{self.name}.key_core", k, m.key, m.core_key)
         v = ops.relayout(f"{self.name}.value_core", v, m.key, m.core_key)
-        more = {"scale": self.scale, "causal": self.causal, "mask": mask, "bias": bias}
-        a = ops.attention(self.name, q, k, v, s.core_query, m.core_key, **more)
+        hides: dict[str, Any] = {"causal": self.causal, "window": self.window, "mask": mask, "begins": begins}
+        a = ops.attention(self.name, q, k, v, s.core_query, m.core_key, scale=self.scale, bias=bias, **hides)
         a = ops.relayout(f"{self.name}.context", a, s.core_query, s.query)
         (y,) = ops.project(a, s.query, (self.output,), (s.stream,), self.output_bias)
         return self.leave_for(ops, x, y, following)
@@ -187,7 +222,8 @@ def keys_and_values(ops: Ops, layers: list[Attention], memory: Any) -> list[tupl
     weights = [w for layer in layers for w in (layer.key, layer.value)]
     biases = [b for layer in layers for b in layer.inner_biases[1:]]
     found = ops.project(memory, shapes.stream, weights, [shapes.key] * len(weights), biases)
-    return list(zip(found[::2], found[1::2], strict=True))
+    pairs = zip(layers, found[::2], found[1::2], strict=True)
+    return [(layer.key_norm(ops, k, shapes.key) if layer.key_norm else k, v) for layer, k, v in pairs]
 
 
 class FeedForward(Residual):
@@ -214,41 +250,23 @@ class FeedForward(Residual):
         return self.leave(ops, x, y)
 
 
-class Embedding(Layer):
-    """Maps token ids to activations by the rows of `table`, which stacks may share, and adds learned or sinusoidal
-    positions, or none."""
-
-    def __init__(self, prefix: str, c: ModelConfig, shapes: StackSpecs, table: Parameter):
-        self.name, self.config, self.spec, self.table = f"{prefix}embedding", c, shapes.stream, table
-        dims, own = ("length", "d_model"), shapes.stream.sizes
-        learned = Parameter(f"{prefix}position", dims, "vector", "normal", STD, True, own)
-        self.position = learned if c.positions == "learned" else None
-
-    def parameters(self) -> list[Parameter]:
-        return [self.position] if self.position else []  # the table is the model's
-
-    def __call__(self, ops: Ops, tokens: Any) -> Any:
-        x = ops.lookup(self.name, self.table, tokens, self.spec)
-        if self.position:
-            x = ops.shift(x, self.spec, self.position)
-        elif self.config.positions == "sinusoidal":
-            x = ops.sinusoid(self.name, x, self.spec, sqrt(self.config.d_model))
-        return ops.dropout(self.name, x, self.spec)
-
-
 class TransformerBlock(Layer):
     """Transformer block: self-attention, cross-attention if `memory` is given, and a feed-forward layer."""
 
-    def __init__(self, name: str, c: ModelConfig, shapes: StackSpecs, *, causal: bool, memory: StackSpecs | None):
+    def __init__(
+        self, name: str, c: ModelConfig, shapes: StackSpecs, *, causal: bool, memory: StackSpecs | None, window: int = 0
+    ):
         self.name = name
-        self.attention = Attention(f"{name}.attention", c, shapes, causal=causal)
+        self.attention = Attention(f"{name}.attention", c, shapes, causal=causal, window=window)
         self.cross = Attention(f"{name}.cross", c, shapes, causal=False, memory=memory) if memory else None
         self.mlp = FeedForward(f"{name}.mlp", c, shapes)
 
-    def __call__(self, ops: Ops, x: Any, pair: Any, *, mask: Any, bias: Any, memory_mask: Any) -> Any:
-        """Run the block on the stream x. `pair`: the (key, value) of its cross-attention; `mask`, `bias`: of
+    def __call__(
+        self, ops: Ops, x: Any, pair: Any, *, mask: Any, bias: Any, memory_mask: Any, begins: Any = None
+    ) -> Any:
+        """Run the block on the stream x. `pair`: the (key, value) of its cross-attention; `mask`, `begins`, `bias`: of
         self-attention; `memory_mask`: of cross-attention."""
-        x, h = self.attention(ops, x, mask=mask, bias=bias, following=self.cross or self.mlp)
+        x, h = self.attention(ops, x, mask=mask, begins=begins, bias=bias, following=self.cross or self.mlp)
         if self.cross:
             x, h = self.cross(ops, x, pair, mask=memory_mask, entered=h, following=self.mlp)
         return self.mlp(ops, x, h)
@@ -265,16 +283,25 @@ class Stack(Layer):
         table = Parameter(f"{prefix}relative_bias", ("buckets", "heads"), "in", std=STD)
         self.relative = table if c.positions == "relative" else None
         names = [f"{prefix}layers.{i}" for i in range(c.layers)]
-        self.blocks = {name: TransformerBlock(name, c, shapes, causal=causal, memory=memory) for name in names}
+        more: dict[str, Any] = {"causal": causal, "memory": memory}
+        self.blocks = {n: TransformerBlock(n, c, shapes, window=window_of(c, i), **more) for i, n in enumerate(names)}
         self.units = tuple(names)
-        self.norm = None if c.post_norm else Norm.of(f"{prefix}norm", c.norm)
+        self.norm = None if c.post_norm else Norm.of(f"{prefix}norm", c)
 
     def __call__(
-        self, ops: Ops, x: Any, units: Sequence[str], *, mask: Any = None, memory: Any = None, memory_mask: Any = None
+        self,
+        ops: Ops,
+        x: Any,
+        units: Sequence[str],
+        *,
+        mask: Any = None,
+        begins: Any = None,
+        memory: Any = None,
+        memory_mask: Any = None,
     ) -> Any:
         """Run the blocks of this stack named in `units` on the stream x, and the final norm after the stack's last
-        block; x is returned unchanged if `units` names none of its blocks. `mask` hides the padding of x, `memory_mask`
-        that of the encoder's output `memory`; both are data tensors."""
+        block; x is returned unchanged if `units` names none of its blocks. `mask` hides the padding of x, `begins` what
+        lies before a document, `memory_mask` the padding of the encoder's output `memory`; all are data tensors."""
         s, blocks = self.shapes, [block for name, block in self.blocks.items() if name in units]
         if not blocks:
             return x
@@ -290,7 +317,7 @@ class Stack(Layer):
 
             def run(x: Any, bias: Any, *kv: Any, together: Sequence[TransformerBlock] = together) -> Any:
                 for block, pair in zip(together, zip(kv[::2], kv[1::2], strict=True), strict=True):
-                    x = block(ops, x, pair, mask=mask, bias=bias, memory_mask=memory_mask)
+                    x = block(ops, x, pair, mask=mask, begins=begins, bias=bias, memory_mask=memory_mask)
                 return x
 
             kv = [x for pair in pairs[i : i + every] for x in pair]
@@ -298,71 +325,8 @@ class Stack(Layer):
         return self.norm(ops, x, s.stream) if self.norm and self.units[-1] in units else x
 
 
-class Head(Layer):
-    """Computes logits over vocab from the last block's output, by the embedding's table (model.tied) or a table of its
-    own, and the loss against labels."""
-
-    def __init__(self, c: ModelConfig, shapes: StackSpecs, embedding: Parameter):
-        self.config, self.spec = c, shapes.stream
-        self.table = embedding if c.tied else Parameter("head", ("vocab", "d_model"), "in", std=STD, decay=True)
-
-    def parameters(self) -> list[Parameter]:
-        return [] if self.config.tied else [self.table]
-
-    def __call__(self, ops: Ops, x: Any, labels: Any) -> Activations:
-        """Compute the logits of the stream x [length, batch, d_model] and return {"loss": cross-entropy summed over
-        this rank's tokens} against the data tensor `labels`, or {"logits": [length, batch, vocab]} if `labels` is None,
-        as when text is sampled."""
-        return {"logits": self.logits(ops, x)} if labels is None else {"loss": self.loss(ops, x, labels)}
-
-    def logits(self, ops: Ops, x: Any) -> Any:
-        return ops.project(x, self.spec, (self.table,), (LOGITS,))[0]
-
-    def loss(self, ops: Ops, x: Any, labels: Any) -> Any:
-        return ops.linear_cross_entropy("loss", x, self.spec, self.table, LOGITS, labels, self.config.label_smoothing)
-
-
-class Transformer(Layer):
-    """Base of Transformers with one table of token embeddings. `units`: the names of the smallest parts (embeddings,
-    blocks, head) that pipeline stages are made of, in order."""
-
-    inputs: tuple[str, ...] = ("tokens", "labels")
-    units: tuple[str, ...]
-
-    def __init__(self, c: ModelConfig):
-        self.config, self.sizes, self.table = c, dim_sizes(c), embedding_table(c)
-
-    def forward(self, ops: Ops, inputs: Mapping[str, Any]) -> Any:
-        return self.part(ops, inputs, {}, self.units)["loss"]
-
-    def part(self, ops: Ops, inputs: Mapping[str, Any], flow: Mapping[str, Any], units: Sequence[str]) -> Activations:
-        """Run the parts of the model named in `units`, one pipeline chunk, on `flow`, the activations by name from the
-        units before; return those for the units after. The head returns the `loss` if `inputs`, the data tensors by
-        name, have labels, else `logits` [length, batch, vocab] in its region's layout."""
-        raise NotImplementedError
-
-
-class SingleStack(Transformer):
-    """Base of Transformers with one stack of blocks, `causal` or reading in both directions except for padding."""
-
-    causal: bool
-
-    def __init__(self, c: ModelConfig):
-        super().__init__(c)
-        shapes = StackSpecs()
-        self.embedding = Embedding("", c, shapes, self.table)
-        self.stack = Stack("", c, shapes, causal=self.causal)
-        self.head = Head(c, shapes, self.table)
-        self.units = ("embedding", *self.stack.units, "head")
-
-    def part(self, ops: Ops, inputs: Mapping[str, Any], flow: Mapping[str, Any], units: Sequence[str]) -> Activations:
-        x = self.embedding(ops, inputs["tokens"]) if "embedding" in units else flow["stream"]
-        x = self.stack(ops, x, units, mask=None if self.causal else inputs.get("tokens"))
-        return self.head(ops, x, inputs.get("labels")) if "head" in units else {"stream": x}
-
-
-def embedding_table(c: ModelConfig) -> Parameter:
-    """Return the declaration of a Transformer's token embedding [vocab, d_model]. With sinusoidal positions it starts
-    as N(0, 1 / d_model), scaled by sqrt(d_model) on use (`Embedding`), so that tokens are as large as positions."""
-    std = 1 / sqrt(c.d_model) if c.positions == "sinusoidal" else STD
-    return Parameter("embedding", ("vocab", "d_model"), "in", std=std, decay=True)
+def window_of(c: ModelConfig, layer: int) -> int:
+    """Return the window of the attention of a layer, by its number: 0 where it has none, or none that hides anything
+    within the model's length."""
+    windowed = c.window < c.length and (not c.window_layers or layer in c.window_layers)
+    return c.window if windowed else 0

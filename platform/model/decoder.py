@@ -1,7 +1,7 @@
 """Transformer decoder: by configuration GPT-2/3 (learned positions, LayerNorm, GELU, tied head) or Llama (rotary
 positions, RMSNorm, SwiGLU, grouped queries)."""
 
-from platform.model.blocks import SingleStack
+from platform.model.transformer import SingleStack
 
 
 class Decoder(SingleStack):

@@ -1,7 +1,7 @@
-"""Bidirectional Transformer encoder with a masked-token objective: BERT (Devlin et al. 2018) without its segments, its
-second objective and its transform in front of the head."""
+"""Bidirectional Transformer encoder with a masked-token objective: BERT (Devlin et al. 2018), by configuration with its
+segments and the transform in front of its head, and always without its second objective."""
 
-from platform.model.blocks import SingleStack
+from platform.model.transformer import SingleStack
 
 
 class Encoder(SingleStack):

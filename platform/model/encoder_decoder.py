@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from platform.config.fields import Model as ModelConfig
-from platform.model.blocks import Activations, Embedding, Head, Stack, StackSpecs, Transformer
+from platform.model.blocks import Activations, Stack, StackSpecs
+from platform.model.ends import Embedding, Head
+from platform.model.transformer import Transformer
 from platform.plan.language.ops import Ops
 
 

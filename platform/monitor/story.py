@@ -36,6 +36,7 @@ LINES: dict[
     events.Waiting: lambda e: f"waits: {e.reason}",
     events.Forming: lambda e: f"generation {e.generation}: {_plural(e.world_size, 'worker')}, {_mesh(e.mesh)}",
     events.Restored: lambda e: f"goes on after step {e.step}, from {e.source or 'storage'} in {e.seconds:.2f} s",
+    events.Initialised: lambda e: f"starts from {e.weights}, read in {e.seconds:.2f} s",
     events.RolledBack: lambda e: f"{_plural(e.steps_lost, 'step')} are done again",
     events.FirstStep: lambda e: f"step {e.step} is done",
     events.Hiring: lambda e: f"{_plural(e.count, 'new worker')} starting",

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
+import torch
 from torch import Tensor
 
 from platform.parallel.communicator.base import Communicator
 from platform.parallel.kernels import loss, statistics
 from platform.parallel.kernels.einsum import Deferred
-from platform.parallel.sharding.convert import absent
+from platform.parallel.sharding.convert import Pending, absent, apply
+from platform.parallel.sharding.operands import Operands
 from platform.plan.communication.loss_chunks import gradients_at_once
 from platform.plan.communication.planned import PlannedOperation
+from platform.plan.core.ahead import Ahead
 from platform.plan.core.plan import Plan
 from platform.plan.language.ops import Ops, Spec
 
@@ -21,12 +24,13 @@ from platform.plan.language.ops import Ops, Spec
 @dataclass
 class PassPosition:
     """Place of a forward pass in the run: all that dropout masks depend on besides the operation's name and the global
-    element."""
+    element. `masks`: what its layers share, made as they ask."""
 
     seed: int = 0
     step: int = 0
     first_sequence: int = 0  # index in the global batch of the first sequence of this microbatch (of all replicas)
     training: bool = True
+    masks: dict[tuple, Tensor] = field(default_factory=dict)
 
 
 class LossOps(Ops):
@@ -38,25 +42,41 @@ class LossOps(Ops):
     tensors: Mapping[str, Tensor]
     position: PassPosition
     deferred: Deferred | None
+    ahead: Ahead[Pending]  # conversions of parameters
     _blocks: Mapping[Spec, Sequence[tuple[int, int]]]  # activation -> (offset, extent) per dim of this rank's block
 
     def _planned(self, kind: str, name: str) -> PlannedOperation:
         """Return the plan's entry of the model operation `name` of `kind`, such as ("lookup", "embedding")."""
         return self.plan.operations[kind, name]
 
-    def linear_cross_entropy(self, name, x, x_spec, table, spec, labels, smoothing=0.0):
+    def _coming(self, planned: PlannedOperation, number: int) -> Operands:
+        """Return the operands of a planned operation's group of einsums on their way."""
+        use, group = (planned.operation.kind, planned.operation.name, number), planned.groups[number]
+        ahead = use in self.ahead and not torch.compiler.is_compiling()
+        return Operands(self.communicator, group, self.ahead, use) if ahead else Operands(self.communicator, group)
+
+    def _converted(self, planned: PlannedOperation) -> list[Tensor]:
+        """Return the parameters of a planned operation without einsums, converted for it."""
+        operation = planned.operation
+        use, parameters = (operation.kind, operation.name, 0), operation.parameters
+        ahead = use in self.ahead and not torch.compiler.is_compiling()
+        coming = self.ahead.take(use) if ahead else [None] * len(parameters)
+        triples = zip(parameters, planned.conversions, coming, strict=False)
+        return [apply(self.communicator, self.tensors[p.name], conversion, c) for p, conversion, c in triples]
+
+    def linear_cross_entropy(self, name, x, x_spec, table, spec, labels, smoothing=0.0, bias=None):
         product, planned = self._planned("project", table.name), self._planned("cross_entropy", name)
         if product.groups[0].panels:  # SUMMA never has a whole operand: it multiplies, the loss follows
-            return super().linear_cross_entropy(name, x, x_spec, table, spec, labels, smoothing)
+            return super().linear_cross_entropy(name, x, x_spec, table, spec, labels, smoothing, bias)
         *rows, columns = self.plan.local_shape(spec)
         wide = statistics.widened(x).dtype == x.dtype
         return loss.linear_cross_entropy(
             x,
             self.tensors[table.name],
+            self._converted(self._planned("shift", bias.name))[0] if bias else None,
             labels["cross_entropy", name],
-            self.communicator,
+            self._coming(product, 0),
             self._classes(planned, spec, smoothing),
-            product.groups[0],
             at_once=not absent(x) and gradients_at_once(product, planned, prod(rows), columns, x.shape[-1], wide),
             deferred=self.deferred,
         )

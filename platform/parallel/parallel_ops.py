@@ -18,10 +18,11 @@ from platform.parallel.kernels.table_rows import rows
 from platform.parallel.loss_ops import PassPosition
 from platform.parallel.pointwise_ops import PointwiseOps, where_present
 from platform.parallel.recompute import recomputed
-from platform.parallel.sharding.convert import absent, apply, convert
+from platform.parallel.sharding.convert import Pending, absent, apply, convert
 from platform.parallel.sharding.residency import Residency
 from platform.plan.communication.planned import PlannedOperation
-from platform.plan.communication.rule import relayout_steps
+from platform.plan.communication.rule import Conversion, relayout_steps
+from platform.plan.core.ahead import Ahead
 from platform.plan.core.plan import Plan
 from platform.plan.language.layout import Layout
 from platform.plan.language.ops import Parameter, Spec
@@ -32,7 +33,8 @@ class ParallelOps(PointwiseOps):
 
     A data tensor is passed as a mapping from the operations that read it, keyed (kind, name), to this rank's block of
     integers [length, batch] in the layout given by `plan.readers`. An activation or parameter of which this rank has no
-    block is an empty tensor. `compiles`: small functions without collectives are compiled (train.compile).
+    block is an empty tensor. `compiles`: small functions without collectives are compiled (train.compile). `ahead`:
+    parameters that are converted for their operations are so a matrix product ahead.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class ParallelOps(PointwiseOps):
         tensors: Mapping[str, Tensor],
         dropout: float = 0.0,
         compiles: bool = False,
+        ahead: bool = True,
     ):
         self.plan, self.communicator, self.tensors = plan, communicator, tensors
         self.dropout_rate, self.compiles = dropout, compiles
@@ -49,11 +52,22 @@ class ParallelOps(PointwiseOps):
         self.deferred: Deferred | None = None  # collects weight gradient computations that a schedule runs later
         self.recompute = plan.recompute
         self.residency: Residency | None = None  # of parameters that are gathered for each block
+        self.ahead = Ahead(plan, self._start, ahead)
         self._counters = {}
         self._angles: dict[tuple, tuple[Tensor, Tensor]] = {}  # of rotations, alike in all layers and steps
+        self._masks: dict[tuple, Tensor] = {}  # added to scores, alike in all passes
         tensors_of = (t for o in plan.operations.values() for t in (*o.operation.inputs, *o.operation.outputs))
         # activation -> (offset, extent) per dim of this rank's block
         self._blocks = {t: plan.block(t, communicator.coordinates) for t in tensors_of if isinstance(t, Spec)}
+
+    def _start(self, p: Parameter, conversion: Conversion) -> Pending:
+        """Start the conversion of a parameter for an operation."""
+        return convert(self.communicator, self.tensors[p.name].detach(), conversion.forward, name=f"gather {p.name}")
+
+    def begin(self) -> None:
+        """Begin a forward pass."""
+        for left in self.ahead.begin():
+            left.wait()  # of operations that the pass before has left out, as a text sample does the loss
 
     def recomputed(self, kind, function, spec, x, *more):
         if kind == "full" and self.residency:
@@ -68,10 +82,10 @@ class ParallelOps(PointwiseOps):
 
         @contextmanager
         def restore():
-            now = self.position, self.deferred
-            self.position, self.deferred = here
+            now = self.position, self.deferred, self.ahead.again
+            self.position, self.deferred, self.ahead.again = *here, True
             yield
-            self.position, self.deferred = now
+            self.position, self.deferred, self.ahead.again = now
 
         return recomputed(self.communicator, function, restore, self.plan.kept_axes(spec), x, *more)
 
@@ -84,8 +98,8 @@ class ParallelOps(PointwiseOps):
     def lookup(self, name, table, tokens, out):
         planned = self._planned("lookup", name)
         tokens = tokens["lookup", name]
-        into, leave = planned.conversions
-        weight = apply(self.communicator, self.tensors[table.name], into)
+        _, leave = planned.conversions
+        (weight,) = self._converted(planned)
         if absent(weight):
             return apply(self.communicator, weight, leave)
         if planned.over:  # a token whose row another rank holds gives zeros: the sum over `over` completes the lookup
@@ -138,11 +152,11 @@ class ParallelOps(PointwiseOps):
         group, and return the outputs in the order of `operands`. `biases`, `deferred`: see
         `platform.parallel.kernels.einsum.einsums`."""
         results: dict[int, Tensor] = {}
-        for group in planned.groups:
+        for number, group in enumerate(planned.groups):
             indices = [e.index for e in group.einsums]
             added = [biases[i] for i in indices] if biases else ()
             mine = [operands[i] for i in indices]
-            found = einsums(self.communicator, group, x, mine, added, deferred=deferred)
+            found = einsums(self._coming(planned, number), x, mine, added, deferred=deferred)
             results.update(zip(indices, found, strict=True))
         return tuple(results[i] for i in range(len(operands)))
 
@@ -193,8 +207,7 @@ class ParallelOps(PointwiseOps):
 
     @where_present
     def shift(self, x, spec, parameter):
-        (conversion,) = self._planned("shift", parameter.name).conversions
-        p = apply(self.communicator, self.tensors[parameter.name], conversion)
+        (p,) = self._converted(self._planned("shift", parameter.name))
         assert tuple(d for d in spec.dims if d in parameter.dims) == parameter.dims
         for i, d in enumerate(spec.dims):
             if d not in parameter.dims:
@@ -202,13 +215,14 @@ class ParallelOps(PointwiseOps):
         return x + p
 
     @where_present
-    def rotate(self, name, x, spec, theta):
+    def rotate(self, name, x, spec, theta, scaling=None):
         into, leave = self._planned("rotate", name).conversions
         x = apply(self.communicator, x, into)
         wide = statistics.widened(x).dtype
         where = self._blocks[spec][spec.dims.index("length")]
-        if (key := (where, x.shape[-1], theta, wide, x.device)) not in self._angles:
-            self._angles[key] = positions.angles(self._range(spec, "length", x.device), x.shape[-1], theta, wide)
+        if (key := (where, x.shape[-1], theta, scaling, wide, x.device)) not in self._angles:
+            length = self._range(spec, "length", x.device)
+            self._angles[key] = positions.angles(length, x.shape[-1], theta, wide, scaling)
         shape = [n if d in ("length", "d_kv") else 1 for d, n in zip(spec.dims, x.shape, strict=True)]
         cos, sin = (t.view(shape) for t in self._angles[key])
         return apply(self.communicator, positions.rotate(x, cos, sin, self._region(positions.rotated)), leave)
@@ -221,8 +235,7 @@ class ParallelOps(PointwiseOps):
         return x * scale + table.unsqueeze(1).to(x.dtype)
 
     def relative_bias(self, table, scores, *, bidirectional, distance):
-        (conversion,) = self._planned("relative_bias", table.name).conversions
-        weight = apply(self.communicator, self.tensors[table.name], conversion)
+        (weight,) = self._converted(self._planned("relative_bias", table.name))
         if absent(weight):
             return weight
         length, memory = (self._range(scores, d, weight.device) for d in ("length", "memory_length"))
@@ -245,34 +258,66 @@ class ParallelOps(PointwiseOps):
         return x.index_select(dim, index)
 
     @where_present
-    def softmax(self, name, x, spec, *, dim="memory_length", scale=1.0, causal=False, mask=None, bias=None):
+    def softmax(
+        self,
+        name,
+        x,
+        spec,
+        *,
+        dim="memory_length",
+        scale=1.0,
+        causal=False,
+        window=0,
+        mask=None,
+        begins=None,
+        bias=None,
+    ):
         planned = self._planned("softmax", name)
         x = x * scale
         if bias is not None:
             x = x + bias
         if causal:
             length, memory = (self._range(spec, d, x.device) for d in ("length", "memory_length"))
-            x = x.masked_fill(memory > length.unsqueeze(1), -torch.inf)
+            starts = None if begins is None else begins["softmax", name]
+            x = x.masked_fill(positions.unseen(length, memory, window, starts), -torch.inf)
         if mask is not None:
             x = x.masked_fill(positions.padding_mask(mask["softmax", name]), torch.finfo(x.dtype).min)
         x = self._without_padding(x, spec, [dim], -torch.inf)
         return statistics.softmax(x, spec.dims.index(dim), self.communicator, planned.over)
 
     @where_present
-    def fused_attention(self, name, q, k, v, spec, kv, *, scale, causal, mask=None, bias=None):
+    def fused_attention(self, name, q, k, v, spec, kv, *, scale, causal, window=0, mask=None, begins=None, bias=None):
         order = [spec.dims.index(d) for d in ("batch", "heads", "length", "d_kv")]
         back = [("batch", "heads", "length", "d_kv").index(d) for d in spec.dims]
         q, k, v = (t.permute(order) for t in (q, k, v))
         padding = None if mask is None else positions.padding_mask(mask["fused_attention", name])
-        if bias is None and padding is None:
+        starts = None if begins is None else begins["fused_attention", name]
+        if bias is None and padding is None and starts is None and not window:
             seen = None
+        elif bias is None and padding is None:
+            seen, causal = self._seen(q, k, window, starts), False
         else:
-            seen, causal = positions.attention_mask(q, k, causal, padding, bias), False
+            behind = positions.unseen(*self._lengths(q, k), window, starts) if causal else None
+            seen, causal = positions.attention_mask(q, behind, padding, bias), False
         rate = self.dropout_rate if self.position.training else 0.0
         more = {"is_causal": causal, "scale": scale, "enable_gqa": k.shape[1] != q.shape[1]}
         kernel = self._planned("fused_attention", name).operation["kernel"]
         with self._seeded(name, spec, q.device) if rate else nullcontext(), in_kernel(kernel):
             return F.scaled_dot_product_attention(q, k, v, seen, rate, **more).permute(back)
+
+    def _seen(self, q: Tensor, k: Tensor, window: int, begins: Tensor | None) -> Tensor:
+        """Return what is added to the scores of whole q and k [batch, heads, length, d_kv], so that causality, a
+        `window` and the positions `begins` hide the others. All layers share it, and without `begins` all passes."""
+        key = window, q.shape[2], k.shape[2], q.dtype, q.device, begins if begins is None else id(begins)
+        known = self._masks if begins is None else self.position.masks
+        if key not in known:
+            known[key] = positions.as_added(positions.unseen(*self._lengths(q, k), window, begins), q.dtype)
+        return known[key]
+
+    @staticmethod
+    def _lengths(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the positions along the lengths of whole q and k [batch, heads, length, d_kv]."""
+        return torch.arange(q.shape[2], device=q.device), torch.arange(k.shape[2], device=k.device)
 
     def _seeded(self, name: str, spec: Spec, device: torch.device) -> AbstractContextManager[None]:
         """Return a context in which a kernel that draws its own dropout mask draws that of the attention `name` on this

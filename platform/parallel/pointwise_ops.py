@@ -16,8 +16,8 @@ from platform.parallel.compiled import region
 from platform.parallel.kernels import random, residual, statistics
 from platform.parallel.kernels.dropout import Draw, Drawing, dropout, dropped, in_pieces
 from platform.parallel.loss_ops import LossOps
-from platform.parallel.sharding.convert import absent, apply
-from platform.plan.communication.planned import PlannedOperation
+from platform.parallel.sharding.convert import absent
+from platform.plan.language.functions import EPS
 from platform.plan.language.ops import Spec
 
 
@@ -31,8 +31,19 @@ def gated_gelu(gate: Tensor, x: Tensor) -> Tensor:
     return F.gelu(gate) * x
 
 
+def gated_gelu_tanh(gate: Tensor, x: Tensor) -> Tensor:
+    """Multiply x by the tanh approximation of GELU of its gate (GEGLU in T5's second version)."""
+    return F.gelu(gate, approximate="tanh") * x
+
+
+def gated_relu(gate: Tensor, x: Tensor) -> Tensor:
+    """Multiply x by ReLU of its gate (ReGLU, Shazeer 2020)."""
+    return F.relu(gate) * x
+
+
 POINTWISE_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "gelu": lambda x: F.gelu(x),
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": lambda x: F.relu(x),
     "silu": lambda x: F.silu(x),
     "tanh": lambda x: x.tanh(),
@@ -42,8 +53,10 @@ POINTWISE_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "multiply": lambda x, y: x * y,
     "gated_silu": gated_silu,
     "gated_gelu": gated_gelu,
+    "gated_gelu_tanh": gated_gelu_tanh,
+    "gated_relu": gated_relu,
 }
-_COMPILED = {"gated_silu", "gated_gelu"}  # the others are one kernel as they are
+_COMPILED = {f for f in POINTWISE_FUNCTIONS if f.startswith("gated_")}  # the others are one kernel as they are
 
 
 def where_present(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -75,6 +88,10 @@ class PointwiseOps(LossOps):
         return (self._region(compute) if function in _COMPILED and not absent(x[0]) else compute)(*x)
 
     @where_present
+    def scale(self, x, spec, factor):
+        return x * factor
+
+    @where_present
     def pointwise_each(self, functions, x, spec, dim):
         i = spec.dims.index(dim)
         first, n = self._blocks[spec][i]
@@ -82,18 +99,13 @@ class PointwiseOps(LossOps):
         return torch.stack([POINTWISE_FUNCTIONS[f](part) for f, part in zip(mine, x.unbind(i), strict=True)], i)
 
     @where_present
-    def norm(self, x, spec, kind, gain, bias):
+    def norm(self, x, spec, kind, gain, bias, eps=EPS):
         planned = self._planned("norm", gain.name)
-        first, *second = self._vectors(planned)
+        first, *second = self._converted(planned)
         vectors = first, second[0] if bias else None
         if self.compiles and kind == "rmsnorm" and not planned.over:  # LayerNorm is one kernel as it is
-            return region(statistics.rms_norm)(x, first)
-        return statistics.norm(x, *vectors, kind, self.communicator, planned.over)
-
-    def _vectors(self, planned: PlannedOperation) -> list[Tensor]:
-        """Return the parameters of a norm, converted for their use."""
-        pairs = zip(planned.operation.parameters, planned.conversions, strict=True)
-        return [apply(self.communicator, self.tensors[p.name], conversion) for p, conversion in pairs]
+            return region(statistics.rms_norm)(x, first, eps)
+        return statistics.norm(x, *vectors, kind, eps, self.communicator, planned.over)
 
     @where_present
     def dropout(self, name, x, spec):
@@ -105,13 +117,13 @@ class PointwiseOps(LossOps):
         drawing = None if absent(x) or not self.compiles else self._drawing(name, spec, x.device)
         return residual.residual(x, y, drawing, region) if drawing else super().residual(name, x, y, spec)
 
-    def residual_norm(self, name, x, y, spec, kind, gain, bias):
+    def residual_norm(self, name, x, y, spec, kind, gain, bias, eps=EPS):
         planned = self._planned("norm", gain.name)
         if absent(x) or not self.compiles or planned.over:
-            return super().residual_norm(name, x, y, spec, kind, gain, bias)
-        first, *second = self._vectors(planned)
+            return super().residual_norm(name, x, y, spec, kind, gain, bias, eps)
+        first, *second = self._converted(planned)
         drawing = self._drawing(name, spec, x.device)
-        return residual.residual_norm(x, y, first, second[0] if bias else None, kind, drawing, region)
+        return residual.residual_norm(x, y, first, second[0] if bias else None, kind, eps, drawing, region)
 
     def _drawing(self, name: str, spec: Spec, device: torch.device) -> Drawing | None:
         """Return what the dropout mask of the operation `name` on this rank's block of `spec` is drawn from, at the

@@ -12,24 +12,22 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from math import inf
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from platform.boundary import schema
+from platform.boundary.schema import Real
 from platform.boundary.terminal import print_line, tolerated
 from platform.checkpoint.in_memory.snapshots import RankSnapshots
 from platform.checkpoint.storage.catalogue import load_manifest
-from platform.checkpoint.storage.manifest import Corrupt, Refused
 from platform.checkpoint.storage.report import FileReport
 from platform.checkpoint.storage.storage import open_storage
-from platform.config.extensions import load_extensions
-from platform.config.fields import Config, ConfigError, SentConfig
+from platform.config.fields import Config, SentConfig
 from platform.data.corpus import corpus_of
 from platform.optimizer.optimizers import preload_imports
-from platform.parallel.attention import lacking
-from platform.parallel.communicator.base import Communicator, Launch, SingleRank
+from platform.parallel.communicator.base import Launch, SingleRank
 from platform.parallel.communicator.meeting import connected, meet
 from platform.parallel.communicator.progress import PROGRESS
 from platform.parallel.communicator.torch_distributed import ProcessGroups
@@ -40,39 +38,34 @@ from platform.plan.core.step_collectives import process_groups
 from platform.plan.language.mesh import Mesh
 from platform.plan.schedule.rows import StageRows
 from platform.planning.make_plan import make_plan
-from platform.train.health.link import PAIR, measure_link
-from platform.train.health.measure import FULL, QUICK, findings
+from platform.train.candidate import Candidate
 from platform.train.protocol.answers import (
     Built,
     Copied,
     Differences,
-    Findings,
     Joined,
-    Proof,
     StepReport,
     Taken,
     Unrestored,
     Unwritten,
 )
 from platform.train.recovery import urls
-from platform.train.recovery.proof import proof
-from platform.train.recovery.source import Source
+from platform.train.recovery.source import Source, is_divided
 from platform.train.recovery.verify import differing
 from platform.train.step.faults import Fault
 from platform.train.step.step_report import Combiner
 from platform.train.step.trainer import Trainer
-from platform.train.step.training_state import State
-from platform.train.step.weights import DTYPES
+from platform.train.step.training_state import State, tell_all, tried
 
 
-class Worker:
+class Worker(Candidate):
     """Member `number` of a crew: answers the driver's calls in a worker's process. In each generation it is seated as
     one of the ranks or is a spare. Arguments of calls are read as the signatures here declare them, results as
     `platform.train.protocol.answers` does. `run_dir`: the run directory; `threads`: of torch on the CPU.
 
-    The driver's calls in a generation are, in order: `prove`, `form`, `build`, perhaps `restore` or `recover`; then
-    `step`, `hold`, `snapshot`, `write`, `written`, `evaluate` and `sample`, each on all ranks; then `leave`. The last
-    call of all is `close`.
+    The driver's calls in a generation are, in order: `prove`, `form`, `build`, perhaps `restore`, `recover` or `begin`;
+    then `step`, `hold`, `snapshot`, `write`, `written`, `evaluate` and `sample`, each on all ranks; then `leave`. The
+    last call of all is `close`. In a large world `lead` on rank 0 and `follow` on the others stand for many a `step`.
     """
 
     trainer: Any  # a Trainer from `build` to `leave`
@@ -80,56 +73,17 @@ class Worker:
     combiner: Any  # a Combiner, likewise
 
     def __init__(self, config: Config, number: int, *, device: str, run_dir: str, threads: int):
-        self._configure(config)
-        self.number, self.run_dir, self.device = number, Path(run_dir), device
-        self.communicator: Communicator | None = None
+        super().__init__(config, device, run_dir)
+        self.number = number
         self.memories: dict[int, RankSnapshots] = {}  # by generation; older ones until the newest takes a step
         self.late = device == "cuda"  # a snapshot is copied beside the next step, and whole before that updates
         self._unheld: int | None = None  # the step whose state the next one is to copy
+        self._planned: tuple[Config, list[int]] | None = None  # what `plan` has been made of
         torch.set_num_threads(threads)
         self._order = ExitStack()
         if config.train.deterministic:
             self._order.enter_context(deterministic(may_compile(config.train.compile, device)))
         preload_imports(self.config.optimizer)
-
-    def _configure(self, config: Config) -> None:
-        """Set the run's configuration and import the user's modules that it names in `extend`. Raises ConfigError for
-        one that cannot be imported."""
-        self.config = config
-        if mistakes := load_extensions(self.config.extend):
-            raise ConfigError(mistakes)
-
-    def prove(self, probe: str) -> Proof:
-        """Return what this worker sees of the run's storage, and hashes and versions of its code, for the driver to
-        compare with its own. `probe`: name of the file of random bytes that the driver has written to each storage."""
-        train, m = self.config.train, self.config.model
-        dtype, d_kv = DTYPES[self.config.precision][0], m.d_kv or m.d_model // m.heads
-        lacks = {
-            "train.compile": uncompiled("on", self.device) if train.compile == "on" else "",
-            "train.attention_kernel": lacking(train.attention_kernel, self.device, dtype, d_kv),
-        }
-        return proof(self.config, self.run_dir, probe, {key: why for key, why in lacks.items() if why})
-
-    def tell_time(self) -> float:
-        """Return the time by this machine's clock, in seconds since the epoch."""
-        return time.time()
-
-    def examine(self, thorough: bool) -> Findings:
-        """Return what the doctor finds on this worker by itself; `thorough`: with sizes that take seconds."""
-        self._local_device()
-        return findings(self.config, self.run_dir, self.device, FULL if thorough else QUICK)
-
-    def pass_to_partner(self, index: int, pair: str, store: tuple[str, int], thorough: bool) -> Findings:
-        """Return what the doctor finds on the connection with the partner of this worker, which is number `index` (0 or
-        1) of the `pair` of that name and meets it in the driver's `store`; nothing if it is -1. `leave` follows."""
-        if index < 0:
-            return Findings()
-        mesh, device = Mesh.of({"stage": 1, PAIR: 2}), self._local_device()
-        try:
-            self.communicator = connected(mesh, index, store, f"doctor/{pair}", [(PAIR,)], device)
-            return measure_link(self.communicator, FULL if thorough else QUICK)
-        except Exception as error:
-            return Findings(errors={"link": f"{type(error).__name__}: {error}".partition("\n")[0]})
 
     def form(
         self,
@@ -150,9 +104,11 @@ class Worker:
         """
         if self.communicator:
             raise RuntimeError("this worker is still in the generation before; it has to leave that first")
-        self._configure(config)
+        if (config, stage_of) != self._planned:  # it is the same where a spare has taken a seat
+            self._configure(config)
+            self.plan = make_plan(self.config, stage_of=stage_of)
+            self._planned = config, stage_of
         self.rank, self.world_size, self.generation = rank, world_size, generation
-        self.plan = make_plan(self.config, stage_of=stage_of)
         if plan and (own := digest(self.plan)) != plan:
             raise ValueError(f"this worker plans {own}, and the driver {plan}: they run different code")
         if self.plan.mesh.size != world_size:
@@ -168,14 +124,9 @@ class Worker:
             self.communicator.log = []
         return Joined(rank, mesh.coordinates(rank), os.getpid(), socket.gethostname())
 
-    def _local_device(self) -> str:
-        """Return the torch device of this worker, "cpu" or "cuda:0", and make it current."""
-        if self.device != "cuda":
-            return self.device
-        torch.cuda.set_device(0)  # each worker process sees a single GPU
-        return "cuda:0"
-
-    def build(self, rows: list[Any], domains: list[str] | None = None, corpus: str = "", fresh: bool = True) -> Built:
+    def build(
+        self, rows: list[list[list[int]]], domains: list[str] | None = None, corpus: str = "", fresh: bool = True
+    ) -> Built:
         """Build this rank's parameters, optimizer and data for the generation that it has joined; return their size and
         the device's. `rows`: the schedule rows of this stage, from `platform.plan.schedule.rows.StageRows.plain`;
         `domains`: the node of every rank, None if all run on one; `corpus`: the folder in which the driver has found
@@ -188,13 +139,16 @@ class Worker:
         self.trainer = Trainer(c, self.plan, self.communicator, data, StageRows.from_plain(rows), fresh)
         self.state = State(self.trainer)
         self.combiner = Combiner(self.plan, self.communicator, c.elastic.slow)
+        shared = False
         if c.elastic.snapshot_every:
-            homes, pinned = domains or [""] * self.world_size, self.device == "cuda"
-            self.memories[self.generation] = RankSnapshots(self.state.held, homes, self.rank, pinned)
+            nodes, tell = domains or [""] * self.world_size, partial(tell_all, self.communicator)
+            how = {"divided": is_divided(c), "pinned": self.device == "cuda"}
+            memory = RankSnapshots.open(self.state.held, nodes, self.rank, tell, **how)
+            self.memories[self.generation], shared = memory, memory.held.shared
         device = torch.cuda.get_device_properties() if self.device == "cuda" else None
         parameters = self.plan.parameters_at(self.communicator.coordinates)
-        name, memory = (device.name, device.total_memory) if device else ("cpu", None)
-        return Built(parameters, name, memory, self.state.moments, lacking)
+        name, capacity = (device.name, device.total_memory) if device else ("cpu", None)
+        return Built(parameters, name, capacity, self.state.moments, lacking, shared)
 
     def _settled(self) -> tuple[Config, str]:
         """Return the configuration with train.compile settled to on or off, alike on all ranks, and what keeps this
@@ -236,9 +190,34 @@ class Worker:
             report.held = memory.steps[-1]
         if self.communicator.log is not None:
             self._write_launches(self.communicator.log)
-        combined = self.combiner.together(report)
         self.communicator.confirm()  # an update from collectives that were interrupted is not acknowledged
+        combined = self.combiner.together(report)
+        self.communicator.confirm()
         return combined
+
+    def lead(self, step: int, limit: float = inf, faults: list[Fault] | None = None) -> StepReport | Taken:
+        """Pass the driver's order to take training step `step` on to all other ranks, which are in `follow`, and take
+        it with them, as `Worker.step` does. Called on rank 0 alone. Its report says that all ranks have done the step:
+        each gives its own only after its update."""
+        assert self.communicator
+        self.communicator.announce(json.dumps([step, limit, list(map(vars, faults or ()))]))
+        return self.step(step, limit, faults)
+
+    def follow(self) -> None:
+        """Take the training steps that rank 0 passes on, until it lets go. Called on all ranks but that."""
+        assert self.communicator
+        while order := self.communicator.announce():
+            step, limit, faults = schema.read(tuple[int, Real, list[Fault]], json.loads(order))
+            PROGRESS.begin(f"step({step})")
+            self.step(step, limit, faults)
+
+    def let_go(self) -> None:
+        """End the `follow` of all other ranks. Called on rank 0 alone."""
+        assert self.communicator
+        self.communicator.announce("")
+
+    def rest(self) -> None:
+        """Return at once: all ranks have answered when none is in a call before this one any more."""
 
     def _verify(self, step: int) -> Differences:
         """Compare this rank's weights and optimizer state with those of its replicas, before the update of training
@@ -295,8 +274,8 @@ class Worker:
         with PROGRESS.waiting("gather"):
             meet(rank, mesh.size, store, generation, "cpu")  # snapshots are in host memory
         self.communicator = communicator = ProcessGroups(mesh, rank, ())
-        snapshot = self.memories[source.generation].at(source.step)
-        snapshot.take_over(source.gathering()[1], rank, communicator.transfer)
+        memory = self.memories[source.generation]
+        memory.take_over(source.gathering(memory.held)[1], source.step, rank, communicator.transfer, source.distrusted)
 
     def recover(self, source: Source) -> None:
         """Recover the training state from the snapshots that survivors of an earlier generation hold in memory,
@@ -305,7 +284,8 @@ class Worker:
         memory = self.memories[source.generation] if self.rank in source.ranks.values() else None
         if memory:
             memory.keep_only(source.step)
-        self.state.recover(source.holders(), memory.at(source.step) if memory else None)
+        survived = source.survived(memory.held if memory else source.formed.held())
+        self.state.recover(survived, memory.of_home(source.step, source.distrusted) if memory else None)
         self._hold(source.step)
 
     def _write_launches(self, log: list[Launch]) -> None:
@@ -347,21 +327,19 @@ class Worker:
         from or, if `own`, saves to. Return None on success, else why the state is undefined now, alike on all ranks."""
         storage = open_storage(urls.home(self.config) if own else urls.source(self.config)[0])
         manifest = load_manifest(storage, directory)  # an error here concerns this rank alone, and fails it
-        try:
-            self.state.restore(storage, directory, manifest)
-        except Corrupt as error:
-            return Unrestored("corrupt", str(error))
-        except Refused as error:
-            return Unrestored("refused", str(error))
-        except OSError as error:
-            return Unrestored("failed", str(error))
-        if self.config.elastic.snapshot_every:
+        failed = tried(lambda: self.state.restore(storage, directory, manifest))
+        if self.config.elastic.snapshot_every and not failed:
             self._hold(manifest.meta.step)
-        return None
+        return failed
 
-    def evaluate(self) -> float:
-        """Return the mean loss per token over the first eval.batches batches of the held-out data, equal on all
-        ranks."""
+    def begin(self) -> Unrestored | None:
+        """Take the weights of train.init, with which the run starts. Return None on success, else why they are
+        undefined now, alike on all ranks."""
+        return tried(self.state.begin)
+
+    def evaluate(self) -> dict[str, float]:
+        """Return the mean loss per token over the first eval.batches batches of each source's held-out data, by its
+        name, and of all under "", equal on all ranks."""
         return self.trainer.evaluate()
 
     def sample(self, tokens: int) -> str:

@@ -29,7 +29,8 @@ import torch  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
 
 from platform.checkpoint.blocks.box import Box
-from platform.checkpoint.blocks.placement import Block, HeldTensor, shares
+from platform.checkpoint.blocks.chain import shares
+from platform.checkpoint.blocks.placement import Block, HeldTensor
 from platform.checkpoint.moves.reshard import restore  # noqa: E402
 from platform.checkpoint.storage.catalogue import begin, commit, load_manifest  # noqa: E402
 from platform.checkpoint.storage.image import Image

@@ -48,8 +48,10 @@ def configured(workers: int, per_node: int, zero: int, directory: str) -> Config
             f"train.steps={STEPS}",
             "cluster=processes",
             "cluster.device=cpu",
+            "cluster.memory=warn",  # nothing is allocated
             "data=synthetic",
             "eval.every=0",
+            "checkpoint.every=0",
             "monitor.sample=0",
             f"run.dir={directory}/run",
             "elastic.replace=false",

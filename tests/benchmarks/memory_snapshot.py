@@ -1,6 +1,6 @@
 """Holding every step's state in host memory, with copies at peers, beside the step: 4 gloo processes on this machine.
 
-    python tests/benchmarks/memory_snapshot.py [--steps 8] [--nodes 2]
+    python tests/benchmarks/memory_snapshot.py [--steps 8] [--nodes 2] [--apart]
 
 Prints per plan what the fullest worker holds and gets from peers per snapshot, and medians over the steps of the
 slowest worker's time in each; beside it CPU time, which other work on the machine hardly changes, and that of copying
@@ -23,12 +23,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch  # noqa: E402
 
-from platform.checkpoint.in_memory.copies import copies, kept_bytes  # noqa: E402
-from platform.checkpoint.in_memory.snapshots import RankSnapshots
+from platform.checkpoint.in_memory.memory_map import MemoryMap  # noqa: E402
 from platform.config.fields import Config  # noqa: E402
 from platform.planning.make_plan import make_plan  # noqa: E402
 from platform.train.step.training_state import State, held_of  # noqa: E402
 from tests.benchmarks.step_time import SIZES  # noqa: E402
+from tests.harness.memories import opened  # noqa: E402
 from tests.harness.oracle import configure, trainer_of  # noqa: E402
 from tests.harness.pool import Pool  # noqa: E402
 
@@ -49,13 +49,13 @@ def config(name: str) -> Config:
     return c
 
 
-def measure(given: tuple[Config, list[int], int], plan, communicator) -> list[tuple[float, ...]]:
+def measure(given: tuple[Config, list[int], int, bool], plan, communicator) -> list[tuple[float, ...]]:
     """Seconds of every step, and of holding it; CPU seconds of both, and of a flat copy of the state."""
     torch.set_num_threads(1)
-    c, domains, steps = given
+    c, domains, steps, shared = given
     trainer = trainer_of(c, plan, communicator)
     state = State(trainer)
-    memory = RankSnapshots(state.held, domains, communicator.rank)
+    memory = opened(state.held, domains, communicator, shared)
     trainer.step(1)
     flat = torch.ones(sum(block.tensor.nbytes for block in state.blocks()), dtype=torch.uint8)
     there = torch.zeros_like(flat)
@@ -81,6 +81,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--nodes", type=int, default=1, choices=[1, 2, 4], help="that the ranks are said to run on")
+    parser.add_argument("--apart", action="store_true", help="as where the ranks of a node cannot share memory")
     arguments = parser.parse_args()
     domains = [rank * arguments.nodes // RANKS for rank in range(RANKS)]
     pool = Pool()
@@ -94,10 +95,10 @@ def main() -> None:
         c = config(name)
         plan = make_plan(c)
         state = held_of(plan, ["exp_avg", "exp_avg_sq"])
-        kept = copies(state, domains)
-        sizes = [kept_bytes(state, kept, rank) for rank in range(RANKS)]
+        held = MemoryMap(state, domains, not arguments.apart)
+        sizes = [held.kept_bytes(rank) for rank in range(RANKS)]
         own, given = (max(size[what] for size in sizes) / 2e6 for what in ("own", "copies"))
-        ranks = pool.run(measure, (c, domains, arguments.steps), plan)
+        ranks = pool.run(measure, (c, domains, arguments.steps, not arguments.apart), plan)
         slowest = [
             [max(times) for times in zip(*(rank[k] for rank in ranks), strict=True)] for k in range(len(ranks[0]))
         ]

@@ -9,6 +9,7 @@ import tempfile
 
 import pytest
 
+from platform.cluster.crew.base import remote
 from tests.harness import chaos
 
 pytestmark = pytest.mark.timeout(900)
@@ -65,7 +66,9 @@ def configured(tmp_path, plan, spares, steps=STEPS):
 
 
 @pytest.mark.full
-def test_every_kind_of_failure_in_one_run(tmp_path, survives):
+@pytest.mark.parametrize("followed", [2, 64])
+def test_every_kind_of_failure_in_one_run(tmp_path, survives, monkeypatch, followed):
+    monkeypatch.setattr(remote, "FOLLOWED", followed)
     config = configured(tmp_path, "interleaved", spares=1)
     faults = chaos.random_faults(random.Random(0), STEPS, 5, 8)
     assert {fault.split(":")[1] for fault in faults} == set(chaos.KINDS)
@@ -92,6 +95,19 @@ def test_replicas_go_one_by_one(tmp_path, survives):
     events = survives(config, ["3:kill:1:forward", "5:kill:2:checkpoint", "7:kill:0:backward"])
     assert [event["world_size"] for event in of(events, "forming")] == [4, 3, 2, 1]
     assert [row["world_size"] for row in chaos.rows(config)] == [4, 4, 3, 3, 2, 2, 1, 1]
+
+
+@pytest.mark.usefixtures("warm_workers")
+def test_neighbours_that_die_at_once_leave_what_they_held_to_the_others(tmp_path, survives, monkeypatch):
+    """Under ZeRO-1, where each rank alone has a quarter of the moments, no copy of it was sent to anybody. The others
+    follow rank 0, as in a large world, but for the steps that are saved."""
+    monkeypatch.setattr(remote, "FOLLOWED", 2)
+    config = chaos.configured(tmp_path / "run", 5, data=4, zero=1)
+    config.elastic.replace, config.checkpoint.every = False, 2
+    events = survives(config, ["4:kill:1:forward", "4:kill:2:forward"])
+    [restored] = of(events, "restored")
+    assert (restored["source"], restored["step"], of(events, "not_whole")) == ("memory", 3, [])
+    assert [row["world_size"] for row in chaos.rows(config)] == [4, 4, 4, 2, 2]
 
 
 @pytest.mark.full

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from platform.plan.language.ops import POINTWISE
+from platform.plan.language.functions import POINTWISE
 from tests.harness.commands import QUICK, in_this_process
 
 MODEL = """

@@ -9,6 +9,7 @@ from platform.launch import CONF, compose
 from platform.planning.make_plan import make_plan
 from tests.harness.pairwise import product
 from tests.harness.suite import suite
+from tests.weights.written import written
 
 EXPERIMENTS, MODELS, TENSORS, BRANCHES = (
     sorted(path.stem for path in (CONF / group).glob("*.yaml")) for group in ("experiment", "model", "tensor", "branch")
@@ -45,10 +46,17 @@ def test_what_runs_for_hours_saves_by_the_clock():
 
 
 @pytest.mark.parametrize(("group", "option"), [(p.parent.name, p.stem) for p in sorted(CONF.glob("*/*.yaml"))])
-def test_every_file_says_what_it_is_and_composes(group, option):
+def test_every_file_says_what_it_is_and_composes(group, option, tmp_path):
     assert (CONF / group / f"{option}.yaml").read_text().startswith("# ")
     if group != "experiment":
-        own = {"text": ["data.path=x"], "pairs": ["model=t5_tiny"], "file": ["pipeline.file=x"]}.get(option, [])
+        own = {
+            "text": ["data.path=x"],
+            "pairs": ["model=t5_tiny"],
+            "file": ["pipeline.file=x"],
+            "from_hf": [f"model.source={tmp_path}/hf"],
+        }.get(option, [])
+        if option == "from_hf":
+            written(tmp_path / "hf", "gpt2")
         compose([f"{group}={option}", *own])
 
 
@@ -123,6 +131,8 @@ def test_the_sizes_of_models(model, billions):
 def test_every_model_has_its_size_in_its_name_or_comment():
     assert len(MODELS) >= 18
     for model in MODELS:
+        if model == "from_hf":
+            continue
         assert re.search(r"\d(\.\d+)?[MB]\b", (CONF / "model" / f"{model}.yaml").read_text()), model
 
 

@@ -46,7 +46,7 @@ WRONG = [
     ("optimizer.betas=[0.9,1]", "optimizer.betas.1=1.0: must be >= 0 and < 1"),
     ("optimizer.betas=[0.9]", "optimizer.betas=[0.9]: must be two numbers"),
     ("optimizer.warmup_steps=400", "optimizer.warmup_steps=400: must be <= train.steps=300; nearest legal: 300"),
-    ("optimizer.schedule=linear", "optimizer.schedule=linear: unknown; nearest legal: "),
+    ("optimizer.schedule=stairs", "optimizer.schedule=stairs: unknown; nearest legal: "),
     ("precision=fp8", "precision=fp8: unknown; nearest legal: "),
     ("loss_scale.backoff=1", "loss_scale.backoff=1.0: must be > 0 and < 1"),
     ("loss_scale.initial=0.5", "loss_scale.least=1.0: must be <= loss_scale.initial=0.5; nearest legal: 0.5"),

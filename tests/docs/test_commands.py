@@ -18,7 +18,7 @@ from typing import NamedTuple
 import pytest
 import yaml
 
-from platform import launch
+from platform import doctor, launch
 from platform.checkpoint.__main__ import main as inspect_checkpoint
 from platform.cluster import driver
 from platform.cluster.run import resources
@@ -31,12 +31,12 @@ from platform.plan.schedule.simulate import simulate
 from platform.plan.schedule.table import table
 from platform.planning.choose_schedule import schedule_of
 from platform.planning.remedies import lack_of_memory
+from platform.weights.__main__ import main as convert_weights
 from tests.docs.pages import FOLDERS, JOBS, LAUNCH, ROOT, Typed, commands, files
 
 COMMANDS = commands()
-FROM_WORKERS = re.compile(
-    r" +step +loss|continues after|run directory:|what happened|what this run has|rank\d"
-)  # starts their output
+# How their output starts.
+FROM_WORKERS = re.compile(r" +step +loss|continues after|run directory:|what happened|what this run has|rank\d")
 
 
 class Bench(NamedTuple):
@@ -96,12 +96,24 @@ def answers(status: int, typed: Typed, bench: Bench) -> None:
 
 
 def launches(typed: Typed, arguments: str, bench: Bench) -> None:
+    if "model.source=mine/hf" in arguments:
+        exported(bench)
     answers(launch.main(shlex.split(arguments)), typed, bench)
 
 
 def plans(typed: Typed, arguments: str, bench: Bench) -> None:
     bench.monkeypatch.setattr("sys.argv", ["platform.plan", *shlex.split(arguments)])
     answers(explain_plan(), typed, bench)
+
+
+def examines(typed: Typed, arguments: str, bench: Bench) -> None:
+    """Run a command of the doctor up to where it would start workers."""
+    seen = []
+    bench.monkeypatch.setattr(
+        doctor, "_examined", lambda config, plan, *_: seen.append(plan) or doctor.Report([], {}, {})
+    )
+    assert doctor.main(shlex.split(arguments)) == doctor.SOUND and seen
+    assert all(line in bench.capfd.readouterr().out for line in typed.shown)
 
 
 def inspects(typed: Typed, arguments: str, bench: Bench) -> None:
@@ -113,6 +125,24 @@ def inspects(typed: Typed, arguments: str, bench: Bench) -> None:
     assert status == launch.DONE
     if typed.shown:
         assert alike([neutral(line) for line in typed.shown], [neutral(line) for line in out.splitlines()]), out
+
+
+def exported(bench: Bench) -> None:
+    """Export the kept checkpoints of a run to the folder that the pages name."""
+    [kept, *_] = (ROOT / "tests").rglob("kept_runs/*/run/checkpoints")
+    shutil.copytree(kept, "mine/checkpoints")
+    assert convert_weights(["export", "mine/checkpoints", "mine/hf"]) == launch.DONE
+    bench.capfd.readouterr()
+
+
+def converts(typed: Typed, arguments: str, bench: Bench) -> None:
+    """Run a command on weights that a kept run has trained."""
+    exported(bench)
+    if arguments == "export mine/checkpoints mine/hf":
+        shutil.rmtree("mine/hf")
+    refused = any(line.startswith("weights: ") for line in typed.shown)
+    assert convert_weights(shlex.split(arguments)) == (launch.REFUSED if refused else launch.DONE)
+    assert not refused or bench.capfd.readouterr().err.splitlines() == list(typed.shown)
 
 
 def neutral(line: str) -> str:
@@ -197,10 +227,13 @@ KINDS: dict[str, Callable[..., None]] = {  # what a command looks like -> the ch
     r"python -m platform\.plan ([^|]*)": plans,
     r"python -m platform\.plan ([^|]* \| grep .*)": is_generated,
     r"python -m platform\.checkpoint (.*)": inspects,
+    r"python -m platform\.doctor (.*)": examines,
+    r"ray job submit --working-dir \. -- python -m platform\.launch (.*)": launches,
+    r"python -m platform\.weights (.*)": converts,
     r"torchrun (.*)": starts_processes,
     r"make (.*)": is_a_target,
     r"cat (.*)": is_shown,
-    r"ray (.*)": is_ray_s,
+    r"ray ((?!job ).*)": is_ray_s,
     r"python -m platform\.jobs (.*)": writes_a_job,
     r"sbatch (.*)": submits,
     r"kubectl apply (-[fk] .*)": applies,

@@ -5,6 +5,7 @@ import signal
 import time
 from dataclasses import dataclass, replace
 
+from platform.cluster.crew.base import remote
 from platform.cluster.crew.base.job import assign
 from platform.cluster.crew.base.launcher import Launcher
 from platform.cluster.crew.base.remote import RemoteCrew
@@ -50,13 +51,22 @@ class SimulatedCrew(RemoteCrew):
         return Meter(time.monotonic(), time.process_time(), board.sent, board.received)
 
     def call(self, method, *args, **keywords):
+        return self._noted(super().call, method, method, args, keywords)
+
+    def lead(self, step, *args, **keywords):
+        if self.job.world_size < remote.FOLLOWED:
+            return super().lead(step, *args, **keywords)  # which calls
+        return self._noted(super().lead, "step", step, args, keywords)
+
+    def _noted(self, function, method, first, args, keywords):
         begin, failed = self.meter(), True
         try:
-            values = super().call(method, *args, **keywords)
+            values = function(first, *args, **keywords)
             failed = False
             return values
         finally:
-            self.calls.append(Call(self._call, method, args, begin, self.meter(), failed))
+            given = args if first == method else (first, *args)
+            self.calls.append(Call(self._call, method, given, begin, self.meter(), failed))
 
 
 class Nodes(Launcher):

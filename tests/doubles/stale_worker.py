@@ -1,5 +1,7 @@
 """Recoveries that are wrong on purpose: what the comparison of a run with an undisturbed one must find."""
 
+import torch
+
 from platform.train.recovery.source import Source
 from platform.train.worker import Worker
 
@@ -9,8 +11,8 @@ class StaleWorker(Worker):
 
     def recover(self, source: Source):
         for memory in self.memories.values():
-            for snapshot in memory._snapshots:
-                snapshot.step += 1
+            for snapshot in memory._places.values():
+                snapshot._step += torch.tensor([1, 0])
         super().recover(source)
 
 

@@ -13,8 +13,9 @@ from typing import Any
 
 from platform.config.fields import Model as ModelConfig
 from platform.model import register_model
-from platform.model.blocks import STD, Attention, Embedding, Head, StackSpecs, dim_sizes, embedding_table
+from platform.model.blocks import STD, Attention, StackSpecs, dim_sizes
 from platform.model.branches import Branches, pointwise_per_branch
+from platform.model.ends import Embedding, Head, embedding_table
 from platform.plan.language.ops import Spec
 
 FUNCTIONS = ("gelu", "relu", "silu", "tanh")

@@ -23,6 +23,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {  # kind -> its own fields, as they are i
     "not_proven": {"numbers": [4], "reasons": ["run.dir=x: cannot be written to"]},
     "barred": {"numbers": [4], "reasons": ["code of platform: other"]},
     "formed": {"workers": [{"rank": 0, "coordinates": {"data": 0}, "pid": 7, "node": "n", "number": 0}]},
+    "initialised": {"weights": "mine/hf", "differences": ["model.length: 12, theirs 16"], "seconds": 0.5},
     "restored": {"step": 8, "source": "memory", "seconds": 0.25},
     "rolled_back": {"step": 8, "steps_lost": 0, "lost_seconds": 0.0},
     "running": {"step": 9, "parameters_per_worker": 1128},

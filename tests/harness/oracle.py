@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -41,6 +41,15 @@ MODELS: dict[str, dict[str, Any]] = {
                  "label_smoothing": 0.1, "layers": 1},
     "t5": {"kind": "encoder_decoder", "norm": "rmsnorm", "positions": "relative", "activation": "geglu", "bias": False,
            "source_length": 8, "buckets": 8, "distance": 12},
+    "modern": {"kind": "decoder", "kv_heads": 2, "norm": "rmsnorm", "norm_eps": 1e-2, "activation": "geglu_tanh",
+               "positions": "rope", "rope_scaling": "llama3", "rope_factor": 4.0, "rope_original_length": 8,
+               "bias": False, "attention_bias": "qkv", "query_key_norm": True, "tied": False, "head_bias": True,
+               "window": 5, "window_layers": [1], "within_documents": True},
+    "whole_bert": {"kind": "encoder", "post_norm": True, "norm_eps": 1e-2, "embedding_norm": True, "segments": 3,
+                   "activation": "gelu_tanh", "head_transform": True, "head_bias": True, "layers": 1},
+    "whole_t5": {"kind": "encoder_decoder", "norm": "rmsnorm", "norm_eps": 1e-2, "positions": "relative",
+                 "activation": "reglu", "bias": False, "buckets": 8, "distance": 12, "attention_scale": 1.0,
+                 "logit_scale": 0.25, "query_key_norm": True, "layers": 1},
 }  # fmt: skip
 
 
@@ -68,12 +77,14 @@ def configure(
     scatter_gather: bool = True,
     recompute: str = "none",
     every: int = 1,
+    gathered: str = "",
     **model: Any,
 ) -> Config:
     """A small model under any scheme; `rules` is the map of tensor=layout, for all regions and parameters."""
     c = Config(precision=precision, recompute=recompute, recompute_every=every)
     c.model = ModelConfig(**{"layers": 2, "d_model": 32, "heads": 8, "length": 16, "vocab": 61, **model})
     c.tensor = TensorConfig(**{**read("tensor", tensor), "axes": dict(axes or {})})
+    c.tensor.gathered = gathered or c.tensor.gathered
     if rules is not None:
         regions = ("stream", "attention", "mlp", "logits")
         c.tensor.regions, c.tensor.parameters = {r: dict(rules) for r in regions}, {"all": dict(rules)}
@@ -88,6 +99,8 @@ def configure(
 class Tokens:
     """A corpus of pseudo-random tokens, with padding and labels that do not count unless the model is a decoder."""
 
+    validations: ClassVar = {"": ("validation", 1)}
+
     def __init__(self, c: Config):
         self.model, self.vocab = c.model, c.model.vocab
 
@@ -100,13 +113,18 @@ class Tokens:
         c = self.model
         row = draw.integers(0, self.vocab, c.length + 1)
         if c.kind not in ("encoder", "encoder_decoder"):
-            return {"tokens": row[:-1], "labels": row[1:]}
+            begin = np.sort(draw.integers(0, c.length, 2))
+            place = np.arange(c.length)
+            begins = np.where(place < begin[0], 0, np.where(place < begin[1], begin[0], begin[1]))
+            return {"tokens": row[:-1], "labels": row[1:], "begins": begins}
         source = draw.integers(0, self.vocab, c.source_length or c.length)
         source[draw.integers(1, len(source) + 1) :] = -1
         end = draw.integers(1, c.length + 1)
         row[end:] = -1
         if c.kind == "encoder":
-            return {"tokens": row[:-1], "labels": np.where(draw.random(c.length) < 0.5, row[:-1], -1)}
+            segments = np.sort(draw.integers(0, max(1, c.segments), c.length))
+            labels = np.where(draw.random(c.length) < 0.5, row[:-1], -1)
+            return {"tokens": row[:-1], "labels": labels, "segments": segments}
         return {"source": source, "tokens": row[:-1], "labels": row[1:]}
 
     def predicted(self, split: str, start: int, end: int) -> int:

@@ -9,8 +9,9 @@ import pytest
 
 
 @contextmanager
-def private_cluster(head_cpus, **environment):
-    """`ray.cluster_utils.Cluster` with its head; RAY_ADDRESS is its address, `environment` that of its workers."""
+def private_cluster(head_cpus, head=None, **environment):
+    """`ray.cluster_utils.Cluster` with its head, which gets the arguments `head` too; RAY_ADDRESS is its address,
+    `environment` that of its workers."""
     from ray.cluster_utils import Cluster
 
     known = {
@@ -22,7 +23,7 @@ def private_cluster(head_cpus, **environment):
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="ray") as folder:  # a short name
         for name, value in {**known, **environment}.items():
             patch.setenv(name, value)
-        head = {"num_cpus": head_cpus, "include_dashboard": False, "temp_dir": folder}
+        head = {"num_cpus": head_cpus, "include_dashboard": False, "temp_dir": folder} | (head or {})
         cluster = Cluster(initialize_head=True, head_node_args=head)
         try:
             patch.setenv("RAY_ADDRESS", cluster.address)

@@ -1,4 +1,4 @@
-"""Encoders and encoder-decoders as plain functions of the whole weights, written from the papers; no platform code."""
+"""Transformers of every kind as plain functions of the whole weights, written from the papers; no platform code."""
 
 from __future__ import annotations
 
@@ -16,10 +16,40 @@ HIDDEN = -1e30
 
 
 def norm(c: Model, w: Weights, name: str, x: Tensor) -> Tensor:
-    if c.norm == "layernorm":
+    if f"{name}.bias" in w:
         x = x - x.mean(-1, keepdim=True)
-        return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * w[f"{name}.gain"] + w[f"{name}.bias"]
-    return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * w[f"{name}.gain"]
+        return x / (x.pow(2).mean(-1, keepdim=True) + c.norm_eps).sqrt() * w[f"{name}.gain"] + w[f"{name}.bias"]
+    return x / (x.pow(2).mean(-1, keepdim=True) + c.norm_eps).sqrt() * w[f"{name}.gain"]
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+ACTIVATIONS = {"gelu": lambda x: x * torch.special.ndtr(x), "gelu_tanh": gelu_tanh, "relu": lambda x: x.clamp(min=0),
+               "silu": lambda x: x / (1 + torch.exp(-x))}  # fmt: skip
+GATES = {"geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu", "swiglu": "silu"}
+
+
+def rotated(c: Model, x: Tensor) -> Tensor:
+    """Rotary positions of [batch, heads, length, d_kv], with angles scaled pair by pair."""
+    pairs, out = x.shape[-1] // 2, torch.empty_like(x)
+    for i in range(pairs):
+        angle = c.rope_theta ** (-i / pairs)
+        if c.rope_scaling == "linear":
+            angle /= c.rope_factor
+        elif c.rope_scaling == "llama3":
+            length = 2 * math.pi / angle
+            if length > c.rope_original_length / c.rope_low:
+                angle /= c.rope_factor
+            elif length > c.rope_original_length / c.rope_high:
+                share = (c.rope_original_length / length - c.rope_low) / (c.rope_high - c.rope_low)
+                angle = (1 - share) * angle / c.rope_factor + share * angle
+        for position in range(x.shape[2]):
+            cos, sin = math.cos(position * angle), math.sin(position * angle)
+            a, b = x[:, :, position, i], x[:, :, position, pairs + i]
+            out[:, :, position, i], out[:, :, position, pairs + i] = a * cos - b * sin, b * cos + a * sin
+    return out
 
 
 def bucket(offset: int, buckets: int, distance: int, bidirectional: bool) -> int:
@@ -44,47 +74,66 @@ def attention(c: Model, w: Weights, name: str, x: Tensor, memory: Tensor, scores
     def heads(kind: str, y: Tensor) -> Tensor:
         weight = w[f"{name}.{kind}"]
         z = y @ weight.flatten(0, 1).t()
-        z = z + w[f"{name}.{kind}_bias"].flatten() if c.bias else z
-        return z.view(*y.shape[:2], *weight.shape[:-1]).transpose(1, 2)
+        z = z + w[f"{name}.{kind}_bias"].flatten() if f"{name}.{kind}_bias" in w else z
+        z = z.view(*y.shape[:2], *weight.shape[:-1])
+        if kind != "value" and c.query_key_norm:
+            z = norm(c, w, f"{name}.{kind}_norm", z)
+        z = z.transpose(1, 2)
+        z = rotated(c, z) if kind != "value" and c.positions == "rope" else z
+        return z.repeat_interleave(c.heads // weight.shape[0], 1) if kind != "query" else z
 
     q, k, v = heads("query", x), heads("key", memory), heads("value", memory)
-    p = torch.softmax(q @ k.transpose(2, 3) / math.sqrt(q.shape[-1]) + scores_more, -1)
+    scale = c.attention_scale or 1 / math.sqrt(q.shape[-1])
+    p = torch.softmax(scale * q @ k.transpose(2, 3) + scores_more, -1)
     y = (p @ v).transpose(1, 2).flatten(2) @ w[f"{name}.output"].flatten(1).t()
-    return y + w[f"{name}.output_bias"] if c.bias else y
+    return y + w[f"{name}.output_bias"] if f"{name}.output_bias" in w else y
 
 
 def feed_forward(c: Model, w: Weights, name: str, x: Tensor) -> Tensor:
     def inner(kind: str) -> Tensor:
         return x @ w[f"{name}.{kind}"].t() + (w[f"{name}.{kind}_bias"] if c.bias else 0)
 
-    if c.activation == "geglu":
-        h = F.gelu(inner("gate")) * inner("up")
+    if c.activation in GATES:
+        h = ACTIVATIONS[GATES[c.activation]](inner("gate")) * inner("up")
     else:
-        h = {"gelu": F.gelu, "relu": torch.relu}[c.activation](inner("up"))
+        h = ACTIVATIONS[c.activation](inner("up"))
     y = h @ w[f"{name}.down"].t()
     return y + w[f"{name}.down_bias"] if c.bias else y
 
 
-def embed(c: Model, w: Weights, prefix: str, tokens: Tensor) -> Tensor:
+def embed(c: Model, w: Weights, prefix: str, tokens: Tensor, segments: Tensor | None = None) -> Tensor:
     x = F.embedding(tokens.clamp(min=0), w["embedding"])
     if c.positions == "learned":
-        return x + w[f"{prefix}position"]
+        x = x + w[f"{prefix}position"]
     if c.positions == "sinusoidal":
         table = torch.empty(tokens.shape[1], c.d_model, dtype=x.dtype)
         for position in range(tokens.shape[1]):
             for i in range(0, c.d_model, 2):
                 angle = position / 10000 ** (i / c.d_model)
                 table[position, i], table[position, i + 1] = math.sin(angle), math.cos(angle)
-        return x * math.sqrt(c.d_model) + table
-    return x
+        x = x * math.sqrt(c.d_model) + table
+    if c.segments:
+        x = x + w[f"{prefix}segment"][segments]
+    return norm(c, w, f"{prefix}embedding.norm", x) if c.embedding_norm else x
 
 
-def stack(c: Model, w: Weights, prefix: str, x: Tensor, padding: Tensor | None, memory=None, memory_padding=None):
+def behind(c: Model, n: int, layer: int, begins: Tensor | None) -> Tensor:
+    """What causal attention does not see, pair by pair: [batch or 1, 1, n, n]."""
+    windowed = c.window and (not c.window_layers or layer in c.window_layers)
+    rows = [[j > i or bool(windowed and j <= i - c.window) for j in range(n)] for i in range(n)]
+    hidden = torch.tensor(rows)[None, None]
+    if begins is not None and c.within_documents:
+        hidden = hidden | (torch.arange(n) < begins[:, None, :, None])
+    return hidden
+
+
+def stack(
+    c: Model, w: Weights, prefix: str, x: Tensor, padding: Tensor | None, memory=None, memory_padding=None, begins=None
+):
     """`padding` [batch, length] is hidden; None: causal."""
     n = x.shape[1]
-    if padding is None:
-        more = torch.full((n, n), HIDDEN, dtype=x.dtype).triu(1)
-    else:
+    more = torch.zeros(n, n, dtype=x.dtype)
+    if padding is not None:
         more = HIDDEN * padding[:, None, None].to(x.dtype)
     if c.positions == "relative":
         rows = [[bucket(j - i, c.buckets, c.distance, padding is not None) for j in range(n)] for i in range(n)]
@@ -95,7 +144,8 @@ def stack(c: Model, w: Weights, prefix: str, x: Tensor, padding: Tensor | None, 
 
     for i in range(c.layers):
         name = f"{prefix}layers.{i}"
-        x = layer(f"{name}.attention", x, lambda y: attention(c, w, f"{name}.attention", y, y, more))  # noqa: B023
+        added = more if padding is not None else more + HIDDEN * behind(c, n, i, begins).to(x.dtype)
+        x = layer(f"{name}.attention", x, lambda y: attention(c, w, f"{name}.attention", y, y, added))  # noqa: B023
         if memory is not None:
             unseen = HIDDEN * memory_padding[:, None, None].to(x.dtype)
             x = layer(f"{name}.cross", x, lambda y: attention(c, w, f"{name}.cross", y, memory, unseen))  # noqa: B023
@@ -103,15 +153,27 @@ def stack(c: Model, w: Weights, prefix: str, x: Tensor, padding: Tensor | None, 
     return x if c.post_norm else norm(c, w, f"{prefix}norm", x)
 
 
-def loss(c: Model, w: Weights, data: Mapping[str, Tensor]) -> Tensor:
-    """Mean loss over the labels that count; data tensors [batch, length]."""
-    tokens, labels = data["tokens"], data["labels"]
-    if c.kind == "encoder":
-        x = stack(c, w, "", embed(c, w, "", tokens), tokens < 0)
+def logits(c: Model, w: Weights, data: Mapping[str, Tensor]) -> Tensor:
+    """[batch, length, vocab] of data tensors [batch, length]."""
+    tokens = data["tokens"]
+    if c.kind == "decoder":
+        x = stack(c, w, "", embed(c, w, "", tokens), None, begins=data.get("begins"))
+    elif c.kind == "encoder":
+        x = stack(c, w, "", embed(c, w, "", tokens, data.get("segments")), tokens < 0)
     else:
         source = data["source"]
         memory = stack(c, w, "encoder.", embed(c, w, "encoder.", source), source < 0)
         x = stack(c, w, "decoder.", embed(c, w, "decoder.", tokens), None, memory, source < 0)
-    log_p = torch.log_softmax(x @ w["embedding" if c.tied else "head"].t(), -1)[labels >= 0]
+    if c.head_transform:
+        h = ACTIVATIONS[c.activation](x @ w["head_transform"].t() + w["head_transform_bias"])
+        x = norm(c, w, "head_transform.norm", h)
+    y = c.logit_scale * x @ w["embedding" if c.tied else "head"].t()
+    return y + w["head_bias"] if c.head_bias else y
+
+
+def loss(c: Model, w: Weights, data: Mapping[str, Tensor]) -> Tensor:
+    """Mean loss over the labels that count; data tensors [batch, length]."""
+    labels = data["labels"]
+    log_p = torch.log_softmax(logits(c, w, data), -1)[labels >= 0]
     picked = log_p.gather(1, labels[labels >= 0].unsqueeze(1)).squeeze(1)
     return -((1 - c.label_smoothing) * picked + c.label_smoothing * log_p.mean(-1)).mean()

@@ -175,6 +175,11 @@ class ThreadGroups(Communicator):
             self._receive(rows[peer], peer)()
         return torch.stack(rows)
 
+    def announce(self, text=None):
+        given = torch.tensor(list((text or "").encode()), dtype=torch.uint8)
+        messages = [given if self.rank == 0 else given.new_empty(0) for _ in range(self.mesh.size)]
+        return bytes(self.exchange(messages)[0].tolist()).decode()
+
 
 def summed(parts: Sequence[Tensor]) -> Tensor:
     """The sum of tensors, added in their order."""

@@ -18,6 +18,7 @@ FACTORIES = {"arange", "empty", "eye", "full", "linspace", "ones", "rand", "rand
 MAY_WAIT = {
     "parallel/communicator/base.py:read": "the one place in which a step waits for its device",
     "parallel/communicator/clock.py:read": "reads events, after that",
+    "parallel/communicator/torch_distributed.py:announce": "host memory",
     "parallel/communicator/torch_distributed.py:exchange": "host memory",
     "parallel/compiled.py:_lacking": "tries the compiler, before a generation forms",
     "train/step/step_report.py:together": "host memory",
@@ -27,6 +28,7 @@ MAY_WAIT = {
 }
 MAY_MAKE = {
     "parallel/communicator/base.py:<module>": "the processor's vector mathematics, before threads exist",
+    "parallel/communicator/torch_distributed.py:announce": "host memory",
     "parallel/communicator/torch_distributed.py:exchange": "host memory",
     "train/step/step_report.py:__init__": "host memory",
     "train/step/step_report.py:together": "host memory",

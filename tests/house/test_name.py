@@ -121,6 +121,8 @@ def test_installed(bare, root, elsewhere, how):
     assert files == conf.parent
     for path in (*(p for p in root.glob("jobs/**/*") if p.is_file()), *root.glob("dashboards/*.py")):
         assert (files / path.relative_to(root)).read_bytes() == path.read_bytes()
+    job = ("slurm", "+experiment=one_gpu", "data=stdlib", "checkpoint.url=/shared/a")  # its template is found
+    assert succeed(bare, "-m", "platform.jobs", *job, cwd=elsewhere).startswith("#!/bin/bash")
     assert list(elsewhere.iterdir()) == []  # no outputs/, no .hydra
 
     succeed(*pip, "uninstall", "--quiet", "--yes", "elastic-platform", cwd=elsewhere)

@@ -48,17 +48,6 @@ def test_it_builds(device):
         pytest.skip("needs a Docker daemon")
     name = f"elastic-platform-test:{device}"
     subprocess.run(["docker", "build", "-t", name, "--build-arg", f"DEVICE={device}", str(ROOT)], check=True)
-    command = [
-        "docker",
-        "run",
-        "--rm",
-        name,
-        "python",
-        "-m",
-        "platform.launch",
-        "+experiment=two_layer",
-        "--cfg",
-        "job",
-    ]
+    command = f"docker run --rm {name} python -m platform.launch +experiment=two_layer --cfg job".split()
     assert "two_layer" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
     subprocess.run(["docker", "rmi", name], check=True)

@@ -123,8 +123,11 @@ def test_a_large_job_starts_with_fewer_nodes_and_asks_for_more():
     cluster, workers = cluster_of(job_of("kubernetes/gpt175b/job.yaml"))
     assert workers["minReplicas"] < workers["maxReplicas"] and cluster["enableInTreeAutoscaling"]
     assert cluster["autoscalerOptions"]["version"] == "v2"
+    config = compose(arguments(job_of("kubernetes/gpt175b/job.yaml"))[1])
+    assert config.cluster.autoscale and config.cluster.device == "cuda"  # the run asks for the others
     check, workers = cluster_of(job_of("kubernetes/kind/job.yaml"))
     assert workers["minReplicas"] == workers["maxReplicas"] == 2 and not check["enableInTreeAutoscaling"]
+    assert not compose(arguments(job_of("kubernetes/kind/job.yaml"))[1]).cluster.autoscale
 
 
 @pytest.mark.parametrize("name", MANIFESTS)

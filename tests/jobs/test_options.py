@@ -1,5 +1,7 @@
 """The options of a job: typed beside a run's own keys, refused as those are."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -82,6 +84,22 @@ def test_no_secret_gets_into_a_file(monkeypatch):
     text = kubernetes_job([*ONE, "data=stdlib", reference, *POD, "job.secrets=[S3_KEY=s3/key]"])
     assert "hushhush" not in text and "${oc.env:S3_KEY}" in text
     assert text.count("{name: S3_KEY, valueFrom: {secretKeyRef: {name: s3, key: key}}}") == 2
+
+
+LIGHT = """
+import sys
+from platform.jobs.__main__ import main
+assert main({words!r}) == 0
+import platform.jobs.ray_node, platform.jobs.supervisor
+heavy = {{"torch", "ray", "wandb"}} & set(sys.modules)
+assert not heavy, heavy
+"""
+
+
+def test_a_job_is_written_and_supervised_without_torch_and_ray():
+    code = LIGHT.format(words=["slurm", *GIVEN])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("#!/bin/bash"), done.stderr
 
 
 def test_the_page_lists_every_key():

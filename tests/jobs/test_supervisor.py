@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from platform.cluster.run.traces import NOTICE
 from platform.config.fields import ConfigError
 from platform.jobs import supervisor
 from platform.jobs.__main__ import main
@@ -144,6 +145,18 @@ def test_when_the_job_s_time_is_over_it_ends_saved(job):
     assert job((75, 4), (0, 9), seconds=0.0) == 75
     [[arguments, _]] = started()
     assert arguments[-1] == "run.time_limit=1" and record()[-1]["status"] == 75
+
+
+def test_where_nodes_are_taken_away_it_waits_until_they_are_gone(job):
+    """This node may be one of them: drivers that stop at once would spend all retries before it is gone."""
+    Path("run").mkdir()
+    ended = {"time": 1.0, "generation": 1, "event": "drained", "signal": NOTICE, "step": 3, "saved": 3}
+    Path("run", "journal.jsonl").write_text(json.dumps(ended) + "\n")
+    began = time.monotonic()
+    assert job((75, 3), (0, 9), notice=0.5) == 0 and time.monotonic() - began > 0.5
+    ended["signal"] = "run.time_limit"
+    Path("run", "journal.jsonl").write_text(json.dumps(ended) + "\n")
+    assert job((0, 9), (0, 9), (75, 10), (0, 12), notice=600.0) == 0
 
 
 def test_what_was_lost_before_its_first_checkpoint_starts_over(job):

@@ -177,7 +177,7 @@ REFUSED = [
         "flash",
         {**MODELS["bert"], "precision": "bf16"},
         "cuda",
-        "on a GPU it takes neither a bias nor a mask of padding",
+        "on a GPU it takes neither a bias nor a mask of padding, window or documents",
     ),
     ("cudnn", {"precision": "bf16"}, "cuda", "on a GPU it takes a d_kv that is a multiple of 8"),
     ("efficient", {**MODELS["llama"], "precision": "fp32"}, "cuda", "on a GPU it takes as many heads of K and V"),

@@ -52,7 +52,7 @@ def test_after_a_step_that_failed(config, worker):
     with pytest.raises(ZeroDivisionError):
         disturbed.step(3)  # the master copies have changed
     formed = {1: Formation(config, [0], [""], [7], ["exp_avg", "exp_avg_sq"])}
-    source, _ = find_source({7: held_by(disturbed)}, formed, 1)
+    source, _ = find_source({1: 2}, formed, [7], 1)
     assert source
     disturbed.close()
     form(disturbed, 2)
@@ -107,7 +107,7 @@ def test_a_step_that_fails_while_its_snapshot_runs(config, worker):
     del disturbed._settle
     trainer = weakref.ref(disturbed.trainer)
     formed = {1: Formation(config, [0], [""], [7], ["exp_avg", "exp_avg_sq"])}
-    source, _ = find_source({7: held_by(disturbed)}, formed, 1)
+    source, _ = find_source({1: 2}, formed, [7], 1)
     disturbed.close()
     assert trainer() is None, "the snapshot that had begun keeps nothing of the generation"
     form(disturbed, 2)

@@ -42,9 +42,9 @@ class LiveBlocks(list[Block]):
 class Buffer:
     """Host memory that holds the bytes of `parts` of global tensors, one after the other without a gap: `places` says
     where each begins and ends in `data` (uint8 [bytes]). `pinned`: page-locked, for asynchronous copies from tensors on
-    a GPU."""
+    a GPU. Its memory is new, zeros, unless it is given as `data`, which may be longer."""
 
-    def __init__(self, parts: Iterable[Share], pinned: bool = False):
+    def __init__(self, parts: Iterable[Share], pinned: bool = False, data: Tensor | None = None):
         self.places: Places = []
         self._at: dict[str, list[tuple[Box, int, int]]] = defaultdict(list)
         at = 0
@@ -54,13 +54,15 @@ class Buffer:
             self._at[part.tensor.name].append((part.box, at, end))
             at = end
         self._pinned = pinned
-        self.data = pinned_bytes(at) if pinned else torch.zeros(at, dtype=torch.uint8)
+        if data is None:
+            data = pinned_bytes(at) if pinned else torch.zeros(at, dtype=torch.uint8)
+        self.data = data
 
     @classmethod
-    def aligned(cls, parts: Sequence[Share], pinned: bool = False) -> Buffer:
+    def aligned(cls, parts: Sequence[Share], pinned: bool = False, data: Tensor | None = None) -> Buffer:
         """Make a buffer in which parts of larger element types come first, so that each is aligned to its type, as
         `fill` needs."""
-        return cls(sorted(parts, key=lambda part: -part.tensor.itemsize), pinned)
+        return cls(sorted(parts, key=lambda part: -part.tensor.itemsize), pinned, data)
 
     def fill(self, blocks: Sequence[Block]) -> None:
         """Copy every part of this buffer out of `blocks`, the live tensors of this process, which may change once this

@@ -21,10 +21,16 @@ def pinned_bytes(count: int) -> Tensor:
     released when no tensor uses them any longer. Raises RuntimeError if CUDA cannot lock them."""
     if not count:
         return torch.zeros(0, dtype=torch.uint8)
-    array = np.frombuffer(mmap.mmap(-1, count), dtype=np.uint8)  # memory of its own, so that no other pages are locked
+    return lock_pages(mmap.mmap(-1, count))  # memory of its own, so that no other pages are locked
+
+
+def lock_pages(mapping: mmap.mmap) -> Tensor:
+    """Lock the pages of mapped memory, of at least one byte, and return it (uint8 [bytes]); they are unlocked when no
+    tensor uses it any longer. Raises RuntimeError if CUDA cannot lock them."""
+    array = np.frombuffer(mapping, dtype=np.uint8)
     address = array.ctypes.data
-    if error := int(torch.cuda.cudart().cudaHostRegister(address, count, _PORTABLE)):
-        raise RuntimeError(f"{count} bytes of host memory cannot be page-locked: CUDA error {error}")
+    if error := int(torch.cuda.cudart().cudaHostRegister(address, len(array), _PORTABLE)):
+        raise RuntimeError(f"{len(array)} bytes of host memory cannot be page-locked: CUDA error {error}")
     weakref.finalize(array, _unlock, address)  # runs before the memory is unmapped: the array refers to it
     return torch.from_numpy(array)
 

@@ -1,13 +1,11 @@
-"""The state of a job as named global tensors: which ranks hold which block, and which rank stores which part."""
+"""The state of a job as named global tensors, and which ranks hold which block of them."""
 
 from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from math import prod
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from platform.checkpoint.blocks.box import Box, stretch
@@ -23,7 +21,6 @@ ITEMSIZE = {  # element type, as torch names it -> bytes of an element
 }  # fmt: skip
 LARGEST_BLOCK = 16 << 20  # bytes: the largest stored block, which one thread hashes and one worker reads
 THREADS = min(4, os.cpu_count() or 1)  # for hashing blocks, and for reading them
-LARGEST_ROW = 64 << 10  # bytes: smaller blocks are not cut
 
 S = TypeVar("S")
 
@@ -70,14 +67,18 @@ def planned_tensors(plan: Plan, kind: str, dtype: torch.dtype) -> list[HeldTenso
     """Return which ranks hold which block of every tensor of one kind of training state, under the plan: the master
     copies of the parameters (`kind` = model), or a moment of the optimizer, which is laid out like them. Tensors are
     named KIND.PARAMETER."""
-    ranks = [(rank, plan.mesh.coordinates(rank)) for rank in range(plan.mesh.size)]
+    ranks: dict[int, list[tuple[int, dict[str, int]]]] = defaultdict(list)  # stage -> (rank, coordinates)
+    for rank in range(plan.mesh.size):
+        at = plan.mesh.coordinates(rank)
+        ranks[at["stage"]].append((rank, at))
     out, known = [], {}
     for p in plan.parameters:
-        bucket = plan.bucket_of[p.name]
+        bucket, stages = plan.bucket_of[p.name], plan.stages_of[p.name]
         # layers share layouts and shards, except for their stage
-        place = p.dims, p.role, p.sizes, plan.stages_of[p.name], bucket.ranges[p.name], bucket.elements
+        place = p.dims, p.role, p.sizes, stages, bucket.ranges[p.name], bucket.elements
         if place not in known:
-            found = [(rank, box) for rank, at in ranks for box in _kept(plan, p, at)]
+            here = sorted((entry for stage in stages for entry in ranks[stage]), key=lambda entry: entry[0])
+            found = [(rank, box) for rank, at in here for box in _kept(plan, p, at)]
             known[place] = HeldTensor.of("", dtype, plan.global_shape(p), found)
         out.append(replace(known[place], name=f"{kind}.{p.name}"))
     return out
@@ -103,8 +104,10 @@ def _kept(plan: Plan, p: Parameter, coordinates: Mapping[str, int]) -> list[Box]
     none."""
     if not plan.present(p, coordinates):
         return []
-    box = Box.of(plan.block(p, coordinates))
-    return stretch(box, *plan.shard_range(p, coordinates)) if plan.sharded else [box]
+    if not plan.sharded:
+        return [Box.of(plan.block(p, coordinates))]
+    first, last = plan.shard_range(p, coordinates)
+    return stretch(Box.of(plan.block(p, coordinates)), first, last) if first < last else []
 
 
 class Piece(NamedTuple, Generic[S]):
@@ -115,7 +118,7 @@ class Piece(NamedTuple, Generic[S]):
     dtype: str
     box: Box
     source: S
-    had: tuple[int, ...] = ()
+    had: Collection[int] = ()
 
     @property
     def nbytes(self) -> int:
@@ -131,60 +134,3 @@ class Share(NamedTuple):
     @property
     def nbytes(self) -> int:
         return self.box.size * self.tensor.itemsize
-
-
-def shares(state: Sequence[HeldTensor], rank: int) -> list[Share]:
-    """Return the parts of the state that `rank` writes into a checkpoint: about 1/n of the bytes of all blocks that it
-    and its n - 1 replicas hold.
-
-    Replicas divide the blocks that they hold: laid end to end, cut into n equal stretches, each cut moved to the start
-    of a row of at most LARGEST_ROW bytes. No share is larger than LARGEST_BLOCK and a row.
-    """
-    groups = group_by_holders(state, rank).items()
-    return [part for ranks, blocks in groups for part in equal_share(blocks, ranks.index(rank), len(ranks))]
-
-
-def group_by_holders(state: Sequence[HeldTensor], rank: int | None = None) -> dict[tuple[int, ...], list[Share]]:
-    """Group the blocks of all tensors by the ranks that hold them (ranks -> blocks), so that replicas can divide their
-    work; if `rank` is given, only the blocks that it holds."""
-    found: dict[tuple[int, ...], list[Share]] = defaultdict(list)
-    for tensor in state:
-        for box, ranks in tensor.holders.items():
-            if rank is None or rank in ranks:
-                found[ranks].append(Share(tensor, box))
-    return found
-
-
-def equal_share(blocks: Sequence[Share], member: int, members: int) -> list[Share]:
-    """Return the parts that rank number `member` gets if the `members` replicas of `blocks` divide them: blocks are
-    laid end to end and cut into equal stretches of bytes, and these into parts of about LARGEST_BLOCK bytes."""
-    sizes = [block.nbytes for block in blocks]
-    first, last = sum(sizes) * member // members, sum(sizes) * (member + 1) // members
-    out, start = [], 0
-    for block, size in zip(blocks, sizes, strict=True):
-        a, b = max(first - start, 0), min(last - start, size)
-        if a == 0 < b == size <= LARGEST_BLOCK:
-            out.append(block)
-        elif a < b:
-            inner = range(-(-a // LARGEST_BLOCK) * LARGEST_BLOCK, b, LARGEST_BLOCK)
-            out += [part for parts in cut_share(block, (a, *inner, b)) for part in parts]
-        start += size
-    return out
-
-
-def cut_share(block: Share, positions: Sequence[int]) -> list[list[Share]]:
-    """Cut a block at `positions`, ascending offsets in its row-major bytes, each moved to the nearest start of a row
-    (`_row`); return the parts between each two neighbouring positions, one list per stretch."""
-    if tuple(positions) == (0, block.nbytes):
-        return [[block]]
-    tensor, box = block
-    row = _row(box.extent, tensor.itemsize) * tensor.itemsize
-    cuts = [min(round(position / row) * row, block.nbytes) // tensor.itemsize for position in positions]
-    return [[Share(tensor, part) for part in stretch(box, a, b)] for a, b in pairwise(cuts)]
-
-
-def _row(extent: tuple[int, ...], itemsize: int) -> int:
-    """Return the number of elements of a row, the unit at whose starts `cut_share` may cut a block of `extent`: its
-    largest part of whole trailing dims with at most LARGEST_ROW bytes, at least one element."""
-    parts = (prod(extent[d:]) for d in range(len(extent) + 1))
-    return next(n for n in parts if n * itemsize <= LARGEST_ROW or n == 1)

@@ -1,25 +1,37 @@
-"""Assignment of in-memory copies: a block that only one failure domain holds is kept by peers in others too."""
+"""Assignment of in-memory copies: what only one failure domain holds is kept by ranks of other domains too."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
-from platform.checkpoint.blocks.placement import HeldTensor, Share, cut_share, equal_share, group_by_holders
+from platform.checkpoint.blocks.chain import Chain
+from platform.checkpoint.blocks.placement import Share
 
 
 class Copy(NamedTuple):
-    """Part of a block that `sender` holds and of which `receiver` keeps a copy in its host memory."""
+    """Part [first, last) of a chain that `sender` holds and of which `receiver` keeps a copy in its host memory."""
 
-    part: Share
+    chain: Chain
+    first: int
+    last: int
     sender: int
     receiver: int
 
+    @property
+    def nbytes(self) -> int:
+        return self.last - self.first
 
-def copies(state: Sequence[HeldTensor], domains: Sequence[Hashable]) -> list[Copy]:
-    """Assign one in-memory copy, in another failure domain, to every block of `state` that only ranks of one domain
-    hold, so that every tensor survives the loss of any one domain. `domains`: the node of every rank; if all are the
-    same, each rank is a domain.
+    @property
+    def parts(self) -> list[Share]:
+        """Return the blocks and parts of blocks that it is made of."""
+        return self.chain.parts(self.first, self.last)
+
+
+def copies(chains: Sequence[Chain], domains: Sequence[Hashable]) -> list[Copy]:
+    """Assign one in-memory copy, in another failure domain, to all that only ranks of one domain hold, so that the
+    state survives the loss of any one domain. `domains`: the domain of every rank.
 
     The result is equal on all ranks, and as balanced as possible: with N ranks, n of them in domain D, and b bytes that
     only D holds, a rank keeps L = max(sum of b / N, b / (N - n) of any D) bytes, and at most LARGEST_ROW more. Method:
@@ -27,17 +39,17 @@ def copies(state: Sequence[HeldTensor], domains: Sequence[Hashable]) -> list[Cop
     turn the arcs until no domain keeps its own bytes. As b <= L x (N - n), the largest turn that any domain needs suits
     all.
     """
-    homes: Sequence[Hashable] = domains if len(set(domains)) > 1 else range(len(domains))
-    lines: dict[Hashable, list[tuple[Share, int]]] = {home: [] for home in homes}
-    for ranks, blocks in group_by_holders(state).items():
-        if len({homes[rank] for rank in ranks}) == 1:
-            for member, sender in enumerate(ranks):
-                lines[homes[sender]] += [(part, sender) for part in equal_share(blocks, member, len(ranks))]
-    members = {home: [rank for rank, h in enumerate(homes) if h == home] for home in lines}
-    order = [rank for ranks in members.values() for rank in ranks]
+    lines: dict[Hashable, list[Copy]] = {domain: [] for domain in domains}  # of each domain, still without a receiver
+    for chain in chains:
+        if len({domains[rank] for rank in chain.holders}) == 1:
+            for member, sender in enumerate(chain.holders):
+                share = chain.share(member, len(chain.holders))
+                lines[domains[sender]].append(Copy(chain, *share, sender, -1))
     if len(lines) < 2:
         return []
-    sizes = {home: sum(part.nbytes for part, _ in line) for home, line in lines.items()}
+    members = {home: [rank for rank, domain in enumerate(domains) if domain == home] for home in lines}
+    order = [rank for ranks in members.values() for rank in ranks]
+    sizes = {home: sum(part.nbytes for part in line) for home, line in lines.items()}
     total = sum(sizes.values())
     arc = max(-(-b // n) for b, n in [(total, len(order))] + [(sizes[h], len(order) - len(members[h])) for h in lines])
     turn = before = at = 0
@@ -46,18 +58,31 @@ def copies(state: Sequence[HeldTensor], domains: Sequence[Hashable]) -> list[Cop
         turn = max(turn, at - arc * before)
         before += len(members[home])
     out, at = [], 0
-    for part, sender in (entry for line in lines.values() for entry in line):
-        size = part.nbytes
-        first, last = (at - turn) // arc, (at + size - turn - 1) // arc
-        ends = [0, *(number * arc + turn - at for number in range(first + 1, last + 1)), size]
-        for number, pieces in zip(range(first, last + 1), cut_share(part, ends), strict=True):
-            out += [Copy(piece, sender, order[number % len(order)]) for piece in pieces]
-        at += size
+    for part in (part for line in lines.values() for part in line if part.nbytes):
+        chain, first, last, *_ = part
+        one, end = (at - turn) // arc, (at + part.nbytes - turn - 1) // arc
+        cuts = (chain.row_at(first + number * arc + turn - at) for number in range(one + 1, end + 1))
+        ends = [first, *(min(max(cut, first), last) for cut in cuts), last]
+        for number, a, b in zip(range(one, end + 1), ends, ends[1:], strict=False):
+            if a < b:
+                out.append(Copy(chain, a, b, part.sender, order[number % len(order)]))
+        at += part.nbytes
     return out
 
 
-def kept_bytes(state: Sequence[HeldTensor], kept: Sequence[Copy], rank: int) -> dict[str, int]:
-    """Return the bytes of host memory that the two snapshots of `rank` take: {"own": of its blocks of `state`,
-    "copies": of the parts (`kept`) that it keeps for peers}."""
-    own = sum(box.size * t.itemsize for t in state for box, ranks in t.holders.items() if rank in ranks)
-    return {"own": 2 * own, "copies": 2 * sum(copy.part.nbytes for copy in kept if copy.receiver == rank)}
+def sent_by(kept: Iterable[Copy], rank: int) -> dict[int, list[Share]]:
+    """Map each receiver to the parts of which it keeps copies for `rank`, in the order of its `kept_by`."""
+    out: dict[int, list[Share]] = defaultdict(list)
+    for copy in kept:
+        if copy.sender == rank:
+            out[copy.receiver] += copy.parts
+    return out
+
+
+def kept_by(kept: Iterable[Copy], rank: int) -> dict[int, list[Share]]:
+    """Map each sender to the parts of which `rank` keeps copies for it."""
+    out: dict[int, list[Share]] = defaultdict(list)
+    for copy in kept:
+        if copy.receiver == rank:
+            out[copy.sender] += copy.parts
+    return out

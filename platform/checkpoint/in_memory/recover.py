@@ -1,112 +1,92 @@
-"""Recovery from host memory: which blocks the survivors of a failure hold, and restoring them under any plan."""
+"""Recovery from host memory: which blocks the survivors of a failure can read, and restoring them under any plan."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from math import prod
 
 from torch import Tensor
 
-from platform.checkpoint.blocks.box import Box
-from platform.checkpoint.blocks.placement import (
-    LARGEST_BLOCK,
-    Block,
-    HeldTensor,
-    Piece,
-    Share,
-    equal_share,
-    group_by_holders,
-)
+from platform.checkpoint.blocks.chain import Chain
+from platform.checkpoint.blocks.placement import LARGEST_BLOCK, Block, HeldTensor, Piece, Share
 from platform.checkpoint.in_memory.copies import Copy, copies
-from platform.checkpoint.moves.passing import BUDGET, Exchange, clear_padding, divide, exchange_alone, pass_on
+from platform.checkpoint.in_memory.memory_map import MemoryMap
+from platform.checkpoint.moves.passing import BUDGET, Exchange, clear_padding, exchange_alone, pass_on
+
+Read = Callable[[Share, Tensor], None]
+"""Copies the bytes of a part of a global tensor from this rank's home into memory, uint8 [bytes]."""
 
 
-def surviving(state: Sequence[HeldTensor], kept: Sequence[Copy], ranks: Mapping[int, int]) -> list[HeldTensor]:
-    """Return which ranks hold which blocks of the training state in memory after a failure; a block without a surviving
-    holder is replaced by the copies of its parts that survivors keep.
+def surviving(chains: Sequence[Chain], kept: Sequence[Copy], readers: Mapping[int, tuple[int, ...]]) -> list[Chain]:
+    """Return what is left in memory after a failure, as chains of the ranks that can read it; a chain that nobody can
+    read is replaced by the copies of its parts.
 
-    `state`: who held which blocks before, by old rank; `kept`: the copies assigned then (`copies`); `ranks`: old rank
-    -> rank in the result, of the survivors.
+    `chains`: who held what before, by old rank; `kept`: the copies of it; `readers`: old rank -> ranks in the result
+    that can read its memory.
     """
-    by: dict[tuple[str, int], list[Copy]] = defaultdict(list)
+    by: dict[int, list[Copy]] = defaultdict(list)
     for copy in kept:
-        by[copy.part.tensor.name, copy.sender].append(copy)
-    out = []
-    left: dict[tuple[int, ...], tuple[int, ...]] = {}  # old holders -> survivors; cached, as many blocks share theirs
-    for tensor in state:
-        holders: dict[Box, tuple[int, ...]] = {}
-        for box, old in tensor.holders.items():
-            if old not in left:
-                left[old] = tuple(sorted(ranks[rank] for rank in old if rank in ranks))
-            if left[old]:
-                holders[box] = left[old]
-                continue
-            for (_, part), _, receiver in (copy for rank in old for copy in by[tensor.name, rank]):
-                if receiver in ranks and part.overlap(box) == part:
-                    holders[part] = (ranks[receiver],)
-        out.append(replace(tensor, holders=holders))
-    return out
+        by[id(copy.chain)].append(copy)
+    found: dict[tuple[int, ...], list[Share]] = defaultdict(list)
+    for chain in chains:
+        if here := tuple(sorted({new for old in chain.holders for new in readers.get(old, ())})):
+            found[here] += chain.blocks
+            continue
+        for copy in by[id(chain)]:
+            if there := readers.get(copy.receiver, ()):
+                found[there] += copy.parts
+    return [Chain(ranks, blocks) for ranks, blocks in found.items()]
 
 
-def lost(state: Sequence[HeldTensor]) -> list[str]:
-    """Return the names of the tensors that the survivors of a failure do not hold as a whole. `state`: a result of
-    `surviving`."""
-    return [t.name for t in state if sum(box.size for box in t.holders) < prod(t.shape)]
+def lost(state: Sequence[HeldTensor], survived: Sequence[Chain]) -> list[str]:
+    """Return the names of the tensors of `state` that the survivors of a failure do not hold as a whole. `survived`: a
+    result of `surviving`."""
+    left: dict[str, int] = defaultdict(int)
+    for chain in survived:
+        for tensor, box in chain.blocks:
+            left[tensor.name] += box.size
+    return [tensor.name for tensor in state if left[tensor.name] < prod(tensor.shape)]
 
 
-def lost_to(state: Sequence[HeldTensor], kept: Sequence[Copy], alive: Collection[int]) -> list[str]:
-    """Return the names of the tensors that cannot be recovered whole from the memory of the old ranks `alive`: from
-    their blocks of `state`, and from the copies of blocks (`kept`) that they keep for peers."""
-    return lost(surviving(state, kept, {rank: rank for rank in alive}))
+def lost_to(held: MemoryMap, alive: Collection[int], distrusted: Collection[int] = ()) -> list[str]:
+    """Return the names of the tensors that the ranks `alive` cannot recover whole from memory: from their homes, in
+    which nobody reads the memory of the `distrusted`."""
+    readers = held.readers({rank: rank for rank in alive}, distrusted)
+    return lost(held.state, surviving(held.chains, held.copies, readers))
 
 
-def keepers(state: Sequence[HeldTensor], kept: Sequence[Copy]) -> dict[tuple[int, ...], set[int]]:
-    """Map each set of ranks that hold the same blocks of `state` to the peers that keep copies (`kept`) of these
-    blocks; the empty set if nobody does. Computed once, it lets `is_recoverable` answer for many sets of ranks whether
-    `lost_to` would find nothing lost."""
-    found: dict[tuple[int, ...], set[int]] = {}
-    by: dict[tuple[str, int], dict[tuple[int, ...], list[Box]]] = defaultdict(lambda: defaultdict(list))
-    for tensor in state:
-        for box, ranks in tensor.holders.items():
-            found.setdefault(ranks, set())
-            for rank in ranks:
-                by[tensor.name, rank][ranks].append(box)
-    for (tensor, part), sender, receiver in kept:
-        blocks = by[tensor.name, sender]
-        if len(blocks) == 1:
-            (ranks,) = blocks
-        else:
-            ranks = next(ranks for ranks, boxes in blocks.items() if any(part.overlap(box) == part for box in boxes))
-        found[ranks].add(receiver)
+Keepers = dict[frozenset[object], set[object]]
+
+
+def keepers(held: MemoryMap, distrusted: Collection[int] = ()) -> Keepers:
+    """Map each set of homes that hold the same parts of the state to the homes that keep copies of these parts; the
+    empty set if nobody does. Computed once, it lets `is_recoverable` answer for many sets of ranks whether `lost_to`
+    would find nothing lost."""
+    homes = [None if rank in distrusted else home for rank, home in enumerate(held.homes)]
+    having = {id(chain): frozenset(homes[rank] for rank in chain.holders) for chain in held.chains}
+    found: Keepers = {places: set() for places in having.values()}
+    for copy in held.copies:
+        found[having[id(copy.chain)]].add(homes[copy.receiver])
     return found
 
 
-def is_recoverable(found: Mapping[tuple[int, ...], Set[int]], alive: Set[int]) -> bool:
-    """Return True if the ranks `alive` hold the whole training state in memory: of each block a holder, or all peers
-    that keep its copies. `found`: a result of `keepers`."""
-    return all(not alive.isdisjoint(ranks) or (having and having <= alive) for ranks, having in found.items())
+def is_recoverable(found: Keepers, alive: Set[object]) -> bool:
+    """Return True if ranks in the homes `alive` have the whole training state in memory: of each part a home that holds
+    it, or all that keep its copies. `found`: a result of `keepers`."""
+    return all(not alive.isdisjoint(places) or (having and having <= alive) for places, having in found.items())
 
 
-def handed_over(survived: Sequence[HeldTensor], stays: Sequence[bool]) -> list[Copy]:
-    """Assign the blocks that only ranks without a seat in the next generation hold to ranks that stay, evenly by bytes,
-    as copies to be sent before it forms. `survived`: a result of `surviving`; `stays`: for every rank in it, True if it
+def handed_over(survived: Sequence[Chain], stays: Sequence[bool]) -> list[Copy]:
+    """Assign what only ranks without a seat in the next generation can read to ranks that stay, evenly by bytes, as
+    copies to be sent before it forms. `survived`: a result of `surviving`; `stays`: for every rank in it, True if it
     stays."""
-    leaving = [
-        replace(t, holders={box: ranks for box, ranks in t.holders.items() if not any(stays[r] for r in ranks)})
-        for t in survived
-    ]
-    return copies(leaving, stays)
-
-
-def _piece(share: Share, had: tuple[int, ...] = ()) -> Piece[Share]:
-    return Piece(share.tensor.name, share.tensor.dtype, share.box, share, had)
+    return copies([chain for chain in survived if not any(stays[rank] for rank in chain.holders)], stays)
 
 
 def recover(
-    survived: Sequence[HeldTensor],
-    read: Callable[[Share], Tensor],
+    survived: Sequence[Chain],
+    read: Read,
     state: Sequence[HeldTensor],
     blocks: Sequence[Block],
     *,
@@ -115,30 +95,69 @@ def recover(
     exchange: Exchange = exchange_alone,
     budget: int = BUDGET,
 ) -> None:
-    """Fill this rank's `blocks` from the training state that survivors of a failure hold in memory; all ranks call it
-    together. What a block has beyond the global tensor becomes zero.
+    """Fill this rank's `blocks` from the training state that survivors of a failure can read in memory; all ranks call
+    it together. What a block has beyond the global tensor becomes zero.
 
-    `survived`: which ranks hold which blocks in memory (a result of `surviving`, nothing lost); `state`: who holds
-    which blocks under the new plan; both equal on all ranks. `read`: returns the bytes of a part that this rank holds,
-    uint8 [*extent, bytes of an element]. `budget`: bytes that a rank receives per `exchange`, on average. A rank takes
-    what it holds from its own memory; of what other ranks need, all holders send equal shares.
+    `survived`: which ranks can read what (a result of `surviving`, nothing lost); `state`: who holds which blocks under
+    the new plan; both equal on all ranks. `budget`: bytes that a rank receives per `exchange`, on average. A rank takes
+    what it can read from there; of what other ranks need, all that can read it send equal parts.
     """
     clear_padding(state, blocks)
-    parts: list[list[Piece[Share]]] = [[] for _ in range(world_size)]
-    own: list[Piece[Share]] = []
-    for ranks, found in group_by_holders(survived).items():
-        for member, sender in enumerate(ranks):
-            parts[sender] += [_piece(share, ranks) for share in equal_share(found, member, len(ranks))]
-        if rank in ranks:
-            own += map(_piece, found)
 
     def fetch(wanted: Sequence[Piece[Share]], into: Sequence[Tensor]) -> None:
         for part, memory in zip(wanted, into, strict=True):
-            found = read(part.source)
-            memory.view(found.shape).copy_(found)
+            read(part.source, memory)
 
-    here = [replace(t, holders={box: (0,) for box, ranks in t.holders.items() if rank in ranks}) for t in state]
-    pass_on(([[part]] for part in own), fetch, here, blocks, 0, exchange_alone)
+    own = _own([chain for chain in survived if rank in chain.holders], blocks)
+    pass_on(([[piece]] for piece in own), fetch, [], blocks, 0, exchange_alone)
+    if all(len(chain.holders) == world_size for chain in survived):
+        return
     placed = sum(box.size * t.itemsize * len(ranks) for t in state for box, ranks in t.holders.items())
     count = -(-placed // max(LARGEST_BLOCK, budget * world_size))
-    pass_on(zip(*(divide(p, count) for p in parts), strict=True), fetch, state, blocks, rank, exchange)
+    turns = _turns(survived, {block.name for block in blocks}, rank, world_size, count)
+    pass_on(turns, fetch, state, blocks, rank, exchange)
+
+
+def _own(chains: Sequence[Chain], blocks: Sequence[Block]) -> Iterator[Piece[Share]]:
+    """Yield the parts of this rank's `blocks` that are in `chains`, all of which it can read."""
+    mine: dict[str, list[Block]] = defaultdict(list)
+    for block in blocks:
+        mine[block.name].append(block)
+    for chain in chains:
+        for tensor, box in chain.blocks:
+            for block in mine.get(tensor.name, ()):
+                if part := box.overlap(block.box):
+                    yield Piece(tensor.name, tensor.dtype, part, Share(tensor, part))
+
+
+def _turns(
+    survived: Sequence[Chain], names: Collection[str], rank: int, world_size: int, count: int
+) -> Iterator[list[list[Piece[Share]]]]:
+    """Yield `count` turns: the pieces that every rank passes on in each, about an equal part of all that it has to.
+    Those of other ranks than `rank` are left out if they are of other tensors than `names`, of which it gets
+    nothing."""
+    given: list[list[tuple[Chain, int, int]]] = [[] for _ in range(world_size)]
+    having = {id(chain): frozenset(chain.holders) for chain in survived}
+    wanted = {id(chain): any(tensor.name in names for tensor, _ in chain.blocks) for chain in survived}
+    for chain in survived:
+        for member, sender in enumerate(chain.holders):
+            given[sender].append((chain, *chain.share(member, len(chain.holders))))
+    for turn in range(count):
+        pieces: list[list[Piece[Share]]] = [[] for _ in given]
+        for sender, parts in enumerate(given):
+            total, before = sum(last - first for _, first, last in parts), 0
+            begin, end = (total * number // count for number in (turn, turn + 1))
+            for chain, first, last in parts:
+                size = last - first
+                if (sender == rank or wanted[id(chain)]) and before < end and begin < before + size:
+                    a, b = (_between(chain, first, last, first + at - before) for at in (begin, end))
+                    for share in chain.parts(a, b, None if sender == rank else names):
+                        tensor, box = share
+                        pieces[sender].append(Piece(tensor.name, tensor.dtype, box, share, having[id(chain)]))
+                before += size
+        yield pieces
+
+
+def _between(chain: Chain, first: int, last: int, position: int) -> int:
+    """Return the start of a row of the part [first, last) of a chain that is nearest to `position`, or an end of it."""
+    return min(max(chain.row_at(min(max(position, first), last)), first), last)

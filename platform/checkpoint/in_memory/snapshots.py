@@ -1,110 +1,216 @@
-"""Snapshots of a rank's last two steps in host memory, with copies of blocks that only other failure domains hold."""
+"""Snapshots of a rank's last two steps in host memory, which its node's other ranks share, and copies for other
+domains."""
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from platform.checkpoint.blocks.box import Box
 from platform.checkpoint.blocks.buffer import Buffer
-from platform.checkpoint.blocks.placement import Block, HeldTensor, Share, group_by_holders
-from platform.checkpoint.in_memory.copies import Copy, copies
+from platform.checkpoint.blocks.pinned import lock_pages
+from platform.checkpoint.blocks.placement import Block, HeldTensor, Share
+from platform.checkpoint.in_memory.copies import Copy, kept_by, sent_by
+from platform.checkpoint.in_memory.memory_map import MemoryMap
+from platform.checkpoint.in_memory.shared_memory import PAGE, SharedMemory, open_home
 
 Transfer = Callable[[Sequence[tuple[int, Tensor]], Sequence[tuple[int, Tensor]]], None]
 """Sends and receives bytes, (peer, uint8 tensor) each; returns when all that is to be received is there."""
 
-
-class CopyRoute:
-    """Parts of blocks that one rank sends to its peers (`sent`: receiver -> parts) and keeps for them (`kept`: sender
-    -> parts), taken from a list of copies: in the same order on both sides."""
-
-    def __init__(self, passed: Sequence[Copy], rank: int):
-        self.sent: dict[int, list[Share]] = defaultdict(list)
-        self.kept: dict[int, list[Share]] = defaultdict(list)
-        for part, sender, receiver in passed:
-            if sender == rank:
-                self.sent[receiver].append(part)
-            if receiver == rank:
-                self.kept[sender].append(part)
-
-    def buffer(self) -> Buffer:
-        """Return an empty buffer of host memory for all parts that this rank receives from peers."""
-        return Buffer([part for parts in self.kept.values() for part in parts])
-
-    def outgoing(self, snapshot: Snapshot) -> list[tuple[int, list[Tensor]]]:
-        """Return (peer, the parts that it keeps) for every peer, as views of this rank's `snapshot`."""
-        return [(peer, [snapshot.read(part) for part in parts]) for peer, parts in self.sent.items()]
-
-    def follow(self, outgoing: Sequence[tuple[int, list[Tensor]]], buffer: Buffer, transfer: Transfer) -> None:
-        """Send the parts that peers keep (a result of `outgoing`), and receive those that this rank keeps for them into
-        `buffer`, made by `CopyRoute.buffer`; all ranks call it together."""
-        sent = [(peer, _together(parts)) for peer, parts in outgoing]
-        sizes = [sum(part.nbytes for part in parts) for parts in self.kept.values()]
-        transfer(sent, list(zip(self.kept, buffer.data.split(sizes), strict=True)) if sizes else [])
+HEADER = 16 * PAGE  # bytes of a snapshot before its tensors: 1 + the step, or 0; then the values, as JSON
 
 
 class Snapshot:
-    """Training state at one step in a rank's host memory: its `own` blocks, the `copies` that it keeps for peers, and
-    what is no tensor (`values`, plain data). `step` is None unless the snapshot is complete. `handed`: parts from ranks
-    that leave before the next generation. `outgoing`: what it sends to peers. `pinned`: `own` is page-locked."""
+    """Training state at one step in the memory of one rank: its `own` parts, the `copies` of parts that it keeps for
+    ranks of other domains, and what is no tensor (`values`, plain data). All of it, and how much of it is there, is in
+    the shared memory: what a process leaves behind that dies while it writes has no `step`.
 
-    def __init__(self, own: Sequence[Share], route: CopyRoute, pinned: bool):
-        self.own, self.copies, self.handed = Buffer.aligned(own, pinned), route.buffer(), Buffer([])
-        self.outgoing = route.outgoing(self)
-        self.step: int | None = None
-        self.values: dict[str, Any] = {}
+    `pinned`: `own` is in page-locked memory, for copies from a GPU.
+    """
+
+    def __init__(
+        self, memory: SharedMemory, at: int, own: Sequence[Share], copies: Sequence[Share], pinned: bool = False
+    ):
+        """Take the snapshot's place at byte `at` of `memory`."""
+        self._memory, self._at, self._size = memory, at, self.size(own, copies)
+        self._parts, self._pinned = (own, copies), pinned
+        memory.grow(at + self._size)
+        self._header = memory.map(at, HEADER)
+        self._step = torch.frombuffer(self._header, dtype=torch.int64, count=2)  # 1 + the step, bytes of values
+
+    @cached_property
+    def own(self) -> Buffer:
+        data = _mapped(self._memory, self._at + HEADER, _pages(self._parts[0]), self._pinned)
+        return Buffer.aligned(self._parts[0], self._pinned, data)
+
+    @cached_property
+    def copies(self) -> Buffer:
+        own, copies = self._parts
+        return Buffer(copies, data=_mapped(self._memory, self._at + HEADER + _pages(own), _pages(copies)))
+
+    @staticmethod
+    def size(own: Sequence[Share], copies: Sequence[Share]) -> int:
+        """Return the bytes of shared memory that a snapshot of these parts takes."""
+        return HEADER + _pages(own) + _pages(copies)
+
+    @property
+    def step(self) -> int | None:
+        """Return the step whose state it holds, None while it is not complete."""
+        found = int(self._step[0])
+        return found - 1 if found else None
+
+    @property
+    def values(self) -> Any:
+        return json.loads(self._header[16 : 16 + int(self._step[1])])
+
+    def begin(self) -> None:
+        """Mark it as incomplete: it is about to be written to."""
+        self._step[0] = 0
+
+    def complete(self, step: int, values: Mapping[str, Any]) -> None:
+        """Mark it as the whole state of `step`, with these values; all tensors have been written."""
+        text = json.dumps(values).encode()
+        assert len(text) <= HEADER - 16, f"{len(text)} bytes of values"
+        self._header[16 : 16 + len(text)] = text
+        self._step[1] = len(text)
+        self._step[0] = step + 1  # last: a process may die between any two writes
 
     def read(self, part: Share) -> Tensor:
-        """Return the bytes of a part of a global tensor that this rank holds: in its own blocks, as a copy for a peer,
-        or handed over to it. uint8 [*extent, bytes of an element]."""
-        for buffer in (self.own, self.copies, self.handed):
-            if (found := buffer.read(part)) is not None:
-                return found
-        raise AssertionError(f"{part.tensor.name} {part.box} is not in this rank's memory")
+        """Return the bytes of a part of one of its own blocks, uint8 [*extent, bytes of an element]."""
+        found = self.own.read(part)
+        assert found is not None, f"{part.tensor.name} {part.box} is not in this rank's own memory"
+        return found
 
-    def take_over(self, passed: Sequence[Copy], rank: int, transfer: Transfer) -> None:
-        """Send the parts in `passed` (a result of `handed_over`) that this rank is the sender of, and receive those
-        meant for it into `handed`; all ranks call it together, before a generation in which some survivors have no
-        seat."""
-        route = CopyRoute(passed, rank)
-        handed = route.buffer()
-        route.follow(route.outgoing(self), handed, transfer)
-        self.handed = handed
+    def free(self) -> None:
+        """Give its memory back; it must not be used any more."""
+        self.begin()
+        self.__dict__.pop("own", None)
+        self.__dict__.pop("copies", None)
+        self._memory.free(self._at, self._size)
+
+
+class HomeSnapshot:
+    """Training state at one step in the memory of a home, as one of its ranks reads it, also of ranks that have died.
+    `values`: what is no tensor."""
+
+    def __init__(self, buffers: Sequence[Buffer], values: Any):
+        self.values = values
+        self._parts: dict[str, dict[Box, Tensor]] = defaultdict(dict)
+        for buffer in buffers:
+            for (tensor, box), at, end in buffer.places:
+                self._parts[tensor.name].setdefault(box, buffer.data[at:end].view(*box.extent, tensor.itemsize))
+
+    def read(self, part: Share, memory: Tensor) -> None:
+        """Copy the bytes of a part of a global tensor into `memory`, uint8 [bytes]. Raises AssertionError if the home
+        lacks any of them."""
+        out, left = memory.view(*part.box.extent, part.tensor.itemsize), part.box.size
+        for box, there in self._parts.get(part.tensor.name, {}).items():
+            if left and (common := box.overlap(part.box)):
+                out[common.within(part.box)] = there[common.within(box)]
+                left -= common.size
+        assert not left, f"{part.tensor.name} {part.box} is not in the memory of this home"
+
+    def bytes_of(self, parts: Sequence[Share]) -> Tensor:
+        """Return the bytes of several parts, one after another, uint8 [bytes]."""
+        out = torch.empty(sum(part.nbytes for part in parts), dtype=torch.uint8)
+        for part, memory in zip(parts, out.split([part.nbytes for part in parts]), strict=True):
+            self.read(part, memory)
+        return out
 
 
 class RankSnapshots:
-    """Snapshots of one rank in one generation; they outlive its process groups and its model.
+    """Snapshots of one rank in one generation; they outlive its process groups and its model, and the process too, in
+    the ranks that share its memory.
 
-    Once `hold` has been called twice, they take 2 x the rank's own state and 2 x its copies of host memory
-    (`platform.checkpoint.in_memory.copies.kept_bytes`). `pinned`: own state is in pinned memory, for state on a GPU.
+    Once `hold` has been called twice, they take 2 x its own parts of the state and 2 x its copies of host memory
+    (`MemoryMap.kept_bytes`). `held`: who has which part. `pinned`: own parts are, for state on a GPU.
     """
 
-    def __init__(self, state: Sequence[HeldTensor], domains: Sequence[Hashable], rank: int, pinned: bool = False):
-        """Derive which parts this rank sends to peers and keeps for them. `state` (who holds which blocks) and
-        `domains` (the node of every rank) are equal on all ranks."""
-        self._own = [block for blocks in group_by_holders(state, rank).values() for block in blocks]
-        self._route = CopyRoute(copies(state, domains), rank)
-        self._pinned = pinned
-        self._snapshots: list[Snapshot] = []  # oldest first
+    def __init__(self, held: MemoryMap, rank: int, mates: Mapping[int, SharedMemory], pinned: bool = False):
+        """Keep `mates`: the memory of every rank of this rank's home, its own included."""
+        self.held, self._rank, self._mates, self._pinned = held, rank, mates, pinned
+        self._own, self._kept, self._sent = held.own(rank), kept_by(held.copies, rank), sent_by(held.copies, rank)
+        self._outgoing: dict[int, list[tuple[int, list[Tensor]]]] = {}  # place -> (peer, the parts that it keeps)
+        self._places: dict[int, Snapshot] = {}  # the snapshots at the two places in memory
+        self._order: list[int] = []  # places, that written last at the end
+        self._handed = Buffer([])
         self._finish: Callable[[Transfer], None] | None = None  # the rest of what `begin` has begun
+
+    @classmethod
+    def open(
+        cls,
+        state: Sequence[HeldTensor],
+        nodes: Sequence[Hashable],
+        rank: int,
+        tell: Callable[[Any], list[Any]],
+        divided: bool = True,
+        pinned: bool = False,
+    ) -> RankSnapshots:
+        """Find out whether the ranks of every node can share memory, and prepare to take snapshots; all ranks call it
+        together. `state` (who holds which blocks) and `nodes` (of every rank) are equal on all of them; `tell`:
+        exchanges a value with all ranks; `divided`: see `MemoryMap`."""
+        memory = SharedMemory.create()
+        mates = open_home(memory, nodes, rank, tell)
+        held = MemoryMap(state, nodes, mates is not None, divided)
+        return cls(held, rank, mates or {rank: memory}, pinned)
 
     @property
     def steps(self) -> list[int]:
         """Return the steps of which this rank has a complete snapshot, in the order in which they were taken."""
-        return [snapshot.step for snapshot in self._snapshots if snapshot.step is not None]
+        found = (self._places[place].step for place in self._order)
+        return [step for step in found if step is not None]
 
     def at(self, step: int) -> Snapshot:
-        return next(snapshot for snapshot in self._snapshots if snapshot.step == step)
+        return next(snapshot for snapshot in self._places.values() if snapshot.step == step)
 
     def keep_only(self, step: int) -> None:
         """Free every snapshot of this rank but that of `step`."""
-        self._snapshots = [self.at(step)]
+        for place in self._order:
+            if self._places[place].step != step:
+                self._outgoing.pop(place)
+                self._places.pop(place).free()
+        self._order = list(self._places)
+
+    def of_home(self, step: int, distrusted: Collection[int] = ()) -> HomeSnapshot:
+        """Return the state after `step` in the memory of this rank's home, as far as it is not that of ranks that are
+        `distrusted`. Raises RuntimeError if one of the others has not completed it."""
+        mates = sorted(self._mates.keys() - set(distrusted), key=lambda mate: mate != self._rank)  # its own first
+        found = {mate: next((one for one in self._of(mate) if one.step == step), None) for mate in mates}
+        if lacking := [mate for mate, snapshot in found.items() if snapshot is None]:
+            raise RuntimeError(f"rank {lacking[0]} holds no snapshot of step {step}")
+        snapshots = list(filter(None, found.values()))
+        buffers = [buffer for one in snapshots for buffer in (one.own, one.copies)]
+        return HomeSnapshot([self._handed, *buffers], next((one.values for one in snapshots if one.values), {}))
+
+    def _of(self, mate: int) -> Iterator[Snapshot]:
+        """Yield the snapshots in the memory of a rank of the home."""
+        if mate == self._rank:
+            yield from self._places.values()
+            return
+        own, copies = self.held.own(mate), _all(kept_by(self.held.copies, mate))
+        for at in (0, Snapshot.size(own, copies)):
+            yield Snapshot(self._mates[mate], at, own, copies)
+
+    def take_over(
+        self, passed: Sequence[Copy], step: int, rank: int, transfer: Transfer, distrusted: Collection[int] = ()
+    ) -> None:
+        """Send the parts in `passed` (a result of `handed_over`) that this rank is the sender of, and receive those
+        meant for it; all ranks of the call, of which this one is `rank`, do so together before a generation in which
+        some survivors have no seat."""
+        home = self.of_home(step, distrusted)
+        sent, kept = sent_by(passed, rank), kept_by(passed, rank)
+        handed = Buffer(_all(kept))
+        _transfer([(peer, home.bytes_of(parts)) for peer, parts in sent.items()], kept, handed, transfer)
+        self._handed = handed
 
     def hold(self, step: int, blocks: Sequence[Block], values: dict[str, Any], transfer: Transfer) -> None:
-        """Take a snapshot of the training state after `step`: copy this rank's `blocks` and `values` into
+        """Take a snapshot of the training state after `step`: copy this rank's parts of its `blocks` and `values` into
         host memory, and exchange with peers the parts that they keep for each other; all ranks call it together. The
         previous snapshot stays intact even if this fails."""
         self.begin(step, blocks, lambda: values)
@@ -113,15 +219,15 @@ class RankSnapshots:
     def begin(self, step: int, blocks: Sequence[Block], values: Callable[[], dict[str, Any]]) -> None:
         """Begin to take a snapshot of the training state after `step`, as `hold` does, without waiting for the copies:
         neither `blocks` nor what `values` returns may change before `finish`."""
-        snapshot = self._free()
-        snapshot.step = None
+        place, snapshot = self._next()
+        snapshot.begin()
         copied = snapshot.own.start(blocks)
 
         def finish(transfer: Transfer) -> None:
             copied()
-            self._route.follow(snapshot.outgoing, snapshot.copies, transfer)
-            snapshot.values = values()
-            snapshot.step = step
+            outgoing = [(peer, _together(parts)) for peer, parts in self._outgoing[place]]
+            _transfer(outgoing, self._kept, snapshot.copies, transfer)
+            snapshot.complete(step, values())
 
         self._finish = finish
 
@@ -140,15 +246,48 @@ class RankSnapshots:
         """Give up the snapshot that `begin` has begun, if there is one, and what it refers to."""
         self._finish = None
 
-    def _free(self) -> Snapshot:
-        """Return the snapshot that `hold` may overwrite, moved to the end of the list: an incomplete one, a new one if
-        there are fewer than two, or the older of the two."""
-        torn = [snapshot for snapshot in self._snapshots if snapshot.step is None]
-        if not torn and len(self._snapshots) < 2:
-            torn = [Snapshot(self._own, self._route, self._pinned)]
-        snapshot = (torn or self._snapshots)[0]
-        self._snapshots = [s for s in self._snapshots if s is not snapshot] + [snapshot]
-        return snapshot
+    def _next(self) -> tuple[int, Snapshot]:
+        """Return the place of the snapshot that `hold` may overwrite, and it, now the last in order: an incomplete one,
+        a new one if there are fewer than two, or the older of the two."""
+        torn = [place for place in self._order if self._places[place].step is None]
+        new = [place for place in (0, 1) if place not in self._places]
+        place = (torn or new or self._order)[0]
+        if place not in self._places:
+            self._places[place] = snapshot = self._lay_out(place)
+            self._outgoing[place] = [(to, [snapshot.read(p) for p in parts]) for to, parts in self._sent.items()]
+        self._order = [*(other for other in self._order if other != place), place]
+        return place, self._places[place]
+
+    def _lay_out(self, place: int) -> Snapshot:
+        copies = _all(self._kept)
+        at = place * Snapshot.size(self._own, copies)
+        return Snapshot(self._mates[self._rank], at, self._own, copies, self._pinned)
+
+
+def _pages(parts: Sequence[Share]) -> int:
+    """Return the bytes of whole pages for these parts."""
+    return -(-sum(part.nbytes for part in parts) // PAGE) * PAGE
+
+
+def _mapped(memory: SharedMemory, at: int, count: int, pinned: bool = False) -> Tensor:
+    """Return `count` bytes of `memory` from `at` on, uint8 [count]."""
+    if not count:
+        return torch.zeros(0, dtype=torch.uint8)
+    there = memory.map(at, count)
+    return lock_pages(there) if pinned else torch.frombuffer(there, dtype=torch.uint8)
+
+
+def _all(kept: Mapping[int, Sequence[Share]]) -> list[Share]:
+    return [part for parts in kept.values() for part in parts]
+
+
+def _transfer(
+    sent: Sequence[tuple[int, Tensor]], kept: Mapping[int, Sequence[Share]], buffer: Buffer, transfer: Transfer
+) -> None:
+    """Send the parts that peers keep, and receive those that this rank keeps for them (sender -> parts) into `buffer`,
+    which holds just these; all ranks call it together."""
+    sizes = [sum(part.nbytes for part in parts) for parts in kept.values()]
+    transfer(sent, list(zip(kept, buffer.data[: sum(sizes)].split(sizes), strict=True)) if sizes else [])
 
 
 def _together(parts: Sequence[Tensor]) -> Tensor:

@@ -9,13 +9,14 @@ split when they were saved, and how they are now, changes only what is sent betw
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from platform.checkpoint.blocks.box import Box
 from platform.checkpoint.blocks.buffer import DTYPES
-from platform.checkpoint.blocks.placement import LARGEST_BLOCK, Block, HeldTensor, Piece
+from platform.checkpoint.blocks.placement import ITEMSIZE, LARGEST_BLOCK, Block, HeldTensor, Piece, S
 from platform.checkpoint.moves.passing import (
     BUDGET,
     Exchange,
@@ -51,15 +52,32 @@ def restore(
     written: the blocks are then undefined.
     """
     check_against(manifest, {t.name: t.shape for t in state})
-    wanted = stored_pieces(manifest, [t.name for t in state])
-    placed = sum(
-        box.size * len(ranks) * manifest.tensors[t.name].itemsize for t in state for box, ranks in t.holders.items()
+    world: dict[str, Any] = {"rank": rank, "world_size": world_size, "exchange": exchange, "budget": budget}
+    fill_blocks(
+        stored_pieces(manifest, [t.name for t in state]), stored_fetch(storage, directory), state, blocks, **world
     )
+
+
+def fill_blocks(
+    wanted: Sequence[Piece[S]],
+    fetch: Fetch[S],
+    state: Sequence[HeldTensor],
+    blocks: Sequence[Block],
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    exchange: Exchange = exchange_alone,
+    budget: int = BUDGET,
+) -> None:
+    """Fill this rank's `blocks` with the pieces `wanted`, which tile the tensors of `state` and are `fetch`ed once per
+    job, each by one rank; all ranks call it together. Further as `restore`."""
+    itemsize = {piece.name: ITEMSIZE[piece.dtype] for piece in wanted}
+    placed = sum(box.size * len(ranks) * itemsize[t.name] for t in state for box, ranks in t.holders.items())
     total = sum(piece.nbytes for piece in wanted)
     turns = divide(wanted, -(-total // max(LARGEST_BLOCK, budget * world_size * total // max(placed, 1))))
     clear_padding(state, blocks)
     readers = (divide(turn, world_size) for turn in turns)
-    pass_on(readers, _fetch(storage, directory), state, blocks, rank, exchange)
+    pass_on(readers, fetch, state, blocks, rank, exchange)
 
 
 def read_tensor(storage: Storage, directory: str, manifest: Manifest, name: str) -> Tensor:
@@ -73,7 +91,9 @@ def read_tensor(storage: Storage, directory: str, manifest: Manifest, name: str)
     return out
 
 
-def _fetch(storage: Storage, directory: str) -> Fetch[StoredBlock]:
+def stored_fetch(storage: Storage, directory: str) -> Fetch[StoredBlock]:
+    """Return what fetches stored blocks of a checkpoint, see `platform.checkpoint.storage.read.read_pieces`."""
+
     def fetch(wanted: Sequence[Piece[StoredBlock]], into: Sequence[Tensor]) -> None:
         read_pieces(storage, directory, wanted, [memory.numpy().data for memory in into])
 

@@ -28,9 +28,9 @@ class Storage(Protocol):
 
     url: str  # for messages: without its secrets
 
-    def write(self, path: str, chunks: Iterable[memoryview]) -> None:
-        """Write `chunks`, in order, to a file. Afterwards it is durable and complete; after a failure it does not
-        exist."""
+    def write(self, path: str, chunks: Iterable[memoryview], durable: bool = True) -> None:
+        """Write `chunks`, in order, to a file. Afterwards it is complete and, if `durable`, survives a loss of power;
+        after a failure it does not exist."""
 
     def read(self, path: str, start: int = 0, end: int | None = None) -> bytearray:
         """Return bytes [start, end) of a file, by default to its end; fewer if the file is shorter."""
@@ -42,8 +42,9 @@ class Storage(Protocol):
         """Map the names in a directory of the storage to their sizes in bytes (any number for a subdirectory, UNKNOWN
         if it cannot be inspected); {} if there is no such directory. Lists everything in it, or raises OSError."""
 
-    def delete(self, path: str) -> None:
-        """Delete a file of the storage, or a directory with everything in it; do nothing if there is none."""
+    def delete(self, path: str, durable: bool = True) -> None:
+        """Delete a file of the storage, or a directory with everything in it; do nothing if there is none. `durable`:
+        it stays so after a loss of power."""
 
 
 def read_note(storage: Storage, path: str) -> str:
@@ -81,7 +82,7 @@ class Local:
         self.root = Path(root).expanduser()
         self.url = str(self.root)
 
-    def write(self, path: str, chunks: Iterable[memoryview]) -> None:
+    def write(self, path: str, chunks: Iterable[memoryview], durable: bool = True) -> None:
         target = self.root / path
         _make_directory(target.parent)
         made = draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
@@ -91,12 +92,14 @@ class Local:
                 for chunk in chunks:
                     while chunk:  # os.write may take less than it is given
                         chunk = chunk[os.write(file, chunk) :]
-                os.fsync(file)
+                if durable:
+                    os.fsync(file)
             finally:
                 os.close(file)
             os.replace(draft, target)
             made = target
-            _synchronise(target.parent)
+            if durable:
+                _synchronise(target.parent)
         except BaseException:
             with suppress(OSError):
                 os.unlink(made)
@@ -126,16 +129,17 @@ class Local:
             return {}
         return {name: size for name, size in found.items() if size is not None}
 
-    def delete(self, path: str) -> None:
+    def delete(self, path: str, durable: bool = True) -> None:
         target = self.root / path
         with suppress(FileNotFoundError):
             if target.is_dir() and not target.is_symlink():
                 for name in os.listdir(target):
-                    self.delete(f"{path}/{name}")
+                    self.delete(f"{path}/{name}", durable)
                 os.rmdir(target)
             else:
                 os.unlink(target)
-            _synchronise(target.parent)
+            if durable:
+                _synchronise(target.parent)
 
 
 def _size(entry: os.DirEntry[str]) -> int | None:
@@ -182,7 +186,7 @@ class Remote:
     def _path(self, path: str) -> str:
         return f"{self._root.rstrip('/')}/{path}".rstrip("/")
 
-    def write(self, path: str, chunks: Iterable[memoryview]) -> None:
+    def write(self, path: str, chunks: Iterable[memoryview], durable: bool = True) -> None:
         with _translated(self.url):
             target = self._path(path)
             file = self._open(target)
@@ -227,7 +231,7 @@ class Remote:
         found = {str(e["name"]).rstrip("/"): _bytes(e) for e in entries}
         return {name.rpartition("/")[2]: size for name, size in found.items() if name.strip("/") != here.strip("/")}
 
-    def delete(self, path: str) -> None:
+    def delete(self, path: str, durable: bool = True) -> None:
         with _translated(self.url), suppress(FileNotFoundError):
             self._system.rm(self._path(path), recursive=True)
 

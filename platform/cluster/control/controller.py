@@ -20,6 +20,7 @@ from platform.cluster.control.pace import Pace
 from platform.cluster.control.spikes import Spikes
 from platform.cluster.crew.base.crew import Crew
 from platform.cluster.crew.base.failures import Failure, GaveUp, Member, Reform, WorkerFailed
+from platform.cluster.run.traces import NOTICE
 from platform.monitor import MetricsRow
 from platform.monitor.records import events
 from platform.plan.reports.tier_traffic import tier_traffic, traffic_line
@@ -28,7 +29,7 @@ from platform.train.step.faults import Faults
 
 FIRST_STEP_SECONDS = 120.0  # for a run's first step, which allocates buffers and opens connections
 COLD = 4  # times the usual: for a generation's first step, as the mesh may have shrunk and buffers are allocated
-HUNG_AFTER = 5  # usual durations that a step may last before a worker in it counts as hung
+HUNG_AFTER = 3  # usual durations that a step may last before a worker that is blocked in it counts as hung
 
 
 class RunState(Enum):
@@ -129,12 +130,12 @@ class Controller:
             start = perf_counter()
             reports, seconds = self._step(crew, generation, step)
             report = reports[0]
-            bubble = val_loss = None
+            bubble = losses = None
             if generation.timeline:
                 bubble = generation.timeline.step(step, start, [report.timeline for report in reports])
             if every and step % every == 0:
                 within = self._deadline(generation)  # per clock section, of which an evaluation may have many
-                val_loss = crew.call("evaluate", within=within)[0]
+                losses = crew.call("evaluate", within=within)[0]
             row = metrics_row(
                 report,
                 generation,
@@ -142,7 +143,7 @@ class Controller:
                 length=self._config.model.length,
                 stalled=self._stall,  # after the previous step, whose row was already written
                 bubble=bubble,
-                val_loss=val_loss,
+                val_losses=losses,
                 recovery_seconds=None if self._failed is None else perf_counter() - self._failed,
             )
             self._commit(generation, row, report.held)
@@ -167,7 +168,7 @@ class Controller:
             self._told_traffic = line
 
     def _step(self, crew: Crew, generation: Generation, step: int) -> tuple[list[Any], float]:
-        """Let all ranks take training step `step`; return their answers by rank, rank 0's being the report on all, and
+        """Let all ranks take training step `step`; return what `_take` does, rank 0's being the report on all, and
         the seconds that it took. If `Trainer.step` has updated nothing because of a loss spike, the step is repeated,
         skipped, or ends the run with GaveUp, as train.on_spike says; one whose loss scale was too large is skipped."""
         policy = self._config.train.on_spike
@@ -177,7 +178,7 @@ class Controller:
                 self._journal.write(events.Injected(step=step, faults=list(map(str, faults))))
             self._former.ledger.only(generation.number)  # workers drop the others when they take a step
             limit, start = self._spikes.limit, perf_counter()
-            reports = crew.call("step", step, limit, faults, within=self._deadline(generation))
+            reports = self._take(crew, generation, step, limit, faults)
             seconds, report = perf_counter() - start, reports[0]
             self._check_replicas(crew, generation, step, report)
             if not report.skipped:
@@ -199,6 +200,14 @@ class Controller:
                 raise GaveUp(f"{why}, and train.on_spike=stop")
             self._monitor.say(f"{why}: it is done again")
         raise GaveUp(f"{why}, {self._config.elastic.attempts} times in a row")
+
+    def _take(self, crew: Crew, generation: Generation, step: int, *args: Any) -> list[Any]:
+        """Let all ranks take training step `step` once; return their answers by rank, that of rank 0 alone unless the
+        timeline needs them all."""
+        within = self._deadline(generation)
+        if generation.timeline:
+            return crew.call("step", step, *args, within=within)
+        return [crew.lead(step, *args, within=within)]
 
     def _check_replicas(self, crew: Crew, generation: Generation, step: int, report: StepReport) -> None:
         """Raise WorkerFailed naming the ranks whose weights or optimizer state `report` shows to be damaged, so that
@@ -230,7 +239,7 @@ class Controller:
         return Failure(member, "damaged", f"step({step})", cause, rank, job.name(rank), job.coordinates[rank])
 
     def _deadline(self, generation: Generation) -> float:
-        """Return the seconds that a training step may last before a worker in it counts as hung: HUNG_AFTER times the
+        """Return the seconds that a training step may last before a blocked worker counts as hung: HUNG_AFTER times the
         median step of this generation (until that is known, COLD times the run's; until that is known,
         FIRST_STEP_SECONDS), and at least elastic.hang_seconds."""
         usual, ever = self._pace.usual(generation.step), self._pace.usual(0)
@@ -304,7 +313,7 @@ class Controller:
         step just committed."""
         if proposal := self._advisor.needed_reform(crew, generation):
             if not self._former.recruiter.count(crew):
-                self._signals.request("a notice that all workers are about to be taken away")
+                self._signals.request(NOTICE)
                 self._drain(crew)
             self._hold(crew, generation)
             self._save_now(crew)  # memory may not hold the whole state without the members that leave

@@ -14,6 +14,7 @@ from platform.config.fields import Config
 from platform.monitor.records import events, metrics, records
 from platform.monitor.records.records import JOURNAL, METRICS
 
+NOTICE = "a notice that all workers are about to be taken away"
 CONFIG, PLAN, LOCK = "config.yaml", "plan.json", "driver.lock"
 _DONE = (events.FirstStep, events.Checkpoint, events.Restored, events.RolledBack, events.End)  # their step is done
 
@@ -60,11 +61,11 @@ def finished(directory: Path, steps: int) -> bool:
     return any(isinstance(event, events.Done) and event.step >= steps for event in journal(directory))
 
 
-def unended(directory: Path) -> bool:
-    """Return True if the journal in a run directory has no end of its newest driver: that was killed, or still runs.
-    Raises Malformed, OSError."""
-    last = [event for event in journal(directory) if isinstance(event, (events.Starting, events.Refused, events.End))]
-    return bool(last) and isinstance(last[-1], events.Starting)
+def noticed(directory: Path) -> bool:
+    """Return True if the last driver of a run directory ended because all of its workers, or its own node, were about
+    to be taken away. Raises Malformed, OSError."""
+    ends = [event for event in journal(directory) if isinstance(event, events.End)]
+    return bool(ends) and isinstance(ends[-1], events.Drained) and ends[-1].signal == NOTICE
 
 
 def has_nothing_saved(directory: Path) -> bool:

@@ -135,6 +135,15 @@ class Restored(JournalEvent):
     seconds: Seconds
 
 
+class Initialised(JournalEvent):
+    """The run starts from the weights at `weights` (train.init); `differences`: what its model does otherwise than the
+    one that they come from, a line each."""
+
+    weights: str
+    differences: list[str]
+    seconds: Seconds
+
+
 class RolledBack(JournalEvent):
     """The training state that was recovered is older than the last step done: the steps after it are done again."""
 

@@ -249,6 +249,10 @@ class Communicator(ABC):
         """Collect every rank's fp64 numbers [n] on the CPU as one [ranks, n] on rank 0, for the report of a step;
         return None elsewhere. Not counted: reporting on a step is not part of it."""
 
+    @abstractmethod
+    def announce(self, text: str | None = None) -> str:
+        """Tell all other ranks the `text` of rank 0, which alone gives one; return it. Not counted."""
+
     def abort(self) -> None:
         """Interrupt this communicator's collectives in progress so that they fail, here and at the peers, or end with
         results that mean nothing, which `confirm` tells. Callable from any thread, repeatedly too."""
@@ -315,6 +319,9 @@ class SingleRank(Communicator):
 
     def collect(self, numbers):
         return numbers[None]
+
+    def announce(self, text=None):
+        return text
 
     def transfer(self, sent, received):
         assert not sent and not received, "there is nobody to talk to"

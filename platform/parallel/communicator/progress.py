@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from threading import get_native_id
 from time import monotonic
 from typing import Annotated, NamedTuple
 
@@ -30,6 +31,8 @@ class Activity:
     there for other ranks; and the seconds since any of these changed. While the host waits for its device, `device` is
     the section that the device is in, `device_waits` says whether it waits for other ranks there, and `completed` how
     many waits for others (collectives and messages) it has completed in this step; its passing on counts as a change.
+    `busy`: the share of the time since the heartbeat before in which the main thread ran, or waited for a processor or
+    a disk; 1 if that is not known.
     """
 
     call: str
@@ -39,6 +42,7 @@ class Activity:
     device: str = ""
     device_waits: bool = False
     completed: Count = 0
+    busy: Annotated[float, Span(0, 1e12)] = 0.0
 
 
 class Progress:
@@ -50,10 +54,13 @@ class Progress:
         self._now = ("", False, monotonic())  # section, waiting for other ranks, since
         self._device: Callable[[], DevicePlace] | None = None  # set while the main thread waits for its device
         self._passed, self._moved = -1, 0.0  # marks that the device had passed when last looked at, and when
+        self._thread = 0  # that executes the driver's calls, by its number in the kernel
+        self._looked: tuple[float, float] | None = None  # at the last heartbeat: when, and seconds of `_active`
 
     def begin(self, call: str) -> None:
         """Record that this worker begins to execute `call`, the driver's call as text; "" when the call has ended."""
         self._call, self._now, self._device = call, ("", False, monotonic()), None
+        self._thread, self._looked = get_native_id(), None
 
     def enter(self, section: str, waiting: bool = False) -> tuple[str, bool]:
         """Record that the main thread enters the clock section `section`, in which it only waits for other ranks if
@@ -78,16 +85,38 @@ class Progress:
         """Return the heartbeat of this process: its call, the innermost section, and how long it has been there. Where
         the device is looked at for the first time, that counts as its last movement, as nothing was known before."""
         (section, waiting, since), device, now = self._now, self._device, monotonic()
+        beat = Activity(self._call, section, waiting, now - since, busy=self._busy(now))
         if device is None:
-            return Activity(self._call, section, waiting, now - since)
+            return beat
         try:
             place = device()
         except RuntimeError:  # of a device that no longer works: the main thread gets the same error
-            return Activity(self._call, section, waiting, now - since)
+            return beat
         if place.passed != self._passed:
             self._passed, self._moved = place.passed, now
         seconds = now - max(since, self._moved)
-        return Activity(self._call, section, waiting, seconds, place.section, place.waiting, place.completed)
+        return replace(
+            beat, seconds=seconds, device=place.section, device_waits=place.waiting, completed=place.completed
+        )
+
+    def _busy(self, now: float) -> float:
+        """Return `Activity.busy` at time `now`, until which it counts from then on."""
+        active, before = _active(self._thread), self._looked
+        self._looked = None if active is None else (now, active)
+        if active is None or before is None or now == before[0]:
+            return 1.0
+        return max(0.0, (active - before[1]) / (now - before[0]))
+
+
+def _active(thread: int) -> float | None:
+    """Return the seconds in which a thread of this process has run or waited for a processor; None while it does, or
+    waits for a disk, as the kernel books that later, and if the kernel does not tell."""
+    try:
+        with open(f"/proc/self/task/{thread}/stat") as stat, open(f"/proc/self/task/{thread}/schedstat") as times:
+            state, (ran, waited, _) = stat.read().rpartition(")")[2].split()[0], times.read().split()
+    except (OSError, ValueError, IndexError):
+        return None
+    return None if state in "RD" else (int(ran) + int(waited)) / 1e9
 
 
 PROGRESS = Progress()

@@ -40,8 +40,8 @@ def _(x, communicator, op, axes, members, dim, joined, reduce):
 
 
 class Arrived:
-    """Handle of a collective launched inside a compiled graph, which has already waited for it: `wait` returns the
-    result."""
+    """Handle of a collective that needs no waiting, as a compiled graph has waited for it, or other ranks alone take
+    part: `wait` returns the result."""
 
     def __init__(self, result: Tensor):
         self._result = result

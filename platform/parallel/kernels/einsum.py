@@ -15,6 +15,7 @@ from platform.parallel.kernels.products import local_einsum
 from platform.parallel.kernels.summa import summa
 from platform.parallel.sharding.convert import Pending, absent, apply, convert
 from platform.parallel.sharding.flat import Neighbours
+from platform.parallel.sharding.operands import Operands
 from platform.plan.communication.planned import EinsumGroup
 
 Deferred = list[Callable[[], None]]  # each computes and accumulates gradients of parameters when called
@@ -35,13 +36,14 @@ class _Einsums(torch.autograd.Function):
     gradients. Tensors marked `regathered` in the plan are saved only as stored and gathered again while the output
     gradients are converted. Gradients of leaves are added to their sums here, and autograd gets None for them.
     `deferred`: a list that receives the function computing the gradients of operands and biases (zero bubble); they are
-    then leaves.
+    then leaves. `coming`: brings the operands.
     """
 
     @staticmethod
-    def forward(ctx, communicator, group: EinsumGroup, deferred: Deferred | None, x: Tensor, *tensors: Tensor):
+    def forward(ctx, coming: Operands, group: EinsumGroup, deferred: Deferred | None, x: Tensor, *tensors: Tensor):
         operands, biases = tensors[: len(group.einsums)], tensors[len(group.einsums) :]
-        ctx.communicator, ctx.group, ctx.deferred = communicator, group, deferred
+        communicator = coming.communicator
+        ctx.coming, ctx.group, ctx.deferred = coming, group, deferred
         ctx.leaves = [t if accumulates(t) else None for t in tensors]
         ctx.joined = joined = _joined(group, x, ctx.leaves)
         if joined:
@@ -50,9 +52,10 @@ class _Einsums(torch.autograd.Function):
             return joined.outputs(whole, operands)
         regathered = [group.regathered, *(e.regathered for e in group.einsums)]
         stored = (x, *operands)
-        coming = [convert(communicator, w, e.operand.forward) for w, e in zip(operands, group.einsums, strict=True)]
+        arriving = coming.take(operands)
         x = convert(communicator, x, group.x.forward).wait()
-        local = [c.wait() for c in coming]
+        local = [c.wait() for c in arriving]
+        coming.onward()
         leaving = [
             convert(communicator, local_einsum(e.x_dims, e.dims, e.out_dims)(x, w, b), e.output.forward, owned=True)
             for w, b, e in zip(local, biases or [None] * len(local), group.einsums, strict=True)
@@ -63,16 +66,14 @@ class _Einsums(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *gradients):
         x, *operands = ctx.saved_tensors
-        communicator, group = ctx.communicator, ctx.group
+        communicator, group = ctx.coming.communicator, ctx.group
         coming = [convert(communicator, g, e.output.backward) for g, e in zip(gradients, group.einsums, strict=True)]
-        regathered = [
-            convert(communicator, w, e.operand.forward if e.regathered else ())
-            for w, e in zip(operands, group.einsums, strict=True)
-        ]
+        regathered = ctx.coming.take(operands, back=True)
         if group.regathered:
             x = convert(communicator, x, group.x.forward).wait()
         operands = [c.wait() for c in regathered]
         local = [c.wait().contiguous() for c in coming]  # read twice; that of a query is not in attention's order
+        ctx.coming.onward(back=True)
         rest = partial(_operand_gradients, communicator, group, ctx.leaves, ctx.needs_input_grad[4:], x, local)
         together = None
         if ctx.joined and JOINS_GRADIENTS.get(x.device.type, True):
@@ -188,22 +189,22 @@ def _plus(gradient: Tensor, into: Tensor | None, fresh: bool) -> Tensor:
 
 
 def einsums(
-    communicator: Communicator,
-    group: EinsumGroup,
+    coming: Operands,
     x: Tensor,
     operands: Sequence[Tensor],
     biases: Sequence[Tensor] = (),
     *,
     deferred: Deferred | None = None,
 ) -> Sequence[Tensor]:
-    """Compute the outputs (local blocks) of a planned group of einsums of x with several operands, in the group's
-    order, with the conversions that the plan lists. A group whose outputs are not converted may add `biases`, one per
-    operand, in the product. `deferred`: a list to which the backward pass appends the computation of weight gradients
-    instead of running it (zero bubble; None: it runs); groups with panels (SUMMA) ignore it."""
+    """Compute the outputs (local blocks) of a planned group of einsums of x with several operands, which `coming`
+    brings, in the group's order, with the conversions that the plan lists. A group whose outputs are not converted may
+    add `biases`, one per operand, in the product. `deferred`: a list to which the backward pass appends the computation
+    of weight gradients instead of running it (zero bubble; None: it runs); groups with panels (SUMMA) ignore it."""
+    communicator, group = coming.communicator, coming.group
     if group.panels:
         assert not biases
         return summa(communicator, group, apply(communicator, x, group.x), operands)
     if group.local and not any(w.is_leaf for w in operands):  # activations
         triples = zip(operands, group.einsums, biases or [None] * len(operands), strict=True)  # type: ignore[list-item]
         return [local_einsum(e.x_dims, e.dims, e.out_dims)(x, w, bias) for w, e, bias in triples]
-    return _Einsums.apply(communicator, group, deferred, x, *operands, *biases)
+    return _Einsums.apply(coming, group, deferred, x, *operands, *biases)

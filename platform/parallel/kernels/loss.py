@@ -16,8 +16,8 @@ from platform.parallel.kernels.leaves import accumulates, add_computed, add_grad
 from platform.parallel.kernels.products import local_einsum
 from platform.parallel.kernels.statistics import widened
 from platform.parallel.sharding.convert import absent, convert
+from platform.parallel.sharding.operands import Operands
 from platform.plan.communication.loss_chunks import chunk_rows
-from platform.plan.communication.planned import EinsumGroup
 
 
 @dataclass(frozen=True)
@@ -128,23 +128,25 @@ def cross_entropy(logits: Tensor, labels: Tensor, communicator: Communicator, cl
 
 
 class _AtOnce(torch.autograd.Function):
-    """Cross-entropy of x [rows, width] times `table` [columns, width], whose gradients its forward pass computes with
-    it, chunk by chunk, for a loss whose own gradient is 1."""
+    """Cross-entropy of x [rows, width] times `table` [columns, width] plus `bias` [columns], if there is one, whose
+    gradients its forward pass computes with it, chunk by chunk, for a loss whose own gradient is 1."""
 
     @staticmethod
-    def forward(ctx, x, table, labels, communicator, classes):
-        gradients = torch.empty_like(x), torch.empty_like(table)
+    def forward(ctx, x, table, bias, labels, communicator, classes):
+        gradients = torch.empty_like(x), torch.empty_like(table), None if bias is None else torch.zeros_like(bias)
         ctx.leaf = table if accumulates(table) else None
         ctx.save_for_backward(*gradients)
-        return _by_chunks(x, table, labels, communicator, classes, gradients)
+        return _by_chunks(x, table, bias, labels, communicator, classes, gradients)
 
     @staticmethod
     def backward(ctx, dloss):
-        dx, dtable = ctx.saved_tensors
+        dx, dtable, dbias = ctx.saved_tensors
+        if dbias is not None:
+            dbias = dbias.mul_(dloss)
         if ctx.leaf is None:
-            return dx.mul_(dloss), dtable.mul_(dloss), None, None, None
+            return dx.mul_(dloss), dtable.mul_(dloss), dbias, None, None, None
         add_computed(ctx.leaf, partial(_scaled, dtable, dloss.to(dtable.dtype)))
-        return dx.mul_(dloss), None, None, None, None
+        return dx.mul_(dloss), None, dbias, None, None, None
 
 
 def _scaled(gradient: Tensor, factor: Tensor, into: Tensor | None, fresh: bool) -> Tensor:
@@ -157,46 +159,58 @@ def _scaled(gradient: Tensor, factor: Tensor, into: Tensor | None, fresh: bool) 
 def _by_chunks(
     x: Tensor,
     table: Tensor,
+    bias: Tensor | None,
     labels: Tensor,
     communicator: Communicator,
     classes: Classes,
-    gradients: tuple[Tensor, Tensor] | None,
+    gradients: tuple[Tensor, Tensor, Tensor | None] | None,
 ) -> Tensor:
-    """Return the cross-entropy of x [rows, width] times `table` [columns, width] against `labels` [rows], and fill
-    `gradients`, shaped as these, with its gradients. One chunk of the logits exists at a time."""
+    """Return the cross-entropy of x [rows, width] times `table` [columns, width] plus `bias` [columns] against `labels`
+    [rows], and fill `gradients`, shaped as these, with its gradients (that of the bias is added to zeros). One chunk of
+    the logits exists at a time."""
     size = chunk_rows(len(x), len(table))
     logits = x.new_empty(size, len(table))
     total = torch.zeros((), dtype=torch.float64, device=x.device)
     for i in range(0, len(x), size):
         here, at = x[i : i + size], slice(i, i + size)
         y = torch.mm(here, table.t(), out=logits[: len(here)])
+        if bias is not None:
+            y += bias
         total += loss_and_gradient(y, labels[at], communicator, classes, gradients is not None)
         if gradients:
-            dx, dtable = gradients
+            dx, dtable, dbias = gradients
             torch.mm(y, table, out=dx[at])
             dtable.addmm_(y.t(), here, beta=float(i > 0))
+            if dbias is not None:
+                dbias += y.sum(0)
     return total
 
 
-def _logits(x: Tensor, table: Tensor, communicator: Communicator, group: EinsumGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the planned product of x and `table`; return both as converted, and the logits in new memory."""
-    (e,) = group.einsums
-    coming = convert(communicator, table, e.operand.forward)
+def _logits(x: Tensor, table: Tensor, bias: Tensor | None, coming: Operands) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the planned product of x and `table`, which `coming` brings, and add the `bias`; return the first two as
+    converted, and the logits in new memory."""
+    communicator, group, (e,) = coming.communicator, coming.group, coming.group.einsums
+    (arriving,) = coming.take([table])
     whole = convert(communicator, x, group.x.forward).wait()
-    local = coming.wait()
+    local = arriving.wait()
+    coming.onward()
     product = local_einsum(e.x_dims, e.dims, e.out_dims)(whole, local)
-    return whole, local, convert(communicator, product, e.output.forward, owned=True).wait().contiguous()
+    y = convert(communicator, product, e.output.forward, owned=True).wait().contiguous()
+    if bias is not None and not absent(y):
+        y += bias
+    return whole, local, y
 
 
 class _Kept(torch.autograd.Function):
-    """Cross-entropy of a planned product of x and `table`, whose gradient of the logits takes their place until the
-    backward pass. `deferred`: as in `platform.parallel.kernels.einsum`."""
+    """Cross-entropy of a planned product of x and `table`, plus `bias`, whose gradient of the logits takes their place
+    until the backward pass. `deferred`: as in `platform.parallel.kernels.einsum`."""
 
     @staticmethod
-    def forward(ctx, x, table, labels, communicator, classes, group: EinsumGroup, deferred: Deferred | None):
-        (e,) = group.einsums
-        whole, local, y = _logits(x, table, communicator, group)
-        ctx.communicator, ctx.group, ctx.deferred = communicator, group, deferred
+    def forward(ctx, x, table, bias, labels, coming: Operands, classes, deferred: Deferred | None):
+        communicator, group, (e,) = coming.communicator, coming.group, coming.group.einsums
+        whole, local, y = _logits(x, table, bias, coming)
+        ctx.biased = bias if bias is None else bias.shape
+        ctx.coming, ctx.deferred = coming, deferred
         ctx.leaf = table if accumulates(table) else None
         ctx.save_for_backward(x if group.regathered else whole, table if e.regathered else local, y)
         rows = y if absent(y) else y.view(-1, y.shape[-1])
@@ -205,19 +219,23 @@ class _Kept(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dloss):
         x, table, y = ctx.saved_tensors
-        communicator, group, (e,) = ctx.communicator, ctx.group, ctx.group.einsums
+        communicator, group, (e,) = ctx.coming.communicator, ctx.coming.group, ctx.coming.group.einsums
         coming = convert(communicator, y, e.output.backward)
-        operand = convert(communicator, table, e.operand.forward if e.regathered else ())
+        (operand,) = ctx.coming.take([table], back=True)
         if group.regathered:
             x = convert(communicator, x, group.x.forward).wait()
+        dbias = None
+        if ctx.biased is not None:
+            dbias = y.new_zeros(ctx.biased) if absent(y) else y.flatten(0, -2).sum(0).mul_(dloss)
         table, dy = operand.wait(), coming.wait()
+        ctx.coming.onward(back=True)
         dx = local_einsum(e.out_dims, e.dims, e.x_dims)(dy, table).mul_(dloss)
         arriving = convert(communicator, dx, group.x.backward, owned=True)
 
         leaf, product = ctx.leaf, partial(local_einsum(e.x_dims, e.out_dims, e.dims), x * dloss, dy, None)
         if leaf is None:
             leaving = convert(communicator, product(), e.operand.backward, owned=True)
-            return arriving.wait(), leaving.wait(), None, None, None, None, None
+            return arriving.wait(), leaving.wait(), dbias, None, None, None, None
 
         @torch.no_grad()
         def compute() -> None:
@@ -231,31 +249,31 @@ class _Kept(torch.autograd.Function):
             ctx.deferred.append(compute)
         else:
             compute()
-        return arriving.wait(), None, None, None, None, None, None
+        return arriving.wait(), None, dbias, None, None, None, None
 
 
 def linear_cross_entropy(
     x: Tensor,
     table: Tensor,
+    bias: Tensor | None,
     labels: Tensor,
-    communicator: Communicator,
+    coming: Operands,
     classes: Classes,
-    group: EinsumGroup,
     *,
     at_once: bool,
     deferred: Deferred | None,
 ) -> Tensor:
-    """Sum -log softmax(x table)[label] over local tokens, in fp64: the planned product `group` of one einsum, whose
-    conversions are done as planned, and the cross-entropy of its result. `at_once`: see
-    `platform.plan.communication.loss_chunks`; `deferred`: as in `platform.parallel.kernels.einsum`."""
-    labels, (e,) = labels.flatten(), group.einsums
+    """Sum -log softmax(x table + bias)[label] over local tokens, in fp64: the planned product of one einsum, whose
+    operand `coming` brings, and the cross-entropy of its result plus `bias`, which is in its layout already. `at_once`:
+    see `platform.plan.communication.loss_chunks`; `deferred`: as in `platform.parallel.kernels.einsum`."""
+    labels, communicator, (e,) = labels.flatten(), coming.communicator, coming.group.einsums
     training = torch.is_grad_enabled()
     if at_once and deferred is None:
         x, table = x.flatten(0, -2), table if e.dims[-1] == e.x_dims[-1] else table.t()
         if training:
-            return _AtOnce.apply(x, table, labels, communicator, classes)
-        return _by_chunks(x, table, labels, communicator, classes, None)
+            return _AtOnce.apply(x, table, bias, labels, communicator, classes)
+        return _by_chunks(x, table, bias, labels, communicator, classes, None)
     if training:
-        return _Kept.apply(x, table, labels, communicator, classes, group, deferred)
-    *_, y = _logits(x, table, communicator, group)
+        return _Kept.apply(x, table, bias, labels, coming, classes, deferred)
+    *_, y = _logits(x, table, bias, coming)
     return y.double().sum() if absent(y) else loss_and_gradient(y.flatten(0, -2), labels, communicator, classes, False)

@@ -9,14 +9,41 @@ import torch
 from torch import Tensor
 
 from platform.parallel.kernels.statistics import widened
+from platform.plan.language.functions import RotaryScaling
 
 
-def angles(length: Tensor, d_kv: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def angles(
+    length: Tensor, d_kv: int, theta: float, dtype: torch.dtype, scaling: RotaryScaling | None = None
+) -> tuple[Tensor, Tensor]:
     """Return cosine and sine [length, d_kv] of the angles of rotary position embedding (RoFormer; half-split pairs, so
-    that both halves are equal; base `theta`) at the global positions `length`, computed in fp64."""
+    that both halves are equal; base `theta`) at the global positions `length`, computed in fp64; with `scaling`, of the
+    scaled angles, times its magnitude."""
     frequency = theta ** (-torch.arange(0, d_kv, 2, device=length.device, dtype=torch.float64) / d_kv)
-    angle = length.double().outer(frequency).repeat(1, 2)
-    return angle.cos().to(dtype), angle.sin().to(dtype)
+    if scaling:
+        frequency = _scaled(frequency, theta, scaling)
+    angle, magnitude = length.double().outer(frequency).repeat(1, 2), scaling.magnitude if scaling else 1.0
+    return (angle.cos() * magnitude).to(dtype), (angle.sin() * magnitude).to(dtype)
+
+
+def _scaled(frequency: Tensor, theta: float, scaling: RotaryScaling) -> Tensor:
+    """Return the scaled frequencies, in radians per token, of all pairs, from `frequency` [pairs] by `scaling`."""
+    if scaling.kind == "linear":
+        return frequency / scaling.factor
+    pairs = len(frequency)
+    if scaling.kind == "llama3":
+        turns = scaling.original_length * frequency / (2 * math.pi)
+        kept = (turns - scaling.low) / (scaling.high - scaling.low)
+    else:
+
+        def pair(turns: float) -> float:
+            """Return the number, not whole, of the pair that turns so often within the original length."""
+            return pairs * math.log(scaling.original_length / (turns * 2 * math.pi)) / math.log(theta)
+
+        first, last = max(math.floor(pair(scaling.high)), 0), min(math.ceil(pair(scaling.low)), 2 * pairs - 1)
+        number = torch.arange(pairs, device=frequency.device, dtype=torch.float64)
+        kept = 1 - (number - first) / (last - first if last != first else 0.001)
+    kept = kept.clamp(0, 1)
+    return frequency * (kept + (1 - kept) / scaling.factor)
 
 
 class _Rotate(torch.autograd.Function):
@@ -82,16 +109,33 @@ def padding_mask(tokens: Tensor) -> Tensor:
     return (tokens < 0).t()[:, None, None]
 
 
-def attention_mask(q: Tensor, k: Tensor, causal: bool, padding: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Combine causality, padding and bias into one mask for scaled_dot_product_attention of q [batch, heads, length,
-    d_kv] and k: without a `bias`, bool (True: attended to); with one, the bias with q's dtype minimum where masked.
-    `padding`: True where a key is padding, as `padding_mask` returns it, or None.
+def unseen(length: Tensor, memory: Tensor, window: int, begins: Tensor | None) -> Tensor:
+    """Return bool [length, memory_length], True where causality hides what lies ahead, at the global positions `length`
+    and `memory`, and a `window`, if not 0, what lies as far back. With the local block `begins` [length, batch] of the
+    positions at which documents begin, what lies before is hidden too: bool [batch, 1, length, memory_length]."""
+    at = length.unsqueeze(1)
+    hidden = memory > at
+    if window:
+        hidden |= memory <= at - window
+    return hidden if begins is None else hidden | (memory < begins.t()[:, None, :, None])
+
+
+def as_added(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what hides the scores at which `hidden` is True when it is added to them: -inf there, else 0."""
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+
+
+def attention_mask(q: Tensor, behind: Tensor | None, padding: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Combine what is `unseen` (`behind`, None without causality), padding and bias into one mask for
+    scaled_dot_product_attention of q [batch, heads, length, d_kv]: without a `bias`, bool (True: attended to); with
+    one, the bias with q's dtype minimum where masked. `padding`: True where a key is padding, as `padding_mask` returns
+    it, or None.
 
     The dtype's minimum is used, not -inf, so that a sequence of padding alone does not become NaN.
     """
-    unseen = torch.zeros((), dtype=torch.bool, device=q.device) if padding is None else padding
-    if causal:
-        unseen = unseen | torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
+    hidden = torch.zeros((), dtype=torch.bool, device=q.device) if padding is None else padding
+    if behind is not None:
+        hidden = hidden | behind
     if bias is None:
-        return ~unseen
-    return bias.to(q.dtype).masked_fill(unseen, torch.finfo(q.dtype).min)
+        return ~hidden
+    return bias.to(q.dtype).masked_fill(hidden, torch.finfo(q.dtype).min)

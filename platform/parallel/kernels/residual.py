@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from platform.parallel.kernels.dropout import Drawing, dropped
-from platform.parallel.kernels.statistics import EPS, widened
+from platform.parallel.kernels.statistics import widened
 
 Region = Callable[[Callable[..., Any]], Callable[..., Any]]  # wraps a pure function: `compiled.region`
 
@@ -20,7 +20,7 @@ def _sum(x: Tensor, y: Tensor, drawing: Drawing | None) -> Tensor:
 
 
 def _sum_and_norm(
-    x: Tensor, y: Tensor, gain: Tensor, bias: Tensor | None, drawing: Drawing | None, centred: bool
+    x: Tensor, y: Tensor, gain: Tensor, bias: Tensor | None, drawing: Drawing | None, centred: bool, eps: float
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Return the sum, its norm over the last dim, and the statistics of each row that the gradient needs: the mean (of
     a LayerNorm, which is `centred`) and 1 / deviation."""
@@ -28,7 +28,7 @@ def _sum_and_norm(
     wide = widened(total)
     mean = wide.mean(-1, keepdim=True) if centred else None
     wide = wide if mean is None else wide - mean
-    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)
+    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     out = wide * rstd * gain
     return total, (out if bias is None else out + bias).to(x.dtype), mean, rstd
 
@@ -74,10 +74,10 @@ class _SumAndNorm(torch.autograd.Function):
     """Autograd function of a residual connection and the norm of its sum; saves the sum and two numbers per row."""
 
     @staticmethod
-    def forward(ctx, x, y, gain, bias, drawing, centred, region):
+    def forward(ctx, x, y, gain, bias, drawing, centred, eps, region):
         ctx.set_materialize_grads(False)  # the sum is not used after a post-norm model's norm
         tensors = [t if t is None else t.detach() for t in (x, y, gain, bias)]
-        total, out, mean, rstd = region(_sum_and_norm)(*tensors, drawing, centred)
+        total, out, mean, rstd = region(_sum_and_norm)(*tensors, drawing, centred, eps)
         ctx.save_for_backward(total, rstd, gain, *([] if mean is None else [mean]))
         ctx.drawing, ctx.region, ctx.biased = drawing, region, bias is not None
         return total, out
@@ -87,7 +87,7 @@ class _SumAndNorm(torch.autograd.Function):
         total, rstd, gain, *mean = ctx.saved_tensors
         region, drawing = ctx.region(_gradients), ctx.drawing
         found = region(dtotal, dout, total, mean[0] if mean else None, rstd, gain, ctx.biased, drawing)
-        return *found, None, None, None
+        return *found, None, None, None, None
 
 
 def residual(x: Tensor, y: Tensor, drawing: Drawing, region: Region) -> Tensor:
@@ -96,8 +96,15 @@ def residual(x: Tensor, y: Tensor, drawing: Drawing, region: Region) -> Tensor:
 
 
 def residual_norm(
-    x: Tensor, y: Tensor, gain: Tensor, bias: Tensor | None, kind: str, drawing: Drawing | None, region: Region
+    x: Tensor,
+    y: Tensor,
+    gain: Tensor,
+    bias: Tensor | None,
+    kind: str,
+    eps: float,
+    drawing: Drawing | None,
+    region: Region,
 ) -> tuple[Tensor, Tensor]:
     """Return x + dropout(y) (no dropout without a `drawing`) and its LayerNorm or RMSNorm (`kind`) over the last dim,
-    which is whole, by the functions that `region` makes."""
-    return _SumAndNorm.apply(x, y, gain, bias, drawing, kind == "layernorm", region)
+    which is whole, by the functions that `region` makes; `eps` is added to the variance."""
+    return _SumAndNorm.apply(x, y, gain, bias, drawing, kind == "layernorm", eps, region)

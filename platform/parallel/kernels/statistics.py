@@ -11,8 +11,6 @@ from torch import Tensor
 
 from platform.parallel.communicator.base import Communicator
 
-EPS = 1e-5
-
 
 def widened(x: Tensor) -> Tensor:
     """Cast x to the dtype in which statistics, losses and rotations are computed: fp32 for 16-bit tensors, otherwise
@@ -37,7 +35,7 @@ class _SplitNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, gain, bias, kind, communicator, over):
+    def forward(ctx, x, gain, bias, kind, eps, communicator, over):
         wide = widened(x)
         n = communicator.mesh.extent(over)
         d = x.shape[-1]
@@ -52,7 +50,7 @@ class _SplitNorm(torch.autograd.Function):
         else:
             variance = _summed(communicator, wide.square().sum(-1, keepdim=True), over) / (n * d)
             centred = wide
-        rstd = torch.rsqrt(variance + EPS)
+        rstd = torch.rsqrt(variance + eps)
         normal = centred * rstd
         ctx.save_for_backward(normal, rstd, gain)
         ctx.options = kind, communicator, over, n * d, x.dtype, bias is not None
@@ -75,24 +73,25 @@ class _SplitNorm(torch.autograd.Function):
         dx = scaled - normal * sums[0]
         if kind == "layernorm":
             dx -= sums[1]
-        return (dx * rstd).to(dtype), dgain.to(gain.dtype), dbias, None, None, None
+        return (dx * rstd).to(dtype), dgain.to(gain.dtype), dbias, None, None, None, None
 
 
-def rms_norm(x: Tensor, gain: Tensor) -> Tensor:
+def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     """Apply RMSNorm over the last dim, which is whole, to x [..., d_model]."""
-    return F.rms_norm(x, x.shape[-1:], gain, EPS)
+    return F.rms_norm(x, x.shape[-1:], gain, eps)
 
 
 def norm(
-    x: Tensor, gain: Tensor, bias: Tensor | None, kind: str, communicator: Communicator, over: Sequence[str]
+    x: Tensor, gain: Tensor, bias: Tensor | None, kind: str, eps: float, communicator: Communicator, over: Sequence[str]
 ) -> Tensor:
     """Apply LayerNorm or RMSNorm (`kind`: layernorm, rmsnorm) over the last dim, which is split over the axes `over`
-    (none: whole): x [..., d_model], gain and bias [d_model], all local blocks. Only statistics are communicated."""
+    (none: whole): x [..., d_model], gain and bias [d_model], all local blocks; `eps` is added to the variance. Only
+    statistics are communicated."""
     if over:
-        return _SplitNorm.apply(x, gain, bias, kind, communicator, over)
+        return _SplitNorm.apply(x, gain, bias, kind, eps, communicator, over)
     if kind == "layernorm":
-        return F.layer_norm(x, x.shape[-1:], gain, bias, EPS)
-    return rms_norm(x, gain)
+        return F.layer_norm(x, x.shape[-1:], gain, bias, eps)
+    return rms_norm(x, gain, eps)
 
 
 class _SplitSoftmax(torch.autograd.Function):

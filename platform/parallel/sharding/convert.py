@@ -13,7 +13,7 @@ from torch import Tensor
 
 from platform.parallel.communicator.base import Communicator, Handle
 from platform.parallel.communicator.traced import Arrived
-from platform.plan.communication.rule import APPEAR, Conversion, Step
+from platform.plan.communication.rule import APPEAR, COLLECTIVES, Conversion, Step
 from platform.plan.language.layout import at_zero
 
 
@@ -28,13 +28,17 @@ class Pending:
         self._advance()
 
     def _advance(self) -> None:
-        """Take the local steps of the conversion up to the next collective and issue that, or take all that are
-        left."""
+        """Take the local steps of the conversion up to the next collective and issue that, or take all that are left.
+        A collective of other ranks alone has its turn here too: where several conversions are under way, each group
+        sees its collectives in one order."""
         self._handle = None
         communicator = self._communicator
         for i, step in enumerate(self._steps):
             if not at_zero(step.only, communicator.coordinates):
-                continue
+                if step.op not in COLLECTIVES:
+                    continue
+                self._handle, self._steps = Arrived(self._x), self._steps[i + 1 :]
+                return
             index = communicator.index(step.axes)
             if step.op == "slice":
                 extent = self._x.shape[step.dim] // communicator.mesh.extent(step.axes)
@@ -86,19 +90,19 @@ class _Convert(torch.autograd.Function):
     """Autograd function behind `apply`: a planned change of layout, and its adjoint on the gradient."""
 
     @staticmethod
-    def forward(ctx, x, communicator, conversion):
+    def forward(ctx, x, communicator, conversion, coming):
         ctx.communicator, ctx.conversion = communicator, conversion
-        out = convert(communicator, x, conversion.forward).wait()
+        out = (coming or convert(communicator, x, conversion.forward)).wait()
         return out.view_as(out) if out is x else out
 
     @staticmethod
     def backward(ctx, gradient):
-        return convert(ctx.communicator, gradient, ctx.conversion.backward).wait(), None, None
+        return convert(ctx.communicator, gradient, ctx.conversion.backward).wait(), None, None, None
 
 
-def apply(communicator: Communicator, x: Tensor, conversion: Conversion) -> Tensor:
+def apply(communicator: Communicator, x: Tensor, conversion: Conversion, coming: Pending | None = None) -> Tensor:
     """Convert the local tensor x to another layout differentiably: the conversion's `forward` steps act on the value,
-    its `backward` steps on the gradient."""
+    its `backward` steps on the gradient. `coming`: the value, if its conversion has been started."""
     if not conversion.forward and not conversion.backward:
         return x
-    return _Convert.apply(x, communicator, conversion)
+    return _Convert.apply(x, communicator, conversion, coming)

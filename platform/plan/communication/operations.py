@@ -87,7 +87,17 @@ def _mask_layout(layout: Layout) -> Layout:
 
 def _fused_attention(planner: Planner, operation: Operation) -> PlannedOperation:
     layout, key = planner.layout(operation.outputs[0]), operation.inputs[1]
-    return _planned(planner, operation, layout, **_read(planner, key, _mask_layout(layout)))
+    return _planned(planner, operation, layout, **_hiding(planner, operation, layout, key, "length"))
+
+
+def _hiding(
+    planner: Planner, operation: Operation, layout: Layout, memory: Spec | Parameter, length: str
+) -> dict[str, Any]:
+    """Return the fields `tokens` and `token_count` for the plan of an attention, by the data tensor that it reads: a
+    mask, which is as long as dim `length` of `memory`, or where the documents of its queries begin."""
+    if operation["begins"]:
+        return _read(planner, operation.outputs[0], layout.restrict(("length", "batch")))
+    return _read(planner, memory, _mask_layout(layout), length)
 
 
 def _from_data(planner: Planner, operation: Operation) -> PlannedOperation:
@@ -123,15 +133,15 @@ def _expand_kv(planner: Planner, operation: Operation) -> PlannedOperation:
 
 
 def _softmax(planner: Planner, operation: Operation) -> PlannedOperation:
-    """Plan a softmax operation: over a split dim, maximum and sum are all-reduced forward, one sum backward; it reads a
-    mask as long as memory_length."""
+    """Plan a softmax operation: over a split dim, maximum and sum are all-reduced forward, one sum backward; that of
+    attention may read a mask or where documents begin."""
     spec, dim = operation.inputs[0], operation["dim"]
     layout, shape = planner.layout(spec), planner.shape(spec)
     rows = prod(shape) // shape[spec.dims.index(dim)]
     over, only = layout[dim], layout.only
     found = [*planner.statistics(over, only, rows, "forward") * 2, *planner.statistics(over, only, rows, "backward")]
-    mask = _read(planner, spec, _mask_layout(layout), "memory_length")
-    return _planned(planner, operation, layout, statistics=found, over=over, **mask)
+    hiding = _hiding(planner, operation, layout, spec, "memory_length")
+    return _planned(planner, operation, layout, statistics=found, over=over, **hiding)
 
 
 def _relayout(planner: Planner, operation: Operation) -> PlannedOperation:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import weakref
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from typing import Any
 
 from platform.plan.communication.planned import Collective, Einsum, EinsumGroup, Panels, PlannedOperation
@@ -18,6 +19,7 @@ from platform.plan.communication.rule import Conversion, Step
 from platform.plan.core.chunks import Chunk
 from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import communication
+from platform.plan.language.functions import RotaryScaling
 from platform.plan.language.layout import Layout
 from platform.plan.language.mesh import Mesh
 from platform.plan.language.ops import Operation, Parameter, Recompute, Spec
@@ -25,14 +27,16 @@ from platform.plan.language.scheme import Scheme
 
 _PARTS: tuple[type, ...] = (
     Chunk, Collective, Conversion, Einsum, EinsumGroup, Layout, Mesh, Operation, Panels, Parameter, Plan,
-    PlannedOperation, Planner, Recompute, Scheme, Spec, Step,
+    PlannedOperation, Planner, Recompute, RotaryScaling, Scheme, Spec, Step,
 )  # fmt: skip
 _CLASSES = {part.__name__: part for part in _PARTS}
+_FIELDS = {part: [f.name for f in fields(part) if f.init] for part in _PARTS}
+_DIGESTS: dict[int, str] = {}  # by identity, of plans that are alive
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
     """Encode a whole plan as plain JSON-able data, from which `from_dict` rebuilds an equal plan."""
-    return _encoded(plan)
+    return _encoded(plan, {})
 
 
 def from_dict(data: Any) -> Plan:
@@ -49,23 +53,29 @@ def from_dict(data: Any) -> Plan:
 def digest(plan: Plan) -> str:
     """Return 16 hexadecimal digits that identify a plan: the same for equal plans, in every process and on every
     machine."""
-    text = json.dumps(to_dict(plan), sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    if (known := _DIGESTS.get(id(plan))) is None:
+        text = json.dumps(to_dict(plan), sort_keys=True, separators=(",", ":"))
+        _DIGESTS[id(plan)] = known = hashlib.sha256(text.encode()).hexdigest()[:16]
+        weakref.finalize(plan, _DIGESTS.pop, id(plan), None)
+    return known
 
 
-def _encoded(value: Any) -> Any:
-    """Encode one value of a plan, recursively: dataclasses and mappings as in the module's text, tuples as lists."""
-    if is_dataclass(value):
-        assert type(value) in _PARTS, f"{type(value).__name__} is missing in _PARTS"
-        return {"is": type(value).__name__} | {
-            f.name: _encoded(getattr(value, f.name)) for f in fields(value) if f.init
-        }
-    if isinstance(value, Mapping):
-        return {"is": "map", "items": [[_encoded(key), _encoded(item)] for key, item in value.items()]}
-    if isinstance(value, tuple | list):
-        return [_encoded(item) for item in value]
-    assert value is None or type(value) in (str, int, float, bool), f"{type(value).__name__} in a plan"
-    return value
+def _encoded(value: Any, done: dict[int, Any]) -> Any:
+    """Encode one value of a plan, recursively: dataclasses and mappings as in the module's text, tuples as lists.
+    `done`: what has been made of the dataclasses so far, by identity, as layers share theirs."""
+    kind = type(value)
+    if value is None or kind in (str, int, float, bool):
+        return value
+    if kind in (tuple, list):
+        return [_encoded(item, done) for item in value]
+    if kind in _FIELDS:
+        if (found := done.get(id(value))) is None:
+            done[id(value)] = found = {"is": kind.__name__}
+            for name in _FIELDS[kind]:
+                found[name] = _encoded(getattr(value, name), done)
+        return found
+    assert isinstance(value, Mapping), f"{kind.__name__} in a plan: one of _PARTS, if it is a dataclass"
+    return {"is": "map", "items": [[_encoded(key, done), _encoded(item, done)] for key, item in value.items()]}
 
 
 def _decoded(value: Any) -> Any:

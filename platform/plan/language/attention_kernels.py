@@ -17,8 +17,9 @@ PREFERRED = {"cpu": ("flash",), "cuda": ("cudnn", "flash", "efficient")}  # by t
 @dataclass(frozen=True)
 class AttentionTraits:
     """All of one fused attention on which depends whether a kernel computes it. `bias`: a learned bias is added to the
-    scores; `mask`: padding is hidden; `dropout`: probability with which the kernel drops; `grouped`: K and V come with
-    fewer heads than Q; `deterministic`: sums are to be taken in a fixed order."""
+    scores; `mask`: padding, what lies before a window or in other documents is hidden; `dropout`: probability with
+    which the kernel drops; `grouped`: K and V come with fewer heads than Q; `deterministic`: sums are to be taken in a
+    fixed order."""
 
     precision: str
     d_kv: int
@@ -40,7 +41,7 @@ _REFUSED: tuple[tuple[tuple[str, ...], str, Callable[[AttentionTraits], object],
     (("flash",), "cpu", lambda t: t.dropout, "draws no dropout masks, as model.fused_dropout=true asks for"),
     (("flash",), "cpu", lambda t: t.bias, "has no gradient for a learned bias, as of model.positions=relative"),
     (("cudnn",), "cuda", lambda t: t.bias, "has no gradient for a learned bias, as of model.positions=relative"),
-    (("flash",), "cuda", lambda t: t.bias or t.mask, "takes neither a bias nor a mask of padding"),
+    (("flash",), "cuda", lambda t: t.bias or t.mask, "takes neither a bias nor a mask of padding, window or documents"),
     (("flash", "cudnn"), "cuda", lambda t: t.wide, "computes in 16 bits: precision=bf16 or fp16"),
     (("efficient",), "cuda", lambda t: t.precision == "fp64", "does not compute in fp64"),
     (("flash", "cudnn"), "cuda", lambda t: t.d_kv > 256, "takes a d_kv of at most 256"),

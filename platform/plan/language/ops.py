@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from platform.plan.language.functions import EPS, RotaryScaling
+
 
 @dataclass(frozen=True)
 class Spec:
@@ -60,9 +62,6 @@ class Parameter:
     turned: bool = False
 
 
-# Pointwise functions by name, and how many activations each takes; platform/parallel/pointwise_ops.py computes them.
-POINTWISE = {"gelu": 1, "relu": 1, "silu": 1, "tanh": 1, "identity": 1, "absolute": 1, "add": 2, "multiply": 2}
-POINTWISE |= {"gated_silu": 2, "gated_gelu": 2}  # function(gate) * x
 LOSSES = ("cross_entropy", "squared_error")  # kinds of operations that end the forward pass
 
 
@@ -184,14 +183,14 @@ class Ops(ABC):
         lacks."""
 
     @abstractmethod
-    def norm(self, x: Any, spec: Spec, kind: str, gain: Parameter, bias: Parameter | None) -> Any:
+    def norm(self, x: Any, spec: Spec, kind: str, gain: Parameter, bias: Parameter | None, eps: float = EPS) -> Any:
         """Apply the normalisation `kind`, LayerNorm or RMSNorm, to an activation over its last dim (d_model in
-        Transformers), the only dim of the parameters `gain` and `bias`."""
+        Transformers), the only dim of the parameters `gain` and `bias`. `eps` is added to the variance."""
 
     @abstractmethod
-    def rotate(self, name: str, x: Any, spec: Spec, theta: float) -> Any:
+    def rotate(self, name: str, x: Any, spec: Spec, theta: float, scaling: RotaryScaling | None = None) -> Any:
         """Apply rotary position embedding with base `theta` to queries or keys, over d_kv at global positions along
-        length (RoFormer; half-split pairs)."""
+        length (RoFormer; half-split pairs), with angles scaled as `scaling` says."""
 
     @abstractmethod
     def sinusoid(self, name: str, x: Any, spec: Spec, scale: float) -> Any:
@@ -222,12 +221,16 @@ class Ops(ABC):
         dim: str = "memory_length",
         scale: float = 1.0,
         causal: bool = False,
+        window: int = 0,
         mask: Any = None,
+        begins: Any = None,
         bias: Any = None,
     ) -> Any:
         """Return softmax(scale * x + bias) of an activation over `dim`. For attention scores [... length memory_length]
-        only: `causal` hides positions memory_length > length; `mask` is a data tensor [memory_length, batch] whose
-        padding is hidden; `bias` comes from `relative_bias`."""
+        only: `causal` hides positions memory_length > length, and with it `window`, if not 0, those at or before
+        length - window (Beltagy et al. 2020), and `begins`, a data tensor [length, batch], those before the position
+        that it gives; `mask` is a data tensor [memory_length, batch] whose padding is hidden; `bias` comes from
+        `relative_bias`. It reads `mask` or `begins`, not both."""
 
     @abstractmethod
     def fused_attention(
@@ -241,12 +244,14 @@ class Ops(ABC):
         *,
         scale: float,
         causal: bool,
+        window: int = 0,
         mask: Any = None,
+        begins: Any = None,
         bias: Any = None,
     ) -> Any:
         """Return scaled_dot_product_attention of local heads: q is [length batch heads d_kv], k and v have the
-        same dims with a length of their own; `mask` and `bias` as in softmax. Dropout of its probabilities is drawn by
-        the kernel itself."""
+        same dims with a length of their own; what hides scores, and `bias`, as in softmax. Dropout of its probabilities
+        is drawn by the kernel itself."""
 
     @abstractmethod
     def fuses_attention(self, name: str, spec: Spec) -> bool:
@@ -260,8 +265,12 @@ class Ops(ABC):
 
     @abstractmethod
     def pointwise(self, function: str, *x: Any) -> Any:
-        """Apply a pointwise function by name (gelu, relu, silu, tanh, identity, absolute; add, multiply, gated_silu or
-        gated_gelu, whose gate is first) to one or two activations that share a layout."""
+        """Apply a pointwise function by name (gelu, gelu_tanh, relu, silu, tanh, identity, absolute; add, multiply, or
+        gated_ and one of the first four, whose gate is first) to one or two activations that share a layout."""
+
+    @abstractmethod
+    def scale(self, x: Any, spec: Spec, factor: float) -> Any:
+        """Return the activation x times `factor`, a number."""
 
     @abstractmethod
     def pointwise_each(self, functions: Sequence[str], x: Any, spec: Spec, dim: str) -> Any:
@@ -278,11 +287,11 @@ class Ops(ABC):
         return self.pointwise("add", x, self.dropout(name, y, spec))
 
     def residual_norm(
-        self, name: str, x: Any, y: Any, spec: Spec, kind: str, gain: Parameter, bias: Parameter | None
+        self, name: str, x: Any, y: Any, spec: Spec, kind: str, gain: Parameter, bias: Parameter | None, eps: float
     ) -> tuple[Any, Any]:
         """Return the `residual` of x and y, and the `norm` of it, which the next layer reads."""
         total = self.residual(name, x, y, spec)
-        return total, self.norm(total, spec, kind, gain, bias)
+        return total, self.norm(total, spec, kind, gain, bias, eps)
 
     @abstractmethod
     def cross_entropy(self, name: str, logits: Any, spec: Spec, labels: Any, smoothing: float = 0.0) -> Any:
@@ -293,12 +302,20 @@ class Ops(ABC):
         """
 
     def linear_cross_entropy(
-        self, name: str, x: Any, x_spec: Spec, table: Parameter, spec: Spec, labels: Any, smoothing: float = 0.0
+        self,
+        name: str,
+        x: Any,
+        x_spec: Spec,
+        table: Parameter,
+        spec: Spec,
+        labels: Any,
+        smoothing: float = 0.0,
+        bias: Parameter | None = None,
     ) -> Any:
         """Return the `cross_entropy` of the logits of type `spec` [... vocab] to which `project` maps the activation x
-        [... d_model] by `table` [vocab, d_model]. It is planned as these two; computed as one, it need not hold all
-        logits."""
-        (logits,) = self.project(x, x_spec, (table,), (spec,))
+        [... d_model] by `table` [vocab, d_model] and `bias` [vocab]. It is planned as these two; computed as one, it
+        need not hold all logits."""
+        (logits,) = self.project(x, x_spec, (table,), (spec,), (bias,) if bias else ())
         return self.cross_entropy(name, logits, spec, labels, smoothing)
 
     @abstractmethod
@@ -319,23 +336,26 @@ class Ops(ABC):
         *,
         scale: float,
         causal: bool,
+        window: int = 0,
         mask: Any = None,
+        begins: Any = None,
         bias: Any = None,
     ) -> Any:
         """Return softmax(scale q k^T + bias) v in the region of `spec` [length batch heads d_kv]; k and v are of type
-        `kv`, with a length of their own in cross-attention. `mask` and `bias` as in softmax.
+        `kv`, with a length of their own in cross-attention. What hides scores, and `bias`, as in softmax.
 
         Runs one fused kernel (`fuses_attention`), or two einsums and a softmax over split dims.
         """
         heads = replace(kv, dims=spec.dims)
         fused = self.fuses_attention(name, spec)
-        grouped = fused and mask is None and bias is None  # kernels that take masks want every head
+        masks = bool(window) or not all(t is None for t in (mask, begins, bias))
+        grouped = fused and not masks  # kernels that take masks want every head
 
         def core(q: Any, k: Any, v: Any, bias: Any) -> Any:
             if kv.dims != spec.dims:
                 k = self.expand_kv(f"{name}.key", k, kv, heads, grouped=grouped)
                 v = self.expand_kv(f"{name}.value", v, kv, heads, grouped=grouped)
-            hidden: dict[str, Any] = {"causal": causal, "mask": mask, "bias": bias}
+            hidden: dict[str, Any] = {"causal": causal, "window": window, "mask": mask, "begins": begins, "bias": bias}
             if fused:
                 return self.fused_attention(name, q, k, v, spec, heads, scale=scale, **hidden)
             memory, scores = heads.renamed("length", "memory_length"), scores_of(spec, heads)

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from platform.plan.language.attention_kernels import AUTO
+from platform.plan.language.functions import EPS, POINTWISE
 from platform.plan.language.mistakes import ModelMistake, check_specs
 from platform.plan.language.ops import (
     NO_RECOMPUTATION,
-    POINTWISE,
     Operation,
     Ops,
     Parameter,
@@ -144,12 +144,12 @@ class Recorder(Ops):
     def shift(self, x, spec, parameter):
         return self._record("shift", parameter.name, [x], [spec, parameter], [spec])
 
-    def norm(self, x, spec, kind, gain, bias):
+    def norm(self, x, spec, kind, gain, bias, eps=EPS):
         parameters = [gain] if bias is None else [gain, bias]
-        return self._record("norm", gain.name, [x], [spec, *parameters], [spec], norm=kind)
+        return self._record("norm", gain.name, [x], [spec, *parameters], [spec], norm=kind, eps=eps)
 
-    def rotate(self, name, x, spec, theta):
-        return self._record("rotate", name, [x], [spec], [spec], theta=theta)
+    def rotate(self, name, x, spec, theta, scaling=None):
+        return self._record("rotate", name, [x], [spec], [spec], theta=theta, scaling=scaling)
 
     def sinusoid(self, name, x, spec, scale):
         return self._record("sinusoid", name, [x], [spec], [spec], scale=scale)
@@ -161,15 +161,40 @@ class Recorder(Ops):
     def expand_kv(self, name, x, spec, out, *, grouped=False):
         return self._record("expand_kv", name, [x], [spec], [out], grouped=grouped)
 
-    def softmax(self, name, x, spec, *, dim="memory_length", scale=1.0, causal=False, mask=None, bias=None):
+    def softmax(
+        self,
+        name,
+        x,
+        spec,
+        *,
+        dim="memory_length",
+        scale=1.0,
+        causal=False,
+        window=0,
+        mask=None,
+        begins=None,
+        bias=None,
+    ):
         self._check(bias or x, spec)
-        return self._record("softmax", name, [x], [spec], [spec], mask, dim=dim, scale=scale, causal=causal)
+        hides = self._hides(name, causal, window, mask, begins)
+        return self._record("softmax", name, [x], [spec], [spec], mask or begins, dim=dim, scale=scale, **hides)
 
-    def fused_attention(self, name, q, k, v, spec, kv, *, scale, causal, mask=None, bias=None):
+    def fused_attention(self, name, q, k, v, spec, kv, *, scale, causal, window=0, mask=None, begins=None, bias=None):
         if bias:
             self._check(bias, scores_of(spec, kv))
-        more = {"scale": scale, "causal": causal, "biased": bias is not None, "kernel": self.attention_kernel}
-        return self._record("fused_attention", name, [q, k, v], [spec, kv, kv], [spec], mask, **more)
+        hides = self._hides(name, causal, window, mask, begins)
+        more = {"scale": scale, "biased": bias is not None, "kernel": self.attention_kernel}
+        specs = [spec, kv, kv]
+        return self._record("fused_attention", name, [q, k, v], specs, [spec], mask or begins, **more, **hides)
+
+    def _hides(self, name: str, causal: bool, window: int, mask: str | None, begins: str | None) -> dict[str, Any]:
+        """Return the attributes of an attention that say what hides its scores. Raises ModelMistake for a window or
+        beginnings without causality, and for two data tensors."""
+        if (window or begins) and not causal:
+            raise ModelMistake(name, "a window, or where documents begin, hides what lies behind: with causal=True")
+        if mask and begins:
+            raise ModelMistake(name, "an attention reads one data tensor: a mask, or where documents begin")
+        return {"causal": causal, "window": window, "begins": begins is not None}
 
     def fuses_attention(self, name, spec):
         return (self.fused_dropout or not self.dropout_rate) and self.scheme.fuses_attention(spec.region)
@@ -185,6 +210,10 @@ class Recorder(Ops):
         for other in x[1:]:
             self._check(other, x[0].spec)
         return x[0]
+
+    def scale(self, x, spec, factor):
+        self._check(x, spec)
+        return x
 
     def pointwise_each(self, functions, x, spec, dim):
         for function in functions:

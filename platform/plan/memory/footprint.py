@@ -47,7 +47,7 @@ class Passes:
     `forward`, `backward`, `weights`: peak of the pass (forward, backward or input gradient, weight gradient) above what
     was there before it; `kept`: from forward to backward; `given`: of the outputs, what is not among `kept`; `pending`:
     from the input gradient to the weight gradient where they are split; `gradients`: sums of gradients that are there
-    afterwards and were not before, by number of the bucket.
+    afterwards and were not before, by number of the bucket; `standing`: what the first pass makes and all share.
     """
 
     forward: int
@@ -57,6 +57,7 @@ class Passes:
     pending: int
     weights: int
     gradients: Mapping[int, int]
+    standing: int
 
 
 def footprint(
@@ -97,9 +98,11 @@ def measure(
     out = run_chunk(meter, model, chunk, flow)
     meter.turn()
     del tokens
+    meter.of_pass.clear()
+    standing = sum(mask.nbytes for mask in meter.standing.values())
     most, full, results = ledger.peak - before, ledger.now, [(v.key, v.elements) for v in out.values()]
     del out
-    kept, given = ledger.now - before, full - ledger.now
+    kept, given = ledger.now - before - standing, full - ledger.now
     coming: dict[GradientKey, MeteredStorage] = {key: meter.new(n) for key, n in results}
     held, start = list(coming.values()), ledger.now
     ledger.peak = start
@@ -108,19 +111,20 @@ def measure(
     meter.tape.unwind(coming, sums)
     backward = ledger.peak - start
     meter.end()
+    meter.of_pass.clear()
     found = {key: g for key, g in coming.items() if key in inputs}
     coming.clear()
     if not splits:
         sums.passed()
     # by id: one storage may be the gradient of an output and of an input
     gone = {id(g): g.nbytes for g in (*held, *found.values(), *sums.held())}
-    pending = ledger.now - before - sum(gone.values())
+    pending = ledger.now - before - standing - sum(gone.values())
     start = ledger.peak = ledger.now
     while meter.deferred:
         meter.deferred.pop(0)()
     weights = ledger.peak - start
     sums.passed()
-    return Passes(most, kept, given, backward, pending, weights, sums.new())
+    return Passes(most - standing, kept, given, backward, pending, weights, sums.new(), standing)
 
 
 class _Walk:
@@ -129,7 +133,7 @@ class _Walk:
 
     def __init__(self, plan: Plan, model: RecordableModel, at: Mapping[str, int], dropout: float):
         self.plan, self.model, self.at, self.dropout = plan, model, at, dropout
-        self.now = self.kept = self.gradients = self.live = 0
+        self.now = self.kept = self.gradients = self.live = self.standing = 0
         self.most = (0, 0, 0, 0)  # at the peak: gradients, activations, working, in flight
         self.compute, self.master = plan.itemsize["compute"], plan.itemsize["master"]
         self.chunks = {chunk.number: chunk for chunk in plan.chunks}
@@ -159,6 +163,7 @@ class _Walk:
     def reach(self, extra: int = 0, kept: int = 0) -> None:
         """Record a peak of memory if `now` + `extra` bytes is more than any before; `kept` of the extra are activations
         of a further forward pass."""
+        extra += self.standing
         if self.now + extra > sum(self.most[:3]):
             activations, live = self.kept + kept, self.live + bool(kept)
             self.most = self.gradients, activations, self.now + extra - self.gradients - activations, live
@@ -170,7 +175,7 @@ class _Walk:
         there = tuple(n for n in self.sums if not here.isdisjoint(self.plan.buckets[n].ranges))
         if (key := (chunk, there)) not in self._measured:
             found = measure(self.plan, self.model, self.chunks[chunk], self.at, self.dropout, self.splits, there)
-            self._measured[key] = found
+            self._measured[key], self.standing = found, max(self.standing, found.standing)
         return self._measured[key]
 
     # passes

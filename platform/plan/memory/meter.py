@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 
-from platform.plan.communication.planned import PlannedOperation, shapes
+from platform.plan.communication.planned import EinsumGroup, PlannedOperation, shapes
 from platform.plan.communication.rule import VANISH, Conversion, Step
+from platform.plan.core.ahead import Ahead, Use
 from platform.plan.core.buckets import Bucket
 from platform.plan.core.chunks import Chunk
 from platform.plan.core.plan import Plan
@@ -34,7 +35,11 @@ class Meter(Ops):
         self.wide = plan.itemsize["accumulate"]
         self._spans: Sequence[tuple[Bucket, ...]] = []
         self._span = 0  # stretch of the forward pass under way
+        self.ahead: Ahead[Value] = Ahead(plan, lambda p, conversion: self.forward(self.parameter(p), conversion))
         self._whole: dict[int, MeteredStorage] = {}  # gathered buckets
+        # what hides scores, by window and positions: shared by all passes; by the layers of this one
+        self.standing: dict[tuple[int, int], MeteredStorage] = {}
+        self.of_pass: dict[tuple[int, int], MeteredStorage] = {}
         self.grad = True
 
     def new(self, elements: int, itemsize: int = 0, *, parameter: bool = False) -> MeteredStorage:
@@ -113,22 +118,35 @@ class Meter(Ops):
         steps, shape = conversion.forward, conversion.before
         return Value(*self.convert(x.storage, x.elements, steps, shape, isinstance(x.key, str)))
 
-    def apply(self, x: Value, conversion: Conversion) -> Value:
-        """Count a conversion of x forward and record its backward steps on the autograd tape; return the converted
-        tensor."""
+    def apply(self, x: Value, conversion: Conversion, coming: Value | None = None) -> Value:
+        """Count a conversion of x forward, unless it is `coming`, and record its backward steps on the autograd tape;
+        return the converted tensor."""
         if not conversion.forward and not conversion.backward:
             return x
-        out = self.forward(x, conversion)
+        out = coming or self.forward(x, conversion)
         size, steps, shape = out.elements, conversion.backward, conversion.after
         self.note([out], [x], (), lambda gs, _: [self.convert(gs[0], size, steps, shape)[0]])
         return out
 
-    def parameter(self, p: Parameter, conversion: Conversion | None = None) -> Value:
-        """Return the stand-in of a parameter as this worker computes with it, whose bytes are counted elsewhere, or
-        converted for its use by an operation, which counts."""
-        elements = prod(self.plan.local_shape(p)) * self.plan.present(p, self.at)
-        stored = Value(None, elements, p.name)
-        return self.apply(stored, conversion) if conversion else stored
+    def parameter(self, p: Parameter) -> Value:
+        """Return the stand-in of a parameter as this worker computes with it, whose bytes are counted elsewhere."""
+        return Value(None, prod(self.plan.local_shape(p)) * self.plan.present(p, self.at), p.name)
+
+    def converted(self, planned: PlannedOperation) -> list[Value]:
+        """Return the parameters of a planned operation without einsums, converted for it, which counts."""
+        operation = planned.operation
+        use, parameters = (operation.kind, operation.name, 0), operation.parameters
+        coming = self.ahead.take(use) if use in self.ahead else [None] * len(parameters)
+        triples = zip(parameters, planned.conversions, coming, strict=False)
+        return [self.apply(self.parameter(p), conversion, c) for p, conversion, c in triples]
+
+    def operands(self, use: Use, group: EinsumGroup, stored: Sequence[Value], back: bool = False) -> list[Value]:
+        """Return the operands of a group of einsums as converted for it, as `platform.parallel.sharding.operands` does;
+        those that are kept for the backward pass (`back`) are there."""
+        if any(e.operand.forward for e in group.einsums if e.regathered or not back) and use in self.ahead:
+            return self.ahead.take(use, back)
+        pairs = zip(stored, group.einsums, strict=True)
+        return [self.forward(w, e.operand) if e.regathered or not back else w for w, e in pairs]
 
     def planned(self, kind: str, name: str) -> PlannedOperation:
         return self.plan.operations[kind, name]
@@ -143,6 +161,7 @@ class Meter(Ops):
         """Begin the forward pass of a chunk: gather what its first span needs (ZeRO-3)."""
         self._spans = self.plan.resident[chunk.number] if self.plan.storage else []
         self._span = 0
+        self.ahead.begin()
         self._move(0, 1)
 
     def turn(self) -> None:
@@ -214,7 +233,9 @@ class Meter(Ops):
             whole = Value(self.new(elements) if axes else saved[0], elements)
             arguments = [None if n is None else Value(next(others), n) for n in sizes]
             before, self.tape, self.deferred = (self.tape, self.deferred), Tape(), deferred
+            self.ahead.again, again = True, self.ahead.again
             out = function(whole, *arguments)
+            self.ahead.again = again
             (self.tape, self.deferred), tape = before, self.tape
             assert gs[0]
             gradients = {out.key: gs[0]}

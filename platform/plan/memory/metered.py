@@ -13,6 +13,7 @@ from typing import Any
 from platform.plan.communication.planned import EinsumGroup, Panels
 from platform.plan.communication.rule import Conversion
 from platform.plan.language.attention_kernels import MATH
+from platform.plan.language.functions import EPS
 from platform.plan.memory.meter import INTEGER
 from platform.plan.memory.metered_attention import AttentionBlock, by_math, hidden, in_one_kernel
 from platform.plan.memory.metered_losses import MeteredLosses
@@ -41,8 +42,8 @@ class Metered(MeteredLosses):
 
     def lookup(self, name, table, tokens, out):
         planned = self.planned("lookup", name)
-        into, leave = planned.conversions
-        weight = self.parameter(table, into)
+        _, leave = planned.conversions
+        (weight,) = self.converted(planned)
         rows = planned.token_count
         x = self.plain(self.inner(planned, leave), [weight], (self.integers(rows),))
         if planned.over:  # the mask of this rank's rows
@@ -71,7 +72,7 @@ class Metered(MeteredLosses):
         """Count the einsums of a planned operation of activation x with `operands`, group by group: in SUMMA panels, as
         local products, or with communication; return their results in the order of `outs`."""
         results: dict[int, Value] = {}
-        for group in planned.groups:
+        for number, group in enumerate(planned.groups):
             mine = [operands[e.index] for e in group.einsums]
             if group.panels:
                 found = self._panels(group, group.panels, self.apply(x, group.x), mine, outs)
@@ -80,23 +81,20 @@ class Metered(MeteredLosses):
                 found = [self.plain(y, [x, w], (x.storage, w.storage)) for y, w in zip(there, mine, strict=True)]
             else:
                 added = [biases[e.index] for e in group.einsums] if biases else []
-                found = self._of_group(planned, group, x, mine, added, deferred)
+                found = self._of_group(planned, number, x, mine, added, deferred)
             results.update((e.index, y) for e, y in zip(group.einsums, found, strict=True))
         return tuple(results[i] for i in range(len(operands)))
 
-    def _of_group(self, planned, group: EinsumGroup, x: Value, operands, biases, deferred) -> list[Value]:
-        """Count one group of einsums of x with `operands`, as `platform.parallel.kernels.einsum._Einsums` computes it:
-        gather, multiply, add `biases`, convert the results; return them."""
+    def _of_group(self, planned, number: int, x: Value, operands, biases, deferred) -> list[Value]:
+        """Count group `number` of an operation's einsums of x with `operands`, as
+        `platform.parallel.kernels.einsum._Einsums` computes it: gather, multiply, add `biases`, convert the results;
+        return them."""
+        group, use = planned.groups[number], (planned.operation.kind, planned.operation.name, number)
         einsums = group.einsums
-        local = [self.forward(w, e.operand) for w, e in zip(operands, einsums, strict=True)]
+        local = self.operands(use, group, operands)
         whole = self.forward(x, group.x)
-        products = [self.inner(planned, e.output) for e in einsums]
-        if group.joinable and self._follow(operands) and (not biases or self._follow(biases)):
-            sizes = [y.elements for y in products]
-            del products
-            one = self.new(sum(sizes))
-            products = [Value(one, n) for n in sizes]
-            del one
+        self.ahead.onward(use)
+        products = self._products(planned, group, operands, biases)
         found = [self.forward(y, e.output) for y, e in zip(products, einsums, strict=True)]
         del products
         stored, regathered = [x, *operands], [group.regathered, *(e.regathered for e in einsums)]
@@ -110,11 +108,17 @@ class Metered(MeteredLosses):
 
         def rest(held: Any) -> Gradients:
             """Count the gradients of operands and biases from what is `held`: in place where a parameter has one."""
-            steps = [self._of_operand(k, n, e.operand) for k, n, e in zip(keys, sizes, einsums, strict=False)]
+            products = [self._product(k, n, e.operand) for k, n, e in zip(keys, sizes, einsums, strict=False)]
+            # all of them are there until the first is reduced
+            steps = [
+                g and self.convert(g, n, e.operand.backward, e.operand.after)[0]
+                for g, n, e in zip(products, sizes, einsums, strict=True)
+            ]
             steps += [self.new(n) for n in added]
             for i, key in enumerate(keys):
                 if isinstance(key, str) and (g := steps[i]):
-                    self.leaves.setdefault(key, g)
+                    if not self.leaves.in_place(key):
+                        self.leaves.setdefault(key, g)
                     steps[i] = None
             return steps
 
@@ -123,29 +127,40 @@ class Metered(MeteredLosses):
                 self.convert(g, n, e.output.backward, e.output.after)[0]
                 for g, n, e in zip(gs, lengths, einsums, strict=True)
             ]
-            pairs = zip(saved[1:], widths[1:], einsums, strict=True)
-            kept = [self.forward(Value(w, n), e.operand).storage if e.regathered else w for w, n, e in pairs]
+            stored = [Value(w, n, key) for w, n, key in zip(saved[1:], widths[1:], keys, strict=False)]
+            kept = self.operands(use, group, stored, back=True)
             x = self.forward(Value(saved[0], widths[0]), group.x).storage if group.regathered else saved[0]
-            dx = self.convert(self.new(width), width, group.x.backward, group.x.after)[0]
+            self.ahead.onward(use, back=True)
+            total = self.new(width)  # until it is reduced, after the operands' gradients
+            dx = self.convert(total, width, group.x.backward, group.x.after)[0]
             if deferred is None:
                 return [dx, *rest((x, local))]
-            del kept
+            del kept, total
             deferred.append(partial(rest, (x, local)))
             return [dx, *(None for _ in keys)]
 
         self.note(found, [x, *operands, *biases], saved, backward)
         return found
 
+    def _products(self, planned, group: EinsumGroup, operands, biases) -> list[Value]:
+        """Count the products of a group, not yet converted: one storage where the parameters are one matrix."""
+        products = [self.inner(planned, e.output) for e in group.einsums]
+        if not (group.joinable and self._follow(operands) and (not biases or self._follow(biases))):
+            return products
+        sizes = [y.elements for y in products]
+        del products
+        one = self.new(sum(sizes))
+        return [Value(one, n) for n in sizes]
+
     def _follow(self, operands: Sequence[Value]) -> bool:
         """Return True if operands are parameters that lie one after another in a bucket."""
         names = [w.key for w in operands if isinstance(w.key, str) and w.elements]
         return len(names) == len(operands) and self.plan.bucket_of[names[0]].stretch(names) is not None
 
-    def _of_operand(self, key: GradientKey, elements: int, operand: Conversion) -> MeteredStorage | None:
-        """Count the gradient of an einsum's operand: that of a parameter in its own layout is added where it stays."""
-        if not operand.backward and self.in_place(key):
-            return None
-        return self.convert(self.new(elements), elements, operand.backward, operand.after)[0]
+    def _product(self, key: GradientKey, elements: int, operand: Conversion) -> MeteredStorage | None:
+        """Count the gradient of an einsum's operand, not yet reduced: that of a parameter in its own layout is added
+        where it stays."""
+        return None if not operand.backward and self.in_place(key) else self.new(elements)
 
     def _panels(self, group: EinsumGroup, panels: Panels, x: Value, operands: Sequence[Value], outs) -> list[Value]:
         """Count one group of einsums that SUMMA computes, as `platform.parallel.kernels.summa` does: current and next
@@ -196,15 +211,15 @@ class Metered(MeteredLosses):
 
     @where_present
     def shift(self, x, spec, parameter):
-        p = self.parameter(parameter, self.planned("shift", parameter.name).conversions[0])
+        (p,) = self.converted(self.planned("shift", parameter.name))
         out, size = self.block(spec), p.elements
         self.note([out], [x, p], (), lambda gs, _: [gs[0], self.new(size)])
         return out
 
     @where_present
-    def norm(self, x, spec, kind, gain, bias):
+    def norm(self, x, spec, kind, gain, bias, eps=EPS):
         planned = self.planned("norm", gain.name)
-        vectors = [self.parameter(p, c) for p, c in zip((gain, bias), planned.conversions, strict=False) if p]
+        vectors = self.converted(planned)
         n = prod(self.plan.local_shape(spec))
         rows = n // self.plan.local_shape(spec)[-1]
         g = vectors[0].storage
@@ -225,7 +240,7 @@ class Metered(MeteredLosses):
         return self.plain(out, [x, *vectors], (normal, rstd, g), 3 * n, self.wide)
 
     @where_present
-    def rotate(self, name, x, spec, theta):
+    def rotate(self, name, x, spec, theta, scaling=None):
         into, leave = self.planned("rotate", name).conversions
         x = self.apply(x, into)
         same, n = self.wide == self.plan.itemsize["compute"], x.elements
@@ -243,7 +258,7 @@ class Metered(MeteredLosses):
         return out
 
     def relative_bias(self, table, scores, *, bidirectional, distance):
-        weight = self.parameter(table, self.planned("relative_bias", table.name).conversions[0])
+        (weight,) = self.converted(self.planned("relative_bias", table.name))
         if not weight.elements:
             return weight
         shape = dict(zip(scores.dims, self.plan.local_shape(scores), strict=True))
@@ -261,14 +276,28 @@ class Metered(MeteredLosses):
         return self.plain(self.block(out), [x])
 
     @where_present
-    def softmax(self, name, x, spec, *, dim="memory_length", scale=1.0, causal=False, mask=None, bias=None):
+    def softmax(
+        self,
+        name,
+        x,
+        spec,
+        *,
+        dim="memory_length",
+        scale=1.0,
+        causal=False,
+        window=0,
+        mask=None,
+        begins=None,
+        bias=None,
+    ):
         n, shape = x.elements, dict(zip(spec.dims, self.plan.local_shape(spec), strict=True))
         work = self.new(n)
         hidden = []
         if bias is not None:
             work = self.new(n)
         if causal:
-            hidden.append(self.integers(shape["length"] * shape["memory_length"], 1))
+            positions = shape["length"] * shape["memory_length"]
+            hidden.append(self.integers(positions * (1 if begins is None else shape["batch"]), 1))
             work = self.new(n)
         if mask is not None:
             hidden.append(self.integers(shape["batch"] * shape["memory_length"], 1))
@@ -283,14 +312,27 @@ class Metered(MeteredLosses):
         return self.plain(out, ins, (out.storage, *hidden), 2 * n if over else n)
 
     @where_present
-    def fused_attention(self, name, q, k, v, spec, kv, *, scale, causal, mask=None, bias=None):
+    def fused_attention(self, name, q, k, v, spec, kv, *, scale, causal, window=0, mask=None, begins=None, bias=None):
         query, key = (dict(zip(s.dims, self.plan.local_shape(s), strict=True)) for s in (spec, kv))
-        hides = {"causal": causal, "masked": mask is not None, "biased": bias is not None}
+        documents = begins is not None
+        hides = {"causal": causal, "masked": mask is not None or documents, "biased": bias is not None}
         block = AttentionBlock.of(query, key, **hides)
-        added = hidden(self, block, bias)
+        if bias is None and mask is None and (window or documents):
+            added: Value | None = self._seen(block, window, documents)
+        else:
+            added = hidden(self, block, bias)
         if self.planned("fused_attention", name).operation["kernel"] == MATH:
             return by_math(self, block, (q, k, v), added, self.dropout_rate)
         return in_one_kernel(self, block, self.block(spec), (q, k, v), added)
+
+    def _seen(self, a: AttentionBlock, window: int, documents: bool) -> Value:
+        """Count what hides scores behind a `window` or between `documents`, as `ParallelOps._seen` makes it: once for
+        all layers of a pass, and without documents once for all passes."""
+        made = self.of_pass if documents else self.standing
+        positions = a.length * a.memory_length
+        if (window, positions) not in made:
+            made[window, positions] = self.new(positions * (a.batch if documents else 1))
+        return Value(made[window, positions], positions)
 
     def fuses_attention(self, name, spec):
         return ("fused_attention", name) in self.plan.operations
@@ -312,6 +354,10 @@ class Metered(MeteredLosses):
             self.note([out], x, (), lambda gs, _: [gs[0]] * parts)
             return out
         return self.plain(out, x, (out.storage,) if function in _OF_RESULT else tuple(v.storage for v in x))
+
+    @where_present
+    def scale(self, x, spec, factor):
+        return self.plain(self.block(spec), [x])
 
     @where_present
     def pointwise_each(self, functions, x, spec, dim):

@@ -15,24 +15,30 @@ class MeteredLosses(Meter):
     """Runs the losses of a model on storages that only count bytes, in the same steps as
     `platform.parallel.loss_ops.LossOps` runs them on tensors."""
 
-    def linear_cross_entropy(self, name, x, x_spec, table, spec, labels, smoothing=0.0):
+    def linear_cross_entropy(self, name, x, x_spec, table, spec, labels, smoothing=0.0, bias=None):
         product, planned = self.planned("project", table.name), self.planned("cross_entropy", name)
         (group, *_), weight = product.groups, self.parameter(table)
         if group.panels:
-            return super().linear_cross_entropy(name, x, x_spec, table, spec, labels, smoothing)
+            return super().linear_cross_entropy(name, x, x_spec, table, spec, labels, smoothing, bias)
+        more = self.converted(self.planned("shift", bias.name)) if bias else []
         *rows, columns = self.plan.local_shape(spec)
         n, width = prod(rows), self.plan.local_shape(x_spec)[-1]
         wide = self.wide == self.plan.itemsize["compute"]
         if x.elements and self.deferred is None and gradients_at_once(product, planned, n, columns, width, wide):
-            gradients = self.new(x.elements), self.new(weight.elements)
+            gradients = tuple(self.new(v.elements) for v in (x, weight, *more))
             chunk = self.new(chunk_rows(n, columns) * columns)
             self._statistics(n, columns)
             del chunk
             loss = Value(self.new(1), 1)
             key = weight.key
-            self.note([loss], [x, weight], gradients, lambda _, g: [g[0], None if self.in_place(key) else g[1]])
+
+            def backward(_: Gradients, saved: Saved) -> Gradients:
+                dx, dtable, *rest = saved
+                return [dx, None if self.in_place(key) else dtable, *rest]
+
+            self.note([loss], [x, weight, *more], gradients, backward)
             return loss
-        return self._kept(product, group, x, weight, spec)
+        return self._kept(product, group, x, weight, more, spec)
 
     def in_place(self, key: GradientKey) -> bool:
         """Count the gradient of an operand that is added where it stays; return False for what is no parameter."""
@@ -45,46 +51,56 @@ class MeteredLosses(Meter):
         wide = self.widened(None, elements)  # noqa: F841  (until the logarithms are allocated)
         self.new(elements, self.wide)
 
-    def _kept(self, product: PlannedOperation, group: EinsumGroup, x: Value, weight: Value, spec: Spec) -> Value:
-        """Count a loss that keeps the gradient of the logits, as `platform.parallel.kernels.loss` does; return it."""
+    def _kept(
+        self, product: PlannedOperation, group: EinsumGroup, x: Value, weight: Value, more: list[Value], spec: Spec
+    ) -> Value:
+        """Count a loss that keeps the gradient of the logits, as `platform.parallel.kernels.loss` does; return it.
+        `more`: the bias of the logits, if there is one."""
         (e,) = group.einsums
-        local, whole = self.forward(weight, e.operand), self.forward(x, group.x)
+        use = (product.operation.kind, product.operation.name, 0)
+        (local,), whole = self.operands(use, group, [weight]), self.forward(x, group.x)
+        self.ahead.onward(use)
         logits = self.forward(self.inner(product, e.output), e.output)
         if logits.elements:
             *rows, columns = self.plan.local_shape(spec)
             self._statistics(prod(rows), columns)
         sizes = [v.elements for v in (x, weight, logits, whole, local)]
         key, deferred, loss = weight.key, self.deferred, Value(self.new(1), 1)
+        widths = [v.elements for v in more]
         kept = (x if group.regathered else whole).storage, (weight if e.regathered else local).storage, logits.storage
 
         def backward(_: Gradients, saved: Saved) -> Gradients:
             x, weight, logits = saved
             dy = self.convert(logits, sizes[2], e.output.backward, e.output.after)[0]
-            table = self.forward(Value(weight, sizes[1], key), e.operand).storage if e.regathered else weight
+            (table,) = self.operands(use, group, [Value(weight, sizes[1], key)], back=True)
             if group.regathered:
                 x = self.forward(Value(x, sizes[0]), group.x).storage
-            dx = self.convert(self.new(sizes[3]), sizes[3], group.x.backward, group.x.after)[0]
+            self.ahead.onward(use, back=True)
+            total = self.new(sizes[3])  # until it is reduced, after the table's gradient
+            dx = self.convert(total, sizes[3], group.x.backward, group.x.after)[0]
 
             def gradient() -> MeteredStorage | None:
                 scaled = self.new(sizes[3])
                 if not e.operand.backward and self.in_place(key):
                     return None
                 found = self.new(sizes[4])
+                reduced = self.convert(found, sizes[4], e.operand.backward, e.operand.after)[0]
                 del scaled
-                return self.convert(found, sizes[4], e.operand.backward, e.operand.after)[0]
+                return reduced
 
+            shifts = [self.new(n) for n in widths]
             if deferred is None:
-                return [dx, gradient()]
-            del table
+                return [dx, gradient(), *shifts]
+            del table, total
 
             def compute(held: Saved = (x, dy)) -> None:
                 if found := gradient():
                     self.leaves.setdefault(key, found)
 
             deferred.append(compute)
-            return [dx, None]
+            return [dx, None, *shifts]
 
-        self.note([loss], [x, weight], kept, backward)
+        self.note([loss], [x, weight, *more], kept, backward)
         return loss
 
     def cross_entropy(self, name, logits, spec, labels, smoothing=0.0):

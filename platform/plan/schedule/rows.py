@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from platform.plan.schedule.lowering import lower
 from platform.plan.schedule.table import Action, Kind, Schedule
+
+_KINDS = list(Kind)
 
 
 @dataclass(frozen=True)
@@ -18,13 +19,29 @@ class StageRows:
     step: tuple[Action, ...]
     forward: tuple[Action, ...]
 
-    def plain(self) -> list[list[list[Any]]]:
-        rows = (self.step, self.forward)
-        return [[[str(a.kind), a.microbatch, a.chunk, a.peer] for a in row] for row in rows]
+    def plain(self) -> list[list[list[int]]]:
+        """Return both rows as lists of numbers: the actions' kinds, as positions in `Kind`, microbatches, chunks, and
+        peers, -1 for none."""
+        return [
+            [
+                [_KINDS.index(a.kind) for a in row],
+                [a.microbatch for a in row],
+                [a.chunk for a in row],
+                [-1 if a.peer is None else a.peer for a in row],
+            ]
+            for row in (self.step, self.forward)
+        ]
 
     @classmethod
-    def from_plain(cls, rows: Sequence[Sequence[Sequence[Any]]]) -> StageRows:
-        step, forward = (tuple(Action(Kind(kind), *rest) for kind, *rest in row) for row in rows)
+    def from_plain(cls, rows: Sequence[Sequence[Sequence[int]]]) -> StageRows:
+        """Make the rows of which `plain` returned `rows`. Raises ValueError for anything else."""
+        step, forward = (
+            tuple(
+                Action(_KINDS[kind], microbatch, chunk, None if peer < 0 else peer)
+                for kind, microbatch, chunk, peer in zip(*columns, strict=True)
+            )
+            for columns in rows
+        )
         return cls(step, forward)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 
 from platform.plan.schedule.table import Action, Kind, Schedule, ScheduleError, needs, result
@@ -59,6 +60,17 @@ def simulate(schedule: Schedule, times: Times = NOMINAL, transfer: float = 0.0) 
     between the end of an action and the start of one on another stage that needs its result; it keeps no stage busy.
     Raises ScheduleError with the stuck actions if stages wait for each other.
     """
+    return _nominal(schedule) if times is NOMINAL and not transfer else _simulated(schedule, times, transfer)
+
+
+@lru_cache(maxsize=4)
+def _nominal(schedule: Schedule) -> Simulation:
+    """Simulate with nominal times, once for the check, the lowering and the picture of one table."""
+    return _simulated(schedule, NOMINAL, 0.0)
+
+
+def _simulated(schedule: Schedule, times: Times, transfer: float) -> Simulation:
+    """Simulate one step, as `simulate` says."""
     seconds = times if callable(times) else (lambda stage, action: times[action.kind])
     done: dict[tuple[str, int, int], tuple[float, int]] = {}  # result -> (end, stage)
     at = [0] * len(schedule.rows)

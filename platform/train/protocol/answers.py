@@ -55,13 +55,15 @@ class Joined:
 class Built:
     """Size of the model built on a worker, in parameters, and its device: the name, and `memory` in bytes, None on CPU,
     where workers share that of the host. `moments`: the names of the optimizer's. `uncompiled`: what kept the crew from
-    compiling, in a line, where train.compile=auto would have; "" otherwise."""
+    compiling, in a line, where train.compile=auto would have; "" otherwise. `shared`: the ranks of each node share the
+    memory of their snapshots, the same on all."""
 
     parameters: Count
     device: str
     memory: Count | None
     moments: list[str]
     uncompiled: str = ""
+    shared: bool = False
 
 
 class SectionSpan(NamedTuple):
@@ -208,11 +210,12 @@ _ANSWERS: dict[str, Any] = {
     "form": Joined,
     "build": Built,
     "step": Taken,
-    "evaluate": Real,
+    "evaluate": dict[str, Real],
     "sample": str,
     "snapshot": Copied,
     "written": FileReport | Unwritten | None,
     "restore": Unrestored | None,
+    "begin": Unrestored | None,
 }
 
 

@@ -6,6 +6,7 @@ import hashlib
 import socket
 import sys
 from collections.abc import Iterable, Mapping
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -29,8 +30,22 @@ def proof(config: Config, run_dir: Path, probe: str, lacks: Mapping[str, str] | 
     url, name = urls.source(config)
     if name:
         sees["checkpoint.resume"] = _read(url, f"{name}/{NAME}")
-    code = {name: source_digest(name) for name in ("platform", *config.extend)}
+    code = {name: _running(name) for name in ("platform", *config.extend)}
     return Proof(socket.gethostname(), sees, code, versions(), dict(lacks or {}))
+
+
+def read_code() -> None:
+    """Find out now what a later `proof` says of this package's code and of versions, as processes forked from this one
+    need not find out again."""
+    _running("platform")
+    versions()
+
+
+@cache
+def _running(module: str) -> str:
+    """Return the `source_digest` of a module at the first call in this process, which goes on to run that code when the
+    files change."""
+    return source_digest(module)
 
 
 def _read(url: str, path: str) -> str:
@@ -61,6 +76,7 @@ def _hash_files(files: Iterable[tuple[str, Path]]) -> str:
     return total.hexdigest()[:12]
 
 
+@cache
 def versions() -> dict[str, str]:
     """Return the versions of Python, CUDA and LIBRARIES in this process, by name; "none" or "not installed" for what is
     absent."""

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
-from platform.checkpoint.blocks.placement import HeldTensor
-from platform.checkpoint.in_memory.copies import Copy, copies
-from platform.checkpoint.in_memory.recover import handed_over, is_recoverable, keepers, lost_to, surviving
-from platform.config.fields import SentConfig
+from platform.checkpoint.blocks.chain import Chain
+from platform.checkpoint.in_memory.copies import Copy
+from platform.checkpoint.in_memory.memory_map import MemoryMap
+from platform.checkpoint.in_memory.recover import (
+    Keepers,
+    handed_over,
+    is_recoverable,
+    keepers,
+    lost_to,
+    surviving,
+)
+from platform.config.fields import Config, SentConfig
+from platform.plan.core.plan import Plan
 from platform.planning.make_plan import make_plan
 from platform.train.step.training_state import held_of
+
+
+def is_divided(config: Config) -> bool:
+    """Return True if ranks that share memory write an equal part of what they hold alike into their snapshots; False if
+    each writes all of it, to compare with."""
+    return not config.train.verify_every
 
 
 @dataclass(frozen=True)
@@ -18,20 +35,21 @@ class Formation:
     """Formation of a generation of workers, which determines who holds which part of its state in memory: its
     configuration, the pipeline stage of every model chunk (None: as the configuration says), and every rank's node
     (`domains`, its failure domain; all "" if they are empty) and member (`seats`), and the names of the optimizer's
-    moments, as its workers have found them."""
+    moments, as its workers have found them. `shared`: the ranks of each node share the memory of their snapshots."""
 
     config: SentConfig
     stage_of: list[int] | None
     domains: list[str]
     seats: list[int]
     moments: list[str]
+    shared: bool = False
 
-    def state(self) -> tuple[list[HeldTensor], list[Copy]]:
-        """Return the tensors of this generation's training state with the ranks that hold their blocks, and the copies
-        of parts that are kept by ranks in other failure domains."""
-        plan = make_plan(self.config, stage_of=self.stage_of)
-        state = held_of(plan, self.moments)
-        return state, copies(state, self.domains or [""] * plan.mesh.size)
+    def held(self, plan: Plan | None = None) -> MemoryMap:
+        """Return which rank's memory has which part of this generation's training state. `plan`: that of the
+        generation, made again if it is not given."""
+        plan = plan or make_plan(self.config, stage_of=self.stage_of)
+        nodes = self.domains or [""] * plan.mesh.size
+        return MemoryMap(held_of(plan, self.moments), nodes, self.shared, is_divided(self.config))
 
 
 @dataclass(frozen=True)
@@ -44,7 +62,8 @@ class Source:
         kept: its ranks whose members have a seat in the new generation, or at first are to have one.
         gathered: all its ranks that survived if some of their members have no seat, in the order of their ranks in
             `Worker.gather`, which is called first; else empty.
-        survivors: all its ranks whose members are alive, in order.
+        survivors: all its ranks whose members are alive and whose memory is sound, in order.
+        distrusted: its ranks whose memory is damaged.
         seats: the member at every rank of the new generation; empty until `take_seats` assigns them.
     """
 
@@ -54,6 +73,7 @@ class Source:
     kept: list[int]
     gathered: list[int]
     survivors: list[int]
+    distrusted: list[int] = field(default_factory=list)
     seats: list[int] = field(default_factory=list)
 
     def members(self, ranks: Iterable[int]) -> list[int]:
@@ -66,50 +86,52 @@ class Source:
         new = {member: rank for rank, member in enumerate(self.seats)}
         return {old: new[member] for old, member in zip(self.kept, self.members(self.kept), strict=True)}
 
-    def holders(self) -> list[HeldTensor]:
-        """List the tensors of the surviving state, each with the ranks of the new generation that hold its blocks in
-        memory; equal on all ranks."""
+    def survived(self, held: MemoryMap) -> list[Chain]:
+        """Return the surviving state as chains of the ranks of the new generation that can read it in memory; equal on
+        all ranks. `held`: what `formed` gives."""
         if not self.gathered:
-            return surviving(*self.formed.state(), self.ranks)
-        survived, handed = self.gathering()
-        return surviving(survived, handed, {self.gathered.index(old): new for old, new in self.ranks.items()})
+            return surviving(held.chains, held.copies, held.readers(self.ranks, self.distrusted))
+        survived, handed = self.gathering(held)
+        return surviving(survived, handed, {self.gathered.index(old): (new,) for old, new in self.ranks.items()})
 
-    def gathering(self) -> tuple[list[HeldTensor], list[Copy]]:
-        """Return the blocks of the state that the survivors hold, by their index among the `gathered` ranks, and the
-        parts that those without a seat in the new generation send to those with one."""
-        survived = surviving(*self.formed.state(), {old: i for i, old in enumerate(self.gathered)})
-        seated = set(self.kept)
+    def gathering(self, held: MemoryMap) -> tuple[list[Chain], list[Copy]]:
+        """Return the state that the survivors can read, by their index among the `gathered` ranks, and the parts that
+        those without a seat in the new generation send to those with one."""
+        readers = held.readers({old: i for i, old in enumerate(self.gathered)}, self.distrusted)
+        survived, seated = surviving(held.chains, held.copies, readers), set(self.kept)
         return survived, handed_over(survived, [old in seated for old in self.gathered])
 
 
 def find_source(
-    held: Mapping[int, Iterable[tuple[int, Sequence[int]]]], formed: Mapping[int, Formation], size: int
+    newest: Mapping[int, int],
+    formed: Mapping[int, Formation],
+    alive: Collection[int],
+    size: int,
+    distrusted: Collection[tuple[int, int]] = (),
+    plans: Mapping[int, Plan] = MappingProxyType({}),
 ) -> tuple[Source | None, list[str]]:
     """Find the newest training state that is whole in the members' memory, for a new generation to continue from, or
     None if only storage is left; and say why newer states are not whole, in a line each.
 
-    `held`: alive member -> (generation number, steps of its snapshots) pairs. `formed`: generation number -> how it was
-    formed. `size`: number of ranks of the new generation.
+    `newest`: generation number -> the newest step of which all its members have taken a snapshot; `formed`: how it was
+    formed; `plans`: its plan, where that is known; `distrusted`: (generation number, member) whose memory is damaged.
+    `alive`: members that can read their home's memory; `size`: number of ranks of the new generation.
     """
-    having: dict[tuple[int, int], set[int]] = {}
-    for member, generations in held.items():
-        for generation, steps in generations:
-            for step in steps if generation in formed else ():
-                having.setdefault((step, generation), set()).add(member)
     reasons: list[str] = []
-    for step, generation in sorted(having, reverse=True):
-        old, members = formed[generation], having[step, generation]
-        alive = [rank for rank, member in enumerate(old.seats) if member in members]
-        state = old.state()
-        found = keepers(*state)
-        if not is_recoverable(found, set(alive)):
-            missing = lost_to(*state, alive)
+    for generation, step in sorted(newest.items(), key=lambda item: item[::-1], reverse=True):
+        old = formed[generation]
+        wrong = [rank for rank, member in enumerate(old.seats) if (generation, member) in distrusted]
+        here = [rank for rank, member in enumerate(old.seats) if member in alive and rank not in wrong]
+        held = old.held(plans.get(generation))
+        found = keepers(held, wrong)
+        if not is_recoverable(found, {held.homes[rank] for rank in here}):
+            missing = lost_to(held, here, wrong)
             more = f" and {len(missing) - 1} more" if missing[1:] else ""
             reasons.append(f"step {step} of generation {generation}: not all is left of {missing[0]}{more}")
             continue
-        needed = _few(found, alive, size)
-        gathered = alive if len(needed) > size else []
-        return Source(generation, step, old, needed[:size], gathered, alive), reasons
+        needed = _few(found, here, held.homes, size)
+        gathered = here if len(needed) > size else []
+        return Source(generation, step, old, needed[:size], gathered, here, wrong), reasons
     return None, reasons
 
 
@@ -123,12 +145,14 @@ def take_seats(source: Source, seats: Sequence[int]) -> Source | None:
     return replace(source, kept=kept, gathered=source.survivors, seats=list(seats)) if kept else None
 
 
-def _few(found: Mapping[tuple[int, ...], Set[int]], alive: Sequence[int], size: int) -> list[int]:
-    """Choose a few of the earlier generation's ranks `alive` that together hold the whole state: at most as many as the
-    new generation has seats (`size`), or more if a greedy search finds no fewer. `found`: a result of `keepers` for
-    that state."""
-    chosen = set(alive)
+def _few(found: Keepers, alive: Sequence[int], homes: Sequence[object], size: int) -> list[int]:
+    """Choose a few of the earlier generation's ranks `alive` that together can read the whole state: at most as many as
+    the new generation has seats (`size`), or more if a greedy search finds no fewer. `found`: a result of `keepers` for
+    that state; `homes`: of every rank."""
+    chosen, left = set(alive), Counter(homes[rank] for rank in alive)
     for rank in reversed(alive):
-        if len(chosen) > size and is_recoverable(found, chosen - {rank}):
+        home = homes[rank]
+        if len(chosen) > size and (left[home] > 1 or is_recoverable(found, left.keys() - {home})):
             chosen.remove(rank)
+            left -= Counter([home])
     return sorted(chosen)

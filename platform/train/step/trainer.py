@@ -17,8 +17,9 @@ from platform.config.fields import Config
 from platform.data.corpus import Corpus
 from platform.data.tokenizer import END_OF_TEXT
 from platform.model import build_model
-from platform.model.blocks import LOGITS, Activations
+from platform.model.blocks import Activations
 from platform.model.encoder import Encoder
+from platform.model.ends import LOGITS
 from platform.optimizer.learning_rate import learning_rate
 from platform.optimizer.optimizers import OPTIMIZERS
 from platform.parallel.communicator.base import Communicator
@@ -70,7 +71,7 @@ class Trainer:
         self.model = build_model(config.model)
         overlap, compiles = config.parallel.overlap, config.train.compile == "on"  # the driver has settled auto
         self.weights = Weights(self.stage, communicator, config.seed if fresh else None, overlap)
-        self.ops = ParallelOps(self.stage, communicator, self.weights.compute, config.model.dropout, compiles)
+        self.ops = ParallelOps(self.stage, communicator, self.weights.compute, config.model.dropout, compiles, overlap)
         self.ops.residency = self.weights.residency
         self._counted = gradients.counted(self.stage, communicator)
         self.optimizer = self._make_optimizer()
@@ -220,6 +221,7 @@ class Trainer:
         """Run a model chunk on input blocks that are loaded, and the activations `flow` from the previous chunk; return
         its outputs."""
         residency = self.weights.residency
+        self.ops.begin()
         if residency:
             residency.begin(chunk.number)
         if chunk.units:
@@ -274,10 +276,18 @@ class Trainer:
             optimizer.grad_scale = None  # nothing of a step lives on
         self.weights.refresh()
 
+    def evaluate(self) -> dict[str, float]:
+        """Compute the mean loss per token over the first `eval.batches` global batches of the held-out split of every
+        source that has one, by the source's name; and under "" that of all, weighed by their shares in training. Equal
+        on every rank."""
+        held = self.corpus.validations
+        found = {name: self._evaluate(split) for name, (split, _) in held.items()}
+        mean = sum(found[name] * share for name, (_, share) in held.items()) / sum(share for _, share in held.values())
+        return {**found, "": mean}
+
     @torch.no_grad()
-    def evaluate(self) -> float:
-        """Compute the mean loss per token over the first `eval.batches` global batches of the held-out split; equal on
-        every rank."""
+    def _evaluate(self, split: str) -> float:
+        """Compute the mean loss per token over the first `eval.batches` global batches of the data's `split`."""
         total = torch.zeros((), dtype=torch.float64, device=self.communicator.device)
         together = self.plan.sizes["batch"]
         end = self.config.eval.batches * self.config.train.global_batch
@@ -287,13 +297,13 @@ class Trainer:
             def forward(
                 chunk: Chunk, _: int, flow: Activations, deferred: Deferred | None, first: int = first
             ) -> Activations:
-                out = self._part(chunk, flow, "validation", first, end)
+                out = self._part(chunk, flow, split, first, end)
                 total.add_(out.get("loss", 0.0))
                 return out
 
             self._pipeline(forward).run(self.rows.forward)
         loss, _ = self._sum_over_world(total, torch.zeros_like(total))
-        return loss / self.corpus.predicted("validation", 0, end)
+        return loss / self.corpus.predicted(split, 0, end)
 
     @torch.no_grad()
     def sample(self, count: int, prompt: str = "def ", temperature: float = 0.8) -> str:

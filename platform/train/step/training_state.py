@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Annotated, Any
 
@@ -13,19 +13,23 @@ from torch import Tensor
 from platform.boundary import schema
 from platform.boundary.schema import Malformed, OpenMap
 from platform.checkpoint.blocks.buffer import LiveBlocks
-from platform.checkpoint.blocks.placement import Block, HeldTensor, Share, local_blocks, planned_tensors, shares
+from platform.checkpoint.blocks.chain import Chain, shares
+from platform.checkpoint.blocks.placement import Block, HeldTensor, Share, local_blocks, planned_tensors
 from platform.checkpoint.in_memory.recover import recover
-from platform.checkpoint.in_memory.snapshots import Snapshot
-from platform.checkpoint.moves.reshard import restore
+from platform.checkpoint.in_memory.snapshots import HomeSnapshot
+from platform.checkpoint.moves.reshard import fill_blocks, restore
 from platform.checkpoint.storage.image import Image
-from platform.checkpoint.storage.manifest import Manifest, Refused
+from platform.checkpoint.storage.manifest import Corrupt, Manifest, Refused
 from platform.checkpoint.storage.storage import Storage
+from platform.config.fields import ConfigError, short_hash
 from platform.optimizer.optimizers import state_of
 from platform.parallel.communicator.base import Communicator
 from platform.plan.core.plan import Plan
+from platform.train.protocol.answers import Unrestored
 from platform.train.step.loss_scale import LossScale
 from platform.train.step.trainer import Trainer
 from platform.train.step.weights import DTYPES
+from platform.weights.initial import InitialWeights, initial_weights
 
 
 def held_of(plan: Plan, moments: Iterable[str]) -> list[HeldTensor]:
@@ -95,14 +99,42 @@ class State:
         restore(storage, directory, manifest, held, blocks, **self._world)
         self._trainer.weights.refresh()
 
-    def recover(self, survived: Sequence[HeldTensor], snapshot: Snapshot | None) -> None:
-        """Recover the training state from the in-memory snapshots of survivors of a generation of any plan; all ranks
-        call it together. `survived`: who holds which blocks; `snapshot`: this rank's own, None if it has none; see
-        `platform.checkpoint.in_memory.recover.recover`."""
-        known = [values for values in tell_all(self._communicator, snapshot.values if snapshot else {}) if values]
+    def begin(self) -> None:
+        """Take the weights of train.init, of any plan or of transformers, and nothing else: moments and numbers stay as
+        they are at the start. All ranks call it together. Raises Refused, Corrupt or OSError; the weights are then
+        undefined."""
+        found = self._agreed_start()
+        held: Sequence[HeldTensor] = [h for h in self.held if h.name.startswith("model.")]
+        blocks: Sequence[Block] = [b for b in self.blocks() if b.name.startswith("model.")]
+        if found.format == 1:
+            held, blocks = _in_format_1(self._plan, held, blocks)
+        fill_blocks(found.pieces, found.fetch, held, blocks, **self._world)
+        self._trainer.weights.refresh()
+
+    def _agreed_start(self) -> InitialWeights:
+        """Open the weights of train.init. Raises Refused, alike on all ranks, if some cannot read what others can."""
+        found, said = None, ""
+        try:
+            found = initial_weights(self._trainer.config)
+            said = short_hash([[p.name, p.dtype, *p.box, *map(str, p.source)] for p in found.pieces])
+        except (ConfigError, OSError) as error:  # other ranks wait for this one's word
+            said = f"rank {self._communicator.rank}: {error}"
+        every = tell_all(self._communicator, [said, found is not None])
+        if failed := [why for why, there in every if not there]:
+            raise Refused(failed[0])
+        if len({word for word, _ in every}) > 1:
+            raise Refused("ranks see different files")
+        assert found
+        return found
+
+    def recover(self, survived: Sequence[Chain], home: HomeSnapshot | None) -> None:
+        """Recover the training state from the in-memory snapshots that survivors of a generation of any plan can read;
+        all ranks call it together. `survived`: who can read what; `home`: what this rank can, None if it has nothing;
+        see `platform.checkpoint.in_memory.recover.recover`."""
+        known = [values for values in tell_all(self._communicator, home.values if home else {}) if values]
         assert all(values == known[0] for values in known), "what is no tensor is alike on all ranks"
         self._prepare(known[0])
-        recover(survived, snapshot.read if snapshot else _nothing, self.held, self.blocks(), **self._world)
+        recover(survived, home.read if home else _nothing, self.held, self.blocks(), **self._world)
         self._trainer.weights.refresh()
 
     @property
@@ -162,6 +194,19 @@ def _in_format_1(
     )
 
 
+def tried(fill: Callable[[], None]) -> Unrestored | None:
+    """Fill the training state from storage, by `fill`; return why it is undefined then, None if it is not."""
+    try:
+        fill()
+    except Corrupt as error:
+        return Unrestored("corrupt", str(error))
+    except Refused as error:
+        return Unrestored("refused", str(error))
+    except OSError as error:
+        return Unrestored("failed", str(error))
+    return None
+
+
 def tell_all(communicator: Communicator, value: Any) -> list[Any]:
     """Exchange a plain JSON value with all ranks; return every rank's, by rank. All ranks call it together."""
     mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -169,7 +214,7 @@ def tell_all(communicator: Communicator, value: Any) -> list[Any]:
     return [json.loads(bytes(message.tolist())) for message in received]
 
 
-def _nothing(part: Share) -> Tensor:
+def _nothing(part: Share, memory: Tensor) -> None:
     """Raise AssertionError: stands for reading a snapshot on a rank that has none, which must not be asked for a
     part."""
     raise AssertionError(f"{part.tensor.name} {part.box} is asked of a rank that was not there")

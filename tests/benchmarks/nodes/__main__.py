@@ -1,6 +1,6 @@
 """What layout, placement and scatter/gather are worth on slow links: seconds of steps, beside the plan's bytes.
 
-    python -m tests.benchmarks.nodes [--cases scatter/gather D\\&SP "tensor scheme"] [--rates 10mbit 100mbit] [--rounds 5]
+    python -m tests.benchmarks.nodes [--cases scatter/gather D\\&SP] [--rates 10mbit 100mbit] [--rounds 5]
 
 Needs root. Each case is a launch on nodes of the testbed in which the same eight processes hold the plans of all
 variants and step them in turn (of several placements: a launch each). Seconds are the median of the slowest rank's;

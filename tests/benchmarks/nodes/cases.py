@@ -16,8 +16,8 @@ from tests.harness.oracle import configure
 
 RANKS = 8
 How = Mapping[str, Any]  # arguments of `configure`
-# As slow as the links are, beside what a rank computes here: a GPU computes a thousand times as much as a share of these
-# cores, and its links are a thousand times as fast.
+# As slow as the links are, beside what a rank computes here: a GPU computes a thousand times as much as a share of
+# these cores, and its links are a thousand times as fast.
 NARROW = {"d_model": 32, "heads": 8, "length": 32, "vocab": 64, "layers": 2, "precision": "fp32"}
 SQUARE = {"d_model": 64, "heads": 8, "length": 256, "vocab": 64, "layers": 4, "precision": "fp32"}
 WIDE = {"d_model": 256, "heads": 8, "length": 64, "vocab": 64, "layers": 2, "precision": "fp32"}

@@ -1,6 +1,7 @@
 """The rule of the copies at peers: no loss of one domain loses an element, and the load is even."""
 
 from collections import Counter
+from collections.abc import Sequence
 from itertools import count
 
 import numpy as np
@@ -9,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from platform.checkpoint.blocks.box import Box
-from platform.checkpoint.blocks.placement import LARGEST_ROW, HeldTensor, group_by_holders, planned_tensors
-from platform.checkpoint.in_memory.copies import Copy, copies, kept_bytes
+from platform.checkpoint.blocks.chain import LARGEST_ROW
+from platform.checkpoint.blocks.placement import HeldTensor, planned_tensors
+from platform.checkpoint.in_memory.memory_map import MemoryMap
 from platform.checkpoint.in_memory.recover import is_recoverable, keepers, lost_to
 from platform.planning.make_plan import make_plan
 from tests.checkpoint.moves.test_plans import KINDS, PLANS
@@ -25,89 +27,128 @@ ROW = 16
 @pytest.fixture
 def small_rows(monkeypatch):
     """Small tensors are cut as large ones are."""
-    monkeypatch.setattr("platform.checkpoint.blocks.placement.LARGEST_BLOCK", 64)
-    monkeypatch.setattr("platform.checkpoint.blocks.placement.LARGEST_ROW", ROW)
+    monkeypatch.setattr("platform.checkpoint.blocks.chain.LARGEST_ROW", ROW)
 
 
-def homes(domains: list[int]) -> list[int]:
-    return domains if len(set(domains)) > 1 else list(range(len(domains)))
+def failing(held: MemoryMap, nodes: Sequence) -> list:
+    """Every rank's domain."""
+    return list(nodes if len(set(nodes)) > 1 else held.homes)
+
+
+MAPS = st.sampled_from([(False, False), (True, False), (True, True)])  # shared, divided
 
 
 def random_state(seed: int, domains: list[int]) -> list[HeldTensor]:
     return Job.random(values(SHAPES), len(domains), np.random.default_rng(seed)).state
 
 
-def lost_elements(state: list[HeldTensor], kept: list[Copy], alive: list[int]) -> int:
-    """Element by element."""
+def written(held: MemoryMap, rank: int) -> list:
+    """What is in a rank's memory."""
+    return [*held.own(rank), *(part for copy in held.copies if copy.receiver == rank for part in copy.parts)]
+
+
+def lost_elements(held: MemoryMap, alive: Sequence[int], name: str | None = None) -> int:
+    """Element by element: of what is in the memory of the homes in which anybody lives."""
     missing = 0
-    for tensor in state:
+    homes = {held.homes[rank] for rank in alive}
+    readable = [part for rank, home in enumerate(held.homes) if home in homes for part in written(held, rank)]
+    for tensor in held.state:
         found = np.zeros(tensor.shape, bool)
         everything = Box.whole(tensor.shape)
-        boxes = [box for box, ranks in tensor.holders.items() if set(ranks) & set(alive)]
-        boxes += [part.box for part, _, at in kept if part.tensor.name == tensor.name and at in alive]
-        for box in boxes:
-            found[box.within(everything)] = True
-        missing += int((~found).sum())
+        for part in readable:
+            if part.tensor.name == tensor.name:
+                found[part.box.within(everything)] = True
+        missing += int((~found).sum()) if name in (None, tensor.name) else 0
     return missing
 
 
 @settings(max_examples=60)
-@given(seed=st.integers(0, 2**32), domains=DOMAINS)
-def test_any_one_domain_may_be_lost(seed, domains):
-    state, home = random_state(seed, domains), homes(domains)
-    kept = copies(state, domains)
-    for part, sender, receiver in kept:
-        assert home[sender] != home[receiver]
-        [block] = [b for b in part.tensor.holders if b.overlap(part.box) == part.box]
-        assert sender in part.tensor.holders[block] and len({home[r] for r in part.tensor.holders[block]}) == 1
-    for gone in set(home) if len(domains) > 1 else ():
-        alive = [rank for rank, h in enumerate(home) if h != gone]
-        assert lost_elements(state, kept, alive) == 0 and lost_to(state, kept, alive) == []
+@given(seed=st.integers(0, 2**32), nodes=DOMAINS, how=MAPS)
+def test_any_one_domain_may_be_lost(seed, nodes, how):
+    held = MemoryMap(random_state(seed, nodes), nodes, *how)
+    domain = failing(held, nodes)
+    for copy in held.copies:
+        assert domain[copy.sender] != domain[copy.receiver]
+        assert copy.sender in copy.chain.holders and len({domain[rank] for rank in copy.chain.holders}) == 1
+        own = held.own(copy.sender)  # and so it is in its memory to be sent
+        assert all(
+            any(part.box.overlap(o.box) == part.box for o in own if o.tensor is part.tensor) for part in copy.parts
+        )
+    for gone in set(domain) if len(set(domain)) > 1 else ():
+        alive = [rank for rank, home in enumerate(domain) if home != gone]
+        assert lost_elements(held, alive) == 0 and lost_to(held, alive) == []
 
 
 @settings(max_examples=60)
-@given(seed=st.integers(0, 2**32), domains=DOMAINS, alive=st.sets(st.integers(0, 6)))
-def test_what_is_whole_is_what_has_every_element(seed, domains, alive):
+@given(seed=st.integers(0, 2**32), nodes=DOMAINS, how=MAPS, alive=st.sets(st.integers(0, 6)))
+def test_what_is_whole_is_what_has_every_element(seed, nodes, how, alive):
     """After any loss, of several domains too."""
-    state = random_state(seed, domains)
-    kept = copies(state, domains)
-    left = sorted(rank for rank in alive if rank < len(domains))
-    for tensor in state:
-        assert (tensor.name in lost_to(state, kept, left)) == (lost_elements([tensor], kept, left) > 0)
-    assert is_recoverable(keepers(state, kept), set(left)) == (lost_to(state, kept, left) == [])
+    held = MemoryMap(random_state(seed, nodes), nodes, *how)
+    left = sorted(rank for rank in alive if rank < len(nodes))
+    for tensor in held.state:
+        assert (tensor.name in lost_to(held, left)) == (lost_elements(held, left, tensor.name) > 0)
+    homes = {held.homes[rank] for rank in left}
+    assert is_recoverable(keepers(held), homes) == (lost_to(held, left) == [])
 
 
-def balanced(state: list[HeldTensor], domains: list[int], row: int) -> None:
-    home = homes(domains)
-    kept = copies(state, domains)
+@given(seed=st.integers(0, 2**32), nodes=DOMAINS)
+def test_of_distrusted_ranks_nothing_counts(seed, nodes):
+    """As if they had been alone in their homes, and those were gone."""
+    held = MemoryMap(random_state(seed, nodes), nodes, True, divided=False)
+    apart = MemoryMap(held.state, nodes, False)
+    for wrong in range(len(nodes)):
+        rest = [rank for rank in range(len(nodes)) if rank != wrong]
+        missing = lost_to(held, rest, {wrong})
+        if len(set(nodes)) > 1:
+            assert missing == lost_to(apart, rest, {wrong}) == lost_to(apart, rest)
+        assert is_recoverable(keepers(held, {wrong}), {held.homes[rank] for rank in rest}) == (missing == [])
+
+
+@given(seed=st.integers(0, 2**32), nodes=DOMAINS)
+def test_ranks_that_share_memory_divide_what_they_hold_alike(seed, nodes):
+    """Each byte is written once per node that has it; apart, once per rank."""
+    state = random_state(seed, nodes)
+    shared, apart = MemoryMap(state, nodes, True), MemoryMap(state, nodes, False)
+    per_node = sum(
+        box.size * t.itemsize * len({nodes[rank] for rank in ranks}) for t in state for box, ranks in t.holders.items()
+    )
+    per_rank = sum(box.size * t.itemsize * len(ranks) for t in state for box, ranks in t.holders.items())
+    ranks = range(len(nodes))
+    assert sum(part.nbytes for rank in ranks for part in shared.own(rank)) == per_node
+    assert sum(part.nbytes for rank in ranks for part in apart.own(rank)) == per_rank
+
+
+def balanced(state: list[HeldTensor], nodes: list[int], row: int, shared: bool) -> None:
+    held = MemoryMap(state, nodes, shared)
+    home = failing(held, nodes)
     ranks, exclusive, sent = Counter(home), Counter(), Counter()
-    for group, blocks in group_by_holders(state).items():
-        if len({home[rank] for rank in group}) == 1:
-            size = sum(block.nbytes for block in blocks)
-            exclusive[home[group[0]]] += size
-            for rank in group:
-                sent[rank] += size / len(group)
+    for chain in held.chains:
+        if len({home[rank] for rank in chain.holders}) == 1:
+            exclusive[home[chain.holders[0]]] += chain.nbytes
+            for rank in chain.holders:
+                sent[rank] += chain.nbytes / len(chain.holders)
     if len(ranks) < 2:
-        assert kept == []
+        assert held.copies == []
         return
-    least = max(sum(exclusive.values()) / len(domains), *(exclusive[h] / (len(domains) - ranks[h]) for h in ranks))
+    least = max(sum(exclusive.values()) / len(nodes), *(exclusive[h] / (len(nodes) - ranks[h]) for h in ranks))
     received, given = Counter(), Counter()
-    for part, sender, receiver in kept:
-        received[receiver] += part.nbytes
-        given[sender] += part.nbytes
-    groups = len(group_by_holders(state))
-    for rank in range(len(domains)):
+    for copy in held.copies:
+        assert copy.nbytes == sum(part.nbytes for part in copy.parts)
+        received[copy.receiver] += copy.nbytes
+        given[copy.sender] += copy.nbytes
+    for rank in range(len(nodes)):
         assert received[rank] <= least + 1 + row, "no rule gives the fullest rank less than `least`"
-        assert abs(given[rank] - sent[rank]) <= groups * row, "holders take turns as senders"
-        assert kept_bytes(state, kept, rank)["copies"] == 2 * received[rank]
+        assert abs(given[rank] - sent[rank]) <= len(held.chains) * row, "holders take turns as senders"
+        own = sum(part.nbytes for part in held.own(rank))
+        assert held.kept_bytes(rank) == {"own": 2 * own, "copies": 2 * received[rank]}
 
 
 @pytest.mark.usefixtures("small_rows")
 def test_the_load_is_even():
     @settings(max_examples=60)
-    @given(seed=st.integers(0, 2**32), domains=DOMAINS)
-    def check(seed, domains):
-        balanced(random_state(seed, domains), domains, ROW)
+    @given(seed=st.integers(0, 2**32), nodes=DOMAINS, shared=st.booleans())
+    def check(seed, nodes, shared):
+        balanced(random_state(seed, nodes), nodes, ROW, shared)
 
     check()
 
@@ -117,31 +158,43 @@ def test_every_plan_survives_the_loss_of_a_worker_and_of_a_node(plan):
     made = make_plan(configure(layers=4, **PLANS[plan]))
     state = [held for kind, dtype in KINDS.items() for held in planned_tensors(made, kind, dtype)]
     size = made.mesh.size
-    for domains in ([0] * size, [rank * 2 // size for rank in range(size)], [rank % 2 for rank in range(size)]):
-        home = homes(domains)
-        kept = copies(state, domains)
-        for gone in set(home):
-            assert lost_to(state, kept, [rank for rank in range(size) if home[rank] != gone]) == []
-        balanced(state, domains, LARGEST_ROW)
+    for nodes in ([0] * size, [rank * 2 // size for rank in range(size)], [rank % 2 for rank in range(size)]):
+        for shared in (False, True):
+            held = MemoryMap(state, nodes, shared)
+            home = failing(held, nodes)
+            for gone in set(home) if len(set(home)) > 1 else ():
+                assert lost_to(held, [rank for rank in range(size) if home[rank] != gone]) == []
+            if shared:
+                one_each = {node: nodes.index(node) for node in nodes}.values()
+                assert lost_to(held, one_each) == [], "of each node's workers all but one may be lost"
+            balanced(state, nodes, LARGEST_ROW, shared)
+
+
+def ways(state: list[HeldTensor], nodes: list[str], shared: bool = False) -> set[tuple[int, int]]:
+    return {(copy.sender, copy.receiver) for copy in MemoryMap(state, nodes, shared).copies}
 
 
 @pytest.mark.usefixtures("small_rows")
 def test_replicas_elsewhere_need_no_copy_and_lonely_blocks_do():
     boxes = [Box((0,), (8,)), Box((8,), (8,))]
     held = HeldTensor("w", "float32", (16,), {boxes[0]: (0, 2), boxes[1]: (1, 3)})
-    assert copies([held], ["a", "a", "b", "b"]) == []
-    assert {(c.sender, c.receiver) for c in copies([held], ["a", "b", "a", "b"])} == {(0, 1), (2, 3), (1, 0), (3, 2)}
-    assert copies([held], ["a"] * 4) == []  # one node: each rank by itself, and each block on two
-    assert copies([HeldTensor("w", "float32", (16,), {Box.whole((16,)): (0,)})], ["a"]) == []
+    assert ways([held], ["a", "a", "b", "b"]) == set()
+    assert ways([held], ["a", "b", "a", "b"]) == {(0, 1), (2, 3), (1, 0), (3, 2)}
+    assert ways([held], ["a"] * 4) == set()  # one node: each rank by itself, and each block on two
+    assert ways([HeldTensor("w", "float32", (16,), {Box.whole((16,)): (0,)})], ["a"]) == set()
+    lonely = HeldTensor("w", "float32", (16,), {boxes[0]: (0,), boxes[1]: (1,)})
+    assert ways([lonely], ["a", "a"]) == {(0, 1), (1, 0)} and ways([lonely], ["a", "a"], shared=True) == set()
 
 
 def test_negative_control_without_copies_or_with_a_wrong_one_something_is_lost():
     boxes = [Box((4 * rank,), (4,)) for rank in range(4)]
-    held = [HeldTensor("w", "float32", (16,), {box: (rank,) for rank, box in zip(count(), boxes, strict=False)})]
-    domains = ["a", "a", "b", "b"]
-    kept = copies(held, domains)
-    assert lost_elements(held, kept, [2, 3]) == 0 and lost_to(held, kept, [2, 3]) == []
-    assert lost_elements(held, [], [2, 3]) == 8 and lost_to(held, [], [2, 3]) == ["w"]
-    assert lost_to(held, [], [0, 1, 2, 3]) == []
-    here = [copy._replace(receiver=copy.receiver ^ 2) for copy in kept]  # in the sender's domain
-    assert lost_elements(held, here, [2, 3]) == 8 and lost_to(held, here, [2, 3]) == ["w"]
+    state = [HeldTensor("w", "float32", (16,), {box: (rank,) for rank, box in zip(count(), boxes, strict=False)})]
+    for shared in (False, True):
+        held = MemoryMap(state, ["a", "a", "b", "b"], shared)
+        assert lost_elements(held, [2, 3]) == 0 and lost_to(held, [2, 3]) == []
+        there = held.copies
+        held.copies = [copy._replace(receiver=copy.receiver ^ 2) for copy in there]  # in the sender's domain
+        assert lost_elements(held, [2, 3]) == 8 and lost_to(held, [2, 3]) == ["w"]
+        held.copies = []
+        assert lost_elements(held, [2, 3]) == 8 and lost_to(held, [2, 3]) == ["w"]
+        assert lost_to(held, [0, 1, 2, 3]) == []

@@ -8,13 +8,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from platform.checkpoint.blocks.chain import Chain, chains_of
 from platform.checkpoint.blocks.placement import Block
-from platform.checkpoint.in_memory.copies import copies
+from platform.checkpoint.in_memory.memory_map import MemoryMap
 from platform.checkpoint.in_memory.recover import lost_to, recover, surviving
-from platform.checkpoint.in_memory.snapshots import RankSnapshots, Snapshot
+from platform.checkpoint.in_memory.shared_memory import SharedMemory, open_home
+from platform.checkpoint.in_memory.snapshots import HomeSnapshot, RankSnapshots
 from platform.parallel.communicator.base import SingleRank
 from platform.plan.language.mesh import Mesh
 from tests.checkpoint.in_memory.test_peers import SHAPES
+from tests.harness.memories import opened
 from tests.harness.storage_job import Job, values
 from tests.harness.threads import run_threads
 
@@ -24,9 +27,8 @@ DOMAINS = st.lists(st.integers(0, 3), min_size=1, max_size=6)
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """Small tensors are cut as large ones are."""
-    for name in ("blocks.placement", "in_memory.recover"):
-        monkeypatch.setattr(f"platform.checkpoint.{name}.LARGEST_BLOCK", 64)
-    monkeypatch.setattr("platform.checkpoint.blocks.placement.LARGEST_ROW", 16)
+    monkeypatch.setattr("platform.checkpoint.in_memory.recover.LARGEST_BLOCK", 64)
+    monkeypatch.setattr("platform.checkpoint.blocks.chain.LARGEST_ROW", 16)
 
 
 def on_all(world_size: int, work) -> list:
@@ -34,11 +36,11 @@ def on_all(world_size: int, work) -> list:
     return [work(SingleRank(mesh))] if world_size == 1 else run_threads(mesh, work)
 
 
-def hold(jobs: list[Job], domains: list[int]) -> list[RankSnapshots]:
+def hold(jobs: list[Job], nodes: list[int], shared: bool = False, divided: bool = True) -> list[RankSnapshots]:
     """Job k is the state at step k."""
 
     def work(communicator) -> RankSnapshots:
-        memory = RankSnapshots(jobs[0].state, domains, communicator.rank)
+        memory = opened(jobs[0].state, nodes, communicator, shared, divided)
         for step, job in enumerate(jobs):
             blocks = job.blocks(communicator.rank)
             memory.hold(step, blocks, {"step": step}, communicator.transfer)
@@ -49,11 +51,15 @@ def hold(jobs: list[Job], domains: list[int]) -> list[RankSnapshots]:
     return on_all(jobs[0].world_size, work)
 
 
-def pass_to(job: Job, survived, own: dict[int, Snapshot], budget: int) -> list[list[Block]]:
+def left(held: MemoryMap, seats: dict[int, int]) -> list[Chain]:
+    return surviving(held.chains, held.copies, held.readers(seats))
+
+
+def pass_to(job: Job, survived: list[Chain], homes: dict[int, HomeSnapshot], budget: int) -> list[list[Block]]:
     def work(communicator) -> list[Block]:
         rank, world = communicator.rank, job.world_size
         blocks = job.blocks(rank, empty=True)
-        read = own[rank].read if rank in own else None
+        read = homes[rank].read if rank in homes else None
         recover(survived, read, job.state, blocks, rank=rank, world_size=world, exchange=communicator.exchange,
                 budget=budget)  # fmt: skip
         return blocks
@@ -61,34 +67,45 @@ def pass_to(job: Job, survived, own: dict[int, Snapshot], budget: int) -> list[l
     return on_all(job.world_size, work)
 
 
-@settings(max_examples=40)
-@given(seed=st.integers(0, 2**32), domains=DOMAINS, new=st.integers(1, 6), budget=st.integers(16, 3000))
-def test_any_tiling_to_any_other_after_the_loss_of_a_domain(seed, domains, new, budget):
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 2**32),
+    nodes=DOMAINS,
+    new=st.integers(1, 6),
+    budget=st.integers(16, 3000),
+    how=st.sampled_from([(False, False), (True, False), (True, True)]),
+)
+def test_any_tiling_to_any_other_after_the_loss_of_a_domain(seed, nodes, new, budget, how):
+    """Where memory is shared, all but one rank of the other nodes may be lost as well."""
     draw = np.random.default_rng(seed)
-    tensors, old = values(SHAPES, seed % 1000), len(domains)
+    tensors, old = values(SHAPES, seed % 1000), len(nodes)
     before = Job.random(tensors, old, draw)
-    memories = hold([before], domains)
-    homes = domains if len(set(domains)) > 1 else list(range(old))
-    gone = draw.choice(homes) if old > 1 else None
-    alive = [rank for rank in range(old) if homes[rank] != gone][:new]
-    kept = copies(before.state, domains)
-    if lost_to(before.state, kept, alive):
-        assert len([rank for rank in range(old) if homes[rank] != gone]) > new  # fewer seats than survivors
+    memories = hold([before], nodes, *how)
+    held = memories[0].held
+    domains = nodes if len(set(nodes)) > 1 else list(held.homes)
+    gone = draw.choice(domains) if len(set(domains)) > 1 else None
+    alive = [rank for rank in range(old) if domains[rank] != gone]
+    if how[0]:
+        first = [rank for rank in alive if rank == nodes.index(nodes[rank])]
+        alive = first + [rank for rank in alive if rank not in first and draw.random() < 0.5]
+    alive = alive[:new]
+    if lost_to(held, alive):
+        assert len({held.homes[rank] for rank in range(old) if domains[rank] != gone}) > new  # fewer seats than homes
         return
     seats = dict(zip(alive, draw.permutation(new).tolist(), strict=False))
     after = Job.random(tensors, new, draw)
-    own = {seats[rank]: memories[rank].at(0) for rank in alive}
-    after.check(pass_to(after, surviving(before.state, kept, seats), own, budget))
+    after.check(pass_to(after, left(held, seats), {seats[rank]: memories[rank].of_home(0) for rank in alive}, budget))
 
 
-def test_the_last_two_steps_are_held():
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_last_two_steps_are_held(shared):
     jobs = [Job.whole(values({"w": (8, 8)}, step), 2) for step in range(4)]
-    memories = hold(jobs, [0, 0])
+    memories = hold(jobs, [0, 0], shared)
     assert [memory.steps for memory in memories] == [[2, 3]] * 2
     for step in (2, 3):
-        own = {rank: memory.at(step) for rank, memory in enumerate(memories)}
-        assert own[0].values == {"step": step}
-        jobs[step].check(pass_to(jobs[step], jobs[step].state, own, 1 << 20))
+        homes = {rank: memory.of_home(step) for rank, memory in enumerate(memories)}
+        assert homes[0].values == {"step": step}
+        jobs[step].check(pass_to(jobs[step], chains_of(jobs[step].state), homes, 1 << 20))
 
 
 def test_what_fails_while_it_is_held_leaves_the_step_before():
@@ -103,7 +120,7 @@ def test_what_fails_while_it_is_held_leaves_the_step_before():
         with pytest.raises(ConnectionError):
             memory.hold(2, jobs[2].blocks(0), {}, fail)
         assert memory.steps == [1]
-    jobs[1].check(pass_to(jobs[1], jobs[1].state, {0: memory.at(1)}, 1 << 20))
+    jobs[1].check(pass_to(jobs[1], chains_of(jobs[1].state), {0: memory.of_home(1)}, 1 << 20))
     memory.keep_only(1)
     memory.hold(2, jobs[2].blocks(0), {}, SingleRank(Mesh.of({"data": 1})).transfer)
     assert memory.steps == [1, 2]
@@ -114,8 +131,8 @@ def test_rounds_are_bounded_and_senders_even():
     tensors = values({f"w{i}": (16, 8) for i in range(9)})
     job = Job.whole(tensors, 4)
     memories = hold([job], [0, 1, 2, 3])
-    survived = surviving(job.state, copies(job.state, [0, 1, 2, 3]), {0: 0, 1: 1, 3: 2})
-    own = {0: memories[0].at(0), 1: memories[1].at(0), 2: memories[3].at(0)}
+    survived = left(memories[0].held, {0: 0, 1: 1, 3: 2})
+    homes = {new: memories[old].of_home(0) for new, old in enumerate((0, 1, 3))}
     got: list[list[int]] = []
 
     def work(communicator) -> list[Block]:
@@ -126,7 +143,7 @@ def test_rounds_are_bounded_and_senders_even():
             return received
 
         rank, blocks = communicator.rank, job.blocks(communicator.rank, empty=True)
-        read = own[rank].read if rank in own else None
+        read = homes[rank].read if rank in homes else None
         recover(survived, read, job.state, blocks, rank=rank, world_size=4, exchange=exchange, budget=256)
         return blocks
 
@@ -141,17 +158,33 @@ def test_rounds_are_bounded_and_senders_even():
 def test_bytes_are_those_of_the_type(dtype, extent):
     tensors = {"odd": torch.arange(7).to(torch.bfloat16), "w": torch.ones(extent, dtype=dtype) * 3}
     job = Job.whole(tensors)
-    job.check(pass_to(job, job.state, {0: hold([job], [0])[0].at(0)}, 1 << 20))
+    job.check(pass_to(job, chains_of(job.state), {0: hold([job], [0])[0].of_home(0)}, 1 << 20))
 
 
 def test_negative_control_without_the_copies_nothing_can_be_recovered():
     tensors = values(SHAPES)
     job = Job.random(tensors, 4, np.random.default_rng(5))
-    kept = copies(job.state, [0, 1, 2, 3])
     seats = {0: 0, 2: 1, 3: 2}
-    own = {seats[rank]: memory.at(0) for rank, memory in enumerate(hold([job], [0, 1, 2, 3])) if rank in seats}
+    memories = hold([job], [0, 1, 2, 3])
+    held = memories[0].held
+    homes = {seats[rank]: memories[rank].of_home(0) for rank in seats}
     after = Job.whole(tensors, 3)
-    after.check(pass_to(after, surviving(job.state, kept, seats), own, 1 << 20))
-    assert lost_to(job.state, [], [0, 2, 3])
+    after.check(pass_to(after, left(held, seats), homes, 1 << 20))
+    held.copies = []
+    assert lost_to(held, [0, 2, 3])
     with pytest.raises(AssertionError):
-        after.check(pass_to(after, surviving(job.state, [], seats), own, 1 << 20))
+        after.check(pass_to(after, left(held, seats), homes, 1 << 20))
+
+
+def test_ranks_that_cannot_find_each_other_s_memory_do_not_share_it():
+    """Another process of that number, one that is gone, a file that is another: nothing of it is opened."""
+    memory, other = SharedMemory.create(), SharedMemory.create()
+    process, number, device, inode = memory.address
+    assert SharedMemory.find(memory.address).address[2:] == [device, inode]
+    for wrong in ([process, 1, device, inode], [process, other.address[1], device, inode], [1 << 22, 3, device, inode]):
+        assert SharedMemory.find(wrong) is None
+    nodes = ["a", "a", "b"]
+    told = [[memory.address, [1 << 22, 3, 0, 0], other.address], [False, True, True]]
+    assert open_home(memory, nodes, 0, lambda mine: told.pop(0)) is None
+    told = [[memory.address, other.address, [1 << 22, 3, 0, 0]], [True, True, True]]
+    assert list(open_home(memory, nodes, 0, lambda mine: told.pop(0))) == [0, 1], "nobody opens what another node has"

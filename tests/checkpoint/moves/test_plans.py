@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from platform.checkpoint.blocks.placement import local_blocks, planned_tensors, shares
+from platform.checkpoint.blocks.chain import shares
+from platform.checkpoint.blocks.placement import local_blocks, planned_tensors
 from platform.checkpoint.storage.catalogue import load_manifest
 from platform.checkpoint.storage.manifest import Manifest
 from platform.checkpoint.storage.storage import Storage, open_storage
@@ -121,7 +122,7 @@ def test_a_plan_restores_what_another_saved(saved, record_count, model):
 @pytest.mark.parametrize("name", PLANS)
 def test_a_worker_writes_its_part_of_what_it_shares(monkeypatch, model, name):
     """1/n of the bytes that it and n - 1 others have alike, but for a row; so 1/n of all where all are replicas."""
-    monkeypatch.setattr("platform.checkpoint.blocks.placement.LARGEST_ROW", 64)
+    monkeypatch.setattr("platform.checkpoint.blocks.chain.LARGEST_ROW", 64)
     state, size = job(model, name).state, plan(model, name).mesh.size
     common: Counter[tuple[int, ...]] = Counter()
     for held in state:

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from platform.checkpoint.blocks.box import Box, gaps, stretch
-from platform.checkpoint.blocks.placement import Block, HeldTensor, shares
+from platform.checkpoint.blocks.chain import shares
+from platform.checkpoint.blocks.placement import Block, HeldTensor
 from platform.checkpoint.moves.reshard import read_tensor, restore
 from platform.checkpoint.storage.catalogue import find, load_manifest
 from platform.checkpoint.storage.image import Image
@@ -23,9 +24,9 @@ SHAPES = {"a": (13, 6), "b": (5, 4, 7), "c": (31,), "d": (), "e": (3, 17), "f": 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """Small tensors are cut as large ones are."""
-    for name in ("blocks.placement", "storage.read", "moves.reshard"):
+    for name in ("blocks.chain", "storage.read", "moves.reshard"):
         monkeypatch.setattr(f"platform.checkpoint.{name}.LARGEST_BLOCK", 64)
-    monkeypatch.setattr("platform.checkpoint.blocks.placement.LARGEST_ROW", 16)
+    monkeypatch.setattr("platform.checkpoint.blocks.chain.LARGEST_ROW", 16)
 
 
 @settings(max_examples=40, deadline=None)

@@ -2,7 +2,10 @@
 
 from pathlib import Path
 
+import pytest
+
 from platform.cluster import driver
+from platform.cluster.crew.base import remote
 from platform.cluster.wire.channel import encode
 from platform.launch import compose
 from platform.monitor import JsonLines, MetricsLog
@@ -13,14 +16,18 @@ from tests.doubles.simulated_worker import LATE_STEP, report
 WORKERS, PER_NODE, STEPS, KILLED, HANG = 64, 32, 6, 4, 3.0
 
 
-def answers(call, step, world_size):
-    """Bytes that a step brings the driver: one report, and the acknowledgement of everybody else."""
+def answers(call, step, world_size, told):
+    """Bytes that a step brings the driver: one report, and the acknowledgement of everybody else that it has told."""
     own, other = (len(encode({"answer": call, "value": value})) for value in (report(step, world_size), {"step": step}))
-    return own + (world_size - 1) * other
+    return own + (told - 1) * other
 
 
-def test_a_step_of_many_is_one_report_and_a_lost_node_costs_no_step(tmp_path, monkeypatch):
+@pytest.mark.parametrize("followed", [WORKERS // 4, 2 * WORKERS])
+def test_a_step_of_many_is_one_report_and_a_lost_node_costs_no_step(tmp_path, monkeypatch, followed):
+    """Where the others follow rank 0, the driver sends and gets one message."""
     crews = []
+    monkeypatch.setattr(remote, "FOLLOWED", followed)
+    monkeypatch.setattr(remote, "CALM_SECONDS", HANG)
 
     def open_crew(kind, job, spares):
         crews.append(SimulatedCrew(job, spares, per_node=PER_NODE))
@@ -48,17 +55,23 @@ def test_a_step_of_many_is_one_report_and_a_lost_node_costs_no_step(tmp_path, mo
     assert [call.args[0] for call in steps] == [1, 2, 3, 4, 4, 5, 6] and [call.failed for call in steps].index(
         True
     ) == 3
-    exact = 0
+    exact, led, before = 0, followed <= PER_NODE, 0
     for call, size in zip(steps, 4 * [WORKERS] + 3 * [PER_NODE], strict=True):
         step, spent = call.args[0], call.end - call.begin
-        asked = spent.sent - size * len(encode({"call": call.number, "method": "step", "args": call.args}))
+        told = 1 if led else size
+        asked = spent.sent - told * len(
+            encode({"call": call.number, "method": "lead" if led else "step", "args": call.args})
+        )
+        if led and size != before:  # a generation's first
+            asked -= (size - 1) * len(encode({"call": call.number - 1, "method": "follow", "args": []}))
+        before = size
         beats, rest = divmod(asked, len(encode({"beat": call.number})))
         if step == LATE_STEP:
-            assert beats >= size and not rest and spent.received > answers(call.number, step, size)
+            assert beats >= size and not rest and spent.received > answers(call.number, step, size, told)
         elif step == LATE_STEP + 1:  # some beats come late too
-            assert asked == 0 and spent.received >= answers(call.number, step, size)
+            assert asked == 0 and spent.received >= answers(call.number, step, size, told)
         elif not call.failed and spent.clock < HANG - 1:
-            assert (asked, spent.received) == (0, answers(call.number, step, size))
+            assert (asked, spent.received) == (0, answers(call.number, step, size, told))
             exact += 1
     assert exact >= 2
 

@@ -1,11 +1,13 @@
 """The process that workers of cluster=processes are forked from: what it may have, and who dies with whom."""
 
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -60,6 +62,19 @@ def test_how_a_worker_ended_and_that_closing_ends_all(server, dialled):
     os.kill(server._process.pid, signal.SIGSTOP)
     server.close()
     assert gone([three, server._process.pid])
+
+
+def test_a_driver_with_thousands_of_open_files(server, dialled):
+    """Such as the connections of a thousand workers."""
+    with ExitStack() as files:
+        if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 1200:
+            pytest.skip("this user may not open as many")
+        for _ in range(1100):
+            files.enter_context(open(os.devnull))
+        worker, pid = dialled()
+        assert worker.ended(0.0) is None
+        os.kill(pid, signal.SIGKILL)
+        assert worker.ended(20) == "the process was killed by SIGKILL"
 
 
 @pytest.mark.usefixtures("warm_workers")

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -13,7 +14,7 @@ from platform.cluster.crew.base.watch import Watch
 from platform.cluster.wire.channel import Garbled, Unframer, encode
 from platform.cluster.wire.messages import Answer, Hello
 from platform.cluster.wire.switchboard import Switchboard
-from platform.parallel.communicator.progress import SYNCHRONIZE, Activity
+from platform.parallel.communicator.progress import SYNCHRONIZE, Activity, Progress
 from tests.harness.dialled import dialled, frame, greeting
 
 
@@ -174,13 +175,65 @@ def test_who_hangs():
     watch.heard(1, beat(10.0), 17.0)
     assert watch.hung(pending, 17.0) == ({1: "10.0 s at step(3): forward"}, {1})
     watch.heard(1, beat(6.0, waiting=True), 24.0)  # it went on at 18.0, and has waited since
-    assert watch.hung(pending, 27.9) == ({}, set())
-    hung, blamed = watch.hung(pending, 28.0)
+    assert watch.hung(pending, 34.6) == ({}, set())
+    hung, blamed = watch.hung(pending, 34.7)
     assert hung.keys() == pending and not blamed
-    watch.answered(27.0)  # another one: those that waited for it may go on
-    assert watch.hung(pending, 36.9) == ({}, set()) and watch.hung(pending, 37.0)[0]
-    watch.heard(1, Activity("", "", False, 50.0), 37.0)  # its answer is under way
-    assert watch.hung(pending, 37.0) == ({}, set())
+    watch.answered(34.0)  # another one: those that waited for it may go on
+    assert watch.hung(pending, 50.6) == ({}, set()) and watch.hung(pending, 50.7)[0]
+    watch.heard(1, Activity("", "", False, 50.0), 50.7)  # its answer is under way
+    assert watch.hung(pending, 50.7) == ({}, set())
+
+
+def test_who_is_at_work_or_starved_has_more_time_than_who_is_blocked():
+    for busy, known in ((0.0, 3.0), (1.0, 10.0), (0.3, 10.0)):
+        watch = Watch(3.0, start=0.0)
+        assert watch.ask({0, 1}, 2.0)
+        watch.heard(0, beat(2.0, waiting=True), 2.0)
+        for now in (2.5, 2.99, 3.0, 5.0, 9.99, 10.0):
+            watch.heard(1, replace(beat(0.9 * now), busy=busy), now)
+            assert (1 in watch.hung({0, 1}, now)[1]) == (now >= known), (busy, now)
+
+
+def test_silence_is_judged_by_how_soon_others_answer():
+    """Where they are slow, or nobody is heard at all, it may be the machine that stood still."""
+    for slowest, known in ((0.1, 3.0), (0.9, 4.7)):
+        watch = Watch(3.0, start=0.0, silence=3.0)
+        assert set(watch.ask({0, 1}, 2.0)) == {0, 1}
+        watch.heard(0, beat(2.0, waiting=True), 2.0 + slowest)
+        for now in (2.95, 3.0, 4.6, 4.7):
+            assert (1 in watch.hung({0, 1}, now)[1]) == (now >= known), (slowest, now)
+    watch = Watch(3.0, start=0.0, silence=3.0)
+    assert watch.ask({0, 1}, 2.0)
+    assert watch.hung({0, 1}, 11.9) == ({}, set()) and watch.hung({0, 1}, 12.0)[1] == {0, 1}
+
+
+def test_a_thread_that_computes_is_told_from_one_that_is_blocked():
+    progress, lock, shares = Progress(), threading.Lock(), []
+
+    def work() -> None:
+        progress.begin("step(3)")
+        deadline = time.thread_time() + 0.4
+        while time.thread_time() < deadline:
+            sum(range(1000))
+        lock.acquire()
+
+    lock.acquire()
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        while progress.beat().call != "step(3)":
+            time.sleep(0.01)
+        progress.beat()
+        time.sleep(0.2)
+        shares.append(progress.beat().busy)
+        while progress.beat().busy > 0.0:
+            time.sleep(0.1)
+        time.sleep(0.2)
+        shares.append(progress.beat().busy)
+    finally:
+        lock.release()
+        thread.join()
+    assert shares[0] > 0.5 and shares[1] < 0.1, shares
 
 
 def test_silence_in_a_call_without_a_limit():

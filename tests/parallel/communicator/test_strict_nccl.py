@@ -22,6 +22,7 @@ PLANS = {
     "interleaved": {"pipeline": "interleaved", "stages": 2, "chunks": 2, "layers": 4},
     "zb_h1": {"pipeline": "zb_h1", "stages": 3, "layers": 3},
     "sub-grids": {"branch": "dsp_csub", "branch_axes": {"g": 2}, "microbatch": 4},
+    "gathered again": {"tensor": "3d", "axes": {"x": 2, "y": 1, "z": 2}, "gathered": "again", "microbatch": 4},
     "split vocab": {"tensor": "3d", "axes": {"x": 2, "y": 1, "z": 2}, "data": 2, "zero": 1, "microbatch": 4},
 }
 

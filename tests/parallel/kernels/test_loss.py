@@ -100,9 +100,9 @@ def test_a_wrong_chunk_shows(small_chunks, monkeypatch):
     """Negative control: a table's gradient without the first chunk's."""
     right = loss._by_chunks
 
-    def wrong(x, table, labels, communicator, classes, gradients):
-        value = right(x, table, labels, communicator, classes, gradients)
-        right(x[8:], table, labels[8:], communicator, classes, (gradients[0][8:].clone(), gradients[1]))
+    def wrong(x, table, bias, labels, communicator, classes, gradients):
+        value = right(x, table, bias, labels, communicator, classes, gradients)
+        right(x[8:], table, bias, labels[8:], communicator, classes, (gradients[0][8:].clone(), *gradients[1:]))
         return value
 
     monkeypatch.setattr(loss, "_by_chunks", wrong)

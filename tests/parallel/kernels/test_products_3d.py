@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from platform.parallel.kernels.einsum import einsums
+from platform.parallel.sharding.operands import Operands
 from platform.plan.communication.planned import Einsum, EinsumGroup
 from platform.plan.communication.rule import contract
 from platform.plan.language.layout import Layout, block
@@ -77,7 +78,7 @@ def check(product: str, p: int, again: bool) -> None:
     def work(communicator):
         torch.set_num_threads(1)
         x, y = (mine(t.detach(), o, communicator).clone().requires_grad_() for t, o in zip(whole, (a, b), strict=True))
-        (z,) = einsums(communicator, group, x, [y])
+        (z,) = einsums(Operands(communicator, group), x, [y])
         z.backward(mine(upstream, c, communicator))
         for found, tensor, operand in ((z, expected, c), (x.grad, whole[0].grad, a), (y.grad, whole[1].grad, b)):
             wanted = mine(tensor.detach(), operand, communicator)

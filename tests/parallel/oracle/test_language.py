@@ -68,7 +68,8 @@ def check_all(axes: str, maps) -> None:
 def test_equals_plain_pytorch():
     c = language()
     _, (ours,) = run(c)
-    batch = {n: torch.from_numpy(v).t() for n, v in Tokens(c).batch("train", 0, c.train.global_batch).items()}
+    batch = Tokens(c).batch("train", 0, c.train.global_batch)
+    batch = {name: torch.from_numpy(batch[name]).t() for name in ("tokens", "labels")}
     weights = {n: w.clone().requires_grad_() for n, w in ours.initial.items()}
     loss = reference(weights, **batch)
     loss.backward()

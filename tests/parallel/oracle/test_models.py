@@ -5,19 +5,20 @@ from __future__ import annotations
 from math import prod
 
 from tests.harness.oracle import MODELS, configure, prove
-from tests.harness.pairwise import product
+from tests.harness.pairwise import cover, product
 from tests.harness.suite import suite
 
 SCHEMES = {
     "serial": ("serial", {}),
     "1d": ("1d", {"t": 2}),
     "1d_sp": ("1d_sp", {"t": 2}),
+    "2d": ("2d", {"r": 2, "c": 2}),
     "2d_gather": ("2d_gather", {"r": 2, "c": 2}),
     "3d": ("3d", {"x": 1, "y": 2, "z": 2}),
     "3d_literal": ("3d_literal", {"x": 1, "y": 2, "z": 2}),
 }
 FACTORS = {
-    "model": ["gpt", "bert", "original", "t5"],
+    "model": ["gpt", "bert", "original", "t5", "modern", "whole_bert", "whole_t5"],
     "scheme": list(SCHEMES),
     "branch": ["none", "dsp", "dsp_slice"],
     "data": [1, 2],
@@ -31,9 +32,13 @@ def legal(case) -> bool:
 
 
 CASES = product(FACTORS, legal)
+PLAIN = {  # whose words are those of the others, too; and the schemes whose attention they may split
+    "model": ["original", "modern", "whole_bert", "whole_t5"],
+    "scheme": ["serial", "1d", "1d_sp", "2d_gather", "3d", "3d_literal"],
+}
 
 
-@suite("oracle of the models (threads)", CASES)
+@suite("oracle of the models (threads)", CASES, cover(CASES, plain=PLAIN))
 def test_equals_one_process(case):
     c = configure(
         *SCHEMES[case["scheme"]],

@@ -17,6 +17,7 @@ from platform.planning.make_plan import make_plan
 from platform.train.recovery.source import Formation, Source, find_source
 from platform.train.step import weights
 from platform.train.step.training_state import State
+from tests.harness.memories import opened
 from tests.harness.oracle import trainer_of
 from tests.harness.pairwise import cover, product
 from tests.harness.seats import seated
@@ -26,7 +27,14 @@ from tests.train.recovery.test_resume import copies as live_copies
 from tests.train.recovery.test_resume import whole as assemble
 
 NODES = {"one node": 1, "two nodes": 2}
-FACTORS: dict[str, list[Any]] = {"old": NAMES, "new": NAMES, "nodes": list(NODES), "lost": ["first", "last", "nobody"]}
+SHARED = ["shared", "apart"]  # the memory of a node's ranks
+FACTORS: dict[str, list[Any]] = {
+    "old": NAMES,
+    "new": NAMES,
+    "nodes": list(NODES),
+    "memory": SHARED,
+    "lost": ["first", "last", "nobody"],
+}
 SIZES = {name: make_plan(config(name)).mesh.size for name in NAMES}
 
 
@@ -53,12 +61,12 @@ SAME = [case for case in CASES if case["old"] == case["new"] and case["lost"] !=
 
 
 class Undisturbed(NamedTuple):
-    """A rank's four steps: loss and gradient norm, blocks after the second and the fourth, and what it held, by nodes,
-    when the third began."""
+    """A rank's four steps: loss and gradient norm, blocks after the second and the fourth, and what it held, by nodes
+    and whether they share memory, when the third began."""
 
     numbers: list[tuple[float, float]]
     after: list[list[Block]]
-    memories: dict[str, RankSnapshots]
+    memories: dict[tuple[str, str], RankSnapshots]
 
 
 def ranks(name: str, work, fresh: bool = True) -> list:
@@ -81,7 +89,11 @@ def numbers(trainer, step: int) -> tuple[float, float]:
 def undisturbed(name: str) -> list[Undisturbed]:
     def work(trainer, communicator) -> Undisturbed:
         state, found, after = State(trainer), [], []
-        memories = {nodes: RankSnapshots(state.held, domains(name, nodes), communicator.rank) for nodes in NODES}
+        memories = {
+            (nodes, shared): opened(state.held, domains(name, nodes), communicator, shared == "shared")
+            for nodes in NODES
+            for shared in SHARED
+        }
         for step in (1, 2, 3, 4):
             found.append(numbers(trainer, step))
             if step < 3:
@@ -99,20 +111,21 @@ def source_of(case: dict[str, Any]) -> Source:
     before, size = undisturbed(case["old"]), SIZES[case["new"]]
     members = list(range(len(before)))
     homes = domains(case["old"], case["nodes"])
-    formed = {0: Formation(config(case["old"]), None, homes, members, ["exp_avg", "exp_avg_sq"])}
-    held = {m: [(0, before[m].memories[case["nodes"]].steps)] for m in members if m not in lost(case)}
-    source, reasons = find_source(held, formed, size)
+    shared = case["memory"] == "shared"
+    formed = {0: Formation(config(case["old"]), None, homes, members, ["exp_avg", "exp_avg_sq"], shared)}
+    assert all(one.memories[case["nodes"], case["memory"]].steps == [1, 2] for one in before)
+    source, reasons = find_source({0: 2}, formed, [m for m in members if m not in lost(case)], size)
     assert source and source.step == 2 and not reasons
     return seated(source, list(range(100, 100 + size)), size)
 
 
-def gather(source: Source, before: list[Undisturbed], nodes: str) -> None:
+def gather(source: Source, memories: list[RankSnapshots]) -> None:
     """Survivors without a seat pass on what only they have."""
-    _, handed = source.gathering()
+    _, handed = source.gathering(memories[0].held)
 
     def work(communicator) -> None:
-        snapshot = before[source.gathered[communicator.rank]].memories[nodes].at(source.step)
-        snapshot.take_over(handed, communicator.rank, communicator.transfer)
+        memory = memories[source.gathered[communicator.rank]]
+        memory.take_over(handed, source.step, communicator.rank, communicator.transfer)
 
     run_threads(Mesh.of({"data": len(source.gathered)}), work)
 
@@ -122,15 +135,16 @@ def recovered(case: dict[str, Any], forget: str = "") -> bool:
     on the way."""
     source = source_of(case)
     before = undisturbed(case["old"])
+    kept = [one.memories[case["nodes"], case["memory"]] for one in before]
     if source.gathered:
-        gather(source, before, case["nodes"])
-    memories = {new: before[source.seats[new]].memories[case["nodes"]] for new in source.ranks.values()}
-    survived = source.holders()
+        gather(source, kept)
+    memories = {new: kept[source.seats[new]] for new in source.ranks.values()}
+    survived = source.survived(kept[0].held)
 
     def work(trainer, communicator):
         state = State(trainer)
         memory = memories.get(communicator.rank)
-        state.recover(survived, memory.at(source.step) if memory else None)
+        state.recover(survived, memory.of_home(source.step) if memory else None)
         start, values = live_copies(state), state.values()
         for block in state.blocks():
             if block.name.split(".")[0] == forget:
@@ -144,7 +158,7 @@ def recovered(case: dict[str, Any], forget: str = "") -> bool:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weights, "initialise", undefined)
         parts = ranks(case["new"], work, fresh=False)
-    shapes = {held.name: held.shape for held in survived}
+    shapes = {held.name: held.shape for held in kept[0].held.state}
     assert {name.split(".")[0] for name in shapes} == {"model", "exp_avg", "exp_avg_sq"}
     found_, wanted = (assemble(blocks, shapes) for blocks in ([p[0] for p in parts], [u.after[0] for u in before]))
     assert all(torch.equal(found_[name], wanted[name]) for name in shapes)
@@ -177,7 +191,7 @@ def test_a_fresh_worker_takes_the_place_of_a_lost_one_bit_by_bit(case):
 @pytest.mark.parametrize("forget", ["model", "exp_avg", "exp_avg_sq"])
 def test_negative_control_what_is_forgotten_shows(forget):
     with pytest.raises(AssertionError):
-        recovered({"old": "dsp", "new": "serial", "nodes": "one node", "lost": "first"}, forget)
+        recovered({"old": "dsp", "new": "serial", "nodes": "one node", "memory": "apart", "lost": "first"}, forget)
 
 
 @pytest.mark.full

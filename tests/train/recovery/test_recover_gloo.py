@@ -10,6 +10,7 @@ from platform.config.fields import Config
 from platform.planning.make_plan import make_plan
 from platform.train.recovery.source import Formation, Source, find_source
 from platform.train.step.training_state import State
+from tests.harness.memories import opened
 from tests.harness.oracle import trainer_of
 from tests.harness.seats import seated
 from tests.train.recovery.test_resume import config
@@ -17,13 +18,13 @@ from tests.train.recovery.test_resume import config
 HELD: dict[str, RankSnapshots] = {}  # of a process of the pool; outlives a generation
 
 
-def first(given: tuple[Config, list[str]], plan, communicator) -> tuple[list[float], list[int], int]:
+def first(given: tuple[Config, list[str], bool], plan, communicator) -> tuple[list[float], list[int], int]:
     """Three steps, the first two held: their losses, the steps held, and how many parts were sent to peers."""
     torch.set_num_threads(1)
-    c, domains = given
+    c, domains, shared = given
     trainer = trainer_of(c, plan, communicator)
     state = State(trainer)
-    HELD["memory"] = memory = RankSnapshots(state.held, domains, communicator.rank)
+    HELD["memory"] = memory = opened(state.held, domains, communicator, shared)
     numbers = []
     for step in (1, 2, 3):
         numbers.append(trainer.step(step).loss)
@@ -31,7 +32,7 @@ def first(given: tuple[Config, list[str]], plan, communicator) -> tuple[list[flo
         if step < 3:
             memory.hold(step, state.blocks(), state.values(), communicator.transfer)
         assert dict(communicator.moved) == moved, "copies at peers are no part of the step's communication"
-    return numbers, memory.steps, sum(len(parts) for parts in memory._route.sent.values())
+    return numbers, memory.steps, sum(len(parts) for parts in memory._sent.values())
 
 
 def second(given: tuple[Config, Source], plan, communicator) -> float:
@@ -40,23 +41,28 @@ def second(given: tuple[Config, Source], plan, communicator) -> float:
     memory = HELD.pop("memory", None)
     trainer = trainer_of(c, plan, communicator)
     here = communicator.rank in source.ranks.values()
-    State(trainer).recover(source.holders(), memory.at(2) if memory and here else None)
+    held = memory.held if memory and here else source.formed.held()
+    State(trainer).recover(source.survived(held), memory.of_home(2) if memory and here else None)
     return trainer.step(3).loss
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "gone"),
-    [("1d, data 2, zero 3", "interleaved, v = 2", {1}), ("1f1b, zero 1", "data 3, zero 1", {2, 3})],
+    ("old", "new", "gone", "shared"),
+    [
+        ("1d, data 2, zero 3", "interleaved, v = 2", {1}, False),
+        ("1d, data 2, zero 3", "1f1b, zero 1", {1, 2, 3}, True),
+        ("1f1b, zero 1", "data 3, zero 1", {2, 3}, True),
+    ],
 )
-def test_gloo_carries_the_copies(pool, old, new, gone):
+def test_gloo_carries_the_copies_where_memory_is_not_shared(pool, old, new, gone, shared):
     plans = {name: make_plan(config(name)) for name in (old, new)}
     members, size = list(range(plans[old].mesh.size)), plans[new].mesh.size
     domains = [f"node {rank // 2}" for rank in members] if len(gone) == 2 else ["node"] * len(members)
-    parts = pool.run(first, (config(old), domains), plans[old])
-    assert all(steps == [1, 2] for _, steps, _ in parts) and sum(sent for _, _, sent in parts)
-    formed = {1: Formation(config(old), None, domains, members, ["exp_avg", "exp_avg_sq"])}
-    held = {member: [(1, parts[member][1])] for member in members if member not in gone}
-    source, _ = find_source(held, formed, size)
+    parts = pool.run(first, (config(old), domains, shared), plans[old])
+    assert all(steps == [1, 2] for _, steps, _ in parts)
+    assert any(sent for _, _, sent in parts) == (not shared or len(gone) == 2)
+    formed = {1: Formation(config(old), None, domains, members, ["exp_avg", "exp_avg_sq"], shared)}
+    source, _ = find_source({1: 2}, formed, [member for member in members if member not in gone], size)
     assert source and not source.gathered
     source = seated(source, sorted(gone), size)
     assert source.seats == list(

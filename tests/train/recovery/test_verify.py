@@ -7,13 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from platform.checkpoint.in_memory.snapshots import RankSnapshots
 from platform.config.fields import Config
 from platform.planning.make_plan import make_plan
 from platform.train.protocol.answers import Damage, Differences, Dispute
 from platform.train.recovery.verify import checksum, differing
 from platform.train.step.faults import Fault
 from platform.train.step.training_state import State
+from tests.harness.memories import opened
 from tests.harness.oracle import MODELS, configure, trainer_of
 from tests.harness.threads import run_threads
 
@@ -28,7 +28,7 @@ def steps(c: Config, flipped: int | None = None, hold: bool = True, spoil=None) 
         torch.set_num_threads(1)
         trainer = trainer_of(c, plan, communicator)
         state = State(trainer)
-        memory = RankSnapshots(state.held, [""] * plan.mesh.size, communicator.rank)
+        memory = opened(state.held, [""] * plan.mesh.size, communicator, divided=False)
         for step in range(1, FLIPPED + 1):
             before = memory.at(step - 1) if step - 1 in memory.steps else None
             fault = Fault(step, "flip", flipped) if step == FLIPPED and flipped == communicator.rank else None

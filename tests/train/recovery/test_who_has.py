@@ -15,64 +15,76 @@ EIGHT = configure(data=8, zero=1, microbatch=1)  # each rank alone has an eighth
 PIPELINE = configure(pipeline="1f1b", stages=2, data=2)  # ranks 0, 1: stage 0; 2, 3: stage 1
 
 
-def generation(c, seats: list[int], domains: list[str] | None = None) -> Formation:
-    return Formation(c, None, domains or [], seats, ["exp_avg", "exp_avg_sq"])
-
-
-def everybody(members, *steps: int) -> dict[int, list]:
-    return {member: [(1, list(steps))] for member in members}
+def generation(c, seats: list[int], nodes: list[str] | None = None, shared: bool = False) -> Formation:
+    return Formation(c, None, nodes or [], seats, ["exp_avg", "exp_avg_sq"], shared)
 
 
 def test_the_newest_step_that_all_have():
     formed = {1: generation(EIGHT, list(range(10, 18)))}
-    source, reasons = find_source(everybody(range(10, 17), 4, 5), formed, 7)
+    source, reasons = find_source({1: 5}, formed, range(10, 17), 7)
     assert source and source.step == 5 and source.generation == 1 and not reasons and not source.gathered
     assert source.kept == list(range(7)) and source.members(source.kept) == list(range(10, 17))
 
 
-def test_a_step_that_some_do_not_have_is_given_up():
-    """Member 17 is gone, and 11 and 12 had not come to hold step 5."""
-    formed = {1: generation(EIGHT, list(range(10, 18)))}
-    held = {**everybody(range(10, 17), 4, 5), 11: [(1, [3, 4])], 12: [(1, [3, 4])]}
-    source, [reason] = find_source(held, formed, 7)
-    assert source and source.step == 4
-    assert reason == "step 5 of generation 1: not all is left of model.embedding and 11 more"
-
-
 def test_the_generation_before_serves_until_the_new_one_is_whole():
     formed = {1: generation(EIGHT, list(range(8))), 2: generation(PIPELINE, [0, 1, 2, 9])}
-    held = {m: [(1, [6])] for m in (0, 1, 2, 4, 5, 6)}
-    source, reasons = find_source({**held, 2: [(1, [6]), (2, [6])]}, formed, 6)
-    assert source and (source.generation, source.step) == (1, 6) and len(reasons) == 1
-    source, reasons = find_source({**held, **{m: [(1, [6]), (2, [6])] for m in (0, 2)}}, formed, 6)
+    alive = [0, 1, 2, 4, 5, 6]
+    source, reasons = find_source({1: 6}, formed, alive, 6)
+    assert source and (source.generation, source.step) == (1, 6) and not reasons
+    source, reasons = find_source({1: 6, 2: 6}, formed, alive, 6, {(2, 0), (2, 1)})
+    assert source and (source.generation, source.step) == (1, 6)
+    assert reasons == ["step 6 of generation 2: not all is left of model.position and 50 more"]
+    source, reasons = find_source({1: 6, 2: 6}, formed, alive, 6)
     assert source and (source.generation, source.step) == (2, 6) and not reasons
-    assert find_source({m: [(1, [6])] for m in range(8)}, {2: formed[2]}, 6) == (None, [])  # long forgotten
+    source, reasons = find_source({1: 7, 2: 6}, formed, alive, 6)
+    assert source and (source.generation, source.step) == (1, 7) and not reasons
+    assert find_source({}, {2: formed[2]}, range(8), 6) == (None, [])  # long forgotten
 
 
 def test_nothing_is_whole_where_a_block_is_lost_with_its_copy():
     formed = {1: generation(EIGHT, list(range(8)))}
-    source, reasons = find_source(everybody([0, 1, 2, 5, 6, 7], 1, 2), formed, 6)
-    assert source is None and [reason.split(":")[0] for reason in reasons] == [
-        "step 2 of generation 1",
-        "step 1 of generation 1",
-    ]
+    source, reasons = find_source({1: 2}, formed, [0, 1, 2, 5, 6, 7], 6)
+    assert source is None and [reason.split(":")[0] for reason in reasons] == ["step 2 of generation 1"]
     nodes = ["a"] * 4 + ["b"] * 4
-    source, _ = find_source(everybody(range(4), 1, 2), {1: generation(EIGHT, list(range(8)), nodes)}, 4)
+    source, _ = find_source({1: 2}, {1: generation(EIGHT, list(range(8)), nodes)}, range(4), 4)
     assert source and source.step == 2  # a whole node may go
+
+
+def test_a_rank_that_shares_memory_stands_for_all_of_its_node():
+    """Whoever of them is left, with whatever they wrote; but not for the memory of those that are distrusted."""
+    formed = {1: generation(EIGHT, list(range(8)), shared=True)}
+    source, reasons = find_source({1: 2}, formed, [5], 1)
+    assert source and (source.kept, source.gathered, reasons) == ([5], [], [])
+    nodes = ["a"] * 4 + ["b"] * 4
+    formed = {1: generation(EIGHT, list(range(8)), nodes, shared=True)}
+    source, _ = find_source({1: 2}, formed, [2, 3], 2)
+    assert source and source.kept == [2, 3]
+    compared = configure(data=8, zero=1, microbatch=1)
+    compared.train.verify_every = 1
+    formed = {1: generation(compared, list(range(8)), shared=True)}
+    assert find_source({1: 2}, formed, range(8), 8)[0]
+    source, [reason] = find_source({1: 2}, formed, range(8), 8, {(1, 3)})
+    assert source is None and reason.startswith("step 2 of generation 1: not all is left of ")
+    replicas = configure(data=2)
+    replicas.train.verify_every = 1
+    formed = {1: generation(replicas, [0, 1], shared=True)}
+    source, _ = find_source({1: 2}, formed, [0, 1], 2, {(1, 0)})
+    assert source and source.distrusted == [0] and source.kept == [1]
 
 
 @pytest.mark.parametrize("size", [7, 6, 5, 4, 3, 1])
 def test_few_seats_go_to_those_that_have_everything_or_the_others_pass_it_on(size):
     formed = {1: generation(EIGHT, list(range(8)))}
-    source, _ = find_source(everybody(range(1, 8), 2), formed, size)
+    source, _ = find_source({1: 2}, formed, range(1, 8), size)
     assert source and len(source.kept) == size and bool(source.gathered) == (size < 4)
-    source = seated(source, [], size)
-    assert len(set(source.seats)) == size and lost(source.holders()) == []
+    source, held = seated(source, [], size), source.formed.held()
+    assert len(set(source.seats)) == size and lost(held.state, source.survived(held)) == []
     if source.gathered:
-        survived, handed = source.gathering()
-        assert lost(survived) == [] and {r for _, _, r in handed} <= set(map(source.gathered.index, source.kept))
+        survived, handed = source.gathering(held)
+        assert lost(held.state, survived) == []
+        assert {copy.receiver for copy in handed} <= set(map(source.gathered.index, source.kept))
         alone = replace(source, gathered=[])
-        assert lost(alone.holders()), "negative control: without passing it on something is lost"
+        assert lost(held.state, alone.survived(held)), "negative control: without passing it on something is lost"
 
 
 def test_survivors_keep_their_ranks_and_others_fill_the_holes():

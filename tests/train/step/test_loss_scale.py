@@ -11,7 +11,7 @@ import torch
 
 from platform.boundary import schema
 from platform.boundary.schema import Malformed
-from platform.checkpoint.in_memory.snapshots import RankSnapshots
+from platform.checkpoint.blocks.chain import chains_of
 from platform.checkpoint.storage.catalogue import begin, commit, load_manifest
 from platform.checkpoint.storage.manifest import Meta, Refused
 from platform.checkpoint.storage.storage import open_storage
@@ -20,6 +20,7 @@ from platform.parallel.communicator.base import SingleRank
 from platform.planning.make_plan import make_plan
 from platform.train.step.loss_scale import LARGEST, LossScale
 from platform.train.step.training_state import State
+from tests.harness.memories import opened
 from tests.harness.oracle import assemble, configure, run, serial, trainer_of
 from tests.harness.threads import run_threads
 
@@ -216,11 +217,11 @@ def test_memory_keeps_the_scale():
 
     def work(trainer):
         state, communicator = State(trainer), trainer.communicator
-        memory = RankSnapshots(state.held, ["a", "b"], communicator.rank)
+        memory = opened(state.held, ["a", "b"], communicator)
         trainer.step(1)
         memory.hold(1, state.blocks(), state.values(), communicator.transfer)
         fresh = trainer_of(c, trainer.plan, communicator)
-        State(fresh).recover(state.held, memory.at(1))
+        State(fresh).recover(chains_of(state.held), memory.of_home(1))
         assert fresh.loss_scale == LossScale(2.0**26)
         return [(fresh.step(k).loss, trainer.step(k).loss) for k in (2, 3, 4)]
 

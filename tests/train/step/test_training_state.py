@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from platform.checkpoint.in_memory.snapshots import RankSnapshots
 from platform.parallel.communicator.base import SingleRank
 from platform.planning.make_plan import make_plan
 from platform.train.step.training_state import State
+from tests.harness.memories import opened
 from tests.harness.oracle import configure, trainer_of
 
 
@@ -15,7 +15,7 @@ def test_snapshots_follow_what_an_optimizer_puts_in_a_moment_s_place():
     plan = make_plan(c := configure(layers=1))
     trainer = trainer_of(c, plan, SingleRank(plan.mesh))
     state = State(trainer)
-    memory = RankSnapshots(state.held, [""], 0)
+    memory = opened(state.held, [""], trainer.communicator)
     trainer.step(1)
     first = state.blocks()
     for step in (2, 3, 4):  # both buffers, and one of them again

@@ -16,7 +16,7 @@ from platform.cluster.control.forming.seat_plan import arrange, places, tiers_of
 from platform.cluster.control.forming.snapshot_ledger import SnapshotLedger
 from platform.cluster.crew.base.crew import ByRank, Crew
 from platform.cluster.crew.base.failures import GaveUp, Member, Reform
-from platform.config.fields import ConfigError
+from platform.config.fields import ConfigError, violation
 from platform.monitor import Timeline
 from platform.monitor.records import events
 from platform.plan.core.plan import Plan
@@ -27,7 +27,9 @@ from platform.plan.schedule.rows import stage_rows
 from platform.plan.schedule.simulate import simulate
 from platform.plan.schedule.table import Schedule, table
 from platform.planning.choose_schedule import schedule_of
-from platform.train.recovery.source import Formation, Source, find_source, take_seats
+from platform.train.protocol.answers import Unrestored
+from platform.train.recovery.source import Formation, Source, take_seats
+from platform.weights.initial import initial_weights
 
 _WIDTH = 300  # columns of a schedule table that is still shown
 
@@ -75,11 +77,14 @@ class Former:
         domains = [members[number].node for number in seats]
         of_stage = stage_rows(schedule)
         plain = [stage.plain() for stage in of_stage]
-        fresh = not source and not self._checkpoints.step
+        init = not source and self._config.train.init not in ("", "random")
+        fresh = not source and not self._checkpoints.step and not init
         build = "build", ByRank(plain[c["stage"]] for c in job.coordinates), domains, self._corpus, fresh
         built = crew.call(*build)
         self.recruiter.memory = min(self.recruiter.memory, *(b.memory or inf for b in built))
-        step = self._recover(crew, source) if source else self._restore(crew, build)
+        step = self._recover(crew, source) if source else self._restore(crew, build, fill=not init)
+        if init and not step:
+            self._begin(crew)
         self._formed = True
         if uncompiled := built[0].uncompiled:
             self._monitor.say(f"compile  off: {uncompiled}")
@@ -91,7 +96,7 @@ class Former:
             names, stages = [job.name(rank) for rank in range(size)], [c["stage"] for c in job.coordinates]
             timeline = Timeline(schedule, [stage.step for stage in of_stage], names, stages)
         peak = dense_bf16_peak(built[0].device)
-        formed = Formation(found.config, stage_of, domains, seats, built[0].moments)
+        formed = Formation(found.config, stage_of, domains, seats, built[0].moments, built[0].shared)
         tiers = tiers_of(seats, places(members))
         generation = Generation(number, plan, formed, tiers, step, peak, timeline, job)
         if source or (step and self._config.elastic.snapshot_every):
@@ -103,7 +108,7 @@ class Former:
         None instead if no state in memory is whole or a checkpoint is newer. `members`: those that may be
         seated."""
         paths = places(members)
-        source, reasons = find_source(self.ledger.by(members.keys()), self.ledger.formed, mesh.size)
+        source, reasons = self.ledger.source(members.keys(), mesh.size)
         for reason in reasons:
             self._journal.write(events.NotWhole(reason=reason))
         if source is None or source.step < self._checkpoints.step:
@@ -166,10 +171,28 @@ class Former:
         self._journal.write(events.Restored(step=source.step, source="memory", seconds=perf_counter() - start))
         return source.step
 
-    def _restore(self, crew: Crew, build: tuple[Any, ...]) -> int:
+    def _begin(self, crew: Crew) -> None:
+        """Let all ranks take the weights of train.init, and journal it. Raise GaveUp if they cannot be read and a
+        generation had formed before; ConfigError if none had."""
+        start = perf_counter()
+        try:
+            found = initial_weights(self._config)
+            failure: Unrestored | None = crew.call("begin")[0]
+            if failure:
+                raise ConfigError(violation("train.init", found.url, failure.reason))
+        except ConfigError as error:
+            if not self._formed:
+                raise
+            raise GaveUp(str(error)) from None
+        seconds, notes = perf_counter() - start, list(found.notes)
+        self._journal.write(events.Initialised(weights=found.url, differences=notes, seconds=seconds))
+        self._monitor.say("\n".join([f"weights  of {found.url}", *(f"         {line}" for line in notes)]))
+
+    def _restore(self, crew: Crew, build: tuple[Any, ...], fill: bool) -> int:
         """Restore the workers' state from storage, as nothing in memory is usable, or leave them at step 0 if there is
         no checkpoint; return the step. `build`: the call that builds the workers, repeated after each corrupt
-        checkpoint; its last argument says whether that gives them initial values. Raise GaveUp if storage cannot be
+        checkpoint; its last argument says whether that gives them initial values, which `fill` says they may need.
+        Raise GaveUp if storage cannot be
         read and a generation had formed before; ConfigError or OSError if none had."""
         try:
             if self._tried:
@@ -177,7 +200,7 @@ class Former:
             self._tried = True
             while not self._checkpoints.restore(crew):
                 crew.call(*build)
-            if not self._checkpoints.step and not build[-1]:  # the checkpoint that was there is gone
+            if not self._checkpoints.step and fill and not build[-1]:  # the checkpoint that was there is gone
                 crew.call(*build[:-1], True)
         except (ConfigError, OSError) as error:
             if not self._formed:

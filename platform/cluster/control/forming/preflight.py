@@ -40,14 +40,14 @@ def _probe(storages: Mapping[str, Storage]) -> Iterator[str]:
     try:
         for key, storage in storages.items():
             try:
-                storage.write(name, [memoryview(secrets.token_bytes(16))])
+                storage.write(name, [memoryview(secrets.token_bytes(16))], durable=False)
             except OSError as error:
                 raise ConfigError(violation(key, storage.url, f"cannot be written to: {error}")) from None
         yield name
     finally:
         for storage in storages.values():
             with suppress(OSError):
-                storage.delete(name)
+                storage.delete(name, durable=False)
 
 
 def disagreements(own: Proof, found: Iterable[Proof], config: Config) -> list[str]:

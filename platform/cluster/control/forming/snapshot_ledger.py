@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 from platform.cluster.control.forming.context import Generation
-from platform.train.recovery.source import Formation
+from platform.train.recovery.source import Source, find_source
 
 
 class SnapshotLedger:
@@ -15,12 +15,6 @@ class SnapshotLedger:
     def __init__(self) -> None:
         self._newest: dict[int, tuple[Generation, int]] = {}  # by number: the newest step that all its members hold
         self._distrusted: set[tuple[int, int]] = set()  # (generation, member)
-
-    @property
-    def formed(self) -> Mapping[int, Formation]:
-        """Return generation number -> who sat where under which configuration, for every generation with snapshots, as
-        `platform.train.recovery.source.find_source` takes it."""
-        return {number: generation.formed for number, (generation, _) in self._newest.items()}
 
     def add(self, generation: Generation, step: int) -> None:
         """Record that all members of a generation hold a snapshot of the state after `step`: they have started from it,
@@ -37,12 +31,11 @@ class SnapshotLedger:
         its workers drop the others then."""
         self._newest = {number: held for number, held in self._newest.items() if number == generation}
 
-    def by(self, members: Collection[int]) -> dict[int, list[tuple[int, list[int]]]]:
-        """Return, for each of these members, the snapshots that it holds and that are trusted, as (generation number,
-        [step of its newest snapshot]) pairs."""
-        found: dict[int, list[tuple[int, list[int]]]] = {member: [] for member in members}
-        for number, (generation, step) in self._newest.items():
-            for member in set(generation.seats) & set(members):
-                if (number, member) not in self._distrusted:
-                    found[member].append((number, [step]))
-        return found
+    def source(self, alive: Collection[int], size: int) -> tuple[Source | None, list[str]]:
+        """Find the newest state that these members hold as a whole, for a generation of `size` ranks, and say why newer
+        ones are not whole, as `platform.train.recovery.source.find_source` does."""
+        known = self._newest.items()
+        newest = {number: step for number, (_, step) in known}
+        formed = {number: generation.formed for number, (generation, _) in known}
+        plans = {number: generation.plan for number, (generation, _) in known}
+        return find_source(newest, formed, alive, size, self._distrusted, plans)

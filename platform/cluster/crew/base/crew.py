@@ -65,6 +65,11 @@ class Crew(AbstractContextManager["Crew"]):
         also if a rank has made no progress for `within` seconds.
         """
 
+    def lead(self, step: int, *args: Any, within: float = inf) -> Any:
+        """Run `worker.step(step, *args)` on all ranks at once, as `call` does, and return the result of rank 0, which
+        speaks for all."""
+        return self.call("step", step, *args, within=within)[0]
+
     @abstractmethod
     def release(self) -> list[Failure]:
         """End the generation, whether or not a call failed: no member has a rank any more, and all that remain have

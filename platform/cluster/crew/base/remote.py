@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from math import inf
 from time import monotonic
 from types import MappingProxyType
@@ -16,14 +16,15 @@ from platform.cluster.crew.base.job import START, Job
 from platform.cluster.crew.base.launcher import Launcher
 from platform.cluster.crew.base.rendezvous import open_store
 from platform.cluster.crew.base.roster import Roster
-from platform.cluster.crew.base.watch import BEAT_SECONDS, Watch
+from platform.cluster.crew.base.watch import BEAT_SECONDS, CALM_SECONDS, Watch
 from platform.cluster.wire.channel import framed, text
-from platform.cluster.wire.messages import Abort, Answer, Ask, Beat, Call, Raised
+from platform.cluster.wire.messages import Abort, Answer, Ask, Beat, Call, Raised, Said
 from platform.train.protocol import answers
 
 SUSPENSE_SECONDS = (0.0, 0.5, 2.0)  # to wait for a likelier culprit, indexed by `Failure.innocence`
 LEAVE_SECONDS = 5.0  # without progress in any member that is to leave its call and groups; then those left are killed
 CLOSE_SECONDS = 10.0  # for the members to close by themselves; then they are killed
+FOLLOWED = 64  # ranks from which rank 0 passes the order to take a step on to the others, instead of the driver
 
 
 class RemoteCrew(Crew):
@@ -38,9 +39,12 @@ class RemoteCrew(Crew):
         self._roster = Roster(launcher, job)
         self.unstarted = self._roster.unstarted
         self._ranks: dict[int, int] = {}  # member number -> rank, in order
+        self._unread: list[tuple[int, Said]] = []  # what members said while nothing was asked
         self._hung: set[int] = set()  # members to blame for a hang; `release` kills them
         self._failures: dict[int, Failure] = {}  # of this generation
         self._call = START
+        self._followed = 0  # number of the call `follow` that the ranks but 0 are in; 0 if they are not
+        self._oldest = START  # of the calls whose failure is one of the call under way
         self._polite = True  # True while the members can be expected to answer
         self._closed = False
         self._rendezvous: Any = None  # the store of this generation
@@ -54,7 +58,7 @@ class RemoteCrew(Crew):
 
     @property
     def members(self) -> Mapping[int, Member]:
-        self._roster.poll(0.0)
+        self._unread += self._roster.poll(0.0)
         return MappingProxyType(dict(sorted(self._roster.ready.items())))
 
     @property
@@ -63,7 +67,7 @@ class RemoteCrew(Crew):
 
     @property
     def starting(self) -> Set[int]:
-        self._roster.poll(0.0)
+        self._unread += self._roster.poll(0.0)
         return frozenset(self._roster.starting)
 
     def hire(self, count: int) -> None:
@@ -79,11 +83,34 @@ class RemoteCrew(Crew):
         self.store = self._rendezvous.host, self._rendezvous.port
 
     def call(self, method: str, *args: Any, within: float = inf) -> list[Any]:
+        self._let_go()
         self._send(method, args)
-        values = self._gather(method, call_text(method, args), within)
+        values = self._gather(method, call_text(method, args), within, self._ranks)
         return [values[number] for number in self._ranks]
 
+    def lead(self, step: int, *args: Any, within: float = inf) -> Any:
+        """Run a step on all ranks as `Crew.lead` says. In a large world the driver tells rank 0 alone, which tells the
+        others (`Worker.follow`): what a step costs the driver does not grow with the ranks."""
+        first, *others = self._ranks
+        if len(self._ranks) < FOLLOWED:
+            return super().lead(step, *args, within=within)
+        if not self._followed:
+            self._roster.send(others, self._next_call("follow"))
+            self._followed = self._oldest = self._call
+        self._roster.send([first], self._next_call("lead", (step, *args)))
+        return self._gather("step", call_text("step", (step,)), within, [first])[first]
+
+    def _let_go(self) -> None:
+        """Order rank 0 to end the `follow` of the others, if they are in it; their next call waits until then."""
+        if self._followed:
+            self._roster.send([next(iter(self._ranks))], self._next_call("let_go"))
+        self._oldest, self._followed = self._followed or self._call + 1, 0
+
     def release(self) -> list[Failure]:
+        if self._followed and not (self._failures or self._gone):
+            with suppress(WorkerFailed):  # of which `leave` tells too
+                self.call("rest", within=LEAVE_SECONDS)  # in which they wait for each other no more
+        self._followed = 0
         self._polite = True
         with self._impolite():
             self._rendezvous = None  # frees members that wait in the store for a lost rank
@@ -106,7 +133,7 @@ class RemoteCrew(Crew):
                 self._roster.dispose(number)
             known = {failure.member.number for failure in lost}
             lost += [self._failure(n, "died", "release()", why) for n, why in self._gone.items() if n not in known]
-            self._ranks, self._hung, self._failures = {}, set(), {}
+            self._ranks, self._hung, self._failures, self._unread = {}, set(), {}, []
         return lost
 
     def close(self) -> None:
@@ -116,6 +143,7 @@ class RemoteCrew(Crew):
         polite, self._polite = self._polite, False
         try:
             if polite:
+                self._let_go()
                 ready = set(self._roster.ready)
                 self._roster.send(ready, self._next_call("close"))
                 polite = self._answers(ready, CLOSE_SECONDS).keys() == ready and not self._roster.starting
@@ -149,15 +177,17 @@ class RemoteCrew(Crew):
                     texts[id(value)] = text(value)
             self._roster.board.send(number, framed(head + b",".join(texts[id(value)] for value in own) + b"]}"))
 
-    def _gather(self, method: str, call: str, within: float) -> dict[int, Any]:
-        """Collect the result of the call just sent from every seated member, by member number. `call`: the call as
-        `call_text` formats it. Raises WorkerFailed if a member dies, makes no progress for `within` seconds, or raises;
-        in the last case only after SUSPENSE_SECONDS, so that a likelier culprit is heard too."""
+    def _gather(self, method: str, call: str, within: float, wanted: Collection[int]) -> dict[int, Any]:
+        """Collect the results of the call just sent from the members `wanted`, by number; they are those of all seated
+        members. `call`: the call as `call_text` formats it. Raises WorkerFailed if any of these dies, makes no progress
+        for `within` seconds, or raises; in the last case only after SUSPENSE_SECONDS, so that a likelier culprit is
+        heard too."""
         values: dict[int, Any] = {}
         failures, roster = self._failures, self._roster
-        pending, deadline, watch = set(self._ranks), inf, Watch(within, monotonic(), self._silence)
+        silence = min(within, max(self._silence, CALM_SECONDS))
+        pending, deadline, watch = set(self._ranks), inf, Watch(within, monotonic(), silence)
         with self._impolite():
-            while pending:
+            while len(values) < len(wanted):
                 gone = self._gone
                 for number in gone.keys() - failures.keys():
                     failures[number] = self._failure(number, "died", call, gone[number])
@@ -166,11 +196,11 @@ class RemoteCrew(Crew):
                 if hung or gone or monotonic() >= deadline:
                     raise WorkerFailed(list(failures.values()))
                 roster.send(watch.ask(pending, monotonic()), Ask(self._call))
-                for number, message in roster.poll(min(watch.patience(monotonic()), deadline - monotonic())):
+                for number, message in self._said(min(watch.patience(monotonic()), deadline - monotonic())):
                     match message:
                         case Beat(beat=self._call):
                             watch.heard(number, message.progress, monotonic())
-                        case Raised(answer=self._call) if number in pending:
+                        case Raised(answer=known) if number in pending and known >= self._oldest:
                             failures[number] = self._failure(number, "failed", call, message.error)
                             deadline = min(deadline, monotonic() + SUSPENSE_SECONDS[failures[number].innocence])
                             pending.remove(number)
@@ -185,6 +215,11 @@ class RemoteCrew(Crew):
                 if failures and not pending:
                     raise WorkerFailed(list(failures.values()))
         return values
+
+    def _said(self, seconds: float) -> list[tuple[int, Said]]:
+        """Return what members have said, waiting for it as `Roster.poll` does if there is nothing yet."""
+        unread, self._unread = self._unread, []
+        return unread + self._roster.poll(0.0 if unread else seconds)
 
     def _answers(self, numbers: Collection[int], seconds: float, beats: bool = False) -> dict[int, Answer | Raised]:
         """Collect the answers to the call sent last, `leave` or `close`, from those members of `numbers` that are

@@ -12,26 +12,33 @@ from platform.parallel.communicator.progress import Activity
 SOON = 0.98  # fraction of `within` after which hung members are looked for, so that the finding is in time
 NEARLY = 0.9  # fraction of `within` that counts as hung: a hang from soon after the start is found at the deadline
 BEAT_SECONDS = 1.0  # allowed for the answer to a beat once the call is late; also sets the interval of requests
+CALM_SECONDS = 10.0  # at least, before a member that is at work hangs, or a silence that may be the driver's own
+LONGER = 5 / 3  # times `within`, likewise
+BUSY = 0.2  # share of its time from which a member is at work, and not blocked
+SLOWER = 3.0  # times the slowest answer to a beat that another one may take
 
 
 class Watch:
     """Detects members that hang in one call of the driver: says which members to ask for a heartbeat (beat), and which
-    ones hang. `within`: seconds without progress after which a member hangs; `silence`: seconds without any answer
+    ones hang. `within`: seconds without progress after which a member that is blocked hangs; one that is at work, or
+    starved of processors, after LONGER times that and at least CALM_SECONDS. `silence`: seconds without any answer
     after which it hangs, however long the call may take. All times are readings of one clock."""
 
     def __init__(self, within: float, start: float, silence: float = inf):
         self._within, self._deadline, self._silence = within, start + SOON * within, silence
+        self._calm = max(CALM_SECONDS, LONGER * within)
         self._next = start + min(within, silence) - BEAT_SECONDS
         self._asked: dict[int, float] = {}  # members that owe a beat, and since when; oldest first
         self._moved = start  # time of the last known progress of any member
         self._beats: dict[int, Activity] = {}
+        self._heard, self._slowest = start, 0.0  # when any member said something last; seconds of the slowest beat
 
     def ask(self, pending: Collection[int], now: float) -> list[int]:
         """Return which of `pending`, the members that have not answered the call, the driver is to ask for a heartbeat
         at time `now`: those that owe none yet, or none at all if it is too early."""
         if now < self._next:
             return []
-        self._next = now + BEAT_SECONDS / 2
+        self._next = now + (BEAT_SECONDS if now >= self._deadline else BEAT_SECONDS / 2)
         asked = [number for number in pending if number not in self._asked]
         self._asked.update(dict.fromkeys(asked, now))
         return asked
@@ -39,14 +46,14 @@ class Watch:
     def heard(self, number: int, beat: Activity, now: float) -> None:
         """Record heartbeat `beat` of member `number`, received at time `now`: it owes none any more, and its progress
         counts."""
-        self._asked.pop(number, None)
+        self._heard, self._slowest = now, max(self._slowest, now - self._asked.pop(number, now))
         self._beats[number] = beat
         self._moved = max(self._moved, now - beat.seconds)
 
     def answered(self, now: float) -> None:
         """Record that a member answered the call at time `now`, which counts as progress: ranks that waited for it will
         move."""
-        self._moved = now
+        self._moved = self._heard = now
 
     def patience(self, now: float) -> float:
         """Return the seconds from `now` that the driver may wait for messages: until the next heartbeat request or the
@@ -59,14 +66,18 @@ class Watch:
         description, and the subset of them to blame: none if all pending members have waited for each other for
         `within` seconds, which is how a lost message looks.
 
-        A member hangs if it does not answer a beat (the process is stopped, or something holds the GIL), or if it is
-        where it was `within` seconds ago and is not waiting for other ranks. A slow member that moves does not hang.
-        Where all wait, some for their devices, those hang whose device is at work while another rank waits for others.
+        A member hangs if it does not answer a beat (the process is stopped, or something holds the GIL) for much longer
+        than others take, or if it is where it was `within` seconds ago, is blocked, and is not waiting for other ranks.
+        A slow member that moves does not hang, nor does one that gets no processor. Where all wait, some for their
+        devices, those hang whose device is at work while another rank waits for others.
         """
         late = now >= self._deadline
-        patience = BEAT_SECONDS if late else self._silence
+        patience = max(BEAT_SECONDS if late else self._silence, SLOWER * self._slowest)
         if now - next(iter(self._asked.values()), inf) >= patience:  # the oldest alone, to skip a pass over all members
-            owed = {number: now - since for number, since in self._asked.items() if number in pending}
+            # Where nobody at all is heard, it may be this machine that stood still.
+            since = {number: asked for number, asked in self._asked.items() if number in pending}
+            alone = max(patience, CALM_SECONDS)
+            owed = {n: now - asked for n, asked in since.items() if asked <= self._heard or now - asked >= alone}
             silent = {n: f"no sign of life for {seconds:.1f} s" for n, seconds in owed.items() if seconds >= patience}
             if silent:
                 return silent, set(silent)
@@ -74,15 +85,20 @@ class Watch:
             return {}, set()
         beats = {number: self._beats[number] for number in pending}
         busy = {number: beat for number, beat in beats.items() if not beat.waiting}
-        stuck = {n: _where(b) for n, b in busy.items() if b.call and b.seconds >= NEARLY * self._within}
+        stuck = {n: _where(b) for n, b in busy.items() if b.call and b.seconds >= NEARLY * self._bound(b)}
         if stuck:
             return stuck, set(stuck)
         if not busy and now - self._moved >= self._within:
             working = {n: _where(b) for n, b in beats.items() if b.device and not b.device_waits}
             if 0 < len(working) < len(beats):
                 return working, set(working)
-            return {n: f"all pending ranks wait for each other: {_where(beat)}" for n, beat in beats.items()}, set()
+            if now - self._moved >= self._calm:
+                return {n: f"all pending ranks wait for each other: {_where(b)}" for n, b in beats.items()}, set()
         return {}, set()
+
+    def _bound(self, beat: Activity) -> float:
+        """Return the seconds after which a member with this heartbeat hangs, if it does not wait for others."""
+        return self._within if beat.busy < BUSY else self._calm
 
 
 def _where(beat: Activity) -> str:

@@ -26,6 +26,7 @@ from contextlib import suppress
 
 from platform.cluster.crew.base.signals import STOPPING
 from platform.cluster.crew.launchers.host import serve
+from platform.train.recovery import proof
 
 HEADER, CODE = struct.Struct("!Q"), struct.Struct("!i")  # bytes of an order; a worker's exit code, -N after signal N
 WORKER, LISTENER = b"w", b"l"  # what a file descriptor is that the parent passes: a worker's connection, or where to
@@ -44,6 +45,7 @@ def main(control: int, parent: int, module: str) -> None:
     _import(module)
     if "torch" in sys.modules:
         _import(_LATE)
+        proof.read_code()
     gc.collect()
     gc.freeze()  # keeps the collector of a worker from copying the pages that all share
     _Server(socket.socket(fileno=control)).run()

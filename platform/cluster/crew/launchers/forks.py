@@ -79,6 +79,14 @@ def order_worker(path: str, place: Assignment, address: tuple[str, int], token: 
     return Forked(line, place, address, token)
 
 
+def _readable(line: socket.socket, seconds: float | None) -> bool:
+    """Wait up to `seconds` (None: for ever) for something to read; also where this process has thousands of files open,
+    which `select.select` refuses."""
+    poll = select.poll()
+    poll.register(line, select.POLLIN)
+    return bool(poll.poll(None if seconds is None else 1000 * seconds))
+
+
 class Forked:
     """Worker process that a fork server forks. `line`: a fresh connection with the server, which takes the order; the
     worker dies when it is closed."""
@@ -92,7 +100,7 @@ class Forked:
     def ended(self, seconds: float | None) -> str | None:
         """Return how the process ended, as a phrase for the user, or None if it has not within `seconds` (None: wait
         for ever)."""
-        if not self._how and select.select([self._line], [], [], seconds)[0]:
+        if not self._how and _readable(self._line, seconds):
             with suppress(OSError):
                 self._how = _phrase(self._line.recv(CODE.size))
         return self._how or None

@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cache
 from inspect import signature
 from itertools import chain, repeat
 from pathlib import Path
@@ -146,9 +147,15 @@ class _Host:
 def typed(method: Callable[..., Any], args: Sequence[object]) -> list[Any]:
     """Return `args`, the plain data of a driver's call, as values of the types that the signature of the worker's
     `method` declares. Raises Malformed if one does not fit."""
-    hints = get_type_hints(method, include_extras=True)
-    kinds = chain((hints.get(name, object) for name in signature(method).parameters), repeat(object))
+    kinds = chain(_declared(getattr(method, "__func__", method)), repeat(object))
     return [schema.read(kind, value) for kind, value in zip(kinds, args, strict=False)]
+
+
+@cache
+def _declared(function: Callable[..., Any]) -> list[Any]:
+    """Return the declared types of a worker method's parameters but `self`, in order; object where there is none."""
+    hints = get_type_hints(function, include_extras=True)
+    return [hints.get(name, object) for name in signature(function).parameters if name != "self"]
 
 
 def _redirect_output(path: str) -> None:

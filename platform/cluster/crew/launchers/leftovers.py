@@ -2,7 +2,8 @@
 ended. Otherwise, after SIGKILL, Ray's agents stay for another minute, and a stopped worker and the files for ever.
 
 Runs as `python leftovers.py DIRECTORY`, with the standard library alone. The driver holds the other end of its standard
-input, which ends with the driver; Ray's processes have inherited MARK=DIRECTORY.
+input, which ends with the driver, and says AT_ONCE there if it ends Ray itself; Ray's processes have inherited
+MARK=DIRECTORY.
 """
 
 import os
@@ -13,6 +14,8 @@ import time
 
 MARK = "PLATFORM_EMBEDDED_RAY"
 PATIENCE = 4.0  # seconds for the processes to end by themselves; then they are killed
+AT_ONCE = b"at once"  # they are killed without patience
+_LOOK_SECONDS = 0.02  # between two looks at the processes
 
 
 def marked(directory: str) -> list[int]:
@@ -40,16 +43,16 @@ def main(directory: str) -> None:
     """Wait for the end of standard input, which comes when the driver ends or closes it, then until no process of the
     embedded Ray in `directory` but the driver is left, killing those that remain after PATIENCE; remove `directory`."""
     driver = os.getppid()
-    sys.stdin.buffer.read()
-    deadline = time.monotonic() + PATIENCE
+    patience = 0.0 if sys.stdin.buffer.read() == AT_ONCE else PATIENCE
+    deadline = time.monotonic() + patience
     while left := [process for process in marked(directory) if process != driver]:
-        if time.monotonic() > deadline:
+        if time.monotonic() >= deadline:
             for process in left:
                 try:
                     os.kill(process, signal.SIGKILL)
                 except ProcessLookupError:
                     pass
-        time.sleep(0.1)
+        time.sleep(_LOOK_SECONDS)
     shutil.rmtree(directory, ignore_errors=True)
 
 

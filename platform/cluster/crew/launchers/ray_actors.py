@@ -160,7 +160,8 @@ class RayActors(Launcher):
         if ray.is_initialized():
             for number in list(self._actors):
                 self.kill(number)
-            ray.shutdown()  # ends an embedded Ray; only disconnects from a cluster
+            if not self._ray:
+                ray.shutdown()  # only disconnects from a cluster
         if self._forks:
             self._forks.close()
         if self._ray:

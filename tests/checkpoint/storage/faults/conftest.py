@@ -17,7 +17,7 @@ from tests.harness.small_storage import job
 def small_and_fast(monkeypatch):
     """No real fsync; and small tensors are cut as large ones are."""
     monkeypatch.setattr(storage_module, "os", FaultyOs())
-    monkeypatch.setattr("platform.checkpoint.blocks.placement.LARGEST_ROW", 16)
+    monkeypatch.setattr("platform.checkpoint.blocks.chain.LARGEST_ROW", 16)
 
 
 @pytest.fixture

@@ -95,11 +95,11 @@ def fetch_shared(
 def open_trusted(entry: Path, read: Callable[[Path, dict[str, Any]], T]) -> T:
     """Return what `read` makes of a cache entry that another process of the same run has just verified: only the sizes
     of its files are looked at. Raises OSError, Malformed if it is not there as it was."""
-    meta = _read_meta(entry)
-    for name, file in meta.content["files"].items():
+    content = described(entry)
+    for name, file in content["files"].items():
         if (entry / name).stat().st_size != file["bytes"]:
             raise Malformed("is not what was written", name)
-    return read(entry, meta.content)
+    return read(entry, content)
 
 
 def sha256(file: Path) -> str:
@@ -136,11 +136,11 @@ def _verified(folder: Path, read: Callable[[Path, dict[str, Any]], T]) -> T | No
     """Return what `read` makes of a cache entry if its files hold what was written, by size and hash, and `read`
     accepts it, None otherwise."""
     try:
-        meta = _read_meta(folder)
-        for name, file in meta.content["files"].items():
+        content = described(folder)
+        for name, file in content["files"].items():
             if (folder / name).stat().st_size != file["bytes"] or sha256(folder / name) != file["sha256"]:
                 raise Malformed("is not what was written", name)
-        return read(folder, meta.content)
+        return read(folder, content)
     except FileNotFoundError:
         return None
     except (OSError, Malformed) as error:
@@ -148,12 +148,12 @@ def _verified(folder: Path, read: Callable[[Path, dict[str, Any]], T]) -> T | No
         return None
 
 
-def _read_meta(folder: Path) -> _Meta:
-    """Read the description of a cache entry. Raises OSError, Malformed."""
+def described(folder: Path) -> dict[str, Any]:
+    """Return the description of a cache entry, whose `files` are not looked at. Raises Malformed or OSError."""
     meta: _Meta = schema.read(_Meta, documents.json_file(folder / _META))
     if meta.sha256 != _hash(meta.content):
         raise Malformed("is not what was written", _META)
-    return meta
+    return meta.content
 
 
 def _hash(content: dict[str, Any]) -> str:

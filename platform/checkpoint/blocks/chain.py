@@ -1,0 +1,97 @@
+"""Chains: the blocks that the same ranks hold, laid end to end, so that a part of them is two positions."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from itertools import accumulate, pairwise
+from math import prod
+
+from platform.checkpoint.blocks.box import stretch
+from platform.checkpoint.blocks.placement import LARGEST_BLOCK, HeldTensor, Share
+
+LARGEST_ROW = 64 << 10  # bytes: blocks are cut at the start of rows no larger than this
+
+
+class Chain:
+    """Blocks of global tensors that the same ranks (`holders`) hold, laid end to end. A position is an offset in their
+    bytes; a part is [first, last) of it, so that who has which part takes two numbers, and not a list of blocks.
+
+    `ends`: the position after each block.
+    """
+
+    def __init__(self, holders: Iterable[int], blocks: Sequence[Share]):
+        self.holders, self.blocks = tuple(holders), blocks
+        self.ends = list(accumulate(block.nbytes for block in blocks))
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all blocks, which is the position at the end."""
+        return self.ends[-1] if self.ends else 0
+
+    def row_at(self, position: int) -> int:
+        """Return the position of the start of a row, where a block may be cut, that is nearest to `position`."""
+        number = bisect_right(self.ends, position)
+        if number == len(self.ends):
+            return self.nbytes
+        tensor, box = block = self.blocks[number]
+        row, start = _row(box.extent, tensor.itemsize) * tensor.itemsize, self.ends[number] - block.nbytes
+        return start + min(round((position - start) / row) * row, block.nbytes)
+
+    def share(self, member: int, members: int) -> tuple[int, int]:
+        """Return the part (first, last) that number `member` gets if `members` ranks divide the chain equally."""
+        first, last = (self.row_at(self.nbytes * number // members) for number in (member, member + 1))
+        return first, last
+
+    def parts(
+        self, first: int, last: int, names: Collection[str] | None = None, most: int | None = None
+    ) -> list[Share]:
+        """Return the blocks and parts of blocks in [first, last), both starts of rows, in order; if `names` are given,
+        those of these tensors alone. What is larger than `most` bytes is cut at the rows nearest to the multiples of
+        that in its block."""
+        out: list[Share] = []
+        for number in range(bisect_right(self.ends, first), len(self.ends)):
+            block, end = self.blocks[number], self.ends[number]
+            size, each = block.nbytes, block.tensor.itemsize
+            start = end - size
+            if start >= last:
+                break
+            if names is not None and block.tensor.name not in names:
+                continue
+            a, b = max(first, start), min(last, end)
+            if (a, b) == (start, end) and (most is None or size <= most):
+                out.append(block)
+                continue
+            inner = range(start - (start - a) // most * most, b, most) if most else ()
+            for i, j in pairwise((a, *map(self.row_at, inner), b)):
+                boxes = stretch(block.box, (i - start) // each, (j - start) // each)
+                out += [Share(block.tensor, box) for box in boxes]
+        return out
+
+
+def chains_of(state: Iterable[HeldTensor], rank: int | None = None) -> list[Chain]:
+    """Join the blocks of all tensors that the same ranks hold, end to end; if `rank` is given, only those that it
+    holds."""
+    found: dict[tuple[int, ...], list[Share]] = defaultdict(list)
+    for tensor in state:
+        for box, ranks in tensor.holders.items():
+            if rank is None or rank in ranks:
+                found[ranks].append(Share(tensor, box))
+    return [Chain(ranks, blocks) for ranks, blocks in found.items()]
+
+
+def shares(state: Iterable[HeldTensor], rank: int) -> list[Share]:
+    """Return the parts of the state that `rank` writes into a checkpoint: about 1/n of the bytes of all blocks that it
+    and its n - 1 replicas hold. None is larger than LARGEST_BLOCK and a row."""
+    out: list[Share] = []
+    for chain in chains_of(state, rank):
+        out += chain.parts(*chain.share(chain.holders.index(rank), len(chain.holders)), most=LARGEST_BLOCK)
+    return out
+
+
+def _row(extent: tuple[int, ...], itemsize: int) -> int:
+    """Return the number of elements of a row of a block of `extent`: its largest part of whole trailing dims with at
+    most LARGEST_ROW bytes, at least one element."""
+    parts = (prod(extent[d:]) for d in range(len(extent) + 1))
+    return next(n for n in parts if n * itemsize <= LARGEST_ROW or n == 1)

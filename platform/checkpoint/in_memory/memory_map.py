@@ -1,0 +1,61 @@
+"""The map of a generation's snapshots: which rank's memory has which part of the state, and who can read it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Mapping, Sequence
+
+from platform.checkpoint.blocks.chain import chains_of
+from platform.checkpoint.blocks.placement import HeldTensor, Share
+from platform.checkpoint.in_memory.copies import copies
+
+
+class MemoryMap:
+    """Map of the snapshots that the ranks of one generation hold of a step; equal on all of them.
+
+    Where the ranks of a node share memory, the node is the `homes` of all of them: each can read what any of them has
+    written, also after that one is dead. Else every rank is a home of its own. If `divided`, ranks of one home that
+    hold the same blocks write an equal part of them each; else each writes all that it holds. What only one failure
+    domain has is copied to others (`copies`); domains are the nodes or, where there is one node, the homes.
+    """
+
+    def __init__(self, state: Sequence[HeldTensor], nodes: Sequence[Hashable], shared: bool, divided: bool = True):
+        """Make the map from `state`, who holds which blocks, and `nodes`, the node of every rank; `shared`: the ranks
+        of each node share memory."""
+        self.state, self.chains, self.shared = state, chains_of(state), shared
+        self.homes: Sequence[Hashable] = nodes if shared else range(len(nodes))
+        self._divided = shared and divided
+        self.copies = copies(self.chains, nodes if len(set(nodes)) > 1 else self.homes)
+        self._held = defaultdict(list)  # rank -> its chains
+        for chain in self.chains:
+            for rank in chain.holders:
+                self._held[rank].append(chain)
+
+    def mates(self, rank: int) -> list[int]:
+        """Return the ranks that share memory with `rank`, itself included."""
+        return [mate for mate, home in enumerate(self.homes) if home == self.homes[rank]]
+
+    def own(self, rank: int) -> list[Share]:
+        """Return the parts of its own blocks that `rank` writes into its snapshot."""
+        out: list[Share] = []
+        for chain in self._held[rank]:
+            alike = [holder for holder in chain.holders if self.homes[holder] == self.homes[rank]]
+            part = chain.share(alike.index(rank), len(alike)) if self._divided else (0, chain.nbytes)
+            out += chain.parts(*part)
+        return out
+
+    def kept_bytes(self, rank: int) -> dict[str, int]:
+        """Return the bytes of host memory that the two snapshots of `rank` take: {"own": of parts of its blocks,
+        "copies": of those that it keeps for others}."""
+        kept = (copy.nbytes for copy in self.copies if copy.receiver == rank)
+        return {"own": 2 * sum(part.nbytes for part in self.own(rank)), "copies": 2 * sum(kept)}
+
+    def readers(self, seats: Mapping[int, int], distrusted: Collection[int] = ()) -> dict[int, tuple[int, ...]]:
+        """Map each rank to those that can read its memory, as ranks of another generation: `seats` gives them by their
+        rank in this one. Nobody reads that of the `distrusted`."""
+        assert not (distrusted and self._divided), "who may be distrusted keeps all that it holds"
+        living: dict[Hashable, list[int]] = defaultdict(list)
+        for old, new in seats.items():
+            living[self.homes[old]].append(new)
+        found = {home: tuple(sorted(ranks)) for home, ranks in living.items()}
+        return {r: () if r in distrusted else found.get(home, ()) for r, home in enumerate(self.homes)}

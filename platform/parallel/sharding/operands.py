@@ -1,0 +1,36 @@
+"""Operands of planned einsums on their way to the product: started where they are used, or ahead of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from platform.parallel.communicator.base import Communicator
+from platform.parallel.sharding.convert import Pending, convert
+from platform.plan.communication.planned import EinsumGroup
+from platform.plan.core.ahead import Ahead, Use
+
+
+class Operands(NamedTuple):
+    """Conversions of the operands of one `group` of einsums. With `ahead`, they are parameters that `ahead` converts
+    for the `use` of them."""
+
+    communicator: Communicator
+    group: EinsumGroup
+    ahead: Ahead[Pending] | None = None
+    use: Use = ("", "", 0)
+
+    def take(self, stored: Sequence[Tensor], back: bool = False) -> list[Pending]:
+        """Return the operands, `stored` in their own layouts, on their way to the group's; `back`: for the backward
+        pass, where those that are not gathered again are there, `stored` as they are needed."""
+        steps = [e.operand.forward if e.regathered or not back else () for e in self.group.einsums]
+        if self.ahead and any(steps):
+            return self.ahead.take(self.use, back)
+        return [convert(self.communicator, w, s) for w, s in zip(stored, steps, strict=True)]
+
+    def onward(self, back: bool = False) -> None:
+        """Start what is converted ahead of the products that follow; what this one reads has arrived."""
+        if self.ahead:
+            self.ahead.onward(self.use, back)

@@ -1,0 +1,33 @@
+"""Functions that the operations of a model apply, as data: pointwise ones by name, scalings of rotary angles, the
+epsilon of norms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Pointwise functions by name, and how many activations each takes; platform/parallel/pointwise_ops.py computes them.
+# gelu_tanh: GELU by its approximation with tanh (Hendrycks, Gimpel 2016).
+POINTWISE = {"gelu": 1, "gelu_tanh": 1, "relu": 1, "silu": 1, "tanh": 1, "identity": 1, "absolute": 1}
+POINTWISE |= {"add": 2, "multiply": 2}
+POINTWISE |= {"gated_silu": 2, "gated_gelu": 2, "gated_gelu_tanh": 2, "gated_relu": 2}  # function(gate) * x
+
+EPS = 1e-5  # what norms add to the variance, unless told otherwise
+
+
+@dataclass(frozen=True)
+class RotaryScaling:
+    """Scaling of the angles of rotary positions to sequences longer than a model was first trained on. `kind`:
+
+    - linear: positions are divided by `factor` (Chen et al. 2023);
+    - llama3 (Grattafiori et al. 2024, section 3.4), yarn (Peng et al. 2023): pairs that turn fewer than `low` times in
+      `original_length` tokens are divided by `factor`, those that turn more than `high` times are not, and between
+      these the share falls evenly: with the turns (llama3), or with the number of the pair (yarn). yarn multiplies all
+      queries and keys by `magnitude`.
+    """
+
+    kind: str
+    factor: float
+    original_length: int = 0
+    low: float = 1.0
+    high: float = 1.0
+    magnitude: float = 1.0

@@ -1,0 +1,77 @@
+"""Candidate: a worker as far as the driver examines it before it gets a seat."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+
+from platform.config.extensions import load_extensions
+from platform.config.fields import Config, ConfigError
+from platform.parallel.attention import lacking
+from platform.parallel.communicator.base import Communicator
+from platform.parallel.communicator.meeting import connected
+from platform.parallel.compiled import uncompiled
+from platform.plan.language.mesh import Mesh
+from platform.train.health.link import PAIR, measure_link
+from platform.train.health.measure import FULL, QUICK, findings
+from platform.train.protocol.answers import Findings, Proof
+from platform.train.recovery.proof import proof
+from platform.train.step.weights import DTYPES
+
+
+class Candidate:
+    """Worker without a seat, which answers what the driver asks to know whether it may get one. `run_dir`: the run
+    directory."""
+
+    def __init__(self, config: Config, device: str, run_dir: str):
+        self._configure(config)
+        self.run_dir, self.device = Path(run_dir), device
+        self.communicator: Communicator | None = None
+
+    def _configure(self, config: Config) -> None:
+        """Set the run's configuration and import the user's modules that it names in `extend`. Raises ConfigError for
+        one that cannot be imported."""
+        self.config = config
+        if mistakes := load_extensions(self.config.extend):
+            raise ConfigError(mistakes)
+
+    def prove(self, probe: str) -> Proof:
+        """Return what this worker sees of the run's storage, and hashes and versions of its code, for the driver to
+        compare with its own. `probe`: name of the file of random bytes that the driver has written to each storage."""
+        train, m = self.config.train, self.config.model
+        dtype, d_kv = DTYPES[self.config.precision][0], m.d_kv or m.d_model // m.heads
+        lacks = {
+            "train.compile": uncompiled("on", self.device) if train.compile == "on" else "",
+            "train.attention_kernel": lacking(train.attention_kernel, self.device, dtype, d_kv),
+        }
+        return proof(self.config, self.run_dir, probe, {key: why for key, why in lacks.items() if why})
+
+    def tell_time(self) -> float:
+        """Return the time by this machine's clock, in seconds since the epoch."""
+        return time.time()
+
+    def examine(self, thorough: bool) -> Findings:
+        """Return what the doctor finds on this worker by itself; `thorough`: with sizes that take seconds."""
+        self._local_device()
+        return findings(self.config, self.run_dir, self.device, FULL if thorough else QUICK)
+
+    def pass_to_partner(self, index: int, pair: str, store: tuple[str, int], thorough: bool) -> Findings:
+        """Return what the doctor finds on the connection with the partner of this worker, which is number `index` (0 or
+        1) of the `pair` of that name and meets it in the driver's `store`; nothing if it is -1. `leave` follows."""
+        if index < 0:
+            return Findings()
+        mesh, device = Mesh.of({"stage": 1, PAIR: 2}), self._local_device()
+        try:
+            self.communicator = connected(mesh, index, store, f"doctor/{pair}", [(PAIR,)], device)
+            return measure_link(self.communicator, FULL if thorough else QUICK)
+        except Exception as error:
+            return Findings(errors={"link": f"{type(error).__name__}: {error}".partition("\n")[0]})
+
+    def _local_device(self) -> str:
+        """Return the torch device of this worker, "cpu" or "cuda:0", and make it current."""
+        if self.device != "cuda":
+            return self.device
+        torch.cuda.set_device(0)  # each worker process sees a single GPU
+        return "cuda:0"

@@ -1,0 +1,116 @@
+"""Command line for weights: make a checkpoint of a model that transformers saved, or export one for transformers.
+
+Exit status: 0 done; 1 what is read fails, or is refused; 2 the command line is wrong, or our words do not express the
+model: nothing is written then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from typing import Any
+
+from platform.boundary.redaction import bare_url, shielded
+from platform.boundary.terminal import print_while_read
+from platform.checkpoint.storage import catalogue
+from platform.checkpoint.storage.manifest import Manifest, Refused
+from platform.checkpoint.storage.storage import Storage, open_storage
+from platform.config.fields import ConfigError, violation
+from platform.weights.exporting import SHARD, TYPES, export_model, exportable
+from platform.weights.families.known import FAMILIES
+from platform.weights.folder import SavedModel
+from platform.weights.importing import import_model, importable
+from platform.weights.tokenizers import tokenizer_files
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line `python -m platform.weights`; return its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m platform.weights", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("import", help="make a checkpoint of a model that transformers saved")
+    command.set_defaults(run=_import)
+    command.add_argument("source", help="the folder that save_pretrained wrote, or its URL; or one .safetensors in it")
+    command.add_argument("url", help="the storage that gets the checkpoint; then train.init=URL")
+    drop: dict[str, Any] = {"action": "append", "default": [], "metavar": "PATTERN"}
+    command.add_argument("--drop", help="tensors to leave out, such as 'cls.seq_relationship.*'", **drop)
+    command = commands.add_parser("export", help="write a checkpoint so that transformers loads it")
+    command.set_defaults(run=_export)
+    command.add_argument("url", help="a storage, which stands for its newest checkpoint, or one checkpoint in it")
+    command.add_argument("folder", help="a folder, or its URL")
+    command.add_argument("--family", default="", help=f"{', '.join(FAMILIES)}; default: the first that expresses it")
+    command.add_argument("--dtype", choices=TYPES, default="", help="element type of all tensors; default: as they are")
+    command.add_argument("--shard", default=str(SHARD), metavar="SIZE", help="most bytes of a file, such as 2GB")
+    command.add_argument("--like", default="", metavar="FOLDER", help="a model whose tokenizer it has")
+    command.add_argument("--tokenizer", default="", metavar="PATH", help="a folder of one, or tokenizer.json")
+    given = parser.parse_args(arguments)
+    with shielded(sys.stdout, sys.stderr):
+        return print_while_read(lambda: _answer(given))
+
+
+def _answer(given: argparse.Namespace) -> int:
+    try:
+        return given.run(given)
+    except BrokenPipeError:
+        raise
+    except ConfigError as error:
+        for line in error.violations:
+            print(f"weights: {line}", file=sys.stderr)
+        return 2
+    except (Refused, OSError) as error:
+        print(f"weights: {error}", file=sys.stderr)
+        return 1
+
+
+def _import(given: argparse.Namespace) -> int:
+    """Make a checkpoint of what transformers saved, if all of it is known."""
+    found = importable(given.source, "source", drop=given.drop)
+    storage = open_storage(given.url, "url")
+    directory = import_model(found, storage)
+    print(f"{storage.url}/{directory}")
+    return 0
+
+
+def _export(given: argparse.Namespace) -> int:
+    """Write a checkpoint for transformers, with the files of its tokenizer if there are any."""
+    most = _bytes(given.shard)
+    storage, directory, manifest = _newest(given.url)
+    like = SavedModel(given.like, "--like").config if given.like else None
+    found = exportable(storage, directory, manifest, given.family, given.dtype, like)
+    more = tokenizer_files(given.tokenizer or given.like, manifest.meta.corpus, found.model.length)
+    folder = open_storage(given.folder, "folder")
+    names = export_model(found, folder, most, more)
+    if not more:
+        print("without a tokenizer: --tokenizer PATH or --like FOLDER takes one along")
+    print(f"{directory}: {found.family.architecture} in {bare_url(given.folder)}: {', '.join(names)}")
+    return 0
+
+
+def _bytes(text: str) -> int:
+    """Read a size such as 5GB. Raises ConfigError."""
+    found = re.fullmatch(r"(\d{1,15})(|KB|MB|GB)", text, re.ASCII)
+    if not found or not int(found[1]):
+        raise ConfigError(violation("--shard", text, "must be a number of bytes, KB, MB or GB", ["5GB", "500MB"]))
+    return int(found[1]) * _UNITS[found[2]]
+
+
+def _newest(url: str) -> tuple[Storage, str, Manifest]:
+    """Return the storage, directory and manifest of the checkpoint that the URL names, or of the newest good one in the
+    storage. Raises Refused if there is none."""
+    at, name = catalogue.split_url(url)
+    storage = open_storage(at, "url")
+    if name:
+        return storage, name, catalogue.load_manifest(storage, name)
+    found: Any = catalogue.find(storage, deep=False, mark=False)
+    if found.manifest is None:
+        reasons = "; ".join(f"{directory}: {reason}" for directory, reason in found.refused)
+        raise Refused(f"{storage.url}: holds no checkpoint{f' that can be read: {reasons}' if reasons else ''}")
+    return storage, found.directory, found.manifest
+
+
+if __name__ == "__main__":
+    sys.exit(main())

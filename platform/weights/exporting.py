@@ -1,0 +1,188 @@
+"""Export of a checkpoint as transformers saves a model: sharded safetensors, config.json, tokenizer files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from platform.checkpoint.blocks.buffer import DTYPES
+from platform.checkpoint.interchange import write_safetensors
+from platform.checkpoint.moves.reshard import read_tensor
+from platform.checkpoint.storage.manifest import Manifest
+from platform.checkpoint.storage.storage import Storage
+from platform.config.fields import ConfigError, Model, violation
+from platform.weights.families.family import Family
+from platform.weights.families.keys import Found, Free
+from platform.weights.folder import CONFIG, INDEX, SINGLE
+from platform.weights.importing import SOURCE
+from platform.weights.names import Stored, parameters_of, stored_tensors
+from platform.weights.translate import config_of, expressing, family_of, meaning, model_keys, stored_model
+
+METADATA = {"format": "pt"}
+TYPES = ("float64", "float32", "bfloat16", "float16")
+SHARD = 5 * 10**9  # bytes of a file, by default: what most storages take at once
+
+
+@dataclass(frozen=True)
+class Exportable:
+    """Checkpoint that transformers can load once it is exported: `family` and `config` (its config.json) say as what;
+    `tensors`: theirs; `dtype`: of all, "" for the types of the checkpoint."""
+
+    storage: Storage
+    directory: str
+    manifest: Manifest
+    model: Model
+    family: Family
+    config: dict[str, Any]
+    dtype: str
+
+    @cached_property
+    def tensors(self) -> list[Stored]:
+        return stored_tensors(self.model, self.family)
+
+    def type_of(self, stored: Stored) -> str:
+        """Return the element type of a tensor of theirs."""
+        kinds = {self.manifest.tensors[f"model.{part.name}"].dtype for part in stored.parts}
+        return self.dtype or max(kinds, key=TYPES[::-1].index)
+
+    def read(self, stored: Stored) -> Tensor:
+        """Read a tensor of theirs from the checkpoint. Raises Refused or OSError."""
+        parts = []
+        for part in stored.parts:
+            whole = read_tensor(self.storage, self.directory, self.manifest, f"model.{part.name}")
+            if part.turned and self.manifest.meta.format == 1:
+                whole = whole.movedim(0, -1)
+            parts.append(whole.reshape(part.rows, part.columns))
+        matrix = torch.cat(parts) if len(parts) > 1 else parts[0]
+        matrix = matrix.t() if stored.turned else matrix
+        return matrix.reshape(stored.shape).to(DTYPES[self.type_of(stored)]).contiguous()
+
+
+def exportable(
+    storage: Storage, directory: str, manifest: Manifest, family: str = "", dtype: str = "", like: Found | None = None
+) -> Exportable:
+    """Find out as what a checkpoint can be exported. `family`: the one to take, "" for the first that expresses it;
+    `dtype`: the element type of all tensors, "" for theirs; `like`: a config.json that says what our words do not, such
+    as ids of special tokens. Raises ConfigError with a line for each mistake."""
+    model = stored_model(manifest.meta.identity)
+    source = like if like is not None else manifest.meta.values.get(SOURCE)
+    if source is not None and not isinstance(source, dict):
+        raise ConfigError(violation("checkpoint", directory, f"its {SOURCE} is no config.json"))
+    config = _config(model, family, source, bool(manifest.meta.corpus))
+    found = Exportable(storage, directory, manifest, model, family_of(config), config, dtype)
+    if wrong := [*_lacking(found)]:
+        raise ConfigError(wrong)
+    config["dtype"] = found.type_of(found.tensors[0])
+    config.pop("torch_dtype", None)
+    return found
+
+
+def _config(model: Model, family: str, source: Found | None, own_tokens: bool) -> dict[str, Any]:
+    """Return the config.json of a model: that of its `source` if it still says what the model is, else a new one with
+    what else the source says. `own_tokens`: its tokenizer is ours, in which the id 0 begins and ends documents."""
+    if source is not None and (not family or source.get("model_type") == family) and _says(source, model):
+        return dict(source)
+    chosen = expressing(model, family)
+    config = config_of(model, chosen)
+    free = {"bos_token_id": 0, "eos_token_id": 0} if own_tokens else {}
+    if source is not None:
+        free = {key: value for key, value in source.items() if _is_free(chosen, key)}
+    return {**config, **{key: value for key, value in free.items() if key in config or key.endswith("_token_id")}}
+
+
+def _says(source: Found, model: Model) -> bool:
+    names = () if model.tied else ("lm_head.weight",)
+    with suppress(ConfigError):
+        return meaning(Model(**model_keys(source, names))) == meaning(model)
+    return False
+
+
+def _is_free(family: Family, key: str) -> bool:
+    return any(key in rule.names for rule in family.rules if isinstance(rule, Free)) or key.endswith("_token_id")
+
+
+def _lacking(found: Exportable) -> Iterator[str]:
+    """Yield a line for the parameters that a checkpoint lacks, and one for those of another shape."""
+    turned = found.manifest.meta.format == 1
+    there, lacks, other = found.manifest.tensors, [], []
+    for name, (p, shape) in parameters_of(found.model).items():
+        stored = shape[-1:] + shape[:-1] if turned and p.turned else shape
+        if f"model.{name}" not in there:
+            lacks.append(name)
+        elif there[f"model.{name}"].shape != stored:
+            other.append(f"{name} is {list(there[f'model.{name}'].shape)}, not {list(stored)}")
+    if lacks:
+        yield f"{found.directory}: lacks {', '.join(lacks)}"
+    if other:
+        yield f"{found.directory}: {', '.join(other)}"
+
+
+def sharded(sizes: Mapping[str, int], most: int) -> list[list[str]]:
+    """Divide tensors, by their bytes, in order over files of at most `most` bytes, one that is larger alone in its
+    file, as transformers does."""
+    out: list[list[str]] = []
+    current: list[str] = []
+    at = 0
+    for name, size in sizes.items():
+        if size > most:
+            out.append([name])
+            continue
+        if at + size > most:
+            out.append(current)
+            current, at = [], 0
+        current.append(name)
+        at += size
+    return [*out, current] if current else out
+
+
+def export_model(
+    found: Exportable, folder: Storage, most: int = SHARD, more: Mapping[str, bytes] | None = None
+) -> list[str]:
+    """Write a model into `folder` as transformers saves it, one tensor of theirs in memory at a time: files of
+    safetensors of at most `most` bytes, their index if there are several, and config.json; `more`: further files by
+    name, such as the tokenizer's. Return the names of all files, which are deleted if any fails.
+
+    Raises FileExistsError if one is there already, Refused or OSError if the checkpoint cannot be read.
+    """
+    tensors = {stored.name: stored for stored in found.tensors}
+    kinds = {name: found.type_of(stored) for name, stored in tensors.items()}
+    sizes = {name: prod(t.shape) * DTYPES[kinds[name]].itemsize for name, t in tensors.items()}
+    shards = sharded(sizes, most)
+    files = (
+        [SINGLE]
+        if len(shards) == 1
+        else [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    )
+    documents = {**(more or {}), CONFIG: _document(found.config)}
+    if len(shards) > 1:
+        where = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+        total = {"total_parameters": sum(prod(t.shape) for t in tensors.values()), "total_size": sum(sizes.values())}
+        documents[INDEX] = _document({"metadata": total, "weight_map": where})
+    names = [*files, *documents]
+    if taken := sorted({*names} & folder.list("").keys()):
+        raise FileExistsError(f"{folder.url} has {', '.join(taken)} already; name another folder")
+    try:
+        for file, shard in zip(files, shards, strict=True):
+            order = sorted(shard, key=lambda name: (-DTYPES[kinds[name]].itemsize, name))  # as safetensors orders them
+            described = {name: (kinds[name], tensors[name].shape) for name in order}
+            write_safetensors(folder, file, METADATA, described, (found.read(tensors[name]) for name in order))
+        for name, raw in documents.items():
+            folder.write(name, [memoryview(raw)])
+    except BaseException:
+        for name in names:
+            with suppress(OSError):
+                folder.delete(name)
+        raise
+    return names
+
+
+def _document(values: Mapping[str, Any]) -> bytes:
+    return (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()

@@ -1,0 +1,73 @@
+"""Family of models that transformers and we know, as data: keys of its config.json, names of its tensors; and what
+several families have in common.
+
+A tensor of theirs is one of ours, flattened to a matrix [what its product adds, what it contracts], or several of ours
+one after another; GPT-2's are stored the other way round (`turned`). `{i}` is the number of a layer. Rows are in the
+order in which transformers writes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from platform.config.fields import Model
+from platform.weights.families.keys import Only, Rule
+
+
+class TensorRow(NamedTuple):
+    """Name of a tensor of theirs, and of those of ours that it holds, one after another. `turned`: it is stored as
+    [what it contracts, what it adds]; `gated`: it is there only where feed-forward layers have a gate (True), or none
+    (False)."""
+
+    theirs: str
+    ours: tuple[str, ...]
+    turned: bool = False
+    gated: bool | None = None
+
+
+@dataclass(frozen=True)
+class Family:
+    """Family of models: `architecture` is the class that has all tensors, others that may be `read` have more or fewer.
+
+    `fixed`: our model keys that are alike in the whole family; `rules`: of the keys of config.json; `rows`: of tensors;
+    `prefix`: that begins names and may be missing, as where the class without a head was saved; `same`: names that
+    repeat another tensor (tied); `buffers`: names of what is no parameter, which is not read.
+    """
+
+    name: str
+    architecture: str
+    read: Sequence[str]
+    fixed: Mapping[str, Any]
+    rules: Sequence[Rule]
+    rows: Sequence[TensorRow]
+    prefix: str
+    same: Mapping[str, str] = field(default_factory=dict)
+    buffers: Sequence[str] = ()
+
+
+ONE_STACK = Only("is_encoder_decoder", (False,), written=False)
+
+PLAIN = {"gelu": "gelu", "gelu_new": "gelu_tanh", "relu": "relu", "silu": "silu"}
+PLAIN |= {"gelu_python": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "swish": "silu"}
+GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_new": "geglu_tanh", "relu": "reglu"}
+GATED |= {"swish": "swiglu", "gelu_python": "geglu", "gelu_pytorch_tanh": "geglu_tanh", "gelu_fast": "geglu_tanh"}
+
+
+def d_ff_of(m: Model) -> int:
+    return m.d_ff or 4 * m.d_model
+
+
+def d_kv_of(m: Model) -> int:
+    return m.d_kv or m.d_model // m.heads
+
+
+def special_tokens(begin: int | None, end: int | None, pad: int | None = None) -> dict[str, Any]:
+    return {"bos_token_id": begin, "eos_token_id": end, "pad_token_id": pad, "use_cache": True}
+
+
+PRE_NORM = {"post_norm": False, "embedding_norm": False}
+NO_HEAD = {"head_transform": False, "head_bias": False}
+SEES_ALL = {"window": 0, "window_layers": []}
+OWN_SCALE = {"attention_scale": 0.0, "logit_scale": 1.0}

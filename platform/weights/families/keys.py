@@ -1,0 +1,300 @@
+"""Rules between a `config.json` of transformers and our model keys: what sets a key, what has one accepted value, and
+what does not matter to the numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from platform.config.fields import Model
+
+Found = Mapping[str, Any]  # a config.json
+NEEDED = object()  # the default of a key that must be there
+MOST_LAYERS = 1000
+_LONGEST = 60  # characters of a value in a refusal
+
+
+class Rule(Protocol):
+    """Rule for some keys of a config.json, in both directions."""
+
+    @property
+    def names(self) -> Sequence[str]: ...  # the keys that it reads
+
+    def read(self, found: Found) -> dict[str, Any]: ...  # our model keys; raises Inexpressible
+
+    def write(self, m: Model) -> dict[str, Any]: ...
+
+
+def told(value: Any) -> str:
+    """Return a value of a config.json as JSON, cut where it is long."""
+    text = json.dumps(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+class Inexpressible(ValueError):
+    """Signals a key of a config.json whose value our words do not express; the message is the refusal, in a line."""
+
+    def __init__(self, key: str, value: Any, why: str):
+        super().__init__(f"{key}={told(value)}: {why}")
+
+
+def value_of(found: Found, name: str, default: Any, kinds: tuple[type, ...]) -> Any:
+    """Return the value of a key of a config.json, or its default. Raises Inexpressible if it is of none of `kinds`."""
+    if name not in found and default is NEEDED:
+        raise Inexpressible(name, "", "is missing")
+    value = found.get(name, default)
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        raise Inexpressible(name, value, f"is no {' or '.join(k.__name__ for k in kinds if k is not type(None))}")
+    return value
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """Rule that a key is one of our model keys, `ours`. `default`: what transformers takes where it is missing; `null`:
+    what null stands for in our key; `written`: what is written, from the model, by default our key's value."""
+
+    theirs: str
+    ours: str
+    default: Any = NEEDED
+    null: Any = None
+    written: Callable[[Model], Any] | None = None
+
+    @property
+    def names(self) -> Sequence[str]:
+        return [self.theirs]
+
+    def read(self, found: Found) -> dict[str, Any]:
+        kind = type(getattr(Model(), self.ours))
+        kinds = (int, float) if kind is float else (kind,)
+        value = value_of(found, self.theirs, self.default, kinds if self.null is None else (*kinds, type(None)))
+        return {self.ours: self.null if value is None else kind(value)}
+
+    def write(self, m: Model) -> dict[str, Any]:
+        return {self.theirs: self.written(m) if self.written else getattr(m, self.ours)}
+
+
+@dataclass(frozen=True)
+class Words:
+    """Rule that a key names what one of our model keys, `ours`, names otherwise; `words`: their name -> ours, the first
+    of several for one of ours is written."""
+
+    theirs: str
+    ours: str
+    words: Mapping[Any, Any]
+    default: Any = NEEDED
+
+    @property
+    def names(self) -> Sequence[str]:
+        return [self.theirs]
+
+    def read(self, found: Found) -> dict[str, Any]:
+        value = value_of(found, self.theirs, self.default, tuple({type(word) for word in self.words}))
+        if value not in self.words:
+            known = ", ".join(str(word).lower() if isinstance(word, bool) else str(word) for word in self.words)
+            raise Inexpressible(self.theirs, value, f"our words express {known}")
+        return {self.ours: self.words[value]}
+
+    def write(self, m: Model) -> dict[str, Any]:
+        ours = getattr(m, self.ours)
+        return {self.theirs: next((theirs for theirs, word in self.words.items() if word == ours), None)}
+
+
+@dataclass(frozen=True)
+class Only:
+    """Rule that a key has one accepted value, the first of `accepted`, or others that mean the same. `default`: what
+    transformers takes where it is missing; it is not `written` where only older versions write it."""
+
+    theirs: str
+    accepted: Sequence[Any]
+    written: bool = True
+
+    @property
+    def names(self) -> Sequence[str]:
+        return [self.theirs]
+
+    def read(self, found: Found) -> dict[str, Any]:
+        value = found.get(self.theirs, self.accepted[0])
+        if not any(value == other and type(value) is type(other) for other in self.accepted):
+            raise Inexpressible(self.theirs, value, f"our words express {told(self.accepted[0])} alone")
+        return {}
+
+    def write(self, m: Model) -> dict[str, Any]:
+        return {self.theirs: self.accepted[0]} if self.written else {}
+
+
+@dataclass(frozen=True)
+class Free:
+    """Rule that keys do not matter to logits and gradients: `defaults`, which are written, and `others`, which are
+    not."""
+
+    defaults: Mapping[str, Any]
+    others: Sequence[str] = ()
+
+    @property
+    def names(self) -> Sequence[str]:
+        return [*self.defaults, *self.others]
+
+    def read(self, found: Found) -> dict[str, Any]:
+        return {}
+
+    def write(self, m: Model) -> dict[str, Any]:
+        return dict(self.defaults)
+
+
+@dataclass(frozen=True)
+class Dropouts:
+    """Rule that several keys are all our one model.dropout; `default`: what transformers takes where one is missing."""
+
+    theirs: Sequence[str]
+    default: float
+
+    @property
+    def names(self) -> Sequence[str]:
+        return self.theirs
+
+    def read(self, found: Found) -> dict[str, Any]:
+        first, *others = self.theirs
+        rate = value_of(found, first, self.default, (int, float))
+        for name in others:
+            if (other := value_of(found, name, self.default, (int, float))) != rate:
+                raise Inexpressible(name, other, f"{first} is {rate:g}, and our model.dropout is one")
+        return {"dropout": float(rate)}
+
+    def write(self, m: Model) -> dict[str, Any]:
+        return dict.fromkeys(self.theirs, m.dropout)
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rule of rotary positions: `rope_parameters`, or `rope_theta` and `rope_scaling` as older versions write them."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        return ["rope_parameters", "rope_theta", "rope_scaling"]
+
+    def read(self, found: Found) -> dict[str, Any]:
+        maps = (dict, type(None))
+        place = "rope_scaling" if found.get("rope_scaling") else "rope_parameters"
+        given = dict(value_of(found, place, None, maps) or {})
+        theta = given.pop("rope_theta", None) or value_of(found, "rope_theta", 10000.0, (int, float))
+        kinds = [given.pop(name, None) for name in ("rope_type", "type")]
+        kind = next((k for k in kinds if k is not None), "default")
+        rules: dict[str, Sequence[_Number]] = {
+            "default": [],
+            "linear": [_Number("factor", "rope_factor")],
+            "llama3": [*_SCALED, _Number("low_freq_factor", "rope_low"), _Number("high_freq_factor", "rope_high")],
+            "yarn": [
+                *_SCALED,
+                *(_Number(name, ours, _YARN[name]) for name, ours in _YARNS.items()),
+            ],
+        }
+        if not isinstance(kind, str) or kind not in rules:
+            raise Inexpressible(f"{place}.rope_type", kind, f"our words express {', '.join(rules)}")
+        out: dict[str, Any] = {"rope_theta": float(_positive(f"{place}.rope_theta", theta))}
+        out["rope_scaling"] = "none" if kind == "default" else kind
+        for rule in rules[kind]:
+            default = found.get("max_position_embeddings") if rule.ours == "rope_original_length" else rule.default
+            value = given.pop(rule.theirs, None)
+            number = _positive(f"{place}.{rule.theirs}", default if value is None else value)
+            out[rule.ours] = int(number) if rule.ours == "rope_original_length" else float(number)
+        for name, value in given.items():
+            if (name, value) not in _NEUTRAL and not (value is None and name in ("mscale", "mscale_all_dim")):
+                raise Inexpressible(f"{place}.{name}", value, f"our rope_scaling={kind} has no such number")
+        return out
+
+    def write(self, m: Model) -> dict[str, Any]:
+        kind = "default" if m.rope_scaling == "none" else m.rope_scaling
+        out: dict[str, Any] = {"rope_theta": m.rope_theta, "rope_type": kind}
+        if kind != "default":
+            out["factor"] = m.rope_factor
+        if kind in ("llama3", "yarn"):
+            out["original_max_position_embeddings"] = m.rope_original_length
+        if kind == "llama3":
+            out |= {"low_freq_factor": m.rope_low, "high_freq_factor": m.rope_high}
+        if kind == "yarn":
+            given = {"beta_slow": m.rope_low, "beta_fast": m.rope_high, "attention_factor": m.rope_magnitude}
+            out |= {name: value for name, value in given.items() if value != _YARN[name]}
+        return {"rope_parameters": out}
+
+
+@dataclass(frozen=True)
+class _Number:
+    """Number that scales rotary positions, by their name and ours."""
+
+    theirs: str
+    ours: str
+    default: float | None = None
+
+
+_SCALED = (_Number("factor", "rope_factor"), _Number("original_max_position_embeddings", "rope_original_length"))
+_YARNS = {"beta_slow": "rope_low", "beta_fast": "rope_high", "attention_factor": "rope_magnitude"}
+_YARN = {"beta_slow": 1.0, "beta_fast": 32.0, "attention_factor": 0.0}  # where one is missing
+_NEUTRAL = (("partial_rotary_factor", 1.0), ("truncate", True))
+
+
+def _positive(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+        raise Inexpressible(name, "" if value is None else value, "is no number" if value is not None else "is missing")
+    return value
+
+
+@dataclass(frozen=True)
+class Window:
+    """Rule that `sliding_window` is our model.window, in all layers; `default` where it is missing."""
+
+    default: int | None
+    names = ("sliding_window",)
+
+    def read(self, found: Found) -> dict[str, Any]:
+        return {"window": value_of(found, "sliding_window", self.default, (int, type(None))) or 0, "window_layers": []}
+
+    def write(self, m: Model) -> dict[str, Any]:
+        return {"sliding_window": m.window or None}
+
+
+@dataclass(frozen=True)
+class LayerWindows:
+    """Rule that some layers have a window: `layer_types`, else those from `max_window_layers` on, if
+    `use_sliding_window` (Qwen)."""
+
+    layers: str  # the key that counts them
+    names = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
+
+    def read(self, found: Found) -> dict[str, Any]:
+        layers = value_of(found, self.layers, NEEDED, (int,))
+        if not 0 < layers <= MOST_LAYERS:
+            return {}  # refused by the bounds of model.layers
+        used = value_of(found, "use_sliding_window", False, (bool,))
+        width = value_of(found, "sliding_window", 4096, (int, type(None))) if used else None
+        first = value_of(found, "max_window_layers", 28, (int,))
+        kinds = value_of(found, "layer_types", None, (list, type(None)))
+        if kinds is None:
+            kinds = list(_kinds(layers, lambda i: bool(width) and i >= first))
+        if len(kinds) != layers or not all(kind in _KINDS for kind in kinds):
+            raise Inexpressible("layer_types", kinds, f"our words express {' and '.join(_KINDS)}, one for each layer")
+        windowed = [i for i, kind in enumerate(kinds) if kind == _KINDS[1]]
+        if windowed and not width:
+            raise Inexpressible("layer_types", kinds, "use_sliding_window and sliding_window say that there is none")
+        return {
+            "window": width if width and windowed else 0,
+            "window_layers": windowed if len(windowed) < layers else [],
+        }
+
+    def write(self, m: Model) -> dict[str, Any]:
+        windowed = [i for i in range(m.layers) if m.window and (not m.window_layers or i in m.window_layers)]
+        last = windowed and windowed == list(range(windowed[0], m.layers))
+        return {
+            "use_sliding_window": bool(m.window),
+            "sliding_window": m.window or None,
+            "max_window_layers": windowed[0] if last else 28,
+            "layer_types": list(_kinds(m.layers, lambda i: i in windowed)),
+        }
+
+
+_KINDS = ("full_attention", "sliding_attention")
+
+
+def _kinds(layers: int, windowed: Callable[[int], bool]) -> Iterator[str]:
+    return (_KINDS[windowed(i)] for i in range(layers))

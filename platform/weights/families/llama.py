@@ -1,0 +1,162 @@
+"""Llama (Touvron et al. 2023), Mistral (Jiang et al. 2023), Qwen2 and Qwen3 (Yang et al. 2024, 2025)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from platform.config.fields import Model
+from platform.weights.families.family import (
+    GATED,
+    NO_HEAD,
+    ONE_STACK,
+    OWN_SCALE,
+    PRE_NORM,
+    SEES_ALL,
+    Family,
+    TensorRow,
+    d_ff_of,
+    d_kv_of,
+    special_tokens,
+)
+from platform.weights.families.keys import (
+    Found,
+    Free,
+    LayerWindows,
+    Only,
+    Renamed,
+    Rotary,
+    Rule,
+    Window,
+    Words,
+    value_of,
+)
+
+_LLAMA_FIXED = {
+    "kind": "decoder", "norm": "rmsnorm", "positions": "rope", "query_key_norm": False, "bias": False,
+    "attention_bias": "", "segments": 0, **PRE_NORM, **NO_HEAD, **SEES_ALL, **OWN_SCALE,
+}  # fmt: skip
+
+
+def _llama_rules(vocab: int, d_ff: int, length: int, heads: int | None) -> list[Rule]:
+    """Return the rules that these families share, with the defaults in which they differ; `heads`: of keys and
+    values."""
+    return [
+        Renamed("vocab_size", "vocab", vocab),
+        Renamed("hidden_size", "d_model", 4096),
+        Renamed("intermediate_size", "d_ff", d_ff, written=d_ff_of),
+        Renamed("num_hidden_layers", "layers", 32),
+        Renamed("num_attention_heads", "heads", 32),
+        Renamed("num_key_value_heads", "kv_heads", heads, null=0, written=lambda m: m.kv_heads or m.heads),
+        Words("hidden_act", "activation", GATED, "silu"),
+        Renamed("max_position_embeddings", "length", length),
+        Renamed("rms_norm_eps", "norm_eps", 1e-6),
+        Renamed("tie_word_embeddings", "tied", False),
+        Rotary(),
+        Only("attention_dropout", (0.0, 0)),
+        ONE_STACK,
+    ]
+
+
+_LLAMA_ROWS = [
+    TensorRow("model.embed_tokens.weight", ("embedding",)),
+    *(
+        TensorRow(f"model.layers.{{i}}.self_attn.{theirs}_proj.{kind}", (f"layers.{{i}}.attention.{ours}{ending}",))
+        for theirs, ours in {"q": "query", "k": "key", "v": "value", "o": "output"}.items()
+        for kind, ending in {"weight": "", "bias": "_bias"}.items()
+    ),
+    TensorRow("model.layers.{i}.self_attn.q_norm.weight", ("layers.{i}.attention.query_norm.gain",)),
+    TensorRow("model.layers.{i}.self_attn.k_norm.weight", ("layers.{i}.attention.key_norm.gain",)),
+    *(
+        TensorRow(f"model.layers.{{i}}.mlp.{name}_proj.{kind}", (f"layers.{{i}}.mlp.{name}{ending}",))
+        for name in ("gate", "up", "down")
+        for kind, ending in {"weight": "", "bias": "_bias"}.items()
+    ),
+    TensorRow("model.layers.{i}.input_layernorm.weight", ("layers.{i}.attention.norm.gain",)),
+    TensorRow("model.layers.{i}.post_attention_layernorm.weight", ("layers.{i}.mlp.norm.gain",)),
+    TensorRow("model.norm.weight", ("norm.gain",)),
+    TensorRow("lm_head.weight", ("head",)),
+]
+_LLAMA_NAMES: dict[str, Any] = {
+    "rows": _LLAMA_ROWS,
+    "prefix": "model.",
+    "same": {"lm_head.weight": "model.embed_tokens.weight"},
+    "buffers": ("model.layers.{i}.self_attn.rotary_emb.inv_freq",),
+}
+
+
+@dataclass(frozen=True)
+class _Biases:
+    """Rule of the keys that say which linear layers have biases: those of attention, and of others where there is a
+    key `mlp_bias`."""
+
+    names: tuple[str, ...] = ("attention_bias", "mlp_bias")
+
+    def read(self, found: Found) -> dict[str, Any]:
+        attention, mlp = (name in self.names and value_of(found, name, False, (bool,)) for name in _BIASES)
+        return {"bias": mlp, "attention_bias": "" if attention == mlp else "all" if attention else "none"}
+
+    def write(self, m: Model) -> dict[str, Any]:
+        attention = (m.attention_bias or ("all" if m.bias else "none")) == "all"
+        return {name: value for name, value in zip(_BIASES, (attention, m.bias), strict=True) if name in self.names}
+
+
+_BIASES = ("attention_bias", "mlp_bias")
+
+
+_HEAD_DIM = Renamed("head_dim", "d_kv", None, null=0, written=d_kv_of)
+
+LLAMA = Family(
+    "llama",
+    "LlamaForCausalLM",
+    ["LlamaForCausalLM"],
+    {key: value for key, value in _LLAMA_FIXED.items() if key not in ("bias", "attention_bias")},
+    [
+        *_llama_rules(32000, 11008, 2048, None),
+        _HEAD_DIM,
+        _Biases(),
+        Free({"initializer_range": 0.02, **special_tokens(1, 2), "pretraining_tp": 1}),
+    ],
+    **_LLAMA_NAMES,
+)  # fmt: skip
+
+MISTRAL = Family(
+    "mistral",
+    "MistralForCausalLM",
+    ["MistralForCausalLM"],
+    {key: value for key, value in _LLAMA_FIXED.items() if key not in SEES_ALL},
+    [
+        *_llama_rules(32000, 14336, 4096 * 32, 8),
+        _HEAD_DIM,
+        Window(4096),
+        Free({"initializer_range": 0.02, **special_tokens(1, 2)}),
+    ],
+    **_LLAMA_NAMES,
+)
+
+_QWEN_FREE = Free({"initializer_range": 0.02, **special_tokens(None, None)}, ("use_mrope",))
+
+QWEN2 = Family(
+    "qwen2",
+    "Qwen2ForCausalLM",
+    ["Qwen2ForCausalLM"],
+    {key: value for key, value in _LLAMA_FIXED.items() if key not in SEES_ALL} | {"attention_bias": "qkv", "d_kv": 0},
+    [*_llama_rules(151936, 22016, 32768, 32), LayerWindows("num_hidden_layers"), _QWEN_FREE],
+    **_LLAMA_NAMES,
+)
+
+QWEN3 = Family(
+    "qwen3",
+    "Qwen3ForCausalLM",
+    ["Qwen3ForCausalLM"],
+    {key: value for key, value in _LLAMA_FIXED.items() if key not in (*SEES_ALL, "bias", "attention_bias")}
+    | {"query_key_norm": True},
+    [
+        *_llama_rules(151936, 22016, 32768, 32),
+        Renamed("head_dim", "d_kv", 128, written=d_kv_of),
+        _Biases(_BIASES[:1]),
+        LayerWindows("num_hidden_layers"),
+        _QWEN_FREE,
+    ],
+    **_LLAMA_NAMES,
+)

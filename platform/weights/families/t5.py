@@ -1,0 +1,143 @@
+"""T5 (Raffel et al. 2020), of both versions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isclose, sqrt
+from typing import Any
+
+from platform.config.fields import Model
+from platform.weights.families.family import (
+    GATED,
+    NO_HEAD,
+    PLAIN,
+    PRE_NORM,
+    SEES_ALL,
+    Family,
+    TensorRow,
+    d_ff_of,
+    d_kv_of,
+)
+from platform.weights.families.keys import Dropouts, Found, Free, Inexpressible, Only, Renamed, value_of
+
+
+@dataclass(frozen=True)
+class _FeedForward:
+    """Rule of T5's `feed_forward_proj`; in gated-gelu, gelu is its approximation."""
+
+    names = ("feed_forward_proj", "dense_act_fn", "is_gated_act")
+    words = {**PLAIN, **{f"gated-{name}": word for name, word in GATED.items()}, "gated-gelu": "geglu_tanh"}
+
+    def read(self, found: Found) -> dict[str, Any]:
+        given = value_of(found, "feed_forward_proj", "relu", (str,))
+        if given not in self.words:
+            raise Inexpressible("feed_forward_proj", given, f"our words express {', '.join(self.words)}")
+        for name, value in self._parts(given).items():
+            if found.get(name, value) != value:
+                raise Inexpressible(name, found[name], f"feed_forward_proj={given} says {value}")
+        return {"activation": self.words[given]}
+
+    def write(self, m: Model) -> dict[str, Any]:
+        names = {word: name for name, word in reversed(self.words.items())} | {"geglu_tanh": "gated-gelu"}
+        given = names.get(m.activation)
+        return {"feed_forward_proj": given, **(self._parts(given) if given else {})}
+
+    @staticmethod
+    def _parts(given: str) -> dict[str, Any]:
+        kind = given.removeprefix("gated-")
+        return {"dense_act_fn": "gelu_new" if given == "gated-gelu" else kind, "is_gated_act": kind != given}
+
+
+@dataclass(frozen=True)
+class _Scaled:
+    """Rule that T5's logits are scaled by d_model^-1/2: `scale_decoder_outputs`, else if embeddings are tied. Whether
+    they are, their names say."""
+
+    names = ("scale_decoder_outputs", "tie_word_embeddings")
+
+    def read(self, found: Found) -> dict[str, Any]:
+        tied = value_of(found, "tie_word_embeddings", True, (bool,))
+        width = value_of(found, "d_model", 512, (int,))
+        scaled = value_of(found, "scale_decoder_outputs", tied, (bool,))
+        return {"logit_scale": width**-0.5 if scaled and width > 0 else 1.0}
+
+    def write(self, m: Model) -> dict[str, Any]:
+        return {"scale_decoder_outputs": isclose(m.logit_scale, 1 / sqrt(m.d_model)), "tie_word_embeddings": True}
+
+
+@dataclass(frozen=True)
+class _Layers:
+    """Rule that both stacks of T5 have as many layers."""
+
+    names = ("num_layers", "num_decoder_layers")
+
+    def read(self, found: Found) -> dict[str, Any]:
+        layers = value_of(found, "num_layers", 6, (int,))
+        decoder = value_of(found, "num_decoder_layers", None, (int, type(None)))
+        if decoder not in (None, layers):
+            raise Inexpressible("num_decoder_layers", decoder, f"num_layers is {layers}, and our model.layers is one")
+        return {"layers": layers}
+
+    def write(self, m: Model) -> dict[str, Any]:
+        return dict.fromkeys(self.names, m.layers)
+
+
+def _t5_rows(stack: str, sublayers: Sequence[str]) -> list[TensorRow]:
+    """Return the rows of T5's encoder or decoder (`stack`), of these sublayers."""
+    rows = []
+    for number, name in enumerate(sublayers):
+        here = f"{stack}.block.{{i}}.layer.{number}."
+        ours = f"{stack}.layers.{{i}}." + {"SelfAttention": "attention", "EncDecAttention": "cross"}.get(name, "mlp")
+        if name == "DenseReluDense":
+            parts = {"wi": "up", "wi_0": "gate", "wi_1": "up", "wo": "down"}
+        else:
+            parts = {"q": "query", "k": "key", "v": "value", "o": "output"}
+        gated = {"wi": False, "wi_1": True}
+        rows += [
+            TensorRow(f"{here}{name}.{theirs}.weight", (f"{ours}.{part}",), gated=gated.get(theirs))
+            for theirs, part in parts.items()
+        ]
+        if name == "SelfAttention":  # in the first layer, for all
+            rows.append(TensorRow(f"{here}SelfAttention.relative_attention_bias.weight", (f"{stack}.relative_bias",)))
+        rows.append(TensorRow(f"{here}layer_norm.weight", (f"{ours}.norm.gain",)))
+    return [*rows, TensorRow(f"{stack}.final_layer_norm.weight", (f"{stack}.norm.gain",))]
+
+
+T5 = Family(
+    "t5",
+    "T5ForConditionalGeneration",
+    ["T5ForConditionalGeneration"],
+    {"kind": "encoder_decoder", "norm": "rmsnorm", "positions": "relative", "bias": False, "attention_bias": "",
+     "kv_heads": 0, "query_key_norm": False, "segments": 0, "attention_scale": 1.0, **PRE_NORM, **NO_HEAD,
+     **SEES_ALL},
+    [
+        Renamed("vocab_size", "vocab", 32128),
+        Renamed("d_model", "d_model", 512),
+        Renamed("d_kv", "d_kv", 64, written=d_kv_of),
+        Renamed("d_ff", "d_ff", 2048, written=d_ff_of),
+        _Layers(),
+        Renamed("num_heads", "heads", 8),
+        Renamed("relative_attention_num_buckets", "buckets", 32),
+        Renamed("relative_attention_max_distance", "distance", 128),
+        Renamed("layer_norm_epsilon", "norm_eps", 1e-6),
+        Dropouts(["dropout_rate"], 0.1),
+        _FeedForward(),
+        _Scaled(),
+        Only("is_encoder_decoder", (True,)),
+        Free(
+            {"initializer_factor": 1.0, "classifier_dropout": 0.0, "eos_token_id": 1, "pad_token_id": 0,
+             "use_cache": True, "is_decoder": False},
+            ("n_positions",),
+        ),
+    ],
+    [
+        TensorRow("shared.weight", ("embedding",)),
+        *_t5_rows("encoder", ["SelfAttention", "DenseReluDense"]),
+        *_t5_rows("decoder", ["SelfAttention", "EncDecAttention", "DenseReluDense"]),
+        TensorRow("lm_head.weight", ("head",)),
+    ],
+    "",
+    {"encoder.embed_tokens.weight": "shared.weight", "decoder.embed_tokens.weight": "shared.weight"},
+    ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",),
+)  # fmt: skip

@@ -1,0 +1,195 @@
+"""A folder of safetensors with a config.json, as transformers saves a model: its headers, and pieces of its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from math import prod
+from typing import Annotated, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from platform.boundary import documents, schema
+from platform.boundary.redaction import bare_url
+from platform.boundary.schema import Malformed, OpenMap, Text
+from platform.checkpoint.blocks.box import Box
+from platform.checkpoint.blocks.chain import shares
+from platform.checkpoint.blocks.placement import LARGEST_BLOCK, THREADS, HeldTensor, Piece
+from platform.checkpoint.interchange import ForeignTensor, read_header, split_file
+from platform.checkpoint.storage.manifest import Name, Refused
+from platform.checkpoint.storage.storage import Storage, open_storage
+from platform.config.fields import ConfigError, violation
+from platform.weights.names import Part, Stored
+
+CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+LARGEST_CONFIG, LARGEST_INDEX = 1 << 20, 64 << 20  # bytes
+_VALUES = 1 << 21  # of an index: two for each tensor
+
+_File = Annotated[str, Text(r"[\w.-]{1,250}\.safetensors", "the name of a safetensors file")]  # stays in its folder
+
+
+@dataclass(frozen=True)
+class _Index:
+    weight_map: dict[Name, _File]
+
+
+class Place(NamedTuple):
+    """Bytes [start, end) of a file of a folder, and how they hold a piece: as they are, or (`width` > 0) as rows of so
+    many elements, of which columns [first, last) are the piece turned."""
+
+    file: str
+    start: int
+    end: int
+    width: int = 0
+    first: int = 0
+    last: int = 0
+
+
+class SavedModel:
+    """Model as transformers saves it, at a path or URL `source`: a folder, or one safetensors file beside a
+    config.json. `config`: its config.json; `tensors`: name -> (file, description).
+
+    Raises ConfigError, in one line that names `key` and the source, for what cannot be read or is malformed.
+    """
+
+    def __init__(self, source: str, key: str = "source"):
+        self.url, self._key = bare_url(source), key
+        try:
+            self._folder, only = _opened(source)
+            there = self._folder.list("")
+            self.config = self._config(there)
+            files = [only] if only else self._files(there)
+            self.tensors = dict(self._headers(files))
+        except (Malformed, Refused, OSError) as error:
+            raise self.refused(str(error)) from None
+
+    def refused(self, why: str) -> ConfigError:
+        """Return the refusal of this source for the reason `why`."""
+        return ConfigError(violation(self._key, self.url, why))
+
+    def _config(self, there: dict[str, int]) -> dict[str, Any]:
+        if CONFIG not in there:
+            raise Refused(f"holds no {CONFIG}")
+        raw = self._folder.read(CONFIG, 0, LARGEST_CONFIG + 1)
+        try:
+            found = documents.from_json(raw, LARGEST_CONFIG)
+            return schema.read(Annotated[dict[str, Any], OpenMap(())], found)
+        except Malformed as error:
+            raise Refused(f"{CONFIG}: {error}") from None
+
+    def _files(self, there: dict[str, int]) -> list[str]:
+        """Return the names of the folder's files of tensors."""
+        if INDEX in there:
+            try:
+                raw = self._folder.read(INDEX, 0, LARGEST_INDEX + 1)
+                found = documents.from_json(raw, LARGEST_INDEX, _VALUES)
+                index = schema.read(_Index, {"weight_map": found.get("weight_map")} if type(found) is dict else found)
+            except Malformed as error:
+                raise Refused(f"{INDEX}: {error}") from None
+            return sorted(set(index.weight_map.values()))
+        if SINGLE in there:
+            return [SINGLE]
+        found = sorted(name for name in there if name.endswith(".safetensors"))
+        if len(found) != 1:
+            raise Refused(f"holds {'several files' if found else 'no file'} of safetensors, and no {INDEX}")
+        return found
+
+    def _headers(self, files: Sequence[str]) -> Iterator[tuple[str, tuple[str, ForeignTensor]]]:
+        seen: set[str] = set()
+        for file in files:
+            try:
+                _, described = read_header(self._folder, file)
+            except (Malformed, Refused) as error:
+                raise Refused(f"{file}: {error}") from None
+            if twice := sorted(seen & described.keys()):
+                raise Refused(f"{', '.join(twice)}: in several files")
+            seen |= described.keys()
+            yield from ((name, (file, t)) for name, t in described.items())
+
+    def pieces(self, stored: Stored, name: str) -> list[Piece[Place]]:
+        """Return the pieces of the parameters that the tensor `stored` holds, called `name` in the files, each of at
+        most LARGEST_BLOCK bytes and a row, in the order of the file where it can be."""
+        file, t = self.tensors[name]
+        dtype, size = str(t.type).removeprefix("torch."), t.type.itemsize
+        begin, _ = t.data_offsets
+        out: list[Piece[Place]] = []
+        row = 0
+        if stored.turned:
+            width, columns = stored.shape[1], stored.shape[0]
+            unit = _unit(stored.parts[0])
+            step = max(1, LARGEST_BLOCK // (width * size * unit)) * unit
+            for a in range(0, columns, step):
+                b, row = min(columns, a + step), 0
+                for part in stored.parts:
+                    place = Place(file, begin + a * width * size, begin + b * width * size, width, row, row + part.rows)
+                    out.append(Piece(f"model.{part.name}", dtype, _columns(part, a, b), place))
+                    row += part.rows
+            return out
+        for part in stored.parts:
+            at = begin + row * part.columns * size
+            whole = HeldTensor(f"model.{part.name}", dtype, part.shape, {Box.whole(part.shape): (0,)})
+            for share in shares([whole], 0):
+                out.append(Piece(whole.name, dtype, share.box, Place(file, at, at + share.nbytes)))
+                at += share.nbytes
+            row += part.rows
+        return out
+
+    def fetch(self, wanted: Sequence[Piece[Place]], into: Sequence[Tensor]) -> None:
+        """Fill the memory of each piece, uint8 [bytes], several at once. Raises Refused if a file is shorter than its
+        header says, OSError if it cannot be read."""
+        with ThreadPoolExecutor(THREADS, "weights-read") as pool:
+            for _ in pool.map(self._read, wanted, into):
+                pass
+
+    def _read(self, piece: Piece[Place], memory: Tensor) -> None:
+        place = piece.source
+        data = self._folder.read(place.file, place.start, place.end)
+        if len(data) != place.end - place.start:
+            raise Refused(f"{self.url}/{place.file} is shorter than its header says")
+        if not data:
+            return
+        found = torch.frombuffer(data, dtype=torch.uint8)
+        if place.width:
+            size = piece.nbytes // piece.box.size
+            rows = found.view(-1, place.width, size)[:, place.first : place.last]
+            memory.view(place.last - place.first, -1, size).copy_(rows.transpose(0, 1))
+        else:
+            memory.copy_(found)
+
+    def equal(self, one: str, other: str) -> bool:
+        """Return True if two tensors, by their names in the files, are equal in every bit."""
+        (file, t), (other_file, u) = self.tensors[one], self.tensors[other]
+        if (t.type, t.shape) != (u.type, u.shape):
+            return False
+        nbytes = prod(t.shape) * t.type.itemsize
+        for a in range(0, nbytes, LARGEST_BLOCK):
+            b = min(nbytes, a + LARGEST_BLOCK)
+            parts = ((f, tensor.data_offsets[0]) for f, tensor in ((file, t), (other_file, u)))
+            left, right = (self._folder.read(f, begin + a, begin + b) for f, begin in parts)
+            if left != right:
+                return False
+        return True
+
+
+def _opened(source: str) -> tuple[Storage, str]:
+    """Open the folder of a source; return it, and the file in it that the source names, "" for none."""
+    if source.rstrip("/").endswith(".safetensors"):
+        return split_file(source)
+    return open_storage(source, "source"), ""
+
+
+def _unit(part: Part) -> int:
+    """Return the columns of a part that a cut along its first dim of columns moves by: those of a head where its
+    columns are heads."""
+    return prod(part.shape[2:]) if part.rows == part.shape[0] else 1
+
+
+def _columns(part: Part, a: int, b: int) -> Box:
+    """Return the box of columns [a, b) of a part."""
+    if part.rows == part.shape[0] and len(part.shape) > 2:  # [d_model, heads, d_kv]
+        unit = prod(part.shape[2:])
+        return Box((0, a // unit, *(0 for _ in part.shape[2:])), (part.shape[0], (b - a) // unit, *part.shape[2:]))
+    *rows, _ = part.shape
+    return Box((*(0 for _ in rows), a), (*rows, b - a))

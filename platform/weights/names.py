@@ -1,0 +1,121 @@
+"""Names of a model's tensors at transformers and here: which of theirs hold which of ours, and in which shape."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from math import prod
+
+from platform.config.fields import ConfigError, Model
+from platform.model import build_model
+from platform.plan.language.ops import Parameter
+from platform.weights.families.family import Family, TensorRow
+
+
+@dataclass(frozen=True)
+class Part:
+    """Parameter of ours, and the matrix that transformers sees in it: `rows` are what its product adds, `columns` what
+    it contracts. A vector has one column. `turned`: checkpoints of format 1 have its last dim first."""
+
+    name: str
+    shape: tuple[int, ...]
+    rows: int
+    columns: int
+    turned: bool
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Tensor of theirs, by name, and the parameters of ours that it holds: it is the matrix of their rows, one after
+    another; `turned`: stored with columns first."""
+
+    name: str
+    parts: tuple[Part, ...]
+    turned: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape as transformers stores it."""
+        rows, columns = sum(p.rows for p in self.parts), self.parts[0].columns
+        if self.vector:
+            return (rows,)
+        return (columns, rows) if self.turned else (rows, columns)
+
+    @property
+    def vector(self) -> bool:
+        return self.name.endswith(".bias") or len(self.parts[0].shape) == 1
+
+
+def parameters_of(m: Model) -> dict[str, tuple[Parameter, tuple[int, ...]]]:
+    """Return every parameter of a model with its global shape, by name, in the model's order."""
+    model = build_model(m)
+    return {p.name: (p, tuple({**model.sizes, **dict(p.sizes)}[d] for d in p.dims)) for p in model.parameters()}
+
+
+def stored_tensors(m: Model, family: Family) -> list[Stored]:
+    """List the tensors by which transformers stores a model of a family, in its order. Each parameter is in one. Raises
+    ConfigError, naming the parameters for which the family has none."""
+    out, left = [], parameters_of(m)
+    gated = any(name.endswith(".mlp.gate") for name in left)
+    for name, ours, row in _expanded(family.rows, m.layers):
+        if row.gated not in (None, gated) or not all(part in left for part in ours):
+            continue
+        vector = name.endswith(".bias")
+        out.append(Stored(name, tuple(_part(*left.pop(part), vector) for part in ours), row.turned))
+    if left:
+        raise ConfigError(f"names: {family.architecture} has no tensor for {', '.join(left)}")
+    return out
+
+
+def _expanded(rows: Sequence[TensorRow], layers: int) -> Iterator[tuple[str, list[str], TensorRow]]:
+    """Yield the rows of a family with the numbers of layers filled in, layer by layer: (their name, our names, row)."""
+    for numbered, group in groupby(rows, lambda row: "{i}" in row.theirs):
+        some = list(group)
+        for i in range(layers if numbered else 1):
+            for row in some:
+                yield row.theirs.replace("{i}", str(i)), [name.replace("{i}", str(i)) for name in row.ours], row
+
+
+def _part(p: Parameter, shape: tuple[int, ...], vector: bool) -> Part:
+    if vector or len(shape) == 1:
+        return Part(p.name, shape, prod(shape), 1, p.turned)
+    rows = shape[0] if p.role == "out" else prod(shape[:-1])
+    return Part(p.name, shape, rows, prod(shape) // rows, p.turned)
+
+
+@dataclass(frozen=True)
+class Matched:
+    """Tensors of a checkpoint of transformers by the names under which a family has them. `there`: that name -> the
+    name in the files; `repeated`: (name in the files, name of the family) of those that must equal another."""
+
+    there: dict[str, str]
+    repeated: tuple[tuple[str, str], ...]
+
+
+def matched(names: Collection[str], wanted: Iterable[Stored], m: Model, family: Family) -> tuple[Matched, list[str]]:
+    """Match the names in the files of a checkpoint with the tensors `wanted` of a model; return what is found, and a
+    line for those that are missing and one for those that are foreign."""
+    known = {tensor.name for tensor in wanted}
+    own = {name: name for name in names}
+    if family.prefix and not any(name.startswith(family.prefix) for name in names):  # saved without the class's head
+        own = {f"{family.prefix}{name}": name for name in names if name not in known}
+        own |= {name: name for name in names if name in known}
+    buffers = {name.replace("{i}", str(i)) for name in family.buffers for i in range(m.layers)}
+    there = {name: file for name, file in own.items() if name in known}
+    repeated = tuple(
+        (file, family.same[name]) for name, file in own.items() if name not in known and name in family.same
+    )
+    rest = own.keys() - known - family.same.keys() - buffers
+    lines = []
+    if missing := [name for name in known if name not in there]:
+        lines.append(f"names: {_listed(missing)}: missing")
+    if rest:
+        lines.append(
+            f"names: {_listed(own[name] for name in rest)}: no part of {family.architecture} with this config.json"
+        )
+    return Matched(there, repeated), lines
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))

@@ -1,0 +1,144 @@
+"""Translation of a config.json of transformers to our model keys, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from platform.config.bounds import wrong_values
+from platform.config.checks import wrong_configuration
+from platform.config.fields import Config, ConfigError, Model, closest, violation
+from platform.weights.families.family import Family
+from platform.weights.families.keys import Found, Inexpressible, Rule, told
+from platform.weights.families.known import COMMON, FAMILIES
+
+# model keys that say nothing about a trained model's function: how it is trained, and sizes of other kinds of models
+_OF_TRAINING = ("source", "dropout", "fused_dropout", "label_smoothing", "within_documents", "source_length")
+_OF_OTHERS = ("io", "hidden")
+_SIZES: Mapping[str, Callable[[Model], int]] = {  # keys whose 0 stands for a size
+    "kv_heads": lambda m: m.kv_heads or m.heads,
+    "d_kv": lambda m: m.d_kv or m.d_model // m.heads,
+    "d_ff": lambda m: m.d_ff or 4 * m.d_model,
+}
+_ROTARY = ("rope_factor", "rope_original_length", "rope_low", "rope_high", "rope_magnitude")
+
+
+def family_of(found: Found) -> Family:
+    """Return the family that a config.json names. Raises ConfigError for one that is not known, or a class of it that
+    has other parts than a language model."""
+    kind, classes = found.get("model_type"), found.get("architectures")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise ConfigError(violation("model_type", told(kind), "no family that is known", FAMILIES))
+    family = FAMILIES[kind]
+    if classes is not None and not (isinstance(classes, list) and len(classes) == 1 and classes[0] in family.read):
+        raise ConfigError(violation("architectures", told(classes), f"model_type={kind} is known as", family.read))
+    return family
+
+
+def model_keys(found: Found, names: Iterable[str] = ()) -> dict[str, Any]:
+    """Return our model keys, without `model.`, that say what a config.json of transformers says. `names`: of the
+    tensors beside it, which tell whether a head of its own is there.
+
+    Raises ConfigError with a line for each key that our words do not express, and for each value that our key refuses.
+    """
+    family = family_of(found)
+    out, wrong = dict(family.fixed), []
+    rules = (*family.rules, *COMMON)
+    for rule in rules:
+        try:
+            out |= rule.read(found)
+        except Inexpressible as error:
+            wrong.append(str(error))
+    known = {name for rule in rules for name in rule.names}
+    wrong += [
+        f"{key}={told(value)}: our words do not express this key" for key, value in found.items() if key not in known
+    ]
+    if "tied" not in out:
+        out["tied"] = "lm_head.weight" not in names
+    if wrong := wrong or _impossible(Model(**out)):
+        raise ConfigError(wrong)
+    return out
+
+
+def _impossible(m: Model) -> list[str]:
+    """Return one refusal line for each key of a model that is illegal, by itself or beside others."""
+    config = Config(model=m)
+    lines = [line for key, lines in wrong_values(config).items() if key.startswith("model.") for line in lines]
+    return lines or [line for line in wrong_configuration(config) if line.startswith("model.")]
+
+
+def stored_model(identity: Mapping[str, Any]) -> Model:
+    """Return the configuration of the model whose tensors a checkpoint has, from the identity in its metadata, which is
+    not trusted. Raises ConfigError if it says none, or one that cannot be."""
+    given = identity.get("model")
+    if not isinstance(given, dict):
+        raise ConfigError("the checkpoint says nothing of its model: it is no checkpoint of a run")
+    model = Config.from_dict({"model": given}).model
+    if wrong := _impossible(model):
+        raise ConfigError(wrong)
+    return model
+
+
+def meaning(m: Model) -> dict[str, Any]:
+    """Return the keys of a model that decide about its function, each said in one way: sizes for zeros, and nothing
+    that the others make meaningless."""
+    out = {key: value for key, value in vars(m).items() if key not in (*_OF_TRAINING, *_OF_OTHERS)}
+    out |= {key: size(m) for key, size in _SIZES.items()}
+    attention = m.attention_bias or ("all" if m.bias else "none")
+    out["attention_bias"] = attention
+    out["attention_scale"] = m.attention_scale or max(1, out["d_kv"]) ** -0.5
+    if not m.window:
+        out["window_layers"] = []
+    elif set(m.window_layers) >= set(range(m.layers)):
+        out["window_layers"] = []
+    unused = [] if m.positions == "rope" else ["rope_theta", "rope_scaling", *_ROTARY]
+    unused += _ROTARY if m.rope_scaling == "none" else []
+    unused += ["length"] if m.positions == "relative" else ["buckets", "distance"]
+    return {key: value for key, value in out.items() if key not in unused}
+
+
+def config_of(m: Model, family: Family) -> dict[str, Any]:
+    """Return the config.json of transformers for a model of a family, without its element type. Raises ConfigError with
+    a line for each of our keys that the family does not express."""
+    out: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.name}
+    rules: Iterable[Rule] = (*family.rules, *COMMON)
+    for rule in rules:
+        out |= rule.write(m)
+    if lines := [*_unlike(m, out, family)]:
+        raise ConfigError(lines)
+    return out
+
+
+def _unlike(m: Model, written: Found, family: Family) -> Iterable[str]:
+    """Yield a line for each key of the model that is another when its config.json is read again."""
+    try:
+        again = meaning(Model(**model_keys(written, () if m.tied else ["lm_head.weight"])))
+    except ConfigError as error:
+        yield from (f"{family.name}: {line}" for line in error.violations)
+        return
+    wanted = meaning(m)
+    for key in wanted.keys() | again.keys():
+        if (value := wanted.get(key, getattr(m, key))) != again.get(key):
+            other = again.get(key)
+            yield violation(
+                f"model.{key}",
+                value,
+                f"{family.architecture} does not express it",
+                [other] if other is not None else [],
+            )
+
+
+def expressing(m: Model, name: str = "") -> Family:
+    """Return the family of transformers that expresses a model: the one called `name`, if one is asked for, else the
+    first that does. Raises ConfigError with what the nearest family does not express."""
+    if name and name not in FAMILIES:
+        raise ConfigError(violation("--family", name, "unknown", closest(name, FAMILIES)))
+    tried: dict[str, list[str]] = {}
+    for family in [FAMILIES[name]] if name else FAMILIES.values():
+        try:
+            config_of(m, family)
+        except ConfigError as error:
+            tried[family.name] = error.violations
+        else:
+            return family
+    raise ConfigError(min(tried.values(), key=len))

@@ -1,0 +1,97 @@
+"""What a process leaves in shared memory that is killed while it takes snapshots: whole steps, and nothing else that
+counts."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from platform.checkpoint.blocks.box import Box
+from platform.checkpoint.blocks.placement import Block, HeldTensor
+from platform.checkpoint.in_memory.memory_map import MemoryMap
+from platform.checkpoint.in_memory.shared_memory import SharedMemory
+from platform.checkpoint.in_memory.snapshots import RankSnapshots, Snapshot
+
+SHAPE, TENSORS = (1 << 10, 1 << 10), 4
+STATE = [HeldTensor(f"w{i}", "float32", SHAPE, {Box.whole(SHAPE): (0,)}) for i in range(TENSORS)]
+TORN = """
+from platform.checkpoint.in_memory.snapshots import Snapshot
+Snapshot.begin = lambda self: None
+"""
+WRITER = """
+import sys
+from itertools import count
+from tests.checkpoint.in_memory.test_death_while_writing import SHAPE, STATE, SharedMemory, RankSnapshots, blocks, held
+memory = SharedMemory.create()
+mine = RankSnapshots(held(), 0, {0: memory})
+print(*memory.address, flush=True)
+for step in count(1):
+    mine.hold(step, blocks(step), {"step": step}, lambda sent, received: None)
+    if step == 2:
+        print("both are there", flush=True)
+"""
+
+
+def held() -> MemoryMap:
+    return MemoryMap(STATE, ["node", "node"], shared=True)
+
+
+def blocks(step: int) -> list[Block]:
+    return [Block(tensor.name, Box.whole(SHAPE), torch.full(SHAPE, float(step))) for tensor in STATE]
+
+
+def left_behind(patch: str) -> list[Snapshot]:
+    """The two snapshots in the memory of a process that is killed at a random moment."""
+    writer = subprocess.Popen([sys.executable, "-c", patch + WRITER], stdout=subprocess.PIPE, text=True)
+    memory = SharedMemory.find([int(word) for word in writer.stdout.readline().split()])
+    assert memory and writer.stdout.readline() == "both are there\n"
+    time.sleep(random.uniform(0.0, 0.1))
+    os.kill(writer.pid, signal.SIGKILL)
+    writer.wait()
+    writer.stdout.close()
+    return list(RankSnapshots(held(), 1, {0: memory})._of(0))
+
+
+def torn(snapshots: list[Snapshot]) -> int:
+    """How many of them say that they are whole, and are not."""
+    wrong = 0
+    for snapshot in snapshots:
+        if (step := snapshot.step) is not None:
+            found = snapshot.own.data.view(torch.float32)
+            wrong += not (snapshot.values == {"step": step} and bool((found == step).all()))
+    return wrong
+
+
+def test_nothing_torn_is_trusted():
+    incomplete = 0
+    for _ in range(3):
+        snapshots = left_behind("")
+        whole = [snapshot for snapshot in snapshots if snapshot.step is not None]
+        assert whole and torn(snapshots) == 0, "the step before is whole, whenever it dies"
+        assert len({snapshot.step for snapshot in whole}) == len(whole)
+        incomplete += len(snapshots) - len(whole)
+        if incomplete:
+            return
+    assert incomplete, "it died while it wrote"
+
+
+def test_negative_control_what_does_not_say_that_it_is_written_to_is_found_torn():
+    assert any(torn(left_behind(TORN)) for _ in range(5))
+
+
+def test_who_lacks_the_step_is_not_read():
+    """A rank that has died before it completed a step, and one that nobody distrusts though it has none."""
+    one, other = SharedMemory.create(), SharedMemory.create()
+    mine, mate = (RankSnapshots(held(), rank, {0: one, 1: other}) for rank in (0, 1))
+    mine.hold(1, blocks(1), {}, lambda sent, received: None)
+    with pytest.raises(RuntimeError, match="rank 1 holds no snapshot of step 1"):
+        mine.of_home(1)
+    mate.hold(1, blocks(1), {}, lambda sent, received: None)
+    mine.of_home(1)

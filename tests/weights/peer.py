@@ -1,0 +1,154 @@
+"""transformers, in a folder of its own under build/: installed on demand, without what it depends on. And models of it,
+small and random, of every family that we know."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+FOLDER = Path(__file__).resolve().parents[2] / "build" / "transformers"
+VERSION = "5.23.0"
+
+LLAMA: dict[str, Any] = {
+    "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "max_position_embeddings": 20, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+ROTARY: dict[str, Any] = {"rope_theta": 500.0, "original_max_position_embeddings": 8, "factor": 4.0}
+BERT: dict[str, Any] = {
+    "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 20,
+}  # fmt: skip
+T5: dict[str, Any] = {
+    "vocab_size": 61, "d_model": 24, "d_kv": 5, "d_ff": 40, "num_layers": 2, "num_heads": 4,
+    "relative_attention_num_buckets": 8, "relative_attention_max_distance": 12,
+}  # fmt: skip
+GPT2: dict[str, Any] = {
+    "vocab_size": 61, "n_positions": 20, "n_embd": 24, "n_layer": 2, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+
+# name -> (class without its ending Config, class of the model, keys)
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gpt2": ("GPT2", "GPT2LMHeadModel", GPT2),
+    "llama": ("Llama", "LlamaForCausalLM", {**LLAMA, "rope_parameters": {**ROTARY, "rope_type": "llama3",
+              "low_freq_factor": 1.0, "high_freq_factor": 4.0}}),
+    "mistral": ("Mistral", "MistralForCausalLM", {**LLAMA, "sliding_window": 7, "head_dim": 10}),
+    "qwen2": ("Qwen2", "Qwen2ForCausalLM", {**LLAMA, "use_sliding_window": True, "sliding_window": 5,
+              "max_window_layers": 1}),
+    "qwen3": ("Qwen3", "Qwen3ForCausalLM", {**LLAMA, "head_dim": 8, "tie_word_embeddings": True}),
+    "bert": ("Bert", "BertForMaskedLM", BERT),
+    "t5": ("T5", "T5ForConditionalGeneration", T5),
+}  # fmt: skip
+MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gpt2, odd": ("GPT2", "GPT2LMHeadModel", {**GPT2, "vocab_size": 53, "n_inner": 33, "n_embd": 21, "n_head": 3,
+                  "activation_function": "relu", "scale_attn_weights": False, "layer_norm_epsilon": 1e-2,
+                  "tie_word_embeddings": False, "resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2}),
+    "gpt2, erf": ("GPT2", "GPT2LMHeadModel", {**GPT2, "activation_function": "gelu"}),
+    "llama, biases": ("Llama", "LlamaForCausalLM", {**LLAMA, "attention_bias": True, "mlp_bias": True}),
+    "llama, attention_bias": ("Llama", "LlamaForCausalLM", {**LLAMA, "attention_bias": True, "head_dim": 6}),
+    "llama, mlp_bias": ("Llama", "LlamaForCausalLM", {**LLAMA, "mlp_bias": True, "num_key_value_heads": None}),
+    "llama, linear": ("Llama", "LlamaForCausalLM", {**LLAMA, "hidden_act": "gelu", "rope_parameters": {
+                      "rope_type": "linear", "rope_theta": 100.0, "factor": 3.0}}),
+    "llama, yarn": ("Llama", "LlamaForCausalLM", {**LLAMA, "head_dim": 12, "rope_parameters": {
+                    **ROTARY, "rope_type": "yarn", "beta_fast": 2.0, "beta_slow": 0.3}}),
+    "llama, yarn, factor": ("Llama", "LlamaForCausalLM", {**LLAMA, "head_dim": 12, "rope_parameters": {
+                            **ROTARY, "rope_type": "yarn", "attention_factor": 1.5}}),
+    "llama, tied": ("Llama", "LlamaForCausalLM", {**LLAMA, "tie_word_embeddings": True, "rms_norm_eps": 1e-2,
+                    "hidden_act": "gelu_new", "vocab_size": 53, "num_key_value_heads": 1}),
+    "mistral, whole": ("Mistral", "MistralForCausalLM", {**LLAMA, "sliding_window": None, "hidden_act": "relu"}),
+    "qwen2, all": ("Qwen2", "Qwen2ForCausalLM", {**LLAMA, "use_sliding_window": True, "sliding_window": 5,
+                   "max_window_layers": 0, "tie_word_embeddings": True}),
+    "qwen2, plain": ("Qwen2", "Qwen2ForCausalLM", LLAMA),
+    "qwen3, odd": ("Qwen3", "Qwen3ForCausalLM", {**LLAMA, "head_dim": 6, "attention_bias": True, "hidden_size": 30,
+                   "num_attention_heads": 5, "num_key_value_heads": 5, "use_sliding_window": True,
+                   "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}),
+    "bert, odd": ("Bert", "BertForMaskedLM", {**BERT, "hidden_act": "gelu_new", "type_vocab_size": 3, "hidden_size": 21,
+                  "num_attention_heads": 3, "layer_norm_eps": 1e-2}),
+    "t5, 1.1": ("T5", "T5ForConditionalGeneration", {**T5, "feed_forward_proj": "gated-gelu",
+                "tie_word_embeddings": False}),
+    "t5, odd": ("T5", "T5ForConditionalGeneration", {**T5, "feed_forward_proj": "gated-silu", "d_model": 20,
+                "num_heads": 3, "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128,
+                "layer_norm_epsilon": 1e-2}),
+}  # fmt: skip
+
+
+def install() -> str:
+    """Install transformers into FOLDER unless it is there; return "", or why it cannot be had."""
+    if (FOLDER / f"transformers-{VERSION}.dist-info").is_dir():
+        return ""
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(FOLDER)]
+    done = subprocess.run([*pip, f"transformers=={VERSION}"], capture_output=True, text=True)
+    if done.returncode == 0:
+        return ""
+    return (done.stderr.strip().splitlines() or [f"pip ended with status {done.returncode}"])[-1]
+
+
+def transformers() -> Any:
+    """Import transformers; skip the test if it cannot be had."""
+    if reason := install():
+        pytest.skip(f"transformers {VERSION}: {reason}")
+    if str(FOLDER) not in sys.path:
+        sys.path.append(str(FOLDER))
+    try:
+        found = import_module("transformers")
+    except ImportError as error:
+        pytest.skip(f"transformers {VERSION}: {error}")
+    found.logging.set_verbosity_error()
+    found.logging.disable_progress_bar()
+    return found
+
+
+class InDouble(TorchFunctionMode):
+    """Computes in fp64 what transformers computes in fp32 in whatever type a model is: norms, softmax, rotations."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.float:
+            return args[0].double()
+        swapped = {k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
+        return func(*(torch.float64 if a is torch.float32 else a for a in args), **swapped)
+
+
+@contextlib.contextmanager
+def in_double() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        with InDouble():
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def build(name: str, double: bool = False, **more: Any) -> Any:
+    """A random model of transformers; weights large enough, and biases other than zero, that all of it matters."""
+    config, kind, keys = (MODELS | MORE)[name]
+    library = transformers()
+    with in_double() if double else contextlib.nullcontext():
+        torch.manual_seed(0)
+        model = getattr(library, kind)(getattr(library, f"{config}Config")(**{**keys, **more})).eval()
+        if name == "t5, 1.1":  # as the real ones are: with a head of its own
+            model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight))
+        with torch.no_grad():
+            for weight in model.parameters():
+                noise = torch.randn(weight.shape, dtype=weight.dtype)
+                weight.copy_(0.2 * noise if weight.ndim > 1 else weight + 0.1 * noise)
+    return model
+
+
+def logits(model: Any, data: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """[batch, length, vocab] of data tensors [batch, length]."""
+    given = {"input_ids": data["tokens"].clamp(min=0)}
+    if model.config.is_encoder_decoder:
+        source = data["source"]
+        given = {"input_ids": source.clamp(min=0), "attention_mask": (source >= 0).long(),
+                 "decoder_input_ids": given["input_ids"]}  # fmt: skip
+    elif model.config.model_type == "bert":
+        given |= {"attention_mask": (data["tokens"] >= 0).long(), "token_type_ids": data["segments"]}
+    return model(**given).logits

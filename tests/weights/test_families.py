@@ -1,0 +1,132 @@
+"""Models of transformers in and out: random ones of every family equal it in logits and gradients, and what is exported
+is what save_pretrained writes, bit by bit."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from platform.checkpoint.storage import catalogue
+from platform.checkpoint.storage.storage import Local
+from platform.config.fields import Config
+from platform.model.ends import LOGITS
+from platform.parallel.communicator.base import SingleRank
+from platform.parallel.loss_ops import PassPosition
+from platform.planning.make_plan import make_plan
+from platform.train.protocol.answers import Differences
+from platform.train.step.training_state import State
+from platform.weights.exporting import export_model, exportable
+from platform.weights.importing import import_model, importable
+from platform.weights.names import stored_tensors
+from platform.weights.translate import family_of
+from tests.harness.oracle import Tokens, configure, trainer_of
+from tests.weights import peer
+
+FAMILIES = list(peer.MODELS)
+EVERY = [*FAMILIES, *(pytest.param(name, marks=pytest.mark.full) for name in peer.MORE)]
+
+
+def saved(folder: Path, name: str, double: bool = False, **more: Any) -> tuple[Path, Any]:
+    """A random model, and the folder to which transformers saves it."""
+    model = peer.build(name, double, **more)
+    model.save_pretrained(folder / "theirs")
+    return folder / "theirs", model
+
+
+def started(folder: Path, precision: str) -> tuple[Config, Any]:
+    """A trainer of the model in a folder of transformers, with its weights."""
+    keys = vars(importable(str(folder), "source").model) | {"dropout": 0.0}
+    if keys["kind"] == "encoder_decoder":
+        keys |= {"length": 12, "source_length": 15}
+    c = configure(precision=precision, **keys)
+    c.train.init = str(folder)
+    plan = make_plan(c)
+    trainer = trainer_of(c, plan, SingleRank(plan.mesh), fresh=False)
+    State(trainer).begin()
+    return c, trainer
+
+
+def data_of(c: Config) -> dict[str, torch.Tensor]:
+    return {n: torch.from_numpy(rows) for n, rows in Tokens(c).batch("train", 0, c.train.global_batch).items()}
+
+
+def our_logits(trainer: Any) -> torch.Tensor:
+    """[batch, length, vocab] of the first global batch."""
+    trainer.ops.position = PassPosition(training=False)
+    found = []
+    for first in range(0, trainer.config.train.global_batch, trainer.plan.sizes["batch"]):
+        inputs = {n: v for n, v in trainer.load("train", first).items() if n != "labels"}
+        with torch.no_grad():
+            out = trainer.model.part(trainer.ops, inputs, {}, trainer.model.units)
+        found.append(trainer.ops.gathered(out["logits"], LOGITS).transpose(0, 1))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_logits_are_equal(tmp_path, name):
+    folder, model = saved(tmp_path, name)
+    c, trainer = started(folder, "fp32")
+    data = data_of(c)
+    with torch.no_grad():
+        theirs = peer.logits(model, data)
+    real = data["tokens"] >= 0
+    assert theirs.std() > 0.1
+    assert (our_logits(trainer) - theirs)[real].abs().max() < 1e-5 * max(1, theirs.abs().max())
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_gradients_are_equal(tmp_path, name):
+    no_padding = {"pad_token_id": None} if name.startswith("bert") else {}  # whose embedding has no gradient there
+    folder, model = saved(tmp_path, name, double=True, **no_padding)
+    c, trainer = started(folder, "fp64")
+    data = data_of(c)
+    with peer.in_double():
+        loss = F.cross_entropy(peer.logits(model, data).flatten(0, 1), data["labels"].flatten(), ignore_index=-1)
+        loss.backward()
+    ours: dict[str, torch.Tensor] = {}
+
+    def keep() -> Differences:
+        ours.update((n, g.clone()) for n, g in trainer.weights.gradients.items())
+        return Differences()
+
+    assert trainer.step(1, verify=keep).loss == pytest.approx(loss.item(), rel=1e-10)
+    theirs = dict(model.named_parameters())
+    tensors = stored_tensors(c.model, family_of(json.loads((folder / "config.json").read_text())))
+    assert len(tensors) == len({id(p) for p in theirs.values()})
+    largest = max(p.grad.abs().max() for p in theirs.values())
+    for t in tensors:
+        g = torch.cat([ours[part.name].reshape(part.rows, part.columns) for part in t.parts])
+        g = (g.t() if t.turned else g).reshape(t.shape)
+        error = (g - theirs[t.name].grad).abs().max()
+        assert error <= 1e-10 * largest, t.name
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_round_trip_is_equal_in_every_byte(tmp_path, name):
+    """By way of a checkpoint; and without what that says of its origin, config.json is still the same."""
+    folder, _ = saved(tmp_path, name)
+    storage = Local(tmp_path / "storage")
+    directory = import_model(importable(str(folder), "source"), storage)
+    manifest = catalogue.verify(storage, directory)
+    for number, keeps in enumerate((True, False)):
+        some = manifest if keeps else replace(manifest, meta=replace(manifest.meta, values={}))
+        family = "" if keeps else importable(str(folder), "source").saved.config["model_type"]
+        export_model(exportable(storage, directory, some, family), Local(tmp_path / f"ours{number}"))
+        there, here = (
+            {f.name: f.read_bytes() for f in path.iterdir()} for path in (folder, tmp_path / f"ours{number}")
+        )
+        there.pop("generation_config.json", None)
+        assert here.keys() == there.keys()
+        configs = [json.loads(files.pop("config.json")) for files in (here, there)]
+        if not keeps:
+            for config in configs:
+                for key in ("transformers_version", "bos_token_id", "eos_token_id", "pad_token_id"):
+                    config.pop(key, None)
+        assert configs[0] == configs[1]
+        assert here == there

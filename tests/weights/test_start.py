@@ -1,0 +1,139 @@
+"""A run that starts from weights: any plan takes them as they are, whatever wrote them, and trains on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from platform.checkpoint.moves.reshard import read_tensor
+from platform.checkpoint.storage import catalogue
+from platform.checkpoint.storage.storage import Local
+from platform.config.fields import Config
+from platform.parallel.communicator.base import Communicator
+from platform.planning.make_plan import make_plan
+from platform.train.step.training_state import State
+from platform.weights.__main__ import main
+from platform.weights.importing import import_model, importable
+from tests.harness.commands import QUICK, in_this_process
+from tests.harness.oracle import Result, assemble, configure, trainer_of
+from tests.harness.suite import suite
+from tests.harness.threads import run_threads
+from tests.weights import peer
+from tests.weights.written import written
+
+PLANS = {
+    "1d": {"tensor": "1d", "axes": {"t": 2}},
+    "3d": {"tensor": "3d", "axes": {"x": 2, "y": 2, "z": 1}},
+    "zero 3": {"data": 2, "zero": 3, "microbatch": 2},
+    "stages": {"pipeline": "1f1b", "stages": 2, "microbatch": 2},
+}
+CASES = [{"plan": plan, "family": family, "source": source} for plan in PLANS for family in ("gpt2", "qwen2", "t5")
+         for source in ("folder", "checkpoint")]  # fmt: skip
+
+
+def masters(c: Config, plan, communicator: Communicator) -> Result:
+    trainer = trainer_of(c, plan, communicator, fresh=False)
+    State(trainer).begin()
+    found = {n: w.detach().clone() for n, w in trainer.weights.master.items()}
+    return Result(communicator.rank, 0.0, 0.0, {}, found, {}, [], None, [])
+
+
+@suite("starts from weights (threads)", CASES, CASES[::5])
+def test_every_plan_takes_the_same_weights(tmp_path, case):
+    folder = written(tmp_path / "hf", case["family"])
+    found = importable(str(folder), "source")
+    directory = import_model(found, Local(tmp_path / "storage"))
+    storage = Local(tmp_path / "storage")
+    manifest = catalogue.verify(storage, directory)
+    c = configure(**PLANS[case["plan"]], **vars(found.model))
+    c.train.init = str(folder if case["source"] == "folder" else tmp_path / "storage")
+    plan = make_plan(c)
+    results = run_threads(plan.mesh, lambda communicator: masters(c, plan, communicator))
+    for name, whole in assemble(plan, results, lambda r: r.initial).items():
+        assert torch.equal(whole, read_tensor(storage, directory, manifest, f"model.{name}").double()), name
+
+
+RUN = [QUICK, "cluster=inline", "tensor=serial", "pipeline=none", "parallel.data=1", "data=synthetic", "eval.every=0",
+       "monitor.sample=0", "train.steps=4", "train.global_batch=4", "train.microbatch=2", "run.dir=run",
+       "checkpoint.every=2"]  # fmt: skip
+
+
+def trained(cwd: Path, *arguments: str, status: int = 0) -> str:
+    done = in_this_process(*RUN, *arguments, cwd=cwd)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def journal(cwd: Path) -> list[dict]:
+    return [json.loads(line) for line in (cwd / "run" / "journal.jsonl").read_text().splitlines()]
+
+
+def loss(cwd: Path) -> float:
+    return json.loads((cwd / "run" / "metrics.jsonl").read_text().splitlines()[0])["loss"]
+
+
+def test_a_run_of_its_own(tmp_path):
+    """From a folder of transformers, in and out by command: it starts from these weights, goes on from its own
+    checkpoints without them, does not mistake other weights for these, and ends in a folder of transformers."""
+    folder = written(tmp_path / "hf", "qwen3")
+    source = ["model=from_hf", f"model.source={folder}"]
+    printed = trained(tmp_path, *source, "train.stop_at=2")
+    assert f"weights  of {folder}" in printed
+    (started,) = (e for e in journal(tmp_path) if e["event"] == "initialised")
+    assert started["weights"] == str(folder) and started["differences"] == []
+    (folder / "model.safetensors").rename(tmp_path / "away.safetensors")
+    (folder / "model.safetensors").write_bytes((tmp_path / "away.safetensors").read_bytes()[:200])
+    assert main(["import", str(folder), str(tmp_path / "storage")]) == 2
+    (tmp_path / "away.safetensors").replace(folder / "model.safetensors")
+    assert "continues after step 2" in trained(tmp_path, *source)
+    assert len([e for e in journal(tmp_path) if e["event"] == "initialised"]) == 1
+    assert "train.init" in trained(tmp_path, *source, "train.init=random", "train.steps=6", status=2)
+    assert main(["export", str(tmp_path / "run" / "checkpoints"), str(tmp_path / "out")]) == 0
+    trained_on = importable(str(tmp_path / "out"), "source")
+    assert trained_on.saved.config["model_type"] == "qwen3"
+    assert trained_on.saved.config["dtype"] == "float32"
+
+
+def test_the_same_by_way_of_a_checkpoint(tmp_path):
+    """And a key that the user typed is said, as the model then computes otherwise."""
+    folder = written(tmp_path / "hf", "llama")
+    assert main(["import", str(folder), str(tmp_path / "storage")]) == 0
+    source = ["model=from_hf", f"model.source={folder}"]
+    losses = {}
+    cases = {
+        "folder": [],
+        "checkpoint": [f"train.init={tmp_path / 'storage'}"],
+        "random": ["train.init=random"],
+        "other": ["model.rope_theta=50", "model.length=10"],
+    }
+    for where, more in cases.items():
+        (tmp_path / where).mkdir()
+        printed = trained(tmp_path / where, *source, *more, "train.stop_at=1")
+        assert ("model.rope_theta=50.0 here, 10000.0 where the weights come from" in printed) == (where == "other")
+        losses[where] = loss(tmp_path / where)
+    assert losses["folder"] == losses["checkpoint"]
+    assert len(set(losses.values())) == 3
+
+
+def test_transformers_loads_what_was_trained(tmp_path):
+    """A run that began at random: its family is found, and its tokenizer goes along."""
+    library = peer.transformers()
+    corpus = tmp_path / "text"
+    corpus.write_text("the quick brown fox jumps over the lazy dog\n" * 400)
+    model = "model.layers=1 model.d_model=32 model.length=16 model.vocab=300 model.activation=gelu_tanh".split()
+    trained(tmp_path, *model, "data=text", f"data.path={corpus}", f"data.cache={tmp_path / 'cache'}")
+    storage = tmp_path / "run" / "checkpoints"
+    (tokenizer,) = (tmp_path / "cache").glob("*/tokenizer.json")
+    assert main(["export", str(storage), str(tmp_path / "out"), "--tokenizer", str(tokenizer), "--shard", "20KB"]) == 0
+    assert len([*(tmp_path / "out").glob("model-*.safetensors")]) > 1
+    theirs = library.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    words = library.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert type(theirs).__name__ == "GPT2LMHeadModel" and theirs.config.eos_token_id == 0
+    assert words.decode(words("quick fox")["input_ids"]) == "quick fox"
+    found = importable(str(tmp_path / "out"), "source")
+    c = configure(precision="fp32", **vars(found.model))
+    c.train.init = str(tmp_path / "out")
+    (ours,) = run_threads(make_plan(c).mesh, lambda communicator: masters(c, make_plan(c), communicator))
+    assert torch.equal(ours.initial["embedding"][:300], theirs.get_input_embeddings().weight.detach())

@@ -1,0 +1,46 @@
+"""Folders as transformers writes them, without transformers: random tensors under the names of a family."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from platform.config.fields import Model
+from platform.weights.families.known import FAMILIES
+from platform.weights.names import stored_tensors
+from platform.weights.translate import config_of
+
+SMALL: dict[str, Any] = {"layers": 2, "d_model": 16, "heads": 4, "length": 12, "vocab": 61}
+LLAMA: dict[str, Any] = {**SMALL, "kv_heads": 2, "norm": "rmsnorm", "activation": "swiglu", "positions": "rope",
+                         "bias": False, "tied": False, "d_ff": 40}  # fmt: skip
+OURS: dict[str, dict[str, Any]] = {
+    "gpt2": {**SMALL, "activation": "gelu_tanh"},
+    "llama": LLAMA,
+    "mistral": {**LLAMA, "window": 4},
+    "qwen2": {**LLAMA, "attention_bias": "qkv", "window": 4, "window_layers": [1]},
+    "qwen3": {**LLAMA, "query_key_norm": True, "d_kv": 6, "window": 4},
+    "bert": {**SMALL, "kind": "encoder", "post_norm": True, "embedding_norm": True, "segments": 2,
+             "head_transform": True, "head_bias": True},
+    "t5": {**SMALL, "kind": "encoder_decoder", "norm": "rmsnorm", "positions": "relative", "bias": False,
+           "activation": "relu", "attention_scale": 1.0, "logit_scale": 0.25},
+}  # fmt: skip
+
+
+def tensors_of(name: str) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    tensors = stored_tensors(Model(**OURS[name]), FAMILIES[name])
+    return {t.name: torch.randn(t.shape, generator=generator) for t in tensors}
+
+
+def written(folder: Path, name: str, tensors: dict[str, Tensor] | None = None, **config: Any) -> Path:
+    """Write a model of the family `name`: its tensors, or others, and its config.json with more keys."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found = config_of(Model(**OURS[name]), FAMILIES[name]) | config
+    (folder / "config.json").write_text(json.dumps(found))
+    save_file(tensors_of(name) if tensors is None else tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
