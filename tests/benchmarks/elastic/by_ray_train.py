@@ -1,6 +1,6 @@
 """Ray Train's elastic training, as its guide shows it: DDP, a checkpoint every few steps, ScalingConfig with a range.
 
-    python -m tests.benchmarks.elastic.by_ray_train FOLDER     on a node whose RAY_ADDRESS is set
+python -m tests.benchmarks.elastic.by_ray_train FOLDER     on a node whose RAY_ADDRESS is set
 """
 
 from __future__ import annotations

@@ -68,7 +68,15 @@ def cases() -> Iterator[Case]:
         name: {**split, **batch, "order": order}
         for name, order in (("naive order", "outer"), ("topology-aware", "inner"))
     })  # fmt: skip
-    replicas = {"tensor": "1d", "axes": {"t": 2}, "data": 4, **WIDE, "d_model": 128, "microbatch": 8, "global_batch": 32}
+    replicas = {
+        "tensor": "1d",
+        "axes": {"t": 2},
+        "data": 4,
+        **WIDE,
+        "d_model": 128,
+        "microbatch": 8,
+        "global_batch": 32,
+    }
     yield Case("placement", "10mbit", 2, {DEALT: replicas, "t inside a node": replicas})
     batch = {"microbatch": 16, "global_batch": 16}
     name, best = best_plan({**WIDE, **batch})

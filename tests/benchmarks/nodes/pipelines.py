@@ -21,8 +21,8 @@ from tests.harness.oracle import configure
 from tests.testbed.links import Links, bits_per_second
 from tests.testbed.ranks import on_nodes
 
-HEAD = ("schedule", "rate", "busiest: planned, counted (MB)", "message (s)", "simulated (s)", "step (s)", "of the first",
-        "simulated", "off")  # fmt: skip
+HEAD = ("schedule", "rate", "busiest: planned, counted (MB)", "message (s)", "simulated (s)", "step (s)",
+        "of the first", "simulated", "off")  # fmt: skip
 RATES = ("25mbit", "100mbit", "1gbit")
 STAGES = 8
 FORWARD = 0.08  # seconds of a stage; its backward pass takes twice as long
