@@ -36,7 +36,7 @@ class Wire(NamedTuple):
 def on_nodes(links: Links, nodes: Sequence[int], work: str, *arguments: Any, urgent: bool = False) -> list[Any]:
     """Run `work`, "module:function", on a rank per entry of `nodes`, the node that it is on, as function(rank,
     *arguments) in a gloo world; return the results by rank. Arguments and results are JSON. `urgent`: the ranks go
-    before other processes of this machine. Raises RuntimeError with what a rank that failed has said."""
+    before other processes of this machine. Raises RuntimeError with what the first rank that failed has said."""
     spec = {
         "networks": [links.network(node) for node in nodes],
         "host": links.address(nodes[0]),
@@ -54,7 +54,7 @@ def on_nodes(links: Links, nodes: Sequence[int], work: str, *arguments: Any, urg
         timeout=PATIENCE,
     )
     if done.returncode:
-        raise RuntimeError(done.stderr[-4000:])
+        raise RuntimeError(done.stderr[:8000])  # the first to fail speaks first
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 

@@ -131,9 +131,10 @@ class ProcessGroups(Communicator):
             try:
                 work.wait(ABORTED)
                 return
-            except RuntimeError:  # of the collective, or it is not done yet
+            except RuntimeError:  # of the collective, or it was not done yet
                 if work.is_completed():
-                    raise
+                    work.wait()  # it may have ended well since; else this raises what it did
+                    return
                 if aborted:
                     self._stuck = True
                     raise

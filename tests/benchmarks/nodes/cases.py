@@ -59,7 +59,7 @@ def cases() -> Iterator[Case]:
     """Yield all cases."""
     stages = {"tensor": "1d", "axes": {"t": 4}, "pipeline": "1f1b", "stages": 2, "tied": False, **NARROW}
     batch = {"microbatch": 32, "global_batch": 256}
-    yield Case("scatter/gather", "5mbit", 4, {
+    yield Case("scatter/gather", "2500kbit", 4, {
         name: {**stages, **batch, "scatter_gather": on} for name, on in (("off", False), ("on", True))
     })  # fmt: skip
     split = {"tensor": "1d", "axes": {"t": 2}, "branch": "dsp", "branch_axes": {"g": 2}, "data": 2, **NARROW}
@@ -92,7 +92,7 @@ def cases() -> Iterator[Case]:
         "3d, the cube": {"tensor": "3d", "axes": {"x": 2, "y": 2, "z": 2}},
         f"3d, the best cuboid {' x '.join(map(str, cuboid.values()))}": {"tensor": "3d", "axes": cuboid},
     }
-    for rate in ("10mbit", "100mbit", "1gbit"):
+    for rate in ("2500kbit", "100mbit", "1gbit"):
         yield Case("tensor scheme", rate, 1, {name: {**how, **SQUARE, **FEW} for name, how in schemes.items()})
 
 
