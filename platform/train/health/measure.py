@@ -49,16 +49,16 @@ class Bench:
         self.file, self.data = f".doctor-{secrets.token_hex(8)}", secrets.token_bytes(sizes.file)
 
     def fastest(self, work: Callable[[], Any]) -> float:
-        """Return the seconds that `work` takes at best: of the device on a GPU, of the CPU on a CPU, so that neither
-        counts what others do on the machine."""
+        """Return the seconds that `work` takes at best: of the device on a GPU, of this thread on a CPU, so that
+        neither counts what others do on the machine, nor what a new worker's other threads still load."""
         work()  # allocates, and loads what it needs
         return max(1e-9, min(self._seconds(work) for _ in range(REPEATS)))
 
     def _seconds(self, work: Callable[[], Any]) -> float:
         if self.device == "cpu":
-            begin = time.process_time()
+            begin = time.thread_time()
             work()
-            return time.process_time() - begin
+            return time.thread_time() - begin
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         first.record()
         work()
