@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from platform.train.health.gpu_state import GpuQuery
 from platform.train.protocol.answers import Findings
 from platform.train.recovery import urls
 
-REPEATS = 5  # of which the fastest counts
+REPEATS, REPEAT_SECONDS = 5, 0.05  # so often at least, and for so long by the clock; the fastest counts
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,10 @@ class Bench:
         """Return the seconds that `work` takes at best: of the device on a GPU, of this thread on a CPU, so that
         neither counts what others do on the machine, nor what a new worker's other threads still load."""
         work()  # allocates, and loads what it needs
-        return max(1e-9, min(self._seconds(work) for _ in range(REPEATS)))
+        fastest, repeats, end = inf, 0, time.perf_counter() + REPEAT_SECONDS
+        while repeats < REPEATS or time.perf_counter() < end:
+            fastest, repeats = min(fastest, self._seconds(work)), repeats + 1
+        return max(1e-9, fastest)
 
     def _seconds(self, work: Callable[[], Any]) -> float:
         if self.device == "cpu":
