@@ -18,7 +18,9 @@ SMALL = (
     " data=synthetic eval.every=0 monitor.sample=0 train.global_batch=8 train.microbatch=2 train.steps=100000"
     " optimizer.schedule=constant optimizer.lr=1e-3 optimizer.eps=1e-6"
 ).split()
-CLUSTER = "cluster=ray cluster.device=cpu cluster.wait=200 elastic.wait=300 elastic.hang_seconds=8".split()
+CLUSTER = (  # nodes share this machine's cores, each of which would count all of them as its own
+    "cluster=ray cluster.device=cpu cluster.threads=1 cluster.wait=200 elastic.wait=300 elastic.hang_seconds=8"
+).split()
 ALONE = "cluster=inline tensor=serial parallel.data=1 pipeline=none train.microbatch=8".split()
 
 

@@ -35,7 +35,7 @@ class Sizes:
 
 
 QUICK = Sizes(
-    {"cpu": 256, "cuda": 4096}, {"cpu": 4 << 20, "cuda": 256 << 20}, {"cpu": 1 << 18, "cuda": 1 << 24}, 1 << 20
+    {"cpu": 512, "cuda": 4096}, {"cpu": 4 << 20, "cuda": 256 << 20}, {"cpu": 1 << 18, "cuda": 1 << 24}, 1 << 20
 )
 FULL = Sizes({"cpu": 1024, "cuda": 8192}, {"cpu": 1 << 25, "cuda": 1 << 30}, {"cpu": 1 << 22, "cuda": 1 << 28}, 1 << 24)
 
@@ -145,12 +145,14 @@ MEASURES: dict[str, Callable[[Bench], None]] = {  # check -> what measures it, a
 def findings(config: Config, run_dir: Path, device: str, sizes: Sizes) -> Findings:
     """Examine this worker by itself, and return what was measured; what could not be is an error of its check."""
     query = GpuQuery() if device == "cuda" else None  # answers while the rest is measured
-    bench = Bench(config, run_dir, device, sizes)
+    bench, threads = Bench(config, run_dir, device, sizes), torch.get_num_threads()
+    torch.set_num_threads(1)  # waiting for others, which spins, would count
     for check, measure in MEASURES.items():
         try:
             measure(bench)
         except Exception as error:  # from a device, a library or a storage: the very thing looked for
             bench.found.errors[check] = f"{type(error).__name__}: {error}".partition("\n")[0]
+    torch.set_num_threads(threads)
     if query:
         query.answer(bench.found)
     return bench.found

@@ -81,11 +81,13 @@ class Ours(OnRay):
         rest = (
             f"+experiment=gpt_quick tensor=serial parallel.data={WORKERS} data=synthetic train.steps={FOREVER}"
             f" optimizer.schedule=constant eval.every=0 monitor.sample=0 checkpoint.every={SAVED}"
-            " cluster=ray cluster.device=cpu elastic.attempts=1000"
+            " cluster=ray cluster.device=cpu cluster.threads=1 elastic.attempts=1000"
         ).split()
         self._run = self._nodes.launch("run", *rest, *model, *batch)
 
     def steps(self) -> list[Step]:
+        if self._run.process.poll() is not None:
+            raise RuntimeError(self._run.log.read_text()[-4000:])
         of_generation: dict[int, list[dict[str, Any]]] = {}
         for row in JsonLines.read(self._run.run_dir / "metrics.jsonl") if self._run.rows else ():
             of_generation.setdefault(row["generation"], []).append(row)
