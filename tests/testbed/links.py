@@ -119,8 +119,10 @@ class Links:
             self._join(node)
 
     def crash(self, *nodes: int) -> None:
-        """Lose nodes as by a power cut: every process there is killed, and no connection is closed."""
+        """Lose nodes as by a power cut: every process there is killed, and no connection is closed: the kernel, which
+        would close them, reaches nobody."""
         for node in nodes:
+            subprocess.run(self._hub_command(f"ip link set port{node} down"), stderr=subprocess.DEVNULL)
             self._holders[node].kill()
         for node in nodes:
             self._holders.pop(node).wait()
