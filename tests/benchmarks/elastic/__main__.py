@@ -136,7 +136,11 @@ def main() -> None:
             print(f"| {name} | {why} |")
             continue
         for kill in options.kills:
-            print(f"| {' | '.join(measure(name, kill, options.trials))} |", flush=True)
+            try:
+                row = measure(name, kill, options.trials)
+            except TimeoutError as error:
+                row = [name, kill, f"no step that was waited for {error}"]
+            print(f"| {' | '.join(row)} |", flush=True)
 
 
 if __name__ == "__main__":
