@@ -1,11 +1,11 @@
 """Nodes as namespaces, joined by links of a limited rate: `with Links(nodes=2, rate="100mbit") as links`.
 
-A node has a network, processes, a host name and a table of mounts of its own. Its interface `link0`, at 10.77.0.1 and
-up, is on the bridge of its rack; where there are several, each is joined to a bridge `core` by a link of the rate
-`uplink`. `tc tbf` limits both ends of each link, so that a node sends at `rate` and receives at `rate`. Nothing is
-created outside of these namespaces, and none has a name: each one lives as long as the process that holds it, which the
-kernel kills when ours ends, in whichever way, and with it every process that was started on the node. So nothing is
-left, also after SIGKILL. Needs root (CAP_NET_ADMIN, CAP_SYS_ADMIN).
+A node has a network, processes, a host name and a table of mounts of its own, and knows the others by name. Its
+interface `link0`, at 10.77.0.1 and up, is on the bridge of its rack; of several racks, each is joined to a bridge
+`core` by a link of the rate `uplink`. `tc tbf` limits both ends of each link, so that a node sends at `rate` and
+receives at `rate`. Nothing is created outside of these namespaces, and none has a name: each one lives as long as the
+process that holds it, which the kernel kills when ours ends, in whichever way, and with it every process that was
+started on the node. So nothing is left, also after SIGKILL. Needs root (CAP_NET_ADMIN, CAP_SYS_ADMIN).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import os
 import re
 import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -199,6 +200,12 @@ class Links:
             "sysctl -q net.ipv4.tcp_slow_start_after_idle=0",  # a link that is idle between steps is no new link
             self._limited(INTERFACE, self.rate),
         )
+        with tempfile.NamedTemporaryFile("w") as names:  # it lives on where it is mounted
+            names.write("127.0.0.1 localhost\n")
+            names.writelines(f"{self.address(other)} node{other}\n" for other in range(self.nodes))
+            names.flush()
+            Path(names.name).chmod(0o644)
+            self._in_node(node, f"mount --bind {names.name} /etc/hosts")
 
     def _join_rack(self, rack: int) -> None:
         """Connect a rack's bridge to `core` by a link of the uplink's rate."""

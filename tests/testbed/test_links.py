@@ -182,6 +182,7 @@ def test_a_node_is_lost_and_starts_anew():
         links.boot(1)
         until(lambda: connects(links, 0, 1) and connects(links, 1, 0))
         assert links.run(1, ["hostname"]).stdout == "node1\n"
+        assert links.run(1, ["getent", "hosts", "node0"]).stdout.split() == [links.address(0), "node0"]
         assert "sleep infinity" in links.run(1, ["ps", "-o", "args", "1"]).stdout
         assert not daemons(links._holders[1].pid)
 
