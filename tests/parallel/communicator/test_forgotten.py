@@ -1,4 +1,4 @@
-"""Waiting for a collective of gloo: for one that it has forgotten only until an abort, for any other to its end."""
+"""A message that gloo forgets when its connection ends: who waits for it goes on, and leaves."""
 
 from __future__ import annotations
 
@@ -25,26 +25,21 @@ class Forgotten:
         return False
 
 
-class Failed(Forgotten):
-    """Work that has failed."""
+class Late:
+    """Work of gloo that ends at the moment in which a wait for it does, as it should or with a failure."""
+
+    def __init__(self, failure: str = ""):
+        self.failure, self.done = failure, False
 
     def wait(self, timeout=None):
-        raise RuntimeError("Connection closed by peer")
-
-    def is_completed(self):
-        return True
-
-
-class Late(Forgotten):
-    """Work that ends well just after a wait for it was given up."""
-
-    def wait(self, timeout=None):
-        self.waits += 1
-        if self.waits <= 2:
+        if not self.done:
+            self.done = True
             raise RuntimeError("Operation timed out!")
+        if self.failure:
+            raise RuntimeError(self.failure)
 
     def is_completed(self):
-        return self.waits == 2
+        return self.done
 
 
 @pytest.fixture
@@ -63,13 +58,12 @@ def test_it_is_waited_for_until_an_abort_and_a_little_longer(groups):
     assert time.monotonic() - begin > 5 * ABORTED.total_seconds()  # also what an abort frees has time for that
 
 
-def test_a_failure_is_raised_at_once(groups):
-    with pytest.raises(RuntimeError, match="closed"):
-        groups._until_aborted(Failed())
+def test_what_ends_as_a_wait_does_is_no_failure(groups):
+    groups._until_aborted(Late())
     assert not groups._stuck
 
 
-def test_one_that_ends_well_between_two_waits_is_no_failure(groups):
-    work = Late()
-    groups._until_aborted(work)
-    assert work.waits == 3 and not groups._stuck
+def test_a_failure_is_raised_as_it_is(groups):
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        groups._until_aborted(Late("closed by peer"))
+    assert not groups._stuck
