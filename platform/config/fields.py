@@ -142,6 +142,14 @@ class Data:
         'what is predicted; "" = the default for model.kind and the data',
         ("", "causal", "masked", "span_denoising", "pairs"),
     )
+    tokenizer: str = key(
+        "train", "train = a BPE of the data's own; or a tokenizer.json, tiktoken or sentencepiece, or a folder"
+    )
+    tokenizer_words: str = key("", "tiktoken: gpt2, cl100k_base, qwen, o200k_base or a regular expression of words")
+    special_tokens: list[str] = key([], "special tokens that the tokenizer gets beside its own")
+    end_token: str = key("", 'special token that ends documents; "" = as the tokenizer says')
+    begin_token: str = key("", 'special token that begins documents; "" = as the tokenizer says')
+    chat_template: str = key("", 'how conversations are written: chatml or a file; "" = as the tokenizer says')
     validation: float = key(0.05, "fraction of the documents held out for validation; 0 = none", ">= 0 and < 1")
     cache: str = key("", 'folder for tokenised corpora; "" = ~/.cache/elastic-platform')
 
