@@ -197,16 +197,19 @@ def _complete_model(config: Config, typed: Mapping[str, Any]) -> list[str]:
 
 
 FROM_HF = "from_hf"  # model.kind in conf/model/from_hf.yaml, until the model's source says it
-PATHS = (
-    "run.dir data.path data.target_path data.cache pipeline.file checkpoint.url checkpoint.resume model.source"
-    " train.init"
-).split()
+PATHS = ("run.dir data.cache pipeline.file checkpoint.url checkpoint.resume model.source train.init").split()
 
 
 def _complete_paths(config: Config) -> list[str]:
     """Make every path in a configuration absolute, in place, as workers have other working directories. Return one
     refusal line per path that begins with ~USER of a user that does not exist."""
+    from platform.data.mixture import paths_of, set_path
+
     lines = []
+    for key, given in paths_of(config.data).items():
+        path, wrong = expanded(key, given)
+        set_path(config, key, path)
+        lines += wrong
     for key in PATHS:
         group, name = key.split(".")
         given = getattr(getattr(config, group), name)

@@ -23,6 +23,7 @@ def rewrite(argument: str) -> str:
         experiment=gpt_quick      +experiment=gpt_quick      not in the defaults list
         tensor.axes.t=2           ++tensor.axes.t=2          axes may be new keys
         cluster.labels.zone=a     ++cluster.labels.zone=a    likewise
+        data.sources.web.path=a   ++data.sources.web.path=a  likewise
         tensor.scheme=3d          tensor=3d                  the name of a scheme selects its table
         pipeline=mine             pipeline.kind=mine         a registered name, which is in no file
         tensor.layout=a:b;c:d     tensor.layout='a:b;c:d'    text
@@ -42,7 +43,7 @@ def rewrite(argument: str) -> str:
         return f"{name}.kind={value}"
     if re.fullmatch(r"(tensor|branch)\.axes(\.[^.]+)?", name):
         return f"++{name}={value}"
-    if re.fullmatch(r"cluster\.(labels|runtime_env)(\..+)?", name):
+    if re.fullmatch(r"(cluster\.(labels|runtime_env)|data\.sources)(\..+)?", name):
         key, argument = f"++{name}", f"++{name}={value}"
     if name == "tensor.layout":
         return f"{name}={quote(value)}"

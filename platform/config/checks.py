@@ -11,16 +11,15 @@ from platform.config.bounds import KEYS, flat_values, wrong_values
 from platform.config.durations import nearest_rhythms, rhythm_of, seconds_of
 from platform.config.execution import ON_RAY, Cluster
 from platform.config.fields import (
-    OBJECTIVES,
     Branch,
     Config,
     closest,
-    objective_of,
     violation,
 )
 from platform.config.identity import wrong_allowances
 from platform.config.key import SECONDS, WORKERS
 from platform.config.layout_map import axes_of, wrong_tables
+from platform.config.rules.data_rules import wrong_data, wrong_objective
 from platform.plan.language.numbers import divisors
 from platform.plan.language.scheme import RESERVED
 from platform.plan.memory.hardware import ACCELERATORS, memory_of
@@ -232,28 +231,6 @@ def _betas(config: Config) -> Iterator[str]:
         yield _refused(config, "optimizer.betas", "must be two numbers", [[0.9, 0.95]])
 
 
-def _data(config: Config) -> Iterator[str]:
-    if config.data.kind == "text" and not config.data.path:
-        yield _refused(config, "data.path", "data=text needs a file, a folder or a glob", ["data.path=FILE"])
-    if config.eval.every and not config.data.validation:
-        yield violation("data.validation", 0, f"eval.every={config.eval.every} needs a held-out split", [0.05])
-
-
-def _objective(config: Config) -> Iterator[str]:
-    """Yield a refusal line if the training objective does not go with the model's kind, the data or the sequence
-    lengths, or if a model other than an encoder-decoder has a source length."""
-    data, m = config.data, config.model
-    objective, legal = objective_of(config), OBJECTIVES[m.kind]
-    if objective not in legal or (objective == "pairs") != (data.kind == "pairs"):
-        fitting = [o for o in legal if (o == "pairs") == (data.kind == "pairs")]
-        constraint = f"model.kind={m.kind} and data={data.kind} do not go with it"
-        yield violation("data.objective", objective, constraint, fitting)
-    elif objective == "span_denoising" and (m.length < 3 or m.source_length == 1):
-        yield _refused(config, "model.length", "span denoising needs at least 3, and a source of 2", [3])
-    if m.source_length and m.kind != "encoder_decoder":
-        yield _refused(config, "model.source_length", f"model.kind={m.kind} has one length", [0])
-
-
 def _buckets(config: Config) -> Iterator[str]:
     m = config.model
     if m.positions == "relative" and m.distance <= m.buckets // 2:
@@ -382,8 +359,8 @@ RELATIONS: tuple[tuple[set[str], Callable[[Config], Iterator[str]]], ...] = (
     ({"cluster.kind", "cluster.device", "cluster.threads"}, _deterministic),
     ({"loss_scale.initial", "loss_scale.least"}, _loss_scale),
     ({"optimizer.betas"}, _betas),
-    ({"data.kind", "data.validation", "eval.every"}, _data),
-    ({"data.kind", "data.objective", "model.kind", "model.length"}, _objective),
+    ({"data.kind", "data.validation", "eval.every"}, wrong_data),
+    ({"data.kind", "data.objective", "model.kind", "model.length"}, wrong_objective),
     ({"model.buckets", "model.distance"}, _buckets),
     ({"pipeline.kind", "pipeline.stages", "pipeline.chunks", "pipeline.file"}, _pipeline),
     (set(), _scheme),

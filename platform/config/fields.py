@@ -20,6 +20,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from platform.boundary.schema import By
 from platform.config.execution import Checkpoint, Cluster, Elastic, Monitor, Resume, Run
+from platform.config.groups.data_group import Data
 from platform.config.key import WORKERS, key
 from platform.plan.language.attention_kernels import AUTO, KERNELS
 from platform.plan.language.scheme import GATHERED, SLICE_VIA
@@ -126,32 +127,6 @@ class Model:
     head_bias: bool = key(False, "the output projection has a bias")
     logit_scale: float = key(1.0, "factor on the logits", "> 0", most=1e6)
     label_smoothing: float = key(0.0, "share of the target probability spread over the vocabulary", ">= 0 and < 1")
-
-
-@dataclass
-class Data:
-    """Training data, and what the model predicts in it."""
-
-    kind: str = key("stdlib", "source of the data", ("stdlib", "text", "pairs", "synthetic"), open=True)
-    path: str = key("", "data=text, data=pairs: a file, a folder, a glob, or .jsonl")
-    field: str = key("text", ".jsonl: name of the field that holds the text")
-    target_path: str = key("", "data=pairs: file whose lines translate the lines of data.path")
-    target_field: str = key("target", "data=pairs from .jsonl: name of the field that translates data.field")
-    objective: str = key(
-        "",
-        'what is predicted; "" = the default for model.kind and the data',
-        ("", "causal", "masked", "span_denoising", "pairs"),
-    )
-    tokenizer: str = key(
-        "train", "train = a BPE of the data's own; or a tokenizer.json, tiktoken or sentencepiece, or a folder"
-    )
-    tokenizer_words: str = key("", "tiktoken: gpt2, cl100k_base, qwen, o200k_base or a regular expression of words")
-    special_tokens: list[str] = key([], "special tokens that the tokenizer gets beside its own")
-    end_token: str = key("", 'special token that ends documents; "" = as the tokenizer says')
-    begin_token: str = key("", 'special token that begins documents; "" = as the tokenizer says')
-    chat_template: str = key("", 'how conversations are written: chatml or a file; "" = as the tokenizer says')
-    validation: float = key(0.05, "fraction of the documents held out for validation; 0 = none", ">= 0 and < 1")
-    cache: str = key("", 'folder for tokenised corpora; "" = ~/.cache/elastic-platform')
 
 
 @dataclass

@@ -18,7 +18,7 @@ from platform.config.fields import Config, closest, short_hash, violation
 MAY_CHANGE = {
     "optimizer": ("lr", "betas", "eps", "weight_decay", "clip", "schedule", "warmup_steps", "min_lr"),
     "model": ("dropout", "fused_dropout", "label_smoothing"),
-    "data": ("kind", "path", "target_path"),
+    "data": ("kind", "path", "target_path", "sources"),
     "train": ("init",),
 }
 FREE = [f"{group}.{name}" for group, names in MAY_CHANGE.items() for name in names]
@@ -90,9 +90,11 @@ def refusal(there: Mapping[str, Any], config: Config, key: str, value: Any, what
     found = {k: v for k, v in differences(completed(there), identity(config)).items() if not _freed(k, allow)}
     if not found:
         return []
-    cure = f", or go on with resume.allow=[{','.join([*allow, *found])}]" if found.keys() <= {*FREE} else ""
+    free = [key for key in map(_freeable, found) if key]
+    named = ",".join(dict.fromkeys([*allow, *free]))
+    cure = f", or go on with resume.allow=[{named}]" if len(free) == len(found) else ""
     lines = (
-        f"{k}: {a} there, {b} here" + ("" if k in FREE else f"; fixed: {_reason(k)}") for k, (a, b) in found.items()
+        f"{k}: {a} there, {b} here" + ("" if _freeable(k) else f"; fixed: {_reason(k)}") for k, (a, b) in found.items()
     )
     return [violation(key, value, f"{what}{cure}. What differs:"), *lines]
 
@@ -110,7 +112,13 @@ def wrong_allowances(config: Config) -> Iterator[str]:
 
 
 def _freed(key: str, allow: Sequence[str]) -> bool:
-    return key in FREE and (key in allow or key.partition(".")[0] in allow)
+    free = _freeable(key)
+    return bool(free) and (free in allow or key.partition(".")[0] in allow)
+
+
+def _freeable(key: str) -> str:
+    """Return the entry of FREE that a key is, or lies in, such as data.sources; "" if there is none."""
+    return next((free for free in FREE if f"{key}.".startswith(f"{free}.")), "")
 
 
 def _reason(key: str) -> str:

@@ -48,9 +48,9 @@ def wrong_surroundings(config: Config, environment: Mapping[str, str] | None = N
     for key, url in (("checkpoint.url", checkpoint.url), ("checkpoint.resume", checkpoint.resume)):
         if url not in ("", *RESUME) and (reason := wrong_protocol(url, key == "checkpoint.url")):
             lines.append(violation(key, bare_url(url), reason, ["a path", "s3://BUCKET/PATH", "gs://BUCKET/PATH"]))
-    for key, path in {**folders, "data.path": config.data.path, "data.target_path": config.data.target_path}.items():
+    for key, path in folders.items():
         if "://" in path:
-            lines.append(violation(key, path, "must be a path; only checkpoints go to a URL", ["a path"]))
+            lines.append(violation(key, path, "must be a path; only checkpoints and data may be at a URL", ["a path"]))
     return lines
 
 

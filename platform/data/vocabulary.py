@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,6 +60,18 @@ class Vocabulary:
     def special_tokens(self) -> list[str]:
         """Return the spellings of all special tokens, in the order of their ids."""
         return [t.content for _, t in sorted(self.tokenizer.get_added_tokens_decoder().items()) if t.special]
+
+    @cached_property
+    def digest(self) -> str:
+        """Return a hash of its files: equal digests, equal ids, special tokens and templates."""
+        named = sorted((name, sha256(raw).hexdigest()) for name, raw in self.files.items())
+        return sha256(json.dumps(named).encode()).hexdigest()
+
+    def save(self, folder: Path) -> None:
+        """Write its files into a folder of ours, for `open_vocabulary`."""
+        for name, raw in self.files.items():
+            if self.given or name != CONFIG:
+                (folder / name).write_bytes(raw)
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, in which the spelling of a special token is text."""
@@ -121,6 +135,12 @@ def own_files(found: TokenizerFiles) -> dict[str, bytes]:
     return with_config(found, _OWN)
 
 
+def given_vocabulary(data: Data) -> Vocabulary | None:
+    """Return the vocabulary that data.tokenizer names; None if one is to be trained. Raises ConfigError."""
+    files = given_files(data)
+    return vocabulary_of(files) if files else None
+
+
 def given_files(data: Data) -> dict[str, bytes] | None:
     """Return the files of the tokenizer that data.tokenizer names, with what else the keys of data say of it; None if
     one is to be trained. Raises ConfigError."""
@@ -130,8 +150,7 @@ def given_files(data: Data) -> dict[str, bytes] | None:
     roles = {"eos_token": data.end_token, "bos_token": data.begin_token}
     if said := {name: token for name, token in roles.items() if token}:
         found = with_config(found, said)
-    template = template_of(data)
-    added = [*data.special_tokens, *(CHATML_TOKENS if template == CHATML else ())]
+    template, added = template_of(data), added_tokens(data)
     try:
         tokenizer = parse(found[JSON])
         if lacking := [token for token in said.values() if tokenizer.token_to_id(token) is None and token not in added]:
@@ -146,6 +165,11 @@ def given_files(data: Data) -> dict[str, bytes] | None:
             found, {"tokenizer_class": _OWN["tokenizer_class"], **{f"{r}_token": t for r, t in named.items()}}
         )
     return {**found, TEMPLATE: template.encode()} if template else found
+
+
+def added_tokens(data: Data) -> list[str]:
+    """Return the special tokens that the keys of `data` add to a tokenizer's own."""
+    return [*data.special_tokens, *(CHATML_TOKENS if data.chat_template == "chatml" else ())]
 
 
 def template_of(data: Data) -> str:

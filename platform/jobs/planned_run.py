@@ -12,6 +12,7 @@ from platform.boundary.redaction import REDACTED, redact, register_url_secrets
 from platform.composition.arguments import experiment_of, typed_values
 from platform.composition.composer import CONF, open_composer
 from platform.config.fields import Config, ConfigError, violation
+from platform.data.mixture import paths_of
 from platform.jobs.options import JobOptions, lacking_options, take_options
 from platform.jobs.sizing import JobSize, job_size, workers_per_node
 from platform.launch import compose
@@ -106,10 +107,9 @@ def _needed(config: Config, options: JobOptions, given: Mapping[str, Any]) -> di
 
 def within(config: Config, mount: str) -> None:
     """Raise ConfigError for paths of the run that do not lie below `mount`, where all pods see the same files."""
-    paths = {"data.path": config.data.path, "data.target_path": config.data.target_path}
     lines = [
         violation(key, path, f"must lie below job.mount={mount}, where the claim is", [f"{mount}/..."])
-        for key, path in {**paths, "checkpoint.url": config.checkpoint.url}.items()
+        for key, path in {**paths_of(config.data), "checkpoint.url": config.checkpoint.url}.items()
         if path and "://" not in path and not path.startswith(f"{mount}/")
     ]
     if lines:

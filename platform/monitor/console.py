@@ -66,7 +66,8 @@ class Console:
             self._since.clear()
             self._line(replace(row, tokens_per_second=speed, mfu=mfu), left)
         if row.val_loss is not None:
-            self.say(f"{step:>{_COLUMNS[0][1]}}{row.val_loss:>{_COLUMNS[1][1]}.4f}  validation loss")
+            of = "".join(f"  {name} {loss:.4f}" for name, loss in (row.val_losses or {}).items())
+            self.say(f"{step:>{_COLUMNS[0][1]}}{row.val_loss:>{_COLUMNS[1][1]}.4f}  validation loss{of}")
         if self._live:
             status = f"step {step}/{self._total}  loss {row.loss:.4f}  "
             status += f"{row.tokens_per_second:,.0f} tokens/s  {left} left"

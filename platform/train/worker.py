@@ -337,9 +337,9 @@ class Worker(Candidate):
         undefined now, alike on all ranks."""
         return tried(self.state.begin)
 
-    def evaluate(self) -> float:
-        """Return the mean loss per token over the first eval.batches batches of the held-out data, equal on all
-        ranks."""
+    def evaluate(self) -> dict[str, float]:
+        """Return the mean loss per token over the first eval.batches batches of each source's held-out data, by its
+        name, and of all under "", equal on all ranks."""
         return self.trainer.evaluate()
 
     def sample(self, tokens: int) -> str:

@@ -228,8 +228,6 @@ data.cache=/dev/null | data.cache=/dev/null: cannot be used (/dev/null is no dir
 data.cache=/ | data.cache=/: is the root | a directory
 data.cache=~nosuchuser | data.cache=~nosuchuser: there is no user | ./~nosuchuser
 data=text data.path=~nosuchuser/x | data.path=~nosuchuser/x: there is no user | ./~nosuchuser/x
-data=text data.path=https://a/b | data.path=https://a/b: must be a path | a path
-model.kind=encoder_decoder data=pairs data.path=x data.target_path=s3://a | data.target_path=s3://a: must be | a path
 checkpoint.url=/ | checkpoint.url=/: is the root | a directory
 checkpoint.url=/dev/null/x | checkpoint.url=/dev/null/x: cannot be used | a directory
 checkpoint.url=ftp://host/x | checkpoint.url=ftp://host/x: cannot be used: nothing can be saved through ftp | s3://

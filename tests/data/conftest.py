@@ -1,6 +1,20 @@
+from dataclasses import replace
+
 import pytest
 
 from platform.config.fields import Data
+from platform.data.tokens.kinds import KINDS
+
+
+@pytest.fixture
+def writing(monkeypatch):
+    """Lets every kind of source write its entries by another function."""
+
+    def by(write):
+        for name, kind in KINDS.items():
+            monkeypatch.setitem(KINDS, name, replace(kind, write=write))
+
+    return by
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from platform.config.fields import ConfigError
-from platform.data import cache, corpus
 from platform.data.corpus import open_corpus
+from platform.data.tokens import cache, kinds
 
 SIZES = {"length": 32, "vocab": 400, "seed": 0}
 
@@ -22,14 +22,14 @@ def _entry(data) -> Path:
 
 def _build_together(data, barrier, results):
     """In a process of its own: publish only when the other process has built, too."""
-    build = corpus._build
+    write = kinds.KINDS["text"].write
 
     def slow(*args):
-        description = build(*args)
+        description = write(*args)
         barrier.wait()
         return description
 
-    corpus._build = slow
+    kinds.KINDS["text"] = replace(kinds.KINDS["text"], write=slow)
     made = open_corpus(data, **SIZES)
     results.put((made.digest, made.batch("train", 0, 4)["labels"].tolist()))
 
@@ -48,9 +48,9 @@ def test_two_processes_may_build_one_entry_at_once(data):
     _entry(data)
 
 
-def test_the_second_time_nothing_is_built(data, monkeypatch):
+def test_the_second_time_nothing_is_built(data, writing):
     first = open_corpus(data, **SIZES)
-    monkeypatch.setattr(corpus, "_build", None)
+    writing(None)
     assert np.array_equal(
         open_corpus(data, **SIZES).batch("train", 0, 9)["labels"], first.batch("train", 0, 9)["labels"]
     )
@@ -118,13 +118,13 @@ def test_the_cache_is_where_the_user_keeps_caches(monkeypatch, tmp_path):
     assert cache.root("~/here") == tmp_path / "here"
 
 
-def test_other_machines_find_it_in_a_shared_folder(data, tmp_path, monkeypatch):
+def test_other_machines_find_it_in_a_shared_folder(data, tmp_path, monkeypatch, writing):
     """By its name alone: no text is read there, nothing is tokenised and nothing is hashed."""
     first = open_corpus(data, **SIZES, shared=tmp_path / "run")
     assert first.entry.parent == tmp_path / "run"
     assert os.path.samefile(first.entry / "tokens.bin", tmp_path / "cache" / first.entry.name / "tokens.bin")
     monkeypatch.setattr(cache, "sha256", None)
-    monkeypatch.setattr(corpus, "_build", None)
+    writing(None)
     elsewhere = replace(data, path=str(tmp_path / "no such text"), cache=str(tmp_path / "no such cache"))
     there = open_corpus(elsewhere, **SIZES, entry=first.entry)
     assert there.digest == first.digest and there.samples == first.samples
@@ -132,11 +132,11 @@ def test_other_machines_find_it_in_a_shared_folder(data, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("lost", ["cache", "run"])
-def test_whichever_of_the_two_is_left_serves(data, tmp_path, monkeypatch, lost):
+def test_whichever_of_the_two_is_left_serves(data, tmp_path, monkeypatch, writing, lost):
     monkeypatch.setattr(os, "link", no_link)
     first = open_corpus(data, **SIZES, shared=tmp_path / "run")
     shutil.rmtree(tmp_path / lost)
-    monkeypatch.setattr(corpus, "_build", None)
+    writing(None)
     again = open_corpus(data, **SIZES, shared=tmp_path / "run")
     assert again.digest == first.digest and again.entry == first.entry
 

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 from platform.config.fields import ConfigError, Data
 from platform.data import tokenizer
-from platform.data.corpus import check_data, held_out, open_corpus
-from platform.data.tokenizer import END_OF_TEXT
+from platform.data.corpus import check_data, open_corpus
+from platform.data.tokens.kinds import held_out
+from platform.data.vocabulary import own_files, vocabulary_of
 
+END_OF_TEXT = 0
 LENGTH, VOCAB = 32, 400
 
 
@@ -72,7 +74,7 @@ def test_validation_is_the_stream_in_its_own_order(corpus):
 
 def test_samples_tell_where_documents_begin(corpus, folder):
     """END_OF_TEXT stands in front of every document of the split, and nowhere else."""
-    tokens = corpus.streams["validation"][np.arange(len(corpus.streams["validation"]))].tolist()
+    tokens = corpus.parts[0].streams["validation"][np.arange(len(corpus.parts[0].streams["validation"]))].tolist()
     starts = [i for i, token in enumerate(tokens) if token == END_OF_TEXT]
     texts = {corpus.decode(tokens[a + 1 : b]) for a, b in zip(starts, [*starts[1:], len(tokens)], strict=True)}
     assert texts < {path.read_text() for path in folder.iterdir()}
@@ -80,7 +82,7 @@ def test_samples_tell_where_documents_begin(corpus, folder):
 
 def test_the_splits_are_disjoint_and_whole(corpus, folder):
     """Every document is in exactly one split; the validation split is near its fraction."""
-    streams = {split: corpus.decode(np.asarray(stream).tolist()) for split, stream in corpus.streams.items()}
+    streams = {split: corpus.decode(np.asarray(stream).tolist()) for split, stream in corpus.parts[0].streams.items()}
     for path in folder.iterdir():
         assert sum(path.read_text() in text for text in streams.values()) == 1
     assert 0.05 <= len(streams["validation"]) / sum(map(len, streams.values())) <= 0.1
@@ -90,7 +92,7 @@ def test_a_single_document_is_cut_at_its_tail(data, folder, words):
     path = folder / "00.txt"
     path.write_text(words(0, lines=10_000))  # read in several pieces
     corpus = open_corpus(replace(data, path=str(path)), length=LENGTH, vocab=VOCAB, seed=0)
-    train, validation = (np.asarray(corpus.streams[split]).tolist() for split in ("train", "validation"))
+    train, validation = (np.asarray(corpus.parts[0].streams[split]).tolist() for split in ("train", "validation"))
     assert corpus.decode(train + validation) == "<|endoftext|>" + path.read_text()
     assert len(validation) == round(0.1 * len(train + validation))
 
@@ -122,7 +124,7 @@ def test_ids_that_the_tokenizer_lacks_are_left_out_of_the_text(corpus):
 
 def test_a_large_vocabulary_is_stored_and_read_alike(data):
     small, large = (open_corpus(data, length=LENGTH, vocab=vocab, seed=0) for vocab in (65536, 65537))
-    assert (small.streams["train"].dtype, large.streams["train"].dtype) == ("<u2", "<u4")
+    assert (small.parts[0].streams["train"].dtype, large.parts[0].streams["train"].dtype) == ("<u2", "<u4")
     assert np.array_equal(epoch(small, "train"), epoch(large, "train"))
 
 
@@ -158,7 +160,7 @@ def test_jsonl_becomes_samples(tmp_path, words):
 
 
 def test_a_corpus_without_a_whole_sample_is_refused_with_what_would_do(data, folder, corpus):
-    validation = len(corpus.streams["validation"])
+    validation = len(corpus.parts[0].streams["validation"])
     with pytest.raises(ConfigError) as error:
         open_corpus(data, length=validation, vocab=VOCAB, seed=0)
     (line,) = error.value.violations
@@ -191,7 +193,8 @@ def test_text_without_spaces_is_tokenised_in_linear_time():
     text = "".join(draw.choice("acgt") for _ in range(256_000))
     began = time.process_time()
     bpe = tokenizer.train_tokenizer([text, text], 300)
-    [ids] = tokenizer.encode_documents(bpe, [(0, text)])
+    own = vocabulary_of(own_files({"tokenizer.json": bpe.to_str().encode()}), given=False)
+    [ids] = tokenizer.encode_documents(own, [(0, text)])
     assert time.process_time() - began < 5.0
     assert bpe.decode(ids[1:].tolist()) == text
     assert len(ids) < 0.7 * len(text)
@@ -206,7 +209,8 @@ def test_ordinary_text_is_trained_on_as_it_is():
 def test_nothing_is_held_out_where_nobody_asks_for_it(data):
     """One check judges data.validation=0: it is legal, and eval.every alone cannot go with it."""
     corpus = open_corpus(replace(data, validation=0.0), length=LENGTH, vocab=VOCAB, seed=0)
-    assert corpus.samples["validation"] == 0 and len(corpus.streams["validation"]) == 0 and corpus.samples["train"] > 50
+    held = corpus.parts[0].streams["validation"]
+    assert corpus.samples["validation"] == 0 and len(held) == 0 and corpus.samples["train"] > 50
     assert check_data(replace(data, validation=0.0), vocab=VOCAB) == []
     assert check_data(replace(data, validation=-0.1), vocab=VOCAB) and check_data(
         replace(data, validation=1.0), vocab=VOCAB

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from platform.config.fields import ConfigError, Data
-from platform.data import cache, corpus, pairs, sources
 from platform.data.corpus import open_corpus
+from platform.data.sources import data_files, pairs, texts
+from platform.data.tokens import cache
 
 SIZES = {"length": 32, "vocab": 400, "seed": 0}
 PAIRS = {**SIZES, "length": 4, "objective": "pairs"}
@@ -48,8 +49,8 @@ def consume(reader, most: int) -> None:
 @pytest.fixture
 def small(monkeypatch):
     """Bounds that take seconds, not minutes, to reach."""
-    monkeypatch.setattr(sources, "LINE", 1 << 17)
-    monkeypatch.setattr(sources, "_UNPACKED", 1 << 19)
+    monkeypatch.setattr(data_files, "LINE", 1 << 17)
+    monkeypatch.setattr(data_files, "UNPACKED", 1 << 19)
 
 
 @pytest.mark.parametrize("read", ["documents", "pairs"])
@@ -60,7 +61,7 @@ def test_text_that_is_none_is_refused(tmp_path, small, name, read):
     file = tmp_path / name
     file.write_bytes(FILES[name])
     data = Data(kind="pairs" if read == "pairs" else "text", path=str(file))
-    reader = pairs.read_pairs(pairs.pair_files(data), data) if read == "pairs" else sources.read_documents([file], data)
+    reader = pairs.read_pairs(pairs.pair_files(data), data) if read == "pairs" else texts.read_documents([file], data)
     with pytest.raises(ConfigError) as caught:
         consume(reader, 1 << 24)
     [line] = caught.value.violations
@@ -98,7 +99,7 @@ def test_lines_are_the_same_as_ever(tmp_path):
     ]
     file = tmp_path / "x.jsonl"
     file.write_text('{"text": "a,[{", "score": NaN}\n{"text": "b", "n": 1e999, "n": 2}\n')
-    assert [piece for _, piece in sources.read_documents([file], Data(kind="text", path=str(file)))] == ["a,[{", "b"]
+    assert [piece for _, piece in texts.read_documents([file], Data(kind="text", path=str(file)))] == ["a,[{", "b"]
 
 
 def entry(data) -> Path:
@@ -171,14 +172,13 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture
-def copies(made, tmp_path, monkeypatch):
+def copies(made, tmp_path, writing):
     """Those corpora, in caches of this test's own. Building one again raises Built."""
 
     def refuse(*_):
         raise Built
 
-    monkeypatch.setattr(corpus, "_build", refuse)
-    monkeypatch.setattr(corpus, "_build_pairs", refuse)
+    writing(refuse)
     copied = [replace(data, cache=shutil.copytree(data.cache, tmp_path / data.kind)) for data in made]
     open_corpus(copied[0], **SIZES), open_corpus(copied[1], **PAIRS)  # as they are they will do
     return copied

@@ -8,9 +8,8 @@ import pytest
 from platform.config.fields import Config, ConfigError, Data, Model
 from platform.data.corpus import corpus_of, open_corpus
 from platform.data.objectives import SpanDenoising
-from platform.data.tokenizer import END_OF_TEXT
 
-VOCAB = 400
+VOCAB, END_OF_TEXT = 400, 0
 SHAPES = {
     "causal": {"length": 32},
     "masked": {"length": 32},
@@ -54,7 +53,7 @@ def test_denoising_puts_every_span_back():
     corpus = make("span_denoising")
     goal = corpus.objective
     batch = corpus.batch("validation", 0, 100)
-    text = corpus.streams["validation"][np.arange(100 * goal.needs)].reshape(100, -1).astype(int).tolist()
+    text = corpus.parts[0].streams["validation"][np.arange(100 * goal.needs)].reshape(100, -1).astype(int).tolist()
     lengths = set()
     for row, source, tokens, labels in zip(text, batch["source"], batch["tokens"], batch["labels"], strict=True):
         target = [i for i in labels.tolist() if i >= 0]

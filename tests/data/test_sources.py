@@ -6,7 +6,7 @@ import pytest
 
 from platform.config.fields import ConfigError, Data
 from platform.data.corpus import check_data, open_corpus
-from platform.data.sources import read_documents, stdlib_files, text_files
+from platform.data.sources.texts import read_documents, stdlib_files, text_files
 
 
 def read(data):

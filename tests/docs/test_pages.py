@@ -17,7 +17,7 @@ OPTIONS = {  # Hydra group -> the page whose table has a row for each of its opt
     "pipeline": "pipelines.md",
     "cluster": "clusters.md",
     "experiment": "experiments.md",
-    "data": "own-code.md",
+    "data": "data.md",
     "monitor": "run-directory.md",
 }
 

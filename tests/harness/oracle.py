@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -98,6 +98,8 @@ def configure(
 
 class Tokens:
     """A corpus of pseudo-random tokens, with padding and labels that do not count unless the model is a decoder."""
+
+    validations: ClassVar = {"": ("validation", 1)}
 
     def __init__(self, c: Config):
         self.model, self.vocab = c.model, c.model.vocab

@@ -130,12 +130,12 @@ class Controller:
             start = perf_counter()
             reports, seconds = self._step(crew, generation, step)
             report = reports[0]
-            bubble = val_loss = None
+            bubble = losses = None
             if generation.timeline:
                 bubble = generation.timeline.step(step, start, [report.timeline for report in reports])
             if every and step % every == 0:
                 within = self._deadline(generation)  # per clock section, of which an evaluation may have many
-                val_loss = crew.call("evaluate", within=within)[0]
+                losses = crew.call("evaluate", within=within)[0]
             row = metrics_row(
                 report,
                 generation,
@@ -143,7 +143,7 @@ class Controller:
                 length=self._config.model.length,
                 stalled=self._stall,  # after the previous step, whose row was already written
                 bubble=bubble,
-                val_loss=val_loss,
+                val_losses=losses,
                 recovery_seconds=None if self._failed is None else perf_counter() - self._failed,
             )
             self._commit(generation, row, report.held)

@@ -15,7 +15,7 @@ def metrics_row(
     length: int,
     stalled: float,
     bubble: dict[str, float] | None,
-    val_loss: float | None,
+    val_losses: dict[str, float] | None,
     recovery_seconds: float | None,
 ) -> MetricsRow:
     """Convert rank 0's report on a committed training step, which covers all ranks (see
@@ -25,7 +25,8 @@ def metrics_row(
     dispatch counts; `seconds` are means over the ranks, `comm_bytes` sums, `peak_memory_bytes` maxima. Throughput
     counts this step's tokens, samples of `length`; `mfu` is relative to the peak of a worker, None if that is unknown.
     `stalled`: seconds for which saving has held up the run since the step before; `bubble`: planned and measured
-    pipeline bubble, None without timeline or pipeline; `val_loss`: None if no evaluation followed the step;
+    pipeline bubble, None without timeline or pipeline; `val_losses`: by source of the data, "" being all of
+    them, None if no evaluation followed the step;
     `recovery_seconds`: time since the first failure since the step before, None if there was none.
     """
     first, end = report.samples
@@ -51,6 +52,7 @@ def metrics_row(
         skipped=report.skipped or None,
         loss_scale=report.loss_scale,
         bubble=bubble,
-        val_loss=val_loss,
+        val_loss=None if val_losses is None else val_losses[""],
+        val_losses={name: loss for name, loss in (val_losses or {}).items() if name} or None,
         recovery_seconds=recovery_seconds,
     )

@@ -28,7 +28,7 @@ class SpecialIds:
     `front`: the ids in front of every document: its last one begins this document, its first one ends the one before;
     `start`: what a decoder reads first; `mask`: what stands for a hidden token, None: the vocabulary's last id;
     `sentinel`: what stands for the first missing span, None: that too; the ids below stand for the others, so that
-    there are `sentinels` in all, 0: as many as are needed.
+    there are `sentinels` in all, 0: as many as are needed; `size`: of the vocabulary, 0: the model's.
     """
 
     front: tuple[int, ...] = (0,)
@@ -36,6 +36,7 @@ class SpecialIds:
     mask: int | None = None
     sentinel: int | None = None
     sentinels: int = 0
+    size: int = 0
 
     @property
     def begin(self) -> int:
@@ -84,4 +85,5 @@ def special_ids(tokenizer: Tokenizer, named: Mapping[str, str]) -> SpecialIds | 
     sentinels = 0
     while first is not None and tokenizer.token_to_id(SENTINEL.format(sentinels)) == first - sentinels:
         sentinels += 1
-    return SpecialIds(front, start, of("mask"), first, sentinels)
+    size = max(tokenizer.get_vocab().values()) + 1
+    return SpecialIds(front, start, of("mask"), first, sentinels, size)

@@ -125,9 +125,10 @@ def _of_merges(found: TokenizerFiles) -> Tokenizer:
     if not all(type(i) is int and 0 <= i < 1 << 31 for i in vocab.values()):
         raise Malformed(f"{MERGES[0]}: holds more than tokens and their ids")
     lines = found[MERGES[1]].decode(errors="strict").splitlines()
-    merges = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
-    if any(len(pair) != 2 for pair in merges):
+    pairs = [line.split(" ") for line in lines if line and not line.startswith("#version")]
+    if any(len(pair) != 2 for pair in pairs):
         raise Malformed(f"{MERGES[1]}: a line is no pair of tokens")
+    merges = [(left, right) for left, right in pairs]
     tokenizer = Tokenizer(_built(lambda: models.BPE(vocab, merges)))
     space = settings_of(found)[0].get("add_prefix_space", False) is True
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=space)

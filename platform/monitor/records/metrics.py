@@ -46,6 +46,7 @@ class MetricsRow:
     loss_scale: Annotated[float | None, Wandb("train/loss_scale")] = None  # of this step, where precision=fp16
     bubble: Annotated[dict[str, float] | None, Wandb("bubble")] = None  # planned, measured: makespan / ideal - 1
     val_loss: Annotated[float | None, Wandb("val/loss")] = None  # of steps after which the model was evaluated
+    val_losses: Annotated[dict[str, float] | None, Wandb("val/sources")] = None  # of the sources of a mixture, by name
     recovery_seconds: Annotated[float | None, Wandb("elastic/recovery_seconds")] = None  # of the first after a failure
 
 

@@ -210,7 +210,7 @@ _ANSWERS: dict[str, Any] = {
     "form": Joined,
     "build": Built,
     "step": Taken,
-    "evaluate": Real,
+    "evaluate": dict[str, Real],
     "sample": str,
     "snapshot": Copied,
     "written": FileReport | Unwritten | None,

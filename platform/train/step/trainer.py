@@ -15,7 +15,6 @@ from torch import Tensor
 
 from platform.config.fields import Config
 from platform.data.corpus import Corpus
-from platform.data.tokenizer import END_OF_TEXT
 from platform.model import build_model
 from platform.model.blocks import Activations
 from platform.model.encoder import Encoder
@@ -276,10 +275,18 @@ class Trainer:
             optimizer.grad_scale = None  # nothing of a step lives on
         self.weights.refresh()
 
+    def evaluate(self) -> dict[str, float]:
+        """Compute the mean loss per token over the first `eval.batches` global batches of the held-out split of every
+        source that has one, by the source's name; and under "" that of all, weighed by their shares in training. Equal
+        on every rank."""
+        held = self.corpus.validations
+        found = {name: self._evaluate(split) for name, (split, _) in held.items()}
+        mean = sum(found[name] * share for name, (_, share) in held.items()) / sum(share for _, share in held.values())
+        return {**found, "": mean}
+
     @torch.no_grad()
-    def evaluate(self) -> float:
-        """Compute the mean loss per token over the first `eval.batches` global batches of the held-out split; equal on
-        every rank."""
+    def _evaluate(self, split: str) -> float:
+        """Compute the mean loss per token over the first `eval.batches` global batches of the data's `split`."""
         total = torch.zeros((), dtype=torch.float64, device=self.communicator.device)
         together = self.plan.sizes["batch"]
         end = self.config.eval.batches * self.config.train.global_batch
@@ -289,13 +296,13 @@ class Trainer:
             def forward(
                 chunk: Chunk, _: int, flow: Activations, deferred: Deferred | None, first: int = first
             ) -> Activations:
-                out = self._part(chunk, flow, "validation", first, end)
+                out = self._part(chunk, flow, split, first, end)
                 total.add_(out.get("loss", 0.0))
                 return out
 
             self._pipeline(forward).run(self.rows.forward)
         loss, _ = self._sum_over_world(total, torch.zeros_like(total))
-        return loss / self.corpus.predicted("validation", 0, end)
+        return loss / self.corpus.predicted(split, 0, end)
 
     @torch.no_grad()
     def sample(self, count: int, prompt: str = "def ", temperature: float = 0.8) -> str:
@@ -304,7 +311,7 @@ class Trainer:
         assert not isinstance(self.model, Encoder), "platform.config.checks refuses monitor.sample"
         length, given = self.plan.sizes["length"], self.corpus.encode(prompt)
         answers = "source" in self.model.inputs
-        ids = [END_OF_TEXT] if answers else given[: length - 1]
+        ids = [self.corpus.start] if answers else given[: length - 1]
         source = self._row(given, self.config.model.source_length or length)
         self.ops.position = PassPosition(training=False)
         for i in range(count):

@@ -192,7 +192,7 @@ def test_evaluation_and_text_are_those_of_one_process(schedule):
     def work(c, plan):
         def run_(communicator):
             trainer = trainer_of(c, plan, communicator)
-            return trainer.evaluate(), trainer.sample(6, "ab")
+            return trainer.evaluate()[""], trainer.sample(6, "ab")
 
         return run_threads(plan.mesh, run_) if plan.mesh.size > 1 else [run_(SingleRank(plan.mesh))]
 

@@ -136,7 +136,7 @@ def test_no_clipping(clip):
 def look(trainer) -> tuple[float, str, float, set]:
     """Validation loss, a sample, the loss of a step after both, and the groups that they launch in."""
     trainer.communicator.log = log = []
-    loss = trainer.evaluate()
+    loss = trainer.evaluate()[""]
     text = trainer.sample(20)
     trainer.communicator.log = None
     return loss, text, trainer.step(1).loss, {launch.axes for launch in log}

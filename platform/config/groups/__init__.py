@@ -1,0 +1,1 @@
+"""Groups of keys that have files of their own."""

@@ -1,0 +1,40 @@
+"""Rules that relate the keys of group data to each other, and to those of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from platform.config.fields import OBJECTIVES, Config, objective_of, violation
+
+
+def wrong_data(config: Config) -> Iterator[str]:
+    """Yield a refusal line for data without a path, sources that nothing reads, and an evaluation without a held-out
+    split."""
+    data = config.data
+    if data.kind == "text" and not data.path:
+        yield violation("data.path", "", "data=text needs a file, a folder or a glob", ["data.path=FILE"])
+    if data.sources and data.kind != "mixture":
+        yield violation("data.sources", ", ".join(data.sources), "only data=mixture reads them", ["data=mixture"])
+    if config.eval.every and not data.validation and not any(map(_held_out, data.sources.values())):
+        yield violation("data.validation", 0, f"eval.every={config.eval.every} needs a held-out split", [0.05])
+
+
+def _held_out(source: Any) -> bool:
+    """Return True if a source of a mixture says that a part of it is held out."""
+    return isinstance(source, dict) and bool(source.get("validation"))
+
+
+def wrong_objective(config: Config) -> Iterator[str]:
+    """Yield a refusal line if the training objective does not go with the model's kind, the data or the sequence
+    lengths, or if a model other than an encoder-decoder has a source length."""
+    data, m = config.data, config.model
+    objective, legal = objective_of(config), OBJECTIVES[m.kind]
+    if objective not in legal or (objective == "pairs") != (data.kind == "pairs"):
+        fitting = [o for o in legal if (o == "pairs") == (data.kind == "pairs")]
+        constraint = f"model.kind={m.kind} and data={data.kind} do not go with it"
+        yield violation("data.objective", objective, constraint, fitting)
+    elif objective == "span_denoising" and (m.length < 3 or m.source_length == 1):
+        yield violation("model.length", m.length, "span denoising needs at least 3, and a source of 2", [3])
+    if m.source_length and m.kind != "encoder_decoder":
+        yield violation("model.source_length", m.source_length, f"model.kind={m.kind} has one length", [0])

@@ -1,0 +1,173 @@
+"""Mixtures: several sources of data in one global order of samples, each with its share of them.
+
+A share is an integer; of every sum of the shares' worth of samples in a row, each source has as many as its share says.
+The samples of a source come in the order that they would have without the others.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from fractions import Fraction
+from math import gcd, lcm
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from platform.config.bounds import KEYS, wrong_value
+from platform.config.fields import Config, ConfigError, Data, closest, violation
+
+_FINEST = 1 << 20  # parts into which weights are rounded
+_MOST = 100  # sources
+_EXACT = 1 << 31  # a sum of shares up to which 64 bits hold all products
+# Keys of group data that a source of a mixture may have; the others are those of the whole.
+OWN = ("kind", "path", "field", "target_path", "target_field", "validation")
+PATHS = ("path", "target_path")
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """Single source of a corpus: the keys of group data as if it were the only one, and how much of the samples it
+    has."""
+
+    name: str  # "" if it is the only one
+    data: Data
+    weight: float = 0.0  # its part of the samples, relative to the others'; 0: as its size and `epochs` say
+    epochs: float = 1.0  # how often it is read while the others are read as often as theirs say
+
+    @property
+    def key(self) -> str:
+        """Return the place of its keys in a configuration: "data", or "data.sources.NAME"."""
+        return f"data.sources.{self.name}" if self.name else "data"
+
+
+def sources_of(data: Data) -> list[DataSource]:
+    """Return the sources of a corpus, in the order in which they are given; one without a name, unless it is a mixture.
+    Raises ConfigError for a mixture that cannot be read so, all mistakes at once."""
+    if data.kind != "mixture":
+        return [DataSource("", data)]
+    lines = [line for name, given in data.sources.items() for line in _wrong_source(name, given)]
+    if not data.sources:
+        lines = ["data.sources: data=mixture needs sources, such as data.sources.web.path=FILE"]
+    elif len(data.sources) > _MOST:
+        lines = [f"data.sources: {len(data.sources)} sources, of which there may be {_MOST}"]
+    if not lines:
+        found = [_source(name, given, data) for name, given in data.sources.items()]
+        weighted = [source for source in found if source.weight]
+        if weighted and len(weighted) < len(found):
+            without = next(source for source in found if not source.weight)
+            lines = [f"{without.key}.weight: must be given, as {weighted[0].key}.weight is"]
+    if lines:
+        raise ConfigError(lines)
+    return found
+
+
+def _source(name: str, given: Mapping[str, Any], data: Data) -> DataSource:
+    """Return one source of the mixture `data` with the keys `given` to it; the others are as for the whole."""
+    own = {key: value for key, value in given.items() if key in OWN}
+    weighed = {key: float(given[key]) for key in ("weight", "epochs") if key in given}
+    return DataSource(name, replace(data, **{"kind": "text", **own}, sources={}), **weighed)
+
+
+def _wrong_source(name: str, given: Any) -> list[str]:
+    """Return one refusal line per mistake in the keys `given` to a source of a mixture."""
+    key = f"data.sources.{name}"
+    if not name.isidentifier():
+        return [violation("data.sources", name, "the name of a source has letters, digits and _")]
+    if not isinstance(given, Mapping):
+        return [violation(key, given, "must be keys with values", [f"{key}.path=FILE"])]
+    lines, types = [], {f.name: type(f.default) for f in fields(Data) if f.name in OWN}
+    for own, value in given.items():
+        where = f"{key}.{own}"
+        if own in ("weight", "epochs"):
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or not 0 < value < 1e9:
+                lines.append(violation(where, value, "must be a number above 0", [1]))
+        elif own not in types:
+            lines.append(violation(where, value, "unknown key", closest(own, [*OWN, "weight", "epochs"])[:3]))
+        elif own == "kind" and value in ("mixture", "synthetic"):
+            lines.append(violation(where, value, "no source of a mixture", ["text"]))
+        elif not isinstance(value, (int, float) if types[own] is float else types[own]):
+            lines.append(violation(where, value, "must be a number" if types[own] is float else "must be text"))
+        else:
+            lines += [
+                f"{where}{line.removeprefix(f'data.{own}')}"
+                for line in wrong_value(f"data.{own}", value, KEYS[f"data.{own}"])
+            ]
+    if {"weight", "epochs"} <= given.keys():
+        lines.append(violation(f"{key}.epochs", given["epochs"], f"{key}.weight says how much of it is read"))
+    return lines
+
+
+def of_source(source: DataSource, line: str) -> str:
+    """Name the source whose keys a refusal line about those of group data is about."""
+    return f"{source.key}.{line.removeprefix('data.')}" if line.startswith("data.") else line
+
+
+@contextmanager
+def naming(source: DataSource) -> Iterator[None]:
+    """Say of the keys of this source what a ConfigError within the context says of those of group data."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError([of_source(source, line) for line in error.violations]) from None
+
+
+def paths_of(data: Data) -> dict[str, str]:
+    """Return the paths and URLs of data that a configuration names, by the key that holds each; "" for none."""
+    found = {f"data.{name}": getattr(data, name) for name in PATHS}
+    for source, given in data.sources.items():
+        if isinstance(given, Mapping):
+            found |= {f"data.sources.{source}.{name}": str(given[name]) for name in PATHS if name in given}
+    return found
+
+
+def set_path(config: Config, key: str, path: str) -> None:
+    """Set one of the paths that `paths_of` returned in a configuration, in place."""
+    _, *source, name = key.split(".")
+    if source:
+        config.data.sources[source[1]][name] = path
+    else:
+        setattr(config.data, name, path)
+
+
+def shares_of(sources: Sequence[DataSource], samples: Sequence[int]) -> list[int]:
+    """Return the share of each source in a mixture, in lowest terms: its weight, or the samples that its epochs are.
+    `samples`: those of one epoch of each source."""
+    if sources[0].weight:
+        total = sum(source.weight for source in sources)
+        found = [max(1, round(source.weight / total * _FINEST)) for source in sources]
+    else:
+        exact = [Fraction(str(source.epochs)) * n for source, n in zip(sources, samples, strict=True)]
+        scale = lcm(*(part.denominator for part in exact))
+        found = [max(1, int(part * scale)) for part in exact]
+    return [share // gcd(*found) for share in found]
+
+
+def turns(parts: Sequence[int], index: ArrayLike) -> tuple[Ints, Ints]:
+    """Return, for each sample of a mixture's endless global order, the number of its source, and how many samples of
+    that source come before it; int64, as `index`. `parts`: the shares of the sources.
+
+    Sample k goes to the first source if the first source's due, floor(k share / sum), rises with it; of the samples
+    that are left, the second source gets its due in the same way, and so on. So each source's count is near its due at
+    every place, and exact after each whole sum of the shares.
+
+    >>> turns([2, 1], range(6))[0].tolist()
+    [1, 0, 0, 1, 0, 0]
+    """
+    total, shape = sum(parts), np.shape(index)
+    index = np.asarray(index, np.int64).reshape(-1)
+    rounds, place = np.divmod(index, total)
+    before, after = (np.asarray(x, object if total > _EXACT else None) for x in (place, place + 1))
+    source = np.full(index.shape, len(parts) - 1)
+    count = np.zeros(index.shape, np.int64)
+    open_ = np.ones(index.shape, bool)
+    for number, share in enumerate(parts):
+        due, then = before * share // total, after * share // total
+        taken = open_ & np.asarray(then > due, bool) if number < len(parts) - 1 else open_
+        source[taken] = number
+        count[taken] = (rounds * share + np.asarray(due, np.int64))[taken]
+        open_ &= ~taken
+        before, after, total = before - due, after - then, total - share
+    return source.reshape(shape), count.reshape(shape)

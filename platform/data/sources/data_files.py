@@ -1,0 +1,263 @@
+"""Files of data: found by a path, a glob or a URL, opened within bounds, and named in what is refused."""
+
+import glob
+import gzip
+import hashlib
+import io
+import os
+import zlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from itertools import islice
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO, cast
+
+from platform.boundary.documents import json_file, one_line, open_regular
+from platform.boundary.redaction import bare_url, register_url_secrets
+from platform.boundary.schema import Malformed
+from platform.config.fields import ConfigError
+
+# A folder is searched for these endings; a file or glob that the user names may have any.
+ENDINGS = ".txt .md .rst .tex .html .py .c .h .cc .cpp .rs .go .java .js .ts .sh .jsonl .parquet .arrow".split()
+PACKED = (".gz", ".zst")  # endings that may follow: of compressed files
+LINE = 64 << 20  # bytes of the longest line
+UNPACKED, RATIO = 64 << 20, 300  # gzip and zstd shrink text 3 to 30 times
+_GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+_HASHED = 4 << 20  # bytes hashed at once
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """File at an fsspec URL, as it was found: its size in bytes, and what its storage says of its version."""
+
+    url: str
+    size: int
+    version: str
+
+    @property
+    def name(self) -> str:
+        return PurePosixPath(self.url).name
+
+    def __str__(self) -> str:
+        return bare_url(self.url)
+
+
+DataFile = Path | RemoteFile
+
+
+def size_of(file: DataFile) -> int:
+    """Return the size of a file of data in bytes, as it is stored. Raises OSError."""
+    return file.size if isinstance(file, RemoteFile) else file.stat().st_size
+
+
+def ending(file: DataFile) -> str:
+    """Return the ending of a file of data that tells its format, such as ".jsonl"; that of a compression is left
+    out."""
+    name = file.name
+    for packed in PACKED:
+        name = name.removesuffix(packed)
+    return PurePosixPath(name).suffix
+
+
+def find_files(key: str, value: str, endings: list[str] = ENDINGS) -> list[DataFile]:
+    """Find the files that the user names by the key `key`: `value` is a file, a glob, or a folder, of which the files
+    with one of `endings` that are not hidden count; or a URL of any of these. Raises ConfigError, naming the key, if
+    there is none."""
+    if "://" in value:
+        return _remote_files(key, value, endings)
+    path = Path(value).expanduser()
+    if path.is_dir():
+        try:
+            found = _saved_dataset(path) or walk(path, endings, skip=set())
+        except ConfigError as error:
+            raise ConfigError(f"{key}={value}: {error}") from None
+        wanted = f"no file in this folder ends with any of {' '.join(endings)}; name others by a glob"
+    elif path.is_file():
+        found, wanted = [path], ""
+    else:
+        found = sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file())
+        wanted = "no file or folder, and no file matches it as a glob" + _nearest(path)
+    if not found:
+        raise ConfigError(f"{key}={value}: {wanted}")
+    return list(found)
+
+
+def walk(folder: Path, endings: list[str], skip: set[str]) -> list[Path]:
+    """Find the files of data under `folder` with one of the endings (or that and a compression's), in one order on
+    every machine; hidden folders and those named in `skip` are left out."""
+
+    def refuse(error: OSError) -> None:  # to skip a folder would silently change the corpus
+        raise error
+
+    found = []
+    for parent, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in skip]
+        found += [Path(parent, name) for name in names if not name.startswith(".") and ending(Path(name)) in endings]
+    return sorted(file for file in found if file.is_file())
+
+
+def _remote_files(key: str, url: str, endings: list[str]) -> list[DataFile]:
+    """Find the files at a URL, which names a file, a glob or a folder of a storage. Raises ConfigError, naming the key,
+    if there is none or the storage refuses."""
+    register_url_secrets(url)
+    shown = bare_url(url)
+    try:
+        from fsspec.core import url_to_fs
+
+        storage, path = url_to_fs(url)
+        if "*" in path:
+            found = storage.glob(path, detail=True)
+        elif storage.isdir(path):
+            every = storage.find(path, detail=True)
+            found = {name: info for name, info in every.items() if ending(Path(name)) in endings}
+        else:
+            found = {path: storage.info(path)}
+        files = [
+            RemoteFile(storage.unstrip_protocol(name), int(info["size"]), str(storage.ukey(name)))
+            for name, info in sorted(found.items())
+            if info.get("type") == "file"
+        ]
+    except ImportError as error:
+        extra = " (pip install 'elastic-platform[s3]')" if url.startswith("s3") else ""
+        raise ConfigError(f"{key}={shown}: cannot be read: {error}{extra}") from None
+    except Exception as error:  # a client library may raise anything
+        reason = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read: {_said(error)}"
+        raise ConfigError(f"{key}={shown}: {reason}") from None
+    if not files:
+        raise ConfigError(f"{key}={shown}: no file there, or none ends with any of {' '.join(endings)}")
+    return list(files)
+
+
+def _saved_dataset(folder: Path) -> list[Path]:
+    """Return the files of a dataset that Hugging Face's `datasets` saved in `folder`, in order; [] if it is none.
+    Raises ConfigError for several datasets in one folder, and for one whose rows are chosen by an index."""
+    if (folder / "dataset_dict.json").is_file():
+        splits = sorted(path.parent.name for path in folder.glob("*/state.json"))
+        raise ConfigError(
+            f"holds several splits; nearest: {', '.join(str(folder / name) for name in splits) or 'none'}"
+        )
+    if not (folder / "state.json").is_file():
+        return []
+    try:
+        state = json_file(folder / "state.json")
+        names = [str(part["filename"]) for part in state["_data_files"]]
+        chosen = state.get("_indices_data_files")
+    except (Malformed, OSError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(f"state.json is none of a dataset: {error}") from None
+    if chosen:
+        raise ConfigError("its rows are chosen by an index; save it again with a newer version of datasets")
+    found = [folder / Path(name).name for name in names]
+    if missing := [path.name for path in found if not path.is_file()]:
+        raise ConfigError(f"lacks {', '.join(missing[:3])}, which its state.json names")
+    return found
+
+
+@contextmanager
+def open_raw(file: DataFile) -> Iterator[BinaryIO]:
+    """Open a file of data as a buffered byte stream that can seek, as it is stored."""
+    with ExitStack() as opened:
+        if isinstance(file, RemoteFile):
+            from fsspec.core import url_to_fs
+
+            storage, path = url_to_fs(file.url)
+            yield cast(BinaryIO, opened.enter_context(storage.open(path, "rb")))
+        else:
+            raw = opened.enter_context(open_regular(file))
+            yield cast(BinaryIO, opened.enter_context(io.BufferedReader(raw)))
+
+
+class Bounded:
+    """Byte stream of a file within bounds: raises ConfigError if it unpacks to far more than its file (`packed` bytes),
+    or has a line over LINE."""
+
+    def __init__(self, stream: BinaryIO, packed: int):
+        self._stream, self._place, self._most = stream, 0, max(UNPACKED, RATIO * packed)
+
+    def read(self, size: int) -> bytes:
+        return self._checked(self._stream.read(size))
+
+    def readline(self, size: int | None = None) -> bytes:
+        text = self._checked(self._stream.readline(LINE + 1 if size is None else size))
+        if len(text) > LINE:
+            raise ConfigError(f"a line of more than {LINE >> 20} MiB; cut it")
+        return text
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self.readline, b"")
+
+    def tell(self) -> int:
+        return self._place
+
+    def _checked(self, data: bytes) -> bytes:
+        self._place += len(data)
+        if self._place > self._most:
+            raise ConfigError(f"it unpacks to more than {RATIO} times its size, which no text does; unpack it yourself")
+        return data
+
+
+@contextmanager
+def open_unpacked(file: DataFile) -> Iterator[Bounded]:
+    """Open a file of text as a bounded byte stream, decompressed if it is in the format of gzip or zstd."""
+    with open_raw(file) as raw:
+        begins = raw.read(4)
+        raw.seek(0)
+        stream: Any = raw
+        if begins[:2] == _GZIP:
+            stream = gzip.GzipFile(fileobj=raw)
+        elif begins == _ZSTD:
+            arrow = pyarrow(file)
+            stream = io.BufferedReader(arrow.CompressedInputStream(arrow.PythonFile(raw, mode="r"), "zstd"))
+        yield Bounded(cast(BinaryIO, stream), size_of(file))
+
+
+def pyarrow(file: DataFile) -> Any:
+    """Return the module pyarrow, which reads this file. Raises ConfigError with what installs it if it is not there."""
+    try:
+        import pyarrow as found
+    except ImportError:
+        what = "".join(PurePosixPath(file.name).suffixes[-1:]) or file.name
+        raise ConfigError(f"{what} needs pyarrow: pip install 'elastic-platform[data]'") from None
+    return found
+
+
+@contextmanager
+def naming_file(file: DataFile, key: str = "data.path") -> Iterator[None]:
+    """Raise ConfigError, naming the file of data and the key that leads to it, in place of the errors that reading or
+    parsing the file raises within the context."""
+    try:
+        yield
+    except (ConfigError, OSError, EOFError, zlib.error, UnicodeDecodeError, Malformed) as error:
+        raise ConfigError(f"{key}={file}: {_said(error)}") from None
+    except Exception as error:
+        if isinstance(file, RemoteFile) or type(error).__module__.startswith("pyarrow"):  # they raise their own
+            raise ConfigError(f"{key}={file}: {_said(error)}") from None
+        raise
+
+
+def _said(error: Exception) -> str:
+    """Return the reason that an error gives, in one line."""
+    first = (str(error).splitlines() or [type(error).__name__])[0]
+    return getattr(error, "strerror", None) or one_line(first.encode(errors="replace"))
+
+
+def content_hash(file: DataFile) -> str:
+    """Return the SHA-256 of a file's content as 64 hexadecimal digits. Raises OSError."""
+    digest = hashlib.sha256()
+    with open_raw(file) as stream:
+        while block := stream.read(_HASHED):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def encodable(text: str) -> str:
+    """Replace lone surrogates in a text by "?": JSON may escape them, and UTF-8 cannot hold them."""
+    return text.encode(errors="replace").decode()
+
+
+def _nearest(path: Path) -> str:
+    """Name the files beside a missing `data.path` that have similar names, for its refusal; "" if there is none."""
+    beside = sorted(p.name for p in islice(path.parent.glob("[!.]*"), 1000)) if path.parent.is_dir() else []
+    close = get_close_matches(path.name, beside, cutoff=0.5)
+    return f"; nearest: {', '.join(str(path.parent / name) for name in close)}" if close else ""

@@ -1,0 +1,153 @@
+"""Sources of text: an entry of `SOURCES` finds the files, `read_documents` reads them, `register_source` adds one."""
+
+import codecs
+import sysconfig
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import cast
+
+from platform.config.bounds import allow
+from platform.config.fields import ConfigError, Data
+from platform.data.sources.data_files import (
+    Bounded,
+    DataFile,
+    RemoteFile,
+    ending,
+    find_files,
+    naming_file,
+    open_unpacked,
+    size_of,
+    walk,
+)
+from platform.data.sources.record_files import ROWS, text_of
+
+_READ_AT_ONCE = 64 * 1024  # bytes of a long document that are read at once
+_SNIFFED = 32  # files whose beginnings `check_files` reads
+# Third-party packages, and parts of the standard library that are tests, tables or second copies.
+_NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data", "encodings"}
+
+
+def stdlib_files(data: Data) -> list[Path]:
+    """Find the files of data=stdlib: Python source files of the running interpreter's own standard library (about 9
+    MB)."""
+    return walk(Path(sysconfig.get_path("stdlib")), [".py"], skip=_NOT_STDLIB)
+
+
+def stdlib_bytes(data: Data) -> int:
+    """Return the size in bytes of the text of data=stdlib: the standard library's source files, all together."""
+    return sum(file.stat().st_size for file in stdlib_files(data))
+
+
+def text_files(data: Data) -> list[DataFile]:
+    """Find the user's files of data=text: `data.path` is a file, a glob, a folder (of which non-hidden files of
+    `platform.data.sources.data_files.ENDINGS`), or a URL. Raises ConfigError if there is none."""
+    if not data.path:
+        raise ConfigError(f"data.path: data={data.kind} needs a file, a folder or a glob")
+    return find_files("data.path", data.path)
+
+
+SOURCES: dict[str, Callable[[Data], Sequence[DataFile]]] = {"stdlib": stdlib_files, "text": text_files}
+
+
+def register_source(name: str, files: Callable[[Data], Sequence[DataFile]]) -> None:
+    """Register a source of text as `data.kind=NAME`: the function `files` finds its files of text, given the keys of
+    group data."""
+    SOURCES[name] = files
+    allow("data.kind", name)
+
+
+def files_of(data: Data) -> list[DataFile]:
+    """Return the files of text that the source `data.kind` finds. Raises ConfigError, naming the source, if it raises,
+    or gives anything but an iterable of paths; its own ConfigError and OSError pass unchanged."""
+    found: object = None
+    try:
+        found = SOURCES[data.kind](data)
+        return [file if isinstance(file, RemoteFile) else Path(file) for file in cast(Iterable[DataFile], found)]
+    except (ConfigError, OSError):
+        raise
+    except Exception as error:  # the source may be the user's code
+        if SOURCES[data.kind] in (stdlib_files, text_files):
+            raise
+        given = "" if found is None else f" gives {type(found).__name__}, not paths of files:"
+        raise ConfigError(f"data.kind={data.kind}: its source{given} {type(error).__name__}: {error}") from error
+
+
+def check_files(data: Data) -> list[str]:
+    """Return one refusal line per mistake in the source of text, as far as the beginnings of its first files tell: no
+    file, no text, a fault in a file."""
+    try:
+        files = files_of(data)
+        if not files:
+            return [f"{_key(data)}: no file in it"]
+        if all(size_of(file) == 0 for file in files):
+            return [f"{_key(data)}: no text in it"]
+    except ConfigError as error:
+        return error.violations
+    except OSError as error:
+        return [f"{_key(data)}: cannot be read: {error.strerror}"]
+    violations = []
+    for file in files[:_SNIFFED]:
+        try:
+            with closing(read_documents([file], data)) as beginning:
+                next(beginning, None)
+        except ConfigError as error:
+            violations += error.violations
+    return violations
+
+
+def read_documents(
+    files: Iterable[DataFile], data: Data, key: str = "data.path"
+) -> Generator[tuple[int, str], None, None]:
+    """Read the documents in files of text: yield (number of the document, next piece of its text); no piece is empty.
+
+    Raises ConfigError, naming the file, by the `key` that leads to it, and the place, for content that is unreadable,
+    not text, or lacks `data.field`.
+    """
+    number = -1
+    for file in files:
+        reader = _records if ending(file) in ROWS else _blocks
+        with naming_file(file, key):
+            for begins, piece in reader(file, data):
+                number += begins
+                yield number, piece
+
+
+def _blocks(file: DataFile, data: Data) -> Iterator[tuple[bool, str]]:
+    """Yield a file of text as one document: (True for the first, piece) of about _READ_AT_ONCE bytes, to a line end if
+    near. Raises ConfigError for a NUL byte or text that is not UTF-8."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    begins = True
+    with open_unpacked(file) as stream:
+        while True:
+            start = stream.tell()
+            block = stream.read(_READ_AT_ONCE) + stream.readline(_READ_AT_ONCE)
+            piece = _decoded(decoder, block, start, stream)
+            if piece:
+                yield begins, piece
+                begins = False
+            if not block:
+                return
+
+
+def _decoded(decoder: codecs.IncrementalDecoder, block: bytes, start: int, stream: Bounded) -> str:
+    """Return the text of the next block of a stream, which begins at byte `start`. Raises ConfigError."""
+    if (nul := block.find(0)) >= 0:
+        raise ConfigError(f"a binary file (NUL at byte {start + nul}); text is needed")
+    try:
+        return decoder.decode(block, final=not block)
+    except UnicodeDecodeError as error:
+        offset = stream.tell() - len(error.object) + error.start
+        raise ConfigError(f"not UTF-8 at byte {offset}; convert it (iconv -t UTF-8) or leave it out") from None
+
+
+def _records(file: DataFile, data: Data) -> Iterator[tuple[bool, str]]:
+    """Yield the documents of a file of records: (True, the text in field `data.field`) of each; skip empty texts."""
+    for record in ROWS[ending(file)](file, [data.field]):
+        if text := text_of(record, data.field):
+            yield True, text
+
+
+def _key(data: Data) -> str:
+    """Return the setting that names the source of text, for a refusal: data.path=PATH, or data=KIND."""
+    return f"data.path={data.path}" if data.path else f"data={data.kind}"
