@@ -1,7 +1,6 @@
 """The corpus: sources -> tokens -> samples of one length in one global order. Its only state is a sample's index."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
@@ -20,9 +19,10 @@ from platform.data.objectives import OBJECTIVES, Objective, SampleShape
 from platform.data.permutation import mix, order
 from platform.data.sources.texts import SOURCES
 from platform.data.tokenizers.specials import SpecialIds
+from platform.data.tokenizers.tokenizer_files import TokenizerFiles
 from platform.data.tokens import cache, entry
 from platform.data.tokens.entry import FORMAT, TokenFiles
-from platform.data.tokens.kinds import KINDS, TOKENIZER, kind_of
+from platform.data.tokens.kinds import KINDS, kind_of
 from platform.data.tokens.streams import Ints
 from platform.data.vocabulary import Vocabulary, added_tokens, given_vocabulary, open_vocabulary, template_of
 
@@ -56,6 +56,11 @@ class Corpus:
     decode: Callable[[Sequence[int]], str]  # ids outside [0, vocab) are left out
     vocabulary: Vocabulary | None = None  # its tokenizer; None if it has no text
     entry: Path | None = None  # the folder of its tokens; None if it has none
+
+    @property
+    def files(self) -> TokenizerFiles:
+        """Return the files of its tokenizer, by name; {} if it has no text."""
+        return self.vocabulary.files if self.vocabulary else {}
 
     @property
     def start(self) -> int:
@@ -291,19 +296,6 @@ def _opened(folder: Path) -> Vocabulary:
         return open_vocabulary(folder)
     except Malformed as error:
         raise OSError(f"{folder} is not what the driver has found there: {error}") from None
-
-
-def tokenizer_of(digest: str, folder: str = "") -> Path | None:
-    """Return the file tokenizer.json of the corpus with this digest in the cache `folder` ("": the default one); None
-    if it is not there."""
-    root = cache.root(folder)
-    if digest and root.is_dir():
-        for place in root.iterdir():
-            with suppress(OSError, Malformed):
-                files = cache.described(place).get("files")
-                if isinstance(files, dict) and short_hash([place.name, files.get("tokens.bin")]) == digest:
-                    return place / TOKENIZER
-    return None
 
 
 def _of_entries(

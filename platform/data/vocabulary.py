@@ -15,7 +15,7 @@ from platform.boundary import documents
 from platform.boundary.schema import Malformed
 from platform.config.fields import ConfigError, Data, violation
 from platform.data.tokenizers.chat import CHATML, CHATML_TOKENS, ChatTemplate
-from platform.data.tokenizers.specials import SpecialIds, completed, named_tokens, special_ids
+from platform.data.tokenizers.specials import SpecialIds, named_tokens, special_ids, with_usual
 from platform.data.tokenizers.tokenizer_files import (
     CONFIG,
     JSON,
@@ -24,7 +24,7 @@ from platform.data.tokenizers.tokenizer_files import (
     TEMPLATE,
     TokenizerFiles,
     chat_template,
-    parse,
+    parse_tokenizer,
     read_files,
     settings_of,
     with_config,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 TRAIN = "train"  # data.tokenizer: a tokenizer of the corpus's own
 END = "<|endoftext|>"
-_OWN = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": END, "eos_token": END}
+OWN = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": END, "eos_token": END}
 _LARGEST_TEMPLATE = 1 << 20  # bytes
 
 
@@ -115,8 +115,8 @@ class Vocabulary:
 def vocabulary_of(files: TokenizerFiles, given: bool = True) -> Vocabulary:
     """Make a vocabulary of the files of a tokenizer. Raises Malformed if they are none, or if no token ends
     documents."""
-    tokenizer = parse(files[JSON])
-    named = completed(tokenizer, named_tokens(settings_of(files)))
+    tokenizer = parse_tokenizer(files[JSON])
+    named = with_usual(tokenizer, named_tokens(settings_of(files)))
     if not (special := special_ids(tokenizer, named)):
         raise Malformed("names no token that ends documents; data.end_token=TOKEN does")
     return Vocabulary(tokenizer, files, named, special, given)
@@ -132,7 +132,7 @@ def open_vocabulary(folder: Path) -> Vocabulary:
 
 def own_files(found: TokenizerFiles) -> dict[str, bytes]:
     """Return the files of a tokenizer that was trained here, with what says which its special tokens are."""
-    return with_config(found, _OWN)
+    return with_config(found, OWN)
 
 
 def given_vocabulary(data: Data) -> Vocabulary | None:
@@ -152,7 +152,7 @@ def given_files(data: Data) -> dict[str, bytes] | None:
         found = with_config(found, said)
     template, added = template_of(data), added_tokens(data)
     try:
-        tokenizer = parse(found[JSON])
+        tokenizer = parse_tokenizer(found[JSON])
         if lacking := [token for token in said.values() if tokenizer.token_to_id(token) is None and token not in added]:
             raise Malformed(f"has no token {lacking[0]!r}")
         if added and tokenizer.add_special_tokens([t for t in added if tokenizer.token_to_id(t) is None]):
@@ -162,7 +162,7 @@ def given_files(data: Data) -> dict[str, bytes] | None:
         raise ConfigError(violation(KEY, data.tokenizer, str(error), [TRAIN])) from None
     if CONFIG not in found:
         found = with_config(
-            found, {"tokenizer_class": _OWN["tokenizer_class"], **{f"{r}_token": t for r, t in named.items()}}
+            found, {"tokenizer_class": OWN["tokenizer_class"], **{f"{r}_token": t for r, t in named.items()}}
         )
     return {**found, TEMPLATE: template.encode()} if template else found
 

@@ -25,7 +25,7 @@ _FIXED = {1: 8, 5: 4}  # bytes of a value by its type on the wire
 
 
 @dataclass(frozen=True)
-class Piece:
+class ModelPiece:
     """Entry of a model's vocabulary. `score`: its logarithmic probability in a unigram model; merges of BPE go by
     it."""
 
@@ -38,7 +38,7 @@ class Piece:
 class SentencePieceModel:
     """Sentencepiece model as its file says: the pieces by id, and how a text is made ready for them."""
 
-    pieces: list[Piece]
+    pieces: list[ModelPiece]
     kind: int = _UNIGRAM
     byte_fallback: bool = False  # what no piece covers is encoded byte by byte
     ids: dict[str, int] = field(default_factory=dict)  # of the special tokens bos, eos, pad and unk
@@ -88,9 +88,11 @@ def read_model(raw: bytes) -> SentencePieceModel:
 _IDS = (("unk", 40, 0), ("bos", 41, 1), ("eos", 42, 2), ("pad", 43, -1))  # name, number of the field, default
 
 
-def _piece(values: dict[int, Any]) -> Piece:
+def _piece(values: dict[int, Any]) -> ModelPiece:
     score = values.get(2, b"\0\0\0\0")
-    return Piece(_bytes(values.get(1, b"")).decode(), struct.unpack("<f", _bytes(score))[0], _int(values.get(3, 1)))
+    return ModelPiece(
+        _bytes(values.get(1, b"")).decode(), struct.unpack("<f", _bytes(score))[0], _int(values.get(3, 1))
+    )
 
 
 def _fields(raw: bytes) -> Iterator[tuple[int, Any]]:
@@ -139,7 +141,7 @@ def _bytes(value: Any) -> bytes:
     return value
 
 
-def to_tokenizer(model: SentencePieceModel) -> Tokenizer:
+def tokenizer_of_model(model: SentencePieceModel) -> Tokenizer:
     """Make the tokenizer that gives a text the ids that the model gives it."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -175,7 +177,7 @@ def to_tokenizer(model: SentencePieceModel) -> Tokenizer:
     return tokenizer
 
 
-def _merges(pieces: list[Piece]) -> Iterator[tuple[str, str]]:
+def _merges(pieces: list[ModelPiece]) -> Iterator[tuple[str, str]]:
     """Yield the pairs that BPE merges, first the pair whose piece has the highest score."""
     vocab = {piece.text: number for number, piece in enumerate(pieces) if piece.kind in (_NORMAL, _USER)}
     for piece in sorted((p for p in pieces if p.kind == _NORMAL), key=lambda p: -p.score):

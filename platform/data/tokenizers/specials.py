@@ -60,7 +60,7 @@ def named_tokens(settings: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     return out
 
 
-def completed(tokenizer: Tokenizer, named: Mapping[str, str]) -> dict[str, str]:
+def with_usual(tokenizer: Tokenizer, named: Mapping[str, str]) -> dict[str, str]:
     """Return special tokens by role, with the USUAL ones for a tokenizer that names none that ends documents, and for
     the mask."""
     silent = not named.keys() & {"eos", _ALSO["eos"]}

@@ -37,7 +37,7 @@ WORDS = {  # regular expressions of words, by the encoding that first had them
 
 @dataclass(frozen=True)
 class Encoding:
-    """What a file of ranks does not say: the regular expression of `words`, by its name in WORDS or itself, and the
+    """Says what a file of ranks does not: the regular expression of `words`, by its name in WORDS or itself, and the
     `special` tokens with their ids; None: END alone, after the ranks."""
 
     words: str
@@ -106,7 +106,7 @@ def read_ranks(raw: bytes, words: str = "") -> Ranks:
     return Ranks(tokens, WORDS.get(words, words), special)
 
 
-def to_tokenizer(ranks: Ranks) -> Tokenizer:
+def tokenizer_of_ranks(ranks: Ranks) -> Tokenizer:
     """Make the tokenizer that gives a text the ids that tiktoken gives it. Raises Malformed if its regular expression
     of words is none."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers

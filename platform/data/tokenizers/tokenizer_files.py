@@ -49,6 +49,17 @@ def read_files(source: str, words: str = "", key: str = KEY) -> dict[str, bytes]
         raise ConfigError(violation(key, bare_url(source), line, ["train"] if key == KEY else [])) from None
 
 
+def has_tokenizer(folder: str) -> bool:
+    """Return True if there are files of a tokenizer in a folder, a path or URL. Raises nothing: False too if it cannot
+    be looked at."""
+    try:
+        storage, path = fsspec.core.url_to_fs(folder)
+        names = {PurePosixPath(name).name for name in storage.ls(path, detail=False)}
+    except (OSError, ValueError, ImportError):
+        return False
+    return bool(names & {JSON, MERGES[0], WORD_PIECES, *MODELS}) or any(name.endswith(".tiktoken") for name in names)
+
+
 def _gathered(source: str) -> dict[str, bytes]:
     """Read the files of a tokenizer as they are. Raises Malformed, OSError."""
     register_url_secrets(source)
@@ -110,11 +121,11 @@ def _of_one(raw: bytes, words: str) -> Tokenizer:
     """Make a tokenizer of one file, by its content: tokenizer.json under another name, ranks of tiktoken, or a model of
     sentencepiece. Raises Malformed."""
     if raw[:1] == b"{":
-        return parse(raw)
+        return parse_tokenizer(raw)
     first = raw.partition(b"\n")[0]
     if tiktoken_ranks.LINE.fullmatch(first.rstrip(b"\r")):
-        return tiktoken_ranks.to_tokenizer(tiktoken_ranks.read_ranks(raw, words))
-    return sentencepiece_model.to_tokenizer(sentencepiece_model.read_model(raw))
+        return tiktoken_ranks.tokenizer_of_ranks(tiktoken_ranks.read_ranks(raw, words))
+    return sentencepiece_model.tokenizer_of_model(sentencepiece_model.read_model(raw))
 
 
 def _of_merges(found: TokenizerFiles) -> Tokenizer:
@@ -187,7 +198,7 @@ def _built(make: Callable[[], Any]) -> Any:
         raise Malformed(documents.one_line(str(error).encode(errors="replace"))) from None
 
 
-def parse(raw: bytes) -> Tokenizer:
+def parse_tokenizer(raw: bytes) -> Tokenizer:
     """Parse the bytes of a tokenizer.json; it encodes the spelling of a special token like any text, and neither cuts
     nor pads. Raises Malformed."""
     from tokenizers import Tokenizer
