@@ -30,7 +30,7 @@ TRAIN, VALIDATION = "train", "validation"
 
 
 @dataclass(frozen=True)
-class Part:
+class SourceTokens:
     """Part of a corpus: the tokens of one of its sources, by split."""
 
     name: str  # "" if it is the only one
@@ -50,7 +50,7 @@ class Corpus:
     vocab: int  # ids are in [0, vocab); at most model.vocab
     objective: Objective
     seed: int
-    parts: tuple[Part, ...]
+    parts: tuple[SourceTokens, ...]
     shares: tuple[int, ...]  # of the parts, in training
     encode: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]  # ids outside [0, vocab) are left out
@@ -108,7 +108,7 @@ class Corpus:
         places = self._places(split, np.arange(start, end))
         return sum(self.objective.predicted(part.streams[split.partition("/")[0]], index) for part, _, index in places)
 
-    def _places(self, split: str, numbers: Ints) -> Iterator[tuple[Part, Ints, Ints]]:
+    def _places(self, split: str, numbers: Ints) -> Iterator[tuple[SourceTokens, Ints, Ints]]:
         """Yield each part that has some of the samples `numbers` of the split's endless global order: it, which of
         `numbers` these are, and their indices in its split."""
         split, _, name = split.partition("/")
@@ -123,7 +123,7 @@ class Corpus:
             epoch, index = np.divmod(count[rows], samples)
             yield part, rows, order(self.seed, epoch, samples, index) if split == TRAIN else index
 
-    def _samples(self, part: Part, split: str) -> int:
+    def _samples(self, part: SourceTokens, split: str) -> int:
         """Return the samples of an epoch of a part."""
         return max(0, self.objective.samples(part.streams[split]))
 
@@ -242,7 +242,7 @@ def _synthetic(objective: Objective, vocab: int, seed: int) -> Corpus:
         vocab=vocab,
         objective=objective,
         seed=seed,
-        parts=(Part("", streams, short_hash(["synthetic", FORMAT, vocab, seed])),),
+        parts=(SourceTokens("", streams, short_hash(["synthetic", FORMAT, vocab, seed])),),
         shares=(1,),
         encode=partial(synthetic.encode_bytes, vocab=vocab),
         decode=synthetic.show_ids,
@@ -309,7 +309,7 @@ def _of_entries(
     common, with the tokenizer. Its shares are to be set."""
     vocabulary = open_vocabulary(folder)
     parts = [
-        Part(source.name, entry.streams_of(place, found), short_hash([place.name, found.files["tokens.bin"]]))
+        SourceTokens(source.name, entry.streams_of(place, found), short_hash([place.name, found.files["tokens.bin"]]))
         for source, (place, found) in zip(sources, entries, strict=True)
     ]
     return Corpus(
@@ -325,7 +325,7 @@ def _of_entries(
     )
 
 
-def _too_small(source: DataSource, part: Part, objective: Objective, length: int) -> list[str]:
+def _too_small(source: DataSource, part: SourceTokens, objective: Objective, length: int) -> list[str]:
     """Return a refusal line for each split of a source that does not hold one whole sample, with the nearest legal
     settings."""
     tokens = {split: len(stream) for split, stream in part.streams.items()}

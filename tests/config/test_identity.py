@@ -72,11 +72,20 @@ def test_what_cannot_be_allowed_is_refused_by_name(key, reason, legal):
 
 def test_what_may_change_exists_and_is_of_the_identity():
     config = Config()
-    config.data.sources = {"web": {}}
-    keys = {key.removesuffix(".web") for key in differences({}, identity(config) | {"x": 0})} - {"x"}
+    config.data.sources = {"web": {"path": "x"}}
+    keys = {key.removesuffix(".web.path") for key in differences({}, identity(config))}
     assert {*FREE} < keys <= flat_values(config).keys()
-    config.resume.allow = [*FREE, *MAY_CHANGE]
+    config.resume.allow, config.data.sources = [*FREE, *MAY_CHANGE], {}
     assert wrong_configuration(config) == []
+
+
+def test_sources_of_a_mixture_may_be_at_other_places():
+    here, there = Config(), Config()
+    here.data.sources, there.data.sources = {"web": {"path": "x", "weight": 1}}, {"web": {"path": "y", "weight": 1}}
+    first, line = refusal(identity(there), here, "run.dir", "d", "holds another run")
+    assert "resume.allow=[data.sources]" in first and line == "data.sources.web.path: y there, x here"
+    here.resume.allow = ["data.sources"]
+    assert refusal(identity(there), here, "run.dir", "d", "holds another run") == []
 
 
 def test_differences():

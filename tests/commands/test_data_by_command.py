@@ -1,0 +1,101 @@
+"""Data as users give it: files of every kind, mixtures of them, stopped and resumed under other plans."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from platform.monitor import JsonLines, MetricsLog
+from tests.harness.commands import QUICK, SMALL, command, in_this_process, refused
+
+FIXED = "optimizer.warmup_steps=2 precision=fp64 model.dropout=0.1 eval.every=3 eval.batches=1 train.steps=6".split()
+ONE = "cluster=inline tensor=serial parallel.data=1".split()
+TWO = "cluster=processes tensor=serial parallel.data=2 parallel.zero=1 checkpoint.every=1".split()
+SPLIT = "cluster=processes tensor=1d tensor.axes.t=2 parallel.data=1 checkpoint.every=1".split()
+
+
+def train(cwd: Path, *arguments: str) -> list[dict]:
+    launch = in_this_process if "cluster=inline" in arguments else command
+    done = launch(QUICK, *SMALL, *FIXED, "data.cache=cache", *arguments, cwd=cwd)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [run] = [a.removeprefix("run.dir=") for a in arguments if a.startswith("run.dir=")]
+    return MetricsLog.read(cwd / run / "metrics.jsonl")
+
+
+def equal(found: list[dict], wanted: list[dict]) -> None:
+    assert [row["step"] for row in found] == [row["step"] for row in wanted]
+    for have, want in zip(found, wanted, strict=True):
+        assert have["samples"] == want["samples"] and have.keys() - {"recovery_seconds"} == want.keys()
+        for key in want.keys() & {"loss", "grad_norm", "val_loss"}:
+            assert have[key] == pytest.approx(want[key], rel=1e-9, abs=0), (have["step"], key)
+        for name, loss in want.get("val_losses", {}).items():
+            assert have["val_losses"][name] == pytest.approx(loss, rel=1e-9, abs=0)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A folder with a text and records."""
+    root = tmp_path_factory.mktemp("data")
+    (root / "a.txt").write_text("".join(f"line {i} of a text, {i * i} sheep\n" for i in range(1500)))
+    rows = ({"body": f"record {i}: " + f"{i} wolves and {i + 1} sheep. " * 12} for i in range(120))
+    (root / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return root
+
+
+MIXTURE = (
+    "data=mixture data.sources.a.path=a.txt data.sources.a.weight=0.7 data.sources.b.path=b.jsonl"
+    " data.sources.b.field=body data.sources.b.weight=0.3"
+).split()
+
+
+@pytest.fixture(scope="module")
+def mixed(place) -> list[dict]:
+    """Six steps on a mixture by one process, in one go."""
+    return train(place, *MIXTURE, *ONE, "run.dir=whole")
+
+
+def test_a_mixture_is_the_same_run_under_other_plans_and_after_a_failure(place, mixed):
+    first = train(place, *MIXTURE, *TWO, "train.stop_at=2", "run.dir=parts")
+    assert [row["step"] for row in first] == [1, 2]
+    found = train(place, *MIXTURE, *SPLIT, "elastic.faults=[4:kill:1]", "elastic.min_workers=1", "run.dir=parts")
+    equal(found, mixed)
+    assert set(found[2]["val_losses"]) == {"a", "b"} and found[2]["val_losses"]["a"] != found[2]["val_losses"]["b"]
+    happened = [event["event"] for event in JsonLines.read(place / "parts" / "journal.jsonl")]
+    assert "failure" in happened and happened.count("restored") >= 1
+
+
+def test_the_samples_are_those_of_its_sources(place, mixed):
+    """Another weight is another run: the loss tells."""
+    other = [a.replace("0.7", "0.2") for a in MIXTURE]
+    assert train(place, *other, *ONE, "train.stop_at=1", "run.dir=other")[0]["loss"] != mixed[0]["loss"]
+    done = in_this_process(QUICK, *SMALL, *FIXED, "data.cache=cache", *other, *ONE, "run.dir=whole", cwd=place)
+    assert done.returncode == 2 and "data.sources.a.weight: 0.7 there, 0.2 here" in done.stderr
+
+
+BAD = {
+    "nul.txt": (b"text\0text", "text", "a binary file (NUL at byte 4)"),
+    "empty.txt": (b"", "text", "no text in it"),
+    "torn.jsonl.gz": (b"\x1f\x8b\x08\0\0\0\0\0\0\xff", "text", "Compressed file ended"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_files_end_with_one_line(tmp_path, name):
+    content, kind, reason = BAD[name]
+    (tmp_path / name).write_bytes(content)
+    [line] = refused(f"data={kind}", f"data.path={name}", "data.cache=cache", "run.dir=run", cwd=tmp_path)
+    assert line.startswith("config: data.path=") and name in line and reason in line, line
+
+
+def test_bad_files_of_a_mixture_end_with_one_line_each(tmp_path):
+    for name, (content, _, _) in BAD.items():
+        (tmp_path / name).write_bytes(content)
+    given = [f"data.sources.s{i}.path={name}" for i, name in enumerate(BAD)]
+    lines = refused("data=mixture", *given, "data.sources.s9.pth=x", "data.cache=cache", cwd=tmp_path)
+    assert [line.partition("=")[0] for line in lines] == ["config: data.sources.s9.pth"]
+    lines = refused("data=mixture", *given, "data.cache=cache", cwd=tmp_path)
+    assert [line.partition("=")[0] for line in lines] == [f"config: data.sources.s{i}.path" for i in range(len(BAD))]
+    assert np.all([reason in line for line, (_, _, reason) in zip(lines, BAD.values(), strict=True)])
