@@ -15,13 +15,13 @@ from platform.boundary.schema import Malformed
 from platform.config.fields import Config, ConfigError, Data, objective_of, short_hash, violation
 from platform.config.surroundings import wrong_protocol
 from platform.data import synthetic, tokenizer
-from platform.data.mixture import DataSource, naming, of_source, shares_of, sources_of, turns
+from platform.data.mixture import PATHS, DataSource, naming, of_source, shares_of, sources_of, turns
 from platform.data.objectives import OBJECTIVES, Objective
 from platform.data.permutation import mix, order
 from platform.data.sources.texts import SOURCES
 from platform.data.tokens import cache, entry
-from platform.data.tokens.entry import FORMAT, TokenFiles
-from platform.data.tokens.kinds import KINDS, TOKENIZER, kind_of
+from platform.data.tokens.entry import FORMAT, KINDS, TokenFiles, kind_of
+from platform.data.tokens.kinds import TOKENIZER
 from platform.data.tokens.streams import Ints
 
 TRAIN, VALIDATION = "train", "validation"
@@ -52,6 +52,7 @@ class Corpus:
     shares: tuple[int, ...]  # of the parts, in training
     encode: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]  # ids outside [0, vocab) are left out
+    end: int  # the token with which a document begins; -1 for none
     entry: Path | None = None  # the folder of its tokens; None if it has none
 
     @property
@@ -139,7 +140,7 @@ def _check_source(source: DataSource) -> list[str]:
     if data.path and data.kind in ("stdlib", "synthetic"):
         lines.append(f"data.path={data.path}: data={data.kind} reads no path; use data=text, or leave data.path empty")
     elif data.kind != "synthetic":
-        urls = {f"data.{name}": getattr(data, name) for name in ("path", "target_path")}
+        urls = {f"data.{name}": getattr(data, name) for name in PATHS}
         remote = {key: url for key, url in urls.items() if "://" in url}  # what is there shows when it is read
         wrong = {key: wrong_protocol(url, writing=False) for key, url in remote.items()}
         lines += [violation(key, remote[key], reason, ["a path"]) for key, reason in wrong.items() if reason]
@@ -217,6 +218,7 @@ def _synthetic(objective: Objective, vocab: int, seed: int) -> Corpus:
         shares=(1,),
         encode=partial(synthetic.encode_bytes, vocab=vocab),
         decode=synthetic.show_ids,
+        end=-1,
     )
 
 
@@ -228,14 +230,14 @@ def _tokenised(
     if len(sources) == 1:
         with naming(sources[0]):
             folder, found = entry.open_entry(sources[0].data, vocab, shared)
-        return _of_entries(folder, sources, [(folder, found)], objective, seed)
+        return _of_entries(folder, sources, [(folder, found)], objective, vocab, seed)
     folder, names = entry.open_common(sources, vocab, shared)
     entries = []
     for source, name in zip(sources, names, strict=True):
         with naming(source):
-            entries.append(entry.open_entry(source.data, vocab, shared, given=folder / TOKENIZER))
+            entries.append(entry.open_entry(source.data, vocab, shared, given=_tokenizer_in(folder)))
         assert entries[-1][0].name == name
-    return _of_entries(folder, sources, entries, objective, seed)
+    return _of_entries(folder, sources, entries, objective, vocab, seed)
 
 
 def _trusted(folder: Path, sources: Sequence[DataSource], objective: Objective, vocab: int, seed: int) -> Corpus:
@@ -251,7 +253,7 @@ def _trusted(folder: Path, sources: Sequence[DataSource], objective: Objective, 
         entries = [(place, cache.open_trusted(place, read)) for place in places]
     except Malformed as error:
         raise OSError(f"{folder} is not what the driver has found there: {error}") from None
-    return _of_entries(folder, sources, entries, objective, seed)
+    return _of_entries(folder, sources, entries, objective, vocab, seed)
 
 
 def tokenizer_of(digest: str, folder: str = "") -> Path | None:
@@ -272,25 +274,33 @@ def _of_entries(
     sources: Sequence[DataSource],
     entries: Sequence[tuple[Path, TokenFiles]],
     objective: Objective,
+    vocab: int,
     seed: int,
 ) -> Corpus:
     """Return the corpus of the entries of its sources in the cache, each with its folder; `folder`: what they have in
-    common, with the tokenizer. Its shares are to be set."""
-    bpe = tokenizer.load_tokenizer(folder / TOKENIZER)
+    common, with the tokenizer, if there is one. Its shares are to be set."""
+    bpe = tokenizer.load_tokenizer(file) if (file := _tokenizer_in(folder)) else None
     parts = [
-        SourceTokens(source.name, entry.streams_of(place, found), short_hash([place.name, found.files["tokens.bin"]]))
+        SourceTokens(source.name, entry.streams_of(place, found), found.digest(place))
         for source, (place, found) in zip(sources, entries, strict=True)
     ]
     return Corpus(
-        vocab=bpe.get_vocab_size(),
+        vocab=bpe.get_vocab_size() if bpe else vocab,
         objective=objective,
         seed=seed,
         parts=tuple(parts),
         shares=(1,) * len(parts),
-        encode=lambda text: bpe.encode(text).ids,
-        decode=lambda ids: bpe.decode(ids, skip_special_tokens=False),
+        encode=(lambda text: bpe.encode(text).ids) if bpe else partial(synthetic.encode_bytes, vocab=vocab),
+        decode=(lambda ids: bpe.decode(ids, skip_special_tokens=False)) if bpe else synthetic.show_ids,
+        end=tokenizer.END_OF_TEXT if bpe else sources[0].data.separator,
         entry=folder,
     )
+
+
+def _tokenizer_in(folder: Path) -> Path | None:
+    """Return the file of the tokenizer in a folder of the cache, None if there is none."""
+    found = folder / TOKENIZER
+    return found if found.is_file() else None
 
 
 def _too_small(source: DataSource, part: SourceTokens, objective: Objective, length: int) -> list[str]:
