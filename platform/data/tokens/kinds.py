@@ -1,4 +1,4 @@
-"""What every kind of source says of itself, and what kinds have in common: documents held out, a tokenizer trained."""
+"""Kinds of sources: what each says of itself, and what they share: documents held out, a tokenizer trained."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
