@@ -27,6 +27,7 @@ def sections() -> dict[str, list[Any]]:
         "Learning": [
             line("Training loss", "train/loss", x="tokens"),
             line("Validation loss", "val/loss", x="tokens"),
+            wr.LinePlot(title="Validation loss by source", x="tokens", metric_regex="val/sources/.*"),
             line("Learning rate", "train/lr", x="tokens"),
             line("Gradient norm before clipping", "train/grad_norm", x="tokens", log_y=True),
         ],

@@ -33,13 +33,14 @@ from platform.plan.core.step_collectives import communication  # noqa: E402
 from platform.planning.make_plan import make_plan  # noqa: E402
 from tests.benchmarks.peers.pairs import Comparison, Seen, compare  # noqa: E402
 from tests.benchmarks.peers.rows import Row, configured  # noqa: E402
-from tests.testbed.links import Links, bits_per_second, why_not  # noqa: E402
+from tests.testbed.links import INTERFACE, Links, bits_per_second, why_not  # noqa: E402
 
 RANKS, PORT, PATIENCE = 2, 29400, 900
 PLANS: Mapping[str, Mapping[str, Any]] = {
     "data 2": {"data": RANKS},
     "data 2, zero 1": {"data": RANKS, "zero": 1},
     "data 2, zero 3": {"data": RANKS, "zero": 3},
+    "3d, x 2": {"tensor": "3d", "axes": {"x": RANKS, "y": 1, "z": 1}},
 }
 SWITCHES = {"parallel.overlap": ("on", "off")}  # key -> names of its values true and false
 
@@ -64,6 +65,7 @@ def rank_main(rank: int, address: str, plan_name: str, key: str, warmup: int, pa
     from tests.harness.oracle import trainer_of
 
     torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
     patience = timedelta(seconds=PATIENCE)
     store = dist.TCPStore(address, PORT, RANKS, is_master=rank == 0, timeout=patience)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=patience)

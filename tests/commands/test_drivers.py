@@ -58,9 +58,11 @@ def finish(process) -> str:
     return out
 
 
-def test_a_killed_driver_leaves_no_orphans_and_the_same_command_goes_on(start, tmp_path):
+def test_a_killed_driver_leaves_no_orphans_and_the_same_command_goes_on(start, tmp_path, monkeypatch):
     """At a random moment; one of its workers is stopped, and cannot notice anything."""
-    run, arguments = tmp_path / "run", ["run.dir=run", "train.steps=20", "checkpoint.every=5"]
+    monkeypatch.setenv("STEP_SECONDS", "0.1")  # it is not over by then
+    slow = "extend=[tests.doubles.slow_steps]"
+    run, arguments = tmp_path / "run", ["run.dir=run", "train.steps=20", "checkpoint.every=5", slow]
     process = start(*arguments)
     wait_for_step(process, run, 7)
     time.sleep(random.Random(0).uniform(0, 0.5))

@@ -19,7 +19,9 @@ from platform.boundary.schema import Malformed
 from platform.checkpoint.interchange import import_safetensors
 from platform.checkpoint.storage.manifest import Refused
 from platform.config.fields import ConfigError, Data
-from platform.data import cache, corpus, pairs, sources
+from platform.data.sources import pairs, texts
+from platform.data.tokens import cache
+from platform.data.tokens.entry import read_entry
 from tests.fuzz import mutations
 from tests.fuzz.world import SIZES, World, told
 
@@ -68,9 +70,7 @@ def text(world: World, draw: Random, kind: str) -> None:
         raw = lines_of(draw)
         path.write_bytes(gzip.compress(raw) if draw.random() < 0.3 else raw)
     data = Data(kind="text", path=str(path))
-    consumed(
-        pairs.read_pairs(pairs.pair_files(data), data) if kind == "pairs" else sources.read_documents([path], data)
-    )
+    consumed(pairs.read_pairs(pairs.pair_files(data), data) if kind == "pairs" else texts.read_documents([path], data))
 
 
 def tokens(world: World, draw: Random) -> None:
@@ -93,7 +93,7 @@ def tokens(world: World, draw: Random) -> None:
             with suppress(ValueError, RecursionError):
                 raw = json.dumps({"content": (c := json.loads(raw)), "sha256": cache._hash(c)}).encode()
             (entry / "meta.json").write_bytes(raw)
-        found = cache._verified(entry, partial(corpus._read_entry, vocab=SIZES["vocab"]))
+        found = cache._verified(entry, partial(read_entry, vocab=SIZES["vocab"]))
         if found and kind != "file":
             known = ("files", "dtype")
             assert {k: vars(found)[k] for k in known} == {k: original[k] for k in known}, "another entry is trusted"

@@ -8,6 +8,7 @@ group of its own per direction: a send that is not received yet holds back nothi
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -23,6 +24,7 @@ from platform.parallel.communicator.sockets import Sockets, shut_down
 from platform.plan.language.mesh import Mesh
 
 TIMEOUT = timedelta(minutes=10)  # of one collective
+ABORTED = timedelta(seconds=0.25)  # for a collective to end once it is aborted
 _ANNOUNCED = 504  # bytes of an announcement that need no second message
 CONNECT = timedelta(
     seconds=4
@@ -62,6 +64,7 @@ class ProcessGroups(Communicator):
     ):
         super().__init__(mesh, rank, device)
         self.connections: Sockets = {}
+        self._stuck = False  # an aborted collective of gloo has no end
         self._nccl = dist.get_backend() == "nccl"
         self.posts_early = not self._nccl
         made = {tuple(mesh.groups(mesh.ordered(mesh.axes))): dist.group.WORLD}
@@ -118,7 +121,23 @@ class ProcessGroups(Communicator):
             work = dist.reduce(out, group[root], group=g, async_op=True)
         else:
             work = dist.all_reduce(out, dist.ReduceOp.MAX if reduce == "max" else dist.ReduceOp.SUM, g, async_op=True)
-        return work.wait
+        return work.wait if self._nccl else partial(self._until_aborted, work)
+
+    def _until_aborted(self, work: dist.Work) -> None:
+        """Wait for a collective of gloo, no longer than about ABORTED after an abort: that wakes all who wait, but gloo
+        forgets a message which it queues at the moment in which the connection ends."""
+        aborted = False
+        while True:
+            try:
+                work.wait(ABORTED)
+                return
+            except RuntimeError:  # of the collective, or it is not done yet
+                if work.is_completed():
+                    raise
+                if aborted:
+                    self._stuck = True
+                    raise
+                aborted = self._aborted
 
     def _send(self, x, peer):
         return self._finish(dist.isend(x, peer, group=self._line_to(self.rank, peer)))
@@ -184,6 +203,9 @@ class ProcessGroups(Communicator):
         shut_down(self.connections)
 
     def close(self) -> None:
+        if self._stuck:  # the end of a group waits for its threads, and one of these waits for ever: it never ends
+            for group in {*filter(None, (dist.group.WORLD, *self._groups.values(), *self._lines.values()))}:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         if dist.is_initialized():
             dist.destroy_process_group()
 
