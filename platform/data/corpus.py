@@ -14,15 +14,14 @@ from platform.boundary.schema import Malformed
 from platform.config.fields import Config, ConfigError, Data, objective_of, short_hash, violation
 from platform.config.surroundings import wrong_protocol
 from platform.data import synthetic, tokenizer
-from platform.data.mixture import DataSource, naming, of_source, shares_of, sources_of, turns
+from platform.data.mixture import PATHS, DataSource, naming, of_source, shares_of, sources_of, turns
 from platform.data.objectives import OBJECTIVES, Objective, SampleShape
 from platform.data.permutation import mix, order
 from platform.data.sources.texts import SOURCES
 from platform.data.tokenizers.specials import SpecialIds
 from platform.data.tokenizers.tokenizer_files import TokenizerFiles
 from platform.data.tokens import cache, entry
-from platform.data.tokens.entry import FORMAT, TokenFiles
-from platform.data.tokens.kinds import KINDS, kind_of
+from platform.data.tokens.entry import FORMAT, KINDS, TokenFiles, kind_of
 from platform.data.tokens.streams import Ints
 from platform.data.vocabulary import Vocabulary, added_tokens, given_vocabulary, open_vocabulary, template_of
 
@@ -54,6 +53,7 @@ class Corpus:
     shares: tuple[int, ...]  # of the parts, in training
     encode: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]  # ids outside [0, vocab) are left out
+    special: SpecialIds  # that begin and end documents
     vocabulary: Vocabulary | None = None  # its tokenizer; None if it has no text
     entry: Path | None = None  # the folder of its tokens; None if it has none
 
@@ -61,11 +61,6 @@ class Corpus:
     def files(self) -> TokenizerFiles:
         """Return the files of its tokenizer, by name; {} if it has no text."""
         return self.vocabulary.files if self.vocabulary else {}
-
-    @property
-    def start(self) -> int:
-        """Return the id that a decoder reads first."""
-        return self.vocabulary.special.start if self.vocabulary else SpecialIds().start
 
     @property
     def digest(self) -> str:
@@ -139,12 +134,13 @@ def check_data(data: Data, *, vocab: int = tokenizer.SMALLEST) -> list[str]:
     except ConfigError as error:
         return error.violations
     violations = [line for source in sources for line in _check_source(source)]
-    return violations + ([] if data.kind == "synthetic" else _check_tokenizer(data, vocab))
+    textual = any(kind_of(source.data).texts for source in sources)
+    return violations + ([] if data.kind == "synthetic" else _check_tokenizer(data, vocab, textual))
 
 
-def _check_tokenizer(data: Data, vocab: int) -> list[str]:
+def _check_tokenizer(data: Data, vocab: int, textual: bool) -> list[str]:
     """Return one refusal line per mistake in the keys of `data` that say which tokenizer is given, or how one is
-    trained."""
+    trained, as `textual` data needs it."""
     try:
         given = given_vocabulary(data)
         added_tokens(data), template_of(data)
@@ -153,7 +149,7 @@ def _check_tokenizer(data: Data, vocab: int) -> list[str]:
     if given and given.size > vocab:
         reason = f"has {given.size} tokens, and the model has model.vocab={vocab}"
         return [violation("data.tokenizer", data.tokenizer, reason, [f"model.vocab={given.size}"])]
-    if not given and vocab < (least := tokenizer.SMALLEST + len(added_tokens(data))):
+    if textual and not given and vocab < (least := tokenizer.SMALLEST + len(added_tokens(data))):
         return [f"model.vocab={vocab}: a byte-level tokenizer needs at least {least}"]
     return []
 
@@ -166,7 +162,7 @@ def _check_source(source: DataSource) -> list[str]:
     if data.path and data.kind in ("stdlib", "synthetic"):
         lines.append(f"data.path={data.path}: data={data.kind} reads no path; use data=text, or leave data.path empty")
     elif data.kind != "synthetic":
-        urls = {f"data.{name}": getattr(data, name) for name in ("path", "target_path")}
+        urls = {f"data.{name}": getattr(data, name) for name in PATHS}
         remote = {key: url for key, url in urls.items() if "://" in url}  # what is there shows when it is read
         wrong = {key: wrong_protocol(url, writing=False) for key, url in remote.items()}
         lines += [violation(key, remote[key], reason, ["a path"]) for key, reason in wrong.items() if reason]
@@ -212,19 +208,21 @@ def open_corpus(
     Text is tokenised by the first process that asks, and cached. Raises ConfigError for a user's mistakes: those that
     `check_data` finds, a fault deep inside a file, a split without one whole sample.
     """
-    known = data.kind != "synthetic" and (_opened(entry) if entry else given_vocabulary(data))
-    special = known.special if known else SpecialIds()
+    sources = sources_of(data)
+    known = None
+    if data.kind != "synthetic":
+        known = _opened(entry) if entry else given_vocabulary(data)
+    special = special_of(known, sources[0].data)
     goal = OBJECTIVES[objective](SampleShape(length, source_length or length, vocab, segments, special))
     small = vocab - goal.reserved
     if not entry and (violations := check_data(data, vocab=small)):
         raise ConfigError(violations)
-    sources = sources_of(data)
     if data.kind == "synthetic":
         corpus = _synthetic(goal, small, seed)
     elif entry:
         corpus = _trusted(entry, sources, goal, small, seed)
     else:
-        corpus = _tokenised(sources, goal, small, seed, shared, known or None)
+        corpus = _tokenised(sources, goal, small, seed, shared, known)
     if violations := [
         line
         for source, part in zip(sources, corpus.parts, strict=True)
@@ -246,6 +244,7 @@ def _synthetic(objective: Objective, vocab: int, seed: int) -> Corpus:
         shares=(1,),
         encode=partial(synthetic.encode_bytes, vocab=vocab),
         decode=synthetic.show_ids,
+        special=SpecialIds(),
     )
 
 
@@ -263,14 +262,14 @@ def _tokenised(
     if len(sources) == 1:
         with naming(sources[0]):
             folder, found = entry.open_entry(sources[0].data, vocab, shared, given)
-        return _of_entries(folder, sources, [(folder, found)], objective, seed)
+        return _of_entries(folder, sources, [(folder, found)], objective, vocab, seed)
     folder, names = entry.open_common(sources, vocab, shared, given)
     entries, common = [], given or open_vocabulary(folder)
     for source, name in zip(sources, names, strict=True):
         with naming(source):
             entries.append(entry.open_entry(source.data, vocab, shared, common))
         assert entries[-1][0].name == name
-    return _of_entries(folder, sources, entries, objective, seed)
+    return _of_entries(folder, sources, entries, objective, vocab, seed)
 
 
 def _trusted(folder: Path, sources: Sequence[DataSource], objective: Objective, vocab: int, seed: int) -> Corpus:
@@ -286,12 +285,20 @@ def _trusted(folder: Path, sources: Sequence[DataSource], objective: Objective, 
         entries = [(place, cache.open_trusted(place, read)) for place in places]
     except Malformed as error:
         raise OSError(f"{folder} is not what the driver has found there: {error}") from None
-    return _of_entries(folder, sources, entries, objective, seed)
+    return _of_entries(folder, sources, entries, objective, vocab, seed)
 
 
-def _opened(folder: Path) -> Vocabulary:
+def special_of(vocabulary: Vocabulary | None, data: Data) -> SpecialIds:
+    """Return the special tokens of a vocabulary; of tokens that have none, `data.separator`; else those of a tokenizer
+    that is trained."""
+    if vocabulary or data.kind != "tokens":
+        return vocabulary.special if vocabulary else SpecialIds()
+    return SpecialIds((data.separator,), data.separator)
+
+
+def _opened(folder: Path) -> Vocabulary | None:
     """Open the vocabulary of a cache entry that another process of this run has verified. Raises OSError if it is not
-    there as that has found it."""
+    what that has found."""
     try:
         return open_vocabulary(folder)
     except Malformed as error:
@@ -303,23 +310,25 @@ def _of_entries(
     sources: Sequence[DataSource],
     entries: Sequence[tuple[Path, TokenFiles]],
     objective: Objective,
+    vocab: int,
     seed: int,
 ) -> Corpus:
     """Return the corpus of the entries of its sources in the cache, each with its folder; `folder`: what they have in
-    common, with the tokenizer. Its shares are to be set."""
+    common, with the tokenizer, if there is one. Its shares are to be set."""
     vocabulary = open_vocabulary(folder)
     parts = [
-        SourceTokens(source.name, entry.streams_of(place, found), short_hash([place.name, found.files["tokens.bin"]]))
+        SourceTokens(source.name, entry.streams_of(place, found), found.digest(place))
         for source, (place, found) in zip(sources, entries, strict=True)
     ]
     return Corpus(
-        vocab=vocabulary.size,
+        vocab=vocabulary.size if vocabulary else vocab,
         objective=objective,
         seed=seed,
         parts=tuple(parts),
         shares=(1,) * len(parts),
-        encode=vocabulary.encode,
-        decode=vocabulary.decode,
+        encode=vocabulary.encode if vocabulary else partial(synthetic.encode_bytes, vocab=vocab),
+        decode=vocabulary.decode if vocabulary else synthetic.show_ids,
+        special=special_of(vocabulary, sources[0].data),
         vocabulary=vocabulary,
         entry=folder,
     )

@@ -18,11 +18,12 @@ from platform.config.bounds import KEYS, wrong_value
 from platform.config.fields import Config, ConfigError, Data, closest, violation
 
 _FINEST = 1 << 20  # parts into which weights are rounded
+_GOLDEN = 648056  # of _FINEST parts, by the golden section: multiples of it are spread evenly
 _MOST = 100  # sources
 _EXACT = 1 << 31  # a sum of shares up to which 64 bits hold all products
 # Keys of group data that a source of a mixture may have; the others are those of the whole.
-OWN = ("kind", "path", "field", "target_path", "target_field", "validation")
-PATHS = ("path", "target_path")
+OWN = ("kind", "path", "field", "target_path", "target_field", "dtype", "validation", "validation_path")
+PATHS = ("path", "target_path", "validation_path")
 Ints = NDArray[np.int64]
 
 
@@ -149,12 +150,12 @@ def turns(parts: Sequence[int], index: ArrayLike) -> tuple[Ints, Ints]:
     """Return, for each sample of a mixture's endless global order, the number of its source, and how many samples of
     that source come before it; int64, as `index`. `parts`: the shares of the sources.
 
-    Sample k goes to the first source if the first source's due, floor(k share / sum), rises with it; of the samples
-    that are left, the second source gets its due in the same way, and so on. So each source's count is near its due at
-    every place, and exact after each whole sum of the shares.
+    Sample k goes to the first source if the first source's due, floor((k share + phase) / sum), rises with it; of the
+    samples that are left, the second source gets its due in the same way, and so on. So each source's count is near its
+    due at every place, and exact after each whole sum of the shares. Phases keep small sources from coming together.
 
     >>> turns([2, 1], range(6))[0].tolist()
-    [1, 0, 0, 1, 0, 0]
+    [0, 1, 0, 0, 1, 0]
     """
     total, shape = sum(parts), np.shape(index)
     index = np.asarray(index, np.int64).reshape(-1)
@@ -164,7 +165,8 @@ def turns(parts: Sequence[int], index: ArrayLike) -> tuple[Ints, Ints]:
     count = np.zeros(index.shape, np.int64)
     open_ = np.ones(index.shape, bool)
     for number, share in enumerate(parts):
-        due, then = before * share // total, after * share // total
+        phase = total * ((number + 1) * _GOLDEN % _FINEST) // _FINEST
+        due, then = (before * share + phase) // total, (after * share + phase) // total
         taken = open_ & np.asarray(then > due, bool) if number < len(parts) - 1 else open_
         source[taken] = number
         count[taken] = (rounds * share + np.asarray(due, np.int64))[taken]

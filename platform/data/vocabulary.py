@@ -122,11 +122,11 @@ def vocabulary_of(files: TokenizerFiles, given: bool = True) -> Vocabulary:
     return Vocabulary(tokenizer, files, named, special, given)
 
 
-def open_vocabulary(folder: Path) -> Vocabulary:
-    """Open the vocabulary whose files lie in a folder of ours. Raises Malformed, OSError."""
+def open_vocabulary(folder: Path) -> Vocabulary | None:
+    """Open the vocabulary whose files lie in a folder of ours; None if there is none. Raises Malformed, OSError."""
     found = {name: documents.read_bytes(folder / name, 1 << 30) for name in NAMES if (folder / name).is_file()}
     if JSON not in found:
-        raise FileNotFoundError(folder / JSON)
+        return None
     return vocabulary_of(found) if CONFIG in found else vocabulary_of(own_files(found), given=False)
 
 

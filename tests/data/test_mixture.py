@@ -51,7 +51,7 @@ def test_the_order_of_turns_never_changes():
     assert turns([1], np.arange(5))[1].tolist() == [0, 1, 2, 3, 4]
 
 
-GOLDEN = [2, 0, 2, 0, 1, 0, 2, 0, 2, 0, 1, 0]
+GOLDEN = [0, 2, 0, 2, 0, 1, 0, 2, 0, 2, 0, 1]
 
 
 def sources(*given: dict) -> list[DataSource]:
@@ -90,7 +90,7 @@ class Numbers:
 def corpus_of(sizes: list[int], parts: list[int], seed: int, length: int = 4) -> Corpus:
     streams = [{"train": Numbers(i, n), "validation": Numbers(i, 9)} for i, n in enumerate(sizes)]
     found = tuple(SourceTokens(f"s{i}", stream, f"digest {i}") for i, stream in enumerate(streams))
-    return Corpus(10**7, Causal(length), seed, found, tuple(parts), lambda text: [], lambda ids: "")
+    return Corpus(10**7, Causal(length), seed, found, tuple(parts), lambda text: [], lambda ids: "", -1)
 
 
 @st.composite

@@ -24,6 +24,7 @@ from platform.cluster import driver
 from platform.cluster.run import resources
 from platform.cluster.run.devices import device_of
 from platform.config.fields import ConfigError
+from platform.data.__main__ import main as prepare_data
 from platform.jobs.__main__ import main as write_job
 from platform.plan.__main__ import main as explain_plan
 from platform.plan.reports.describe import describe
@@ -98,6 +99,8 @@ def answers(status: int, typed: Typed, bench: Bench) -> None:
 def launches(typed: Typed, arguments: str, bench: Bench) -> None:
     if "model.source=mine/hf" in arguments:
         exported(bench)
+    if "data.path=pages-train.bin" in arguments:
+        prepares(typed, next(t.command for t in COMMANDS if " convert megatron pages" in t.command)[24:], bench)
     answers(launch.main(shlex.split(arguments)), typed, bench)
 
 
@@ -147,6 +150,13 @@ def converts(typed: Typed, arguments: str, bench: Bench) -> None:
 
 def neutral(line: str) -> str:
     return re.sub(r"\b[0-9a-f]*\d[\w.,+]*\b", "N", line).replace("  ", " ")
+
+
+def prepares(typed: Typed, arguments: str, bench: Bench) -> None:
+    """Run a command on data, with a cache of its own."""
+    bench.monkeypatch.setenv("XDG_CACHE_HOME", str(bench.here / "cache"))
+    assert prepare_data(shlex.split(arguments)) == launch.DONE
+    bench.capfd.readouterr()
 
 
 def is_a_target(typed: Typed, arguments: str, bench: Bench) -> None:
@@ -228,6 +238,7 @@ KINDS: dict[str, Callable[..., None]] = {  # what a command looks like -> the ch
     r"python -m platform\.plan ([^|]* \| grep .*)": is_generated,
     r"python -m platform\.checkpoint (.*)": inspects,
     r"python -m platform\.doctor (.*)": examines,
+    r"python -m platform\.data (.*)": prepares,
     r"ray job submit --working-dir \. -- python -m platform\.launch (.*)": launches,
     r"python -m platform\.weights (.*)": converts,
     r"torchrun (.*)": starts_processes,

@@ -21,13 +21,14 @@ def wrong_data(config: Config) -> Iterator[str]:
                 yield violation(f"data.{name}", value, constraint, ["data.tokenizer=PATH"])
     if data.sources and data.kind != "mixture":
         yield violation("data.sources", ", ".join(data.sources), "only data=mixture reads them", ["data=mixture"])
-    if config.eval.every and not data.validation and not any(map(_held_out, data.sources.values())):
+    held = data.validation or data.validation_path or any(map(_held_out, data.sources.values()))
+    if config.eval.every and not held:
         yield violation("data.validation", 0, f"eval.every={config.eval.every} needs a held-out split", [0.05])
 
 
 def _held_out(source: Any) -> bool:
     """Return True if a source of a mixture says that a part of it is held out."""
-    return isinstance(source, dict) and bool(source.get("validation"))
+    return isinstance(source, dict) and bool(source.get("validation") or source.get("validation_path"))
 
 
 def wrong_objective(config: Config) -> Iterator[str]:
