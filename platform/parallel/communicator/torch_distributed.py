@@ -127,17 +127,15 @@ class ProcessGroups(Communicator):
         """Wait for a collective of gloo, no longer than about ABORTED after an abort: that wakes all who wait, but gloo
         forgets a message which it queues at the moment in which the connection ends."""
         aborted = False
-        while True:
+        while not work.is_completed():
             try:
                 work.wait(ABORTED)
-                return
-            except RuntimeError:  # of the collective, or it is not done yet
-                if work.is_completed():
-                    raise
-                if aborted:
+            except RuntimeError:  # its own, or it was not done in time
+                if aborted and not work.is_completed():
                     self._stuck = True
                     raise
                 aborted = self._aborted
+        work.wait()  # raises its own error
 
     def _send(self, x, peer):
         return self._finish(dist.isend(x, peer, group=self._line_to(self.rank, peer)))
