@@ -47,6 +47,9 @@ def identity(config: Config) -> dict[str, Any]:
         "data": data,
         "seed": config.seed,
         "train.global_batch": config.train.global_batch,
+        "train.ramp_from": config.train.ramp_from,
+        "train.ramp_by": config.train.ramp_by,
+        "train.ramp_samples": config.train.ramp_samples,
         "train.init": config.train.init,
         "optimizer": values["optimizer"],
     }

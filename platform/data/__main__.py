@@ -15,6 +15,7 @@ from pathlib import Path
 from platform.boundary.redaction import register_url_secrets, shielded
 from platform.boundary.terminal import print_line, print_while_read
 from platform.config.fields import Config, ConfigError, violation
+from platform.config.ramp import samples_before
 from platform.data.corpus import Corpus, corpus_of
 from platform.data.sources.token_files import WRITERS
 from platform.data.tokenizers.tokenizer_files import JSON
@@ -68,7 +69,7 @@ def _answer(given: argparse.Namespace) -> int:
 def _prepare(given: argparse.Namespace, config: Config, corpus: Corpus) -> None:
     """Tell what is in a corpus, which is in the cache now: of each source the samples of its splits, and how often a
     run reads it."""
-    needed = config.train.steps * config.train.global_batch
+    needed = samples_before(config.train, config.train.steps + 1)
     for part, share in zip(corpus.parts, corpus.shares, strict=True):
         of_part = {split: max(0, corpus.objective.samples(stream)) for split, stream in part.streams.items()}
         read = needed * share / sum(corpus.shares) / of_part["train"]

@@ -20,7 +20,7 @@ from platform.parallel.communicator.base import Communicator, Launch, SingleRank
 from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import communication
 from platform.plan.schedule.rows import stage_rows
-from platform.planning.choose_schedule import schedule_of
+from platform.planning.choose_schedule import schedules_of
 from platform.planning.make_plan import make_plan
 from platform.train.protocol.answers import Differences
 from platform.train.step.trainer import Trainer
@@ -156,7 +156,7 @@ class Result:
 def trainer_of(c: Config, plan: Plan, communicator: Communicator, corpus: Any = None, fresh: bool = True) -> Trainer:
     """A rank's trainer, with the rows that the driver would hand it."""
     stage = communicator.coordinates["stage"]
-    rows = stage_rows(schedule_of(c, c.parallel.data))[stage]
+    rows = stage_rows(schedules_of(c, c.parallel.data))[stage]
     return Trainer(c, plan, communicator, corpus or Tokens(c), rows, fresh)
 
 

@@ -17,6 +17,7 @@ from platform.cluster.control.forming.former import Former
 from platform.cluster.control.forming.reform_advisor import ReformAdvisor
 from platform.cluster.control.metrics_row import metrics_row
 from platform.cluster.control.pace import Pace
+from platform.cluster.control.patience import learned_out
 from platform.cluster.control.spikes import Spikes
 from platform.cluster.crew.base.crew import Crew
 from platform.cluster.crew.base.failures import Failure, GaveUp, Member, Reform, WorkerFailed
@@ -125,8 +126,9 @@ class Controller:
         """Take, commit, evaluate and save one training step after another until the last. Raises Reform if another
         generation is needed or better."""
         every, first = self._config.eval.every, self.done + 1
+        self._end_early()
         self._save_if_due(crew, self.done)  # a failure or a signal may have left a save undone
-        for step in range(first, self._steps + 1):
+        while (step := self.done + 1) <= self._steps:
             start = perf_counter()
             reports, seconds = self._step(crew, generation, step)
             report = reports[0]
@@ -147,6 +149,8 @@ class Controller:
                 recovery_seconds=None if self._failed is None else perf_counter() - self._failed,
             )
             self._commit(generation, row, report.held)
+            if losses:
+                self._end_early()
             if step == first:
                 self._journal.write(events.FirstStep(step=step))
                 self._tell_traffic(generation)
@@ -154,6 +158,17 @@ class Controller:
             if step < self._steps:
                 self._reform_if_needed(crew, generation, report)
         self._checkpoints.finish(crew)
+
+    def _end_early(self) -> None:
+        """Make the last committed step the run's last if evaluations say that it learns no more."""
+        if not self._config.eval.patience or not self.done < self._steps:
+            return
+        if best := learned_out(self._monitor.rows(), self._config.eval):
+            self._steps = self.done
+            self._journal.write(events.LearnedOut(step=self.done, best_step=best.step, best_loss=best.loss))
+            self._monitor.say(
+                f"ends early after step {self.done}: its lowest val loss was {best.loss:.4f}, after step {best.step}"
+            )
 
     def _tell_traffic(self, generation: Generation) -> None:
         """Journal what a step of a generation on several nodes sends between them and other tiers, after its first

@@ -152,6 +152,15 @@ class RolledBack(JournalEvent):
     lost_seconds: Seconds
 
 
+class LearnedOut(JournalEvent):
+    """Evaluations say that the run learns no more (eval.patience): it ends after `step`. `best_step`, `best_loss`: of
+    the evaluation with the lowest loss."""
+
+    step: Steps
+    best_step: Steps
+    best_loss: float
+
+
 class Running(JournalEvent):
     """A generation is built and has its state, and begins with `step`. `uncompiled`: what kept it from compiling, where
     train.compile=auto would have."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from math import inf, isfinite, nan, sqrt
 from typing import Any
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from platform.config.fields import Config
+from platform.config.ramp import samples_of
 from platform.data.corpus import Corpus
 from platform.model import build_model
 from platform.model.blocks import Activations
@@ -70,6 +72,8 @@ class Trainer:
         self.model = build_model(config.model)
         overlap, compiles = config.parallel.overlap, config.train.compile == "on"  # the driver has settled auto
         self.weights = Weights(self.stage, communicator, config.seed if fresh else None, overlap)
+        if config.train.ema:
+            self.weights.begin_averages()
         self.ops = ParallelOps(self.stage, communicator, self.weights.compute, config.model.dropout, compiles, overlap)
         self.ops.residency = self.weights.residency
         self._counted = gradients.counted(self.stage, communicator)
@@ -81,8 +85,8 @@ class Trainer:
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         """Construct the optimizer of the master weights that this rank owns, with weight decay for those that the model
-        marks."""
-        o, owned = self.config.optimizer, self.weights.owned
+        marks; frozen ones are none of its."""
+        o, owned = self.config.optimizer, self.weights.trained
         decayed = [owned[p.name] for p in self.stage.parameters if p.name in owned and p.decay]
         others = [owned[p.name] for p in self.stage.parameters if p.name in owned and not p.decay]
         groups = [{"params": decayed, "weight_decay": o.weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -106,7 +110,6 @@ class Trainer:
         the update, on all ranks: if it finds differences they are added to the report, and nothing is updated.
         """
         plan, communicator, clock = self.plan, self.communicator, self.clock
-        batch = self.config.train.global_batch
         communicator.moved.clear()
         if self.config.monitor.timeline:
             communicator.barrier()  # so that all ranks' clocks start together
@@ -127,6 +130,7 @@ class Trainer:
         overflowed = scale is not None and not differences and scale.overflowed(loss, norm, rules)
         if scale and (overflowed or not skipped):
             self.loss_scale = scale.after_overflow(rules) if overflowed else scale.after_update(rules)
+        first, end = samples_of(self.config.train, step)
         reading = clock.read()
         seconds = reading.seconds
         return StepReport(
@@ -137,8 +141,8 @@ class Trainer:
             skipped=skipped,
             overflowed=overflowed,
             loss_scale=scale.scale if scale else None,
-            tokens=step * plan.tokens_per_step,
-            samples=((step - 1) * batch, step * batch),
+            tokens=end * plan.sizes["length"],
+            samples=(first, end),
             step_seconds=sum(seconds.values()),
             seconds={name: seconds.get(name, 0.0) for name in SECTIONS},
             comm_bytes=dict(communicator.moved),
@@ -169,10 +173,10 @@ class Trainer:
         """Run the forward and backward passes of training step `step`, and accumulate this rank's gradient of the
         global mean loss, whose reduction overlaps the passes. Return its summed loss (fp64 scalar) and the number of
         tokens of the global batch over which the mean is taken."""
-        first, end = (k * self.config.train.global_batch for k in (step - 1, step))
+        first, end = samples_of(self.config.train, step)
         predicted = self.corpus.predicted("train", first, end)
         total = torch.zeros((), dtype=torch.float64, device=self.communicator.device)
-        row = self.rows.step
+        row = self.rows.step(-(-(end - first) // self.plan.sizes["batch"]))
         whole = all(a.kind is not Kind.WEIGHT for a in row)
         last = {a.chunk: a.microbatch for a in row if whole and a.kind is Kind.BACKWARD}
 
@@ -273,14 +277,16 @@ class Trainer:
         optimizer.step()
         if self._divides:
             optimizer.grad_scale = None  # nothing of a step lives on
+        self.weights.average(self.config.train.ema)
         self.weights.refresh()
 
     def evaluate(self) -> dict[str, float]:
         """Compute the mean loss per token over the first `eval.batches` global batches of the held-out split of every
         source that has one, by the source's name; and under "" that of all, weighed by their shares in training. Equal
-        on every rank."""
+        on every rank. The weights are those that are trained, or their averages, as eval.averaged says."""
         held = self.corpus.validations
-        found = {name: self._evaluate(split) for name, (split, _) in held.items()}
+        with self.weights.averaged() if self.config.eval.averaged else nullcontext():
+            found = {name: self._evaluate(split) for name, (split, _) in held.items()}
         mean = sum(found[name] * share for name, (_, share) in held.items()) / sum(share for _, share in held.values())
         return {**found, "": mean}
 

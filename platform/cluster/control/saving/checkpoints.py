@@ -25,6 +25,7 @@ from platform.cluster.crew.base.failures import GaveUp
 from platform.cluster.run.origin import Origin, origin, traced
 from platform.config.fields import Config, ConfigError, short_hash, violation
 from platform.config.identity import identity
+from platform.config.ramp import samples_before
 from platform.monitor import Journal
 from platform.monitor.records import events
 from platform.plan.core.plan import Plan
@@ -249,7 +250,7 @@ class Checkpoints:
         the state that is no tensor."""
         return Meta(
             step=step,
-            samples=step * self._config.train.global_batch,
+            samples=samples_before(self._config.train, step + 1),
             seed=self._config.seed,
             corpus=self._corpus,
             identity=identity(self._config),
