@@ -15,7 +15,7 @@ from pathlib import Path
 from platform.boundary.redaction import register_url_secrets, shielded
 from platform.boundary.terminal import print_line, print_while_read
 from platform.config.fields import Config, ConfigError, violation
-from platform.config.ramp import samples_before
+from platform.config.groups.batch_ramp import samples_before
 from platform.data.corpus import Corpus, corpus_of
 from platform.data.sources.token_files import WRITERS
 from platform.data.tokenizers.tokenizer_files import JSON

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from platform.config.bounds import allow
 from platform.config.fields import Config, ConfigError, violation
-from platform.config.ramp import batch_sizes
+from platform.config.groups.batch_ramp import batch_sizes
 from platform.plan.schedule.csv_file import from_csv
 from platform.plan.schedule.generators import (
     MOST_PASSES,
@@ -83,8 +83,8 @@ def schedule_of(config: Config, data: int) -> Schedule:
 
 def schedules_of(config: Config, data: int) -> list[Schedule]:
     """Return the schedules that the steps of a run over `data` replicas follow, by number of microbatches, ascending:
-    one for each size of a batch that grows (`platform.config.ramp`); the last is that of `schedule_of`. Raises
-    ConfigError as that does."""
+    one for each size of a batch that grows (`platform.config.groups.batch_ramp`); the last is that of `schedule_of`.
+    Raises ConfigError as that does."""
     sizes = batch_sizes(config.train)
     found = [schedule_of(replace(config, train=replace(config.train, global_batch=size)), data) for size in sizes]
     return list({schedule.microbatches: schedule for schedule in found}.values())

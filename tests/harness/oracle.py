@@ -16,6 +16,7 @@ from torch import Tensor
 from platform.config.fields import Branch, Config, Pipeline
 from platform.config.fields import Model as ModelConfig
 from platform.config.fields import Tensor as TensorConfig
+from platform.data.tokenizers.specials import SpecialIds
 from platform.parallel.communicator.base import Communicator, Launch, SingleRank
 from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import communication
@@ -100,6 +101,7 @@ class Tokens:
     """A corpus of pseudo-random tokens, with padding and labels that do not count unless the model is a decoder."""
 
     validations: ClassVar = {"": ("validation", 1)}
+    special = SpecialIds()
 
     def __init__(self, c: Config):
         self.model, self.vocab = c.model, c.model.vocab

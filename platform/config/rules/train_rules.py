@@ -9,7 +9,7 @@ from platform.plan.language.numbers import divisors
 
 
 def wrong_ramp(config: Config) -> Iterator[str]:
-    """Yield a refusal line for each mistake in how the batch grows (`platform.config.ramp`)."""
+    """Yield a refusal line for each mistake in how the batch grows (`platform.config.groups.batch_ramp`)."""
     t = config.train
     if not t.ramp_from:
         if t.ramp_samples:

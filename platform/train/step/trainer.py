@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from platform.config.fields import Config
-from platform.config.ramp import samples_of
+from platform.config.groups.batch_ramp import samples_of
 from platform.data.corpus import Corpus
 from platform.model import build_model
 from platform.model.blocks import Activations

@@ -24,8 +24,8 @@ from platform.cluster.crew.base.crew import Crew
 from platform.cluster.crew.base.failures import GaveUp
 from platform.cluster.run.origin import Origin, origin, traced
 from platform.config.fields import Config, ConfigError, short_hash, violation
+from platform.config.groups.batch_ramp import samples_before
 from platform.config.identity import identity
-from platform.config.ramp import samples_before
 from platform.monitor import Journal
 from platform.monitor.records import events
 from platform.plan.core.plan import Plan
