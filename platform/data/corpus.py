@@ -16,7 +16,7 @@ from platform.config.fields import Config, ConfigError, Data, objective_of, shor
 from platform.config.surroundings import wrong_protocol
 from platform.data import synthetic, tokenizer
 from platform.data.mixture import PATHS, DataSource, naming, of_source, shares_of, sources_of, turns
-from platform.data.objectives import OBJECTIVES, Objective
+from platform.data.objectives import OBJECTIVES, Objective, SampleShape
 from platform.data.permutation import mix, order
 from platform.data.sources.texts import SOURCES
 from platform.data.tokens import cache, entry
@@ -158,6 +158,7 @@ def corpus_of(config: Config, *, shared: Path | None = None, entry: str = "") ->
         source_length=m.source_length,
         vocab=m.vocab,
         segments=m.segments,
+        within_documents=m.within_documents,
         seed=config.seed,
         objective=objective_of(config),
         shared=shared,
@@ -173,6 +174,7 @@ def open_corpus(
     seed: int,
     source_length: int = 0,
     segments: int = 0,
+    within_documents: bool = False,
     objective: str = "causal",
     shared: Path | None = None,
     entry: Path | None = None,
@@ -180,13 +182,14 @@ def open_corpus(
     """Open the tokenised corpus of `data` in samples of `length` tokens, from a vocabulary of at most `vocab`.
 
     `source_length`: tokens per sequence of the encoder in an encoder-decoder; 0 = length. `segments`: of a sample that
-    an encoder tells apart; 0 = none. `shared`: a folder in which other machines are to find its tokens too. `entry`:
+    an encoder tells apart; 0 = none. `within_documents`: the model sees no document before the token's own. `shared`: a folder in which other machines are to find its tokens too. `entry`:
     where another process of this run has found it; then no text is read, tokenised or hashed.
 
     Text is tokenised by the first process that asks, and cached. Raises ConfigError for a user's mistakes: those that
     `check_data` finds, a fault deep inside a file, a split without one whole sample.
     """
-    goal = OBJECTIVES[objective](length, source_length or length, vocab, segments)
+    shape = SampleShape(length, source_length or length, vocab, segments, within_documents=within_documents)
+    goal = OBJECTIVES[objective](shape)
     small = vocab - goal.reserved
     if not entry and (violations := check_data(data, vocab=small)):
         raise ConfigError(violations)

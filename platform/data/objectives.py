@@ -2,7 +2,7 @@
 
 An objective returns sample `index` of a stream as int64 rows of fixed lengths, where -1 is padding: nothing to read in
 `tokens` and `source`, nothing to predict in `labels`. Its randomness is a function of the sample's key alone. Where a
-sample may span documents, `begins` or `segments` tell them apart.
+sample may span documents, `begins` or `segments` tell them apart. `register_objective` adds one.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,16 @@ from numpy.typing import NDArray
 from platform.config.fields import ConfigError
 from platform.data.permutation import mix
 from platform.data.tokenizer import END_OF_TEXT
-from platform.data.tokens.streams import PADDING, Ints
+from platform.data.tokens.streams import (
+    PADDING,
+    Ints,
+    PackedStream,
+    among,
+    first_of_documents,
+    learned_of,
+    starts_of,
+    taken,
+)
 
 NOISE = 0.15  # fraction of the tokens that are predicted (BERT; T5)
 SPAN = 3  # tokens per corrupted span, on average (T5)
@@ -40,11 +49,29 @@ class Objective(Protocol):
 
 
 @dataclass(frozen=True)
-class Causal:
-    """Causal objective: predicts every token from those before it. Sample i is the length + 1 tokens from i * length
-    on, so that every token but the first is predicted once."""
+class SampleShape:
+    """What samples are made for: lengths in tokens, and ids in [0, vocab)."""
 
     length: int
+    source_length: int  # of the encoder's sequence
+    vocab: int
+    segments: int = 0  # of a sample that an encoder tells apart; 0: none
+    end: int = END_OF_TEXT  # the token with which a document begins, and a target ends; -1: none is known
+    within_documents: bool = False  # the model sees no document before the token's own
+
+
+@dataclass(frozen=True)
+class Causal:
+    """Causal objective: predicts every token from those before it. Sample i is the length + 1 tokens from i * length
+    on, so that every token but the first is predicted once; of a packed stream it is row i.
+
+    What is not predicted: tokens that the stream says are not to be learned, and, `within` documents, a document's
+    first token, unless it is the `end` of the one before.
+    """
+
+    length: int
+    end: int = END_OF_TEXT
+    within: bool = False
     reserved = 0
 
     @property
@@ -52,18 +79,42 @@ class Causal:
         return self.length + 1
 
     def samples(self, stream: Any) -> int:
-        return (len(stream) - 1) // self.length
+        return len(stream.rows) - 1 if isinstance(stream, PackedStream) else (len(stream) - 1) // self.length
 
     def batch(self, stream: Any, index: Ints, keys: Keys) -> dict[str, Ints]:
-        """Return samples `index` of the stream as `tokens`, `labels`, and `begins`, the position in the sample at which
-        each token's document begins; each int64 [len(index), length]."""
-        rows = _windows(stream, index * self.length, self.length + 1)
-        tokens = rows[:, :-1]
-        begins = np.maximum.accumulate(np.where(tokens == END_OF_TEXT, np.arange(self.length), 0), 1)
-        return {"tokens": tokens, "labels": rows[:, 1:], "begins": begins}
+        """Return samples `index` of the stream as `tokens`, `labels`, `begins`, the place in the sample at which each
+        token's document begins, and `positions`, how far from there the token is; each int64 [len(index), length]."""
+        place = stream.places(index, self.length) if isinstance(stream, PackedStream) else None
+        if place is None:
+            rows = _windows(stream, index * self.length, self.length + 1)
+            tokens, labels = rows[:, :-1], rows[:, 1:]
+            place = index[:, None] * self.length + np.arange(self.length)
+        else:
+            tokens, labels = taken(stream, place), taken(stream, np.where(place < 0, PADDING, place + 1))
+        column = np.arange(self.length)
+        begins = np.maximum.accumulate(np.where(first_of_documents(stream, place, tokens, self.end), column, 0), 1)
+        if self._counts(stream):
+            labels = np.where(self._learned(stream, place, labels), labels, PADDING)
+        return {"tokens": tokens, "labels": labels, "begins": begins, "positions": column - begins}
 
     def predicted(self, stream: Any, index: Ints) -> int:
+        if self._counts(stream) or isinstance(stream, PackedStream):
+            return int((self.batch(stream, index, np.empty(0, np.uint64))["labels"] >= 0).sum())
         return len(index) * self.length
+
+    def _counts(self, stream: Any) -> bool:
+        """Return True if some labels of the stream may not count."""
+        return learned_of(stream) is not None or (self.within and starts_of(stream) is not None)
+
+    def _learned(self, stream: Any, place: Ints, labels: Ints) -> NDArray[np.bool_]:
+        """Return which labels count, of the tokens at `place` in the stream."""
+        after, learned = np.where(place < 0, PADDING, place + 1), learned_of(stream)
+        found = labels >= 0
+        if learned is not None:
+            found &= learned[np.clip(after, 0, len(learned) - 1)]
+        if self.within and (starts := starts_of(stream)) is not None:
+            found &= (labels == self.end) | ~among(starts, after)
+        return found
 
 
 @dataclass(frozen=True)
@@ -75,6 +126,7 @@ class Masked:
     length: int
     vocab: int
     segments: int = 0
+    end: int = END_OF_TEXT
     reserved = 1
 
     @property
@@ -100,7 +152,7 @@ class Masked:
         seen = np.where(lot < 8, self.vocab - 1, np.where(lot == 8, random, rows))
         found = {"tokens": np.where(chosen, seen, rows), "labels": np.where(chosen, rows, PADDING)}
         if self.segments:
-            begun = np.cumsum(rows[:, 1:] == END_OF_TEXT, 1)
+            begun = np.cumsum(rows[:, 1:] == self.end, 1)
             found["segments"] = np.pad(begun, ((0, 0), (1, 0))).clip(max=self.segments - 1)
         return found
 
@@ -111,7 +163,7 @@ class Masked:
 @dataclass(frozen=True)
 class SpanDenoising:
     """Span denoising (T5, 3.1.4): predicts the missing spans of a text. The encoder reads the text with a sentinel in
-    place of each span, the decoder writes each span behind its sentinel, and END_OF_TEXT at the end. Sentinels are the
+    place of each span, the decoder writes each span behind its sentinel, and `end` at the end. Sentinels are the
     vocabulary's last ids, downwards.
 
     A sample takes as many tokens as fit into both lengths; `_noise` gives how many are missing, and in how many spans.
@@ -120,6 +172,7 @@ class SpanDenoising:
     source_length: int
     length: int
     vocab: int
+    end: int = END_OF_TEXT
 
     @property
     def needs(self) -> int:
@@ -155,8 +208,8 @@ class SpanDenoising:
         begins = missing & (first == 1)
         source = np.where(begins, sentinel, rows)[~missing | begins].reshape(len(rows), -1)
         both = np.stack([sentinel, rows], -1)[np.stack([begins, missing], -1)].reshape(len(rows), -1)
-        labels = np.pad(both, ((0, 0), (0, 1)), constant_values=END_OF_TEXT)
-        return {"source": _padded(source, self.source_length), **target(_padded(labels, self.length))}
+        labels = np.pad(both, ((0, 0), (0, 1)), constant_values=self.end)
+        return {"source": _padded(source, self.source_length), **target(_padded(labels, self.length), self.end)}
 
     def predicted(self, stream: Any, index: Ints) -> int:
         return len(index) * (sum(_noise(self.needs)) + 1)
@@ -182,18 +235,18 @@ class Pairs:
         return int(np.minimum(last - first + 1, self.length).sum())
 
 
-OBJECTIVES: dict[str, Callable[[int, int, int, int], Objective]] = {  # of (length, source_length, vocab, segments)
-    "causal": lambda length, source_length, vocab, segments: Causal(length),
-    "masked": lambda length, source_length, vocab, segments: Masked(length, vocab, segments),
-    "span_denoising": lambda length, source_length, vocab, segments: SpanDenoising(source_length, length, vocab),
-    "pairs": lambda length, source_length, vocab, segments: Pairs(source_length, length),
+OBJECTIVES: dict[str, Callable[[SampleShape], Objective]] = {
+    "causal": lambda shape: Causal(shape.length, shape.end, shape.within_documents),
+    "masked": lambda shape: Masked(shape.length, shape.vocab, shape.segments, shape.end),
+    "span_denoising": lambda shape: SpanDenoising(shape.source_length, shape.length, shape.vocab, shape.end),
+    "pairs": lambda shape: Pairs(shape.source_length, shape.length),
 }
 
 
-def target(labels: Ints) -> dict[str, Ints]:
+def target(labels: Ints, end: int = END_OF_TEXT) -> dict[str, Ints]:
     """Return the data tensors of a decoder that predicts `labels` [samples, length]: these, and as its input `tokens`
-    the same shifted right by one behind END_OF_TEXT; padding stays -1."""
-    shifted = np.pad(labels[:, :-1], ((0, 0), (1, 0)), constant_values=END_OF_TEXT)
+    the same shifted right by one behind the token `end`; padding stays -1."""
+    shifted = np.pad(labels[:, :-1], ((0, 0), (1, 0)), constant_values=end)
     return {"tokens": np.where(labels < 0, PADDING, shifted), "labels": labels}
 
 

@@ -46,7 +46,9 @@ def test_every_declared_parameter_is_used(model):
     used = {p.name for o in recorder.operations for p in o.parameters}
     declared = [p.name for p in built.parameters()]
     assert len(set(declared)) == len(declared) and set(declared) == used
-    assert all(set(p.dims) <= {*DIMS, "buckets", "positions", "segments"} & set(built.sizes) for p in built.parameters())
+    assert all(
+        set(p.dims) <= {*DIMS, "buckets", "positions", "segments"} & set(built.sizes) for p in built.parameters()
+    )
 
 
 @pytest.mark.parametrize("model", MODELS)
