@@ -131,7 +131,7 @@ def _check_and_drive(
     changed = changes(there, found.manifest.meta if found and found.manifest else None, config, plan.mesh.axes)
     journal, monitor = _open_records(config, state, opened)
     report(changed, journal, monitor.say)
-    state.checkpoints = checkpoints = Checkpoints(config, plan, found, journal, monitor.say)
+    state.checkpoints = checkpoints = Checkpoints(config, plan, found, journal, monitor.say, corpus.files)
     job = Job(
         config=config,
         coordinates=[plan.mesh.coordinates(rank) for rank in range(size)],

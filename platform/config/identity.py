@@ -18,7 +18,7 @@ from platform.config.fields import Config, closest, short_hash, violation
 MAY_CHANGE = {
     "optimizer": ("lr", "betas", "eps", "weight_decay", "clip", "schedule", "warmup_steps", "min_lr"),
     "model": ("dropout", "fused_dropout", "label_smoothing"),
-    "data": ("kind", "path", "target_path", "sources"),
+    "data": ("kind", "path", "target_path", "sources", "tokenizer", "chat_template"),
     "train": ("init",),
 }
 FREE = [f"{group}.{name}" for group, names in MAY_CHANGE.items() for name in names]

@@ -17,7 +17,7 @@ from platform.boundary.terminal import print_line, print_while_read
 from platform.config.fields import Config, ConfigError, violation
 from platform.data.corpus import Corpus, corpus_of
 from platform.data.sources.token_files import WRITERS
-from platform.data.tokens.kinds import TOKENIZER
+from platform.data.tokenizers.tokenizer_files import JSON
 from platform.data.tokens.streams import PairStream, documents
 from platform.launch import DONE, FAILED, REFUSED, compose
 
@@ -89,12 +89,12 @@ def _convert(given: argparse.Namespace, config: Config, corpus: Corpus) -> None:
         for split, stream in part.streams.items():
             if len(stream):
                 path = prefix.with_name("-".join(filter(None, [prefix.name, part.name, split])))
-                WRITERS[given.format](path, documents(stream, corpus.end), corpus.vocab)
+                WRITERS[given.format](path, documents(stream, corpus.special.begin), corpus.vocab)
                 print_line(f"{path}.bin: {len(stream):,} tokens")
-    if corpus.entry and (corpus.entry / TOKENIZER).is_file():
-        own = prefix.with_name(f"{prefix.name}-{TOKENIZER}")
-        own.write_bytes((corpus.entry / TOKENIZER).read_bytes())
-        print_line(f"{own}: its tokenizer; documents begin with token {corpus.end}")
+    if JSON in corpus.files:
+        own = prefix.with_name(f"{prefix.name}-{JSON}")
+        own.write_bytes(corpus.files[JSON])
+        print_line(f"{own}: its tokenizer; documents begin with token {corpus.special.begin}")
 
 
 if __name__ == "__main__":

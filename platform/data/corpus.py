@@ -1,7 +1,6 @@
 """The corpus: sources -> tokens -> samples of one length in one global order. Its only state is a sample's index."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
@@ -19,10 +18,12 @@ from platform.data.mixture import PATHS, DataSource, naming, of_source, shares_o
 from platform.data.objectives import OBJECTIVES, Objective, SampleShape
 from platform.data.permutation import mix, order
 from platform.data.sources.texts import SOURCES
+from platform.data.tokenizers.specials import SpecialIds
+from platform.data.tokenizers.tokenizer_files import TokenizerFiles
 from platform.data.tokens import cache, entry
 from platform.data.tokens.entry import FORMAT, KINDS, TokenFiles, kind_of
-from platform.data.tokens.kinds import TOKENIZER
 from platform.data.tokens.streams import Ints
+from platform.data.vocabulary import Vocabulary, added_tokens, given_vocabulary, open_vocabulary, template_of
 
 TRAIN, VALIDATION = "train", "validation"
 
@@ -40,7 +41,7 @@ class SourceTokens:
 class Corpus:
     """Tokenised corpus, cut into samples.
 
-    A split of a source is one stream of tokens, with END_OF_TEXT in front of each document; a sample may span
+    A split of a source is one stream of tokens, with special tokens in front of each document; a sample may span
     documents. The objective makes samples of the stream. Training samples are dealt to the sources by their shares
     (`platform.data.mixture.turns`); each source has a validation split of its own.
     """
@@ -52,8 +53,14 @@ class Corpus:
     shares: tuple[int, ...]  # of the parts, in training
     encode: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]  # ids outside [0, vocab) are left out
-    end: int  # the token with which a document begins; -1 for none
+    special: SpecialIds  # that begin and end documents
+    vocabulary: Vocabulary | None = None  # its tokenizer; None if it has no text
     entry: Path | None = None  # the folder of its tokens; None if it has none
+
+    @property
+    def files(self) -> TokenizerFiles:
+        """Return the files of its tokenizer, by name; {} if it has no text."""
+        return self.vocabulary.files if self.vocabulary else {}
 
     @property
     def digest(self) -> str:
@@ -127,9 +134,24 @@ def check_data(data: Data, *, vocab: int = tokenizer.SMALLEST) -> list[str]:
     except ConfigError as error:
         return error.violations
     violations = [line for source in sources for line in _check_source(source)]
-    if vocab < tokenizer.SMALLEST and data.kind != "synthetic":
-        violations.append(f"model.vocab={vocab}: a byte-level tokenizer needs at least {tokenizer.SMALLEST}")
-    return violations
+    textual = any(kind_of(source.data).texts for source in sources)
+    return violations + ([] if data.kind == "synthetic" else _check_tokenizer(data, vocab, textual))
+
+
+def _check_tokenizer(data: Data, vocab: int, textual: bool) -> list[str]:
+    """Return one refusal line per mistake in the keys of `data` that say which tokenizer is given, or how one is
+    trained, as `textual` data needs it."""
+    try:
+        given = given_vocabulary(data)
+        added_tokens(data), template_of(data)
+    except ConfigError as error:
+        return error.violations
+    if given and given.size > vocab:
+        reason = f"has {given.size} tokens, and the model has model.vocab={vocab}"
+        return [violation("data.tokenizer", data.tokenizer, reason, [f"model.vocab={given.size}"])]
+    if textual and not given and vocab < (least := tokenizer.SMALLEST + len(added_tokens(data))):
+        return [f"model.vocab={vocab}: a byte-level tokenizer needs at least {least}"]
+    return []
 
 
 def _check_source(source: DataSource) -> list[str]:
@@ -182,24 +204,29 @@ def open_corpus(
     """Open the tokenised corpus of `data` in samples of `length` tokens, from a vocabulary of at most `vocab`.
 
     `source_length`: tokens per sequence of the encoder in an encoder-decoder; 0 = length. `segments`: of a sample that
-    an encoder tells apart; 0 = none. `within_documents`: the model sees no document before the token's own. `shared`: a folder in which other machines are to find its tokens too. `entry`:
-    where another process of this run has found it; then no text is read, tokenised or hashed.
+    an encoder tells apart; 0 = none. `within_documents`: the model sees no document before the token's own. `shared`:
+    a folder in which other machines are to find its tokens too. `entry`: where another process of this run has found
+    it; then no text is read, tokenised or hashed.
 
     Text is tokenised by the first process that asks, and cached. Raises ConfigError for a user's mistakes: those that
     `check_data` finds, a fault deep inside a file, a split without one whole sample.
     """
-    shape = SampleShape(length, source_length or length, vocab, segments, within_documents=within_documents)
+    sources = sources_of(data)
+    known = None
+    if data.kind != "synthetic":
+        known = _opened(entry) if entry else given_vocabulary(data)
+    special = special_of(known, sources[0].data)
+    shape = SampleShape(length, source_length or length, vocab, segments, special, within_documents)
     goal = OBJECTIVES[objective](shape)
     small = vocab - goal.reserved
     if not entry and (violations := check_data(data, vocab=small)):
         raise ConfigError(violations)
-    sources = sources_of(data)
     if data.kind == "synthetic":
         corpus = _synthetic(goal, small, seed)
     elif entry:
         corpus = _trusted(entry, sources, goal, small, seed)
     else:
-        corpus = _tokenised(sources, goal, small, seed, shared)
+        corpus = _tokenised(sources, goal, small, seed, shared, known)
     if violations := [
         line
         for source, part in zip(sources, corpus.parts, strict=True)
@@ -221,24 +248,30 @@ def _synthetic(objective: Objective, vocab: int, seed: int) -> Corpus:
         shares=(1,),
         encode=partial(synthetic.encode_bytes, vocab=vocab),
         decode=synthetic.show_ids,
-        end=-1,
+        special=SpecialIds(),
     )
 
 
 def _tokenised(
-    sources: Sequence[DataSource], objective: Objective, vocab: int, seed: int, shared: Path | None
+    sources: Sequence[DataSource],
+    objective: Objective,
+    vocab: int,
+    seed: int,
+    shared: Path | None,
+    given: Vocabulary | None,
 ) -> Corpus:
     """Open a corpus of text: the entries of its sources in the cache, built by the first process that asks, or in
-    `shared` if that is given. Several sources have one tokenizer, which is trained on all of them."""
+    `shared` if that is given. Several sources have one tokenizer: the one `given`, or one that is trained on all of
+    them."""
     if len(sources) == 1:
         with naming(sources[0]):
-            folder, found = entry.open_entry(sources[0].data, vocab, shared)
+            folder, found = entry.open_entry(sources[0].data, vocab, shared, given)
         return _of_entries(folder, sources, [(folder, found)], objective, vocab, seed)
-    folder, names = entry.open_common(sources, vocab, shared)
-    entries = []
+    folder, names = entry.open_common(sources, vocab, shared, given)
+    entries, common = [], given or open_vocabulary(folder)
     for source, name in zip(sources, names, strict=True):
         with naming(source):
-            entries.append(entry.open_entry(source.data, vocab, shared, given=_tokenizer_in(folder)))
+            entries.append(entry.open_entry(source.data, vocab, shared, common))
         assert entries[-1][0].name == name
     return _of_entries(folder, sources, entries, objective, vocab, seed)
 
@@ -259,17 +292,21 @@ def _trusted(folder: Path, sources: Sequence[DataSource], objective: Objective, 
     return _of_entries(folder, sources, entries, objective, vocab, seed)
 
 
-def tokenizer_of(digest: str, folder: str = "") -> Path | None:
-    """Return the file tokenizer.json of the corpus with this digest in the cache `folder` ("": the default one); None
-    if it is not there."""
-    root = cache.root(folder)
-    if digest and root.is_dir():
-        for place in root.iterdir():
-            with suppress(OSError, Malformed):
-                files = cache.described(place).get("files")
-                if isinstance(files, dict) and short_hash([place.name, files.get("tokens.bin")]) == digest:
-                    return place / TOKENIZER
-    return None
+def special_of(vocabulary: Vocabulary | None, data: Data) -> SpecialIds:
+    """Return the special tokens of a vocabulary; of tokens that have none, `data.separator`; else those of a tokenizer
+    that is trained."""
+    if vocabulary or data.kind != "tokens":
+        return vocabulary.special if vocabulary else SpecialIds()
+    return SpecialIds((data.separator,), data.separator)
+
+
+def _opened(folder: Path) -> Vocabulary | None:
+    """Open the vocabulary of a cache entry that another process of this run has verified. Raises OSError if it is not
+    what that has found."""
+    try:
+        return open_vocabulary(folder)
+    except Malformed as error:
+        raise OSError(f"{folder} is not what the driver has found there: {error}") from None
 
 
 def _of_entries(
@@ -282,28 +319,23 @@ def _of_entries(
 ) -> Corpus:
     """Return the corpus of the entries of its sources in the cache, each with its folder; `folder`: what they have in
     common, with the tokenizer, if there is one. Its shares are to be set."""
-    bpe = tokenizer.load_tokenizer(file) if (file := _tokenizer_in(folder)) else None
+    vocabulary = open_vocabulary(folder)
     parts = [
         SourceTokens(source.name, entry.streams_of(place, found), found.digest(place))
         for source, (place, found) in zip(sources, entries, strict=True)
     ]
     return Corpus(
-        vocab=bpe.get_vocab_size() if bpe else vocab,
+        vocab=vocabulary.size if vocabulary else vocab,
         objective=objective,
         seed=seed,
         parts=tuple(parts),
         shares=(1,) * len(parts),
-        encode=(lambda text: bpe.encode(text).ids) if bpe else partial(synthetic.encode_bytes, vocab=vocab),
-        decode=(lambda ids: bpe.decode(ids, skip_special_tokens=False)) if bpe else synthetic.show_ids,
-        end=tokenizer.END_OF_TEXT if bpe else sources[0].data.separator,
+        encode=vocabulary.encode if vocabulary else partial(synthetic.encode_bytes, vocab=vocab),
+        decode=vocabulary.decode if vocabulary else synthetic.show_ids,
+        special=special_of(vocabulary, sources[0].data),
+        vocabulary=vocabulary,
         entry=folder,
     )
-
-
-def _tokenizer_in(folder: Path) -> Path | None:
-    """Return the file of the tokenizer in a folder of the cache, None if there is none."""
-    found = folder / TOKENIZER
-    return found if found.is_file() else None
 
 
 def _too_small(source: DataSource, part: SourceTokens, objective: Objective, length: int) -> list[str]:

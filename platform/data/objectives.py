@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from platform.config.fields import ConfigError
 from platform.data.permutation import mix
-from platform.data.tokenizer import END_OF_TEXT
+from platform.data.tokenizers.specials import SpecialIds
 from platform.data.tokens.streams import (
     PADDING,
     Ints,
@@ -30,6 +30,7 @@ NOISE = 0.15  # fraction of the tokens that are predicted (BERT; T5)
 SPAN = 3  # tokens per corrupted span, on average (T5)
 
 Keys = NDArray[np.uint64]
+OWN = SpecialIds()
 
 
 class Objective(Protocol):
@@ -56,7 +57,7 @@ class SampleShape:
     source_length: int  # of the encoder's sequence
     vocab: int
     segments: int = 0  # of a sample that an encoder tells apart; 0: none
-    end: int = END_OF_TEXT  # the token with which a document begins, and a target ends; -1: none is known
+    special: SpecialIds = OWN
     within_documents: bool = False  # the model sees no document before the token's own
 
 
@@ -66,11 +67,11 @@ class Causal:
     on, so that every token but the first is predicted once; of a packed stream it is row i.
 
     What is not predicted: tokens that the stream says are not to be learned, and, `within` documents, a document's
-    first token, unless it is the `end` of the one before.
+    first token, unless it is what ends the one before.
     """
 
     length: int
-    end: int = END_OF_TEXT
+    special: SpecialIds = OWN
     within: bool = False
     reserved = 0
 
@@ -92,7 +93,8 @@ class Causal:
         else:
             tokens, labels = taken(stream, place), taken(stream, np.where(place < 0, PADDING, place + 1))
         column = np.arange(self.length)
-        begins = np.maximum.accumulate(np.where(first_of_documents(stream, place, tokens, self.end), column, 0), 1)
+        first = first_of_documents(stream, place, tokens, self.special.begin)
+        begins = np.maximum.accumulate(np.where(first, column, 0), 1)
         if self._counts(stream):
             labels = np.where(self._learned(stream, place, labels), labels, PADDING)
         return {"tokens": tokens, "labels": labels, "begins": begins, "positions": column - begins}
@@ -113,21 +115,24 @@ class Causal:
         if learned is not None:
             found &= learned[np.clip(after, 0, len(learned) - 1)]
         if self.within and (starts := starts_of(stream)) is not None:
-            found &= (labels == self.end) | ~among(starts, after)
+            found &= (labels == self.special.end) | ~among(starts, after)
         return found
 
 
 @dataclass(frozen=True)
 class Masked:
     """Masked objective (BERT, 3.1): predicts some tokens from all others. Of the predicted ones, 80 % are replaced by
-    the mask, the vocabulary's last id, 10 % by a random token, and 10 % stay. `segments`: of a sample that the model
-    tells apart (its documents, the last ones together); 0: it does not."""
+    the mask, 10 % by a random token, and 10 % stay. `segments`: of a sample that the model tells apart (its documents,
+    the last ones together); 0: it does not."""
 
     length: int
     vocab: int
     segments: int = 0
-    end: int = END_OF_TEXT
-    reserved = 1
+    special: SpecialIds = OWN
+
+    @property
+    def reserved(self) -> int:
+        return int(self.special.mask is None)
 
     @property
     def needs(self) -> int:
@@ -148,11 +153,15 @@ class Masked:
         place, key = np.arange(self.length), keys[:, None]
         chosen = _choice(key, self.length, self._count)
         lot = mix(key, 1, place) % np.uint64(10)
-        random = (mix(key, 2, place) % np.uint64(self.vocab - 1)).astype(np.int64)
-        seen = np.where(lot < 8, self.vocab - 1, np.where(lot == 8, random, rows))
+        mask, ids = self.special.mask, self.special.size
+        if mask is None:
+            mask, ids = self.vocab - 1, self.vocab
+        random = (mix(key, 2, place) % np.uint64(ids - 1)).astype(np.int64)
+        random += random >= mask
+        seen = np.where(lot < 8, mask, np.where(lot == 8, random, rows))
         found = {"tokens": np.where(chosen, seen, rows), "labels": np.where(chosen, rows, PADDING)}
         if self.segments:
-            begun = np.cumsum(rows[:, 1:] == self.end, 1)
+            begun = np.cumsum(rows[:, 1:] == self.special.begin, 1)
             found["segments"] = np.pad(begun, ((0, 0), (1, 0))).clip(max=self.segments - 1)
         return found
 
@@ -163,8 +172,8 @@ class Masked:
 @dataclass(frozen=True)
 class SpanDenoising:
     """Span denoising (T5, 3.1.4): predicts the missing spans of a text. The encoder reads the text with a sentinel in
-    place of each span, the decoder writes each span behind its sentinel, and `end` at the end. Sentinels are the
-    vocabulary's last ids, downwards.
+    place of each span, the decoder writes each span behind its sentinel, and what ends documents at the end. Sentinels
+    are the tokenizer's, or the vocabulary's last ids, downwards.
 
     A sample takes as many tokens as fit into both lengths; `_noise` gives how many are missing, and in how many spans.
     """
@@ -172,7 +181,7 @@ class SpanDenoising:
     source_length: int
     length: int
     vocab: int
-    end: int = END_OF_TEXT
+    special: SpecialIds = OWN
 
     @property
     def needs(self) -> int:
@@ -187,7 +196,10 @@ class SpanDenoising:
 
     @property
     def reserved(self) -> int:
-        return _noise(self.needs)[1]
+        spans, there = _noise(self.needs)[1], self.special.sentinels
+        if there and spans > there:
+            raise ConfigError(f"model.length={self.length}: {spans} spans, and the tokenizer has {there} sentinels")
+        return 0 if there else spans
 
     def samples(self, stream: Any) -> int:
         return len(stream) // self.needs
@@ -204,12 +216,14 @@ class SpanDenoising:
         first = np.zeros_like(rows)
         np.put_along_axis(first, starts, 1, 1)
         stretch = np.cumsum(first, 1)
-        missing, sentinel = stretch % 2 == 1, self.vocab - 1 - stretch // 2
+        highest = self.special.sentinel if self.special.sentinel is not None else self.vocab - 1
+        missing, sentinel = stretch % 2 == 1, highest - stretch // 2
         begins = missing & (first == 1)
         source = np.where(begins, sentinel, rows)[~missing | begins].reshape(len(rows), -1)
         both = np.stack([sentinel, rows], -1)[np.stack([begins, missing], -1)].reshape(len(rows), -1)
-        labels = np.pad(both, ((0, 0), (0, 1)), constant_values=self.end)
-        return {"source": _padded(source, self.source_length), **target(_padded(labels, self.length), self.end)}
+        labels = np.pad(both, ((0, 0), (0, 1)), constant_values=self.special.end)
+        decoder = target(_padded(labels, self.length), self.special.start)
+        return {"source": _padded(source, self.source_length), **decoder}
 
     def predicted(self, stream: Any, index: Ints) -> int:
         return len(index) * (sum(_noise(self.needs)) + 1)
@@ -217,18 +231,21 @@ class SpanDenoising:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Sequence-to-sequence objective: predicts the target of every pair of texts from its source; both end with
-    END_OF_TEXT and are cut at their length. The stream is a `platform.data.tokens.streams.PairStream`."""
+    """Sequence-to-sequence objective: predicts the target of every pair of texts from its source; both end with what
+    ends documents and are cut at their length. The stream is a `platform.data.tokens.streams.PairStream`."""
 
     source_length: int
     length: int
+    special: SpecialIds = OWN
     needs, reserved = 1, 0
 
     def samples(self, stream: Any) -> int:
         return len(stream.ends)
 
     def batch(self, stream: Any, index: Ints, keys: Keys) -> dict[str, Ints]:
-        return {"source": stream.rows(0, index, self.source_length), **target(stream.rows(1, index, self.length))}
+        end, start = self.special.end, self.special.start
+        source, answer = (stream.rows(side, index, n, end) for side, n in enumerate((self.source_length, self.length)))
+        return {"source": source, **target(answer, start)}
 
     def predicted(self, stream: Any, index: Ints) -> int:
         first, last = stream.ends[index].T
@@ -236,17 +253,17 @@ class Pairs:
 
 
 OBJECTIVES: dict[str, Callable[[SampleShape], Objective]] = {
-    "causal": lambda shape: Causal(shape.length, shape.end, shape.within_documents),
-    "masked": lambda shape: Masked(shape.length, shape.vocab, shape.segments, shape.end),
-    "span_denoising": lambda shape: SpanDenoising(shape.source_length, shape.length, shape.vocab, shape.end),
-    "pairs": lambda shape: Pairs(shape.source_length, shape.length),
+    "causal": lambda s: Causal(s.length, s.special, s.within_documents),
+    "masked": lambda s: Masked(s.length, s.vocab, s.segments, s.special),
+    "span_denoising": lambda s: SpanDenoising(s.source_length, s.length, s.vocab, s.special),
+    "pairs": lambda s: Pairs(s.source_length, s.length, s.special),
 }
 
 
-def target(labels: Ints, end: int = END_OF_TEXT) -> dict[str, Ints]:
+def target(labels: Ints, start: int) -> dict[str, Ints]:
     """Return the data tensors of a decoder that predicts `labels` [samples, length]: these, and as its input `tokens`
-    the same shifted right by one behind the token `end`; padding stays -1."""
-    shifted = np.pad(labels[:, :-1], ((0, 0), (1, 0)), constant_values=end)
+    the same shifted right by one behind `start`; padding stays -1."""
+    shifted = np.pad(labels[:, :-1], ((0, 0), (1, 0)), constant_values=start)
     return {"tokens": np.where(labels < 0, PADDING, shifted), "labels": labels}
 
 

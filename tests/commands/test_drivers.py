@@ -60,11 +60,14 @@ def finish(process) -> str:
 
 def test_a_killed_driver_leaves_no_orphans_and_the_same_command_goes_on(start, tmp_path, monkeypatch):
     """At a random moment; one of its workers is stopped, and cannot notice anything."""
-    monkeypatch.setenv("STEP_SECONDS", "0.1")  # it is not over by then
+    monkeypatch.setenv("STEP_SECONDS", "0.2")  # it is not over by then
     slow = "extend=[tests.doubles.slow_steps]"
     run, arguments = tmp_path / "run", ["run.dir=run", "train.steps=20", "checkpoint.every=5", slow]
     process = start(*arguments)
     wait_for_step(process, run, 7)
+    while not any(event["event"] == "checkpoint" for event in JsonLines.read(run / "journal.jsonl")):
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
     time.sleep(random.Random(0).uniform(0, 0.5))
     inside = descendants(process.pid)
     formed = [event for event in JsonLines.read(run / "journal.jsonl") if event["event"] == "formed"][-1]

@@ -98,7 +98,7 @@ def test_files_of_their_own_are_held_out(tmp_path, tokens):
     corpus = open_corpus(replace(data, separator=7), **{**SIZES, "vocab": 500})
     streams = corpus.parts[0].streams
     assert len(streams["train"]) == len(ALL) and np.array_equal(streams["validation"][np.arange(7)], DOCUMENTS[0] + 1)
-    assert corpus.end == 7
+    assert corpus.special.begin == 7
 
 
 @given(st.lists(st.lists(st.integers(0, 70_000), min_size=1, max_size=9), min_size=1, max_size=20), st.data())

@@ -25,6 +25,12 @@ class Data:
         'what is predicted; "" = the default for model.kind and the data',
         ("", "causal", "masked", "span_denoising", "pairs"),
     )
+    tokenizer: str = key("train", "tokenizer.json, a folder, a tiktoken or sentencepiece file; train = its own BPE")
+    tokenizer_words: str = key("", "tiktoken: gpt2, cl100k_base, qwen, o200k_base or a regular expression of words")
+    special_tokens: list[str] = key([], "special tokens that the tokenizer gets beside its own")
+    end_token: str = key("", 'special token that ends documents; "" = as the tokenizer says')
+    begin_token: str = key("", 'special token that begins documents; "" = as the tokenizer says')
+    chat_template: str = key("", 'how conversations are written: chatml or a file; "" = as the tokenizer says')
     dtype: str = key(
         "uint16", "data=tokens: type of a .bin without an index", ("uint8", "uint16", "uint32", "int32", "int64")
     )

@@ -14,6 +14,11 @@ def wrong_data(config: Config) -> Iterator[str]:
     data = config.data
     if data.kind == "text" and not data.path:
         yield violation("data.path", "", "data=text needs a file, a folder or a glob", ["data.path=FILE"])
+    if data.tokenizer in ("", "train"):
+        for name in ("tokenizer_words", "end_token", "begin_token"):
+            if value := getattr(data, name):
+                constraint = "says something of a tokenizer that data.tokenizer names, and there is none"
+                yield violation(f"data.{name}", value, constraint, ["data.tokenizer=PATH"])
     if data.sources and data.kind != "mixture":
         yield violation("data.sources", ", ".join(data.sources), "only data=mixture reads them", ["data=mixture"])
     held = data.validation or data.validation_path or any(map(_held_out, data.sources.values()))

@@ -18,7 +18,7 @@ from platform.boundary.schema import Malformed, OpenMap, Span, Text
 from platform.config.fields import ConfigError
 
 _META = "meta.json"
-_Name = Annotated[str, Text(r"[a-z]{1,40}\.(bin|json)", "the name of a file of a cache entry")]
+_Name = Annotated[str, Text(r"[a-z_]{1,40}(\.[a-z]{1,10}){1,2}", "the name of a file of a cache entry")]
 
 T = TypeVar("T")
 

@@ -15,15 +15,15 @@ from numpy.typing import NDArray
 from platform.boundary import schema
 from platform.boundary.schema import Malformed, Many, OneOf, Span, Text
 from platform.config.fields import ConfigError, Data, short_hash
-from platform.data import tokenizer
 from platform.data.mixture import DataSource, naming
 from platform.data.sources.data_files import DataFile
 from platform.data.tokens import cache
-from platform.data.tokens.kinds import TOKENIZER, SourceKind, Texts, train_on
+from platform.data.tokens.kinds import SourceKind, Texts, train_on, training_options
 from platform.data.tokens.of_pairs import PAIRS
 from platform.data.tokens.of_texts import TEXTS
 from platform.data.tokens.of_tokens import TOKENS
 from platform.data.tokens.streams import DocumentStream, JoinedTokens, PairStream
+from platform.data.vocabulary import Vocabulary, open_vocabulary
 
 FORMAT = 1  # of a cache entry: raise it when the same documents would give other tokens or other files
 _WINDOW = 1 << 22  # tokens that are checked at once
@@ -80,10 +80,10 @@ class TokenFiles:
         return found
 
 
-def open_entry(data: Data, vocab: int, shared: Path | None, given: Path | None = None) -> tuple[Path, TokenFiles]:
+def open_entry(data: Data, vocab: int, shared: Path | None, given: Vocabulary | None = None) -> tuple[Path, TokenFiles]:
     """Return the folder in the cache of the source `data`, and its description; it is built by the first process that
-    asks, in `shared` too if that is given. `vocab`: the most entries of the tokenizer; `given`: the tokenizer's file;
-    None: one is trained on the source.
+    asks, in `shared` too if that is given. `vocab`: the most entries of the tokenizer; `given`: the tokenizer; None:
+    one is trained on the source, if it is one of text.
 
     The entry is named by a hash of the files and of every option that decides about their tokens.
     """
@@ -91,20 +91,19 @@ def open_entry(data: Data, vocab: int, shared: Path | None, given: Path | None =
     files = kind.find(data)
     entry = cache.root(data.cache) / _name(data, kind, files, vocab, given)
     read = partial(read_entry, vocab=vocab)
-    bpe = tokenizer.load_tokenizer(given) if given else None
 
     def make(folder: Path) -> dict[str, Any]:
-        return kind.write(folder, files, data, vocab, bpe)
+        return kind.write(folder, files, data, vocab, given)
 
     if shared:
         return cache.fetch_shared(entry, shared, make, read)
     return entry, cache.fetch(entry, make, read)
 
 
-def _name(data: Data, kind: SourceKind, files: Sequence[DataFile], vocab: int, given: Path | None) -> str:
+def _name(data: Data, kind: SourceKind, files: Sequence[DataFile], vocab: int, given: Vocabulary | None) -> str:
     """Return the name of a source's entry in the cache."""
     decisive = [*kind.decisive(data, files), data.validation, vocab]
-    return hash_of([FORMAT, *decisive, *([cache.sha256(given)] if given else [])])
+    return hash_of([FORMAT, *decisive, *([given.digest] if given else training_options(data))])
 
 
 def hash_of(values: list[Any]) -> str:
@@ -142,8 +141,8 @@ def read_entry(folder: Path, meta: dict[str, Any], vocab: int, deep: bool = True
     made, even if its hashes hold."""
     entry: TokenFiles = schema.read(TokenFiles, meta)
     try:
-        named = TOKENIZER in entry.files
-        entries: int = tokenizer.load_tokenizer(folder / TOKENIZER).get_vocab_size() if named else vocab
+        vocabulary = open_vocabulary(folder)
+        entries = vocabulary.size if vocabulary else vocab
         arrays = entry.tokens(folder)
     except Exception as error:  # the library raises its own for a file that it cannot parse
         raise Malformed(str(error)) from None
@@ -191,28 +190,33 @@ class _Common:
     files: dict[str, Any]
 
 
-def open_common(sources: Sequence[DataSource], vocab: int, shared: Path | None) -> tuple[Path, list[str]]:
+def open_common(
+    sources: Sequence[DataSource], vocab: int, shared: Path | None, given: Vocabulary | None = None
+) -> tuple[Path, list[str]]:
     """Return the folder in the cache of the tokenizer that several sources share, of at most `vocab` entries, and the
-    names of their own entries. It is trained on all of them by the first process that asks."""
+    names of their own entries. Unless one is `given` it is trained on all of them by the first process that asks."""
     every = []
     for source in sources:
         with naming(source):
             kind = kind_of(source.data)
             every.append((source, kind, kind.find(source.data)))
     textual = [(source, kind.texts, files) for source, kind, files in every if kind.texts]
-    if textual and (other := next((source for source, kind, _ in every if not kind.texts), None)):
+    if textual and not given and (other := next((source for source, kind, _ in every if not kind.texts), None)):
         made = "a tokenizer that is trained on text would not be that of these tokens"
         raise ConfigError(f"{other.key}.kind={other.data.kind}: beside {textual[0][0].key}: {made}")
     decisive = [[*kind.decisive(source.data, files), source.data.validation] for source, kind, files in every]
-    place = cache.root(sources[0].data.cache) / hash_of([FORMAT, "common", decisive, vocab])
+    options = [given.digest] if given else training_options(sources[0].data)
+    place = cache.root(sources[0].data.cache) / hash_of([FORMAT, "common", decisive, vocab, *options])
 
     def make(folder: Path) -> dict[str, Any]:
-        given = [_naming_texts(*part) for part in textual]
+        made = given
         if given:
-            pieces = chain.from_iterable(texts.pieces for texts in given)
-            train_on(folder, Texts(pieces, sum(texts.characters for texts in given)), vocab)
-        bpe = folder / TOKENIZER if given else None
-        return {"entries": [_name(source.data, kind, files, vocab, bpe) for source, kind, files in every]}
+            given.save(folder)
+        elif textual:
+            found = [_naming_texts(*part) for part in textual]
+            texts = Texts(chain.from_iterable(t.pieces for t in found), sum(t.characters for t in found))
+            made = train_on(folder, texts, vocab, sources[0].data)
+        return {"entries": [_name(source.data, kind, files, vocab, made) for source, kind, files in every]}
 
     if shared:
         folder, found = cache.fetch_shared(place, shared, make, read_common)

@@ -1,9 +1,11 @@
 """Kinds of sources: what each says of itself, and what they share: documents held out, a tokenizer trained."""
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from time import monotonic
+from typing import Any
 
 import numpy as np
 
@@ -12,11 +14,11 @@ from platform.data import tokenizer
 from platform.data.permutation import order
 from platform.data.sources.data_files import DataFile, content_hash, ending, find_files
 from platform.data.sources.record_files import ROWS
+from platform.data.tokenizers.tokenizer_files import JSON, TEMPLATE
+from platform.data.vocabulary import Vocabulary, added_tokens, open_vocabulary, template_of
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+logger = logging.getLogger(__name__)
 
-TOKENIZER = "tokenizer.json"
 _TRAINING = 16_000_000  # characters that the tokenizer is trained on: evenly spaced pieces of a longer corpus
 
 
@@ -35,7 +37,7 @@ class SourceKind:
     find: Callable[[Data], Sequence[DataFile]]
     check: Callable[[Data], list[str]]  # refusal lines for what shows without reading everything
     decisive: Callable[[Data, Sequence[DataFile]], list[Any]]
-    write: Callable[[Path, Sequence[DataFile], Data, int, "Tokenizer | None"], dict[str, Any]]
+    write: Callable[[Path, Sequence[DataFile], Data, int, Vocabulary | None], dict[str, Any]]
     texts: Callable[[Sequence[DataFile], Data], Texts] | None = None  # None: it holds tokens, which have their own
 
 
@@ -62,22 +64,37 @@ def held_files(data: Data, endings: Sequence[str] | None = None) -> list[DataFil
     return find_files("data.validation_path", data.validation_path, **more) if data.validation_path else []
 
 
-def train_on(folder: Path, given: Texts, vocab: int) -> "Tokenizer":
-    """Train a tokenizer of at most `vocab` entries on texts, evenly spaced pieces if these are many; save it as
-    tokenizer.json in `folder`, and return it."""
-    share = min(1.0, _TRAINING / given.characters)
+def train_on(folder: Path, given: Texts, vocab: int, data: Data) -> Vocabulary:
+    """Train a tokenizer of at most `vocab` entries on texts, evenly spaced pieces if these are many, with the special
+    tokens and the chat template that the keys of `data` name; save it in `folder`, and return it."""
+    share, start = min(1.0, _TRAINING / given.characters), monotonic()
     pieces = (t for i, t in enumerate(given.pieces) if int((i + 1) * share) > int(i * share))
-    bpe = tokenizer.train_tokenizer(pieces, vocab)
-    bpe.save(str(folder / TOKENIZER))
-    return bpe
+    bpe = tokenizer.train_tokenizer(pieces, vocab, added_tokens(data))
+    if (seconds := monotonic() - start) > 1:
+        read = given.characters * share / 1e6
+        logger.info("trained a tokenizer of %d entries on %.1f million characters in %.0f s", vocab, read, seconds)
+    bpe.save(str(folder / JSON))
+    if template := template_of(data):
+        (folder / TEMPLATE).write_text(template)
+    made = open_vocabulary(folder)
+    assert made
+    return made
 
 
-def tokenizer_for(folder: Path, given: "Tokenizer | None", texts: Callable[[], Texts], vocab: int) -> "Tokenizer":
+def training_options(data: Data) -> list[Any]:
+    """Return which keys of `data`, other than those of the source, decide about a tokenizer that is trained."""
+    found = [added_tokens(data), template_of(data)]
+    return [found] if any(found) else []
+
+
+def tokenizer_for(
+    folder: Path, given: Vocabulary | None, texts: Callable[[], Texts], vocab: int, data: Data
+) -> Vocabulary:
     """Return the tokenizer of an entry of the cache, which is saved in its `folder`: the one that is `given`, or, for
-    None, one that is trained on `texts`."""
+    None, one that is trained on `texts`, as the keys of `data` say."""
     if given is None:
-        return train_on(folder, texts(), vocab)
-    given.save(str(folder / TOKENIZER))
+        return train_on(folder, texts(), vocab, data)
+    given.save(folder)
     return given
 
 

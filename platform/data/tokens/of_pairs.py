@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -11,9 +11,7 @@ from platform.config.fields import ConfigError, Data
 from platform.data.sources import pairs
 from platform.data.sources.data_files import DataFile, content_hash
 from platform.data.tokens.kinds import SourceKind, Texts, held_out, tokenizer_for, type_of
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+from platform.data.vocabulary import Vocabulary
 
 _BATCH = 4096  # pairs that are encoded at once
 Pairs = list[tuple[str, str]]
@@ -34,25 +32,23 @@ def _splits(files: Sequence[DataFile], data: Data) -> tuple[dict[str, Pairs], Te
     return splits, Texts((text for pair in splits["train"] for text in pair), characters)
 
 
-def _write(
-    folder: Path, files: Sequence[DataFile], data: Data, vocab: int, given: "Tokenizer | None"
-) -> dict[str, Any]:
+def _write(folder: Path, files: Sequence[DataFile], data: Data, vocab: int, given: Vocabulary | None) -> dict[str, Any]:
     """Build the cache entry of a corpus of pairs of texts: write into `folder` tokens.bin and ends.bin (the training
-    pairs, then those held out) and tokenizer.json, of at most `vocab` entries. Return its description."""
+    pairs, then those held out) and the tokenizer, of at most `vocab` entries. Return its description."""
     splits, texts = _splits(files, data)
-    bpe, dtype = tokenizer_for(folder, given, lambda: texts, vocab), type_of(vocab)
-    written = {split: _append(folder, bpe, iter(part), dtype) for split, part in splits.items()}
+    vocabulary, dtype = tokenizer_for(folder, given, lambda: texts, vocab, data), type_of(vocab)
+    written = {split: _append(folder, vocabulary, iter(part), dtype) for split, part in splits.items()}
     return {"dtype": dtype.str, "splits": written}
 
 
-def _append(folder: Path, bpe: "Tokenizer", found: Iterator[tuple[str, str]], dtype: np.dtype) -> list[int]:
+def _append(folder: Path, vocabulary: Vocabulary, found: Iterator[tuple[str, str]], dtype: np.dtype) -> list[int]:
     """Append the tokens of pairs of texts, the next split of a cached corpus, to the files in `folder`: tokens.bin (of
     type `dtype`), and ends.bin (int64, the position in this split where each text ends). Return the numbers of tokens
     and pairs that were written."""
     place = pairs_written = 0
     with (folder / "tokens.bin").open("ab") as tokens, (folder / "ends.bin").open("ab") as ends:
         while batch := list(islice(found, _BATCH)):
-            encoded = [e.ids for e in bpe.encode_batch_fast([text for pair in batch for text in pair])]
+            encoded = vocabulary.encode_all([text for pair in batch for text in pair])
             tokens.write(np.concatenate([np.array(ids, dtype) for ids in encoded]).tobytes())
             bounds = place + np.cumsum([len(ids) for ids in encoded], dtype="<i8")
             ends.write(bounds.astype("<i8").tobytes())

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from platform.config.fields import ConfigError, Data
 from platform.data import tokenizer
@@ -21,9 +21,7 @@ from platform.data.tokens.kinds import (
     tokenizer_for,
     type_of,
 )
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+from platform.data.vocabulary import Vocabulary
 
 Pieces = Iterator[tuple[int, str]]  # (number of the document, next piece of its text)
 Reader = Callable[[Sequence[DataFile], Data, str], Pieces]
@@ -68,19 +66,19 @@ def splits_of(read: Reader, files: Sequence[DataFile], data: Data) -> Splits:
 
 
 def write_texts(
-    read: Reader, folder: Path, files: Sequence[DataFile], data: Data, vocab: int, given: "Tokenizer | None"
+    read: Reader, folder: Path, files: Sequence[DataFile], data: Data, vocab: int, given: Vocabulary | None
 ) -> dict[str, Any]:
     """Build the cache entry of a corpus of documents: write into `folder` tokens.bin (the training documents, then
-    those held out) and tokenizer.json, of at most `vocab` entries, which is trained if none is `given`. Return its
+    those held out) and the tokenizer, of at most `vocab` entries, which is trained if none is `given`. Return its
     description. The documents are read once for their sizes and their faults, once to train the tokenizer, and once per
     split to encode them."""
     splits = splits_of(read, files, data)
     logger.info("tokenising %d documents, %.1f million characters", splits.documents, splits.characters / 1e6)
-    bpe = tokenizer_for(folder, given, splits.texts, vocab)
+    vocabulary = tokenizer_for(folder, given, splits.texts, vocab, data)
     ends, dtype = [], type_of(vocab)
     with (folder / "tokens.bin").open("wb") as file:
         for held in (False, True):
-            for ids in tokenizer.encode_documents(bpe, splits.read(held)):
+            for ids in tokenizer.encode_documents(vocabulary, splits.read(held), 0 if held else splits.characters):
                 file.write(ids.astype(dtype).tobytes())
             ends.append(file.tell() // dtype.itemsize)
     trained, end = ends

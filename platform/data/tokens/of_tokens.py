@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,9 +13,7 @@ from platform.data.sources.data_files import DataFile, content_hash, ending, nam
 from platform.data.sources.record_files import ROWS
 from platform.data.sources.token_files import ENDINGS, TokenFile, index_of, locate, token_files
 from platform.data.tokens.kinds import SourceKind, checked, held_files, held_out, type_of
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+from platform.data.vocabulary import Vocabulary
 
 Ids = NDArray[np.int64]
 
@@ -47,9 +45,7 @@ def _options(data: Data, files: Sequence[DataFile]) -> list[Any]:
     return ["tokens", hashes(files), hashes(_held(data)), data.field, data.dtype]
 
 
-def _write(
-    folder: Path, files: Sequence[DataFile], data: Data, vocab: int, given: "Tokenizer | None"
-) -> dict[str, Any]:
+def _write(folder: Path, files: Sequence[DataFile], data: Data, vocab: int, given: Vocabulary | None) -> dict[str, Any]:
     """Build the cache entry of files of tokens: starts.bin, where their documents begin (training ones first), and
     tokens.bin for records; .bin files are only named. Return its description. Raises ConfigError, for tokens that a
     vocabulary of `vocab` entries does not have too."""
@@ -58,7 +54,7 @@ def _write(
     if len(forms) > 1:
         raise ConfigError(f"data.path={data.path}: .bin files beside records of tokens; name either by a glob")
     if given:
-        given.save(str(folder / "tokenizer.json"))
+        given.save(folder)
     return (_copy if True in forms else _name)(folder, files, others, data, vocab)
 
 

@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from platform.data.tokenizer import END_OF_TEXT
-
 PADDING = -1
 _WINDOW = 1 << 22  # tokens that are looked at once
 Ints = NDArray[np.int64]
@@ -111,15 +109,15 @@ class PairStream:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def rows(self, side: int, index: Ints, length: int) -> Ints:
+    def rows(self, side: int, index: Ints, length: int, last: int) -> Ints:
         """Return token ids [len(index), length] of the pairs `index`: their sources (side 0) or targets (side 1), each
-        followed by END_OF_TEXT, cut or padded with -1 to `length`."""
+        followed by the id `last`, cut or padded with -1 to `length`."""
         bounds = np.concatenate([[0], self.ends.reshape(-1)])
         start, end = bounds[2 * index + side], bounds[2 * index + side + 1]
         offset = np.arange(length)
         place, size = start[:, None] + offset, (end - start)[:, None]
         ids = self.tokens[np.minimum(place, max(len(self.tokens) - 1, 0))].astype(np.int64)
-        return np.where(offset < size, ids, np.where(offset == size, END_OF_TEXT, PADDING))
+        return np.where(offset < size, ids, np.where(offset == size, last, PADDING))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from platform.config.fields import Config
 from platform.data.corpus import Corpus
-from platform.data.tokenizer import END_OF_TEXT
 from platform.model import build_model
 from platform.model.blocks import Activations
 from platform.model.encoder import Encoder
@@ -312,7 +311,7 @@ class Trainer:
         assert not isinstance(self.model, Encoder), "platform.config.checks refuses monitor.sample"
         length, given = self.plan.sizes["length"], self.corpus.encode(prompt)
         answers = "source" in self.model.inputs
-        ids = [END_OF_TEXT] if answers else given[: length - 1]
+        ids = [self.corpus.special.start] if answers else given[: length - 1]
         source = self._row(given, self.config.model.source_length or length)
         self.ops.position = PassPosition(training=False)
         for i in range(count):
