@@ -180,6 +180,7 @@ def corpus_of(config: Config, *, shared: Path | None = None, entry: str = "") ->
         source_length=m.source_length,
         vocab=m.vocab,
         segments=m.segments,
+        within_documents=m.within_documents,
         seed=config.seed,
         objective=objective_of(config),
         shared=shared,
@@ -195,6 +196,7 @@ def open_corpus(
     seed: int,
     source_length: int = 0,
     segments: int = 0,
+    within_documents: bool = False,
     objective: str = "causal",
     shared: Path | None = None,
     entry: Path | None = None,
@@ -202,8 +204,9 @@ def open_corpus(
     """Open the tokenised corpus of `data` in samples of `length` tokens, from a vocabulary of at most `vocab`.
 
     `source_length`: tokens per sequence of the encoder in an encoder-decoder; 0 = length. `segments`: of a sample that
-    an encoder tells apart; 0 = none. `shared`: a folder in which other machines are to find its tokens too. `entry`:
-    where another process of this run has found it; then no text is read, tokenised or hashed.
+    an encoder tells apart; 0 = none. `within_documents`: the model sees no document before the token's own. `shared`:
+    a folder in which other machines are to find its tokens too. `entry`: where another process of this run has found
+    it; then no text is read, tokenised or hashed.
 
     Text is tokenised by the first process that asks, and cached. Raises ConfigError for a user's mistakes: those that
     `check_data` finds, a fault deep inside a file, a split without one whole sample.
@@ -213,7 +216,8 @@ def open_corpus(
     if data.kind != "synthetic":
         known = _opened(entry) if entry else given_vocabulary(data)
     special = special_of(known, sources[0].data)
-    goal = OBJECTIVES[objective](SampleShape(length, source_length or length, vocab, segments, special))
+    shape = SampleShape(length, source_length or length, vocab, segments, special, within_documents)
+    goal = OBJECTIVES[objective](shape)
     small = vocab - goal.reserved
     if not entry and (violations := check_data(data, vocab=small)):
         raise ConfigError(violations)

@@ -2,7 +2,7 @@
 
 An objective returns sample `index` of a stream as int64 rows of fixed lengths, where -1 is padding: nothing to read in
 `tokens` and `source`, nothing to predict in `labels`. Its randomness is a function of the sample's key alone. Where a
-sample may span documents, `begins` or `segments` tell them apart.
+sample may span documents, `begins` or `segments` tell them apart. `register_objective` adds one.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,16 @@ from numpy.typing import NDArray
 from platform.config.fields import ConfigError
 from platform.data.permutation import mix
 from platform.data.tokenizers.specials import SpecialIds
-from platform.data.tokens.streams import PADDING, Ints
+from platform.data.tokens.streams import (
+    PADDING,
+    Ints,
+    PackedStream,
+    among,
+    first_of_documents,
+    learned_of,
+    starts_of,
+    taken,
+)
 
 NOISE = 0.15  # fraction of the tokens that are predicted (BERT; T5)
 SPAN = 3  # tokens per corrupted span, on average (T5)
@@ -41,12 +50,29 @@ class Objective(Protocol):
 
 
 @dataclass(frozen=True)
+class SampleShape:
+    """Shape of the samples that an objective makes: lengths in tokens, and ids in [0, vocab)."""
+
+    length: int
+    source_length: int  # of the encoder's sequence
+    vocab: int
+    segments: int = 0  # of a sample that an encoder tells apart; 0: none
+    special: SpecialIds = OWN
+    within_documents: bool = False  # the model sees no document before the token's own
+
+
+@dataclass(frozen=True)
 class Causal:
     """Causal objective: predicts every token from those before it. Sample i is the length + 1 tokens from i * length
-    on, so that every token but the first is predicted once."""
+    on, so that every token but the first is predicted once; of a packed stream it is row i.
+
+    What is not predicted: tokens that the stream says are not to be learned, and, `within` documents or in packed rows,
+    a document's first token, unless it is what ends the one before.
+    """
 
     length: int
     special: SpecialIds = OWN
+    within: bool = False
     reserved = 0
 
     @property
@@ -54,18 +80,46 @@ class Causal:
         return self.length + 1
 
     def samples(self, stream: Any) -> int:
-        return (len(stream) - 1) // self.length
+        return len(stream.rows) - 1 if isinstance(stream, PackedStream) else (len(stream) - 1) // self.length
 
     def batch(self, stream: Any, index: Ints, keys: Keys) -> dict[str, Ints]:
-        """Return samples `index` of the stream as `tokens`, `labels`, and `begins`, the position in the sample at which
-        each token's document begins; each int64 [len(index), length]."""
-        rows = _windows(stream, index * self.length, self.length + 1)
-        tokens = rows[:, :-1]
-        begins = np.maximum.accumulate(np.where(tokens == self.special.begin, np.arange(self.length), 0), 1)
-        return {"tokens": tokens, "labels": rows[:, 1:], "begins": begins}
+        """Return samples `index` of the stream as `tokens`, `labels`, `begins`, the place in the sample at which each
+        token's document begins, and `positions`, how far from there the token is; each int64 [len(index), length]."""
+        place = stream.places(index, self.length) if isinstance(stream, PackedStream) else None
+        if place is None:
+            rows = _windows(stream, index * self.length, self.length + 1)
+            tokens, labels = rows[:, :-1], rows[:, 1:]
+            place = index[:, None] * self.length + np.arange(self.length)
+        else:
+            tokens, labels = taken(stream, place), taken(stream, np.where(place < 0, PADDING, place + 1))
+        column = np.arange(self.length)
+        first = first_of_documents(stream, place, tokens, self.special.begin)
+        begins = np.maximum.accumulate(np.where(first, column, 0), 1)
+        if self._counts(stream):
+            labels = np.where(self._learned(stream, place, labels), labels, PADDING)
+        return {"tokens": tokens, "labels": labels, "begins": begins, "positions": column - begins}
 
     def predicted(self, stream: Any, index: Ints) -> int:
+        if self._counts(stream) or isinstance(stream, PackedStream):
+            return int((self.batch(stream, index, np.empty(0, np.uint64))["labels"] >= 0).sum())
         return len(index) * self.length
+
+    def _counts(self, stream: Any) -> bool:
+        """Return True if some labels of the stream may not count."""
+        known = starts_of(stream) is not None or self.special.begin != self.special.end
+        return learned_of(stream) is not None or (known and (self.within or isinstance(stream, PackedStream)))
+
+    def _learned(self, stream: Any, place: Ints, labels: Ints) -> NDArray[np.bool_]:
+        """Return which labels count, of the tokens at `place` in the stream."""
+        after, learned = np.where(place < 0, PADDING, place + 1), learned_of(stream)
+        found = labels >= 0
+        if learned is not None:
+            found &= learned[np.clip(after, 0, len(learned) - 1)]
+        if self.within or isinstance(stream, PackedStream):
+            starts, begin = starts_of(stream), self.special.begin
+            begins = labels == begin if starts is None else among(starts, after)
+            found &= ~begins | (labels == self.special.end)
+        return found
 
 
 @dataclass(frozen=True)
@@ -201,20 +255,8 @@ class Pairs:
         return int(np.minimum(last - first + 1, self.length).sum())
 
 
-@dataclass(frozen=True)
-class SampleShape:
-    """Extents of samples: `length`, and `source_length` of an encoder's input, in tokens; `vocab` of the model;
-    `segments` that the model tells apart; `special`: ids of the special tokens."""
-
-    length: int
-    source_length: int
-    vocab: int
-    segments: int = 0
-    special: SpecialIds = OWN
-
-
 OBJECTIVES: dict[str, Callable[[SampleShape], Objective]] = {
-    "causal": lambda s: Causal(s.length, s.special),
+    "causal": lambda s: Causal(s.length, s.special, s.within_documents),
     "masked": lambda s: Masked(s.length, s.vocab, s.segments, s.special),
     "span_denoising": lambda s: SpanDenoising(s.source_length, s.length, s.vocab, s.special),
     "pairs": lambda s: Pairs(s.source_length, s.length, s.special),

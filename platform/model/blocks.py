@@ -57,6 +57,7 @@ def dim_sizes(c: ModelConfig) -> dict[str, int]:
         "vocab": c.vocab,
         "buckets": c.buckets,
         **({"segments": c.segments} if c.segments else {}),
+        **({"positions": c.length} if c.within_documents else {}),
     }
 
 

@@ -46,6 +46,7 @@ MODELS: dict[str, dict[str, Any]] = {
                "positions": "rope", "rope_scaling": "llama3", "rope_factor": 4.0, "rope_original_length": 8,
                "bias": False, "attention_bias": "qkv", "query_key_norm": True, "tied": False, "head_bias": True,
                "window": 5, "window_layers": [1], "within_documents": True},
+    "packed_gpt": {"within_documents": True, "layers": 1},
     "whole_bert": {"kind": "encoder", "post_norm": True, "norm_eps": 1e-2, "embedding_norm": True, "segments": 3,
                    "activation": "gelu_tanh", "head_transform": True, "head_bias": True, "layers": 1},
     "whole_t5": {"kind": "encoder_decoder", "norm": "rmsnorm", "norm_eps": 1e-2, "positions": "relative",
@@ -118,7 +119,7 @@ class Tokens:
             begin = np.sort(draw.integers(0, c.length, 2))
             place = np.arange(c.length)
             begins = np.where(place < begin[0], 0, np.where(place < begin[1], begin[0], begin[1]))
-            return {"tokens": row[:-1], "labels": row[1:], "begins": begins}
+            return {"tokens": row[:-1], "labels": row[1:], "begins": begins, "positions": place - begins}
         source = draw.integers(0, self.vocab, c.source_length or c.length)
         source[draw.integers(1, len(source) + 1) :] = -1
         end = draw.integers(1, c.length + 1)

@@ -25,6 +25,72 @@ def beginnings(stream: Any, end: int) -> Ints:
     return found if len(found) and found[0] == 0 else np.concatenate([np.zeros(1, np.int64), found])
 
 
+@dataclass(frozen=True)
+class PackedStream:
+    """Stream of tokens of which each row holds whole documents, laid end to end in pieces: row i is made of the pieces
+    [rows[i], rows[i + 1]), each (first token, tokens) of the stream. A longer document than a row is cut."""
+
+    tokens: Any
+    pieces: Ints
+    rows: Ints
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: Ints) -> NDArray[Any]:
+        return np.asarray(self.tokens[index])
+
+    def places(self, index: Ints, length: int) -> Ints:
+        """Return the positions in the stream of the tokens in the rows `index`, int64 [len(index), length]; -1 where a
+        row has no more."""
+        found = np.full((len(index), length), PADDING, np.int64)
+        for row, number in zip(found, np.asarray(index).tolist(), strict=True):
+            place = 0
+            for start, size in np.asarray(self.pieces[self.rows[number] : self.rows[number + 1]]).tolist():
+                row[place : place + size] = np.arange(start, start + size)
+                place += size
+        return found
+
+
+def _beneath(stream: Any) -> Any:
+    return stream.tokens if isinstance(stream, PackedStream) else stream
+
+
+def starts_of(stream: Any) -> Ints | None:
+    """Return the positions at which the documents of a stream begin, if it knows them; None if a token tells."""
+    beneath = _beneath(stream)
+    return beneath.starts if isinstance(beneath, DocumentStream) else None
+
+
+def learned_of(stream: Any) -> NDArray[np.bool_] | None:
+    """Return for each token of a stream whether it is to be predicted; None for all."""
+    beneath = _beneath(stream)
+    return beneath.learned if isinstance(beneath, DocumentStream) else None
+
+
+def taken(stream: Any, place: Ints) -> Ints:
+    """Return the tokens of a stream at positions, int64; PADDING where a position is not in the stream."""
+    there = (place >= 0) & (place < len(stream))
+    return np.where(there, np.asarray(stream[np.where(there, place, 0)]), PADDING).astype(np.int64)
+
+
+def among(ascending: Ints, values: Ints) -> NDArray[np.bool_]:
+    """Return which of the values are among those that ascend."""
+    where = np.minimum(np.searchsorted(ascending, values), len(ascending) - 1)
+    return np.asarray(ascending)[where] == values if len(ascending) else np.zeros(values.shape, bool)
+
+
+def first_of_documents(stream: Any, place: Ints, tokens: Ints, end: int) -> NDArray[np.bool_]:
+    """Return which of the tokens [rows, length] at positions `place` of a stream begin a document, or a piece of one;
+    what follows a row's last piece, which is padding, counts as another."""
+    starts = starts_of(stream)
+    found = (tokens == end) & (end >= 0) if starts is None else among(starts, place)
+    if isinstance(stream, PackedStream):
+        before = np.pad(place[:, :-1], ((0, 0), (1, 0)), constant_values=PADDING - 1)
+        found = (found & (place >= 0)) | ((place != before + 1) & (place != before))
+    return found
+
+
 def documents(stream: Any, end: int) -> Iterator[NDArray[Any]]:
     """Yield the tokens of each document of a stream, as `beginnings` divides it."""
     starts = [*beginnings(stream, end).tolist(), len(stream)]

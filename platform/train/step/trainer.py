@@ -322,7 +322,8 @@ class Trainer:
         self.ops.position = PassPosition(training=False)
         for i in range(count):
             window = ids[-length:]
-            logits = self._logits({"source": source, "tokens": self._row(window, length)}, len(window) - 1)
+            data = {**one_document(length), "source": source, "tokens": self._row(window, length)}
+            logits = self._logits(data, len(window) - 1)
             with self.clock.waiting_for_device():
                 p = torch.softmax(logits.double() / temperature, -1).cpu()
             draw = (random.bits(random.key(self.config.seed, "sample"), torch.tensor(i)) & 0xFFFFFFFF) * 2.0**-32
@@ -354,6 +355,11 @@ class Trainer:
     def _row(ids: list[int], length: int) -> Tensor:
         """Return token ids as a data tensor of one sequence: int64 [1, length], the ids and then padding (-1)."""
         return F.pad(torch.tensor([ids[:length]], dtype=torch.int64), (0, max(0, length - len(ids))), value=-1)
+
+
+def one_document(length: int) -> dict[str, Tensor]:
+    """Return the data tensors that tell of the documents in a sequence, int64 [1, length], for one that is whole."""
+    return {"begins": torch.zeros(1, length, dtype=torch.int64), "positions": torch.arange(length).unsqueeze(0)}
 
 
 def _timeline(reading: ClockReading) -> RankTimeline:
