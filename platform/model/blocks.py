@@ -319,6 +319,7 @@ class Stack(Layer):
             def run(x: Any, bias: Any, *kv: Any, together: Sequence[TransformerBlock] = together) -> Any:
                 for block, pair in zip(together, zip(kv[::2], kv[1::2], strict=True), strict=True):
                     x = block(ops, x, pair, mask=mask, begins=begins, bias=bias, memory_mask=memory_mask)
+                    x = ops.watch(block.name, x, s.stream)
                 return x
 
             kv = [x for pair in pairs[i : i + every] for x in pair]

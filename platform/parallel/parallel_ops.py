@@ -20,6 +20,7 @@ from platform.parallel.pointwise_ops import PointwiseOps, where_present
 from platform.parallel.recompute import recomputed
 from platform.parallel.sharding.convert import Pending, absent, apply, convert
 from platform.parallel.sharding.residency import Residency
+from platform.parallel.watched import Watched
 from platform.plan.communication.planned import PlannedOperation
 from platform.plan.communication.rule import Conversion, relayout_steps
 from platform.plan.core.ahead import Ahead
@@ -53,6 +54,7 @@ class ParallelOps(PointwiseOps):
         self.recompute = plan.recompute
         self.residency: Residency | None = None  # of parameters that are gathered for each block
         self.ahead = Ahead(plan, self._start, ahead)
+        self.watched: Watched | None = None  # sums up the activations of training steps, where somebody follows them
         self._counters = {}
         self._angles: dict[tuple, tuple[Tensor, Tensor]] = {}  # of rotations, alike in all layers and steps
         self._masks: dict[tuple, Tensor] = {}  # added to scores, alike in all passes
@@ -68,6 +70,11 @@ class ParallelOps(PointwiseOps):
         """Begin a forward pass."""
         for left in self.ahead.begin():
             left.wait()  # of operations that the pass before has left out, as a text sample does the loss
+
+    def watch(self, name, x, spec):
+        if self.watched and self.position.training and not self.ahead.again:
+            self.watched.see(name, x, spec)
+        return x
 
     def recomputed(self, kind, function, spec, x, *more):
         if kind == "full" and self.residency:

@@ -138,7 +138,7 @@ class Worker(Candidate):
         data = corpus_of(c, entry=corpus)
         self.trainer = Trainer(c, self.plan, self.communicator, data, StageRows.from_plain(rows), fresh)
         self.state = State(self.trainer)
-        self.combiner = Combiner(self.plan, self.communicator, c.elastic.slow)
+        self.combiner = Combiner(self.plan, self.communicator, c.elastic.slow, c.monitor.layers)
         shared = False
         if c.elastic.snapshot_every:
             nodes, tell = domains or [""] * self.world_size, partial(tell_all, self.communicator)

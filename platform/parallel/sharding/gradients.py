@@ -59,10 +59,10 @@ def squared_norm(
     found = [flat[stretch] for name, flat in gradients.items() for stretch in counted[name]]
     if not found:
         return torch.zeros((), dtype=torch.float64, device=communicator.device)
-    return torch.stack([_squares(x) for x in found]).sum()
+    return torch.stack([squares(x) for x in found]).sum()
 
 
-def _squares(x: Tensor) -> Tensor:
+def squares(x: Tensor) -> Tensor:
     """Sum the squares of x [elements], which may be of any size."""
     most = ELEMENTS_AT_ONCE[x.device.type]
     if x.device.type == "cpu" and x.dtype == torch.float32 and len(x) > most:

@@ -279,8 +279,11 @@ class Ops(ABC):
 
     @abstractmethod
     def dropout(self, name: str, x: Any, spec: Spec) -> Any:
-        """Drop elements of an activation with probability `dropout_rate`; the random mask depends on global indices,
-        not on the plan."""
+        """Drop elements of an activation with probability `dropout_rate`, by masks that do not depend on the plan."""
+
+    def watch(self, name: str, x: Any, spec: Spec) -> Any:
+        """Return the activation x, the output of the layer `name`, which those who follow a run may see."""
+        return x
 
     def residual(self, name: str, x: Any, y: Any, spec: Spec) -> Any:
         """Return x plus y, both of type `spec`, with dropout `name` of y: a residual connection."""

@@ -30,6 +30,7 @@ from platform.parallel.kernels.einsum import Deferred
 from platform.parallel.parallel_ops import ParallelOps, PassPosition
 from platform.parallel.pipeline import Accumulated, CompiledRows, Forward, PipelineExecutor, sum_tied
 from platform.parallel.sharding import gradients
+from platform.parallel.watched import Watched, gradient_squares, is_due
 from platform.plan.core.chunks import Chunk
 from platform.plan.core.plan import Plan
 from platform.plan.schedule.rows import StageRows
@@ -118,8 +119,11 @@ class Trainer:
         if fault and fault.kind == "flip":
             flip(self.weights.owned if plan.storage else self.weights.compute)
         clock.entered = armed(fault) if fault and fault.kind not in ("nan", "flip") else None
+        layers = is_due(self.config.monitor.layers, step)
+        self.ops.watched = Watched(self.stage, communicator) if layers else None
         with clock.section("step"):
             loss, norm = self.compute_gradients(step)
+            sizes = gradient_squares(self.stage, communicator, self.weights.gradients) if layers else {}
             with clock.section("reduce"):
                 differences = verify() if verify else Differences()
             skipped = bool(differences) or not (isfinite(loss) and isfinite(norm) and loss <= limit)
@@ -150,6 +154,8 @@ class Trainer:
             world_size=plan.mesh.size,
             slow=[],
             differences=differences,
+            layer_gradients={name: float(x) / (scale.scale**2 if scale else 1) for name, x in sizes.items()},
+            layer_activations={name: float(x) for name, x in self.ops.watched.sums.items()} if self.ops.watched else {},
             timeline=_timeline(reading) if self.config.monitor.timeline else RankTimeline(),
         )
 
@@ -183,6 +189,8 @@ class Trainer:
         def forward(chunk: Chunk, m: int, flow: Activations, deferred: Deferred | None) -> Activations:
             self.ops.position = PassPosition(self.config.seed, step, m * self.plan.sizes["batch"])
             self.ops.deferred = deferred
+            if self.ops.watched:
+                self.ops.watched.sequences = max(0, end - first - m * self.plan.sizes["batch"])
             out = self._part(chunk, flow, "train", first + m * self.plan.sizes["batch"], end)
             if last.get(chunk.number) == m:
                 for y in out.values():
