@@ -95,8 +95,9 @@ def _check_and_drive(
     it; return the exit status. `opened`: closes what this opens, when the run ends."""
     directory, steps = state.directory, state.steps
     directory.check(config)
-    if directory.finished(steps):
-        state.say(f"already done: {steps} steps, in {directory.path}")
+    if done := directory.finished(steps, config.eval):
+        early = "" if done >= steps else ", after which it learned no more"
+        state.say(f"already done: {done} steps{early}, in {directory.path}")
         return DONE
     if mistakes := [*check_data(config.data, vocab=config.model.vocab), *_impossible(config, plan)]:
         raise ConfigError(mistakes)
@@ -160,7 +161,7 @@ def _check_initial(config: Config) -> None:
 def _say_what_next(state: DriverState, config: Config, size: int) -> None:
     """Tell the user of a finished run on `size` workers where its files are, and what could follow."""
     state.say(f"run directory: {state.directory.path}")
-    if state.steps < config.train.steps:
+    if state.done == state.steps < config.train.steps:
         state.say(f"ended after step {state.steps}, as train.stop_at says; without it the same command continues")
     if line := state.command.other_layout(config, size):
         state.say(f"next: {line}")
@@ -230,7 +231,7 @@ def _drive(run: RunContext, state: DriverState, orphan: int | None) -> None:
             controller.run(crew)
     finally:
         run.journal.write(events.Released())
-    if run.checkpoints.lacks(run.steps):
+    if run.checkpoints.lacks(controller.done):
         raise Unsaved
     run.signals.finish(DONE)
 

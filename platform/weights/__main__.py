@@ -18,6 +18,7 @@ from platform.checkpoint.storage.manifest import Manifest, Refused
 from platform.checkpoint.storage.storage import Storage, open_storage
 from platform.config.fields import ConfigError, violation
 from platform.data.tokenizers.tokenizer_files import has_tokenizer
+from platform.weights.averages import with_averages
 from platform.weights.beside import beside, to_export, vocabulary_in
 from platform.weights.exporting import SHARD, TYPES, export_model, exportable
 from platform.weights.families.known import FAMILIES
@@ -53,6 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="FOLDER",
         help="a model whose config.json says what else it is, and whose tokenizer it has",
     )
+    command.add_argument("--averaged", action="store_true", help="the averages that train.ema kept of the weights")
     command.add_argument(
         "--tokenizer", default="", metavar="PATH", help="a file or folder; default: that of the checkpoint"
     )
@@ -91,6 +93,7 @@ def _export(given: argparse.Namespace) -> int:
     """Write a checkpoint for transformers, with the files of its tokenizer if there are any."""
     most = _bytes(given.shard)
     storage, directory, manifest = _newest(given.url)
+    manifest = with_averages(manifest) if given.averaged else manifest
     like = SavedModel(given.like, "--like").config if given.like else None
     length = stored_model(manifest.meta.identity).length
     like_its = given.like if has_tokenizer(given.like) else ""

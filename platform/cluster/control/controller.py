@@ -17,10 +17,10 @@ from platform.cluster.control.forming.former import Former
 from platform.cluster.control.forming.reform_advisor import ReformAdvisor
 from platform.cluster.control.metrics_row import metrics_row
 from platform.cluster.control.pace import Pace
-from platform.cluster.control.patience import learned_out
 from platform.cluster.control.spikes import Spikes
 from platform.cluster.crew.base.crew import Crew
 from platform.cluster.crew.base.failures import Failure, GaveUp, Member, Reform, WorkerFailed
+from platform.cluster.run.patience import learned_out
 from platform.cluster.run.traces import NOTICE
 from platform.monitor import MetricsRow
 from platform.monitor.records import events

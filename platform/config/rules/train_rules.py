@@ -27,6 +27,12 @@ def wrong_ramp(config: Config) -> Iterator[str]:
         yield violation("train.ramp_from", t.ramp_from, "a schedule from a file has one number of microbatches", [0])
 
 
+def wrong_start(config: Config) -> Iterator[str]:
+    """Yield a refusal line if averaged weights are to be taken from nowhere."""
+    if config.train.init_averaged and config.train.init in ("", "random"):
+        yield violation("train.init_averaged", True, "train.init names no run whose averages could be taken", [False])
+
+
 def wrong_evaluation(config: Config) -> Iterator[str]:
     """Yield a refusal line for each key of evaluations that never take place, or of averages that nobody keeps."""
     e = config.eval
