@@ -58,7 +58,7 @@ class SampleShape:
     vocab: int
     segments: int = 0  # of a sample that an encoder tells apart; 0: none
     special: SpecialIds = OWN
-    within_documents: bool = False  # the model sees no document before the token's own
+    document_mask: bool = False  # the model sees no document before the token's own
 
 
 @dataclass(frozen=True)
@@ -256,7 +256,7 @@ class Pairs:
 
 
 OBJECTIVES: dict[str, Callable[[SampleShape], Objective]] = {
-    "causal": lambda s: Causal(s.length, s.special, s.within_documents),
+    "causal": lambda s: Causal(s.length, s.special, s.document_mask),
     "masked": lambda s: Masked(s.length, s.vocab, s.segments, s.special),
     "span_denoising": lambda s: SpanDenoising(s.source_length, s.length, s.vocab, s.special),
     "pairs": lambda s: Pairs(s.source_length, s.length, s.special),
