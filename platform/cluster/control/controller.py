@@ -20,9 +20,9 @@ from platform.cluster.control.pace import Pace
 from platform.cluster.control.spikes import Spikes
 from platform.cluster.crew.base.crew import Crew
 from platform.cluster.crew.base.failures import Failure, GaveUp, Member, Reform, WorkerFailed
-from platform.cluster.run.patience import learned_out
 from platform.cluster.run.traces import NOTICE
 from platform.monitor import MetricsRow
+from platform.monitor.patience import learned_out
 from platform.monitor.records import events
 from platform.plan.reports.tier_traffic import tier_traffic, traffic_line
 from platform.train.protocol.answers import StepReport

@@ -10,8 +10,8 @@ from typing import Any
 
 from platform.boundary import documents, schema
 from platform.boundary.schema import Malformed
-from platform.cluster.run.patience import learned_out
 from platform.config.fields import Config, Eval
+from platform.monitor.patience import learned_out
 from platform.monitor.records import events, metrics, records
 from platform.monitor.records.records import JOURNAL, METRICS
 

@@ -49,7 +49,7 @@ class Combiner:
         sizes = [1, 1, len(SECTIONS), len(self._moved)]
         work, memory, sections, sums, of_layers = ranks.split([*sizes, ranks.shape[1] - sum(sizes)], 1)
         total = dict(zip(self._moved, map(int, sums.sum(0).tolist()), strict=True))
-        of_gradients, of_activations = self._sizes(mine.samples, of_layers.sum(0))
+        of_gradients, of_activations = self._sizes(mine.samples, of_layers.sum(0).tolist())
         return replace(
             mine,
             seconds=dict(zip(SECTIONS, sections.mean(0).tolist(), strict=True)),
@@ -60,16 +60,19 @@ class Combiner:
             layer_activations=of_activations,
         )
 
-    def _sizes(self, samples: tuple[int, int], squares: torch.Tensor) -> tuple[dict[str, float], dict[str, float]]:
+    def _sizes(self, samples: tuple[int, int], squares: list[float]) -> tuple[dict[str, float], dict[str, float]]:
         """Return the sizes by layer of gradients and of activations in a step on `samples`, from the sums over all
         ranks of both [layers, one behind the other], which are empty if they are not due. Layers whose activations
         nobody has seen are left out."""
-        if not len(squares):
+        if not squares:
             return {}, {}
-        gradients, seen = squares.view(2, -1)
-        of_gradients = dict(zip(self._layers, gradients.sqrt().tolist(), strict=True))
-        of_activations = dict(zip(self._layers, (seen / (samples[1] - samples[0])).sqrt().tolist(), strict=True))
-        return of_gradients, {layer: size for layer, size in of_activations.items() if size != 0}
+        count, sequences = len(self._layers), samples[1] - samples[0]
+        gradients = dict(zip(self._layers, squares[:count], strict=True))
+        seen = dict(zip(self._layers, squares[count:], strict=True))
+        return (
+            {layer: x**0.5 for layer, x in gradients.items()},
+            {layer: (x / sequences) ** 0.5 for layer, x in seen.items() if x},
+        )
 
     def _slower(self, work: torch.Tensor) -> list[SlowRank]:
         """Return the slow ranks, given the seconds of each rank's own work [ranks], in a training step."""

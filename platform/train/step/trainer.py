@@ -119,23 +119,20 @@ class Trainer:
         if fault and fault.kind == "flip":
             flip(self.weights.owned if plan.storage else self.weights.compute)
         clock.entered = armed(fault) if fault and fault.kind not in ("nan", "flip") else None
-        layers = is_due(self.config.monitor.layers, step)
-        self.ops.watched = Watched(self.stage, communicator) if layers else None
+        watched = Watched(self.stage, communicator) if is_due(self.config.monitor.layers, step) else None
+        self.ops.watched = watched
         with clock.section("step"):
             loss, norm = self.compute_gradients(step)
-            sizes = gradient_squares(self.stage, communicator, self.weights.gradients) if layers else {}
+            sizes = gradient_squares(self.stage, communicator, self.weights.gradients) if watched else {}
             with clock.section("reduce"):
                 differences = verify() if verify else Differences()
             skipped = bool(differences) or not (isfinite(loss) and isfinite(norm) and loss <= limit)
             with clock.section("optimizer"):
                 lr = learning_rate(self.config.optimizer, step, self.config.train.steps)
                 self.weights.drop_gradients() if skipped else self._update(norm, lr)
-        scale, rules = self.loss_scale, self.config.loss_scale
-        overflowed = scale is not None and not differences and scale.overflowed(loss, norm, rules)
-        if scale and (overflowed or not skipped):
-            self.loss_scale = scale.after_overflow(rules) if overflowed else scale.after_update(rules)
-        first, end = samples_of(self.config.train, step)
-        reading = clock.read()
+        scale = self.loss_scale
+        overflowed = not differences and self._rescale(loss, norm, skipped)
+        samples, reading = samples_of(self.config.train, step), clock.read()
         seconds = reading.seconds
         return StepReport(
             step=step,
@@ -145,8 +142,8 @@ class Trainer:
             skipped=skipped,
             overflowed=overflowed,
             loss_scale=scale.scale if scale else None,
-            tokens=end * plan.sizes["length"],
-            samples=(first, end),
+            tokens=samples[1] * plan.sizes["length"],
+            samples=samples,
             step_seconds=sum(seconds.values()),
             seconds={name: seconds.get(name, 0.0) for name in SECTIONS},
             comm_bytes=dict(communicator.moved),
@@ -155,9 +152,18 @@ class Trainer:
             slow=[],
             differences=differences,
             layer_gradients={name: float(x) / (scale.scale**2 if scale else 1) for name, x in sizes.items()},
-            layer_activations={name: float(x) for name, x in self.ops.watched.sums.items()} if self.ops.watched else {},
+            layer_activations={name: float(x) for name, x in watched.sums.items()} if watched else {},
             timeline=_timeline(reading) if self.config.monitor.timeline else RankTimeline(),
         )
+
+    def _rescale(self, loss: float, norm: float, skipped: bool) -> bool:
+        """Set the loss scale of the next step, if there is one; return True if it was too large in a step of this loss
+        and gradient norm. `skipped`: nothing was updated."""
+        scale, rules = self.loss_scale, self.config.loss_scale
+        overflowed = scale is not None and scale.overflowed(loss, norm, rules)
+        if scale and (overflowed or not skipped):
+            self.loss_scale = scale.after_overflow(rules) if overflowed else scale.after_update(rules)
+        return overflowed
 
     def compute_gradients(self, step: int) -> tuple[float, float]:
         """Compute this rank's part of the gradient of the global mean loss in training step `step` into
