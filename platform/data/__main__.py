@@ -72,7 +72,7 @@ def _prepare(given: argparse.Namespace, config: Config, corpus: Corpus) -> None:
     needed = samples_before(config.train, config.train.steps + 1)
     for part, share in zip(corpus.parts, corpus.shares, strict=True):
         of_part = {split: max(0, corpus.objective.samples(stream)) for split, stream in part.streams.items()}
-        read = needed * share / sum(corpus.shares) / of_part["train"]
+        read = needed * share / sum(corpus.shares) / max(1, of_part["train"])
         counts = ", ".join(f"{count:,} {split} samples" for split, count in of_part.items())
         name = f"{part.name}: " if part.name else ""
         print_line(f"{name}{counts}; {config.train.steps} steps read it {read:.3g} times")

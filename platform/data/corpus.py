@@ -71,7 +71,8 @@ class Corpus:
     def validations(self) -> dict[str, tuple[str, int]]:
         """Return the validation splits that have samples: the name of its source -> (split to evaluate, share)."""
         held = {p.name: share for p, share in zip(self.parts, self.shares, strict=True) if self._samples(p, VALIDATION)}
-        return {name: (f"{VALIDATION}/{name}".rstrip("/"), share) for name, share in held.items()}
+        alike = not any(held.values())  # of sources that are held out as a whole, none has a share
+        return {name: (f"{VALIDATION}/{name}".rstrip("/"), share or int(alike)) for name, share in held.items()}
 
     @property
     def samples(self) -> dict[str, int]:

@@ -48,7 +48,7 @@ def _check_tokenizer(data: Data, vocab: int, textual: bool) -> list[str]:
 def _check_source(source: DataSource) -> list[str]:
     """Return one refusal line per mistake in the keys of one source that shows without tokenising."""
     data, lines = source.data, []
-    if not 0 <= data.validation < 1:
+    if not (0 <= data.validation < 1 or (source.name and data.validation == 1)):
         lines.append(f"data.validation={data.validation}: a fraction from 0 to below 1 is needed, such as 0.05")
     if data.path and data.kind in ("stdlib", "synthetic"):
         lines.append(f"data.path={data.path}: data={data.kind} reads no path; use data=text, or leave data.path empty")
@@ -67,9 +67,9 @@ def too_small(source: DataSource, streams: Mapping[str, Any], objective: Objecti
     tokens = {split: len(stream) for split, stream in streams.items()}
     needed, total = objective.needs, sum(tokens.values())
     violations = []
-    held_out_none = ["validation"] if source.data.validation == 0 else []
+    unread = "train" if not source.trained else "validation" if source.data.validation == 0 else ""
     none = [split for split, stream in streams.items() if objective.samples(stream) < 1]
-    for split in (split for split in none if split not in held_out_none):
+    for split in (split for split in none if split != unread):
         remedies = [f"model.length={tokens[split] - 1}"] if tokens[split] > 1 and needed > length else []
         if split == "validation" and total >= 3 * needed:
             remedies.append(f"{source.key}.validation={ceil(200 * needed / total) / 100:g}")

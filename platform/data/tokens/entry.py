@@ -193,7 +193,7 @@ def open_common(
         with naming(source):
             kind = kind_of(source.data)
             every.append((source, kind, kind.find(source.data)))
-    textual = [(source, kind.texts, files) for source, kind, files in every if kind.texts]
+    textual = [(source, kind.texts, files) for source, kind, files in every if kind.texts and source.trained]
     if textual and not given and (other := next((source for source, kind, _ in every if not kind.texts), None)):
         made = "a tokenizer that is trained on text would not be that of these tokens"
         raise ConfigError(f"{other.key}.kind={other.data.kind}: beside {textual[0][0].key}: {made}")
