@@ -1,0 +1,54 @@
+"""Choice of the next token from logits: the likeliest, or one that is drawn, alike under every plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from platform.boundary.schema import Real
+from platform.parallel.kernels import random
+
+_DRAW = 2.0**-32
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Rule by which tokens are chosen: the likeliest if `temperature` is 0, else one drawn from softmax(logits /
+    temperature), restricted to the `top_k` likeliest (0: all) and of these to the fewest that have `top_p` of the
+    probability together (Holtzman et al. 2020). `seed`: of the draws; `vocab`: ids are below it."""
+
+    vocab: int
+    temperature: Real = 0.0
+    top_k: int = 0
+    top_p: Real = 1.0
+    seed: int = 0
+
+
+def choose(logits: Tensor, how: Choice, sequences: Tensor, position: int) -> Tensor:
+    """Return the ids, int64 [batch], of the tokens at `position` of the answers, from `logits` [batch, vocab]. A draw
+    depends on the seed, the number of the sequence in `sequences`, int64 [batch], and the position alone."""
+    logits = logits[:, : how.vocab].double()
+    if not how.temperature:
+        return logits.argmax(-1)
+    p = torch.softmax(restricted(logits / how.temperature, how), -1)
+    drawn = random.bits(random.key(how.seed, "answer", position), sequences.to(p.device)) & 0xFFFFFFFF
+    total = p.cumsum(-1)
+    found = torch.searchsorted(total, (drawn.double() * _DRAW * total[:, -1]).unsqueeze(-1), right=True).squeeze(-1)
+    found = found.clamp_max(p.shape[-1] - 1)
+    impossible = p.gather(1, found.unsqueeze(-1)).squeeze(-1) == 0  # by rounding alone
+    return torch.where(impossible, p.argmax(-1), found)
+
+
+def restricted(logits: Tensor, how: Choice) -> Tensor:
+    """Return `logits` [batch, vocab] with -inf for all tokens that top_k and top_p leave out."""
+    if 0 < how.top_k < logits.shape[-1]:
+        least = logits.topk(how.top_k, -1).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    if how.top_p < 1:
+        ordered, places = logits.sort(dim=-1, descending=True, stable=True)
+        p = torch.softmax(ordered, -1)
+        beyond = p.cumsum(-1) - p >= how.top_p  # what the likelier ones have together is enough
+        logits = logits.masked_fill(torch.zeros_like(beyond).scatter(1, places, beyond), -torch.inf)
+    return logits
