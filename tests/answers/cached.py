@@ -1,4 +1,4 @@
-"""Texts written and scored by the ranks of a plan as threads, and by uncached forward passes of plain functions."""
+"""AskedTexts written and scored by the ranks of a plan as threads, and by uncached forward passes of plain functions."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from platform.config.fields import Config
 from platform.parallel.communicator.base import Communicator, SingleRank
 from platform.plan.core.plan import Plan
 from platform.planning.make_plan import make_plan
-from platform.train.answers.batch import Scored, Texts, Written
-from platform.train.answers.choosing import Choice
 from platform.train.answers.generator import Generator
+from platform.train.protocol.asked import Choice, Scored, AskedTexts, Written
 from platform.train.step.trainer import Trainer
 from tests.harness import reference_transformer
 from tests.harness.oracle import configure, trainer_of
@@ -54,7 +53,7 @@ def louder(trainer: Trainer) -> None:
     trainer.weights.refresh()
 
 
-def say(c: Config, texts: Texts, tokens: int, how: Choice, plan: Plan | None = None) -> list[Said]:
+def say(c: Config, texts: AskedTexts, tokens: int, how: Choice, plan: Plan | None = None) -> list[Said]:
     """All ranks of a plan, as threads: what each has written of the texts, and how it scored them from token 1."""
     plan = plan or make_plan(c)
 
@@ -104,10 +103,10 @@ def uncached(c: Config, w: dict[str, Tensor], ids: Sequence[int], source: Sequen
     return reference_transformer.logits(model, tables, data)[0]
 
 
-def some_texts(c: Config, count: int = 3) -> Texts:
-    """Texts of different lengths; a decoder with an encoder has read one token."""
+def some_texts(c: Config, count: int = 3) -> AskedTexts:
+    """AskedTexts of different lengths; a decoder with an encoder has read one token."""
     draw = torch.Generator().manual_seed(1)
     rows = [torch.randint(0, c.model.vocab, (n,), generator=draw).tolist() for n in (5, 1, 8, 3)[:count]]
     if c.model.kind == "encoder_decoder":
-        return Texts([[2]] * count, rows, list(range(count)))
-    return Texts(rows, numbers=list(range(count)))
+        return AskedTexts([[2]] * count, rows, list(range(count)))
+    return AskedTexts(rows, numbers=list(range(count)))

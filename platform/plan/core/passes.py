@@ -156,6 +156,21 @@ def plan_pass(plan: Plan, model: RecordableModel, shape: PassShape, stage: int) 
     return PlannedPass(body.at(stage), head.at(last.stage), placement, dict(head.chunks[-1].sends)["logits"], told)
 
 
+def pass_groups(plan: Plan, model: RecordableModel) -> set[tuple[str, ...]]:
+    """Return the mesh axes of every process group that passes of `model` need: those of their collectives, in mesh
+    order, each axis that splits the logits' vocabulary, and all axes together, to tell all ranks what was chosen."""
+    mesh = plan.mesh
+    found: set[tuple[str, ...]] = {(axis,) for axis in plan.scheme.regions["logits"].axes}
+    shape = PassShape(1, rows_at_once(plan.scheme, mesh), memory_unit(plan.scheme, mesh), reads=True)
+    for stage in range(plan.stages):
+        planned = plan_pass(plan, model, shape, stage)
+        operations = [o for part in (planned.body, planned.head) for o in part.operations.values()]
+        found |= {mesh.ordered(c.axes) for o in operations for c in o.collectives if c.phase == "forward"}
+        sent = [spec for c in planned.body.chunks for _, spec in (*c.receives, *c.sends)]
+        found |= {mesh.ordered(axes) for spec in sent if (axes := planned.body.shared_axes(spec))}
+    return (found | {mesh.ordered(mesh.axes)}) - {()}
+
+
 def _encodes(unit: str) -> bool:
     """Return True for a unit of an encoder, which only a pass that reads a source runs."""
     return unit.startswith("encoder.")

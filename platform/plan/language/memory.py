@@ -1,4 +1,4 @@
-"""What attention remembers from one pass to the next, where a text is written in several passes."""
+"""Memory of attention from one pass to the next, where a text is written in several passes."""
 
 from __future__ import annotations
 

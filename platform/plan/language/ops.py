@@ -195,8 +195,8 @@ class Ops(Memory, ABC):
 
     @abstractmethod
     def sinusoid(self, name: str, x: Any, spec: Spec, scale: float, positions: Any = None) -> Any:
-        """Return scale * x plus the sinusoidal encoding ("Attention Is All You Need", 3.5) of the index along length, or
-        the data tensor `positions` [length, batch]: sines at even indices of d_model, cosines at odd ones."""
+        """Return scale * x plus the sinusoidal encoding ("Attention Is All You Need", 3.5) of the index along length,
+        or the data tensor `positions` [length, batch]: sines at even indices of d_model, cosines at odd ones."""
 
     @abstractmethod
     def relative_bias(self, table: Parameter, scores: Spec, *, bidirectional: bool, distance: int) -> Any:

@@ -3,53 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from platform.boundary.schema import Count, Real
 from platform.plan.language.layout import padded
+from platform.train.protocol.asked import AskedTexts
 
 PIECE = 256  # tokens of a text that one pass reads at most: attention's mask grows with them
 ROUND = 16  # shorter texts are padded to a multiple of it, so that batches of like length share their passes
 
 
-@dataclass(frozen=True)
-class Texts:
-    """Texts as token ids: what a decoder has read of each and, if there is an encoder, what that reads. `numbers`: of
-    the texts among all that are asked for; draws depend on them."""
-
-    ids: list[list[Count]]
-    sources: list[list[Count]] = field(default_factory=list)
-    numbers: list[Count] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Written:
-    """Continuation of a text: its ids, without the one that ended it, and whether one did. `log_probability`: of the
-    whole, in nats, where a search has found it."""
-
-    ids: list[Count]
-    ended: bool
-    log_probability: Real | None = None
-
-
-@dataclass(frozen=True)
-class Scored:
-    """Log-probability of the end of a text, given its beginning, in nats, and whether each of its tokens is the
-    likeliest there."""
-
-    log_probability: Real
-    greedy: bool
-
-
 class Batch:
-    """Texts padded with rows to a multiple of `unit` and with tokens to one length, on the left for texts that are
+    """AskedTexts padded with rows to a multiple of `unit` and with tokens to one length, on the left for texts that are
     continued (`left`), so that all go on at one index. Each text has `copies` rows next to each other. `source`: the
     tokens of an encoder's row, 0 without."""
 
-    def __init__(self, texts: Texts, unit: int, *, left: bool = True, copies: int = 1, source: int = 0):
+    def __init__(self, texts: AskedTexts, unit: int, *, left: bool = True, copies: int = 1, source: int = 0):
         count = len(texts.ids)
         more = padded(count, unit) - count
         rows = [*texts.ids, *[[0]] * more]

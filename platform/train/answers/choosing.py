@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from platform.boundary.schema import Real
 from platform.parallel.kernels import random
+from platform.train.protocol.asked import Choice
 
 _DRAW = 2.0**-32
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Rule by which tokens are chosen: the likeliest if `temperature` is 0, else one drawn from softmax(logits /
-    temperature), restricted to the `top_k` likeliest (0: all) and of these to the fewest that have `top_p` of the
-    probability together (Holtzman et al. 2020). `seed`: of the draws; `vocab`: ids are below it."""
-
-    vocab: int
-    temperature: Real = 0.0
-    top_k: int = 0
-    top_p: Real = 1.0
-    seed: int = 0
 
 
 def choose(logits: Tensor, how: Choice, sequences: Tensor, position: int) -> Tensor:

@@ -16,9 +16,10 @@ from platform.parallel.pass_ops import KeyValueCache
 from platform.plan.core.passes import PassShape, memory_unit, rows_at_once
 from platform.plan.core.plan import Plan
 from platform.plan.language.layout import padded
-from platform.train.answers.batch import PIECE, Batch, Scored, Texts, Written
-from platform.train.answers.choosing import Choice, choose
+from platform.train.answers.batch import PIECE, Batch
+from platform.train.answers.choosing import choose
 from platform.train.answers.rank_pass import RankPass, answering_model
+from platform.train.protocol.asked import Choice, Scored, AskedTexts, Written
 from platform.train.step.weights import Weights
 
 ROOM = 64  # tokens of which the room in a cache is a multiple, so that batches of like length share their passes
@@ -38,7 +39,7 @@ class Generator:
         self._models: dict[int, Any] = {}  # by what an encoder reads
         self._passes: dict[tuple[PassShape, int], RankPass] = {}
 
-    def write(self, texts: Texts, tokens: int, how: Choice, ends: Sequence[int] = ()) -> list[Written]:
+    def write(self, texts: AskedTexts, tokens: int, how: Choice, ends: Sequence[int] = ()) -> list[Written]:
         """Continue each text by up to `tokens` tokens, chosen as `how` says, until one of `ends`."""
         batch = self._batch(texts)
         cache, stops = self._cache(batch.longest + tokens), torch.tensor(list(ends), dtype=torch.int64)
@@ -55,7 +56,7 @@ class Generator:
             run, logits = self._pass(batch, new.unsqueeze(1), batch.longest + i, cache)
         return [_written(row[row >= 0], stops) for row in out[: batch.texts]]
 
-    def score(self, texts: Texts, starts: Sequence[int]) -> list[Scored]:
+    def score(self, texts: AskedTexts, starts: Sequence[int]) -> list[Scored]:
         """Score each text from token number `starts[i]`, which is 1 or more, to its end."""
         batch = self._batch(texts, left=False)
         cache = self._cache(batch.longest)
@@ -75,12 +76,12 @@ class Generator:
             total += self._told(run, logits, torch.zeros_like(total), sums)
         return [Scored(found, misses == 0) for found, misses in total[: batch.texts].tolist()]
 
-    def _batch(self, texts: Texts, *, left: bool = True, copies: int = 1) -> Batch:
+    def _batch(self, texts: AskedTexts, *, left: bool = True, copies: int = 1) -> Batch:
         """Return a batch of texts for passes under this plan."""
         source = self._source(texts)
         return Batch(texts, self._unit, left=left, copies=copies, source=source)
 
-    def _source(self, texts: Texts) -> int:
+    def _source(self, texts: AskedTexts) -> int:
         """Return the tokens of an encoder's row: as configured where positions are learned, else those of the longest
         text; 0 without an encoder."""
         m = self._config.model
