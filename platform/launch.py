@@ -129,6 +129,8 @@ def _complete(config: Config, arguments: Sequence[str]) -> list[str]:
         from platform.weights.source_model import complete_model  # takes seconds, as it imports torch
 
         lines += complete_model(config, typed)
+    if config.data.document_mask and "model.within_documents" not in typed:
+        config.model.within_documents = True
     tensor, branch, pipeline = config.tensor, config.branch, config.pipeline
     if tensor.scheme == "layout" and tensor.layout:
         try:
@@ -276,7 +278,7 @@ def _plan_job(composer: Composer, arguments: list[str], phases: Phases) -> tuple
 def prepare(config: Config, wrong: Sequence[str]) -> tuple[Plan | None, list[str]]:
     """Plan a job whose configuration has the mistakes `wrong` already; return the plan, None if there is none, and all
     mistakes, one line each. Settles parallel.data=-1 in `config`, so that workers make the same plan."""
-    from platform.data.corpus import check_data
+    from platform.data.data_checks import check_data
     from platform.planning.make_plan import make_plan
 
     lines = [*wrong] or [*wrong_surroundings(config), *check_data(config.data, vocab=config.model.vocab)]

@@ -27,7 +27,8 @@ from platform.cluster.run.directory import RunDirectory
 from platform.cluster.run.phases import Phases
 from platform.cluster.run.time_limit import seconds_left
 from platform.config.fields import Config, ConfigError, violation
-from platform.data.corpus import Corpus, check_data, corpus_of
+from platform.data.corpus import Corpus, corpus_of
+from platform.data.data_checks import check_data
 from platform.data.sources.texts import stdlib_bytes
 from platform.data.tokens import cache
 from platform.monitor import Journal, RunMonitor, open_monitor

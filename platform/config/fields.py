@@ -112,7 +112,7 @@ class Model:
     distance: int = key(128, "positions=relative: positions farther apart than this share one entry", ">= 1")
     window: int = key(0, "attention sees so many tokens back, its own among them; 0 = all", ">= 0", most=2**24)
     window_layers: list[int] = key([], "layers, from 0, with model.window; [] = all", ">= 0", most=1000)
-    within_documents: bool = key(False, "decoder: attention sees no document before the token's own")
+    within_documents: bool = key(False, "no token sees a document before its own: set by data.document_mask")
     attention_scale: float = key(0.0, "factor on attention's scores; 0 = 1 / sqrt(d_kv)", ">= 0", most=1e6)
     query_key_norm: bool = key(False, "RMSNorm over each head's queries and keys")
     segments: int = key(

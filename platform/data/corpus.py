@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +11,17 @@ from numpy.typing import NDArray
 
 from platform.boundary.schema import Malformed
 from platform.config.fields import Config, ConfigError, Data, objective_of, short_hash, violation
-from platform.config.surroundings import wrong_protocol
-from platform.data import synthetic, tokenizer
-from platform.data.mixture import PATHS, DataSource, naming, of_source, shares_of, sources_of, turns
+from platform.data import synthetic
+from platform.data.data_checks import check_data, too_small
+from platform.data.mixture import DataSource, naming, shares_of, sources_of, turns
 from platform.data.objectives import OBJECTIVES, Objective, SampleShape
 from platform.data.permutation import mix, order
-from platform.data.sources.texts import SOURCES
 from platform.data.tokenizers.specials import SpecialIds
 from platform.data.tokenizers.tokenizer_files import TokenizerFiles
-from platform.data.tokens import cache, entry
-from platform.data.tokens.entry import FORMAT, KINDS, TokenFiles, kind_of
-from platform.data.tokens.streams import Ints
-from platform.data.vocabulary import Vocabulary, added_tokens, given_vocabulary, open_vocabulary, template_of
+from platform.data.tokens import cache, entry, packing
+from platform.data.tokens.entry import FORMAT, TokenFiles
+from platform.data.tokens.streams import Ints, starts_of
+from platform.data.vocabulary import Vocabulary, given_vocabulary, open_vocabulary
 
 TRAIN, VALIDATION = "train", "validation"
 
@@ -128,53 +126,6 @@ class Corpus:
         return max(0, self.objective.samples(part.streams[split]))
 
 
-def check_data(data: Data, *, vocab: int = tokenizer.SMALLEST) -> list[str]:
-    """Return one refusal line per mistake in the keys of `data` that shows without tokenising, in well under a second:
-    kind, fraction, paths, beginnings of files. `vocab`: most entries of the tokenizer, which needs at least one per
-    byte value."""
-    if data.kind not in (kinds := [*dict.fromkeys([*SOURCES, *KINDS]), "synthetic", "mixture"]):
-        return [f"data={data.kind}: unknown; there are {', '.join(kinds)}"]
-    try:
-        sources = sources_of(data)
-    except ConfigError as error:
-        return error.violations
-    violations = [line for source in sources for line in _check_source(source)]
-    textual = any(kind_of(source.data).texts for source in sources)
-    return violations + ([] if data.kind == "synthetic" else _check_tokenizer(data, vocab, textual))
-
-
-def _check_tokenizer(data: Data, vocab: int, textual: bool) -> list[str]:
-    """Return one refusal line per mistake in the keys of `data` that say which tokenizer is given, or how one is
-    trained, as `textual` data needs it."""
-    try:
-        given = given_vocabulary(data)
-        added_tokens(data), template_of(data)
-    except ConfigError as error:
-        return error.violations
-    if given and given.size > vocab:
-        reason = f"has {given.size} tokens, and the model has model.vocab={vocab}"
-        return [violation("data.tokenizer", data.tokenizer, reason, [f"model.vocab={given.size}"])]
-    if textual and not given and vocab < (least := tokenizer.SMALLEST + len(added_tokens(data))):
-        return [f"model.vocab={vocab}: a byte-level tokenizer needs at least {least}"]
-    return []
-
-
-def _check_source(source: DataSource) -> list[str]:
-    """Return one refusal line per mistake in the keys of one source that shows without tokenising."""
-    data, lines = source.data, []
-    if not 0 <= data.validation < 1:
-        lines.append(f"data.validation={data.validation}: a fraction from 0 to below 1 is needed, such as 0.05")
-    if data.path and data.kind in ("stdlib", "synthetic"):
-        lines.append(f"data.path={data.path}: data={data.kind} reads no path; use data=text, or leave data.path empty")
-    elif data.kind != "synthetic":
-        urls = {f"data.{name}": getattr(data, name) for name in PATHS}
-        remote = {key: url for key, url in urls.items() if "://" in url}  # what is there shows when it is read
-        wrong = {key: wrong_protocol(url, writing=False) for key, url in remote.items()}
-        lines += [violation(key, remote[key], reason, ["a path"]) for key, reason in wrong.items() if reason]
-        lines += [] if remote else kind_of(data).check(data)
-    return [of_source(source, line) for line in lines]
-
-
 def corpus_of(config: Config, *, shared: Path | None = None, entry: str = "") -> Corpus:
     """Open the tokenised corpus that a run's configuration names, cut into samples of its training objective; see
     `open_corpus`."""
@@ -185,7 +136,6 @@ def corpus_of(config: Config, *, shared: Path | None = None, entry: str = "") ->
         source_length=m.source_length,
         vocab=m.vocab,
         segments=m.segments,
-        within_documents=m.within_documents,
         seed=config.seed,
         objective=objective_of(config),
         shared=shared,
@@ -201,7 +151,6 @@ def open_corpus(
     seed: int,
     source_length: int = 0,
     segments: int = 0,
-    within_documents: bool = False,
     objective: str = "causal",
     shared: Path | None = None,
     entry: Path | None = None,
@@ -209,9 +158,8 @@ def open_corpus(
     """Open the tokenised corpus of `data` in samples of `length` tokens, from a vocabulary of at most `vocab`.
 
     `source_length`: tokens per sequence of the encoder in an encoder-decoder; 0 = length. `segments`: of a sample that
-    an encoder tells apart; 0 = none. `within_documents`: the model sees no document before the token's own. `shared`:
-    a folder in which other machines are to find its tokens too. `entry`: where another process of this run has found
-    it; then no text is read, tokenised or hashed.
+    an encoder tells apart; 0 = none. `shared`: a folder in which other machines are to find its tokens too. `entry`:
+    where another process of this run has found it; then no text is read, tokenised or hashed.
 
     Text is tokenised by the first process that asks, and cached. Raises ConfigError for a user's mistakes: those that
     `check_data` finds, a fault deep inside a file, a split without one whole sample.
@@ -221,7 +169,7 @@ def open_corpus(
     if data.kind != "synthetic":
         known = _opened(entry) if entry else given_vocabulary(data)
     special = special_of(known, sources[0].data)
-    shape = SampleShape(length, source_length or length, vocab, segments, special, within_documents)
+    shape = SampleShape(length, source_length or length, vocab, segments, special, data.document_mask)
     goal = OBJECTIVES[objective](shape)
     small = vocab - goal.reserved
     if not entry and (violations := check_data(data, vocab=small)):
@@ -229,13 +177,13 @@ def open_corpus(
     if data.kind == "synthetic":
         corpus = _synthetic(goal, small, seed)
     elif entry:
-        corpus = _trusted(entry, sources, goal, small, seed)
+        corpus = _trusted(entry, sources, goal, small, seed, length)
     else:
-        corpus = _tokenised(sources, goal, small, seed, shared, known)
+        corpus = _tokenised(sources, goal, small, seed, length, shared, known)
     if violations := [
         line
         for source, part in zip(sources, corpus.parts, strict=True)
-        for line in _too_small(source, part, goal, length)
+        for line in too_small(source, part.streams, goal, length)
     ]:
         raise ConfigError(violations)
     samples = [max(1, goal.samples(part.streams[TRAIN])) for part in corpus.parts]
@@ -262,6 +210,7 @@ def _tokenised(
     objective: Objective,
     vocab: int,
     seed: int,
+    length: int,
     shared: Path | None,
     given: Vocabulary | None,
 ) -> Corpus:
@@ -271,17 +220,19 @@ def _tokenised(
     if len(sources) == 1:
         with naming(sources[0]):
             folder, found = entry.open_entry(sources[0].data, vocab, shared, given)
-        return _of_entries(folder, sources, [(folder, found)], objective, vocab, seed)
+        return _of_entries(folder, sources, [(folder, found)], objective, vocab, seed, length)
     folder, names = entry.open_common(sources, vocab, shared, given)
     entries, common = [], given or open_vocabulary(folder)
     for source, name in zip(sources, names, strict=True):
         with naming(source):
             entries.append(entry.open_entry(source.data, vocab, shared, common))
         assert entries[-1][0].name == name
-    return _of_entries(folder, sources, entries, objective, vocab, seed)
+    return _of_entries(folder, sources, entries, objective, vocab, seed, length)
 
 
-def _trusted(folder: Path, sources: Sequence[DataSource], objective: Objective, vocab: int, seed: int) -> Corpus:
+def _trusted(
+    folder: Path, sources: Sequence[DataSource], objective: Objective, vocab: int, seed: int, length: int
+) -> Corpus:
     """Open the corpus of cache entries that another process of this run has verified. Raises OSError if they are not
     there as that has found them."""
     read = partial(entry.read_entry, vocab=vocab, deep=False)
@@ -292,9 +243,9 @@ def _trusted(folder: Path, sources: Sequence[DataSource], objective: Objective, 
             raise Malformed(f"has {len(names)} sources, not {len(sources)}")
         places = [folder.parent / name for name in names]
         entries = [(place, cache.open_trusted(place, read)) for place in places]
+        return _of_entries(folder, sources, entries, objective, vocab, seed, length, trusted=True)
     except Malformed as error:
         raise OSError(f"{folder} is not what the driver has found there: {error}") from None
-    return _of_entries(folder, sources, entries, objective, vocab, seed)
 
 
 def special_of(vocabulary: Vocabulary | None, data: Data) -> SpecialIds:
@@ -321,14 +272,19 @@ def _of_entries(
     objective: Objective,
     vocab: int,
     seed: int,
+    length: int,
+    trusted: bool = False,
 ) -> Corpus:
     """Return the corpus of the entries of its sources in the cache, each with its folder; `folder`: what they have in
-    common, with the tokenizer, if there is one. Its shares are to be set."""
+    common, with the tokenizer, if there is one. Its shares are to be set. `trusted`: another process of this run has
+    found them."""
     vocabulary = open_vocabulary(folder)
-    parts = [
-        SourceTokens(source.name, entry.streams_of(place, found), found.digest(place))
-        for source, (place, found) in zip(sources, entries, strict=True)
-    ]
+    special, parts = special_of(vocabulary, sources[0].data), []
+    for source, (place, found) in zip(sources, entries, strict=True):
+        begin = special_of(vocabulary, source.data).begin
+        with naming(source):
+            streams = _rows_of(source.data, entry.streams_of(place, found), place, length, begin, trusted)
+        parts.append(SourceTokens(source.name, streams, found.digest(place)))
     return Corpus(
         vocab=vocabulary.size if vocabulary else vocab,
         objective=objective,
@@ -337,26 +293,23 @@ def _of_entries(
         shares=(1,) * len(parts),
         encode=vocabulary.encode if vocabulary else partial(synthetic.encode_bytes, vocab=vocab),
         decode=vocabulary.decode if vocabulary else synthetic.show_ids,
-        special=special_of(vocabulary, sources[0].data),
+        special=special,
         vocabulary=vocabulary,
         entry=folder,
     )
 
 
-def _too_small(source: DataSource, part: SourceTokens, objective: Objective, length: int) -> list[str]:
-    """Return a refusal line for each split of a source that does not hold one whole sample, with the nearest legal
-    settings."""
-    tokens = {split: len(stream) for split, stream in part.streams.items()}
-    needed, total = objective.needs, sum(tokens.values())
-    violations = []
-    held_out_none = [VALIDATION] if source.data.validation == 0 else []
-    for split in (split for split, count in tokens.items() if count < needed and split not in held_out_none):
-        remedies = [f"model.length={tokens[split] - 1}"] if tokens[split] > 1 and needed > length else []
-        if split == VALIDATION and total >= 3 * needed:
-            remedies.append(f"{source.key}.validation={ceil(200 * needed / total) / 100:g}")
-        of = f" of {source.key}" if source.name else ""
-        violations.append(
-            f"model.length={length}: a sample is {needed} tokens, and the {split} split{of} has {tokens[split]}; "
-            f"nearest legal: {' or '.join([*remedies, 'more text'])}"
-        )
-    return violations
+def _rows_of(
+    data: Data, streams: Mapping[str, Any], place: Path, length: int, begin: int, trusted: bool
+) -> Mapping[str, Any]:
+    """Return the streams of a source, whose entry of the cache is `place`, as the keys of `data` say: packed into rows
+    of `length` tokens, or as they are. `begin`: the token with which a document begins, -1: none. Raises ConfigError if
+    documents are to be told apart and nothing does."""
+    apart = {"data.packing": data.packing != "cut", "data.document_mask": data.document_mask}
+    if begin < 0 and any(starts_of(stream) is None and len(stream) for stream in streams.values()):
+        for key in (key for key, wanted in apart.items() if wanted):
+            constraint = "a token must tell where documents begin, as no index does"
+            raise ConfigError(violation("data.separator", begin, f"{key} needs documents: {constraint}", ["a token"]))
+    if data.packing == "cut":
+        return streams
+    return packing.packed_streams(streams, place, length, begin, trusted=trusted)

@@ -51,14 +51,14 @@ class Objective(Protocol):
 
 @dataclass(frozen=True)
 class SampleShape:
-    """What samples are made for: lengths in tokens, and ids in [0, vocab)."""
+    """Shape of the samples that an objective makes: lengths in tokens, and ids in [0, vocab)."""
 
     length: int
     source_length: int  # of the encoder's sequence
     vocab: int
     segments: int = 0  # of a sample that an encoder tells apart; 0: none
     special: SpecialIds = OWN
-    within_documents: bool = False  # the model sees no document before the token's own
+    document_mask: bool = False  # the model sees no document before the token's own
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class Causal:
     """Causal objective: predicts every token from those before it. Sample i is the length + 1 tokens from i * length
     on, so that every token but the first is predicted once; of a packed stream it is row i.
 
-    What is not predicted: tokens that the stream says are not to be learned, and, `within` documents, a document's
-    first token, unless it is what ends the one before.
+    What is not predicted: tokens that the stream says are not to be learned, and, `within` documents or in packed rows,
+    a document's first token, unless it is what ends the one before.
     """
 
     length: int
@@ -106,7 +106,8 @@ class Causal:
 
     def _counts(self, stream: Any) -> bool:
         """Return True if some labels of the stream may not count."""
-        return learned_of(stream) is not None or (self.within and starts_of(stream) is not None)
+        known = starts_of(stream) is not None or self.special.begin != self.special.end
+        return learned_of(stream) is not None or (known and (self.within or isinstance(stream, PackedStream)))
 
     def _learned(self, stream: Any, place: Ints, labels: Ints) -> NDArray[np.bool_]:
         """Return which labels count, of the tokens at `place` in the stream."""
@@ -114,8 +115,10 @@ class Causal:
         found = labels >= 0
         if learned is not None:
             found &= learned[np.clip(after, 0, len(learned) - 1)]
-        if self.within and (starts := starts_of(stream)) is not None:
-            found &= (labels == self.special.end) | ~among(starts, after)
+        if self.within or isinstance(stream, PackedStream):
+            starts, begin = starts_of(stream), self.special.begin
+            begins = labels == begin if starts is None else among(starts, after)
+            found &= ~begins | (labels == self.special.end)
         return found
 
 
@@ -253,7 +256,7 @@ class Pairs:
 
 
 OBJECTIVES: dict[str, Callable[[SampleShape], Objective]] = {
-    "causal": lambda s: Causal(s.length, s.special, s.within_documents),
+    "causal": lambda s: Causal(s.length, s.special, s.document_mask),
     "masked": lambda s: Masked(s.length, s.vocab, s.segments, s.special),
     "span_denoising": lambda s: SpanDenoising(s.source_length, s.length, s.vocab, s.special),
     "pairs": lambda s: Pairs(s.source_length, s.length, s.special),

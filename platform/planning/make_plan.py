@@ -84,9 +84,17 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
         meshes = [str(m).replace("'", "") for m in islice(_legal_meshes(config, data), MESHES_SHOWN)]
         also = f"; tensor.axes of as many workers that do: {' or '.join(meshes)}" if meshes else ""
         raise ConfigError([*lines, last + also]) from None
-    if refused := [*split_violations(config, plan), *kernel_violations(config, plan)]:
+    if refused := [*split_violations(config, plan), *kernel_violations(config, plan), *_blind(config, plan)]:
         raise ConfigError(refused)
     return plan
+
+
+def _blind(config: Config, plan: Plan) -> Iterator[str]:
+    """Yield a refusal line if documents are to be told apart and a model of the user's own does not read where they
+    begin."""
+    if config.data.document_mask and "begins" not in plan.readers:
+        constraint = f"model.kind={config.model.kind} does not read `begins`, where a token's document begins"
+        yield violation("data.document_mask", True, constraint, [False])
 
 
 def plan_quickly(config: Config) -> Plan | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -51,27 +53,37 @@ MIXTURE = (
 ).split()
 
 
+PACKED = [*MIXTURE, "data.packing=best_fit", "data.document_mask=true"]
+KINDS = {"mixture": MIXTURE, "packed": PACKED}
+
+
 @pytest.fixture(scope="module")
-def mixed(place) -> list[dict]:
-    """Six steps on a mixture by one process, in one go."""
-    return train(place, *MIXTURE, *ONE, "run.dir=whole")
+def whole(place) -> Callable[[str], list[dict]]:
+    """Six steps on a kind of data by one process, in one go."""
+    return cache(lambda kind: train(place, *KINDS[kind], *ONE, f"run.dir={kind}-whole"))
 
 
-def test_a_mixture_is_the_same_run_under_other_plans_and_after_a_failure(place, mixed):
-    first = train(place, *MIXTURE, *TWO, "train.stop_at=2", "run.dir=parts")
+@pytest.mark.parametrize("kind", ["packed", pytest.param("mixture", marks=pytest.mark.full)])
+def test_it_is_the_same_run_under_other_plans_and_after_a_failure(place, whole, kind):
+    run = f"run.dir={kind}-parts"
+    first = train(place, *KINDS[kind], *TWO, "train.stop_at=2", run)
     assert [row["step"] for row in first] == [1, 2]
-    found = train(place, *MIXTURE, *SPLIT, "elastic.faults=[4:kill:1]", "elastic.min_workers=1", "run.dir=parts")
-    equal(found, mixed)
-    assert set(found[2]["val_losses"]) == {"a", "b"} and found[2]["val_losses"]["a"] != found[2]["val_losses"]["b"]
-    happened = [event["event"] for event in JsonLines.read(place / "parts" / "journal.jsonl")]
+    found = train(place, *KINDS[kind], *SPLIT, "elastic.faults=[4:kill:1]", "elastic.min_workers=1", run)
+    equal(found, whole(kind))
+    happened = [event["event"] for event in JsonLines.read(place / f"{kind}-parts" / "journal.jsonl")]
     assert "failure" in happened and happened.count("restored") >= 1
 
 
-def test_the_samples_are_those_of_its_sources(place, mixed):
+def test_each_source_has_a_validation_of_its_own(whole):
+    losses = whole("packed")[2]["val_losses"]
+    assert set(losses) == {"a", "b"} and losses["a"] != losses["b"]
+
+
+def test_the_samples_are_those_of_its_sources(place, whole):
     """Another weight is another run: the loss tells."""
     other = [a.replace("0.7", "0.2") for a in MIXTURE]
-    assert train(place, *other, *ONE, "train.stop_at=1", "run.dir=other")[0]["loss"] != mixed[0]["loss"]
-    done = in_this_process(QUICK, *SMALL, *FIXED, "data.cache=cache", *other, *ONE, "run.dir=whole", cwd=place)
+    assert train(place, *other, *ONE, "train.stop_at=1", "run.dir=other")[0]["loss"] != whole("mixture")[0]["loss"]
+    done = in_this_process(QUICK, *SMALL, *FIXED, "data.cache=cache", *other, *ONE, "run.dir=mixture-whole", cwd=place)
     assert done.returncode == 2 and "data.sources.a.weight: 0.7 there, 0.2 here" in done.stderr
 
 
@@ -99,3 +111,20 @@ def test_bad_files_of_a_mixture_end_with_one_line_each(tmp_path):
     lines = refused("data=mixture", *given, "data.cache=cache", cwd=tmp_path)
     assert [line.partition("=")[0] for line in lines] == [f"config: data.sources.s{i}.path" for i in range(len(BAD))]
     assert np.all([reason in line for line, (_, _, reason) in zip(lines, BAD.values(), strict=True)])
+
+
+APART = {
+    "model.within_documents=true": "data.document_mask=true",
+    "data.document_mask=true model.within_documents=false": "nearest legal: true, data.document_mask=false",
+    "data.document_mask=true data=synthetic": "data=synthetic has no documents",
+    "data.packing=best_fit data=synthetic": "data=synthetic has no documents",
+    "data.packing=best_fit model.kind=encoder": "data.objective=masked does not read it",
+    "data.document_mask=true model.kind=encoder": "model.kind=encoder has no such attention",
+    "data.packing=worst_fit": "nearest legal: best_fit",
+}
+
+
+@pytest.mark.parametrize("given", APART)
+def test_what_does_not_go_together_is_refused(tmp_path, given):
+    lines = refused(*given.split(), "run.dir=run", cwd=tmp_path)
+    assert any(APART[given] in line for line in lines), lines

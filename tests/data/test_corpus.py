@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from platform.config.fields import ConfigError, Data
 from platform.data import tokenizer
-from platform.data.corpus import check_data, open_corpus
+from platform.data.corpus import open_corpus
+from platform.data.data_checks import check_data
 from platform.data.tokens.kinds import held_out
 from platform.data.vocabulary import own_files, vocabulary_of
 

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from platform.config.fields import Config, ConfigError, Data
-from platform.data.corpus import Corpus, SourceTokens, check_data, open_corpus
+from platform.data.corpus import Corpus, SourceTokens, open_corpus
+from platform.data.data_checks import check_data
 from platform.data.mixture import DataSource, paths_of, set_path, shares_of, sources_of, turns
 from platform.data.objectives import Causal
 

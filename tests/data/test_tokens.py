@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from platform.config.fields import ConfigError, Data
-from platform.data.corpus import check_data, open_corpus
+from platform.data.corpus import open_corpus
+from platform.data.data_checks import check_data
 from platform.data.sources.token_files import WRITERS, locate
 from platform.data.tokens.streams import DocumentStream, JoinedTokens, beginnings, documents
 

@@ -25,6 +25,12 @@ class Data:
         'what is predicted; "" = the default for model.kind and the data',
         ("", "causal", "masked", "span_denoising", "pairs"),
     )
+    document_mask: bool = key(
+        False, "decoder: attention and positions restart at documents, whose beginnings are not predicted"
+    )
+    packing: str = key(
+        "cut", "rows: cut from the tokens end to end, or best_fit: of whole documents, padded", ("cut", "best_fit")
+    )
     tokenizer: str = key("train", "tokenizer.json, a folder, a tiktoken or sentencepiece file; train = its own BPE")
     tokenizer_words: str = key("", "tiktoken: gpt2, cl100k_base, qwen, o200k_base or a regular expression of words")
     special_tokens: list[str] = key([], "special tokens that the tokenizer gets beside its own")

@@ -44,3 +44,24 @@ def wrong_objective(config: Config) -> Iterator[str]:
         yield violation("model.length", m.length, "span denoising needs at least 3, and a source of 2", [3])
     if m.source_length and m.kind != "encoder_decoder":
         yield violation("model.source_length", m.source_length, f"model.kind={m.kind} has one length", [0])
+
+
+def wrong_documents(config: Config) -> Iterator[str]:
+    """Yield a refusal line if documents are to be kept apart or whole where nothing tells them apart, or if model and
+    data do not agree about that."""
+    data, within = config.data, config.model.within_documents
+    if within != data.document_mask:
+        constraint = f"is what data.document_mask={str(data.document_mask).lower()} says"
+        yield violation(
+            "model.within_documents",
+            within,
+            constraint,
+            [data.document_mask, f"data.document_mask={str(within).lower()}"],
+        )
+    for name, neutral in (("document_mask", False), ("packing", "cut")):
+        if (value := getattr(data, name)) == neutral:
+            continue
+        if data.kind == "synthetic":
+            yield violation(f"data.{name}", value, "data=synthetic has no documents", [neutral])
+        elif (objective := objective_of(config)) in ("masked", "span_denoising", "pairs"):
+            yield violation(f"data.{name}", value, f"data.objective={objective} does not read it", [neutral])

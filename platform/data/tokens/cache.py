@@ -33,6 +33,11 @@ def root(cache: str) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "elastic-platform"
 
 
+def hash_of(values: list[Any]) -> str:
+    """Return a hash of plain data as 64 hexadecimal digits, which names an entry of the cache."""
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+
+
 def fetch(entry: Path, build: Callable[[Path], dict[str, Any]], read: Callable[[Path, dict[str, Any]], T]) -> T:
     """Return what `read` makes of a cache entry, the folder `entry`, which is built first if it is missing, torn or
     corrupt.

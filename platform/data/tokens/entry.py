@@ -1,7 +1,5 @@
 """Entries of the cache: the tokens of one source, its training documents and then those held out, and a tokenizer."""
 
-import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -103,12 +101,7 @@ def open_entry(data: Data, vocab: int, shared: Path | None, given: Vocabulary | 
 def _name(data: Data, kind: SourceKind, files: Sequence[DataFile], vocab: int, given: Vocabulary | None) -> str:
     """Return the name of a source's entry in the cache."""
     decisive = [*kind.decisive(data, files), data.validation, vocab]
-    return hash_of([FORMAT, *decisive, *([given.digest] if given else training_options(data))])
-
-
-def hash_of(values: list[Any]) -> str:
-    """Return a hash of plain data as 64 hexadecimal digits, which names an entry of the cache."""
-    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+    return cache.hash_of([FORMAT, *decisive, *([given.digest] if given else training_options(data))])
 
 
 def streams_of(folder: Path, entry: TokenFiles) -> dict[str, Any]:
@@ -206,7 +199,7 @@ def open_common(
         raise ConfigError(f"{other.key}.kind={other.data.kind}: beside {textual[0][0].key}: {made}")
     decisive = [[*kind.decisive(source.data, files), source.data.validation] for source, kind, files in every]
     options = [given.digest] if given else training_options(sources[0].data)
-    place = cache.root(sources[0].data.cache) / hash_of([FORMAT, "common", decisive, vocab, *options])
+    place = cache.root(sources[0].data.cache) / cache.hash_of([FORMAT, "common", decisive, vocab, *options])
 
     def make(folder: Path) -> dict[str, Any]:
         made = given

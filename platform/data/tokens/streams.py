@@ -16,9 +16,7 @@ Ints = NDArray[np.int64]
 def beginnings(stream: Any, end: int) -> Ints:
     """Return the positions at which the documents of a stream of tokens begin, ascending: those that it knows, or those
     of the token `end`, of which -1 is none; the stream's first position is always among them."""
-    if isinstance(stream, DocumentStream):
-        found = stream.starts
-    else:
+    if (found := starts_of(stream)) is None:
         windows = range(0, len(stream) if end >= 0 else 0, _WINDOW)
         where = (np.arange(i, min(i + _WINDOW, len(stream))) for i in windows)
         found = np.concatenate([np.empty(0, np.int64), *(place[np.asarray(stream[place]) == end] for place in where)])
@@ -43,16 +41,19 @@ class PackedStream:
     def places(self, index: Ints, length: int) -> Ints:
         """Return the positions in the stream of the tokens in the rows `index`, int64 [len(index), length]; -1 where a
         row has no more."""
+        first, counts = self.rows[index], self.rows[index + 1] - self.rows[index]
+        piece = np.repeat(first - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
+        starts, sizes = self.pieces[piece].T
+        ends = np.cumsum(sizes)
+        token = np.repeat(starts - (ends - sizes), sizes) + np.arange(sizes.sum())
+        filled = np.diff(np.append(0, ends)[np.append(0, np.cumsum(counts))])
         found = np.full((len(index), length), PADDING, np.int64)
-        for row, number in zip(found, np.asarray(index).tolist(), strict=True):
-            place = 0
-            for start, size in np.asarray(self.pieces[self.rows[number] : self.rows[number + 1]]).tolist():
-                row[place : place + size] = np.arange(start, start + size)
-                place += size
+        found[np.arange(length) < filled[:, None]] = token
         return found
 
 
 def _beneath(stream: Any) -> Any:
+    """Return the stream whose tokens a packed one lays into rows; any other as it is."""
     return stream.tokens if isinstance(stream, PackedStream) else stream
 
 
@@ -71,7 +72,7 @@ def learned_of(stream: Any) -> NDArray[np.bool_] | None:
 def taken(stream: Any, place: Ints) -> Ints:
     """Return the tokens of a stream at positions, int64; PADDING where a position is not in the stream."""
     there = (place >= 0) & (place < len(stream))
-    return np.where(there, np.asarray(stream[np.where(there, place, 0)]), PADDING).astype(np.int64)
+    return np.where(there, np.asarray(stream[np.where(there, place, 0)]).astype(np.int64), PADDING)
 
 
 def among(ascending: Ints, values: Ints) -> NDArray[np.bool_]:

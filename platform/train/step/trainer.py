@@ -170,7 +170,7 @@ class Trainer:
         global mean loss, whose reduction overlaps the passes. Return its summed loss (fp64 scalar) and the number of
         tokens of the global batch over which the mean is taken."""
         first, end = (k * self.config.train.global_batch for k in (step - 1, step))
-        predicted = self.corpus.predicted("train", first, end)
+        predicted = max(1, self.corpus.predicted("train", first, end))  # rows of prompts alone teach nothing
         total = torch.zeros((), dtype=torch.float64, device=self.communicator.device)
         row = self.rows.step
         whole = all(a.kind is not Kind.WEIGHT for a in row)
@@ -302,7 +302,7 @@ class Trainer:
 
             self._pipeline(forward).run(self.rows.forward)
         loss, _ = self._sum_over_world(total, torch.zeros_like(total))
-        return loss / self.corpus.predicted(split, 0, end)
+        return loss / max(1, self.corpus.predicted(split, 0, end))
 
     @torch.no_grad()
     def sample(self, count: int, prompt: str = "def ", temperature: float = 0.8) -> str:
