@@ -68,7 +68,7 @@ def _evaluate(given: argparse.Namespace) -> int:
         wrong.append(violation("--json", given.json, "there is no such folder"))
     if wrong:
         raise ConfigError(wrong)
-    from platform.answers.loss_table import shown
+    from platform.answers.loss_table import print_losses
     from platform.answers.session import open_session
     from platform.answers.trained import find_trained, plan_answers
     from platform.composition.arguments import typed_values
@@ -82,21 +82,23 @@ def _evaluate(given: argparse.Namespace) -> int:
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="tokenizer-")))
         for name, raw in trained.files.items():
             (folder / name).write_bytes(raw)
-        complete = partial(_complete, typed=typed, tokenizer=str(folder) if trained.files else "")
+        apart = trained.model.within_documents and "data.document_mask" not in typed
+        complete = partial(_complete, typed=typed, tokenizer=str(folder) if trained.files else "", apart=apart)
         planned = plan_answers(trained, overrides, given.config_dir, trained.data or Data(), complete)
         corpus = corpus_of(planned.config)
         splits = _splits(corpus, given.split)
         crew = opened.enter_context(open_session(planned.config, planned.plan, _note, str(corpus.entry or "")))
         rows = [_measured(crew, corpus, name, split, given.samples) for name, split in splits.items()]
-    shown(rows, print_line)
+    print_losses(rows, print_line)
     if given.json:
         Path(given.json).write_text(json.dumps({"sources": [row.plain() for row in rows]}, indent=2) + "\n")
     return 0
 
 
-def _complete(config: Config, typed: dict[str, Any], tokenizer: str) -> None:
-    """Complete the keys of data in place: the tokenizer is that of the model, in the folder `tokenizer`, and a path
-    that was typed is read as a whole. Raises ConfigError if the model has no tokenizer, and text needs one."""
+def _complete(config: Config, typed: dict[str, Any], tokenizer: str, apart: bool) -> None:
+    """Complete the keys of data in place: the tokenizer is that of the model, in the folder `tokenizer`, a path that
+    was typed is read as a whole, and if the model keeps documents `apart`, so does the data. Raises ConfigError if the
+    model has no tokenizer, and text needs one."""
     data = config.data
     if "data.tokenizer" not in typed and data.kind != "synthetic":
         if not tokenizer and data.kind != "tokens":
@@ -105,9 +107,11 @@ def _complete(config: Config, typed: dict[str, Any], tokenizer: str) -> None:
         data.tokenizer, data.tokenizer_words, data.chat_template = tokenizer or data.tokenizer, "", ""
         data.end_token = data.begin_token = ""
         data.special_tokens = []
+    if apart and data.kind in ("stdlib", "text", "mixture"):
+        data.document_mask = config.model.within_documents = True
     whole = not typed.keys() & {"data.validation", "data.validation_path"}
     if "data.path" in typed and whole and data.kind in ("text", "tokens"):
-        from platform.data.corpus import check_data
+        from platform.data.data_checks import check_data
 
         if not check_data(data, vocab=config.model.vocab):  # it is refused once
             data.validation_path = data.path

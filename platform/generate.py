@@ -96,7 +96,7 @@ def _generate(given: argparse.Namespace) -> int:
     from platform.answers.prompts import Prompt, Reader, ends_of, read_prompts, room, too_long
     from platform.answers.session import open_session
     from platform.answers.trained import find_trained, plan_answers
-    from platform.train.protocol.asked import Choice, AskedTexts
+    from platform.train.protocol.asked import AskedTexts, Choice
 
     prompts = read_prompts(given.prompts) if given.prompts else [Prompt({"prompt": w}, repr(w)) for w in words]
     trained = find_trained(given.checkpoint)

@@ -66,7 +66,7 @@ def units_of(corpus: Corpus, split: str, samples: int) -> tuple[int, int]:
     return words, size
 
 
-def shown(rows: Sequence[Measured], say: Callable[[str], None]) -> None:
+def print_losses(rows: Sequence[Measured], say: Callable[[str], None]) -> None:
     """Print a table of losses."""
     say(
         f"{'source':<20} {'tokens':>12} {'loss':>9} {'per token':>11} {'per word':>12} {'per byte':>9} {'bits/byte':>9}"

@@ -129,7 +129,8 @@ def plan_answers(
     process computes everything. `data`: what it reads, by default nothing; `change`: completes the configuration in
     place. Raises ConfigError with all mistakes."""
     typed = typed_values(arguments)
-    stored = Config(model=found.model, data=data or replace(Data(), kind="synthetic"), seed=found.seed)
+    model = replace(found.model, within_documents=False)  # of texts that are continued, and else what the data says
+    stored = Config(model=model, data=data or replace(Data(), kind="synthetic"), seed=found.seed)
     stored.train.init, stored.cluster.kind = found.url, "inline"
     stored.elastic.snapshot_every = stored.monitor.sample = 0
     stored.checkpoint.on_stop = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from platform.plan.core.passes import pass_groups
 from platform.train.answers.generator import Generator
 from platform.train.answers.rank_pass import answering_model
-from platform.train.protocol.asked import Choice, Scored, AskedTexts, Written
+from platform.train.protocol.asked import AskedTexts, Choice, Scored, Written
 from platform.train.worker import Worker
 
 

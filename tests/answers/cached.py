@@ -1,4 +1,4 @@
-"""AskedTexts written and scored by the ranks of a plan as threads, and by uncached forward passes of plain functions."""
+"""Texts written and scored by the ranks of a plan as threads, and by uncached forward passes of plain functions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from platform.parallel.communicator.base import Communicator, SingleRank
 from platform.plan.core.plan import Plan
 from platform.planning.make_plan import make_plan
 from platform.train.answers.generator import Generator
-from platform.train.protocol.asked import Choice, Scored, AskedTexts, Written
+from platform.train.protocol.asked import AskedTexts, Choice, Scored, Written
 from platform.train.step.trainer import Trainer
 from tests.harness import reference_transformer
 from tests.harness.oracle import configure, trainer_of
@@ -104,7 +104,7 @@ def uncached(c: Config, w: dict[str, Tensor], ids: Sequence[int], source: Sequen
 
 
 def some_texts(c: Config, count: int = 3) -> AskedTexts:
-    """AskedTexts of different lengths; a decoder with an encoder has read one token."""
+    """Texts of different lengths; a decoder with an encoder has read one token."""
     draw = torch.Generator().manual_seed(1)
     rows = [torch.randint(0, c.model.vocab, (n,), generator=draw).tolist() for n in (5, 1, 8, 3)[:count]]
     if c.model.kind == "encoder_decoder":

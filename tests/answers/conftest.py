@@ -22,7 +22,7 @@ def learned(tmp_path_factory) -> Path:
     status = main([
         "+experiment=gpt_quick", "cluster=inline", "tensor=serial", "parallel.data=1", "data=text", f"data.path={text}",
         f"data.cache={folder}/cache", "model.vocab=300", "model.layers=2", "model.d_model=48", "model.heads=4",
-        "model.length=48", "model.within_documents=true", "train.steps=60", "train.global_batch=8", "eval.every=0",
+        "model.length=48", "data.document_mask=true", "train.steps=60", "train.global_batch=8", "eval.every=0",
         "train.microbatch=8", "optimizer.lr=1e-2", "optimizer.warmup_steps=5", "monitor.sample=0",
         "elastic.snapshot_every=0", f"run.dir={run}", "checkpoint.every=60",
     ])  # fmt: skip

@@ -15,7 +15,7 @@ ROUND = 16  # shorter texts are padded to a multiple of it, so that batches of l
 
 
 class Batch:
-    """AskedTexts padded with rows to a multiple of `unit` and with tokens to one length, on the left for texts that are
+    """Texts padded with rows to a multiple of `unit` and with tokens to one length, on the left for texts that are
     continued (`left`), so that all go on at one index. Each text has `copies` rows next to each other. `source`: the
     tokens of an encoder's row, 0 without."""
 

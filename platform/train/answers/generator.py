@@ -19,7 +19,7 @@ from platform.plan.language.layout import padded
 from platform.train.answers.batch import PIECE, Batch
 from platform.train.answers.choosing import choose
 from platform.train.answers.rank_pass import RankPass, answering_model
-from platform.train.protocol.asked import Choice, Scored, AskedTexts, Written
+from platform.train.protocol.asked import AskedTexts, Choice, Scored, Written
 from platform.train.step.weights import Weights
 
 ROOM = 64  # tokens of which the room in a cache is a multiple, so that batches of like length share their passes

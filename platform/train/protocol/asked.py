@@ -1,4 +1,4 @@
-"""AskedTexts that the driver has continued or scored: as token ids, and what the workers say of them."""
+"""Texts that the driver has continued or scored: as token ids, and what the workers say of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from platform.boundary.schema import Count, Real
 
 @dataclass(frozen=True)
 class AskedTexts:
-    """AskedTexts as token ids: what a decoder has read of each and, if there is an encoder, what that reads. `numbers`: of
+    """Texts as token ids: what a decoder has read of each and, if there is an encoder, what that reads. `numbers`: of
     the texts among all that are asked for; draws depend on them."""
 
     ids: list[list[Count]]
