@@ -79,6 +79,11 @@ class Corpus:
         """Return the number of samples of each split of the corpus: of an epoch of its sources together."""
         return {s: sum(self._samples(part, s) for part in self.parts) for s in (TRAIN, VALIDATION)}
 
+    def samples_of(self, split: str) -> int:
+        """Return the number of samples of a split to evaluate, `train` or one of `validations`: of an epoch."""
+        kind, _, name = split.partition("/")
+        return sum(self._samples(p, kind) for p in self.parts if kind == TRAIN or p.name == name)
+
     def batch(self, split: str, start: int, end: int) -> dict[str, NDArray[np.int64]]:
         """Return samples [start, end) of the split's endless global order, as data tensors such as "tokens": name ->
         int64 [end - start, length].

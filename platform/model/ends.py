@@ -43,7 +43,7 @@ class Embedding(Layer):
         elif self.restarting:
             x = ops.pointwise("add", x, ops.lookup(self.restarting.name, self.restarting, positions, self.spec))
         elif self.config.positions == "sinusoidal":
-            x = ops.sinusoid(self.name, x, self.spec, sqrt(self.config.d_model))
+            x = ops.sinusoid(self.name, x, self.spec, sqrt(self.config.d_model), positions)
         if self.segment:
             x = ops.pointwise("add", x, ops.lookup(self.segment.name, self.segment, segments, self.spec))
         x = self.norm(ops, x, self.spec) if self.norm else x

@@ -118,11 +118,15 @@ class Worker(Candidate):
         if world_size == 1:
             self.communicator = SingleRank(mesh, device)
         else:
-            groups = process_groups(self.plan), device, self.plan.neighbours
+            groups = self._groups(), device, self.plan.neighbours
             self.communicator = connected(mesh, rank, store, generation, *groups)
         if self.config.monitor.log_launches:
             self.communicator.log = []
         return Joined(rank, mesh.coordinates(rank), os.getpid(), socket.gethostname())
+
+    def _groups(self) -> list[tuple[str, ...]]:
+        """Return the mesh axes of every process group that this generation needs, in one order on all ranks."""
+        return process_groups(self.plan)
 
     def build(
         self, rows: list[list[list[int]]], domains: list[str] | None = None, corpus: str = "", fresh: bool = True

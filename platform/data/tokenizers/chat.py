@@ -59,6 +59,11 @@ class ChatTemplate:
         template refuses it."""
         return self._shown(self._rendered(messages, prompt))
 
+    def prompt_parts(self, messages: Conversation) -> Iterator[tuple[str, bool]]:
+        """Yield the text of a conversation with the beginning of an answer in parts, each with whether it is one
+        special token. Raises ConfigError if the template refuses it."""
+        return ((text, special) for text, special, _ in self._split(self._rendered(messages, True), True))
+
     def parts(self, messages: Conversation) -> Iterator[tuple[str, bool, bool]]:
         """Yield the text of a conversation in parts, each with whether it is one special token, and whether it is of
         an answer. Raises ConfigError if the template refuses it, or does not write an answer behind its prompt."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from platform.plan.language.functions import EPS, RotaryScaling
+from platform.plan.language.memory import Memory
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class Recompute:
 NO_RECOMPUTATION = Recompute()
 
 
-class Ops(ABC):
+class Ops(Memory, ABC):
     """Interface that a model's forward is written against. Tensors are opaque to the model: symbols in the recorder,
     plain local tensors at run time."""
 
@@ -193,9 +194,9 @@ class Ops(ABC):
         length (RoFormer; half-split pairs), with angles scaled as `scaling` says."""
 
     @abstractmethod
-    def sinusoid(self, name: str, x: Any, spec: Spec, scale: float) -> Any:
-        """Return scale * x plus the sinusoidal position encoding ("Attention Is All You Need", 3.5) at global positions
-        along length: sines at even indices of d_model, cosines at odd ones."""
+    def sinusoid(self, name: str, x: Any, spec: Spec, scale: float, positions: Any = None) -> Any:
+        """Return scale * x plus the sinusoidal encoding ("Attention Is All You Need", 3.5) of the index along length,
+        or the data tensor `positions` [length, batch]: sines at even indices of d_model, cosines at odd ones."""
 
     @abstractmethod
     def relative_bias(self, table: Parameter, scores: Spec, *, bidirectional: bool, distance: int) -> Any:
@@ -347,8 +348,10 @@ class Ops(ABC):
         """Return softmax(scale q k^T + bias) v in the region of `spec` [length batch heads d_kv]; k and v are of type
         `kv`, with a length of their own in cross-attention. What hides scores, and `bias`, as in softmax.
 
-        Runs one fused kernel (`fuses_attention`), or two einsums and a softmax over split dims.
+        Runs one fused kernel (`fuses_attention`), or two einsums and a softmax over split dims; `remember`s if causal.
         """
+        if causal:
+            k, v, kv = self.remember(name, k, v, kv)
         heads = replace(kv, dims=spec.dims)
         fused = self.fuses_attention(name, spec)
         masks = bool(window) or not all(t is None for t in (mask, begins, bias))

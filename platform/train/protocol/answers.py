@@ -8,6 +8,7 @@ from typing import Annotated, Any, NamedTuple
 from platform.boundary import schema
 from platform.boundary.schema import Count, OneOf, Real, Span
 from platform.checkpoint.storage.report import FileReport
+from platform.train.protocol.asked import Scored, Written
 
 
 @dataclass(frozen=True)
@@ -219,6 +220,9 @@ _ANSWERS: dict[str, Any] = {
     "written": FileReport | Unwritten | None,
     "restore": Unrestored | None,
     "begin": Unrestored | None,
+    "continue_texts": list[Written],
+    "score_texts": list[Scored],
+    "measure_loss": Real,
 }
 
 

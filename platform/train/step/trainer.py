@@ -299,23 +299,23 @@ class Trainer:
         source that has one, by the source's name; and under "" that of all, weighed by their shares in training. Equal
         on every rank. The weights are those that are trained, or their averages, as eval.averaged says."""
         held = self.corpus.validations
+        end = self.config.eval.batches * self.config.train.global_batch
         with self.weights.averaged() if self.config.eval.averaged else nullcontext():
-            found = {name: self._evaluate(split) for name, (split, _) in held.items()}
+            found = {name: self.mean_loss(split, end) for name, (split, _) in held.items()}
         mean = sum(found[name] * share for name, (_, share) in held.items()) / sum(share for _, share in held.values())
         return {**found, "": mean}
 
     @torch.no_grad()
-    def _evaluate(self, split: str) -> float:
-        """Compute the mean loss per token over the first `eval.batches` global batches of the data's `split`."""
+    def mean_loss(self, split: str, end: int) -> float:
+        """Compute the mean loss per token over the first `end` samples of the data's `split`; equal on every rank."""
         total = torch.zeros((), dtype=torch.float64, device=self.communicator.device)
         together = self.plan.sizes["batch"]
-        end = self.config.eval.batches * self.config.train.global_batch
-        self.ops.position = PassPosition(training=False)
         for first in range(0, end, together):
 
             def forward(
                 chunk: Chunk, _: int, flow: Activations, deferred: Deferred | None, first: int = first
             ) -> Activations:
+                self.ops.position = PassPosition(training=False)  # of this pass: its masks are those of its documents
                 out = self._part(chunk, flow, split, first, end)
                 total.add_(out.get("loss", 0.0))
                 return out
