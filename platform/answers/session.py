@@ -44,7 +44,7 @@ def open_session(config: Config, plan: Plan, say: Callable[[str], None], corpus:
             crew.seat(job, list(range(size)))
             stage_of = list(schedule.placement)
             crew.call("form", ByRank(range(size)), size, config, crew.store, 1, stage_of, digest(plan))
-            rows = [stage.plain() for stage in stage_rows(schedule)]
+            rows = [stage.plain() for stage in stage_rows([schedule])]
             crew.call("build", ByRank(rows[c["stage"]] for c in coordinates), None, corpus, False)
             if failure := crew.call("begin")[0]:
                 raise ConfigError(violation("CHECKPOINT", config.train.init, failure.reason))

@@ -108,8 +108,7 @@ NO_RECOMPUTATION = Recompute()
 
 
 class Ops(Memory, ABC):
-    """Interface that a model's forward is written against. Tensors are opaque to the model: symbols in the recorder,
-    plain local tensors at run time."""
+    """Interface that a model is written against. Tensors are opaque to it: symbols in the recorder, else local ones."""
 
     dropout_rate: float = 0.0
     recompute: Recompute = NO_RECOMPUTATION
@@ -124,8 +123,7 @@ class Ops(Memory, ABC):
     def lookup(self, name: str, table: Parameter, tokens: Any, out: Spec) -> Any:
         """Return the rows of the parameter `table` [vocab, ...] that the data tensor `tokens` [length, batch] of ids
         selects, as an embedding does: `out` [length batch ...], an einsum with a one-hot that is never materialised,
-        over the table's first dim, whatever its name. At negative ids, which are padding, the row is finite but
-        unspecified."""
+        over the table's first dim, whatever its name. At negative ids, which are padding, a row is finite."""
 
     @abstractmethod
     def one_hot(self, name: str, ids: Any, out: Spec) -> Any:
@@ -275,8 +273,7 @@ class Ops(Memory, ABC):
 
     @abstractmethod
     def pointwise_each(self, functions: Sequence[str], x: Any, spec: Spec, dim: str) -> Any:
-        """Apply the pointwise function named `functions[i]` to slice i of an activation along `dim`, such as one
-        activation function per expert or branch; a rank computes its own slices only."""
+        """Apply the pointwise function `functions[i]` to slice i of x along `dim`, such as one per expert or branch."""
 
     @abstractmethod
     def dropout(self, name: str, x: Any, spec: Spec) -> Any:
@@ -346,7 +343,7 @@ class Ops(Memory, ABC):
         bias: Any = None,
     ) -> Any:
         """Return softmax(scale q k^T + bias) v in the region of `spec` [length batch heads d_kv]; k and v are of type
-        `kv`, with a length of their own in cross-attention. What hides scores, and `bias`, as in softmax.
+        `kv`, of a length of their own in cross-attention. What hides scores, and `bias`, as in softmax.
 
         Runs one fused kernel (`fuses_attention`), or two einsums and a softmax over split dims; `remember`s if causal.
         """
