@@ -44,6 +44,9 @@ def place(tmp_path_factory) -> Path:
     (root / "a.txt").write_text("".join(f"line {i} of a text, {i * i} sheep\n" for i in range(1500)))
     rows = ({"body": f"record {i}: " + f"{i} wolves and {i + 1} sheep. " * 12} for i in range(120))
     (root / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    roles = ("user", "assistant")
+    talks = ([{"role": role, "content": f"{i} {role} sheep"} for role in roles] for i in range(200))
+    (root / "c.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
     return root
 
 
@@ -54,7 +57,9 @@ MIXTURE = (
 
 
 PACKED = [*MIXTURE, "data.packing=best_fit", "data.document_mask=true"]
-KINDS = {"mixture": MIXTURE, "packed": PACKED}
+TALKS = [*PACKED, "data.sources.c.path=c.jsonl", "data.sources.c.kind=instructions", "data.sources.c.field=messages",
+         "data.sources.c.weight=0.5", "data.chat_template=chatml"]  # fmt: skip
+KINDS = {"mixture": MIXTURE, "packed": PACKED, "instructions": TALKS}
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +68,9 @@ def whole(place) -> Callable[[str], list[dict]]:
     return cache(lambda kind: train(place, *KINDS[kind], *ONE, f"run.dir={kind}-whole"))
 
 
-@pytest.mark.parametrize("kind", ["packed", pytest.param("mixture", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "kind", ["instructions", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("mixture", "packed"))]
+)
 def test_it_is_the_same_run_under_other_plans_and_after_a_failure(place, whole, kind):
     run = f"run.dir={kind}-parts"
     first = train(place, *KINDS[kind], *TWO, "train.stop_at=2", run)
@@ -75,8 +82,8 @@ def test_it_is_the_same_run_under_other_plans_and_after_a_failure(place, whole, 
 
 
 def test_each_source_has_a_validation_of_its_own(whole):
-    losses = whole("packed")[2]["val_losses"]
-    assert set(losses) == {"a", "b"} and losses["a"] != losses["b"]
+    losses = whole("instructions")[2]["val_losses"]
+    assert set(losses) == {"a", "b", "c"} and len(set(losses.values())) == 3
 
 
 def test_the_samples_are_those_of_its_sources(place, whole):
@@ -120,6 +127,7 @@ APART = {
     "data.packing=best_fit data=synthetic": "data=synthetic has no documents",
     "data.packing=best_fit model.kind=encoder": "data.objective=masked does not read it",
     "data.document_mask=true model.kind=encoder": "model.kind=encoder has no such attention",
+    "data=instructions data.path=c.jsonl model.kind=encoder": "data.objective=masked: learns of prompts too",
     "data.packing=worst_fit": "nearest legal: best_fit",
 }
 
