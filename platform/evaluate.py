@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from platform.generate import answered, sorted_words
 
 if TYPE_CHECKING:
     from platform.answers.loss_table import Measured
+    from platform.answers.trained import TrainedModel
     from platform.cluster.crew.base.crew import Crew
     from platform.data.corpus import Corpus
 
@@ -53,6 +55,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--split", choices=SPLITS, help="of the data; default: what is held out, all of a data.path=")
     parser.add_argument("--samples", type=int, default=0, help="at most so many of each source; 0 (default): all")
+    parser.add_argument("--bleu", action="store_true", help="data=pairs: BLEU of its translations; needs sacrebleu")
+    parser.add_argument("--beams", type=int, default=4, help="--bleu: beams of the search (4)")
+    parser.add_argument("--tasks", metavar="NAMES", help="tasks of lm-eval, as NAME,NAME, instead of losses")
+    parser.add_argument("--include", metavar="FOLDER", default="", help="--tasks: your own are in it")
+    parser.add_argument("--shots", type=int, help="--tasks: examples in front of each document; default: as it says")
     parser.add_argument("--json", metavar="FILE", help="write the table to it as well")
     parser.add_argument("--config-dir", metavar="FOLDER", help="your own configuration files, as for platform.launch")
     return parser
@@ -62,8 +69,14 @@ def _evaluate(given: argparse.Namespace) -> int:
     """Measure the model of a command line; return the exit status."""
     overrides, others = sorted_words(given.words)
     wrong = [violation("argument", word, "is no KEY=VALUE of the configuration") for word in others]
-    if given.samples < 0:
-        wrong.append(violation("--samples", given.samples, "must be >= 0", [0]))
+    for flag, least in (("samples", 0), ("beams", 1), ("shots", 0)):
+        if (value := getattr(given, flag)) is not None and value < least:
+            wrong.append(violation(f"--{flag}", value, f"must be >= {least}", [least]))
+    for package, flag in (("sacrebleu", "bleu"), ("lm_eval", "tasks")):
+        if getattr(given, flag) and find_spec(package) is None:
+            wrong.append(f"--{flag}: needs the package {package}: pip install 'elastic-platform[eval]'")
+    if given.include and not os.path.isdir(given.include):
+        wrong.append(violation("--include", given.include, "there is no such folder"))
     if given.json and not os.path.isdir(os.path.dirname(given.json) or "."):
         wrong.append(violation("--json", given.json, "there is no such folder"))
     if wrong:
@@ -75,6 +88,8 @@ def _evaluate(given: argparse.Namespace) -> int:
     from platform.data.corpus import corpus_of
 
     trained, typed = find_trained(given.checkpoint), typed_values(overrides)
+    if given.tasks:
+        return _tasks(given, trained, overrides)
     if trained.data is None and not any(key.startswith("data") for key in typed):
         reason = f"{given.checkpoint} says nothing of data"
         raise ConfigError(violation("data", "", reason, ["data=text data.path=FILE"]))
@@ -89,10 +104,45 @@ def _evaluate(given: argparse.Namespace) -> int:
         splits = _splits(corpus, given.split)
         crew = opened.enter_context(open_session(planned.config, planned.plan, _note, str(corpus.entry or "")))
         rows = [_measured(crew, corpus, name, split, given.samples) for name, split in splits.items()]
+        translated = {}
+        if given.bleu:
+            from platform.answers.asked_model import AskedModel
+            from platform.answers.translations import bleu
+
+            split, row = next(iter(splits.values())), rows[0]
+            translated = bleu(AskedModel(crew, planned), corpus, split, row.samples, given.beams)
     print_losses(rows, print_line)
-    if given.json:
-        Path(given.json).write_text(json.dumps({"sources": [row.plain() for row in rows]}, indent=2) + "\n")
+    if translated:
+        print_line(f"BLEU {translated['bleu']:.2f} of {translated['pairs']} pairs ({translated['signature']})")
+    _keep(given.json, {"sources": [row.plain() for row in rows], **translated})
     return 0
+
+
+def _tasks(given: argparse.Namespace, trained: TrainedModel, overrides: Sequence[str]) -> int:
+    """Run tasks of lm-eval on a trained model; return the exit status."""
+    from platform.answers.asked_model import AskedModel
+    from platform.answers.harness_tasks import run_tasks
+    from platform.answers.session import open_session
+    from platform.answers.trained import plan_answers
+
+    planned = plan_answers(trained, overrides, given.config_dir)
+    if planned.vocabulary is None:
+        reason = "there is none beside the model, and tasks are texts"
+        raise ConfigError(violation("data.tokenizer", "", reason, ["data.tokenizer=PATH"]))
+    names = [name for name in given.tasks.split(",") if name]
+    with open_session(planned.config, planned.plan, _note) as crew:
+        found = run_tasks(AskedModel(crew, planned), names, given.include, given.samples, given.shots)
+    for task, values in found.items():
+        for metric, value in values.items():
+            print_line(f"{task:<30} {metric:<20} {value:.4f}")
+    _keep(given.json, {"tasks": found})
+    return 0
+
+
+def _keep(path: str | None, found: dict[str, Any]) -> None:
+    """Write what was measured to a file, if one was asked for."""
+    if path:
+        Path(path).write_text(json.dumps(found, indent=2) + "\n")
 
 
 def _complete(config: Config, typed: dict[str, Any], tokenizer: str, apart: bool) -> None:

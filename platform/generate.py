@@ -93,10 +93,11 @@ def _generate(given: argparse.Namespace) -> int:
     overrides, words = sorted_words(given.words)
     if wrong := list(_wrong(given, words)):
         raise ConfigError(wrong)
+    from platform.answers.asked_model import AskedModel
     from platform.answers.prompts import Prompt, Reader, ends_of, read_prompts, room, too_long
     from platform.answers.session import open_session
     from platform.answers.trained import find_trained, plan_answers
-    from platform.train.protocol.asked import AskedTexts, Choice
+    from platform.train.protocol.asked import Choice
 
     prompts = read_prompts(given.prompts) if given.prompts else [Prompt({"prompt": w}, repr(w)) for w in words]
     trained = find_trained(given.checkpoint)
@@ -112,19 +113,13 @@ def _generate(given: argparse.Namespace) -> int:
     answering_model(planned.config)
     drawn = given.temperature, given.top_k, given.top_p, given.seed
     how = Choice(vocabulary.size if vocabulary else model.vocab, *drawn, given.beams, given.length_penalty)
-    ends, pairs = ends_of(vocabulary, trained.generation), model.kind == "encoder_decoder"
-    start = vocabulary.special.start if vocabulary else 0
     with ExitStack() as opened:
         crew = opened.enter_context(open_session(planned.config, planned.plan, _note))
         out = opened.enter_context(open(given.out, "x")) if given.out else None
-        for first in range(0, len(rows), given.batch):
-            numbers = list(range(first, min(first + given.batch, len(rows))))
-            mine = [rows[n] for n in numbers]
-            texts = AskedTexts([[start]] * len(mine), mine, numbers) if pairs else AskedTexts(mine, [], numbers)
-            written = crew.call("continue_texts", texts, tokens, how, ends)[0]
-            for number, found in zip(numbers, written, strict=True):
-                text = _shown(vocabulary, [] if pairs else rows[number], found.ids)
-                _tell(out, prompts[number].given, text, found, alone=len(rows) == 1)
+        asked = AskedModel(crew, planned, given.batch)
+        for number, found in asked.write(rows, tokens, how, ends_of(vocabulary, trained.generation)):
+            text = _shown(vocabulary, [] if asked.pairs else rows[number], found.ids)
+            _tell(out, prompts[number].given, text, found, alone=len(rows) == 1)
     return 0
 
 

@@ -53,7 +53,7 @@ def louder(trainer: Trainer) -> None:
     trainer.weights.refresh()
 
 
-def say(c: Config, texts: AskedTexts, tokens: int, how: Choice, plan: Plan | None = None) -> list[Said]:
+def say(c: Config, texts: AskedTexts, tokens: int, how: Choice, plan: Plan | None = None, ends=()) -> list[Said]:
     """All ranks of a plan, as threads: what each has written of the texts, and how it scored them from token 1."""
     plan = plan or make_plan(c)
 
@@ -62,7 +62,7 @@ def say(c: Config, texts: AskedTexts, tokens: int, how: Choice, plan: Plan | Non
         trainer = trainer_of(c, plan, communicator)
         louder(trainer)
         generator = Watched(c, plan, communicator, trainer.weights)
-        written = generator.write(texts, tokens, how)
+        written = generator.write(texts, tokens, how, ends)
         seen = list(generator.seen)
         longer = replace(texts, ids=[[*ids, *w.ids] for ids, w in zip(texts.ids, written, strict=True)])
         return Said(written, generator.score(longer, [len(ids) for ids in texts.ids]), seen)

@@ -17,6 +17,7 @@ from platform.plan.core.passes import PassShape, memory_unit, rows_at_once
 from platform.plan.core.plan import Plan
 from platform.plan.language.layout import padded
 from platform.train.answers.batch import PIECE, Batch
+from platform.train.answers.beams import Beams, candidates
 from platform.train.answers.choosing import choose
 from platform.train.answers.rank_pass import RankPass, answering_model
 from platform.train.protocol.asked import AskedTexts, Choice, Scored, Written
@@ -41,6 +42,8 @@ class Generator:
 
     def write(self, texts: AskedTexts, tokens: int, how: Choice, ends: Sequence[int] = ()) -> list[Written]:
         """Continue each text by up to `tokens` tokens, chosen as `how` says, until one of `ends`."""
+        if how.beams > 1:
+            return self._search(texts, tokens, how, ends)
         batch = self._batch(texts)
         cache, stops = self._cache(batch.longest + tokens), torch.tensor(list(ends), dtype=torch.int64)
         out = torch.full((batch.rows, tokens), -1)
@@ -55,6 +58,26 @@ class Generator:
                 break
             run, logits = self._pass(batch, new.unsqueeze(1), batch.longest + i, cache)
         return [_written(row[row >= 0], stops) for row in out[: batch.texts]]
+
+    def _search(self, texts: AskedTexts, tokens: int, how: Choice, ends: Sequence[int]) -> list[Written]:
+        """Continue each text by the best continuation that a beam search finds, as `write` does. Beams of a text are
+        rows next to each other, on the same ranks, so that they may go on from each other's cache."""
+        batch = self._batch(texts, copies=how.beams)
+        cache, rows = self._cache(batch.longest + tokens), torch.arange(batch.rows).view(-1, how.beams)
+        beams = [Beams(how, ends) for _ in rows]
+        run, logits = self._read(batch, cache)
+        for i in range(tokens):
+            empty = torch.zeros(batch.rows, min(2 * how.beams, how.vocab), 2, dtype=torch.float64)
+            found = self._told(run, logits, empty, lambda x, _: candidates(x[-1], how))
+            going = [b for b in range(batch.texts) if not beams[b].done]
+            for b in going:
+                rows[b] = b * how.beams + torch.tensor(beams[b].step(found[b * how.beams : (b + 1) * how.beams]))
+            if i + 1 == tokens or all(b.done for b in beams[: batch.texts]):
+                break
+            cache.reorder(rows.flatten())
+            new = torch.tensor([ids[-1] if ids else 0 for b in beams for ids in b.ids])
+            run, logits = self._pass(batch, new.unsqueeze(1), batch.longest + i, cache)
+        return [b.best() for b in beams[: batch.texts]]
 
     def score(self, texts: AskedTexts, starts: Sequence[int]) -> list[Scored]:
         """Score each text from token number `starts[i]`, which is 1 or more, to its end."""
