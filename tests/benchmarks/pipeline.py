@@ -42,7 +42,7 @@ PEERS = {  # its zero bubble runs no gradient of an input through these stages
     "1f1b": pipelining.Schedule1F1B,
     "interleaved": pipelining.ScheduleInterleaved1F1B,
 }
-SHAPE = (16, 1, 16)  # of what goes from stage to stage: its transfer takes no time
+SHAPE = (16, 1, 16)  # length, microbatch, d_model of what goes from stage to stage: its transfer takes no time
 
 
 class Sleep(torch.autograd.Function):
@@ -60,21 +60,26 @@ class Sleep(torch.autograd.Function):
         return gradient, None, None
 
 
-def ours(config, plan, communicator, seconds: float, repeats: int) -> list[float]:
-    """Seconds that each step of the executor takes on this stage, from a barrier on."""
+def sleeping_stage(config, plan, communicator, seconds: float) -> Callable[[], object]:
+    """One step of the executor on this stage, whose computations sleep."""
     row = stage_rows(schedule_of(config, 1))[communicator.coordinates["stage"]].step
     here = plan.at(communicator.coordinates["stage"])
+    shape = config.model.length, config.train.microbatch, config.model.d_model
 
     def forward(chunk, microbatch, flow, deferred):
-        x = flow["stream"] if flow else torch.zeros(SHAPE, requires_grad=True)
+        x = flow["stream"] if flow else torch.zeros(shape, requires_grad=True)
         if deferred is not None:
             deferred.append(lambda: time.sleep(seconds))
         y = Sleep.apply(x, seconds, seconds if deferred is not None else 2 * seconds)
         return {"stream": y} if chunk.sends else {"loss": y.sum()}
 
     communicator.meet(plan.neighbours)
-    pipeline = PipelineExecutor(here, communicator, torch.float32, forward)
-    return measure(lambda: pipeline.run(row), communicator, repeats)
+    return partial(PipelineExecutor(here, communicator, torch.float32, forward).run, row)
+
+
+def ours(config, plan, communicator, seconds: float, repeats: int) -> list[float]:
+    """Seconds that each step of the executor takes on this stage, from a barrier on."""
+    return measure(sleeping_stage(config, plan, communicator, seconds), communicator, repeats)
 
 
 class Chunk(torch.nn.Module):

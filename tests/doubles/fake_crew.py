@@ -164,6 +164,12 @@ class FakeCrew(Crew):
             self.arrive()
         return set(self._starting)
 
+    def dismiss(self, numbers):
+        assert not numbers & set(self.numbers), "it has a seat"
+        for number in sorted(numbers):
+            self.calls.append((f"dismiss({number})", math.inf))
+            del self.workers[number]
+
     def hire(self, count):
         self._starting += range(self._hired, self._hired + count)
         self._hired += count

@@ -1,11 +1,11 @@
 """Nodes as namespaces, joined by links of a limited rate: `with Links(nodes=2, rate="100mbit") as links`.
 
-A node has a network, processes, a host name and a table of mounts of its own. Its interface `link0`, at 10.77.0.1 and
-up, is on the bridge of its rack; where there are several, each is joined to a bridge `core` by a link of the rate
-`uplink`. `tc tbf` limits both ends of each link, so that a node sends at `rate` and receives at `rate`. Nothing is
-created outside of these namespaces, and none has a name: each one lives as long as the process that holds it, which the
-kernel kills when ours ends, in whichever way, and with it every process that was started on the node. So nothing is
-left, also after SIGKILL. Needs root (CAP_NET_ADMIN, CAP_SYS_ADMIN).
+A node has a network, processes, a host name and a table of mounts of its own, and knows the others by name. Its
+interface `link0`, at 10.77.0.1 and up, is on the bridge of its rack; of several racks, each is joined to a bridge
+`core` by a link of the rate `uplink`. `tc tbf` limits both ends of each link, so that a node sends at `rate` and
+receives at `rate`. Nothing is created outside of these namespaces, and none has a name: each one lives as long as the
+process that holds it, which the kernel kills when ours ends, in whichever way, and with it every process that was
+started on the node. So nothing is left, also after SIGKILL. Needs root (CAP_NET_ADMIN, CAP_SYS_ADMIN).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import json
 import os
 import re
 import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 INTERFACE = "link0"
-TOOLS = ("unshare", "nsenter", "setpriv", "ip", "tc", "env", "mount")
 ENDS_WITH_US = ("setpriv", "--pdeathsig", "KILL", "--")
 SPACES = {"net": "net", "mount": "mnt", "uts": "uts", "pid": "pid_for_children"}  # option of nsenter -> in /proc/PID/ns
 NODE = ("--net", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc")
@@ -28,8 +28,10 @@ HUB = ("--net",)
 IDLE = "echo; exec sleep infinity"  # ignores SIGCHLD: then the kernel itself reaps what a node's processes leave behind
 BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 MTU = 9000  # bytes: frames of 1500 would cost this machine more CPU than what ranks compute
+HEADER = 64  # bytes, and more than a frame has beside its packet
 TICK = 0.004  # seconds between two refills of a token bucket, at the kernel's slowest clock
-LARGEST_PACKET = 1 << 16  # bytes that the kernel hands to a link at once
+LARGEST_PACKET = 1 << 16  # bytes that the kernel hands to a link at once, where nobody says fewer
+QUEUE = 1 << 24  # bytes that wait at a link: with fewer, slow links drop packets, and wait longer than they send
 
 
 class Carried(NamedTuple):
@@ -118,8 +120,10 @@ class Links:
             self._join(node)
 
     def crash(self, *nodes: int) -> None:
-        """Lose nodes as by a power cut: every process there is killed, and no connection is closed."""
+        """Lose nodes as by a power cut: every process there is killed, and no connection is closed: the kernel, which
+        would close them, reaches nobody."""
         for node in nodes:
+            subprocess.run(self._hub_command(f"ip link set port{node} down"), stderr=subprocess.DEVNULL)
             self._holders[node].kill()
         for node in nodes:
             self._holders.pop(node).wait()
@@ -191,9 +195,17 @@ class Links:
             f"hostname node{node}",
             "ip link set lo up",
             f"ip address add {self.address(node)}/16 dev {INTERFACE}",
-            f"ip link set {INTERFACE} up",
+            f"ip link set {INTERFACE} gso_max_size {_at_once(self.rate)} up",
+            "sysctl -q net.ipv4.tcp_congestion_control=reno",  # bbr takes a rank that computes for a slow link
+            "sysctl -q net.ipv4.tcp_slow_start_after_idle=0",  # a link that is idle between steps is no new link
             self._limited(INTERFACE, self.rate),
         )
+        with tempfile.NamedTemporaryFile("w") as names:  # it lives on where it is mounted
+            names.write("127.0.0.1 localhost\n")
+            names.writelines(f"{self.address(other)} node{other}\n" for other in range(self.nodes))
+            names.flush()
+            Path(names.name).chmod(0o644)
+            self._in_node(node, f"mount --bind {names.name} /etc/hosts")
 
     def _join_rack(self, rack: int) -> None:
         """Connect a rack's bridge to `core` by a link of the uplink's rate."""
@@ -210,8 +222,8 @@ class Links:
         """Return the command that limits what leaves by an interface."""
         if rate is None:
             return "true"
-        bucket = max(bits_per_second(rate) / 8 * TICK, LARGEST_PACKET)
-        return f"tc qdisc add dev {interface} root tbf rate {rate} burst {bucket:.0f} latency 100ms"
+        bucket = max(bits_per_second(rate) / 8 * TICK, 2 * (_at_once(rate) + HEADER))
+        return f"tc qdisc add dev {interface} root tbf rate {rate} burst {bucket:.0f} limit {QUEUE}"
 
     def _in_node(self, node: int, *commands: str) -> None:
         """Run plain commands on a node. Raises CalledProcessError for the first that fails."""
@@ -226,6 +238,11 @@ class Links:
     def _hub_command(self, command: str) -> list[str]:
         assert self._hub
         return [*ENDS_WITH_US, "nsenter", f"--net=/proc/{self._hub.pid}/ns/net", "--", *command.split()]
+
+
+def _at_once(rate: str | None) -> int:
+    """Return the bytes of the largest packet for a link of this rate, whose bridge passes on only what it has whole."""
+    return LARGEST_PACKET if rate is None else int(min(max(bits_per_second(rate) / 8 * TICK, MTU), LARGEST_PACKET))
 
 
 def _held(options: Sequence[str]) -> subprocess.Popen[bytes]:

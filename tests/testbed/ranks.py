@@ -25,16 +25,18 @@ _PARENT_DEATH = 1  # PR_SET_PDEATHSIG
 
 
 class Wire(NamedTuple):
-    """Bytes that the interfaces of a rank's node have sent so far: between its own ranks, and to other nodes."""
+    """Bytes that the interfaces of a rank's node have carried so far: between its own ranks, to and from other
+    nodes."""
 
     inside: int
     out: int
+    into: int
 
 
 def on_nodes(links: Links, nodes: Sequence[int], work: str, *arguments: Any, urgent: bool = False) -> list[Any]:
     """Run `work`, "module:function", on a rank per entry of `nodes`, the node that it is on, as function(rank,
     *arguments) in a gloo world; return the results by rank. Arguments and results are JSON. `urgent`: the ranks go
-    before other processes of this machine. Raises RuntimeError with what a rank that failed has said."""
+    before other processes of this machine. Raises RuntimeError with what the first rank that failed has said."""
     spec = {
         "networks": [links.network(node) for node in nodes],
         "host": links.address(nodes[0]),
@@ -52,25 +54,25 @@ def on_nodes(links: Links, nodes: Sequence[int], work: str, *arguments: Any, urg
         timeout=PATIENCE,
     )
     if done.returncode:
-        raise RuntimeError(done.stderr[-4000:])
+        raise RuntimeError(done.stderr[:8000])  # the first to fail speaks first
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def wire() -> Wire:
-    """Return what this process's node has sent so far."""
-    sent = {}
+    """Return what this process's node has carried so far."""
+    carried = {}
     for line in Path("/proc/net/dev").read_text().splitlines()[2:]:
         name, _, numbers = line.partition(":")
-        sent[name.strip()] = int(numbers.split()[8])
-    return Wire(sent["lo"], sent[INTERFACE])
+        carried[name.strip()] = [int(numbers.split()[i]) for i in (8, 0)]
+    return Wire(carried["lo"][0], *carried[INTERFACE])
 
 
 def measure_steps(
     rank: int, variants: Mapping[str, Mapping[str, Any]], rounds: int, warmup: int = 1
 ) -> dict[str, list[dict[str, Any]]]:
     """Train the plans of several configurations (`tests.harness.oracle.configure`) in turn, a step each, on this rank;
-    return by variant its `seconds`, seconds of `cpu`, `loss`, and the bytes that its node has sent `inside` and `out`,
-    of every step after the first `warmup`."""
+    return by variant its `seconds`, seconds of `cpu`, `loss`, and the bytes that its node has carried, as `Wire` names
+    them, of every step after the first `warmup`."""
     import torch
     import torch.distributed as dist
 
@@ -99,8 +101,8 @@ def measure_steps(
             dist.barrier()
             after = wire()
             if k > warmup:
-                inside, out = (b - a for a, b in zip(before, after, strict=True))
-                found[name].append({"seconds": seconds, "cpu": cpu, "loss": report.loss, "inside": inside, "out": out})
+                carried = Wire(*(b - a for a, b in zip(before, after, strict=True)))
+                found[name].append({"seconds": seconds, "cpu": cpu, "loss": report.loss, **carried._asdict()})
     return found
 
 

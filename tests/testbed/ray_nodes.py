@@ -66,6 +66,7 @@ class RayNodes:
             "RAY_ADDRESS": f"{self.links.address(0)}:{PORT}",
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_memory_monitor_refresh_ms": "0",
+            "RAY_worker_niceness": "0",  # by default 15: on a busy machine such a worker would be found hung
             "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "60",
             "HOME": str(self._folder / "home"),
             "PYTHONPATH": str(ROOT),

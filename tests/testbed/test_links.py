@@ -34,6 +34,27 @@ connection = socket.create_connection((sys.argv[1], 5000))
 connection.sendall(bytes(int(sys.argv[2])))
 connection.close()
 """
+LISTEN = """
+import socket, sys
+server = socket.create_server((sys.argv[1], 5001))
+connection, _ = server.accept()
+print("connected", flush=True)
+connection.settimeout(1)
+try:
+    print("closed" if connection.recv(1) == b"" else "said")
+except TimeoutError:
+    print("nothing")
+"""
+CONNECT = """
+import socket, sys, time
+while True:
+    try:
+        connection = socket.create_connection((sys.argv[1], 5001))
+        break
+    except OSError:
+        time.sleep(0.05)
+time.sleep(100)
+"""
 LEFT = """
 import signal, sys
 from tests.testbed.links import Links
@@ -161,8 +182,25 @@ def test_a_node_is_lost_and_starts_anew():
         links.boot(1)
         until(lambda: connects(links, 0, 1) and connects(links, 1, 0))
         assert links.run(1, ["hostname"]).stdout == "node1\n"
+        assert links.run(1, ["getent", "hosts", "node0"]).stdout.split() == [links.address(0), "node0"]
         assert "sleep infinity" in links.run(1, ["ps", "-o", "args", "1"]).stdout
         assert not daemons(links._holders[1].pid)
+
+
+def test_a_lost_node_closes_no_connection():
+    """Unlike a process that is killed."""
+    with Links(nodes=3, rate="1gbit") as links:
+        for node, heard in ((1, "closed\n"), (2, "nothing\n")):
+            there = links.start(node, [sys.executable, "-S", "-c", CONNECT, links.address(0)])
+            here = links.start(
+                0, [sys.executable, "-S", "-c", LISTEN, links.address(0)], stdout=subprocess.PIPE, text=True
+            )
+            assert here.stdout and here.stdout.readline() == "connected\n"
+            if heard == "closed\n":
+                links.signal(there, signal.SIGKILL)
+            else:
+                links.crash(node)
+            assert here.communicate()[0] == heard
 
 
 def test_a_node_is_cut_off_and_joined_again():

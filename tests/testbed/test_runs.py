@@ -6,20 +6,18 @@ What a run gives is compared with the same command in one process, without any s
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 import time
 
 import pytest
 
 from platform.launch import compose
-from platform.monitor import MetricsLog
 from platform.plan.language.tiers import Tiers
 from platform.plan.reports.tier_traffic import tier_traffic
 from platform.planning.make_plan import make_plan
-from tests.harness.chaos import differences
 from tests.testbed.links import Links, why_not
-from tests.testbed.ray_nodes import ROOT, RayNodes
+from tests.testbed.ray_nodes import RayNodes
+from tests.testbed.runs import CLUSTER, SMALL, lost_steps, same_as_alone, seats, stopped, world
 
 pytestmark = [
     pytest.mark.ray,
@@ -30,15 +28,8 @@ pytestmark = [
 
 NODES, CPUS = 4, 2
 RACKS = ("a", "b", "a", "b")  # of the nodes: not in the order of their numbers
-SMALL = (
-    "+experiment=gpt_quick model.layers=2 model.d_model=32 model.heads=4 model.length=16 model.vocab=300 precision=fp64"
-    " data=synthetic eval.every=0 monitor.sample=0 train.global_batch=8 train.microbatch=2 train.steps=100000"
-    " optimizer.schedule=constant"
-).split()
-CLUSTER = "cluster=ray cluster.device=cpu cluster.wait=200 elastic.wait=300 elastic.hang_seconds=8".split()
 WHOLE = "tensor=1d tensor.axes.t=2 parallel.data=4 train.microbatch=1".split()  # all places of the four nodes
 HALF = "tensor=1d tensor.axes.t=2 parallel.data=2".split()
-ALONE = "cluster=inline tensor=serial parallel.data=1 pipeline=none train.microbatch=8".split()
 
 
 @pytest.fixture(scope="module")
@@ -65,37 +56,6 @@ def start(nodes, request):
         if run.process.poll() is None:
             run.signal(signal.SIGKILL)
             run.process.wait()
-
-
-def stopped(run):
-    """Stops a run as a user does, with a checkpoint; its rows."""
-    run.signal(signal.SIGTERM)
-    assert run.ended() == 75
-    return run.rows
-
-
-def same_as_alone(rows, tmp_path, *arguments):
-    """Asserts that these rows are those of the same steps in one process."""
-    run_dir = tmp_path / "alone"
-    last = [f"train.stop_at={len(rows)}", f"run.dir={run_dir}"]
-    command = [sys.executable, "-m", "platform.launch", *SMALL, *ALONE, *arguments, *last]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert differences(rows, MetricsLog.read(run_dir / "metrics.jsonl")) == []
-
-
-def world(run, size, since=0):
-    """Waits until a step was done by so many workers after the first `since` rows; the rows so far."""
-    return run.until(lambda: any(row["world_size"] == size for row in run.rows[since:]) and run.rows)
-
-
-def seats(event):
-    """The node of each rank, from an event `formed`."""
-    return [worker["node"] for worker in event["workers"]]
-
-
-def lost_steps(run):
-    return sum(event["steps_lost"] for event in run.of("rolled_back"))
 
 
 def test_tensor_axes_are_inside_nodes_and_stages_across_racks(nodes, start, tmp_path):
@@ -181,7 +141,7 @@ def test_a_node_is_told_to_go(nodes, start, tmp_path):
 
 
 def test_a_slow_node_is_reported_and_replaced_by_a_spare(nodes, start, tmp_path):
-    """A worker that is stopped half of the time."""
+    """A worker that is stopped six sevenths of the time, so briefly that it is while it works, not while it waits."""
     run = start(*HALF, "elastic.spares=2", "elastic.replace_slow=true", "elastic.max_workers=4")
     world(run, 4)
     [formed] = run.of("formed")
@@ -201,7 +161,7 @@ def test_a_slow_node_is_reported_and_replaced_by_a_spare(nodes, start, tmp_path)
 LIMP = """
 import os, signal, sys, time
 while True:
-    for number, seconds in ((signal.SIGSTOP, 0.3), (signal.SIGCONT, 0.05)):
+    for number, seconds in ((signal.SIGSTOP, 0.03), (signal.SIGCONT, 0.005)):
         os.kill(int(sys.argv[1]), number)
         time.sleep(seconds)
 """

@@ -2,58 +2,81 @@
 
     python -m tests.benchmarks.nodes [--cases scatter/gather D\\&SP] [--rates 10mbit 100mbit] [--rounds 5]
 
-Needs root. Each case is a launch of its own on nodes of the testbed, in which the same eight processes hold the plans
-of all variants and step them in turn. Seconds are the median of the slowest rank's; `counted` is what the busiest
-node's interface has sent in a step, `planned` the plan's busiest link in one direction.
+Needs root. Each case is a launch on nodes of the testbed in which the same eight processes hold the plans of all
+variants and step them in turn (of several placements: a launch each). Seconds are the median of the slowest rank's;
+`cores`: of the same steps with links that nothing limits, which is what this machine itself takes. By tier, the plan's
+bytes of a step beside those that the interfaces of all nodes have carried; `busiest`: on one link, in one direction,
+and the seconds that these bytes alone take. `off`: how far the measured ratio is from that of the busiest link's bytes.
+
+`--cases pipeline`: interleaved against 1F1B, a stage on a node, where computations sleep; see `pipelines`.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from tests.benchmarks.nodes import pipelines
 from tests.benchmarks.nodes.cases import RANKS, Case, cases
 from tests.testbed.links import Links, bits_per_second, why_not
 from tests.testbed.ranks import on_nodes
 
-HEAD = (
-    "case",
-    "rate",
-    "variant",
-    "planned (MB)",
-    "counted (MB)",
-    "link (s)",
-    "step (s)",
-    "of the first",
-    "planned",
-    "off",
-)
+HEAD = ("case", "rate", "variant", "inside nodes: planned, counted (MB)", "between", "busiest", "link (s)", "cores (s)",
+        "step (s)", "of the first", "planned", "off")  # fmt: skip
+Steps = list[dict[str, Any]]  # of a rank: as `measure_steps` returns them
 
 
-def measure(case: Case, rounds: int) -> list[dict[str, list[dict[str, Any]]]]:
-    """Run all variants of a case; return what each rank has seen of them."""
-    nodes = [rank // case.per_node for rank in range(RANKS)]
-    with Links(RANKS // case.per_node, case.rate) as links:
-        return on_nodes(links, nodes, "tests.testbed.ranks:measure_steps", case.variants, rounds, urgent=True)
-
-
-def rows(case: Case, ranks: Sequence[dict[str, list[dict[str, Any]]]]) -> list[list[str]]:
-    """Return a row per variant of a case."""
-    found, first = [], (0.0, 0.0)
-    for name in case.variants:
-        steps = [max(found["seconds"] for found in step) for step in zip(*(rank[name] for rank in ranks), strict=True)]
-        seconds, planned = statistics.median(steps), float(case.traffic(name)[-1].busiest or 0)
-        first = first if found else (seconds, planned)
-        counted = max(rank[name][-1]["out"] for rank in ranks)
-        ratios = seconds / first[0], planned / first[1]
-        least = 8 * planned / bits_per_second(case.rate)
-        numbers = [f"{n:.2f}" for n in (planned / 1e6, counted / 1e6, least, seconds)]
-        numbers += [*(f"{ratio:.3f}" for ratio in ratios), f"{ratios[0] / ratios[1] - 1:+.1%}"]
-        found.append([case.name, case.rate, name, *numbers])
+def measure(case: Case, rate: str | None, rounds: int) -> dict[str, list[Steps]]:
+    """Step all variants of a case over links of `rate`; return by variant what each rank has seen."""
+    found: dict[str, list[Steps]] = {}
+    for seats in dict.fromkeys(map(case.seats, case.variants)):
+        variants = {name: how for name, how in case.variants.items() if case.seats(name) == seats}
+        with Links(case.nodes, rate) as links:
+            ranks = on_nodes(links, seats, "tests.testbed.ranks:measure_steps", variants, rounds, urgent=True)
+        found |= {name: [rank[name] for rank in ranks] for name in variants}
     return found
+
+
+def seconds(ranks: list[Steps]) -> float:
+    """Return the median over the steps of the slowest rank's seconds."""
+    return statistics.median(max(step["seconds"] for step in steps) for steps in zip(*ranks, strict=True))
+
+
+def counted(case: Case, variant: str, ranks: list[Steps]) -> tuple[int, int, int]:
+    """Return the bytes that the last step moved inside all nodes, between them, and on the busiest link one way."""
+    first = {node: ranks[rank][-1] for rank, node in reversed(list(enumerate(case.seats(variant))))}.values()
+    busiest = max(max(node["out"], node["into"]) for node in first)
+    return sum(node["inside"] for node in first), sum(node["out"] for node in first), busiest
+
+
+def rows(case: Case, rounds: int) -> Iterator[list[str]]:
+    """Yield a row per variant of a case."""
+    free, limited = measure(case, None, min(rounds, 3)), measure(case, case.rate, rounds)
+    base = (0.0, 0.0)
+    for name in case.variants:
+        inside, between = case.traffic(name)
+        busiest = between.busiest or 0
+        pairs = zip((inside.bytes, between.bytes, busiest), counted(case, name, limited[name]), strict=True)
+        took = seconds(limited[name])
+        base = base if any(base) else (took, busiest)
+        ratio, planned = took / base[0], busiest / base[1]
+        yield [case.name, case.rate, name, *(f"{plan / 1e6:.2f}, {count / 1e6:.2f}" for plan, count in pairs),
+               f"{8 * busiest / bits_per_second(case.rate):.3f}", f"{seconds(free[name]):.3f}", f"{took:.3f}",
+               f"{ratio:.3f}", f"{planned:.3f}", f"{ratio / planned - 1:+.1%}"]  # fmt: skip
+
+
+def show(table: Iterator[list[str]]) -> None:
+    for row in table:
+        print(f"| {' | '.join(row)} |", flush=True)
+
+
+def title(*names: Any) -> Mapping[str, Any] | None:
+    print(f"| {' | '.join(map(str, names))} |\n|{'---|' * len(names)}", flush=True)
+    return None
 
 
 def main() -> None:
@@ -64,11 +87,18 @@ def main() -> None:
     options = parser.parse_args()
     if why := why_not():
         sys.exit(why)
-    print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}", flush=True)
-    for case in cases():
-        if case.name in (options.cases or [case.name]) and case.rate in (options.rates or [case.rate]):
-            for row in rows(case, measure(case, options.rounds)):
-                print(f"| {' | '.join(row)} |", flush=True)
+    wanted = [case for case in cases() if not options.cases or case.name in options.cases]
+    wanted = [case for case in wanted if not options.rates or case.rate in options.rates]
+    print(f"{RANKS} ranks, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}\n")
+    if wanted:
+        title(*HEAD)
+    for case in wanted:
+        show(rows(case, options.rounds))
+    if not options.cases or "pipeline" in options.cases:
+        print()
+        title(*pipelines.HEAD)
+        for rate in options.rates or pipelines.RATES:
+            show(pipelines.rows(rate, options.rounds))
 
 
 if __name__ == "__main__":

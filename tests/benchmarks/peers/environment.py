@@ -16,6 +16,8 @@ PACKAGES = {
     "megatron-core": ("megatron-core==0.16.1",),
     "fairscale": ("fairscale==0.4.13",),
     "ray-train": ("pandas", "pyarrow", "tensorboardX"),
+    # Its metrics need opentelemetry, which Ray brings. In 0.2.0 replicas that live end with the one that died.
+    "torchft": ("torchft-nightly==2026.10.26",),
 }
 
 

@@ -83,6 +83,8 @@ def test_a_notice_saves_first_and_goes_on_without(config, drive):
     assert seats(config) == [[0, 1, 2, 3], [0, 3, 2]]
     assert [e["step"] for e in events(config, "checkpoint")] == [3, 6]
     assert events(config, "notice")[0]["numbers"] == [1] and len(events(config, "reforming")) == 1
+    calls = [name for name, _ in drive.crew.calls if name.startswith(("step", "dismiss"))]
+    assert calls[3:6] == ["step(4)", "dismiss(1)", "step(5)"]  # not before others hold what it held
 
 
 def test_a_notice_for_all_saves_and_stops(config, drive):

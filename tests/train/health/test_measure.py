@@ -1,6 +1,9 @@
 """What one worker measures on itself, and what it finds wrong there."""
 
+import hashlib
 import os
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -51,6 +54,25 @@ def test_what_is_wrong_is_found(config, monkeypatch, how, check):
     else:
         assert found.errors.keys() == {check} and check not in found.readings
         assert {"write": "No space left", "read": "not what it reads"}[check] in found.errors[check]
+
+
+def test_what_other_threads_of_the_worker_do_does_not_count(config, tmp_path):
+    """A new one still loads what it needs, and on a busy machine these threads run in the place of this one."""
+    over = threading.Event()
+
+    def loads():
+        while not over.is_set():
+            hashlib.sha256(bytes(1 << 22))
+
+    other = threading.Thread(target=loads)
+    other.start()
+    begin = time.process_time()
+    try:
+        seconds = Bench(config, tmp_path, "cpu", QUICK)._seconds(lambda: time.sleep(0.5))
+    finally:
+        over.set()
+        other.join()
+    assert seconds < 0.1 < time.process_time() - begin
 
 
 def test_a_run_without_checkpoints_is_measured_in_its_directory(config, tmp_path):

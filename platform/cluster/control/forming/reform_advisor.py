@@ -41,8 +41,10 @@ class ReformAdvisor:
 
     def optional_reform(self, crew: Crew, generation: Generation, report: StepReport) -> ReformProposal | None:
         """Return a proposal to re-form the mesh if a spare can replace a slow worker (elastic.replace_slow), or a
-        larger mesh can form from the workers there; else None. Also hires missing workers. `report`: rank 0's on the
-        training step just committed."""
+        larger mesh can form from the workers there; else None. Also hires missing workers, and ends those without a
+        seat whose machines are about to go: what they held is held by others now. `report`: rank 0's on the training
+        step just committed."""
+        crew.dismiss(crew.leaving - set(generation.seats))
         self._recruiter.refill(crew)
         slow = self._slow_ones(generation, report)
         alive = self._recruiter.count(crew)

@@ -80,6 +80,9 @@ class Crew(AbstractContextManager["Crew"]):
     def hire(self, count: int) -> None:
         """Start `count` more worker processes without waiting; they appear in `members` once ready."""
 
+    def dismiss(self, numbers: Set[int]) -> None:  # noqa: B027  most kinds of crew need not
+        """End members without a rank, which are `leaving`: their machines can go before they must."""
+
     @abstractmethod
     def close(self) -> None:
         """End all worker processes of the crew: by request and within a bounded time, or by force after a failure. May

@@ -73,6 +73,11 @@ class RemoteCrew(Crew):
     def hire(self, count: int) -> None:
         self._roster.hire(count)
 
+    def dismiss(self, numbers: Set[int]) -> None:
+        assert not numbers & self._ranks.keys()
+        for number in numbers:
+            self._roster.dispose(number)
+
     def seat(self, job: Job, numbers: Sequence[int]) -> None:
         assert not self._ranks and len(set(numbers)) == len(numbers) == job.world_size
         self.job = self._roster.job = job

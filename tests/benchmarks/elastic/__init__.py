@@ -1,0 +1,1 @@
+"""Benchmarks of recovery beside other elastic systems: the same model, the same kill, on nodes of the testbed."""
