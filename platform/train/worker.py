@@ -346,9 +346,10 @@ class Worker(Candidate):
         name, and of all under "", equal on all ranks."""
         return self.trainer.evaluate()
 
-    def sample(self, tokens: int) -> str:
-        """Generate a text of `tokens` tokens from the model being trained, for the user to read; equal on all ranks."""
-        return self.trainer.sample(tokens)
+    def sample(self, tokens: int, prompt: str = "def ") -> str:
+        """Generate a text of `tokens` tokens that continues `prompt`, or answers it, from the model being trained, for
+        the user to read; equal on all ranks."""
+        return self.trainer.sample(tokens, prompt)
 
     def abort(self) -> None:
         """Interrupt a call of this worker that waits in a collective, so that it raises, if the backend can. Called

@@ -109,6 +109,20 @@ def test_a_run_that_learns_no_more_ends_and_stays_ended(tmp_path):
     assert json.dumps(event["best_loss"]) == json.dumps(rows[0]["val_loss"])
 
 
+def test_prompts_of_ones_own_are_continued_at_each_evaluation(tmp_path):
+    texts = ["eval.every=2", "eval.prompts=[ab,'a wolf, and']", "eval.prompt_tokens=3", "train.steps=4", "run.dir=r"]
+    for how in (ONE, "cluster=processes tensor=1d tensor.axes.t=2 parallel.data=1".split()):
+        more = ["data=synthetic", "precision=fp64", *texts, *how, f"run.dir={how[1]}"]
+        done = command(QUICK, *SMALL, *more, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+    found = [[e for e in JsonLines.read(p) if e["event"] == "sampled"] for p in tmp_path.glob("*/journal.jsonl")]
+    told = [[(e["step"], e["prompt"], e["text"]) for e in events] for events in found]
+    assert told[0] == told[1] and len(told[0]) == 4 and len({text for _, _, text in told[0]}) > 1
+    assert [(step, prompt) for step, prompt, _ in told[0]] == [
+        (step, prompt) for step in (2, 4) for prompt in ("ab", "a wolf, and")
+    ]
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [

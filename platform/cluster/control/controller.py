@@ -138,6 +138,7 @@ class Controller:
             if every and step % every == 0:
                 within = self._deadline(generation)  # per clock section, of which an evaluation may have many
                 losses = crew.call("evaluate", within=within)[0]
+                self._sample(crew, step, within)
             row = metrics_row(
                 report,
                 generation,
@@ -159,16 +160,21 @@ class Controller:
                 self._reform_if_needed(crew, generation, report)
         self._checkpoints.finish(crew)
 
+    def _sample(self, crew: Crew, step: int, within: float) -> None:
+        """Let the model continue eval.prompts; tell the user and the journal what it makes of them."""
+        for prompt in self._config.eval.prompts:
+            text = crew.call("sample", self._config.eval.prompt_tokens, prompt, within=within)[0]
+            self._journal.write(events.Sampled(step=step, prompt=prompt, text=text))
+            self._monitor.say(f"after step {step}: {text!r}")
+
     def _end_early(self) -> None:
         """Make the last committed step the run's last if evaluations say that it learns no more."""
-        if not self._config.eval.patience or not self.done < self._steps:
-            return
-        if best := learned_out(self._monitor.rows(), self._config.eval):
+        rows = self._monitor.rows() if self._config.eval.patience and self.done < self._steps else []
+        if best := learned_out(rows, self._config.eval):
             self._steps = self.done
             self._journal.write(events.LearnedOut(step=self.done, best_step=best.step, best_loss=best.loss))
-            self._monitor.say(
-                f"ends early after step {self.done}: its lowest val loss was {best.loss:.4f}, after step {best.step}"
-            )
+            least = f"its lowest val loss was {best.loss:.4f}, after step {best.step}"
+            self._monitor.say(f"ends early after step {self.done}: {least}")
 
     def _tell_traffic(self, generation: Generation) -> None:
         """Journal what a step of a generation on several nodes sends between them and other tiers, after its first
@@ -309,8 +315,7 @@ class Controller:
 
     @property
     def _unsaved(self) -> bool:
-        """Return True if the state after the last committed step is in no checkpoint and a stop of the run would save
-        it."""
+        """Return True if no checkpoint has the state after the last committed step, and a stop would save it."""
         return bool(self.done) and self._checkpoints.due(self.done, last=False, stopping=True)
 
     def _save_now(self, crew: Crew) -> bool:

@@ -62,3 +62,7 @@ class Eval:
     averaged: bool = key(False, "evaluate the averaged weights of train.ema instead of those that are trained")
     patience: int = key(0, "evaluations in a row without a lower loss after which the run ends; 0 = never", ">= 0")
     least_gain: float = key(0.0, "eval.patience: the loss must fall by more than this to be lower", ">= 0")
+    prompts: list[str] = key([], "texts that the model continues, or answers, at each evaluation, to be read")
+    prompt_tokens: int = key(
+        32, "eval.prompts: tokens of each continuation, each a pass of the model", ">= 1", most=10**4
+    )

@@ -38,6 +38,10 @@ def wrong_evaluation(config: Config) -> Iterator[str]:
     e = config.eval
     if e.patience and not e.every:
         yield violation("eval.patience", e.patience, "eval.every=0: there are no evaluations", [0])
+    if e.prompts and not e.every:
+        yield violation("eval.prompts", e.prompts[0], "eval.every=0: there are no evaluations", [[]])
+    elif e.prompts and config.model.kind in ("encoder", "two_layer"):
+        yield violation("eval.prompts", e.prompts[0], f"model.kind={config.model.kind} generates no text", [[]])
     if e.least_gain and not e.patience:
         yield violation("eval.least_gain", e.least_gain, "only eval.patience reads it", [0])
     if e.averaged and not config.train.ema:

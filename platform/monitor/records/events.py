@@ -152,9 +152,16 @@ class RolledBack(JournalEvent):
     lost_seconds: Seconds
 
 
+class Sampled(JournalEvent):
+    """Text that the model makes of one of eval.prompts after a step: a continuation of it, or an answer."""
+
+    step: Steps
+    prompt: str
+    text: str
+
+
 class LearnedOut(JournalEvent):
-    """Evaluations say that the run learns no more (eval.patience): it ends after `step`. `best_step`, `best_loss`: of
-    the evaluation with the lowest loss."""
+    """Evaluations say that the run learns no more (eval.patience), and it ends; `best_...`: of the lowest loss."""
 
     step: Steps
     best_step: Steps
