@@ -32,6 +32,7 @@ from platform.composition.composer import CONF
 from platform.config.bounds import flat_values
 from platform.config.checks import wrong_configuration
 from platform.config.fields import Config, ConfigError, violation
+from platform.data.objectives import register_objective
 from platform.data.sources import register_source
 from platform.launch import DONE, STOPPED, prepare
 from platform.launch import compose as compose_arguments
@@ -54,6 +55,7 @@ __all__ = [
     "compose",
     "plan",
     "register_model",
+    "register_objective",
     "register_optimizer",
     "register_pipeline",
     "register_schedule",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -136,3 +137,51 @@ APART = {
 def test_what_does_not_go_together_is_refused(tmp_path, given):
     lines = refused(*given.split(), "run.dir=run", cwd=tmp_path)
     assert any(APART[given] in line for line in lines), lines
+
+
+OWN = """
+from platform.api import register_objective
+from platform.data.objectives import Causal
+
+class Continued(Causal):
+    def batch(self, stream, index, keys):
+        found = super().batch(stream, index, keys)
+        labels = found["labels"].copy()
+        labels[:, : self.length // 2] = -1
+        return {**found, "labels": labels}
+    def predicted(self, stream, index):
+        return len(index) * (self.length - self.length // 2)
+
+class Silent(Causal):
+    def batch(self, stream, index, keys):
+        return {"tokens": super().batch(stream, index, keys)["tokens"]}
+
+class Short(Causal):
+    def batch(self, stream, index, keys):
+        return {name: rows[:, 1:] for name, rows in super().batch(stream, index, keys).items()}
+
+for name, kind in {"continued": Continued, "silent": Silent, "short": Short}.items():
+    register_objective(name, lambda s, kind=kind: kind(s.length, s.special, s.document_mask))
+register_objective("broken", lambda s: 1 / 0)
+"""
+WRONG = {
+    "silent": "makes no data tensor 'labels', which the model reads: tokens",
+    "short": "makes 'tokens' as int64 of shape [1, 15] for one sample; the model reads int64 [1, 16]",
+    "broken": "raises ZeroDivisionError: division by zero",
+    "missing": "nearest legal: ",
+}
+
+
+def test_an_objective_of_ones_own(place, tmp_path, monkeypatch):
+    """It learns the second half of every sample; one process and two have the same losses."""
+    (tmp_path / "own_goals.py").write_text(OWN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    given = ["extend=[own_goals]", "data=text", "data.path=a.txt", "train.stop_at=2"]
+    found = train(place, *given, "data.objective=continued", *ONE, "run.dir=own-one")
+    equal(train(place, *given, "data.objective=continued", *TWO, "run.dir=own-two"), found)
+    assert train(place, *given, *ONE, "run.dir=own-causal")[0]["loss"] != found[0]["loss"]
+    for name, reason in WRONG.items():
+        more = ["data.cache=cache", f"data.objective={name}", *ONE, "run.dir=wrong"]
+        [line] = refused(*given, *more, cwd=place)
+        assert line.startswith(f"config: data.objective={name}: ") and reason in line, line

@@ -27,6 +27,7 @@ class Data:
         "",
         'what is predicted; "" = the default for model.kind and the data',
         ("", "causal", "masked", "span_denoising", "pairs"),
+        open=True,
     )
     document_mask: bool = key(
         False, "decoder: attention and positions restart at documents, whose beginnings are not predicted"
