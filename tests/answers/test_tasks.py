@@ -87,8 +87,8 @@ def test_bleu_of_learned_translations(tmp_path):
     rows = [{"text": word, "target": means} for word, means in words.items()] * 60
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = ["+experiment=transformer_base", "cluster=inline", "tensor=serial", "branch=none", "parallel.data=1",
-           "data=pairs", f"data.path={tmp_path}/pairs.jsonl", f"data.cache={tmp_path}/cache", "model.vocab=300",
-           "model.layers=1",
+           "cluster.device=cpu", "precision=fp32", "data=pairs",
+           f"data.path={tmp_path}/pairs.jsonl", f"data.cache={tmp_path}/cache", "model.vocab=300", "model.layers=1",
            "model.d_model=32", "model.heads=4", "model.d_ff=64", "model.length=24", "model.source_length=8",
            "train.steps=80", "train.global_batch=16", "train.microbatch=16", "eval.every=0", "optimizer.lr=1e-2",
            "optimizer.schedule=constant", "optimizer.warmup_steps=10", "monitor.sample=0", "model.dropout=0",
