@@ -71,7 +71,7 @@ def test_two_thousand_steps(tmp_path):
         last = nodes.launch("run", *fixed, *LAYOUT_3D)
         assert last.ended(1500) == 0
         [took_over] = last.of("took_over")[-1:]
-        assert 0 < took_over["steps_lost"] <= SAVED
+        assert 0 < took_over["steps_lost"] < 2 * SAVED  # the newest checkpoint may have been under way
         meshes = [event["mesh"] for event in last.of("forming")]
         assert {"t": 2, "data": 4}.items() <= meshes[0].items()
         assert {"x": 2, "y": 2, "z": 2}.items() <= meshes[-1].items()
