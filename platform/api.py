@@ -33,7 +33,7 @@ from platform.config.bounds import flat_values
 from platform.config.checks import wrong_configuration
 from platform.config.fields import Config, ConfigError, violation
 from platform.data.objectives import register_objective
-from platform.data.sources import register_source
+from platform.data.sources import register_documents, register_source
 from platform.launch import DONE, STOPPED, prepare
 from platform.launch import compose as compose_arguments
 from platform.model import register_model
@@ -54,6 +54,7 @@ __all__ = [
     "Result",
     "compose",
     "plan",
+    "register_documents",
     "register_model",
     "register_objective",
     "register_optimizer",

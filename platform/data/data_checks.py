@@ -12,6 +12,7 @@ from platform.config.surroundings import wrong_protocol
 from platform.data import tokenizer
 from platform.data.mixture import PATHS, DataSource, of_source, sources_of
 from platform.data.objectives import GIVEN, OBJECTIVES, Objective, SampleShape
+from platform.data.sources import iterables
 from platform.data.sources.texts import SOURCES
 from platform.data.tokens.entry import KINDS, kind_of
 from platform.data.vocabulary import added_tokens, given_vocabulary, template_of
@@ -21,7 +22,7 @@ def check_data(data: Data, *, vocab: int = tokenizer.SMALLEST) -> list[str]:
     """Return one refusal line per mistake in the keys of `data` that shows without tokenising, in well under a second:
     kind, fraction, paths, beginnings of files. `vocab`: most entries of the tokenizer, which needs at least one per
     byte value."""
-    if data.kind not in (kinds := [*dict.fromkeys([*SOURCES, *KINDS]), "synthetic", "mixture"]):
+    if data.kind not in (kinds := _kinds()):
         return [f"data={data.kind}: unknown; there are {', '.join(kinds)}"]
     try:
         sources = sources_of(data)
@@ -30,6 +31,11 @@ def check_data(data: Data, *, vocab: int = tokenizer.SMALLEST) -> list[str]:
     violations = [line for source in sources for line in _check_source(source)]
     textual = any(kind_of(source.data).texts for source in sources)
     return violations + ([] if data.kind == "synthetic" else _check_tokenizer(data, vocab, textual))
+
+
+def _kinds() -> list[str]:
+    """Return all kinds of data, a user's own among them."""
+    return [*dict.fromkeys([*SOURCES, *KINDS, *iterables.TEXTS, *iterables.TOKENS]), "synthetic", "mixture"]
 
 
 def _check_tokenizer(data: Data, vocab: int, textual: bool) -> list[str]:

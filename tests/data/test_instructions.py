@@ -130,3 +130,19 @@ def test_what_shows_at_once(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"a": 1}')
     [line] = check_data(replace(given, path=str(tmp_path / "a.jsonl")))
     assert "line 1 has no messages" in line and "its fields: a" in line
+
+
+def test_damaged_entries_are_made_again(talks):
+    """Each file of it, and of its rows, is verified when a run opens it."""
+    corpus = open_corpus(talks, **SHAPE)
+    wanted = corpus.batch("train", 0, 6)
+    files = sorted(file for file in corpus.entry.parent.glob("*/*") if file.is_file())
+    names = ("learned.bin", "starts.bin", "tokens.bin", "tokenizer.json", "meta.json", "train_rows.bin")
+    assert {file.name for file in files} >= set(names)
+    for file in files:
+        raw = bytearray(file.read_bytes())
+        raw[len(raw) // 2] ^= 1
+        file.write_bytes(raw)
+        found = open_corpus(talks, **SHAPE).batch("train", 0, 6)
+        assert all(np.array_equal(found[name], rows) for name, rows in wanted.items()), file.name
+        assert file.read_bytes() != raw, file.name

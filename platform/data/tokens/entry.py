@@ -14,10 +14,12 @@ from platform.boundary import schema
 from platform.boundary.schema import Malformed, Many, OneOf, Span, Text
 from platform.config.fields import ConfigError, Data, short_hash
 from platform.data.mixture import DataSource, naming
+from platform.data.sources import iterables
 from platform.data.sources.data_files import DataFile
 from platform.data.tokens import cache
 from platform.data.tokens.kinds import SourceKind, Texts, train_on, training_options
 from platform.data.tokens.of_instructions import INSTRUCTIONS
+from platform.data.tokens.of_iterables import OWN_TEXTS, OWN_TOKENS
 from platform.data.tokens.of_pairs import PAIRS
 from platform.data.tokens.of_texts import TEXTS
 from platform.data.tokens.of_tokens import TOKENS
@@ -34,7 +36,8 @@ KINDS: dict[str, SourceKind] = {"text": TEXTS, "pairs": PAIRS, "tokens": TOKENS,
 
 def kind_of(data: Data) -> SourceKind:
     """Return the kind of a source; text, unless it is another."""
-    return KINDS.get(data.kind, TEXTS)
+    own = OWN_TOKENS if data.kind in iterables.TOKENS else OWN_TEXTS if data.kind in iterables.TEXTS else TEXTS
+    return KINDS.get(data.kind, own)
 
 
 @dataclass(frozen=True)
