@@ -26,9 +26,9 @@ from platform.cluster.run.demonstration import demonstration
 from platform.cluster.run.directory import RunDirectory
 from platform.cluster.run.phases import Phases
 from platform.cluster.run.time_limit import seconds_left
-from platform.config.fields import Config, ConfigError, violation
+from platform.config.fields import Config, ConfigError, objective_of, violation
 from platform.data.corpus import Corpus, corpus_of
-from platform.data.data_checks import check_data
+from platform.data.data_checks import check_data, check_sample
 from platform.data.sources.texts import stdlib_bytes
 from platform.data.tokens import cache
 from platform.monitor import Journal, RunMonitor, open_monitor
@@ -127,7 +127,7 @@ def _check_and_drive(
     there = opened.enter_context(directory.claim(config, plan_summary(plan)))
     if saves(config):
         check_writable(config)
-    corpus = _corpus(config, directory.path, state.say)
+    corpus = _corpus(config, plan, directory.path, state.say)
     orphan = directory.orphaned()
     changed = changes(there, found.manifest.meta if found and found.manifest else None, config, plan.mesh.axes)
     journal, monitor = _open_records(config, state, opened)
@@ -176,7 +176,7 @@ def _tell_cluster(checkpoints: Checkpoints, journal: Journal, monitor: RunMonito
     return DONE if all(finding.proven for finding in found) else FAILED
 
 
-def _corpus(config: Config, run_dir: Path, say: Callable[[str], None]) -> Corpus:
+def _corpus(config: Config, plan: Plan, run_dir: Path, say: Callable[[str], None]) -> Corpus:
     """Open the training corpus, before any lease, W&B run or worker exists; workers then find its tokens in the cache
     or, as other machines may have another one, in the run directory. Raises ConfigError for an error inside a file of
     data, and then leaves no empty directories behind."""
@@ -184,7 +184,12 @@ def _corpus(config: Config, run_dir: Path, say: Callable[[str], None]) -> Corpus
     shared = run_dir / "corpus" if resources.spans_machines(config.cluster) else None
     with relay_log("platform.data", say):
         try:
-            return corpus_of(config, shared=shared)
+            corpus = corpus_of(config, shared=shared)
+            lengths = {name: config.model.length for name in plan.readers}
+            if "source" in lengths:
+                lengths["source"] = config.model.source_length or config.model.length
+            check_sample(objective_of(config), lambda: corpus.batch("train", 0, 1), lengths)
+            return corpus
         except ConfigError:
             remove_empty(made)
             raise

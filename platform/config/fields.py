@@ -335,6 +335,11 @@ OBJECTIVES: dict[str, Sequence[str]] = {
 }
 
 
+def allow_objective(kind: str, name: str) -> None:
+    """Add `name` to the values of data.objective that go with a kind of model."""
+    OBJECTIVES[kind] = tuple(dict.fromkeys((*OBJECTIVES.get(kind, ()), name)))
+
+
 def objective_of(config: Config) -> str:
     """Return the training objective of a configuration, such as "causal": `data.objective`, else the default for
     `model.kind` and the data."""

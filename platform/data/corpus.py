@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from platform.boundary.schema import Malformed
 from platform.config.fields import Config, ConfigError, Data, objective_of, short_hash, violation
 from platform.data import synthetic
-from platform.data.data_checks import check_data, too_small
+from platform.data.data_checks import check_data, make_objective, too_small
 from platform.data.mixture import DataSource, naming, shares_of, sources_of, turns
-from platform.data.objectives import OBJECTIVES, Objective, SampleShape
+from platform.data.objectives import Objective, SampleShape
 from platform.data.permutation import mix, order
 from platform.data.tokenizers.specials import SpecialIds
 from platform.data.tokenizers.tokenizer_files import TokenizerFiles
@@ -170,7 +170,7 @@ def open_corpus(
         known = _opened(entry) if entry else given_vocabulary(data)
     special = special_of(known, sources[0].data)
     shape = SampleShape(length, source_length or length, vocab, segments, special, data.document_mask)
-    goal = OBJECTIVES[objective](shape)
+    goal = make_objective(objective, shape)
     small = vocab - goal.reserved
     if not entry and (violations := check_data(data, vocab=small)):
         raise ConfigError(violations)

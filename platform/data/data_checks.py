@@ -1,14 +1,18 @@
 """Checks of data: what is wrong with its keys and the beginnings of its files, and splits without a sample."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from math import ceil
 from typing import Any
+
+import numpy as np
 
 from platform.config.fields import ConfigError, Data, violation
 from platform.config.surroundings import wrong_protocol
 from platform.data import tokenizer
 from platform.data.mixture import PATHS, DataSource, of_source, sources_of
-from platform.data.objectives import Objective
+from platform.data.objectives import GIVEN, OBJECTIVES, Objective, SampleShape
+from platform.data.sources import iterables
 from platform.data.sources.texts import SOURCES
 from platform.data.tokens.entry import KINDS, kind_of
 from platform.data.vocabulary import added_tokens, given_vocabulary, template_of
@@ -18,7 +22,7 @@ def check_data(data: Data, *, vocab: int = tokenizer.SMALLEST) -> list[str]:
     """Return one refusal line per mistake in the keys of `data` that shows without tokenising, in well under a second:
     kind, fraction, paths, beginnings of files. `vocab`: most entries of the tokenizer, which needs at least one per
     byte value."""
-    if data.kind not in (kinds := [*dict.fromkeys([*SOURCES, *KINDS]), "synthetic", "mixture"]):
+    if data.kind not in (kinds := _kinds()):
         return [f"data={data.kind}: unknown; there are {', '.join(kinds)}"]
     try:
         sources = sources_of(data)
@@ -27,6 +31,11 @@ def check_data(data: Data, *, vocab: int = tokenizer.SMALLEST) -> list[str]:
     violations = [line for source in sources for line in _check_source(source)]
     textual = any(kind_of(source.data).texts for source in sources)
     return violations + ([] if data.kind == "synthetic" else _check_tokenizer(data, vocab, textual))
+
+
+def _kinds() -> list[str]:
+    """Return all kinds of data, a user's own among them."""
+    return [*dict.fromkeys([*SOURCES, *KINDS, *iterables.TEXTS, *iterables.TOKENS]), "synthetic", "mixture"]
 
 
 def _check_tokenizer(data: Data, vocab: int, textual: bool) -> list[str]:
@@ -79,3 +88,39 @@ def too_small(source: DataSource, streams: Mapping[str, Any], objective: Objecti
             f"nearest legal: {' or '.join([*remedies, 'more text'])}"
         )
     return violations
+
+
+def make_objective(name: str, shape: SampleShape) -> Objective:
+    """Make the objective that `data.objective` names, for samples of a shape. Raises ConfigError in place of any error
+    from a user's own."""
+    with _of_objective(name):
+        return OBJECTIVES[name](shape)
+
+
+def check_sample(name: str, batch: Callable[[], Mapping[str, Any]], lengths: Mapping[str, int]) -> None:
+    """Make a sample by the objective `name` and check that it is what the model reads: `lengths` has the length of each
+    data tensor. Raises ConfigError if it is not, or for any error from a user's own objective."""
+    with _of_objective(name):
+        found = dict(batch())
+    there = ", ".join(found) or "none"
+    if missing := [wanted for wanted in lengths if wanted not in found]:
+        raise ConfigError(f"data.objective={name}: makes no data tensor {missing[0]!r}, which the model reads: {there}")
+    for wanted, length in lengths.items():
+        shape, dtype = np.shape(found[wanted]), np.asarray(found[wanted]).dtype
+        if shape != (1, length) or dtype != np.int64:
+            made = f"makes {wanted!r} as {dtype} of shape {list(shape)}"
+            raise ConfigError(f"data.objective={name}: {made} for one sample; the model reads int64 [1, {length}]")
+
+
+@contextmanager
+def _of_objective(name: str) -> Iterator[None]:
+    """Raise ConfigError, naming the objective, in place of the errors that a user's own raises within the context."""
+    try:
+        yield
+    except (ConfigError, OSError):
+        raise
+    except Exception as error:
+        if name in GIVEN:
+            raise
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"data.objective={name}: raises {reason}") from error

@@ -5,14 +5,15 @@ An objective returns sample `index` of a stream as int64 rows of fixed lengths, 
 sample may span documents, `begins` or `segments` tell them apart. `register_objective` adds one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from platform.config.fields import ConfigError
+from platform.config.bounds import allow
+from platform.config.fields import ConfigError, allow_objective
 from platform.data.permutation import mix
 from platform.data.tokenizers.specials import SpecialIds
 from platform.data.tokens.streams import (
@@ -261,6 +262,18 @@ OBJECTIVES: dict[str, Callable[[SampleShape], Objective]] = {
     "span_denoising": lambda s: SpanDenoising(s.source_length, s.length, s.vocab, s.special),
     "pairs": lambda s: Pairs(s.source_length, s.length, s.special),
 }
+GIVEN = frozenset(OBJECTIVES)  # not a user's own
+
+
+def register_objective(
+    name: str, make: Callable[[SampleShape], Objective], models: Sequence[str] = ("decoder",)
+) -> None:
+    """Register a user's objective as `data.objective=NAME`, for the kinds of models `models`: `make(shape)` returns one
+    that makes samples of this shape. A kind that `register_model` adds names it in its own `objectives`."""
+    OBJECTIVES[name] = make
+    for kind in models:
+        allow_objective(kind, name)
+    allow("data.objective", name)
 
 
 def target(labels: Ints, start: int) -> dict[str, Ints]:

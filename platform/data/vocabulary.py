@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from platform.boundary import documents
 from platform.boundary.schema import Malformed
 from platform.config.fields import ConfigError, Data, violation
-from platform.data.tokenizers.chat import CHATML, CHATML_TOKENS, ChatTemplate
+from platform.data.tokenizers.chat import CHATML, CHATML_TOKENS, ChatTemplate, Parts
 from platform.data.tokenizers.specials import SpecialIds, named_tokens, special_ids, with_usual
 from platform.data.tokenizers.tokenizer_files import (
     CONFIG,
@@ -86,6 +88,44 @@ class Vocabulary:
         ids = iter(e.ids for e in found)
         return [[i for _ in some for i in next(ids)] for some in parts]
 
+    def encode_parts(self, documents: Sequence[Parts]) -> list[tuple[list[int], list[bool]]]:
+        """Return the ids of texts that are given in parts, and for each id whether it is of an answer. Parts between
+        special tokens are encoded together; the part that holds an id's last character decides about it."""
+        runs = [[list(run) for _, run in groupby(parts, itemgetter(1))] for parts in documents]
+        plain = ["".join(part[0] for part in run) for some in runs for run in some if not run[0][1]]
+        encoded, found = iter(self._with_ends(plain)), []
+        for some in runs:
+            ids: list[int] = []
+            answers: list[bool] = []
+            for run in some:
+                if run[0][1]:
+                    ids += [self.tokenizer.token_to_id(text) or 0 for text, _, _ in run]  # each has one
+                    answers += [answer for _, _, answer in run]
+                else:
+                    characters = [answer for text, _, answer in run for _ in text]
+                    ends = next(encoded)
+                    ids += [i for i, _ in ends]
+                    answers += [characters[max(0, end - 1)] for _, end in ends]
+            found.append((ids, answers))
+        return found
+
+    def _with_ends(self, texts: Sequence[str]) -> Iterator[list[tuple[int, int]]]:
+        """Yield (id, number of characters up to its end) of the tokens of each of several texts, as `encode_all`."""
+        parts = [self._spelled.split(text) if self._spelled else [text] for text in texts]
+        encoded = iter(self.tokenizer.encode_batch([p for some in parts for p in some], add_special_tokens=False))
+        for some in parts:
+            found: list[tuple[int, int]] = []
+            place = 0
+            for part in some:
+                e = next(encoded)
+                found += [(i, place + end) for i, (_, end) in zip(e.ids, e.offsets, strict=True)]
+                place += len(part)
+            yield found
+
+    def spelling(self, number: int) -> str:
+        """Return how one token is spelled."""
+        return str(self.tokenizer.id_to_token(number))
+
     @cached_property
     def _spelled(self) -> re.Pattern[str] | None:
         """Return where a text is cut, so that no special token is made of its spelling: behind the first character of
@@ -102,6 +142,11 @@ class Vocabulary:
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids, special tokens as they are spelled; ids that it has not are left out."""
         return self.tokenizer.decode([i for i in ids if 0 <= i < self.size], skip_special_tokens=False)
+
+    @property
+    def has_chat(self) -> bool:
+        """Return True if it has a chat template."""
+        return bool(chat_template(self.files))
 
     @cached_property
     def chat(self) -> ChatTemplate:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -44,6 +45,9 @@ def place(tmp_path_factory) -> Path:
     (root / "a.txt").write_text("".join(f"line {i} of a text, {i * i} sheep\n" for i in range(1500)))
     rows = ({"body": f"record {i}: " + f"{i} wolves and {i + 1} sheep. " * 12} for i in range(120))
     (root / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    roles = ("user", "assistant")
+    talks = ([{"role": role, "content": f"{i} {role} sheep"} for role in roles] for i in range(200))
+    (root / "c.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
     return root
 
 
@@ -54,7 +58,9 @@ MIXTURE = (
 
 
 PACKED = [*MIXTURE, "data.packing=best_fit", "data.document_mask=true"]
-KINDS = {"mixture": MIXTURE, "packed": PACKED}
+TALKS = [*PACKED, "data.sources.c.path=c.jsonl", "data.sources.c.kind=instructions", "data.sources.c.field=messages",
+         "data.sources.c.weight=0.5", "data.chat_template=chatml"]  # fmt: skip
+KINDS = {"mixture": MIXTURE, "packed": PACKED, "instructions": TALKS}
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +69,9 @@ def whole(place) -> Callable[[str], list[dict]]:
     return cache(lambda kind: train(place, *KINDS[kind], *ONE, f"run.dir={kind}-whole"))
 
 
-@pytest.mark.parametrize("kind", ["packed", pytest.param("mixture", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "kind", ["instructions", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("mixture", "packed"))]
+)
 def test_it_is_the_same_run_under_other_plans_and_after_a_failure(place, whole, kind):
     run = f"run.dir={kind}-parts"
     first = train(place, *KINDS[kind], *TWO, "train.stop_at=2", run)
@@ -75,8 +83,8 @@ def test_it_is_the_same_run_under_other_plans_and_after_a_failure(place, whole, 
 
 
 def test_each_source_has_a_validation_of_its_own(whole):
-    losses = whole("packed")[2]["val_losses"]
-    assert set(losses) == {"a", "b"} and losses["a"] != losses["b"]
+    losses = whole("instructions")[2]["val_losses"]
+    assert set(losses) == {"a", "b", "c"} and len(set(losses.values())) == 3
 
 
 def test_the_samples_are_those_of_its_sources(place, whole):
@@ -120,6 +128,7 @@ APART = {
     "data.packing=best_fit data=synthetic": "data=synthetic has no documents",
     "data.packing=best_fit model.kind=encoder": "data.objective=masked does not read it",
     "data.document_mask=true model.kind=encoder": "model.kind=encoder has no such attention",
+    "data=instructions data.path=c.jsonl model.kind=encoder": "data.objective=masked: learns of prompts too",
     "data.packing=worst_fit": "nearest legal: best_fit",
 }
 
@@ -128,3 +137,51 @@ APART = {
 def test_what_does_not_go_together_is_refused(tmp_path, given):
     lines = refused(*given.split(), "run.dir=run", cwd=tmp_path)
     assert any(APART[given] in line for line in lines), lines
+
+
+OWN = """
+from platform.api import register_objective
+from platform.data.objectives import Causal
+
+class Continued(Causal):
+    def batch(self, stream, index, keys):
+        found = super().batch(stream, index, keys)
+        labels = found["labels"].copy()
+        labels[:, : self.length // 2] = -1
+        return {**found, "labels": labels}
+    def predicted(self, stream, index):
+        return len(index) * (self.length - self.length // 2)
+
+class Silent(Causal):
+    def batch(self, stream, index, keys):
+        return {"tokens": super().batch(stream, index, keys)["tokens"]}
+
+class Short(Causal):
+    def batch(self, stream, index, keys):
+        return {name: rows[:, 1:] for name, rows in super().batch(stream, index, keys).items()}
+
+for name, kind in {"continued": Continued, "silent": Silent, "short": Short}.items():
+    register_objective(name, lambda s, kind=kind: kind(s.length, s.special, s.document_mask))
+register_objective("broken", lambda s: 1 / 0)
+"""
+WRONG = {
+    "silent": "makes no data tensor 'labels', which the model reads: tokens",
+    "short": "makes 'tokens' as int64 of shape [1, 15] for one sample; the model reads int64 [1, 16]",
+    "broken": "raises ZeroDivisionError: division by zero",
+    "missing": "nearest legal: ",
+}
+
+
+def test_an_objective_of_ones_own(place, tmp_path, monkeypatch):
+    """It learns the second half of every sample; one process and two have the same losses."""
+    (tmp_path / "own_goals.py").write_text(OWN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    given = ["extend=[own_goals]", "data=text", "data.path=a.txt", "train.stop_at=2"]
+    found = train(place, *given, "data.objective=continued", *ONE, "run.dir=own-one")
+    equal(train(place, *given, "data.objective=continued", *TWO, "run.dir=own-two"), found)
+    assert train(place, *given, *ONE, "run.dir=own-causal")[0]["loss"] != found[0]["loss"]
+    for name, reason in WRONG.items():
+        more = ["data.cache=cache", f"data.objective={name}", *ONE, "run.dir=wrong"]
+        [line] = refused(*given, *more, cwd=place)
+        assert line.startswith(f"config: data.objective={name}: ") and reason in line, line

@@ -13,17 +13,21 @@ class Data:
     """Training data, and what the model predicts in it."""
 
     kind: str = key(
-        "stdlib", "source of the data", ("stdlib", "text", "pairs", "tokens", "synthetic", "mixture"), open=True
+        "stdlib",
+        "source of the data",
+        ("stdlib", "text", "instructions", "pairs", "tokens", "synthetic", "mixture"),
+        open=True,
     )
     path: str = key("", "files of data: a file, a folder, a glob, or a URL of any of these")
     sources: dict[str, Any] = key({}, "data=mixture: source -> its keys of this group, and weight or epochs")
-    field: str = key("text", ".jsonl, .parquet, .arrow: name of the field that holds the text")
+    field: str = key("text", ".jsonl, .parquet, .arrow: name of the field that holds the text, messages or tokens")
     target_path: str = key("", "data=pairs: file whose lines translate the lines of data.path")
-    target_field: str = key("target", "data=pairs from .jsonl: name of the field that translates data.field")
+    target_field: str = key("target", "name of the field that translates (data=pairs) or answers data.field")
     objective: str = key(
         "",
         'what is predicted; "" = the default for model.kind and the data',
         ("", "causal", "masked", "span_denoising", "pairs"),
+        open=True,
     )
     document_mask: bool = key(
         False, "decoder: attention and positions restart at documents, whose beginnings are not predicted"

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from platform.config.fields import OBJECTIVES, Config, objective_of, violation
+from platform.config.fields import OBJECTIVES, Config, Data, objective_of, violation
+
+WHOLE = ("masked", "span_denoising", "pairs")  # objectives that read no documents apart, and learn of all tokens
 
 
 def wrong_data(config: Config) -> Iterator[str]:
@@ -31,17 +33,27 @@ def _held_out(source: Any) -> bool:
     return isinstance(source, dict) and bool(source.get("validation") or source.get("validation_path"))
 
 
+def _kinds(data: Data) -> set[str]:
+    """Return the kinds of the sources of data."""
+    if data.kind != "mixture":
+        return {data.kind}
+    return {str(source.get("kind", "text")) for source in data.sources.values() if isinstance(source, dict)}
+
+
 def wrong_objective(config: Config) -> Iterator[str]:
     """Yield a refusal line if the training objective does not go with the model's kind, the data or the sequence
     lengths, or if a model other than an encoder-decoder has a source length."""
     data, m = config.data, config.model
     objective, legal = objective_of(config), OBJECTIVES[m.kind]
-    if objective not in legal or (objective == "pairs") != (data.kind == "pairs"):
-        fitting = [o for o in legal if (o == "pairs") == (data.kind == "pairs")]
+    kinds = _kinds(data)
+    if objective not in legal or (kinds != {"pairs"} if objective == "pairs" else "pairs" in kinds):
+        fitting = [o for o in legal if (o == "pairs") == ("pairs" in kinds)]
         constraint = f"model.kind={m.kind} and data={data.kind} do not go with it"
         yield violation("data.objective", objective, constraint, fitting)
     elif objective == "span_denoising" and (m.length < 3 or m.source_length == 1):
         yield violation("model.length", m.length, "span denoising needs at least 3, and a source of 2", [3])
+    elif objective in WHOLE and "instructions" in kinds:
+        yield violation("data.objective", objective, "learns of prompts too, which data=instructions has", ["causal"])
     if m.source_length and m.kind != "encoder_decoder":
         yield violation("model.source_length", m.source_length, f"model.kind={m.kind} has one length", [0])
 
@@ -63,5 +75,5 @@ def wrong_documents(config: Config) -> Iterator[str]:
             continue
         if data.kind == "synthetic":
             yield violation(f"data.{name}", value, "data=synthetic has no documents", [neutral])
-        elif (objective := objective_of(config)) in ("masked", "span_denoising", "pairs"):
+        elif (objective := objective_of(config)) in WHOLE:
             yield violation(f"data.{name}", value, f"data.objective={objective} does not read it", [neutral])

@@ -25,6 +25,7 @@ _HIDDEN = "\ue000"  # stands in a spelling of a special token, so that the templ
 
 Message = Mapping[str, Any]  # role and content, and whatever else the template reads
 Conversation = Sequence[Message]
+Parts = Sequence[tuple[str, bool, bool]]  # of a text: each, if it is one special token, if it is of an answer
 
 
 class ChatTemplate:

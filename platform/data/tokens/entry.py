@@ -14,9 +14,12 @@ from platform.boundary import schema
 from platform.boundary.schema import Malformed, Many, OneOf, Span, Text
 from platform.config.fields import ConfigError, Data, short_hash
 from platform.data.mixture import DataSource, naming
+from platform.data.sources import iterables
 from platform.data.sources.data_files import DataFile
 from platform.data.tokens import cache
 from platform.data.tokens.kinds import SourceKind, Texts, train_on, training_options
+from platform.data.tokens.of_instructions import INSTRUCTIONS
+from platform.data.tokens.of_iterables import OWN_TEXTS, OWN_TOKENS
 from platform.data.tokens.of_pairs import PAIRS
 from platform.data.tokens.of_texts import TEXTS
 from platform.data.tokens.of_tokens import TOKENS
@@ -28,12 +31,13 @@ _WINDOW = 1 << 22  # tokens that are checked at once
 _PLACE = Annotated[int, Span(0, 1 << 50)]
 
 
-KINDS: dict[str, SourceKind] = {"text": TEXTS, "pairs": PAIRS, "tokens": TOKENS}
+KINDS: dict[str, SourceKind] = {"text": TEXTS, "pairs": PAIRS, "tokens": TOKENS, "instructions": INSTRUCTIONS}
 
 
 def kind_of(data: Data) -> SourceKind:
     """Return the kind of a source; text, unless it is another."""
-    return KINDS.get(data.kind, TEXTS)
+    own = OWN_TOKENS if data.kind in iterables.TOKENS else OWN_TEXTS if data.kind in iterables.TEXTS else TEXTS
+    return KINDS.get(data.kind, own)
 
 
 @dataclass(frozen=True)
@@ -111,12 +115,19 @@ def streams_of(folder: Path, entry: TokenFiles) -> dict[str, Any]:
         return _pair_streams(arrays[0], np.fromfile(folder / "ends.bin", "<i8").reshape(-1, 2), entry.splits)
     streams: dict[str, Any] = {}
     known = np.fromfile(folder / "starts.bin", "<i8") if "starts.bin" in entry.files else None
+    learned = _learned(folder) if "learned.bin" in entry.files else None
     for split, (start, end) in entry.splits.items():
         tokens = arrays[0][start:end] if len(arrays) == 1 else JoinedTokens(arrays, start, end)
         streams[split] = tokens
         if known is not None and len(known):
-            streams[split] = DocumentStream(tokens, known[(known >= start) & (known < end)] - start)
+            wanted = None if learned is None else learned[start:end]
+            streams[split] = DocumentStream(tokens, known[(known >= start) & (known < end)] - start, wanted)
     return streams
+
+
+def _learned(folder: Path) -> NDArray[np.bool_]:
+    """Return for each token of an entry whether it is to be predicted, mapped into memory."""
+    return np.memmap(folder / "learned.bin", "|b1", "r").view(np.ndarray)
 
 
 def _pair_streams(tokens: NDArray[Any], ends: NDArray[np.int64], splits: Mapping[str, Sequence[int]]) -> dict[str, Any]:
@@ -147,6 +158,10 @@ def read_entry(folder: Path, meta: dict[str, Any], vocab: int, deep: bool = True
         fits = 0 == train[0] <= train[1] == held[0] <= held[1] == total
     if not fits or not _ascend(folder, entry, total):
         raise Malformed("its splits are not its tokens")
+    if "learned.bin" in entry.files:
+        wanted = _learned(folder)
+        if len(wanted) != total or "starts.bin" not in entry.files or (deep and int(wanted.view("|u1").max()) > 1):
+            raise Malformed("what is to be learned is not said of its tokens")
     if entries > vocab or (deep and not entry.arrays and _beyond(arrays[0], entries)):
         raise Malformed("a token is not in the vocabulary")
     return entry

@@ -123,3 +123,9 @@ def checked(find: Callable[[Data], Any], data: Data) -> list[str]:
     except OSError as error:
         return [f"data.path={data.path}: cannot be read: {error.strerror}"]
     return []
+
+
+def check_largest(largest: int, vocab: int) -> None:
+    """Raise ConfigError for a token that the vocabulary of a model does not have."""
+    if largest >= vocab:
+        raise ConfigError(f"has token {largest}, and the model {vocab}; nearest legal: model.vocab={largest + 1}")

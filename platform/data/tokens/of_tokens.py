@@ -1,7 +1,9 @@
 """Tokens that somebody else made: .bin files, which are read where they lie, and records that hold lists of tokens."""
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,11 @@ from platform.config.fields import ConfigError, Data
 from platform.data.sources.data_files import DataFile, content_hash, ending, naming_file
 from platform.data.sources.record_files import ROWS
 from platform.data.sources.token_files import ENDINGS, TokenFile, index_of, locate, token_files
-from platform.data.tokens.kinds import SourceKind, checked, held_files, held_out, type_of
+from platform.data.tokens.kinds import SourceKind, check_largest, checked, held_files
+from platform.data.tokens.of_documents import Documents, Encoded, Form, write_documents
 from platform.data.vocabulary import Vocabulary
 
+_BATCH = 1024  # documents that are written at once
 Ids = NDArray[np.int64]
 
 
@@ -32,7 +36,7 @@ def _check(data: Data) -> list[str]:
 
 def _begin(file: DataFile, data: Data) -> None:
     """Read the beginning of a file of tokens. Raises ConfigError for a fault in it."""
-    next(_records([file], data), None) if ending(file) in ROWS else locate(file, data)
+    next(read_tokens([file], data), None) if ending(file) in ROWS else locate(file, data)
 
 
 def _options(data: Data, files: Sequence[DataFile]) -> list[Any]:
@@ -53,9 +57,12 @@ def _write(folder: Path, files: Sequence[DataFile], data: Data, vocab: int, give
     forms = {ending(file) in ROWS for file in (*files, *others)}
     if len(forms) > 1:
         raise ConfigError(f"data.path={data.path}: .bin files beside records of tokens; name either by a glob")
+    if True in forms:
+        form = replace(RECORDS, read=partial(read_tokens, vocab=vocab))
+        return write_documents(form, folder, files, data, vocab, given)
     if given:
         given.save(folder)
-    return (_copy if True in forms else _name)(folder, files, others, data, vocab)
+    return _name(folder, files, others, data, vocab)
 
 
 def _name(
@@ -66,7 +73,7 @@ def _name(
     found = [locate(file, data) for file in (*files, *others)]
     for file in found:
         with naming_file(file.file):
-            _check_largest(file.largest(), vocab)
+            check_largest(file.largest(), vocab)
     ends = [0, *accumulate(file.count for file in found)]
     starts = [file.starts + end for file, end in zip(found, ends, strict=False) if file.starts is not None]
     known = np.concatenate(starts) if len(starts) == len(found) else np.empty(0, np.int64)
@@ -88,39 +95,15 @@ def _splits(trained: int, end: int) -> dict[str, list[int]]:
     return {"train": [0, trained], "validation": [trained, end]}
 
 
-def _check_largest(largest: int, vocab: int) -> None:
-    """Raise ConfigError for a token that the vocabulary of a model does not have."""
-    if largest >= vocab:
-        raise ConfigError(f"has token {largest}, and the model {vocab}; nearest legal: model.vocab={largest + 1}")
-
-
-def _copy(
-    folder: Path, files: Sequence[DataFile], others: Sequence[DataFile], data: Data, vocab: int
-) -> dict[str, Any]:
-    """Write the tokens of records, those to train on and then those held out, end to end to tokens.bin."""
-    sizes = [len(ids) for ids in _records(files, data, vocab)]
-    if not sizes:
-        raise ConfigError(f"data.path={data.path}: no tokens in it")
-    chosen = set() if others else held_out(sizes, data.validation)
-    dtype, starts, place, ends = type_of(vocab), [], 0, []
-    with (folder / "tokens.bin").open("wb") as file:
-        for held in (False, True):
-            every = enumerate(_records(others if held and others else files, data, vocab))
-            for ids in (ids for n, ids in every if (held if others else (n in chosen) == held)):
-                file.write(ids.astype(dtype).tobytes())
-                starts.append(place)
-                place += len(ids)
-            ends.append(place)
-    np.array(starts, "<i8").tofile(folder / "starts.bin")
-    trained = ends[0] if chosen or others else place - round(place * data.validation)
-    return {"dtype": dtype.str, "splits": _splits(trained, place)}
-
-
-def _records(files: Sequence[DataFile], data: Data, vocab: int = 1 << 31) -> Iterator[Ids]:
-    """Yield the tokens of each record of files, from field `data.field`; empty ones are left out. Raises ConfigError,
-    naming the file and the place, for what is no list of tokens of the vocabulary."""
+def read_tokens(
+    files: Sequence[DataFile], data: Data, key: str = "data.path", vocab: int = 1 << 31
+) -> Iterator[tuple[int, Ids]]:
+    """Yield (number, tokens) of each record of files, from field `data.field`; empty ones are left out. Raises
+    ConfigError, naming the file, by the `key` that leads to it, and the place, for what is no list of tokens of the
+    vocabulary."""
+    number = 0
     for file in files:
-        with naming_file(file):
+        with naming_file(file, key):
             for place, values in ROWS[ending(file)](file, [data.field]):
                 if data.field not in values:
                     raise ConfigError(f"data.field={data.field} is missing in {place}")
@@ -130,8 +113,16 @@ def _records(files: Sequence[DataFile], data: Data, vocab: int = 1 << 31) -> Ite
                 if len(ids) and int(ids.min()) < 0:
                     raise ConfigError(f"data.field={data.field} has token {ids.min()} in {place}")
                 if len(ids):
-                    _check_largest(int(ids.max()), vocab)
-                    yield ids
+                    check_largest(int(ids.max()), vocab)
+                    yield number, ids
+                    number += 1
+
+
+def encode_tokens(vocabulary: Vocabulary | None, documents: Documents, characters: int) -> Iterator[Encoded]:
+    """Yield documents that are tokens already, some at a time."""
+    while batch := [ids for _, ids in islice(documents, _BATCH)]:
+        ends = np.cumsum([len(ids) for ids in batch])
+        yield Encoded(np.concatenate(batch), [0, *ends[:-1].tolist()])
 
 
 def _array(given: Any) -> Ids | None:
@@ -141,4 +132,5 @@ def _array(given: Any) -> Ids | None:
     return np.array(given, np.int64)
 
 
+RECORDS = Form(read_tokens, encode_tokens, endings=ENDINGS, starts=True)
 TOKENS = SourceKind(find=token_files, check=_check, decisive=_options, write=_write)

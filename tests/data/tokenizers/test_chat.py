@@ -6,7 +6,7 @@ import pytest
 
 from platform.config.fields import ConfigError, Data
 from platform.data.tokenizers.chat import CHATML, ChatTemplate, conversation
-from platform.data.vocabulary import template_of
+from platform.data.vocabulary import given_vocabulary, template_of
 from tests.harness.peers import peer
 
 LLAMA3 = (
@@ -94,3 +94,24 @@ def test_a_file_of_a_template(tmp_path):
 @pytest.mark.parametrize("value", [None, "text", [], [1], [{"content": "no role"}], [{"role": 1}]])
 def test_what_is_no_conversation(value):
     assert conversation(value) is None and conversation(TALK) == TALK
+
+
+@pytest.mark.parametrize("marks", [False, True])
+def test_ids_and_answers_are_those_of_transformers(tmp_path, marks):
+    """Also of a tokenizer that puts a mark before a text, which an answer in the middle of one does not get."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    plain = Tokenizer(models.BPE())
+    plain.pre_tokenizer = pre_tokenizers.Metaspace() if marks else pre_tokenizers.ByteLevel(add_prefix_space=False)
+    text = made("mistral").text(TALK)
+    plain.train_from_iterator([text] * 3, trainers.BpeTrainer(special_tokens=["<s>", "</s>"], show_progress=False))
+    theirs = peer("transformers").PreTrainedTokenizerFast(
+        tokenizer_object=plain, bos_token="<s>", eos_token="</s>", chat_template=MISTRAL
+    )
+    theirs.save_pretrained(tmp_path)
+    ours = given_vocabulary(Data(tokenizer=str(tmp_path)))
+    talk = [{**m, "content": m["content"].replace("<", "").replace("é", "e")} for m in TALK]
+    wanted = theirs.apply_chat_template(talk, return_assistant_tokens_mask=True, return_dict=True)
+    [(ids, answers)] = ours.encode_parts([list(ours.chat.parts(talk))])
+    assert ids == wanted["input_ids"]
+    assert answers == [bool(i) for i in wanted["assistant_masks"]] and any(answers) and not all(answers)
