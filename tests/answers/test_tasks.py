@@ -84,7 +84,7 @@ def test_local_tasks_of_lm_eval(learned, tmp_path):
 def test_bleu_of_learned_translations(tmp_path):
     """Words and what they mean: a model that has learned them all translates them."""
     words = {"one": "uno due tre quattro cinque", "two": "sole mare cielo terra vento", "red": "rosso verde blu giallo"}
-    rows = [{"text": word, "target": means} for word, means in words.items()] * 60
+    rows = [{"source": word, "target": means} for word, means in words.items()] * 60
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = ["+experiment=transformer_base", "cluster=inline", "tensor=serial", "branch=none", "parallel.data=1",
            "cluster.device=cpu", "precision=fp32", "data=pairs",
