@@ -77,10 +77,9 @@ def test_machines_go_and_come(two_machines, job, monkeypatch):
         wait(lambda: crew.leaving)
         assert crew.leaving == {n for n, m in crew.members.items() if m.node.endswith(other.node_id)}
         pids = {crew.members[number].pid for number in crew.leaving}
+        crew.dismiss(crew.leaving)
+        assert gone(pids) and len(crew.members) == 2 and not crew.leaving
         two_machines.remove_node(other, allow_graceful=False)
-        assert gone(pids)
-        wait(lambda: len(crew.members) == 2)
-        assert not crew.leaving
 
         stopped = crew.members[min(crew.members)]
         os.kill(stopped.pid, signal.SIGSTOP)

@@ -75,6 +75,18 @@ def test_what_other_threads_of_the_worker_do_does_not_count(config, tmp_path):
     assert seconds < 0.1 < time.process_time() - begin
 
 
+def test_one_core_is_measured_however_many_threads_the_worker_has(config, monkeypatch):
+    """Threads that wait for others spin, which on cores that are shared would count."""
+    seen, mm, before = [], torch.mm, torch.get_num_threads()
+    monkeypatch.setattr(torch, "mm", lambda *a, **k: (seen.append(torch.get_num_threads()), mm(*a, **k)))
+    torch.set_num_threads(3)
+    try:
+        measured(config)
+        assert set(seen) == {1} and torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_run_without_checkpoints_is_measured_in_its_directory(config, tmp_path):
     config.checkpoint.on_stop, config.checkpoint.url = False, "/proc/nowhere"
     assert not measured(config).errors
