@@ -30,6 +30,8 @@ def sections() -> dict[str, list[Any]]:
             wr.LinePlot(title="Validation loss by source", x="tokens", metric_regex="val/sources/.*"),
             line("Learning rate", "train/lr", x="tokens"),
             line("Gradient norm before clipping", "train/grad_norm", x="tokens", log_y=True),
+            wr.LinePlot(title="Gradient norm by layer", x="tokens", metric_regex="layers/grad_norm/.*", log_y=True),
+            wr.LinePlot(title="Size of what a layer returns", x="tokens", metric_regex="layers/rms/.*", log_y=True),
         ],
         "Throughput": [
             line("Tokens per second", "perf/tokens_per_second"),

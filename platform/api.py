@@ -32,7 +32,8 @@ from platform.composition.composer import CONF
 from platform.config.bounds import flat_values
 from platform.config.checks import wrong_configuration
 from platform.config.fields import Config, ConfigError, violation
-from platform.data.sources import register_source
+from platform.data.objectives import register_objective
+from platform.data.sources import register_documents, register_source
 from platform.launch import DONE, STOPPED, prepare
 from platform.launch import compose as compose_arguments
 from platform.model import register_model
@@ -53,7 +54,9 @@ __all__ = [
     "Result",
     "compose",
     "plan",
+    "register_documents",
     "register_model",
+    "register_objective",
     "register_optimizer",
     "register_pipeline",
     "register_schedule",

@@ -40,7 +40,9 @@ if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
     from platform.cluster.run.commands import Command
-    from platform.planning.make_plan import Plan
+    from platform.weights import FROM_HF
+from platform.planning.make_plan import Plan
+from platform.weights import FROM_HF
 
 DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 75  # exit status; after STOPPED the same command resumes the run
 SEVERITY = (DONE, STOPPED, REFUSED, FAILED)  # least to most severe: a sweep exits with the worst status of its jobs
@@ -123,7 +125,12 @@ def _complete(config: Config, arguments: Sequence[str]) -> list[str]:
     typed = typed_values(arguments)
     lines = load_extensions(config.extend)
     lines += _complete_paths(config)
-    lines += _complete_model(config, typed)
+    if config.model.source or config.model.kind == FROM_HF:
+        from platform.weights.source_model import complete_model  # takes seconds, as it imports torch
+
+        lines += complete_model(config, typed)
+    if config.data.document_mask and "model.within_documents" not in typed:
+        config.model.within_documents = True
     tensor, branch, pipeline = config.tensor, config.branch, config.pipeline
     if tensor.scheme == "layout" and tensor.layout:
         try:
@@ -175,29 +182,14 @@ def _own_axes(group: str, axes: Mapping[str, int], declared: Sequence[str], type
     return {name: n for name, n in axes.items() if name in declared or (name in given and n != 1)}
 
 
-def _complete_model(config: Config, typed: Mapping[str, Any]) -> list[str]:
-    """Set the keys of the model in place from what its `model.source` says, but for those that the user typed, and
-    train.init from it too; the configuration then says it all, without a source. Returns one line per mistake."""
-    source, named = config.model.source, config.model.kind == FROM_HF
-    config.model.kind = "decoder" if named else config.model.kind
-    if not source:
-        line = violation("model.source", "", "model=from_hf needs a folder that transformers saved", ["FOLDER"])
-        return [line] if named else []
-    from platform.weights.importing import source_keys
-
-    try:
-        found = source_keys(source, "model.source")
-    except ConfigError as error:
-        return error.violations
-    for key, value in found.items():
-        if f"model.{key}" not in typed:
-            setattr(config.model, key, value)
-    config.train.init, config.model.source = config.train.init or source, ""
-    return []
-
-
-FROM_HF = "from_hf"  # model.kind in conf/model/from_hf.yaml, until the model's source says it
-PATHS = ("run.dir data.cache pipeline.file checkpoint.url checkpoint.resume model.source train.init").split()
+# Keys that hold a path or URL, and the words that may stand there instead.
+PATHS: dict[str, Sequence[str]] = {
+    **dict.fromkeys(("run.dir", "data.cache", "pipeline.file", "checkpoint.url", "model.source"), ()),
+    "checkpoint.resume": RESUME,
+    "train.init": ("random",),
+    "data.tokenizer": ("train",),
+    "data.chat_template": ("chatml",),
+}
 
 
 def _complete_paths(config: Config) -> list[str]:
@@ -210,10 +202,10 @@ def _complete_paths(config: Config) -> list[str]:
         path, wrong = expanded(key, given)
         set_path(config, key, path)
         lines += wrong
-    for key in PATHS:
+    for key, words in PATHS.items():
         group, name = key.split(".")
         given = getattr(getattr(config, group), name)
-        if (key != "checkpoint.resume" or given not in RESUME) and (key, given) != ("train.init", "random"):
+        if given not in words:
             path, wrong = expanded(key, given)
             setattr(getattr(config, group), name, path)
             lines += wrong
@@ -286,7 +278,7 @@ def _plan_job(composer: Composer, arguments: list[str], phases: Phases) -> tuple
 def prepare(config: Config, wrong: Sequence[str]) -> tuple[Plan | None, list[str]]:
     """Plan a job whose configuration has the mistakes `wrong` already; return the plan, None if there is none, and all
     mistakes, one line each. Settles parallel.data=-1 in `config`, so that workers make the same plan."""
-    from platform.data.corpus import check_data
+    from platform.data.data_checks import check_data
     from platform.planning.make_plan import make_plan
 
     lines = [*wrong] or [*wrong_surroundings(config), *check_data(config.data, vocab=config.model.vocab)]

@@ -35,6 +35,7 @@ MANY = {
     "test_chaos.py",
     "test_drivers.py",
 }
+PEERS = {"weights", "tokenizers"}  # folders of tests that compare with other libraries, whose imports take seconds
 
 
 def pytest_collection_finish() -> None:
@@ -48,11 +49,14 @@ EVERY_ONE = "`make test-all` runs every one"
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that start many processes form one group, so that never two of them run at a time. Tests marked `gpu` are
-    skipped where there is none; torch is imported only if there is one to skip."""
+    """Tests that start many processes form one group, so that never two of them run at a time; those that import other
+    libraries another one, so that one process has to. Tests marked `gpu` are skipped where there is none; torch is
+    imported only if there is one to skip."""
     for item in items:
         if "pool" in getattr(item, "fixturenames", ()) or item.path.name in MANY or item.get_closest_marker("ray"):
             item.add_marker(pytest.mark.xdist_group("processes"))
+        elif item.path.parent.name in PEERS:
+            item.add_marker(pytest.mark.xdist_group("peers"))
         if counted := item.get_closest_marker("counted"):
             item.user_properties.append(("count", (*counted.args, EVERY_ONE)))
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]

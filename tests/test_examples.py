@@ -13,6 +13,13 @@ import pytest
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 SAYS = {  # example -> texts that its output holds
     "callbacks_and_resume": ["refused:\n    train.steps=0", "ended: step 3 is enough", "drained", "done: 6 steps"],
+    "fine_tune": [
+        "validation loss  stories",
+        "questions  ",
+        "\n It hunts.",
+        "\n It waits.",
+        "given_back: model.safetensors",
+    ],
     "one_block": ["plan  4 workers = r 2 x c 2", "rank 0 (r=0, c=0): loss", "rank 3 (r=1, c=1): loss"],
     "own_model": ["megatron would move {'all_reduce/t'", "experts would move {'all_reduce/e'", "\nloss 6."],
     "own_schedule": ["stage 0 | 0F0 0F1 0F2 0B0", "eager_1f1b: 2 stages", "step    two stages   one process\n   1 "],
@@ -32,7 +39,10 @@ def test_an_example_is_short_and_says_what_it_shows(path):
     assert first.endswith(".") and f"    python examples/{path.name}\n" in rest
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+RUN = [pytest.param(p, marks=pytest.mark.full if p.stem == "fine_tune" else (), id=p.stem) for p in EXAMPLES]
+
+
+@pytest.mark.parametrize("path", RUN)
 def test_an_example_runs(path, tmp_path):
     done = subprocess.run(
         [sys.executable, path], cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=280

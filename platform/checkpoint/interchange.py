@@ -23,6 +23,7 @@ from platform.checkpoint.blocks.chain import shares
 from platform.checkpoint.blocks.placement import Block, HeldTensor, Piece, S
 from platform.checkpoint.moves.passing import Fetch
 from platform.checkpoint.moves.reshard import read_tensor
+from platform.checkpoint.storage.carried import CarriedFiles, hashes, write_carried
 from platform.checkpoint.storage.catalogue import begin, commit, discard
 from platform.checkpoint.storage.image import Image
 from platform.checkpoint.storage.manifest import LARGEST, VALUES, Bytes, Manifest, Meta, Name, Refused
@@ -202,15 +203,18 @@ def store_pieces(
     fetch: Fetch[S],
     shapes: Mapping[str, Sequence[int]],
     meta: Meta,
+    carried: CarriedFiles | None = None,
 ) -> str:
     """Make a checkpoint on `storage` of pieces from another format, a block file for each of `files`, with one piece in
-    memory at a time; return the checkpoint's directory. `shapes`: of all tensors, by name. What a failure leaves is
-    deleted."""
+    memory at a time; return the checkpoint's directory. `shapes`: of all tensors, by name; `carried`: files that it
+    carries. What a failure leaves is deleted."""
     directory = begin(storage, meta.step)
     try:
         reports = [
             _write_pieces(storage, directory, number, pieces, fetch, shapes) for number, pieces in enumerate(files)
         ]
+        write_carried(storage, directory, carried or {})
+        meta = replace(meta, values={**meta.values, **hashes(carried or {})})
         commit(storage, directory, shapes, reports, meta)
     except BaseException:
         with suppress(OSError):

@@ -26,8 +26,9 @@ from platform.cluster.run.demonstration import demonstration
 from platform.cluster.run.directory import RunDirectory
 from platform.cluster.run.phases import Phases
 from platform.cluster.run.time_limit import seconds_left
-from platform.config.fields import Config, ConfigError, violation
-from platform.data.corpus import Corpus, check_data, corpus_of
+from platform.config.fields import Config, ConfigError, objective_of, violation
+from platform.data.corpus import Corpus, corpus_of
+from platform.data.data_checks import check_data, check_sample
 from platform.data.sources.texts import stdlib_bytes
 from platform.data.tokens import cache
 from platform.monitor import Journal, RunMonitor, open_monitor
@@ -95,8 +96,9 @@ def _check_and_drive(
     it; return the exit status. `opened`: closes what this opens, when the run ends."""
     directory, steps = state.directory, state.steps
     directory.check(config)
-    if directory.finished(steps):
-        state.say(f"already done: {steps} steps, in {directory.path}")
+    if done := directory.finished(steps, config.eval):
+        early = "" if done >= steps else ", after which it learned no more"
+        state.say(f"already done: {done} steps{early}, in {directory.path}")
         return DONE
     if mistakes := [*check_data(config.data, vocab=config.model.vocab), *_impossible(config, plan)]:
         raise ConfigError(mistakes)
@@ -126,12 +128,12 @@ def _check_and_drive(
     there = opened.enter_context(directory.claim(config, plan_summary(plan)))
     if saves(config):
         check_writable(config)
-    corpus = _corpus(config, directory.path, state.say)
+    corpus = _corpus(config, plan, directory.path, state.say)
     orphan = directory.orphaned()
     changed = changes(there, found.manifest.meta if found and found.manifest else None, config, plan.mesh.axes)
     journal, monitor = _open_records(config, state, opened)
     report(changed, journal, monitor.say)
-    state.checkpoints = checkpoints = Checkpoints(config, plan, found, journal, monitor.say)
+    state.checkpoints = checkpoints = Checkpoints(config, plan, found, journal, monitor.say, corpus.files)
     job = Job(
         config=config,
         coordinates=[plan.mesh.coordinates(rank) for rank in range(size)],
@@ -160,7 +162,7 @@ def _check_initial(config: Config) -> None:
 def _say_what_next(state: DriverState, config: Config, size: int) -> None:
     """Tell the user of a finished run on `size` workers where its files are, and what could follow."""
     state.say(f"run directory: {state.directory.path}")
-    if state.steps < config.train.steps:
+    if state.done == state.steps < config.train.steps:
         state.say(f"ended after step {state.steps}, as train.stop_at says; without it the same command continues")
     if line := state.command.other_layout(config, size):
         state.say(f"next: {line}")
@@ -175,7 +177,7 @@ def _tell_cluster(checkpoints: Checkpoints, journal: Journal, monitor: RunMonito
     return DONE if all(finding.proven for finding in found) else FAILED
 
 
-def _corpus(config: Config, run_dir: Path, say: Callable[[str], None]) -> Corpus:
+def _corpus(config: Config, plan: Plan, run_dir: Path, say: Callable[[str], None]) -> Corpus:
     """Open the training corpus, before any lease, W&B run or worker exists; workers then find its tokens in the cache
     or, as other machines may have another one, in the run directory. Raises ConfigError for an error inside a file of
     data, and then leaves no empty directories behind."""
@@ -183,7 +185,12 @@ def _corpus(config: Config, run_dir: Path, say: Callable[[str], None]) -> Corpus
     shared = run_dir / "corpus" if resources.spans_machines(config.cluster) else None
     with relay_log("platform.data", say):
         try:
-            return corpus_of(config, shared=shared)
+            corpus = corpus_of(config, shared=shared)
+            lengths = {name: config.model.length for name in plan.readers}
+            if "source" in lengths:
+                lengths["source"] = config.model.source_length or config.model.length
+            check_sample(objective_of(config), lambda: corpus.batch("train", 0, 1), lengths)
+            return corpus
         except ConfigError:
             remove_empty(made)
             raise
@@ -230,7 +237,7 @@ def _drive(run: RunContext, state: DriverState, orphan: int | None) -> None:
             controller.run(crew)
     finally:
         run.journal.write(events.Released())
-    if run.checkpoints.lacks(run.steps):
+    if run.checkpoints.lacks(controller.done):
         raise Unsaved
     run.signals.finish(DONE)
 

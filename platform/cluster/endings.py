@@ -179,7 +179,7 @@ def _progress(error: BaseException | None, state: DriverState) -> dict[str, Any]
     controller = state.controller
     useful = {"useful_seconds": controller.take_useful_seconds()} if controller else {}
     if error is None:
-        return {"step": state.steps, **useful}
+        return {"step": state.done, **useful}
     lost = dict(zip(("steps_lost", "lost_seconds"), controller.give_up_unsaved(), strict=True)) if controller else {}
     return {"step": state.done, "saved": state.saved, **lost, **useful}
 

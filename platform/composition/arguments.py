@@ -27,6 +27,7 @@ def rewrite(argument: str) -> str:
         tensor.scheme=3d          tensor=3d                  the name of a scheme selects its table
         pipeline=mine             pipeline.kind=mine         a registered name, which is in no file
         tensor.layout=a:b;c:d     tensor.layout='a:b;c:d'    text
+        data.special_tokens=[<a>]  data.special_tokens=['<a>'] a list of texts that Hydra cannot parse
         data.path=~/corpus        data.path='~/corpus'       any other value that Hydra cannot parse: text
 
     Every other argument stays as it is.
@@ -47,7 +48,11 @@ def rewrite(argument: str) -> str:
         key, argument = f"++{name}", f"++{name}={value}"
     if name == "tensor.layout":
         return f"{name}={quote(value)}"
-    return argument if _parse(argument) else f"{key}={quote(value)}"
+    if _parse(argument):
+        return argument
+    if value[:1] == "[" and value[-1] == "]" and isinstance(flat_values(Config()).get(name), list):
+        return f"{key}=[{','.join(quote(item.strip()) for item in value[1:-1].split(','))}]"
+    return f"{key}={quote(value)}"
 
 
 def _is_registered(group: str, name: str) -> bool:

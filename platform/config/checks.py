@@ -19,7 +19,8 @@ from platform.config.fields import (
 from platform.config.identity import wrong_allowances
 from platform.config.key import SECONDS, WORKERS
 from platform.config.layout_map import axes_of, wrong_tables
-from platform.config.rules.data_rules import wrong_data, wrong_objective
+from platform.config.rules.data_rules import wrong_data, wrong_documents, wrong_objective
+from platform.config.rules.train_rules import wrong_evaluation, wrong_ramp, wrong_start
 from platform.plan.language.numbers import divisors
 from platform.plan.language.scheme import RESERVED
 from platform.plan.memory.hardware import ACCELERATORS, memory_of
@@ -83,8 +84,8 @@ def _seen(config: Config) -> Iterator[str]:
     if m.kind in ("encoder", "encoder_decoder", "two_layer"):
         if m.window:
             yield _refused(config, "model.window", wrong, [0])
-        if m.within_documents:
-            yield _refused(config, "model.within_documents", wrong, [False])
+        if config.data.document_mask:
+            yield _refused(config, "data.document_mask", wrong, [False])
     if m.segments and m.kind in ("decoder", "encoder_decoder", "two_layer"):
         yield _refused(config, "model.segments", f"model.kind={m.kind} has no segments", [0])
     if m.window_layers and not m.window:
@@ -352,6 +353,9 @@ RELATIONS: tuple[tuple[set[str], Callable[[Config], Iterator[str]]], ...] = (
     ({"train.steps", "elastic.faults"}, _faults),
     ({"model.kind", "monitor.sample"}, _sample),
     ({"train.steps", "train.stop_at"}, _stop_at),
+    ({"train.global_batch", "train.ramp_from", "train.ramp_by", "train.ramp_samples"}, wrong_ramp),
+    ({"eval.every", "eval.patience", "eval.least_gain", "train.ema"}, wrong_evaluation),
+    (set(), wrong_start),
     ({"run.time_limit"}, _time_limit),
     ({"checkpoint.every"}, _checkpoint_every),
     ({"elastic.min_workers", "elastic.max_workers"}, _workers),
@@ -361,6 +365,7 @@ RELATIONS: tuple[tuple[set[str], Callable[[Config], Iterator[str]]], ...] = (
     ({"optimizer.betas"}, _betas),
     ({"data.kind", "data.validation", "eval.every"}, wrong_data),
     ({"data.kind", "data.objective", "model.kind", "model.length"}, wrong_objective),
+    ({"data.kind", "data.objective", "model.kind"}, wrong_documents),
     ({"model.buckets", "model.distance"}, _buckets),
     ({"pipeline.kind", "pipeline.stages", "pipeline.chunks", "pipeline.file"}, _pipeline),
     (set(), _scheme),

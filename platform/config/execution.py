@@ -117,6 +117,7 @@ class Monitor:
     kind: str = key("console", "display of metrics", ("console", "wandb"))
     every: int = key(10, "steps between console lines", ">= 1")
     sample: int = key(0, "tokens of text to generate at the end of the run; 0 = none", ">= 0", most=10**6)
+    layers: int = key(0, "steps between records of each layer's gradient norm and activations; 0 = never", ">= 0")
     timeline: bool = key(
         False, "write timeline.json and timeline.svg: what every worker really did, and its collectives"
     )

@@ -21,8 +21,8 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 from platform.boundary.schema import By
 from platform.config.execution import Checkpoint, Cluster, Elastic, Monitor, Resume, Run
 from platform.config.groups.data_group import Data
+from platform.config.groups.train_group import Eval, LossScaling, Train
 from platform.config.key import WORKERS, key
-from platform.plan.language.attention_kernels import AUTO, KERNELS
 from platform.plan.language.scheme import GATHERED, SLICE_VIA
 
 Rules = dict[str, dict[str, list[str]]]  # region or parameter role -> tensor dim -> mesh axes, major to minor
@@ -36,38 +36,6 @@ class ConfigError(ValueError):
         given = [violations] if isinstance(violations, str) else violations
         self.violations = ["\n".join(map(printable, v.split("\n"))) for v in given]  # a violation may hold a table
         super().__init__("\n".join(self.violations))
-
-
-@dataclass
-class Train:
-    """Steps, batches, and what happens to a step whose numbers are wrong."""
-
-    steps: int = key(100, "updates; the learning-rate schedule spans them", ">= 1")
-    stop_at: int = key(0, "end after this step, with a checkpoint; 0 = run to train.steps", ">= 0")
-    global_batch: int = key(16, "sequences per update, over all replicas", ">= 1", most=10**8)
-    microbatch: int = key(4, "sequences per microbatch of one data-parallel replica", ">= 1", most=10**6)
-    init: str = key(
-        "",
-        "start from these weights: a checkpoint's URL, or a folder that transformers saved; random = from none;"
-        ' "" = from model.source, if there is one',
-    )
-    spike: float = key(0.0, "a loss above this factor times the median of the last 32 is a spike; 0 = never", ">= 0")
-    verify_every: int = key(0, "steps between comparisons of the replicas' weights and moments; 0 = never", ">= 0")
-    compile: str = key("auto", "compile what lies between collectives; auto: on GPUs", ("auto", "on", "off"))
-    attention_kernel: str = key(AUTO, "kernel of attention where one computes it; auto: torch chooses", KERNELS)
-    deterministic: bool = key(False, "a step done again is equal in every bit; what cannot be is refused")
-    on_spike: str = key("rollback", "at a spike or non-finite number: redo, skip or stop", ("rollback", "skip", "stop"))
-
-
-@dataclass
-class LossScaling:
-    """Factor on the loss under precision=fp16, so that small gradients do not vanish: falls at an overflow."""
-
-    initial: float = key(2.0**16, "of the first step", "> 0")
-    growth: float = key(2.0, "rises by this factor after loss_scale.growth_every updates", ">= 1", most=2.0**20)
-    growth_every: int = key(2000, "updates without a change after which it rises", ">= 1")
-    backoff: float = key(0.5, "falls by this factor when a gradient overflows; that step is skipped", "> 0 and < 1")
-    least: float = key(1.0, "does not fall below; what overflows then is met as train.on_spike says", "> 0")
 
 
 @dataclass
@@ -112,7 +80,7 @@ class Model:
     distance: int = key(128, "positions=relative: positions farther apart than this share one entry", ">= 1")
     window: int = key(0, "attention sees so many tokens back, its own among them; 0 = all", ">= 0", most=2**24)
     window_layers: list[int] = key([], "layers, from 0, with model.window; [] = all", ">= 0", most=1000)
-    within_documents: bool = key(False, "decoder: attention sees no document before the token's own")
+    within_documents: bool = key(False, "no token sees a document before its own: set by data.document_mask")
     attention_scale: float = key(0.0, "factor on attention's scores; 0 = 1 / sqrt(d_kv)", ">= 0", most=1e6)
     query_key_norm: bool = key(False, "RMSNorm over each head's queries and keys")
     segments: int = key(
@@ -203,14 +171,6 @@ class Pipeline:
     chunks: int = key(1, "model chunks per stage", ">= 1", most=1000)
     file: str = key("", "pipeline=file: path of the schedule's table, one line of actions per stage")
     scatter_gather: bool = key(True, "send 1/n of a tensor that n ranks replicate, and gather it after")
-
-
-@dataclass
-class Eval:
-    """Evaluation on the held-out split."""
-
-    every: int = key(0, "steps between evaluations of the validation loss; 0 = never", ">= 0")
-    batches: int = key(4, "global batches of the held-out split per evaluation", ">= 1", most=10**6)
 
 
 @dataclass
@@ -333,6 +293,11 @@ OBJECTIVES: dict[str, Sequence[str]] = {
     "encoder_decoder": ["span_denoising", "pairs"],
     "two_layer": ["causal"],
 }
+
+
+def allow_objective(kind: str, name: str) -> None:
+    """Add `name` to the values of data.objective that go with a kind of model."""
+    OBJECTIVES[kind] = tuple(dict.fromkeys((*OBJECTIVES.get(kind, ()), name)))
 
 
 def objective_of(config: Config) -> str:

@@ -18,8 +18,8 @@ from platform.config.fields import Config, closest, short_hash, violation
 MAY_CHANGE = {
     "optimizer": ("lr", "betas", "eps", "weight_decay", "clip", "schedule", "warmup_steps", "min_lr"),
     "model": ("dropout", "fused_dropout", "label_smoothing"),
-    "data": ("kind", "path", "target_path", "sources"),
-    "train": ("init",),
+    "data": ("kind", "path", "target_path", "sources", "tokenizer", "chat_template"),
+    "train": ("init", "init_averaged"),
 }
 FREE = [f"{group}.{name}" for group, names in MAY_CHANGE.items() for name in names]
 _ORDER = "samples or their order would be others: some would come twice, some never"
@@ -28,6 +28,8 @@ _BECAUSE = (  # (prefix of a key, why it is fixed); the first prefix that matche
     ("model.length", _ORDER),
     ("model.source_length", _ORDER),
     ("model.", "the saved tensors are another model's"),
+    ("train.freeze", "the saved moments are those of other weights"),
+    ("train.ema", "the saved averages are others"),
     ("", _ORDER),
 )
 _MOST = 100  # directories of one experiment to search for a run
@@ -47,7 +49,13 @@ def identity(config: Config) -> dict[str, Any]:
         "data": data,
         "seed": config.seed,
         "train.global_batch": config.train.global_batch,
+        "train.ramp_from": config.train.ramp_from,
+        "train.ramp_by": config.train.ramp_by,
+        "train.ramp_samples": config.train.ramp_samples,
         "train.init": config.train.init,
+        "train.init_averaged": config.train.init_averaged,
+        "train.freeze": config.train.freeze,
+        "train.ema": config.train.ema,
         "optimizer": values["optimizer"],
     }
     return redact(own)

@@ -1,10 +1,8 @@
 """The corpus: sources -> tokens -> samples of one length in one global order. Its only state is a sample's index."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +11,17 @@ from numpy.typing import NDArray
 
 from platform.boundary.schema import Malformed
 from platform.config.fields import Config, ConfigError, Data, objective_of, short_hash, violation
-from platform.config.surroundings import wrong_protocol
-from platform.data import synthetic, tokenizer
-from platform.data.mixture import DataSource, naming, of_source, shares_of, sources_of, turns
-from platform.data.objectives import OBJECTIVES, Objective
+from platform.data import synthetic
+from platform.data.data_checks import check_data, make_objective, too_small
+from platform.data.mixture import DataSource, naming, shares_of, sources_of, turns
+from platform.data.objectives import Objective, SampleShape
 from platform.data.permutation import mix, order
-from platform.data.sources.texts import SOURCES
-from platform.data.tokens import cache, entry
+from platform.data.tokenizers.specials import SpecialIds
+from platform.data.tokenizers.tokenizer_files import TokenizerFiles
+from platform.data.tokens import cache, entry, packing
 from platform.data.tokens.entry import FORMAT, TokenFiles
-from platform.data.tokens.kinds import KINDS, TOKENIZER, kind_of
-from platform.data.tokens.streams import Ints
+from platform.data.tokens.streams import Ints, starts_of
+from platform.data.vocabulary import Vocabulary, given_vocabulary, open_vocabulary
 
 TRAIN, VALIDATION = "train", "validation"
 
@@ -40,7 +39,7 @@ class SourceTokens:
 class Corpus:
     """Tokenised corpus, cut into samples.
 
-    A split of a source is one stream of tokens, with END_OF_TEXT in front of each document; a sample may span
+    A split of a source is one stream of tokens, with special tokens in front of each document; a sample may span
     documents. The objective makes samples of the stream. Training samples are dealt to the sources by their shares
     (`platform.data.mixture.turns`); each source has a validation split of its own.
     """
@@ -52,7 +51,14 @@ class Corpus:
     shares: tuple[int, ...]  # of the parts, in training
     encode: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]  # ids outside [0, vocab) are left out
+    special: SpecialIds  # that begin and end documents
+    vocabulary: Vocabulary | None = None  # its tokenizer; None if it has no text
     entry: Path | None = None  # the folder of its tokens; None if it has none
+
+    @property
+    def files(self) -> TokenizerFiles:
+        """Return the files of its tokenizer, by name; {} if it has no text."""
+        return self.vocabulary.files if self.vocabulary else {}
 
     @property
     def digest(self) -> str:
@@ -65,12 +71,18 @@ class Corpus:
     def validations(self) -> dict[str, tuple[str, int]]:
         """Return the validation splits that have samples: the name of its source -> (split to evaluate, share)."""
         held = {p.name: share for p, share in zip(self.parts, self.shares, strict=True) if self._samples(p, VALIDATION)}
-        return {name: (f"{VALIDATION}/{name}".rstrip("/"), share) for name, share in held.items()}
+        alike = not any(held.values())  # of sources that are held out as a whole, none has a share
+        return {name: (f"{VALIDATION}/{name}".rstrip("/"), share or int(alike)) for name, share in held.items()}
 
     @property
     def samples(self) -> dict[str, int]:
         """Return the number of samples of each split of the corpus: of an epoch of its sources together."""
         return {s: sum(self._samples(part, s) for part in self.parts) for s in (TRAIN, VALIDATION)}
+
+    def samples_of(self, split: str) -> int:
+        """Return the number of samples of a split to evaluate, `train` or one of `validations`: of an epoch."""
+        kind, _, name = split.partition("/")
+        return sum(self._samples(p, kind) for p in self.parts if kind == TRAIN or p.name == name)
 
     def batch(self, split: str, start: int, end: int) -> dict[str, NDArray[np.int64]]:
         """Return samples [start, end) of the split's endless global order, as data tensors such as "tokens": name ->
@@ -115,38 +127,6 @@ class Corpus:
         return max(0, self.objective.samples(part.streams[split]))
 
 
-def check_data(data: Data, *, vocab: int = tokenizer.SMALLEST) -> list[str]:
-    """Return one refusal line per mistake in the keys of `data` that shows without tokenising, in well under a second:
-    kind, fraction, paths, beginnings of files. `vocab`: most entries of the tokenizer, which needs at least one per
-    byte value."""
-    if data.kind not in (kinds := [*dict.fromkeys([*SOURCES, *KINDS]), "synthetic", "mixture"]):
-        return [f"data={data.kind}: unknown; there are {', '.join(kinds)}"]
-    try:
-        sources = sources_of(data)
-    except ConfigError as error:
-        return error.violations
-    violations = [line for source in sources for line in _check_source(source)]
-    if vocab < tokenizer.SMALLEST and data.kind != "synthetic":
-        violations.append(f"model.vocab={vocab}: a byte-level tokenizer needs at least {tokenizer.SMALLEST}")
-    return violations
-
-
-def _check_source(source: DataSource) -> list[str]:
-    """Return one refusal line per mistake in the keys of one source that shows without tokenising."""
-    data, lines = source.data, []
-    if not 0 <= data.validation < 1:
-        lines.append(f"data.validation={data.validation}: a fraction from 0 to below 1 is needed, such as 0.05")
-    if data.path and data.kind in ("stdlib", "synthetic"):
-        lines.append(f"data.path={data.path}: data={data.kind} reads no path; use data=text, or leave data.path empty")
-    elif data.kind != "synthetic":
-        urls = {f"data.{name}": getattr(data, name) for name in ("path", "target_path")}
-        remote = {key: url for key, url in urls.items() if "://" in url}  # what is there shows when it is read
-        wrong = {key: wrong_protocol(url, writing=False) for key, url in remote.items()}
-        lines += [violation(key, remote[key], reason, ["a path"]) for key, reason in wrong.items() if reason]
-        lines += [] if remote else kind_of(data).check(data)
-    return [of_source(source, line) for line in lines]
-
-
 def corpus_of(config: Config, *, shared: Path | None = None, entry: str = "") -> Corpus:
     """Open the tokenised corpus that a run's configuration names, cut into samples of its training objective; see
     `open_corpus`."""
@@ -185,21 +165,26 @@ def open_corpus(
     Text is tokenised by the first process that asks, and cached. Raises ConfigError for a user's mistakes: those that
     `check_data` finds, a fault deep inside a file, a split without one whole sample.
     """
-    goal = OBJECTIVES[objective](length, source_length or length, vocab, segments)
+    sources = sources_of(data)
+    known = None
+    if data.kind != "synthetic":
+        known = _opened(entry) if entry else given_vocabulary(data)
+    special = special_of(known, sources[0].data)
+    shape = SampleShape(length, source_length or length, vocab, segments, special, data.document_mask)
+    goal = make_objective(objective, shape)
     small = vocab - goal.reserved
     if not entry and (violations := check_data(data, vocab=small)):
         raise ConfigError(violations)
-    sources = sources_of(data)
     if data.kind == "synthetic":
         corpus = _synthetic(goal, small, seed)
     elif entry:
-        corpus = _trusted(entry, sources, goal, small, seed)
+        corpus = _trusted(entry, sources, goal, small, seed, length)
     else:
-        corpus = _tokenised(sources, goal, small, seed, shared)
+        corpus = _tokenised(sources, goal, small, seed, length, shared, known)
     if violations := [
         line
         for source, part in zip(sources, corpus.parts, strict=True)
-        for line in _too_small(source, part, goal, length)
+        for line in too_small(source, part.streams, goal, length)
     ]:
         raise ConfigError(violations)
     samples = [max(1, goal.samples(part.streams[TRAIN])) for part in corpus.parts]
@@ -217,28 +202,38 @@ def _synthetic(objective: Objective, vocab: int, seed: int) -> Corpus:
         shares=(1,),
         encode=partial(synthetic.encode_bytes, vocab=vocab),
         decode=synthetic.show_ids,
+        special=SpecialIds(),
     )
 
 
 def _tokenised(
-    sources: Sequence[DataSource], objective: Objective, vocab: int, seed: int, shared: Path | None
+    sources: Sequence[DataSource],
+    objective: Objective,
+    vocab: int,
+    seed: int,
+    length: int,
+    shared: Path | None,
+    given: Vocabulary | None,
 ) -> Corpus:
     """Open a corpus of text: the entries of its sources in the cache, built by the first process that asks, or in
-    `shared` if that is given. Several sources have one tokenizer, which is trained on all of them."""
+    `shared` if that is given. Several sources have one tokenizer: the one `given`, or one that is trained on all of
+    them."""
     if len(sources) == 1:
         with naming(sources[0]):
-            folder, found = entry.open_entry(sources[0].data, vocab, shared)
-        return _of_entries(folder, sources, [(folder, found)], objective, seed)
-    folder, names = entry.open_common(sources, vocab, shared)
-    entries = []
+            folder, found = entry.open_entry(sources[0].data, vocab, shared, given)
+        return _of_entries(folder, sources, [(folder, found)], objective, vocab, seed, length)
+    folder, names = entry.open_common(sources, vocab, shared, given)
+    entries, common = [], given or open_vocabulary(folder)
     for source, name in zip(sources, names, strict=True):
         with naming(source):
-            entries.append(entry.open_entry(source.data, vocab, shared, given=folder / TOKENIZER))
+            entries.append(entry.open_entry(source.data, vocab, shared, common))
         assert entries[-1][0].name == name
-    return _of_entries(folder, sources, entries, objective, seed)
+    return _of_entries(folder, sources, entries, objective, vocab, seed, length)
 
 
-def _trusted(folder: Path, sources: Sequence[DataSource], objective: Objective, vocab: int, seed: int) -> Corpus:
+def _trusted(
+    folder: Path, sources: Sequence[DataSource], objective: Objective, vocab: int, seed: int, length: int
+) -> Corpus:
     """Open the corpus of cache entries that another process of this run has verified. Raises OSError if they are not
     there as that has found them."""
     read = partial(entry.read_entry, vocab=vocab, deep=False)
@@ -249,22 +244,26 @@ def _trusted(folder: Path, sources: Sequence[DataSource], objective: Objective, 
             raise Malformed(f"has {len(names)} sources, not {len(sources)}")
         places = [folder.parent / name for name in names]
         entries = [(place, cache.open_trusted(place, read)) for place in places]
+        return _of_entries(folder, sources, entries, objective, vocab, seed, length, trusted=True)
     except Malformed as error:
         raise OSError(f"{folder} is not what the driver has found there: {error}") from None
-    return _of_entries(folder, sources, entries, objective, seed)
 
 
-def tokenizer_of(digest: str, folder: str = "") -> Path | None:
-    """Return the file tokenizer.json of the corpus with this digest in the cache `folder` ("": the default one); None
-    if it is not there."""
-    root = cache.root(folder)
-    if digest and root.is_dir():
-        for place in root.iterdir():
-            with suppress(OSError, Malformed):
-                files = cache.described(place).get("files")
-                if isinstance(files, dict) and short_hash([place.name, files.get("tokens.bin")]) == digest:
-                    return place / TOKENIZER
-    return None
+def special_of(vocabulary: Vocabulary | None, data: Data) -> SpecialIds:
+    """Return the special tokens of a vocabulary; of tokens that have none, `data.separator`; else those of a tokenizer
+    that is trained."""
+    if vocabulary or data.kind != "tokens":
+        return vocabulary.special if vocabulary else SpecialIds()
+    return SpecialIds((data.separator,), data.separator)
+
+
+def _opened(folder: Path) -> Vocabulary | None:
+    """Open the vocabulary of a cache entry that another process of this run has verified. Raises OSError if it is not
+    what that has found."""
+    try:
+        return open_vocabulary(folder)
+    except Malformed as error:
+        raise OSError(f"{folder} is not what the driver has found there: {error}") from None
 
 
 def _of_entries(
@@ -272,41 +271,46 @@ def _of_entries(
     sources: Sequence[DataSource],
     entries: Sequence[tuple[Path, TokenFiles]],
     objective: Objective,
+    vocab: int,
     seed: int,
+    length: int,
+    trusted: bool = False,
 ) -> Corpus:
     """Return the corpus of the entries of its sources in the cache, each with its folder; `folder`: what they have in
-    common, with the tokenizer. Its shares are to be set."""
-    bpe = tokenizer.load_tokenizer(folder / TOKENIZER)
-    parts = [
-        SourceTokens(source.name, entry.streams_of(place, found), short_hash([place.name, found.files["tokens.bin"]]))
-        for source, (place, found) in zip(sources, entries, strict=True)
-    ]
+    common, with the tokenizer, if there is one. Its shares are to be set. `trusted`: another process of this run has
+    found them."""
+    vocabulary = open_vocabulary(folder)
+    special, parts = special_of(vocabulary, sources[0].data), []
+    for source, (place, found) in zip(sources, entries, strict=True):
+        begin = special_of(vocabulary, source.data).begin
+        with naming(source):
+            streams = _rows_of(source.data, entry.streams_of(place, found), place, length, begin, trusted)
+        parts.append(SourceTokens(source.name, streams, found.digest(place)))
     return Corpus(
-        vocab=bpe.get_vocab_size(),
+        vocab=vocabulary.size if vocabulary else vocab,
         objective=objective,
         seed=seed,
         parts=tuple(parts),
         shares=(1,) * len(parts),
-        encode=lambda text: bpe.encode(text).ids,
-        decode=lambda ids: bpe.decode(ids, skip_special_tokens=False),
+        encode=vocabulary.encode if vocabulary else partial(synthetic.encode_bytes, vocab=vocab),
+        decode=vocabulary.decode if vocabulary else synthetic.show_ids,
+        special=special,
+        vocabulary=vocabulary,
         entry=folder,
     )
 
 
-def _too_small(source: DataSource, part: SourceTokens, objective: Objective, length: int) -> list[str]:
-    """Return a refusal line for each split of a source that does not hold one whole sample, with the nearest legal
-    settings."""
-    tokens = {split: len(stream) for split, stream in part.streams.items()}
-    needed, total = objective.needs, sum(tokens.values())
-    violations = []
-    held_out_none = [VALIDATION] if source.data.validation == 0 else []
-    for split in (split for split, count in tokens.items() if count < needed and split not in held_out_none):
-        remedies = [f"model.length={tokens[split] - 1}"] if tokens[split] > 1 and needed > length else []
-        if split == VALIDATION and total >= 3 * needed:
-            remedies.append(f"{source.key}.validation={ceil(200 * needed / total) / 100:g}")
-        of = f" of {source.key}" if source.name else ""
-        violations.append(
-            f"model.length={length}: a sample is {needed} tokens, and the {split} split{of} has {tokens[split]}; "
-            f"nearest legal: {' or '.join([*remedies, 'more text'])}"
-        )
-    return violations
+def _rows_of(
+    data: Data, streams: Mapping[str, Any], place: Path, length: int, begin: int, trusted: bool
+) -> Mapping[str, Any]:
+    """Return the streams of a source, whose entry of the cache is `place`, as the keys of `data` say: packed into rows
+    of `length` tokens, or as they are. `begin`: the token with which a document begins, -1: none. Raises ConfigError if
+    documents are to be told apart and nothing does."""
+    apart = {"data.packing": data.packing != "cut", "data.document_mask": data.document_mask}
+    if begin < 0 and any(starts_of(stream) is None and len(stream) for stream in streams.values()):
+        for key in (key for key, wanted in apart.items() if wanted):
+            constraint = "a token must tell where documents begin, as no index does"
+            raise ConfigError(violation("data.separator", begin, f"{key} needs documents: {constraint}", ["a token"]))
+    if data.packing == "cut":
+        return streams
+    return packing.packed_streams(streams, place, length, begin, trusted=trusted)

@@ -18,11 +18,12 @@ from platform.config.bounds import KEYS, wrong_value
 from platform.config.fields import Config, ConfigError, Data, closest, violation
 
 _FINEST = 1 << 20  # parts into which weights are rounded
+_GOLDEN = 648056  # of _FINEST parts, by the golden section: multiples of it are spread evenly
 _MOST = 100  # sources
 _EXACT = 1 << 31  # a sum of shares up to which 64 bits hold all products
 # Keys of group data that a source of a mixture may have; the others are those of the whole.
-OWN = ("kind", "path", "field", "target_path", "target_field", "validation")
-PATHS = ("path", "target_path")
+OWN = ("kind", "path", "field", "target_path", "target_field", "dtype", "validation", "validation_path")
+PATHS = ("path", "target_path", "validation_path")
 Ints = NDArray[np.int64]
 
 
@@ -35,6 +36,11 @@ class DataSource:
     data: Data
     weight: float = 0.0  # its part of the samples, relative to the others'; 0: as its size and `epochs` say
     epochs: float = 1.0  # how often it is read while the others are read as often as theirs say
+
+    @property
+    def trained(self) -> bool:
+        """Return False if all of it is held out for validation."""
+        return self.data.validation < 1
 
     @property
     def key(self) -> str:
@@ -54,9 +60,12 @@ def sources_of(data: Data) -> list[DataSource]:
         lines = [f"data.sources: {len(data.sources)} sources, of which there may be {_MOST}"]
     if not lines:
         found = [_source(name, given, data) for name, given in data.sources.items()]
-        weighted = [source for source in found if source.weight]
-        if weighted and len(weighted) < len(found):
-            without = next(source for source in found if not source.weight)
+        trained = [source for source in found if source.trained]
+        weighted = [source for source in trained if source.weight]
+        if not trained:
+            lines = ["data.sources: all of them are held out (validation=1), and none is left to train on"]
+        elif weighted and len(weighted) < len(trained):
+            without = next(source for source in trained if not source.weight)
             lines = [f"{without.key}.weight: must be given, as {weighted[0].key}.weight is"]
     if lines:
         raise ConfigError(lines)
@@ -90,13 +99,16 @@ def _wrong_source(name: str, given: Any) -> list[str]:
             lines.append(violation(where, value, "no source of a mixture", ["text"]))
         elif not isinstance(value, (int, float) if types[own] is float else types[own]):
             lines.append(violation(where, value, "must be a number" if types[own] is float else "must be text"))
-        else:
+        elif own != "validation" or value != 1:
             lines += [
                 f"{where}{line.removeprefix(f'data.{own}')}"
                 for line in wrong_value(f"data.{own}", value, KEYS[f"data.{own}"])
             ]
     if {"weight", "epochs"} <= given.keys():
         lines.append(violation(f"{key}.epochs", given["epochs"], f"{key}.weight says how much of it is read"))
+    if given.get("validation") == 1:
+        read = (name for name in ("weight", "epochs") if name in given)
+        lines += [violation(f"{key}.{n}", given[n], f"{key}.validation=1: all of it is held out") for n in read]
     return lines
 
 
@@ -133,29 +145,33 @@ def set_path(config: Config, key: str, path: str) -> None:
 
 
 def shares_of(sources: Sequence[DataSource], samples: Sequence[int]) -> list[int]:
-    """Return the share of each source in a mixture, in lowest terms: its weight, or the samples that its epochs are.
-    `samples`: those of one epoch of each source."""
-    if sources[0].weight:
-        total = sum(source.weight for source in sources)
+    """Return the share of each source in a mixture, in lowest terms: its weight, or the samples that its epochs are; 0
+    for one that is held out. `samples`: those of one epoch of each source."""
+    if total := sum(source.weight for source in sources):
         found = [max(1, round(source.weight / total * _FINEST)) for source in sources]
     else:
         exact = [Fraction(str(source.epochs)) * n for source, n in zip(sources, samples, strict=True)]
         scale = lcm(*(part.denominator for part in exact))
         found = [max(1, int(part * scale)) for part in exact]
+    found = [share if source.trained else 0 for source, share in zip(sources, found, strict=True)]
     return [share // gcd(*found) for share in found]
 
 
 def turns(parts: Sequence[int], index: ArrayLike) -> tuple[Ints, Ints]:
     """Return, for each sample of a mixture's endless global order, the number of its source, and how many samples of
-    that source come before it; int64, as `index`. `parts`: the shares of the sources.
+    that source come before it; int64, as `index`. `parts`: the shares of the sources; one of 0 has no turn.
 
-    Sample k goes to the first source if the first source's due, floor(k share / sum), rises with it; of the samples
-    that are left, the second source gets its due in the same way, and so on. So each source's count is near its due at
-    every place, and exact after each whole sum of the shares.
+    Sample k goes to the first source if the first source's due, floor((k share + phase) / sum), rises with it; of the
+    samples that are left, the second source gets its due in the same way, and so on. So each source's count is near its
+    due at every place, and exact after each whole sum of the shares. Phases keep small sources from coming together.
 
     >>> turns([2, 1], range(6))[0].tolist()
-    [1, 0, 0, 1, 0, 0]
+    [0, 1, 0, 0, 1, 0]
     """
+    if 0 in parts:
+        some = [number for number, share in enumerate(parts) if share]
+        source, count = turns([parts[number] for number in some], index)
+        return np.array(some)[source], count
     total, shape = sum(parts), np.shape(index)
     index = np.asarray(index, np.int64).reshape(-1)
     rounds, place = np.divmod(index, total)
@@ -164,7 +180,8 @@ def turns(parts: Sequence[int], index: ArrayLike) -> tuple[Ints, Ints]:
     count = np.zeros(index.shape, np.int64)
     open_ = np.ones(index.shape, bool)
     for number, share in enumerate(parts):
-        due, then = before * share // total, after * share // total
+        phase = total * ((number + 1) * _GOLDEN % _FINEST) // _FINEST
+        due, then = (before * share + phase) // total, (after * share + phase) // total
         taken = open_ & np.asarray(then > due, bool) if number < len(parts) - 1 else open_
         source[taken] = number
         count[taken] = (rounds * share + np.asarray(due, np.int64))[taken]

@@ -2,25 +2,36 @@
 
 An objective returns sample `index` of a stream as int64 rows of fixed lengths, where -1 is padding: nothing to read in
 `tokens` and `source`, nothing to predict in `labels`. Its randomness is a function of the sample's key alone. Where a
-sample may span documents, `begins` or `segments` tell them apart.
+sample may span documents, `begins` or `segments` tell them apart. `register_objective` adds one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from platform.config.fields import ConfigError
+from platform.config.bounds import allow
+from platform.config.fields import ConfigError, allow_objective
 from platform.data.permutation import mix
-from platform.data.tokenizer import END_OF_TEXT
-from platform.data.tokens.streams import PADDING, Ints
+from platform.data.tokenizers.specials import SpecialIds
+from platform.data.tokens.streams import (
+    PADDING,
+    Ints,
+    PackedStream,
+    among,
+    first_of_documents,
+    learned_of,
+    starts_of,
+    taken,
+)
 
 NOISE = 0.15  # fraction of the tokens that are predicted (BERT; T5)
 SPAN = 3  # tokens per corrupted span, on average (T5)
 
 Keys = NDArray[np.uint64]
+OWN = SpecialIds()
 
 
 class Objective(Protocol):
@@ -40,11 +51,29 @@ class Objective(Protocol):
 
 
 @dataclass(frozen=True)
-class Causal:
-    """Causal objective: predicts every token from those before it. Sample i is the length + 1 tokens from i * length
-    on, so that every token but the first is predicted once."""
+class SampleShape:
+    """Shape of the samples that an objective makes: lengths in tokens, and ids in [0, vocab)."""
 
     length: int
+    source_length: int  # of the encoder's sequence
+    vocab: int
+    segments: int = 0  # of a sample that an encoder tells apart; 0: none
+    special: SpecialIds = OWN
+    document_mask: bool = False  # the model sees no document before the token's own
+
+
+@dataclass(frozen=True)
+class Causal:
+    """Causal objective: predicts every token from those before it. Sample i is the length + 1 tokens from i * length
+    on, so that every token but the first is predicted once; of a packed stream it is row i.
+
+    What is not predicted: tokens that the stream says are not to be learned, and, `within` documents or in packed rows,
+    a document's first token, unless it is what ends the one before.
+    """
+
+    length: int
+    special: SpecialIds = OWN
+    within: bool = False
     reserved = 0
 
     @property
@@ -52,30 +81,62 @@ class Causal:
         return self.length + 1
 
     def samples(self, stream: Any) -> int:
-        return (len(stream) - 1) // self.length
+        return len(stream.rows) - 1 if isinstance(stream, PackedStream) else (len(stream) - 1) // self.length
 
     def batch(self, stream: Any, index: Ints, keys: Keys) -> dict[str, Ints]:
-        """Return samples `index` of the stream as `tokens`, `labels`, and `begins`, the position in the sample at which
-        each token's document begins; each int64 [len(index), length]."""
-        rows = _windows(stream, index * self.length, self.length + 1)
-        tokens = rows[:, :-1]
-        begins = np.maximum.accumulate(np.where(tokens == END_OF_TEXT, np.arange(self.length), 0), 1)
-        return {"tokens": tokens, "labels": rows[:, 1:], "begins": begins}
+        """Return samples `index` of the stream as `tokens`, `labels`, `begins`, the place in the sample at which each
+        token's document begins, and `positions`, how far from there the token is; each int64 [len(index), length]."""
+        place = stream.places(index, self.length) if isinstance(stream, PackedStream) else None
+        if place is None:
+            rows = _windows(stream, index * self.length, self.length + 1)
+            tokens, labels = rows[:, :-1], rows[:, 1:]
+            place = index[:, None] * self.length + np.arange(self.length)
+        else:
+            tokens, labels = taken(stream, place), taken(stream, np.where(place < 0, PADDING, place + 1))
+        column = np.arange(self.length)
+        first = first_of_documents(stream, place, tokens, self.special.begin)
+        begins = np.maximum.accumulate(np.where(first, column, 0), 1)
+        if self._counts(stream):
+            labels = np.where(self._learned(stream, place, labels), labels, PADDING)
+        return {"tokens": tokens, "labels": labels, "begins": begins, "positions": column - begins}
 
     def predicted(self, stream: Any, index: Ints) -> int:
+        if self._counts(stream) or isinstance(stream, PackedStream):
+            return int((self.batch(stream, index, np.empty(0, np.uint64))["labels"] >= 0).sum())
         return len(index) * self.length
+
+    def _counts(self, stream: Any) -> bool:
+        """Return True if some labels of the stream may not count."""
+        known = starts_of(stream) is not None or self.special.begin != self.special.end
+        return learned_of(stream) is not None or (known and (self.within or isinstance(stream, PackedStream)))
+
+    def _learned(self, stream: Any, place: Ints, labels: Ints) -> NDArray[np.bool_]:
+        """Return which labels count, of the tokens at `place` in the stream."""
+        after, learned = np.where(place < 0, PADDING, place + 1), learned_of(stream)
+        found = labels >= 0
+        if learned is not None:
+            found &= learned[np.clip(after, 0, len(learned) - 1)]
+        if self.within or isinstance(stream, PackedStream):
+            starts, begin = starts_of(stream), self.special.begin
+            begins = labels == begin if starts is None else among(starts, after)
+            found &= ~begins | (labels == self.special.end)
+        return found
 
 
 @dataclass(frozen=True)
 class Masked:
     """Masked objective (BERT, 3.1): predicts some tokens from all others. Of the predicted ones, 80 % are replaced by
-    the mask, the vocabulary's last id, 10 % by a random token, and 10 % stay. `segments`: of a sample that the model
-    tells apart (its documents, the last ones together); 0: it does not."""
+    the mask, 10 % by a random token, and 10 % stay. `segments`: of a sample that the model tells apart (its documents,
+    the last ones together); 0: it does not."""
 
     length: int
     vocab: int
     segments: int = 0
-    reserved = 1
+    special: SpecialIds = OWN
+
+    @property
+    def reserved(self) -> int:
+        return int(self.special.mask is None)
 
     @property
     def needs(self) -> int:
@@ -96,11 +157,15 @@ class Masked:
         place, key = np.arange(self.length), keys[:, None]
         chosen = _choice(key, self.length, self._count)
         lot = mix(key, 1, place) % np.uint64(10)
-        random = (mix(key, 2, place) % np.uint64(self.vocab - 1)).astype(np.int64)
-        seen = np.where(lot < 8, self.vocab - 1, np.where(lot == 8, random, rows))
+        mask, ids = self.special.mask, self.special.size
+        if mask is None:
+            mask, ids = self.vocab - 1, self.vocab
+        random = (mix(key, 2, place) % np.uint64(ids - 1)).astype(np.int64)
+        random += random >= mask
+        seen = np.where(lot < 8, mask, np.where(lot == 8, random, rows))
         found = {"tokens": np.where(chosen, seen, rows), "labels": np.where(chosen, rows, PADDING)}
         if self.segments:
-            begun = np.cumsum(rows[:, 1:] == END_OF_TEXT, 1)
+            begun = np.cumsum(rows[:, 1:] == self.special.begin, 1)
             found["segments"] = np.pad(begun, ((0, 0), (1, 0))).clip(max=self.segments - 1)
         return found
 
@@ -111,8 +176,8 @@ class Masked:
 @dataclass(frozen=True)
 class SpanDenoising:
     """Span denoising (T5, 3.1.4): predicts the missing spans of a text. The encoder reads the text with a sentinel in
-    place of each span, the decoder writes each span behind its sentinel, and END_OF_TEXT at the end. Sentinels are the
-    vocabulary's last ids, downwards.
+    place of each span, the decoder writes each span behind its sentinel, and what ends documents at the end. Sentinels
+    are the tokenizer's, or the vocabulary's last ids, downwards.
 
     A sample takes as many tokens as fit into both lengths; `_noise` gives how many are missing, and in how many spans.
     """
@@ -120,6 +185,7 @@ class SpanDenoising:
     source_length: int
     length: int
     vocab: int
+    special: SpecialIds = OWN
 
     @property
     def needs(self) -> int:
@@ -134,7 +200,10 @@ class SpanDenoising:
 
     @property
     def reserved(self) -> int:
-        return _noise(self.needs)[1]
+        spans, there = _noise(self.needs)[1], self.special.sentinels
+        if there and spans > there:
+            raise ConfigError(f"model.length={self.length}: {spans} spans, and the tokenizer has {there} sentinels")
+        return 0 if there else spans
 
     def samples(self, stream: Any) -> int:
         return len(stream) // self.needs
@@ -151,12 +220,14 @@ class SpanDenoising:
         first = np.zeros_like(rows)
         np.put_along_axis(first, starts, 1, 1)
         stretch = np.cumsum(first, 1)
-        missing, sentinel = stretch % 2 == 1, self.vocab - 1 - stretch // 2
+        highest = self.special.sentinel if self.special.sentinel is not None else self.vocab - 1
+        missing, sentinel = stretch % 2 == 1, highest - stretch // 2
         begins = missing & (first == 1)
         source = np.where(begins, sentinel, rows)[~missing | begins].reshape(len(rows), -1)
         both = np.stack([sentinel, rows], -1)[np.stack([begins, missing], -1)].reshape(len(rows), -1)
-        labels = np.pad(both, ((0, 0), (0, 1)), constant_values=END_OF_TEXT)
-        return {"source": _padded(source, self.source_length), **target(_padded(labels, self.length))}
+        labels = np.pad(both, ((0, 0), (0, 1)), constant_values=self.special.end)
+        decoder = target(_padded(labels, self.length), self.special.start)
+        return {"source": _padded(source, self.source_length), **decoder}
 
     def predicted(self, stream: Any, index: Ints) -> int:
         return len(index) * (sum(_noise(self.needs)) + 1)
@@ -164,36 +235,51 @@ class SpanDenoising:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Sequence-to-sequence objective: predicts the target of every pair of texts from its source; both end with
-    END_OF_TEXT and are cut at their length. The stream is a `platform.data.tokens.streams.PairStream`."""
+    """Sequence-to-sequence objective: predicts the target of every pair of texts from its source; both end with what
+    ends documents and are cut at their length. The stream is a `platform.data.tokens.streams.PairStream`."""
 
     source_length: int
     length: int
+    special: SpecialIds = OWN
     needs, reserved = 1, 0
 
     def samples(self, stream: Any) -> int:
         return len(stream.ends)
 
     def batch(self, stream: Any, index: Ints, keys: Keys) -> dict[str, Ints]:
-        return {"source": stream.rows(0, index, self.source_length), **target(stream.rows(1, index, self.length))}
+        end, start = self.special.end, self.special.start
+        source, answer = (stream.rows(side, index, n, end) for side, n in enumerate((self.source_length, self.length)))
+        return {"source": source, **target(answer, start)}
 
     def predicted(self, stream: Any, index: Ints) -> int:
         first, last = stream.ends[index].T
         return int(np.minimum(last - first + 1, self.length).sum())
 
 
-OBJECTIVES: dict[str, Callable[[int, int, int, int], Objective]] = {  # of (length, source_length, vocab, segments)
-    "causal": lambda length, source_length, vocab, segments: Causal(length),
-    "masked": lambda length, source_length, vocab, segments: Masked(length, vocab, segments),
-    "span_denoising": lambda length, source_length, vocab, segments: SpanDenoising(source_length, length, vocab),
-    "pairs": lambda length, source_length, vocab, segments: Pairs(source_length, length),
+OBJECTIVES: dict[str, Callable[[SampleShape], Objective]] = {
+    "causal": lambda s: Causal(s.length, s.special, s.document_mask),
+    "masked": lambda s: Masked(s.length, s.vocab, s.segments, s.special),
+    "span_denoising": lambda s: SpanDenoising(s.source_length, s.length, s.vocab, s.special),
+    "pairs": lambda s: Pairs(s.source_length, s.length, s.special),
 }
+GIVEN = frozenset(OBJECTIVES)  # not a user's own
 
 
-def target(labels: Ints) -> dict[str, Ints]:
+def register_objective(
+    name: str, make: Callable[[SampleShape], Objective], models: Sequence[str] = ("decoder",)
+) -> None:
+    """Register a user's objective as `data.objective=NAME`, for the kinds of models `models`: `make(shape)` returns one
+    that makes samples of this shape. A kind that `register_model` adds names it in its own `objectives`."""
+    OBJECTIVES[name] = make
+    for kind in models:
+        allow_objective(kind, name)
+    allow("data.objective", name)
+
+
+def target(labels: Ints, start: int) -> dict[str, Ints]:
     """Return the data tensors of a decoder that predicts `labels` [samples, length]: these, and as its input `tokens`
-    the same shifted right by one behind END_OF_TEXT; padding stays -1."""
-    shifted = np.pad(labels[:, :-1], ((0, 0), (1, 0)), constant_values=END_OF_TEXT)
+    the same shifted right by one behind `start`; padding stays -1."""
+    shifted = np.pad(labels[:, :-1], ((0, 0), (1, 0)), constant_values=start)
     return {"tokens": np.where(labels < 0, PADDING, shifted), "labels": labels}
 
 

@@ -1,26 +1,36 @@
-"""A byte-level BPE tokenizer that is trained on the corpus: every text round-trips, and none is unknown."""
+"""A byte-level BPE tokenizer that is trained on the corpus, so that every text round-trips and none is unknown; and the
+encoding of documents, by any tokenizer, in time linear in their text, on all cores, with word of how far it is."""
 
+from __future__ import annotations
+
+import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
-from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from platform.data.vocabulary import END, Vocabulary
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-END_OF_TEXT = 0  # the id of the token in front of every document; no text encodes to it, not even its own spelling
-SMALLEST = 257  # entries: one per byte, and END_OF_TEXT
+SMALLEST = 257  # entries: one per byte, and END, whose id is 0
 _LONGEST = 4096  # characters: longer words are cut for training
 _RUN = re.compile("|".join(f"{kind}{{{_LONGEST}}}" for kind in (r"[^\W\d_]", r"\d", r"\s", r"(?:[^\w\s]|_)")))
+_WHOLE = 1 << 20  # characters of a document that a given tokenizer encodes as a whole
+_SILENCE = 5.0  # seconds between words of how far it is
 _BATCH = 2_000_000  # characters encoded at once; the library needs some 100 bytes per token meanwhile
 
+logger = logging.getLogger(__name__)
 
-def train_tokenizer(texts: Iterable[str], vocab: int) -> "Tokenizer":
-    """Train a byte-level BPE tokenizer of at most `vocab` entries on texts; the same texts give the same tokenizer."""
+
+def train_tokenizer(texts: Iterable[str], vocab: int, special: Sequence[str] = ()) -> Tokenizer:
+    """Train a byte-level BPE tokenizer of at most `vocab` entries, the `special` tokens among them, on texts; the same
+    texts give the same tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -28,7 +38,7 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> "Tokenizer":
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab,
-        special_tokens=["<|endoftext|>"],
+        special_tokens=list(dict.fromkeys([END, *special])),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -47,27 +57,73 @@ def _bounded(text: str) -> list[str]:
     return [text[start:end] for start, end in pairwise(cuts) if start < end]
 
 
-def load_tokenizer(file: Path) -> "Tokenizer":
-    """Load the tokenizer that was saved in `file`; it encodes the spelling of a special token like any text."""
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(file))
-    tokenizer.encode_special_tokens = True  # not saved in the file: special tokens in a text are text
-    return tokenizer
-
-
-def encode_documents(tokenizer: "Tokenizer", pieces: Iterable[tuple[int, str]]) -> Iterator[NDArray[np.uint32]]:
-    """Encode pieces of text, (number of the document, text) each, into one stream of token ids with END_OF_TEXT in
-    front of each document; yield it in parts."""
-    current = -1
-    for batch in _batches(pieces):
-        ids = []
-        for (document, _), encoding in zip(batch, tokenizer.encode_batch_fast([p for _, p in batch]), strict=True):
+def encode_documents(
+    vocabulary: Vocabulary, pieces: Iterable[tuple[int, str]], characters: int = 0
+) -> Iterator[NDArray[np.uint32]]:
+    """Encode pieces of text, (number of the document, text) each, into one stream of token ids with what begins
+    documents (`SpecialIds.front`) in front of each; yield it in parts. `characters`: of all documents, to tell how far
+    it is, 0 if that is not known."""
+    current, done, progress = -1, 0, _Progress(characters)
+    whole = _joined(pieces) if vocabulary.given else pieces
+    for batch in _batches(whole):
+        ids: list[int] = []
+        for (document, _), found in zip(batch, vocabulary.encode_all([p for _, p in batch]), strict=True):
             if document != current:
-                ids.append(END_OF_TEXT)
+                ids += vocabulary.special.front
                 current = document
-            ids += encoding.ids
+            ids += found
         yield np.array(ids, np.uint32)
+        done += sum(len(piece) for _, piece in batch)
+        progress.tell(done)
+
+
+class _Progress:
+    """Tells in the log, every few seconds, how many of `characters` are encoded, and how long the others will take."""
+
+    def __init__(self, characters: int):
+        self._characters, self._start = characters, monotonic()
+        self._next = self._start + _SILENCE
+
+    def tell(self, done: int) -> None:
+        """Tell that `done` characters are encoded, if the last word is some time ago."""
+        now = monotonic()
+        if now < self._next:
+            return
+        self._next = now + _SILENCE
+        speed = done / (now - self._start)
+        of = f" of {self._characters / 1e6:.1f}" if self._characters else ""
+        left = f", {max(0, self._characters - done) / speed:.0f} s left" if self._characters else ""
+        logger.info("tokenised %.1f%s million characters, %.1f in a second%s", done / 1e6, of, speed / 1e6, left)
+
+
+def _joined(pieces: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
+    """Put the pieces of each document together, because tokens may cross them; one of more than _WHOLE characters is
+    cut behind the last line, or the last space, that ends within as many."""
+    current, parts, size = -1, [""], 0
+    for document, piece in pieces:
+        if document != current:
+            yield from ((current, text) for text in ["".join(parts)] if text)
+            current, parts, size = document, [], 0
+        parts.append(piece)
+        size += len(piece)
+        if size > _WHOLE:
+            *cut, rest = _cut("".join(parts))
+            yield from ((current, text) for text in cut)
+            parts, size = [rest], len(rest)
+    yield from ((current, text) for text in ["".join(parts)] if text)
+
+
+def _cut(text: str) -> Iterator[str]:
+    """Yield a text in stretches of at most _WHOLE characters, that end with a line or at least before a space if one is
+    near the end; the last one may be empty."""
+    place = 0
+    while len(text) - place > _WHOLE:
+        end = place + _WHOLE
+        line, space = (text.rfind(mark, place + _WHOLE // 2, end) for mark in ("\n", " "))
+        end = line + 1 if line >= 0 else space if space >= 0 else end
+        yield text[place:end]
+        place = end
+    yield text[place:]
 
 
 def _batches(pieces: Iterable[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:

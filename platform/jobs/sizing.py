@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from platform.config.fields import Config
 from platform.jobs.options import JobOptions
-from platform.optimizer.optimizers import OPTIMIZERS
+from platform.optimizer.optimizers import kept_numbers
 from platform.plan.core.plan import Plan
 from platform.planning.memory_budget import needed_bytes
 
@@ -91,12 +91,12 @@ def _state_of_a_worker(config: Config, plan: Plan) -> int:
     """Return the bytes of master copies and optimizer state on the worker that has most of them."""
     first = plan.mesh.coordinates(0)
     masters = max(plan.masters_at({**first, "stage": stage}) for stage in range(plan.stages))
-    return masters * plan.itemsize["master"] * (1 + OPTIMIZERS[config.optimizer.kind].moments)
+    return masters * plan.itemsize["master"] * (1 + kept_numbers(config))
 
 
 def _state(config: Config, plan: Plan) -> int:
     """Return the bytes of a checkpoint: of all master copies and optimizer state, once."""
-    return plan.parameter_count * plan.itemsize["master"] * (1 + OPTIMIZERS[config.optimizer.kind].moments)
+    return plan.parameter_count * plan.itemsize["master"] * (1 + kept_numbers(config))
 
 
 def _gib(nbytes: int) -> int:

@@ -57,6 +57,7 @@ def dim_sizes(c: ModelConfig) -> dict[str, int]:
         "vocab": c.vocab,
         "buckets": c.buckets,
         **({"segments": c.segments} if c.segments else {}),
+        **({"positions": c.length} if c.within_documents else {}),
     }
 
 
@@ -189,8 +190,9 @@ class Attention(Residual):
         following: Residual | None = None,
     ) -> Any:
         """Apply norm, attention and the residual connection to the stream x [length, batch, d_model]. `memory`: the
-        (key, value) of cross-attention, from `keys_and_values`; None for self-attention. `mask`, `begins`, `bias`: as
-        in `Ops.attention`. `entered`: what `enter` would return, if it is known; `following`: see `leave_for`."""
+        (key, value) of cross-attention, from `keys_and_values`, both None if a pass before had them; None for
+        self-attention. `mask`, `begins`, `bias`: as in `Ops.attention`. `entered`: what `enter` would return, if it is
+        known; `following`: see `leave_for`."""
         s, m = self.shapes, self.memory
         entered = self.enter(ops, x) if entered is None else entered
         weights, specs, biases = (self.query, self.key, self.value), (s.query, s.key, s.key), self.inner_biases
@@ -206,8 +208,11 @@ class Attention(Residual):
             q = ops.rotate(f"{self.name}.query", q, s.query, self.config.rope_theta, self.scaling)
             k = ops.rotate(f"{self.name}.key", k, s.key, self.config.rope_theta, self.scaling)
         q = ops.relayout(f"{self.name}.query_core", q, s.query, s.core_query)
-        k = ops.relayout(f"{self.name}.key_core", k, m.key, m.core_key)
-        v = ops.relayout(f"{self.name}.value_core", v, m.key, m.core_key)
+        if k is not None:
+            k = ops.relayout(f"{self.name}.key_core", k, m.key, m.core_key)
+            v = ops.relayout(f"{self.name}.value_core", v, m.key, m.core_key)
+        if self.cross:
+            k, v = ops.recall(self.name, k, v, m.core_key)
         hides: dict[str, Any] = {"causal": self.causal, "window": self.window, "mask": mask, "begins": begins}
         a = ops.attention(self.name, q, k, v, s.core_query, m.core_key, scale=self.scale, bias=bias, **hides)
         a = ops.relayout(f"{self.name}.context", a, s.core_query, s.query)
@@ -301,15 +306,17 @@ class Stack(Layer):
     ) -> Any:
         """Run the blocks of this stack named in `units` on the stream x, and the final norm after the stack's last
         block; x is returned unchanged if `units` names none of its blocks. `mask` hides the padding of x, `begins` what
-        lies before a document, `memory_mask` the padding of the encoder's output `memory`; all are data tensors."""
+        lies before a document, `memory_mask` the padding of the encoder's output `memory`; all are data tensors.
+        Without a `memory` cross-attention recalls that of a pass before."""
         s, blocks = self.shapes, [block for name, block in self.blocks.items() if name in units]
         if not blocks:
             return x
         bias = None
         if self.relative:
             options: Mapping[str, Any] = {"bidirectional": not self.causal, "distance": self.config.distance}
-            bias = ops.relative_bias(self.relative, scores_of(s.core_query, s.core_query), **options)
-        crossing = [block.cross for block in blocks if block.cross]
+            keys = ops.remembered(s.core_query) if self.causal else s.core_query
+            bias = ops.relative_bias(self.relative, scores_of(s.core_query, keys), **options)
+        crossing = [block.cross for block in blocks if block.cross and memory is not None]
         pairs = keys_and_values(ops, crossing, memory) if crossing else [(None, None)] * len(blocks)
         every = ops.recompute.every
         for i in range(0, len(blocks), every):
@@ -318,6 +325,7 @@ class Stack(Layer):
             def run(x: Any, bias: Any, *kv: Any, together: Sequence[TransformerBlock] = together) -> Any:
                 for block, pair in zip(together, zip(kv[::2], kv[1::2], strict=True), strict=True):
                     x = block(ops, x, pair, mask=mask, begins=begins, bias=bias, memory_mask=memory_mask)
+                    x = ops.watch(block.name, x, s.stream)
                 return x
 
             kv = [x for pair in pairs[i : i + every] for x in pair]

@@ -4,6 +4,7 @@ ReLU) or T5 (RMSNorm in front, relative positions, no biases). Each stack has `l
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from platform.config.fields import Model as ModelConfig
@@ -23,7 +24,7 @@ class EncoderDecoder(Transformer):
     def __init__(self, c: ModelConfig):
         super().__init__(c)
         source, target = StackSpecs(c.source_length or None), StackSpecs()
-        self.source = Embedding("encoder.", c, source, self.table)
+        self.source = Embedding("encoder.", replace(c, within_documents=False), source, self.table)
         self.encoder = Stack("encoder.", c, source, causal=False)
         self.target = Embedding("decoder.", c, target, self.table)
         self.decoder = Stack("decoder.", c, target, causal=True, memory=source)
@@ -33,14 +34,16 @@ class EncoderDecoder(Transformer):
 
     def part(self, ops: Ops, inputs: Mapping[str, Any], flow: Mapping[str, Any], units: Sequence[str]) -> Activations:
         """Run the parts of the model named in `units`, one pipeline chunk, as `Transformer.part` does. The encoder's
-        output flows on to later chunks as `memory` beside the decoder's `stream`."""
+        output flows on to later chunks as `memory` beside the decoder's `stream`; if it is None, attention recalls what
+        a pass before has made of it."""
         source, flow = inputs.get("source"), dict(flow)
         if "encoder.embedding" in units:
             flow["stream"] = self.source(ops, source)
         if "memory" not in flow:
             flow["stream"] = self.encoder(ops, flow["stream"], units, mask=source)
         if "decoder.embedding" in units:  # no mask: the target's padding is at its end, hidden by causality
-            flow = {"memory": flow["stream"], "stream": self.target(ops, inputs["tokens"])}
+            places = inputs.get("positions")
+            flow = {"memory": flow.get("stream"), "stream": self.target(ops, inputs["tokens"], positions=places)}
         if "memory" in flow:
             flow["stream"] = self.decoder(ops, flow["stream"], units, memory=flow["memory"], memory_mask=source)
         if self.decoder.units[-1] in units:

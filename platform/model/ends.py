@@ -16,32 +16,43 @@ LOGITS = Spec.of("logits", "length batch vocab")
 class Embedding(Layer):
     """Maps token ids to activations by the rows of `table`, which stacks may share, and adds learned or sinusoidal
     positions, or none, and the rows of a second table for the segments of the text (BERT), if there are any; then a
-    norm, if the configuration has one there."""
+    norm, if the configuration has one there. Within documents, learned positions count from the document's beginning:
+    they are rows of a table too."""
 
     def __init__(self, prefix: str, c: ModelConfig, shapes: StackSpecs, table: Parameter):
         self.name, self.config, self.spec, self.table = f"{prefix}embedding", c, shapes.stream, table
         dims, own = ("length", "d_model"), shapes.stream.sizes
         learned = Parameter(f"{prefix}position", dims, "vector", "normal", STD, True, own)
-        self.position = learned if c.positions == "learned" else None
+        restarting = Parameter(f"{prefix}position", ("positions", "d_model"), "in", std=STD, decay=True)
+        self.position = learned if c.positions == "learned" and not c.within_documents else None
+        self.restarting = restarting if restarts(c) else None
         segment = Parameter(f"{prefix}segment", ("segments", "d_model"), "in", std=STD, decay=True)
         self.segment = segment if c.segments else None
         self.norm = Norm.of(f"{prefix}embedding.norm", c) if c.embedding_norm else None
 
     def parameters(self) -> list[Parameter]:
-        own = [p for p in (self.position, self.segment) if p]  # the table is the model's
+        own = [p for p in (self.position, self.restarting, self.segment) if p]  # the table is the model's
         return own + (self.norm.parameters() if self.norm else [])
 
-    def __call__(self, ops: Ops, tokens: Any, segments: Any = None) -> Any:
-        """Return the stream for the data tensors `tokens` and `segments`, the rows of the second table."""
+    def __call__(self, ops: Ops, tokens: Any, segments: Any = None, positions: Any = None) -> Any:
+        """Return the stream for the data tensors `tokens`, `segments`, the rows of the second table, and `positions`,
+        those of tokens within their documents."""
         x = ops.lookup(self.name, self.table, tokens, self.spec)
         if self.position:
             x = ops.shift(x, self.spec, self.position)
+        elif self.restarting:
+            x = ops.pointwise("add", x, ops.lookup(self.restarting.name, self.restarting, positions, self.spec))
         elif self.config.positions == "sinusoidal":
-            x = ops.sinusoid(self.name, x, self.spec, sqrt(self.config.d_model))
+            x = ops.sinusoid(self.name, x, self.spec, sqrt(self.config.d_model), positions)
         if self.segment:
             x = ops.pointwise("add", x, ops.lookup(self.segment.name, self.segment, segments, self.spec))
         x = self.norm(ops, x, self.spec) if self.norm else x
         return ops.dropout(self.name, x, self.spec)
+
+
+def restarts(c: ModelConfig) -> bool:
+    """Return True if the learned positions of a model count from the beginning of each document."""
+    return c.positions == "learned" and c.within_documents
 
 
 class Head(Layer):

@@ -7,7 +7,7 @@ from typing import Any
 
 from platform.config.fields import Model as ModelConfig
 from platform.model.blocks import Activations, Layer, Stack, StackSpecs, dim_sizes
-from platform.model.ends import Embedding, Head, embedding_table
+from platform.model.ends import Embedding, Head, embedding_table, restarts
 from platform.plan.language.ops import Ops
 
 
@@ -33,13 +33,14 @@ class Transformer(Layer):
 
 class SingleStack(Transformer):
     """Base of Transformers with one stack of blocks, `causal` or reading in both directions except for padding. Beside
-    tokens and labels it may read `begins`, where the document of each token begins, and `segments`."""
+    tokens and labels it may read `begins`, where the document of each token begins, `positions`, how far from there the
+    token is, and `segments`."""
 
     causal: bool
 
     def __init__(self, c: ModelConfig):
         super().__init__(c)
-        more = {"begins": c.within_documents, "segments": bool(c.segments)}
+        more = {"begins": c.within_documents, "positions": restarts(c), "segments": bool(c.segments)}
         self.inputs = (*Transformer.inputs, *(name for name, read in more.items() if read))
         shapes = StackSpecs()
         self.embedding = Embedding("", c, shapes, self.table)
@@ -48,6 +49,7 @@ class SingleStack(Transformer):
         self.units = ("embedding", *self.stack.units, "head")
 
     def part(self, ops: Ops, inputs: Mapping[str, Any], flow: Mapping[str, Any], units: Sequence[str]) -> Activations:
-        x = self.embedding(ops, inputs["tokens"], inputs.get("segments")) if "embedding" in units else flow["stream"]
+        beside = inputs.get("segments"), inputs.get("positions")
+        x = self.embedding(ops, inputs["tokens"], *beside) if "embedding" in units else flow["stream"]
         x = self.stack(ops, x, units, mask=None if self.causal else inputs.get("tokens"), begins=inputs.get("begins"))
         return self.head(ops, x, inputs.get("labels")) if "head" in units else {"stream": x}

@@ -38,6 +38,9 @@ LINES: dict[
     events.Restored: lambda e: f"goes on after step {e.step}, from {e.source or 'storage'} in {e.seconds:.2f} s",
     events.Initialised: lambda e: f"starts from {e.weights}, read in {e.seconds:.2f} s",
     events.RolledBack: lambda e: f"{_plural(e.steps_lost, 'step')} are done again",
+    events.LearnedOut: lambda e: (
+        f"learns no more: the lowest val loss, {e.best_loss:.4f}, was after step {e.best_step}"
+    ),
     events.FirstStep: lambda e: f"step {e.step} is done",
     events.Hiring: lambda e: f"{_plural(e.count, 'new worker')} starting",
     events.Slow: lambda e: f"rank {e.rank} on {e.node} is slow: {e.ratio:.1f} times its stage's median",

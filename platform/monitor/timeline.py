@@ -44,12 +44,15 @@ class RankRecord(Protocol):
 
 
 class Timeline:
-    """Collects what all ranks did in a run's last steps, to write it as a trace and a picture. `rows`: the actions of
-    every stage, lowered from `schedule`; `names`, `stages`: name and stage of each rank."""
+    """Collects what all ranks did in a run's last steps, to write it as a trace and a picture. `schedules`: those that
+    steps follow, ascending by their number of microbatches; `rows`: per stage, the actions of each, lowered; `names`,
+    `stages`: name and stage of each rank."""
 
-    def __init__(self, schedule: Schedule, rows: Rows, names: Sequence[str], stages: Sequence[int]):
-        self._schedule, self._names, self._stages = schedule, names, stages
-        self._actions = [{str(a): a for a in row} for row in rows]  # per stage: action by name
+    def __init__(
+        self, schedules: Sequence[Schedule], rows: Sequence[Rows], names: Sequence[str], stages: Sequence[int]
+    ):
+        self._schedules, self._names, self._stages = schedules, names, stages
+        self._actions = [{str(a): a for row in of_stage for a in row} for of_stage in rows]  # per stage: by name
         self._steps: deque[tuple[int, float, Sequence[RankRecord]]] = deque(maxlen=KEPT_STEPS)
 
     def step(self, step: int, start: float, ranks: Sequence[RankRecord]) -> dict[str, float] | None:
@@ -59,7 +62,7 @@ class Timeline:
         time; None without a pipeline. Planned: the schedule simulated with each kind of action's mean time.
         """
         self._steps.append((step, start, ranks))
-        if self._schedule.stages == 1:
+        if self._schedules[-1].stages == 1:
             return None
         ran = self._ran(ranks)
         return {"planned": self._planned(ran).bubble, "measured": bubble(ran)}
@@ -78,12 +81,14 @@ class Timeline:
         return [executed(s, self._actions[s], own.sections) for s, own in zip(self._stages, ranks, strict=True)]
 
     def _planned(self, ran: Sequence[Sequence[TimedAction]]) -> Simulation:
-        """Simulate the schedule with the mean measured time of each kind of action; `ran`: per rank, its measured
-        actions."""
+        """Simulate the schedule of a step with the mean measured time of each kind of action; `ran`: per rank, its
+        measured actions."""
+        microbatches = 1 + max(event.action.microbatch for events in ran for event in events)
+        schedule = next(s for s in self._schedules if s.microbatches == microbatches)
         seconds: dict[Kind, list[float]] = defaultdict(list)
         for event in (event for events in ran for event in events):
             seconds[event.action.kind].append(event.end - event.start)
-        return simulate(self._schedule, {kind: fmean(found) for kind, found in seconds.items()})
+        return simulate(schedule, {kind: fmean(found) for kind, found in seconds.items()})
 
     def _picture(self) -> str:
         """Return an SVG of the last step: the simulated schedule above the measured actions of one rank per stage, with
@@ -91,12 +96,12 @@ class Timeline:
         step, _, ranks = self._steps[-1]
         ran = self._ran(ranks)
         planned = self._planned(ran)
-        first = [self._stages.index(stage) for stage in range(self._schedule.stages)]
+        first = [self._stages.index(stage) for stage in range(self._schedules[-1].stages)]
         zero = min(event.start for rank in first for event in ran[rank])
         measured = [TimedAction(e.stage, e.action, e.start - zero, e.end - zero) for rank in first for e in ran[rank]]
         title = f"measured: step {step}, bubble {bubble(ran):.1%}"
         return gantt_svg(
-            {f"planned: {self._schedule.name}, bubble {planned.bubble:.1%}": planned.timeline, title: measured},
+            {f"planned: {self._schedules[-1].name}, bubble {planned.bubble:.1%}": planned.timeline, title: measured},
             beneath={title: {stage: list(_rows(ranks[rank], zero)) for stage, rank in enumerate(first)}},
         )
 

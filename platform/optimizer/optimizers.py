@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from platform.config.bounds import allow
-from platform.config.fields import Optimizer
+from platform.config.fields import Config, Optimizer
 from platform.optimizer.whole import ELEMENT, FEWEST_DIMS, NEEDS
 
 if TYPE_CHECKING:
@@ -35,6 +35,15 @@ def _adamw(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
 
 
 OPTIMIZERS = {"adamw": OptimizerKind(_adamw, moments=2, divides=True)}
+
+
+AVERAGE = "ema"  # kind of the averaged weights, which are kept like a moment
+
+
+def kept_numbers(config: Config) -> int:
+    """Return how many numbers a run keeps per element of a parameter that is trained, beside the parameter itself: the
+    optimizer's moments, and its average if there is one."""
+    return OPTIMIZERS[config.optimizer.kind].moments + (config.train.ema > 0)
 
 
 def state_of(o: Optimizer, dtype: torch.dtype, device: torch.device) -> tuple[list[str], dict[str, Any]]:

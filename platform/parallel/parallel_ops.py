@@ -12,7 +12,8 @@ from torch import Tensor
 
 from platform.parallel.attention import in_kernel
 from platform.parallel.communicator.base import Communicator
-from platform.parallel.kernels import positions, random, statistics
+from platform.parallel.kernels import positions as kernels
+from platform.parallel.kernels import random, statistics
 from platform.parallel.kernels.einsum import Deferred, einsums
 from platform.parallel.kernels.table_rows import rows
 from platform.parallel.loss_ops import PassPosition
@@ -20,6 +21,7 @@ from platform.parallel.pointwise_ops import PointwiseOps, where_present
 from platform.parallel.recompute import recomputed
 from platform.parallel.sharding.convert import Pending, absent, apply, convert
 from platform.parallel.sharding.residency import Residency
+from platform.parallel.watched import Watched
 from platform.plan.communication.planned import PlannedOperation
 from platform.plan.communication.rule import Conversion, relayout_steps
 from platform.plan.core.ahead import Ahead
@@ -51,8 +53,10 @@ class ParallelOps(PointwiseOps):
         self.position = PassPosition()
         self.deferred: Deferred | None = None  # collects weight gradient computations that a schedule runs later
         self.recompute = plan.recompute
+        self.offset = 0  # of the pass: tokens of its sequences that passes before have read (generation)
         self.residency: Residency | None = None  # of parameters that are gathered for each block
         self.ahead = Ahead(plan, self._start, ahead)
+        self.watched: Watched | None = None  # sums up the activations of training steps, where somebody follows them
         self._counters = {}
         self._angles: dict[tuple, tuple[Tensor, Tensor]] = {}  # of rotations, alike in all layers and steps
         self._masks: dict[tuple, Tensor] = {}  # added to scores, alike in all passes
@@ -68,6 +72,11 @@ class ParallelOps(PointwiseOps):
         """Begin a forward pass."""
         for left in self.ahead.begin():
             left.wait()  # of operations that the pass before has left out, as a text sample does the loss
+
+    def watch(self, name, x, spec):
+        if self.watched and self.position.training and not self.ahead.again:
+            self.watched.see(name, x, spec)
+        return x
 
     def recomputed(self, kind, function, spec, x, *more):
         if kind == "full" and self.residency:
@@ -93,6 +102,7 @@ class ParallelOps(PointwiseOps):
         """Return the global positions along `dim`, int64 [local extent], of this rank's block of the activation
         `spec`."""
         first, n = self._blocks[spec][spec.dims.index(dim)]
+        first += self.offset if dim == "length" else 0
         return torch.arange(first, first + n, device=device)
 
     def lookup(self, name, table, tokens, out):
@@ -219,20 +229,23 @@ class ParallelOps(PointwiseOps):
         into, leave = self._planned("rotate", name).conversions
         x = apply(self.communicator, x, into)
         wide = statistics.widened(x).dtype
-        where = self._blocks[spec][spec.dims.index("length")]
+        where = self.offset, *self._blocks[spec][spec.dims.index("length")]
         if (key := (where, x.shape[-1], theta, scaling, wide, x.device)) not in self._angles:
             length = self._range(spec, "length", x.device)
-            self._angles[key] = positions.angles(length, x.shape[-1], theta, wide, scaling)
+            self._angles[key] = kernels.angles(length, x.shape[-1], theta, wide, scaling)
         shape = [n if d in ("length", "d_kv") else 1 for d, n in zip(spec.dims, x.shape, strict=True)]
         cos, sin = (t.view(shape) for t in self._angles[key])
-        return apply(self.communicator, positions.rotate(x, cos, sin, self._region(positions.rotated)), leave)
+        return apply(self.communicator, kernels.rotate(x, cos, sin, self._region(kernels.rotated)), leave)
 
     @where_present
-    def sinusoid(self, name, x, spec, scale):
+    def sinusoid(self, name, x, spec, scale, positions=None):
         assert spec.dims == ("length", "batch", "d_model")
-        length, d_model = (self._range(spec, d, x.device) for d in ("length", "d_model"))
-        table = positions.sinusoid(length, d_model, self.plan.sizes["d_model"])
-        return x * scale + table.unsqueeze(1).to(x.dtype)
+        length = (
+            self._range(spec, "length", x.device).unsqueeze(1) if positions is None else positions["sinusoid", name]
+        )
+        d_model = self._range(spec, "d_model", x.device)
+        table = kernels.sinusoid(length.flatten(), d_model, self.plan.sizes["d_model"])
+        return x * scale + table.unflatten(0, length.shape).to(x.dtype)
 
     def relative_bias(self, table, scores, *, bidirectional, distance):
         (weight,) = self._converted(self._planned("relative_bias", table.name))
@@ -240,7 +253,7 @@ class ParallelOps(PointwiseOps):
             return weight
         length, memory = (self._range(scores, d, weight.device) for d in ("length", "memory_length"))
         offsets = memory - length.unsqueeze(1)
-        bucket = positions.relative_bucket(offsets, self.plan.sizes["buckets"], distance, bidirectional)
+        bucket = kernels.relative_bucket(offsets, self.plan.sizes["buckets"], distance, bidirectional)
         return F.embedding(bucket, weight).permute(2, 0, 1)  # [heads, length, memory_length]
 
     @where_present
@@ -279,9 +292,9 @@ class ParallelOps(PointwiseOps):
         if causal:
             length, memory = (self._range(spec, d, x.device) for d in ("length", "memory_length"))
             starts = None if begins is None else begins["softmax", name]
-            x = x.masked_fill(positions.unseen(length, memory, window, starts), -torch.inf)
+            x = x.masked_fill(kernels.unseen(length, memory, window, starts), -torch.inf)
         if mask is not None:
-            x = x.masked_fill(positions.padding_mask(mask["softmax", name]), torch.finfo(x.dtype).min)
+            x = x.masked_fill(kernels.padding_mask(mask["softmax", name]), torch.finfo(x.dtype).min)
         x = self._without_padding(x, spec, [dim], -torch.inf)
         return statistics.softmax(x, spec.dims.index(dim), self.communicator, planned.over)
 
@@ -290,15 +303,16 @@ class ParallelOps(PointwiseOps):
         order = [spec.dims.index(d) for d in ("batch", "heads", "length", "d_kv")]
         back = [("batch", "heads", "length", "d_kv").index(d) for d in spec.dims]
         q, k, v = (t.permute(order) for t in (q, k, v))
-        padding = None if mask is None else positions.padding_mask(mask["fused_attention", name])
+        padding = None if mask is None else kernels.padding_mask(mask["fused_attention", name])
         starts = None if begins is None else begins["fused_attention", name]
-        if bias is None and padding is None and starts is None and not window:
+        whole = not causal or q.shape[2] == k.shape[2]  # else q's are the last of all positions, not the first
+        if bias is None and padding is None and starts is None and not window and whole:
             seen = None
         elif bias is None and padding is None:
             seen, causal = self._seen(q, k, window, starts), False
         else:
-            behind = positions.unseen(*self._lengths(q, k), window, starts) if causal else None
-            seen, causal = positions.attention_mask(q, behind, padding, bias), False
+            behind = kernels.unseen(*self._lengths(q, k), window, starts) if causal else None
+            seen, causal = kernels.attention_mask(q, behind, padding, bias), False
         rate = self.dropout_rate if self.position.training else 0.0
         more = {"is_causal": causal, "scale": scale, "enable_gqa": k.shape[1] != q.shape[1]}
         kernel = self._planned("fused_attention", name).operation["kernel"]
@@ -309,15 +323,15 @@ class ParallelOps(PointwiseOps):
         """Return what is added to the scores of whole q and k [batch, heads, length, d_kv], so that causality, a
         `window` and the positions `begins` hide the others. All layers share it, and without `begins` all passes."""
         key = window, q.shape[2], k.shape[2], q.dtype, q.device, begins if begins is None else id(begins)
-        known = self._masks if begins is None else self.position.masks
+        known = self.position.masks if self.offset or begins is not None else self._masks
         if key not in known:
-            known[key] = positions.as_added(positions.unseen(*self._lengths(q, k), window, begins), q.dtype)
+            known[key] = kernels.as_added(kernels.unseen(*self._lengths(q, k), window, begins), q.dtype)
         return known[key]
 
-    @staticmethod
-    def _lengths(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def _lengths(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Return the positions along the lengths of whole q and k [batch, heads, length, d_kv]."""
-        return torch.arange(q.shape[2], device=q.device), torch.arange(k.shape[2], device=k.device)
+        length = torch.arange(self.offset, self.offset + q.shape[2], device=q.device)
+        return length, torch.arange(k.shape[2], device=k.device)
 
     def _seeded(self, name: str, spec: Spec, device: torch.device) -> AbstractContextManager[None]:
         """Return a context in which a kernel that draws its own dropout mask draws that of the attention `name` on this

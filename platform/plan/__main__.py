@@ -16,7 +16,7 @@ from platform.boundary.terminal import print_while_read
 from platform.config.fields import Config, ConfigError
 from platform.launch import REFUSED, compose
 from platform.model import build_model
-from platform.optimizer.optimizers import OPTIMIZERS
+from platform.optimizer.optimizers import kept_numbers
 from platform.plan.core.step_collectives import communication
 from platform.plan.language.tiers import Tiers
 from platform.plan.reports.describe import human
@@ -73,7 +73,7 @@ def _answer(arguments: argparse.Namespace) -> int:
     found = explain(
         plan,
         build_model(config.model),
-        moments=OPTIMIZERS[config.optimizer.kind].moments,
+        moments=kept_numbers(config),
         tiers=arguments.tiers,
         dropout=config.model.dropout,
         footprints=footprints(config, plan),

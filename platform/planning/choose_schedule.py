@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from platform.config.bounds import allow
 from platform.config.fields import Config, ConfigError, violation
+from platform.config.groups.batch_ramp import batch_sizes
 from platform.plan.schedule.csv_file import from_csv
 from platform.plan.schedule.generators import (
     MOST_PASSES,
@@ -77,6 +79,15 @@ def schedule_of(config: Config, data: int) -> Schedule:
             raise ConfigError([violation("pipeline", kind, line) for line in error.violations]) from None
         reason = f"is {microbatches} microbatches; {'; '.join(error.violations)}"
         raise ConfigError(violation("train.global_batch", batch, reason, [m * unit for m in legal])) from None
+
+
+def schedules_of(config: Config, data: int) -> list[Schedule]:
+    """Return the schedules that the steps of a run over `data` replicas follow, by number of microbatches, ascending:
+    one for each size of a batch that grows (`platform.config.groups.batch_ramp`); the last is that of `schedule_of`.
+    Raises ConfigError as that does."""
+    sizes = batch_sizes(config.train)
+    found = [schedule_of(replace(config, train=replace(config.train, global_batch=size)), data) for size in sizes]
+    return list({schedule.microbatches: schedule for schedule in found}.values())
 
 
 def _from_file(config: Config, microbatches: int, unit: int) -> Schedule:

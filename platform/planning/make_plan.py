@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import islice
@@ -84,9 +85,36 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
         meshes = [str(m).replace("'", "") for m in islice(_legal_meshes(config, data), MESHES_SHOWN)]
         also = f"; tensor.axes of as many workers that do: {' or '.join(meshes)}" if meshes else ""
         raise ConfigError([*lines, last + also]) from None
-    if refused := [*split_violations(config, plan), *kernel_violations(config, plan)]:
+    plan = replace(plan, frozen=_frozen(config, plan))
+    if refused := [*split_violations(config, plan), *kernel_violations(config, plan), *_blind(config, plan)]:
         raise ConfigError(refused)
     return plan
+
+
+def _frozen(config: Config, plan: Plan) -> tuple[str, ...]:
+    """Return the names of the plan's parameters that match a pattern of train.freeze. Raises ConfigError for a pattern
+    that matches none, and if nothing is left to train."""
+    names = [p.name for p in plan.parameters]
+    found = {pattern: fnmatch.filter(names, pattern) for pattern in config.train.freeze}
+    lines = [
+        violation("train.freeze", pattern, "matches no parameter of the model", closest(pattern, names)[:3])
+        for pattern, matched in found.items()
+        if not matched
+    ]
+    frozen = tuple(name for name in names if any(name in matched for matched in found.values()))
+    if len(frozen) == len(names):
+        lines.append(violation("train.freeze", ",".join(found), "leaves no parameter to train"))
+    if lines:
+        raise ConfigError(lines)
+    return frozen
+
+
+def _blind(config: Config, plan: Plan) -> Iterator[str]:
+    """Yield a refusal line if documents are to be told apart and a model of the user's own does not read where they
+    begin."""
+    if config.data.document_mask and "begins" not in plan.readers:
+        constraint = f"model.kind={config.model.kind} does not read `begins`, where a token's document begins"
+        yield violation("data.document_mask", True, constraint, [False])
 
 
 def plan_quickly(config: Config) -> Plan | None:

@@ -6,7 +6,7 @@ from math import inf, prod
 
 from platform.config.fields import Config
 from platform.model import build_model
-from platform.optimizer.optimizers import OPTIMIZERS
+from platform.optimizer.optimizers import kept_numbers
 from platform.plan.core.fused import settled
 from platform.plan.core.plan import Plan
 from platform.plan.memory.footprint import Footprint, footprint
@@ -28,7 +28,7 @@ class MemoryBudget:
         if memory < inf:
             plan = make_plan(config)
             self.memory = max(memory, needed_bytes(config, plan))
-            self._moments = OPTIMIZERS[config.optimizer.kind].moments
+            self._moments = kept_numbers(config)
             self._count, self._itemsize = plan.parameter_count, plan.itemsize
 
     def may_hold(self, config: Config) -> bool:
@@ -60,7 +60,7 @@ def needed_bytes(config: Config, plan: Plan) -> int:
 def footprints(config: Config, plan: Plan) -> list[Footprint]:
     """Return the predicted memory (`Footprint`) of one worker of every pipeline stage under the plan, in stage
     order."""
-    model, moments = build_model(config.model), OPTIMIZERS[config.optimizer.kind].moments
+    model, moments = build_model(config.model), kept_numbers(config)
     lowered, dropout = lower(_schedule(config, plan)), config.model.dropout
     plan = settled(plan, device_kind(config), dropout)
     return [footprint(plan, model, row, stage, moments, dropout) for stage, row in enumerate(lowered)]
@@ -87,5 +87,5 @@ def _schedule(config: Config, plan: Plan) -> Schedule:
 def _weights(config: Config, plan: Plan) -> list[int]:
     """Return, by pipeline stage, the bytes of parameters, gradients and optimizer state on the stage's worker that has
     a block of every tensor."""
-    moments, first = OPTIMIZERS[config.optimizer.kind].moments, plan.mesh.coordinates(0)
+    moments, first = kept_numbers(config), plan.mesh.coordinates(0)
     return [sum(weight_bytes(plan, moments, {**first, "stage": stage}).values()) for stage in range(plan.stages)]

@@ -118,11 +118,15 @@ class Worker(Candidate):
         if world_size == 1:
             self.communicator = SingleRank(mesh, device)
         else:
-            groups = process_groups(self.plan), device, self.plan.neighbours
+            groups = self._groups(), device, self.plan.neighbours
             self.communicator = connected(mesh, rank, store, generation, *groups)
         if self.config.monitor.log_launches:
             self.communicator.log = []
         return Joined(rank, mesh.coordinates(rank), os.getpid(), socket.gethostname())
+
+    def _groups(self) -> list[tuple[str, ...]]:
+        """Return the mesh axes of every process group that this generation needs, in one order on all ranks."""
+        return process_groups(self.plan)
 
     def build(
         self, rows: list[list[list[int]]], domains: list[str] | None = None, corpus: str = "", fresh: bool = True
@@ -138,7 +142,7 @@ class Worker(Candidate):
         data = corpus_of(c, entry=corpus)
         self.trainer = Trainer(c, self.plan, self.communicator, data, StageRows.from_plain(rows), fresh)
         self.state = State(self.trainer)
-        self.combiner = Combiner(self.plan, self.communicator, c.elastic.slow)
+        self.combiner = Combiner(self.plan, self.communicator, c.elastic.slow, c.monitor.layers)
         shared = False
         if c.elastic.snapshot_every:
             nodes, tell = domains or [""] * self.world_size, partial(tell_all, self.communicator)
@@ -342,9 +346,10 @@ class Worker(Candidate):
         name, and of all under "", equal on all ranks."""
         return self.trainer.evaluate()
 
-    def sample(self, tokens: int) -> str:
-        """Generate a text of `tokens` tokens from the model being trained, for the user to read; equal on all ranks."""
-        return self.trainer.sample(tokens)
+    def sample(self, tokens: int, prompt: str = "def ") -> str:
+        """Generate a text of `tokens` tokens that continues `prompt`, or answers it, from the model being trained, for
+        the user to read; equal on all ranks."""
+        return self.trainer.sample(tokens, prompt)
 
     def abort(self) -> None:
         """Interrupt a call of this worker that waits in a collective, so that it raises, if the backend can. Called

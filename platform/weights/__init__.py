@@ -1,3 +1,5 @@
 """Weights of models that transformers saves, in and out: what their config.json and names mean, as data, and their
 bytes, block by block.
 """
+
+FROM_HF = "from_hf"  # model.kind in conf/model/from_hf.yaml, until the model's source says it

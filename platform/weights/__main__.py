@@ -17,11 +17,14 @@ from platform.checkpoint.storage import catalogue
 from platform.checkpoint.storage.manifest import Manifest, Refused
 from platform.checkpoint.storage.storage import Storage, open_storage
 from platform.config.fields import ConfigError, violation
+from platform.data.tokenizers.tokenizer_files import has_tokenizer
+from platform.weights.averages import with_averages
+from platform.weights.beside import beside, to_export, vocabulary_in
 from platform.weights.exporting import SHARD, TYPES, export_model, exportable
 from platform.weights.families.known import FAMILIES
 from platform.weights.folder import SavedModel
 from platform.weights.importing import import_model, importable
-from platform.weights.tokenizers import tokenizer_files
+from platform.weights.translate import stored_model
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -45,8 +48,16 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("--family", default="", help=f"{', '.join(FAMILIES)}; default: the first that expresses it")
     command.add_argument("--dtype", choices=TYPES, default="", help="element type of all tensors; default: as they are")
     command.add_argument("--shard", default=str(SHARD), metavar="SIZE", help="most bytes of a file, such as 2GB")
-    command.add_argument("--like", default="", metavar="FOLDER", help="a model whose tokenizer it has")
-    command.add_argument("--tokenizer", default="", metavar="PATH", help="a folder of one, or tokenizer.json")
+    command.add_argument(
+        "--like",
+        default="",
+        metavar="FOLDER",
+        help="a model whose config.json says what else it is, and whose tokenizer it has",
+    )
+    command.add_argument("--averaged", action="store_true", help="the averages that train.ema kept of the weights")
+    command.add_argument(
+        "--tokenizer", default="", metavar="PATH", help="a file or folder; default: that of the checkpoint"
+    )
     given = parser.parse_args(arguments)
     with shielded(sys.stdout, sys.stderr):
         return print_while_read(lambda: _answer(given))
@@ -70,7 +81,10 @@ def _import(given: argparse.Namespace) -> int:
     """Make a checkpoint of what transformers saved, if all of it is known."""
     found = importable(given.source, "source", drop=given.drop)
     storage = open_storage(given.url, "url")
-    directory = import_model(found, storage)
+    files, lacks = beside(found.saved, "source")
+    directory = import_model(found, storage, files)
+    if lacks:
+        print(f"without a tokenizer: {lacks}")
     print(f"{storage.url}/{directory}")
     return 0
 
@@ -79,12 +93,16 @@ def _export(given: argparse.Namespace) -> int:
     """Write a checkpoint for transformers, with the files of its tokenizer if there are any."""
     most = _bytes(given.shard)
     storage, directory, manifest = _newest(given.url)
+    manifest = with_averages(manifest) if given.averaged else manifest
     like = SavedModel(given.like, "--like").config if given.like else None
-    found = exportable(storage, directory, manifest, given.family, given.dtype, like)
-    more = tokenizer_files(given.tokenizer or given.like, manifest.meta.corpus, found.model.length)
+    length = stored_model(manifest.meta.identity).length
+    like_its = given.like if has_tokenizer(given.like) else ""
+    more = to_export(given.tokenizer or like_its, storage, directory, manifest, length)
+    vocabulary = vocabulary_in(more)
+    found = exportable(storage, directory, manifest, given.family, given.dtype, like, vocabulary)
     folder = open_storage(given.folder, "folder")
     names = export_model(found, folder, most, more)
-    if not more:
+    if not vocabulary:
         print("without a tokenizer: --tokenizer PATH or --like FOLDER takes one along")
     print(f"{directory}: {found.family.architecture} in {bare_url(given.folder)}: {', '.join(names)}")
     return 0

@@ -19,6 +19,8 @@ from platform.checkpoint.moves.reshard import read_tensor
 from platform.checkpoint.storage.manifest import Manifest
 from platform.checkpoint.storage.storage import Storage
 from platform.config.fields import ConfigError, Model, violation
+from platform.data.vocabulary import Vocabulary
+from platform.weights.beside import token_ids
 from platform.weights.families.family import Family
 from platform.weights.families.keys import Found, Free
 from platform.weights.folder import CONFIG, INDEX, SINGLE
@@ -67,16 +69,23 @@ class Exportable:
 
 
 def exportable(
-    storage: Storage, directory: str, manifest: Manifest, family: str = "", dtype: str = "", like: Found | None = None
+    storage: Storage,
+    directory: str,
+    manifest: Manifest,
+    family: str = "",
+    dtype: str = "",
+    like: Found | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> Exportable:
     """Find out as what a checkpoint can be exported. `family`: the one to take, "" for the first that expresses it;
-    `dtype`: the element type of all tensors, "" for theirs; `like`: a config.json that says what our words do not, such
-    as ids of special tokens. Raises ConfigError with a line for each mistake."""
+    `dtype`: the element type of all tensors, "" for theirs; `like`: a config.json that says what our words do not;
+    `vocabulary`: that of its tokenizer, which says ids of special tokens. Raises ConfigError with a line for each
+    mistake."""
     model = stored_model(manifest.meta.identity)
     source = like if like is not None else manifest.meta.values.get(SOURCE)
     if source is not None and not isinstance(source, dict):
         raise ConfigError(violation("checkpoint", directory, f"its {SOURCE} is no config.json"))
-    config = _config(model, family, source, bool(manifest.meta.corpus))
+    config = _config(model, family, source, token_ids(vocabulary, model))
     found = Exportable(storage, directory, manifest, model, family_of(config), config, dtype)
     if wrong := [*_lacking(found)]:
         raise ConfigError(wrong)
@@ -85,14 +94,14 @@ def exportable(
     return found
 
 
-def _config(model: Model, family: str, source: Found | None, own_tokens: bool) -> dict[str, Any]:
+def _config(model: Model, family: str, source: Found | None, ids: Found) -> dict[str, Any]:
     """Return the config.json of a model: that of its `source` if it still says what the model is, else a new one with
-    what else the source says. `own_tokens`: its tokenizer is ours, in which the id 0 begins and ends documents."""
+    what else the source says, or else the `ids` of special tokens."""
     if source is not None and (not family or source.get("model_type") == family) and _says(source, model):
         return dict(source)
     chosen = expressing(model, family)
     config = config_of(model, chosen)
-    free = {"bos_token_id": 0, "eos_token_id": 0} if own_tokens else {}
+    free = dict(ids)
     if source is not None:
         free = {key: value for key, value in source.items() if _is_free(chosen, key)}
     return {**config, **{key: value for key, value in free.items() if key in config or key.endswith("_token_id")}}

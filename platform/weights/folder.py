@@ -21,7 +21,7 @@ from platform.checkpoint.interchange import ForeignTensor, read_header, split_fi
 from platform.checkpoint.storage.manifest import Name, Refused
 from platform.checkpoint.storage.storage import Storage, open_storage
 from platform.config.fields import ConfigError, violation
-from platform.weights.names import Part, Stored
+from platform.weights.names import MatrixPart, Stored
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 LARGEST_CONFIG, LARGEST_INDEX = 1 << 20, 64 << 20  # bytes
@@ -49,7 +49,8 @@ class Place(NamedTuple):
 
 class SavedModel:
     """Model as transformers saves it, at a path or URL `source`: a folder, or one safetensors file beside a
-    config.json. `config`: its config.json; `tensors`: name -> (file, description).
+    config.json. `config`: its config.json; `tensors`: name -> (file, description); `place`: the path or URL of its
+    folder.
 
     Raises ConfigError, in one line that names `key` and the source, for what cannot be read or is malformed.
     """
@@ -58,12 +59,18 @@ class SavedModel:
         self.url, self._key = bare_url(source), key
         try:
             self._folder, only = _opened(source)
+            self.place = source.rstrip("/").rpartition("/")[0] or "." if only else source
             there = self._folder.list("")
             self.config = self._config(there)
             files = [only] if only else self._files(there)
             self.tensors = dict(self._headers(files))
         except (Malformed, Refused, OSError) as error:
             raise self.refused(str(error)) from None
+
+    def small(self, name: str) -> bytes:
+        """Return a small file of the folder, b"" if it is not there or is larger than a config.json may be."""
+        size = self._folder.list("").get(name, 0)
+        return bytes(self._folder.read(name)) if 0 < size <= LARGEST_CONFIG else b""
 
     def refused(self, why: str) -> ConfigError:
         """Return the refusal of this source for the reason `why`."""
@@ -180,13 +187,13 @@ def _opened(source: str) -> tuple[Storage, str]:
     return open_storage(source, "source"), ""
 
 
-def _unit(part: Part) -> int:
+def _unit(part: MatrixPart) -> int:
     """Return the columns of a part that a cut along its first dim of columns moves by: those of a head where its
     columns are heads."""
     return prod(part.shape[2:]) if part.rows == part.shape[0] else 1
 
 
-def _columns(part: Part, a: int, b: int) -> Box:
+def _columns(part: MatrixPart, a: int, b: int) -> Box:
     """Return the box of columns [a, b) of a part."""
     if part.rows == part.shape[0] and len(part.shape) > 2:  # [d_model, heads, d_kv]
         unit = prod(part.shape[2:])

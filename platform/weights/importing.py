@@ -9,6 +9,7 @@ from typing import Any
 
 from platform.checkpoint.blocks.placement import Piece
 from platform.checkpoint.interchange import store_pieces
+from platform.checkpoint.storage.carried import CarriedFiles
 from platform.checkpoint.storage.manifest import Meta
 from platform.checkpoint.storage.storage import Storage
 from platform.config.fields import ConfigError, Model
@@ -97,9 +98,9 @@ def _unequal(saved: SavedModel, repeated: Sequence[tuple[str, str]], there: dict
         yield f"names: {', '.join(apart)}, to which this config.json ties it"
 
 
-def import_model(found: Importable, storage: Storage) -> str:
+def import_model(found: Importable, storage: Storage, carried: CarriedFiles | None = None) -> str:
     """Make a checkpoint of an importable model on `storage`, block by block, in the element types of its files; return
-    the checkpoint's directory."""
+    the checkpoint's directory. `carried`: files that it carries, such as the tokenizer's."""
     shapes = {f"model.{part.name}": part.shape for stored, _ in found.tensors for part in stored.parts}
     model = {key: value for key, value in vars(found.model).items() if key != "source"}
     meta = Meta(
@@ -112,4 +113,4 @@ def import_model(found: Importable, storage: Storage) -> str:
         plan={},
         values={SOURCE: found.saved.config},
     )
-    return store_pieces(storage, found.pieces, found.saved.fetch, shapes, meta)
+    return store_pieces(storage, found.pieces, found.saved.fetch, shapes, meta, carried)

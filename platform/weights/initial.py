@@ -16,6 +16,7 @@ from platform.checkpoint.storage.manifest import Refused
 from platform.checkpoint.storage.read import stored_pieces
 from platform.checkpoint.storage.storage import open_storage
 from platform.config.fields import Config, ConfigError, Model, violation
+from platform.weights.averages import with_averages
 from platform.weights.folder import CONFIG
 from platform.weights.importing import importable
 from platform.weights.names import parameters_of
@@ -41,11 +42,15 @@ def initial_weights(config: Config) -> InitialWeights:
     line for each kind of mistake, all names in it: tensors that are missing, foreign or of another shape."""
     url = config.train.init
     if url.rstrip("/").endswith(".safetensors") or CONFIG in _listed(url):
+        if config.train.init_averaged:
+            raise ConfigError(
+                violation("train.init_averaged", True, f"{bare_url(url)} is no checkpoint of a run", [False])
+            )
         found = importable(url, KEY, config.model)
         pieces = [piece for some in found.pieces for piece in some]
         there = Model(**model_keys(found.saved.config, found.saved.tensors))
         return InitialWeights(bare_url(url), 2, pieces, found.saved.fetch, _differences(there, config.model))
-    return _of_checkpoint(url, config.model)
+    return _of_checkpoint(url, config.model, config.train.init_averaged)
 
 
 def _listed(url: str) -> dict[str, int]:
@@ -58,8 +63,9 @@ def _listed(url: str) -> dict[str, int]:
     raise ConfigError(violation(KEY, bare_url(url), why))
 
 
-def _of_checkpoint(url: str, model: Model) -> InitialWeights:
-    """Return the weights of the checkpoint that a URL names, or of the newest good one in the storage."""
+def _of_checkpoint(url: str, model: Model, averaged: bool) -> InitialWeights:
+    """Return the weights, or the averages of them, of the checkpoint that a URL names, or of the newest good one in the
+    storage."""
     at, name = catalogue.split_url(url)
     storage = open_storage(at, KEY)
     try:
@@ -70,6 +76,7 @@ def _of_checkpoint(url: str, model: Model) -> InitialWeights:
                 raise Refused(reasons or f"holds neither a checkpoint nor a {CONFIG}")
             name = found.directory
         manifest = catalogue.load_manifest(storage, name)
+        manifest = with_averages(manifest) if averaged else manifest
     except (Refused, OSError) as error:
         raise ConfigError(violation(KEY, bare_url(url), str(error))) from None
     wanted, turned = parameters_of(model), manifest.meta.format == 1

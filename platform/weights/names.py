@@ -14,7 +14,7 @@ from platform.weights.families.family import Family, TensorRow
 
 
 @dataclass(frozen=True)
-class Part:
+class MatrixPart:
     """Parameter of ours, and the matrix that transformers sees in it: `rows` are what its product adds, `columns` what
     it contracts. A vector has one column. `turned`: checkpoints of format 1 have its last dim first."""
 
@@ -31,7 +31,7 @@ class Stored:
     another; `turned`: stored with columns first."""
 
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[MatrixPart, ...]
     turned: bool
 
     @property
@@ -77,11 +77,11 @@ def _expanded(rows: Sequence[TensorRow], layers: int) -> Iterator[tuple[str, lis
                 yield row.theirs.replace("{i}", str(i)), [name.replace("{i}", str(i)) for name in row.ours], row
 
 
-def _part(p: Parameter, shape: tuple[int, ...], vector: bool) -> Part:
+def _part(p: Parameter, shape: tuple[int, ...], vector: bool) -> MatrixPart:
     if vector or len(shape) == 1:
-        return Part(p.name, shape, prod(shape), 1, p.turned)
+        return MatrixPart(p.name, shape, prod(shape), 1, p.turned)
     rows = shape[0] if p.role == "out" else prod(shape[:-1])
-    return Part(p.name, shape, rows, prod(shape) // rows, p.turned)
+    return MatrixPart(p.name, shape, rows, prod(shape) // rows, p.turned)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from platform.config.bounds import wrong_values
 from platform.config.checks import wrong_configuration
-from platform.config.fields import Config, ConfigError, Model, closest, violation
+from platform.config.fields import Config, ConfigError, Data, Model, closest, violation
 from platform.weights.families.family import Family
 from platform.weights.families.keys import Found, Inexpressible, Rule, told
 from platform.weights.families.known import COMMON, FAMILIES
@@ -62,7 +62,7 @@ def model_keys(found: Found, names: Iterable[str] = ()) -> dict[str, Any]:
 
 def _impossible(m: Model) -> list[str]:
     """Return one refusal line for each key of a model that is illegal, by itself or beside others."""
-    config = Config(model=m)
+    config = Config(model=m, data=Data(document_mask=m.within_documents))
     lines = [line for key, lines in wrong_values(config).items() if key.startswith("model.") for line in lines]
     return lines or [line for line in wrong_configuration(config) if line.startswith("model.")]
 

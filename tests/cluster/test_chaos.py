@@ -97,6 +97,7 @@ def test_replicas_go_one_by_one(tmp_path, survives):
     assert [row["world_size"] for row in chaos.rows(config)] == [4, 4, 3, 3, 2, 2, 1, 1]
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("warm_workers")
 def test_neighbours_that_die_at_once_leave_what_they_held_to_the_others(tmp_path, survives, monkeypatch):
     """Under ZeRO-1, where each rank alone has a quarter of the moments, no copy of it was sent to anybody. The others

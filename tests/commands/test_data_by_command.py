@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +45,9 @@ def place(tmp_path_factory) -> Path:
     (root / "a.txt").write_text("".join(f"line {i} of a text, {i * i} sheep\n" for i in range(1500)))
     rows = ({"body": f"record {i}: " + f"{i} wolves and {i + 1} sheep. " * 12} for i in range(120))
     (root / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    roles = ("user", "assistant")
+    talks = ([{"role": role, "content": f"{i} {role} sheep"} for role in roles] for i in range(200))
+    (root / "c.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
     return root
 
 
@@ -51,27 +57,41 @@ MIXTURE = (
 ).split()
 
 
+PACKED = [*MIXTURE, "data.packing=best_fit", "data.document_mask=true"]
+TALKS = [*PACKED, "data.sources.c.path=c.jsonl", "data.sources.c.kind=instructions", "data.sources.c.field=messages",
+         "data.sources.c.weight=0.5", "data.chat_template=chatml"]  # fmt: skip
+KINDS = {"mixture": MIXTURE, "packed": PACKED, "instructions": TALKS}
+
+
 @pytest.fixture(scope="module")
-def mixed(place) -> list[dict]:
-    """Six steps on a mixture by one process, in one go."""
-    return train(place, *MIXTURE, *ONE, "run.dir=whole")
+def whole(place) -> Callable[[str], list[dict]]:
+    """Six steps on a kind of data by one process, in one go."""
+    return cache(lambda kind: train(place, *KINDS[kind], *ONE, f"run.dir={kind}-whole"))
 
 
-def test_a_mixture_is_the_same_run_under_other_plans_and_after_a_failure(place, mixed):
-    first = train(place, *MIXTURE, *TWO, "train.stop_at=2", "run.dir=parts")
+@pytest.mark.parametrize(
+    "kind", ["instructions", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("mixture", "packed"))]
+)
+def test_it_is_the_same_run_under_other_plans_and_after_a_failure(place, whole, kind):
+    run = f"run.dir={kind}-parts"
+    first = train(place, *KINDS[kind], *TWO, "train.stop_at=2", run)
     assert [row["step"] for row in first] == [1, 2]
-    found = train(place, *MIXTURE, *SPLIT, "elastic.faults=[4:kill:1]", "elastic.min_workers=1", "run.dir=parts")
-    equal(found, mixed)
-    assert set(found[2]["val_losses"]) == {"a", "b"} and found[2]["val_losses"]["a"] != found[2]["val_losses"]["b"]
-    happened = [event["event"] for event in JsonLines.read(place / "parts" / "journal.jsonl")]
+    found = train(place, *KINDS[kind], *SPLIT, "elastic.faults=[4:kill:1]", "elastic.min_workers=1", run)
+    equal(found, whole(kind))
+    happened = [event["event"] for event in JsonLines.read(place / f"{kind}-parts" / "journal.jsonl")]
     assert "failure" in happened and happened.count("restored") >= 1
 
 
-def test_the_samples_are_those_of_its_sources(place, mixed):
+def test_each_source_has_a_validation_of_its_own(whole):
+    losses = whole("instructions")[2]["val_losses"]
+    assert set(losses) == {"a", "b", "c"} and len(set(losses.values())) == 3
+
+
+def test_the_samples_are_those_of_its_sources(place, whole):
     """Another weight is another run: the loss tells."""
     other = [a.replace("0.7", "0.2") for a in MIXTURE]
-    assert train(place, *other, *ONE, "train.stop_at=1", "run.dir=other")[0]["loss"] != mixed[0]["loss"]
-    done = in_this_process(QUICK, *SMALL, *FIXED, "data.cache=cache", *other, *ONE, "run.dir=whole", cwd=place)
+    assert train(place, *other, *ONE, "train.stop_at=1", "run.dir=other")[0]["loss"] != whole("mixture")[0]["loss"]
+    done = in_this_process(QUICK, *SMALL, *FIXED, "data.cache=cache", *other, *ONE, "run.dir=mixture-whole", cwd=place)
     assert done.returncode == 2 and "data.sources.a.weight: 0.7 there, 0.2 here" in done.stderr
 
 
@@ -99,3 +119,69 @@ def test_bad_files_of_a_mixture_end_with_one_line_each(tmp_path):
     lines = refused("data=mixture", *given, "data.cache=cache", cwd=tmp_path)
     assert [line.partition("=")[0] for line in lines] == [f"config: data.sources.s{i}.path" for i in range(len(BAD))]
     assert np.all([reason in line for line, (_, _, reason) in zip(lines, BAD.values(), strict=True)])
+
+
+APART = {
+    "model.within_documents=true": "data.document_mask=true",
+    "data.document_mask=true model.within_documents=false": "nearest legal: true, data.document_mask=false",
+    "data.document_mask=true data=synthetic": "data=synthetic has no documents",
+    "data.packing=best_fit data=synthetic": "data=synthetic has no documents",
+    "data.packing=best_fit model.kind=encoder": "data.objective=masked does not read it",
+    "data.document_mask=true model.kind=encoder": "model.kind=encoder has no such attention",
+    "data=instructions data.path=c.jsonl model.kind=encoder": "data.objective=masked: learns of prompts too",
+    "data.packing=worst_fit": "nearest legal: best_fit",
+}
+
+
+@pytest.mark.parametrize("given", APART)
+def test_what_does_not_go_together_is_refused(tmp_path, given):
+    lines = refused(*given.split(), "run.dir=run", cwd=tmp_path)
+    assert any(APART[given] in line for line in lines), lines
+
+
+OWN = """
+from platform.api import register_objective
+from platform.data.objectives import Causal
+
+class Continued(Causal):
+    def batch(self, stream, index, keys):
+        found = super().batch(stream, index, keys)
+        labels = found["labels"].copy()
+        labels[:, : self.length // 2] = -1
+        return {**found, "labels": labels}
+    def predicted(self, stream, index):
+        return len(index) * (self.length - self.length // 2)
+
+class Silent(Causal):
+    def batch(self, stream, index, keys):
+        return {"tokens": super().batch(stream, index, keys)["tokens"]}
+
+class Short(Causal):
+    def batch(self, stream, index, keys):
+        return {name: rows[:, 1:] for name, rows in super().batch(stream, index, keys).items()}
+
+for name, kind in {"continued": Continued, "silent": Silent, "short": Short}.items():
+    register_objective(name, lambda s, kind=kind: kind(s.length, s.special, s.document_mask))
+register_objective("broken", lambda s: 1 / 0)
+"""
+WRONG = {
+    "silent": "makes no data tensor 'labels', which the model reads: tokens",
+    "short": "makes 'tokens' as int64 of shape [1, 15] for one sample; the model reads int64 [1, 16]",
+    "broken": "raises ZeroDivisionError: division by zero",
+    "missing": "nearest legal: ",
+}
+
+
+def test_an_objective_of_ones_own(place, tmp_path, monkeypatch):
+    """It learns the second half of every sample; one process and two have the same losses."""
+    (tmp_path / "own_goals.py").write_text(OWN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    given = ["extend=[own_goals]", "data=text", "data.path=a.txt", "train.stop_at=2"]
+    found = train(place, *given, "data.objective=continued", *ONE, "run.dir=own-one")
+    equal(train(place, *given, "data.objective=continued", *TWO, "run.dir=own-two"), found)
+    assert train(place, *given, *ONE, "run.dir=own-causal")[0]["loss"] != found[0]["loss"]
+    for name, reason in WRONG.items():
+        more = ["data.cache=cache", f"data.objective={name}", *ONE, "run.dir=wrong"]
+        [line] = refused(*given, *more, cwd=place)
+        assert line.startswith(f"config: data.objective={name}: ") and reason in line, line

@@ -79,8 +79,9 @@ def test_a_killed_driver_leaves_no_orphans_and_the_same_command_goes_on(start, t
     assert gone(inside, ORPHAN_SECONDS)
     print(f"orphans were gone {time.monotonic() - killed:.2f} s after their driver")
     process.wait()
+    monkeypatch.setenv("STEP_SECONDS", "0")
     finish(start(*arguments))
-    finish(start(*arguments[1:], "run.dir=alone"))
+    finish(start(*arguments[1:], "run.dir=alone", "cluster=processes"))
     found, expected = rows(run), rows(tmp_path / "alone")
     assert [row["samples"] for row in found] == [[4 * k, 4 * k + 4] for k in range(20)]
     for row, other in zip(found, expected, strict=True):

@@ -42,7 +42,10 @@ def test_the_configuration_is_shown(capsys):
     assert main(["--cfg", "job", "--resolve", QUICK, "train.steps=7"]) == 0
     assert "steps: 7\n" in capsys.readouterr().out
     assert main([QUICK, "--cfg", "job", "--package", "eval", "seed=3"]) == 0  # flags and keys in any order
-    assert capsys.readouterr().out == "every: 50\nbatches: 4\n"
+    assert (
+        capsys.readouterr().out
+        == "every: 50\nbatches: 4\naveraged: false\npatience: 0\nleast_gain: 0.0\nprompts: []\nprompt_tokens: 32\n"
+    )
     assert main(["--cfg", "job", "-p", "trian", QUICK]) == 2
     assert capsys.readouterr().err.startswith("config: --package=trian: no such part; nearest legal: train")
 

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from platform.config.fields import Data
-from platform.data.tokens.kinds import KINDS
+from platform.data.tokens.entry import KINDS
 
 
 @pytest.fixture

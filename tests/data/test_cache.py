@@ -10,7 +10,7 @@ import pytest
 
 from platform.config.fields import ConfigError
 from platform.data.corpus import open_corpus
-from platform.data.tokens import cache, kinds
+from platform.data.tokens import cache, entry
 
 SIZES = {"length": 32, "vocab": 400, "seed": 0}
 
@@ -22,14 +22,14 @@ def _entry(data) -> Path:
 
 def _build_together(data, barrier, results):
     """In a process of its own: publish only when the other process has built, too."""
-    write = kinds.KINDS["text"].write
+    write = entry.KINDS["text"].write
 
     def slow(*args):
         description = write(*args)
         barrier.wait()
         return description
 
-    kinds.KINDS["text"] = replace(kinds.KINDS["text"], write=slow)
+    entry.KINDS["text"] = replace(entry.KINDS["text"], write=slow)
     made = open_corpus(data, **SIZES)
     results.put((made.digest, made.batch("train", 0, 4)["labels"].tolist()))
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from platform.config.fields import ConfigError, Data
-from platform.data.corpus import check_data, open_corpus
+from platform.data.corpus import open_corpus
+from platform.data.data_checks import check_data
 from platform.data.sources import data_files
 from platform.data.sources.texts import files_of, read_documents
 

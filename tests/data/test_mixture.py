@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from platform.config.fields import Config, ConfigError, Data
-from platform.data.corpus import Corpus, SourceTokens, check_data, open_corpus
+from platform.data.corpus import Corpus, SourceTokens, open_corpus
+from platform.data.data_checks import check_data
 from platform.data.mixture import DataSource, paths_of, set_path, shares_of, sources_of, turns
 from platform.data.objectives import Causal
 
@@ -51,7 +52,7 @@ def test_the_order_of_turns_never_changes():
     assert turns([1], np.arange(5))[1].tolist() == [0, 1, 2, 3, 4]
 
 
-GOLDEN = [2, 0, 2, 0, 1, 0, 2, 0, 2, 0, 1, 0]
+GOLDEN = [0, 2, 0, 2, 0, 1, 0, 2, 0, 2, 0, 1]
 
 
 def sources(*given: dict) -> list[DataSource]:
@@ -90,7 +91,7 @@ class Numbers:
 def corpus_of(sizes: list[int], parts: list[int], seed: int, length: int = 4) -> Corpus:
     streams = [{"train": Numbers(i, n), "validation": Numbers(i, 9)} for i, n in enumerate(sizes)]
     found = tuple(SourceTokens(f"s{i}", stream, f"digest {i}") for i, stream in enumerate(streams))
-    return Corpus(10**7, Causal(length), seed, found, tuple(parts), lambda text: [], lambda ids: "")
+    return Corpus(10**7, Causal(length), seed, found, tuple(parts), lambda text: [], lambda ids: "", -1)
 
 
 @st.composite
@@ -207,7 +208,32 @@ def test_a_held_out_split_of_each_source_s_own(two):
     assert list(corpus.validations) == ["b"]
 
 
+def test_a_source_that_is_held_out_as_a_whole(two):
+    """It is a validation set of its own: no sample of it is trained on, and it does not count in the mean."""
+    two.sources["b"]["validation"] = 1
+    corpus = open_corpus(two, **SIZES)
+    a, b = corpus.parts
+    assert corpus.shares == (1, 0) and len(b.streams["train"]) == 0
+    held = corpus.batch("validation/b", 0, 2)["tokens"]
+    assert corpus.validations["b"] == ("validation/b", 0) and corpus.validations["a"][1] == 1
+    trained = corpus.batch("train", 0, 3 * corpus.samples["train"])["tokens"]
+    assert not {tuple(row) for row in held} & {tuple(row) for row in trained}
+    two.sources["a"]["validation"] = 0
+    assert open_corpus(two, **SIZES).validations == {"b": ("validation/b", 1)}
+
+
+def test_turns_without_a_share_are_left_out():
+    source, count = turns([0, 2, 0, 1], range(30))
+    without, same = turns([2, 1], range(30))
+    assert np.array_equal(source, np.array([1, 3])[without]) and np.array_equal(count, same)
+
+
 WRONG = {
+    "all held out": ({"a": {"path": "x", "validation": 1}}, "data.sources: all of them are held out"),
+    "a weight of what is held out": (
+        {"a": {"path": "x"}, "b": {"path": "x", "validation": 1, "weight": 2}},
+        "data.sources.b.weight=2: data.sources.b.validation=1: all of it is held out",
+    ),
     "no sources": ({}, "data.sources: data=mixture needs sources"),
     "a name with a dot": ({"a.b": {"path": "x"}}, "data.sources=a.b: the name of a source"),
     "a list": ({"a": ["x"]}, "data.sources.a=['x']: must be keys with values"),

@@ -8,9 +8,8 @@ import pytest
 from platform.config.fields import Config, ConfigError, Data, Model
 from platform.data.corpus import corpus_of, open_corpus
 from platform.data.objectives import SpanDenoising
-from platform.data.tokenizer import END_OF_TEXT
 
-VOCAB = 400
+VOCAB, END_OF_TEXT = 400, 0
 SHAPES = {
     "causal": {"length": 32},
     "masked": {"length": 32},

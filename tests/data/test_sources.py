@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from platform.config.fields import ConfigError, Data
-from platform.data.corpus import check_data, open_corpus
+from platform.data.corpus import open_corpus
+from platform.data.data_checks import check_data
 from platform.data.sources.texts import read_documents, stdlib_files, text_files
 
 

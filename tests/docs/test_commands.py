@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import pytest
 import yaml
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 from platform import doctor, launch
 from platform.checkpoint.__main__ import main as inspect_checkpoint
@@ -24,6 +26,9 @@ from platform.cluster import driver
 from platform.cluster.run import resources
 from platform.cluster.run.devices import device_of
 from platform.config.fields import ConfigError
+from platform.data.__main__ import main as prepare_data
+from platform.evaluate import main as measure
+from platform.generate import main as write_answers
 from platform.jobs.__main__ import main as write_job
 from platform.plan.__main__ import main as explain_plan
 from platform.plan.reports.describe import describe
@@ -98,6 +103,8 @@ def answers(status: int, typed: Typed, bench: Bench) -> None:
 def launches(typed: Typed, arguments: str, bench: Bench) -> None:
     if "model.source=mine/hf" in arguments:
         exported(bench)
+    if "data.path=pages-train.bin" in arguments:
+        prepares(typed, next(t.command for t in COMMANDS if " convert megatron pages" in t.command)[24:], bench)
     answers(launch.main(shlex.split(arguments)), typed, bench)
 
 
@@ -147,6 +154,39 @@ def converts(typed: Typed, arguments: str, bench: Bench) -> None:
 
 def neutral(line: str) -> str:
     return re.sub(r"\b[0-9a-f]*\d[\w.,+]*\b", "N", line).replace("  ", " ")
+
+
+def prepares(typed: Typed, arguments: str, bench: Bench) -> None:
+    """Run a command on data, with a cache of its own."""
+    bench.monkeypatch.setenv("XDG_CACHE_HOME", str(bench.here / "cache"))
+    assert prepare_data(shlex.split(arguments)) == launch.DONE
+    bench.capfd.readouterr()
+
+
+def asks(typed: Typed, arguments: str, bench: Bench) -> None:
+    """Let the model of a kept run write, under any plan, in ranks of this machine."""
+    asked(write_answers, typed, arguments, bench)
+
+
+def measures(typed: Typed, arguments: str, bench: Bench) -> None:
+    """Measure the model of a kept run."""
+    asked(measure, typed, arguments, bench)
+
+
+def asked(command: Callable[..., int], typed: Typed, arguments: str, bench: Bench) -> None:
+    """Run a command on a kept run, whose model has a tokenizer put beside it, as it has been trained on random
+    tokens."""
+    exported(bench)
+    [kept] = (ROOT / "tests").glob("commands/kept_runs/*/run")
+    shutil.copytree(kept, "mine/run")
+    words = Tokenizer(BPE({"d": 0, "e": 1, "f": 2, "<|endoftext|>": 3}, [], unk_token="<|endoftext|>"))
+    words.add_special_tokens(["<|endoftext|>"])
+    words.save("words.json")
+    more = ["data.tokenizer=words.json"] if command is write_answers else []
+    refused = any(line.startswith("generate: ") for line in typed.shown)
+    assert command([*shlex.split(arguments), *more]) == (launch.REFUSED if refused else launch.DONE)
+    out, error = bench.capfd.readouterr()
+    assert error.splitlines() == list(typed.shown) if refused else out or "--out" in arguments
 
 
 def is_a_target(typed: Typed, arguments: str, bench: Bench) -> None:
@@ -228,8 +268,11 @@ KINDS: dict[str, Callable[..., None]] = {  # what a command looks like -> the ch
     r"python -m platform\.plan ([^|]* \| grep .*)": is_generated,
     r"python -m platform\.checkpoint (.*)": inspects,
     r"python -m platform\.doctor (.*)": examines,
+    r"python -m platform\.data (.*)": prepares,
     r"ray job submit --working-dir \. -- python -m platform\.launch (.*)": launches,
     r"python -m platform\.weights (.*)": converts,
+    r"python -m platform\.generate (.*)": asks,
+    r"python -m platform\.evaluate (.*)": measures,
     r"torchrun (.*)": starts_processes,
     r"make (.*)": is_a_target,
     r"cat (.*)": is_shown,

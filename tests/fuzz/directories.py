@@ -41,7 +41,7 @@ def checked(world: World) -> bool:
     before = sorted(os.listdir(world.run))
     try:
         directory.check(world.config)
-        directory.finished(9)
+        directory.finished(9, world.config.eval)
     except ConfigError as error:
         told(error)
         return False

@@ -25,6 +25,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {  # kind -> its own fields, as they are i
     "formed": {"workers": [{"rank": 0, "coordinates": {"data": 0}, "pid": 7, "node": "n", "number": 0}]},
     "initialised": {"weights": "mine/hf", "differences": ["model.length: 12, theirs 16"], "seconds": 0.5},
     "restored": {"step": 8, "source": "memory", "seconds": 0.25},
+    "sampled": {"step": 8, "prompt": "A wolf", "text": "A wolf and two sheep"},
+    "learned_out": {"step": 8, "best_step": 4, "best_loss": 2.5},
     "rolled_back": {"step": 8, "steps_lost": 0, "lost_seconds": 0.0},
     "running": {"step": 9, "parameters_per_worker": 1128},
     "first_step": {"step": 1},

@@ -16,11 +16,12 @@ from torch import Tensor
 from platform.config.fields import Branch, Config, Pipeline
 from platform.config.fields import Model as ModelConfig
 from platform.config.fields import Tensor as TensorConfig
+from platform.data.tokenizers.specials import SpecialIds
 from platform.parallel.communicator.base import Communicator, Launch, SingleRank
 from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import communication
 from platform.plan.schedule.rows import stage_rows
-from platform.planning.choose_schedule import schedule_of
+from platform.planning.choose_schedule import schedules_of
 from platform.planning.make_plan import make_plan
 from platform.train.protocol.answers import Differences
 from platform.train.step.trainer import Trainer
@@ -45,6 +46,7 @@ MODELS: dict[str, dict[str, Any]] = {
                "positions": "rope", "rope_scaling": "llama3", "rope_factor": 4.0, "rope_original_length": 8,
                "bias": False, "attention_bias": "qkv", "query_key_norm": True, "tied": False, "head_bias": True,
                "window": 5, "window_layers": [1], "within_documents": True},
+    "packed_gpt": {"within_documents": True, "layers": 1},
     "whole_bert": {"kind": "encoder", "post_norm": True, "norm_eps": 1e-2, "embedding_norm": True, "segments": 3,
                    "activation": "gelu_tanh", "head_transform": True, "head_bias": True, "layers": 1},
     "whole_t5": {"kind": "encoder_decoder", "norm": "rmsnorm", "norm_eps": 1e-2, "positions": "relative",
@@ -100,6 +102,7 @@ class Tokens:
     """A corpus of pseudo-random tokens, with padding and labels that do not count unless the model is a decoder."""
 
     validations: ClassVar = {"": ("validation", 1)}
+    special = SpecialIds()
 
     def __init__(self, c: Config):
         self.model, self.vocab = c.model, c.model.vocab
@@ -116,7 +119,7 @@ class Tokens:
             begin = np.sort(draw.integers(0, c.length, 2))
             place = np.arange(c.length)
             begins = np.where(place < begin[0], 0, np.where(place < begin[1], begin[0], begin[1]))
-            return {"tokens": row[:-1], "labels": row[1:], "begins": begins}
+            return {"tokens": row[:-1], "labels": row[1:], "begins": begins, "positions": place - begins}
         source = draw.integers(0, self.vocab, c.source_length or c.length)
         source[draw.integers(1, len(source) + 1) :] = -1
         end = draw.integers(1, c.length + 1)
@@ -156,7 +159,7 @@ class Result:
 def trainer_of(c: Config, plan: Plan, communicator: Communicator, corpus: Any = None, fresh: bool = True) -> Trainer:
     """A rank's trainer, with the rows that the driver would hand it."""
     stage = communicator.coordinates["stage"]
-    rows = stage_rows(schedule_of(c, c.parallel.data))[stage]
+    rows = stage_rows(schedules_of(c, c.parallel.data))[stage]
     return Trainer(c, plan, communicator, corpus or Tokens(c), rows, fresh)
 
 

@@ -101,10 +101,13 @@ def feed_forward(c: Model, w: Weights, name: str, x: Tensor) -> Tensor:
     return y + w[f"{name}.down_bias"] if c.bias else y
 
 
-def embed(c: Model, w: Weights, prefix: str, tokens: Tensor, segments: Tensor | None = None) -> Tensor:
+def embed(
+    c: Model, w: Weights, prefix: str, tokens: Tensor, segments: Tensor | None = None, begins: Tensor | None = None
+) -> Tensor:
     x = F.embedding(tokens.clamp(min=0), w["embedding"])
     if c.positions == "learned":
-        x = x + w[f"{prefix}position"]
+        own = c.within_documents and begins is not None
+        x = x + (w[f"{prefix}position"][torch.arange(tokens.shape[1]) - begins] if own else w[f"{prefix}position"])
     if c.positions == "sinusoidal":
         table = torch.empty(tokens.shape[1], c.d_model, dtype=x.dtype)
         for position in range(tokens.shape[1]):
@@ -157,7 +160,8 @@ def logits(c: Model, w: Weights, data: Mapping[str, Tensor]) -> Tensor:
     """[batch, length, vocab] of data tensors [batch, length]."""
     tokens = data["tokens"]
     if c.kind == "decoder":
-        x = stack(c, w, "", embed(c, w, "", tokens), None, begins=data.get("begins"))
+        begins = data.get("begins")
+        x = stack(c, w, "", embed(c, w, "", tokens, begins=begins), None, begins=begins)
     elif c.kind == "encoder":
         x = stack(c, w, "", embed(c, w, "", tokens, data.get("segments")), tokens < 0)
     else:

@@ -46,7 +46,9 @@ def test_every_declared_parameter_is_used(model):
     used = {p.name for o in recorder.operations for p in o.parameters}
     declared = [p.name for p in built.parameters()]
     assert len(set(declared)) == len(declared) and set(declared) == used
-    assert all(set(p.dims) <= {*DIMS, "buckets", "segments"} & set(built.sizes) for p in built.parameters())
+    assert all(
+        set(p.dims) <= {*DIMS, "buckets", "positions", "segments"} & set(built.sizes) for p in built.parameters()
+    )
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -65,7 +67,7 @@ def test_roles_decay_and_initial_values(model):
             assert p.init == ("ones" if p.name.endswith("gain") else "zeros"), p
         if p.role == "vector":
             assert p.dims[-1] == "d_model"
-        elif matrix and not {"vocab", "segments"} & {*p.dims} and not relative:
+        elif matrix and not {"vocab", "positions", "segments"} & {*p.dims} and not relative:
             assert p.dims.index("d_model") == (0 if p.role == "out" else len(p.dims) - 1), p
             assert p.turned == (p.role == "in" and p.name != "head_transform"), p  # which format 1 never had
 

@@ -44,7 +44,9 @@ def spans(schedule, rows, transfer=0.0, ahead=0.0):
 
 
 def timeline(schedule=SCHEDULE, rows=ROWS):
-    return Timeline(schedule, rows, [f"rank{s}[stage{s}]" for s in range(len(rows))], list(range(len(rows))))
+    return Timeline(
+        [schedule], [[row] for row in rows], [f"rank{s}[stage{s}]" for s in range(len(rows))], list(range(len(rows)))
+    )
 
 
 def test_waiting_is_no_computing():

@@ -9,7 +9,7 @@ from platform.parallel.communicator.base import Handle
 from platform.parallel.communicator.clock import Clock
 from platform.parallel.communicator.progress import PROGRESS
 from platform.plan.schedule.rows import stage_rows
-from platform.planning.choose_schedule import schedule_of
+from platform.planning.choose_schedule import schedules_of
 from platform.train.worker import Worker
 from tests.harness.oracle import configure
 
@@ -62,7 +62,7 @@ def test_a_generation_that_was_left_is_gone_and_the_next_one_is_the_same(tmp_pat
         worker.form(0, 1, c, ("127.0.0.1", 1), generation, [0])
         with pytest.raises(RuntimeError, match="still in the generation before"):
             worker.form(0, 1, c, ("127.0.0.1", 1), generation, [0])
-        worker.build(stage_rows(schedule_of(c, 1))[0].plain())
+        worker.build(stage_rows(schedules_of(c, 1))[0].plain())
         losses.append([worker.step(step).loss for step in (1, 2)])
         alive = [weakref.ref(worker.trainer), *map(weakref.ref, worker.trainer.weights.owned.values())]
         assert len(alive) > 10 and None not in [ref() for ref in alive]

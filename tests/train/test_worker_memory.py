@@ -13,7 +13,7 @@ from platform.checkpoint.blocks.box import Box
 from platform.checkpoint.blocks.placement import Block, HeldTensor, Share
 from platform.config.fields import Config
 from platform.plan.schedule.rows import stage_rows
-from platform.planning.choose_schedule import schedule_of
+from platform.planning.choose_schedule import schedules_of
 from platform.train.recovery.source import Formation, find_source
 from platform.train.worker import Worker
 from tests.harness.oracle import configure
@@ -39,7 +39,7 @@ def held_by(w: Worker) -> list[tuple[int, list[int]]]:
 
 def form(w: Worker, generation: int) -> Worker:
     w.form(0, 1, w.config, ("", 0), generation, [0])
-    w.build([row.plain() for row in stage_rows(schedule_of(w.config, 1))][0])
+    w.build([row.plain() for row in stage_rows(schedules_of(w.config, 1))][0])
     return w
 
 

@@ -1,22 +1,15 @@
-"""transformers, in a folder of its own under build/: installed on demand, without what it depends on. And models of it,
-small and random, of every family that we know."""
+"""Models of transformers, small and random, of every family that we know."""
 
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-FOLDER = Path(__file__).resolve().parents[2] / "build" / "transformers"
-VERSION = "5.23.0"
+from tests.harness.peers import peer
 
 LLAMA: dict[str, Any] = {
     "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 6,
@@ -80,27 +73,9 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def install() -> str:
-    """Install transformers into FOLDER unless it is there; return "", or why it cannot be had."""
-    if (FOLDER / f"transformers-{VERSION}.dist-info").is_dir():
-        return ""
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(FOLDER)]
-    done = subprocess.run([*pip, f"transformers=={VERSION}"], capture_output=True, text=True)
-    if done.returncode == 0:
-        return ""
-    return (done.stderr.strip().splitlines() or [f"pip ended with status {done.returncode}"])[-1]
-
-
 def transformers() -> Any:
     """Import transformers; skip the test if it cannot be had."""
-    if reason := install():
-        pytest.skip(f"transformers {VERSION}: {reason}")
-    if str(FOLDER) not in sys.path:
-        sys.path.append(str(FOLDER))
-    try:
-        found = import_module("transformers")
-    except ImportError as error:
-        pytest.skip(f"transformers {VERSION}: {error}")
+    found = peer("transformers")
     found.logging.set_verbosity_error()
     found.logging.disable_progress_bar()
     return found

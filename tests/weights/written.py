@@ -31,16 +31,20 @@ OURS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def tensors_of(name: str) -> dict[str, Tensor]:
+def tensors_of(name: str, **more: Any) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    tensors = stored_tensors(Model(**OURS[name]), FAMILIES[name])
+    tensors = stored_tensors(Model(**{**OURS[name], **more}), FAMILIES[name])
     return {t.name: torch.randn(t.shape, generator=generator) for t in tensors}
 
 
-def written(folder: Path, name: str, tensors: dict[str, Tensor] | None = None, **config: Any) -> Path:
-    """Write a model of the family `name`: its tensors, or others, and its config.json with more keys."""
+def written(
+    folder: Path, name: str, tensors: dict[str, Tensor] | None = None, ours: dict[str, Any] | None = None, **config: Any
+) -> Path:
+    """Write a model of the family `name`, with other keys of `ours`: its tensors, or others, and its config.json with
+    more keys."""
     folder.mkdir(parents=True, exist_ok=True)
-    found = config_of(Model(**OURS[name]), FAMILIES[name]) | config
+    keys = ours or {}
+    found = config_of(Model(**{**OURS[name], **keys}), FAMILIES[name]) | config
     (folder / "config.json").write_text(json.dumps(found))
-    save_file(tensors_of(name) if tensors is None else tensors, folder / "model.safetensors", {"format": "pt"})
+    save_file(tensors_of(name, **keys) if tensors is None else tensors, folder / "model.safetensors", {"format": "pt"})
     return folder

@@ -86,10 +86,12 @@ def planned_tensors(plan: Plan, kind: str, dtype: torch.dtype) -> list[HeldTenso
 
 def local_blocks(plan: Plan, kind: str, tensors: Mapping[str, Tensor], coordinates: Mapping[str, int]) -> list[Block]:
     """Return the tensors that one rank has of a kind of training state, as views: its blocks of the `planned_tensors`
-    of the same `kind`. `tensors`: parameter name -> local tensor of shape `plan.master_shape`; `coordinates`: the
-    rank's place in the mesh."""
+    of the same `kind`. `tensors`: parameter name -> local tensor of shape `plan.master_shape`, for all of which the
+    rank has something, or those of them that are trained; `coordinates`: the rank's place in the mesh."""
     out = []
     for p in plan.parameters:
+        if p.name not in tensors:
+            continue
         at = 0
         for box in _kept(plan, p, coordinates):
             flat = tensors[p.name].detach().view(-1)

@@ -8,8 +8,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
+from platform.checkpoint.storage.carried import CarriedFiles, hashes, write_carried
 from platform.checkpoint.storage.catalogue import begin, commit, discard, prune
 from platform.checkpoint.storage.lease import Lease, Superseded
 from platform.checkpoint.storage.manifest import Meta
@@ -52,12 +54,22 @@ class Saver:
     def busy(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def save(self, tensors: Mapping[str, Sequence[int]], meta: Meta, write: Write) -> None:
-        """Begin a save of what the workers' images hold. `tensors`: see `commit`. Must not be called while `busy`: the
-        images are still in use."""
+    def save(
+        self, tensors: Mapping[str, Sequence[int]], meta: Meta, write: Write, files: CarriedFiles | None = None
+    ) -> None:
+        """Begin a save of what the workers' images hold, with the `files` that the checkpoint carries. `tensors`: see
+        `commit`. Must not be called while `busy`: the images are still in use."""
         assert not self.busy, "one save at a time"
         self._cancelled.clear()
-        self._thread = threading.Thread(target=self._save, args=(tensors, meta, write), name="saver", daemon=True)
+        files = files or {}
+        meta = replace(meta, values={**meta.values, **hashes(files)})
+
+        def write_all(directory: str) -> Sequence[FileReport]:
+            reports = write(directory)
+            write_carried(self._storage, directory, files)
+            return reports
+
+        self._thread = threading.Thread(target=self._save, args=(tensors, meta, write_all), name="saver", daemon=True)
         self._thread.start()
 
     def cancel(self) -> None:

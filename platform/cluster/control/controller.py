@@ -22,6 +22,7 @@ from platform.cluster.crew.base.crew import Crew
 from platform.cluster.crew.base.failures import Failure, GaveUp, Member, Reform, WorkerFailed
 from platform.cluster.run.traces import NOTICE
 from platform.monitor import MetricsRow
+from platform.monitor.patience import learned_out
 from platform.monitor.records import events
 from platform.plan.reports.tier_traffic import tier_traffic, traffic_line
 from platform.train.protocol.answers import StepReport
@@ -125,8 +126,9 @@ class Controller:
         """Take, commit, evaluate and save one training step after another until the last. Raises Reform if another
         generation is needed or better."""
         every, first = self._config.eval.every, self.done + 1
+        self._end_early()
         self._save_if_due(crew, self.done)  # a failure or a signal may have left a save undone
-        for step in range(first, self._steps + 1):
+        while (step := self.done + 1) <= self._steps:
             start = perf_counter()
             reports, seconds = self._step(crew, generation, step)
             report = reports[0]
@@ -136,6 +138,7 @@ class Controller:
             if every and step % every == 0:
                 within = self._deadline(generation)  # per clock section, of which an evaluation may have many
                 losses = crew.call("evaluate", within=within)[0]
+                self._sample(crew, step, within)
             row = metrics_row(
                 report,
                 generation,
@@ -147,6 +150,8 @@ class Controller:
                 recovery_seconds=None if self._failed is None else perf_counter() - self._failed,
             )
             self._commit(generation, row, report.held)
+            if losses:
+                self._end_early()
             if step == first:
                 self._journal.write(events.FirstStep(step=step))
                 self._tell_traffic(generation)
@@ -154,6 +159,22 @@ class Controller:
             if step < self._steps:
                 self._reform_if_needed(crew, generation, report)
         self._checkpoints.finish(crew)
+
+    def _sample(self, crew: Crew, step: int, within: float) -> None:
+        """Let the model continue eval.prompts; tell the user and the journal what it makes of them."""
+        for prompt in self._config.eval.prompts:
+            text = crew.call("sample", self._config.eval.prompt_tokens, prompt, within=within)[0]
+            self._journal.write(events.Sampled(step=step, prompt=prompt, text=text))
+            self._monitor.say(f"after step {step}: {text!r}")
+
+    def _end_early(self) -> None:
+        """Make the last committed step the run's last if evaluations say that it learns no more."""
+        rows = self._monitor.rows() if self._config.eval.patience and self.done < self._steps else []
+        if best := learned_out(rows, self._config.eval):
+            self._steps = self.done
+            self._journal.write(events.LearnedOut(step=self.done, best_step=best.step, best_loss=best.loss))
+            least = f"its lowest val loss was {best.loss:.4f}, after step {best.step}"
+            self._monitor.say(f"ends early after step {self.done}: {least}")
 
     def _tell_traffic(self, generation: Generation) -> None:
         """Journal what a step of a generation on several nodes sends between them and other tiers, after its first
@@ -294,8 +315,7 @@ class Controller:
 
     @property
     def _unsaved(self) -> bool:
-        """Return True if the state after the last committed step is in no checkpoint and a stop of the run would save
-        it."""
+        """Return True if no checkpoint has the state after the last committed step, and a stop would save it."""
         return bool(self.done) and self._checkpoints.due(self.done, last=False, stopping=True)
 
     def _save_now(self, crew: Crew) -> bool:

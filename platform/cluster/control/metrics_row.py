@@ -55,4 +55,6 @@ def metrics_row(
         val_loss=None if val_losses is None else val_losses[""],
         val_losses={name: loss for name, loss in (val_losses or {}).items() if name} or None,
         recovery_seconds=recovery_seconds,
+        layer_grad_norms=report.layer_gradients or None,
+        layer_rms=report.layer_activations or None,
     )

@@ -18,7 +18,7 @@ from platform.boundary.redaction import redact
 from platform.boundary.schema import Malformed
 from platform.boundary.undo import missing_directories, remove_empty, remove_files
 from platform.cluster.run import traces
-from platform.config.fields import Config, ConfigError, violation
+from platform.config.fields import Config, ConfigError, Eval, violation
 from platform.config.identity import identity, refusal
 from platform.monitor.records.records import JOURNAL, METRICS
 
@@ -57,11 +57,11 @@ class RunDirectory:
             raise ConfigError(lines)
         return there.to_dict()
 
-    def finished(self, steps: int) -> bool:
-        """Return True if the run in this directory has already ended with `steps` updates or more. Raises ConfigError
-        if its journal cannot be read."""
+    def finished(self, steps: int, e: Eval) -> int:
+        """Return the updates with which the run in this directory has already ended, 0 if it has not: see
+        `traces.finished`. Raises ConfigError if its journal cannot be read."""
         try:
-            return traces.finished(self.path, steps)
+            return traces.finished(self.path, steps, e)
         except OSError as error:
             raise self.unusable(error) from None
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from platform.boundary import documents, schema
 from platform.boundary.schema import Malformed
-from platform.config.fields import Config
+from platform.config.fields import Config, Eval
+from platform.monitor.patience import learned_out
 from platform.monitor.records import events, metrics, records
 from platform.monitor.records.records import JOURNAL, METRICS
 
@@ -55,10 +56,12 @@ def journal(directory: Path) -> Iterator[events.JournalEvent]:
         yield from events.read(directory / JOURNAL)
 
 
-def finished(directory: Path, steps: int) -> bool:
-    """Return True if the journal in a run directory says that its run has ended with `steps` updates or more. Raises
-    Malformed, OSError."""
-    return any(isinstance(event, events.Done) and event.step >= steps for event in journal(directory))
+def finished(directory: Path, steps: int, e: Eval) -> int:
+    """Return the updates with which the run in a directory has ended, if these are `steps` or more, or it ended because
+    it learned no more, as `e` has it; else 0. Raises Malformed, OSError."""
+    done = max((event.step for event in journal(directory) if isinstance(event, events.Done)), default=0)
+    early = 0 < done < steps and e.patience and learned_out(metrics.MetricsLog.read(directory / METRICS), e)
+    return done if done >= steps or early else 0
 
 
 def noticed(directory: Path) -> bool:

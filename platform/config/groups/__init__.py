@@ -1,1 +1,1 @@
-"""Groups of keys that have files of their own."""
+"""Groups of keys that have files of their own, and what a group means where that takes more than its keys."""

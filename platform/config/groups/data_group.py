@@ -12,16 +12,41 @@ from platform.config.key import key
 class Data:
     """Training data, and what the model predicts in it."""
 
-    kind: str = key("stdlib", "source of the data", ("stdlib", "text", "pairs", "synthetic", "mixture"), open=True)
+    kind: str = key(
+        "stdlib",
+        "source of the data",
+        ("stdlib", "text", "instructions", "pairs", "tokens", "synthetic", "mixture"),
+        open=True,
+    )
     path: str = key("", "files of data: a file, a folder, a glob, or a URL of any of these")
     sources: dict[str, Any] = key({}, "data=mixture: source -> its keys of this group, and weight or epochs")
-    field: str = key("text", ".jsonl, .parquet, .arrow: name of the field that holds the text")
+    field: str = key("text", ".jsonl, .parquet, .arrow: name of the field that holds the text, messages or tokens")
     target_path: str = key("", "data=pairs: file whose lines translate the lines of data.path")
-    target_field: str = key("target", "data=pairs from .jsonl: name of the field that translates data.field")
+    target_field: str = key("target", "name of the field that translates (data=pairs) or answers data.field")
     objective: str = key(
         "",
         'what is predicted; "" = the default for model.kind and the data',
         ("", "causal", "masked", "span_denoising", "pairs"),
+        open=True,
     )
+    document_mask: bool = key(
+        False, "decoder: attention and positions restart at documents, whose beginnings are not predicted"
+    )
+    packing: str = key(
+        "cut", "rows: cut from the tokens end to end, or best_fit: of whole documents, padded", ("cut", "best_fit")
+    )
+    tokenizer: str = key("train", "tokenizer.json, a folder, a tiktoken or sentencepiece file; train = its own BPE")
+    tokenizer_words: str = key("", "tiktoken: gpt2, cl100k_base, qwen, o200k_base or a regular expression of words")
+    special_tokens: list[str] = key([], "special tokens that the tokenizer gets beside its own")
+    end_token: str = key("", 'special token that ends documents; "" = as the tokenizer says')
+    begin_token: str = key("", 'special token that begins documents; "" = as the tokenizer says')
+    chat_template: str = key("", 'how conversations are written: chatml or a file; "" = as the tokenizer says')
+    dtype: str = key(
+        "uint16", "data=tokens: type of a .bin without an index", ("uint8", "uint16", "uint32", "int32", "int64")
+    )
+    separator: int = key(
+        -1, "data=tokens: the token with which a document begins; -1 = none, or an index says", ">= -1", most=2**24
+    )
+    validation_path: str = key("", 'files that are held out for validation; "" = a part of data.path')
     validation: float = key(0.05, "fraction of the documents held out for validation; 0 = none", ">= 0 and < 1")
     cache: str = key("", 'folder for tokenised corpora; "" = ~/.cache/elastic-platform')

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from platform.config.fields import OBJECTIVES, Config, objective_of, violation
+from platform.config.fields import OBJECTIVES, Config, Data, objective_of, violation
+
+WHOLE = ("masked", "span_denoising", "pairs")  # objectives that read no documents apart, and learn of all tokens
 
 
 def wrong_data(config: Config) -> Iterator[str]:
@@ -14,15 +16,28 @@ def wrong_data(config: Config) -> Iterator[str]:
     data = config.data
     if data.kind == "text" and not data.path:
         yield violation("data.path", "", "data=text needs a file, a folder or a glob", ["data.path=FILE"])
+    if data.tokenizer in ("", "train"):
+        for name in ("tokenizer_words", "end_token", "begin_token"):
+            if value := getattr(data, name):
+                constraint = "says something of a tokenizer that data.tokenizer names, and there is none"
+                yield violation(f"data.{name}", value, constraint, ["data.tokenizer=PATH"])
     if data.sources and data.kind != "mixture":
         yield violation("data.sources", ", ".join(data.sources), "only data=mixture reads them", ["data=mixture"])
-    if config.eval.every and not data.validation and not any(map(_held_out, data.sources.values())):
+    held = data.validation or data.validation_path or any(map(_held_out, data.sources.values()))
+    if config.eval.every and not held:
         yield violation("data.validation", 0, f"eval.every={config.eval.every} needs a held-out split", [0.05])
 
 
 def _held_out(source: Any) -> bool:
     """Return True if a source of a mixture says that a part of it is held out."""
-    return isinstance(source, dict) and bool(source.get("validation"))
+    return isinstance(source, dict) and bool(source.get("validation") or source.get("validation_path"))
+
+
+def _kinds(data: Data) -> set[str]:
+    """Return the kinds of the sources of data."""
+    if data.kind != "mixture":
+        return {data.kind}
+    return {str(source.get("kind", "text")) for source in data.sources.values() if isinstance(source, dict)}
 
 
 def wrong_objective(config: Config) -> Iterator[str]:
@@ -30,11 +45,35 @@ def wrong_objective(config: Config) -> Iterator[str]:
     lengths, or if a model other than an encoder-decoder has a source length."""
     data, m = config.data, config.model
     objective, legal = objective_of(config), OBJECTIVES[m.kind]
-    if objective not in legal or (objective == "pairs") != (data.kind == "pairs"):
-        fitting = [o for o in legal if (o == "pairs") == (data.kind == "pairs")]
+    kinds = _kinds(data)
+    if objective not in legal or (kinds != {"pairs"} if objective == "pairs" else "pairs" in kinds):
+        fitting = [o for o in legal if (o == "pairs") == ("pairs" in kinds)]
         constraint = f"model.kind={m.kind} and data={data.kind} do not go with it"
         yield violation("data.objective", objective, constraint, fitting)
     elif objective == "span_denoising" and (m.length < 3 or m.source_length == 1):
         yield violation("model.length", m.length, "span denoising needs at least 3, and a source of 2", [3])
+    elif objective in WHOLE and "instructions" in kinds:
+        yield violation("data.objective", objective, "learns of prompts too, which data=instructions has", ["causal"])
     if m.source_length and m.kind != "encoder_decoder":
         yield violation("model.source_length", m.source_length, f"model.kind={m.kind} has one length", [0])
+
+
+def wrong_documents(config: Config) -> Iterator[str]:
+    """Yield a refusal line if documents are to be kept apart or whole where nothing tells them apart, or if model and
+    data do not agree about that."""
+    data, within = config.data, config.model.within_documents
+    if within != data.document_mask:
+        constraint = f"is what data.document_mask={str(data.document_mask).lower()} says"
+        yield violation(
+            "model.within_documents",
+            within,
+            constraint,
+            [data.document_mask, f"data.document_mask={str(within).lower()}"],
+        )
+    for name, neutral in (("document_mask", False), ("packing", "cut")):
+        if (value := getattr(data, name)) == neutral:
+            continue
+        if data.kind == "synthetic":
+            yield violation(f"data.{name}", value, "data=synthetic has no documents", [neutral])
+        elif (objective := objective_of(config)) in WHOLE:
+            yield violation(f"data.{name}", value, f"data.objective={objective} does not read it", [neutral])

@@ -18,7 +18,7 @@ from platform.boundary.schema import Malformed, OpenMap, Span, Text
 from platform.config.fields import ConfigError
 
 _META = "meta.json"
-_Name = Annotated[str, Text(r"[a-z]{1,40}\.(bin|json)", "the name of a file of a cache entry")]
+_Name = Annotated[str, Text(r"[a-z_]{1,40}(\.[a-z]{1,10}){1,2}", "the name of a file of a cache entry")]
 
 T = TypeVar("T")
 
@@ -31,6 +31,11 @@ def root(cache: str) -> Path:
     if cache:
         return Path(cache).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "elastic-platform"
+
+
+def hash_of(values: list[Any]) -> str:
+    """Return a hash of plain data as 64 hexadecimal digits, which names an entry of the cache."""
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 
 def fetch(entry: Path, build: Callable[[Path], dict[str, Any]], read: Callable[[Path, dict[str, Any]], T]) -> T:

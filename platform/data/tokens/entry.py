@@ -1,9 +1,7 @@
 """Entries of the cache: the tokens of one source, its training documents and then those held out, and a tokenizer."""
 
-import hashlib
-import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -13,34 +11,81 @@ import numpy as np
 from numpy.typing import NDArray
 
 from platform.boundary import schema
-from platform.boundary.schema import Malformed, Many, OneOf, OpenMap, Span, Text
-from platform.config.fields import Data
-from platform.data import tokenizer
+from platform.boundary.schema import Malformed, Many, OneOf, Span, Text
+from platform.config.fields import ConfigError, Data, short_hash
 from platform.data.mixture import DataSource, naming
+from platform.data.sources import iterables
 from platform.data.sources.data_files import DataFile
 from platform.data.tokens import cache
-from platform.data.tokens.kinds import TOKENIZER, SourceKind, Texts, kind_of, train_on
-from platform.data.tokens.streams import PairStream
+from platform.data.tokens.kinds import SourceKind, Texts, train_on, training_options
+from platform.data.tokens.of_instructions import INSTRUCTIONS
+from platform.data.tokens.of_iterables import OWN_TEXTS, OWN_TOKENS
+from platform.data.tokens.of_pairs import PAIRS
+from platform.data.tokens.of_texts import TEXTS
+from platform.data.tokens.of_tokens import TOKENS
+from platform.data.tokens.streams import DocumentStream, JoinedTokens, PairStream
+from platform.data.vocabulary import Vocabulary, open_vocabulary
 
 FORMAT = 1  # of a cache entry: raise it when the same documents would give other tokens or other files
 _WINDOW = 1 << 22  # tokens that are checked at once
 _PLACE = Annotated[int, Span(0, 1 << 50)]
 
 
+KINDS: dict[str, SourceKind] = {"text": TEXTS, "pairs": PAIRS, "tokens": TOKENS, "instructions": INSTRUCTIONS}
+
+
+def kind_of(data: Data) -> SourceKind:
+    """Return the kind of a source; text, unless it is another."""
+    own = OWN_TOKENS if data.kind in iterables.TOKENS else OWN_TEXTS if data.kind in iterables.TEXTS else TEXTS
+    return KINDS.get(data.kind, own)
+
+
+@dataclass(frozen=True)
+class _ArrayPlace:
+    """Place of tokens in a file of the user's, which is not copied: `count` of a type, from byte `offset` on; `bytes`:
+    the size of the file."""
+
+    path: Annotated[str, Text("/.*", "an absolute path")]
+    dtype: Annotated[str, OneOf(("|u1", "|i1", "<u2", "<i2", "<u4", "<i4", "<i8"), "type")]
+    offset: _PLACE
+    count: _PLACE
+    bytes: _PLACE
+
+
 @dataclass(frozen=True)
 class TokenFiles:
-    """Description of a corpus in the cache: the type of tokens.bin, and where its splits are: (start, end) in tokens;
-    for pairs of texts (number of tokens, number of pairs)."""
+    """Description of a source in the cache: where its splits are, (start, end) in tokens; for pairs of texts (number of
+    tokens, number of pairs). The tokens are in tokens.bin, of type `dtype`, or, end to end, in `arrays` elsewhere."""
 
-    dtype: Annotated[str, OneOf(("<u2", "<u4"), "type")]
     splits: dict[Annotated[str, OneOf(("train", "validation"), "split")], tuple[_PLACE, _PLACE]]
-    files: Annotated[dict[str, Any], OpenMap((), ("tokens.bin", TOKENIZER))]
+    files: dict[str, Any]
+    dtype: Annotated[str, OneOf(("", "<u2", "<u4"), "type")] = ""
+    arrays: list[_ArrayPlace] = field(default_factory=list)
+
+    def digest(self, folder: Path) -> str:
+        """Return a hash of the tokens of a source whose description in the cache folder `folder` this is."""
+        return short_hash([folder.name, self.files.get("tokens.bin")])
+
+    def tokens(self, folder: Path) -> list[NDArray[Any]]:
+        """Return the arrays of tokens, mapped into memory. Raises Malformed or OSError if they are not there."""
+        if not self.arrays:
+            if not self.dtype or "tokens.bin" not in self.files:
+                raise Malformed("lacks tokens")
+            return [np.memmap(folder / "tokens.bin", self.dtype, "r").view(np.ndarray)]
+        found = []
+        for place in self.arrays:
+            if Path(place.path).stat().st_size != place.bytes:
+                raise Malformed(f"{place.path} has another size than before")
+            if place.count:
+                array = np.memmap(place.path, place.dtype, "r", place.offset, (place.count,))
+                found.append(array.view(np.ndarray))
+        return found
 
 
-def open_entry(data: Data, vocab: int, shared: Path | None, given: Path | None = None) -> tuple[Path, TokenFiles]:
+def open_entry(data: Data, vocab: int, shared: Path | None, given: Vocabulary | None = None) -> tuple[Path, TokenFiles]:
     """Return the folder in the cache of the source `data`, and its description; it is built by the first process that
-    asks, in `shared` too if that is given. `vocab`: the most entries of the tokenizer; `given`: the tokenizer's file;
-    None: one is trained on the source.
+    asks, in `shared` too if that is given. `vocab`: the most entries of the tokenizer; `given`: the tokenizer; None:
+    one is trained on the source, if it is one of text.
 
     The entry is named by a hash of the files and of every option that decides about their tokens.
     """
@@ -48,61 +93,91 @@ def open_entry(data: Data, vocab: int, shared: Path | None, given: Path | None =
     files = kind.find(data)
     entry = cache.root(data.cache) / _name(data, kind, files, vocab, given)
     read = partial(read_entry, vocab=vocab)
-    bpe = tokenizer.load_tokenizer(given) if given else None
 
     def make(folder: Path) -> dict[str, Any]:
-        return kind.write(folder, files, data, vocab, bpe)
+        return kind.write(folder, files, data, vocab, given)
 
     if shared:
         return cache.fetch_shared(entry, shared, make, read)
     return entry, cache.fetch(entry, make, read)
 
 
-def _name(data: Data, kind: SourceKind, files: Sequence[DataFile], vocab: int, given: Path | None) -> str:
+def _name(data: Data, kind: SourceKind, files: Sequence[DataFile], vocab: int, given: Vocabulary | None) -> str:
     """Return the name of a source's entry in the cache."""
     decisive = [*kind.decisive(data, files), data.validation, vocab]
-    return hash_of([FORMAT, *decisive, *([cache.sha256(given)] if given else [])])
-
-
-def hash_of(values: list[Any]) -> str:
-    """Return a hash of plain data as 64 hexadecimal digits, which names an entry of the cache."""
-    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+    return cache.hash_of([FORMAT, *decisive, *([given.digest] if given else training_options(data))])
 
 
 def streams_of(folder: Path, entry: TokenFiles) -> dict[str, Any]:
     """Return the streams of tokens of an entry of the cache in `folder`, by split."""
-    tokens = np.memmap(folder / "tokens.bin", entry.dtype, mode="r").view(np.ndarray)
-    if not (folder / "ends.bin").exists():
-        return {split: tokens[start:end] for split, (start, end) in entry.splits.items()}
-    ends = np.fromfile(folder / "ends.bin", "<i8").reshape(-1, 2)
+    arrays = entry.tokens(folder)
+    if "ends.bin" in entry.files:
+        return _pair_streams(arrays[0], np.fromfile(folder / "ends.bin", "<i8").reshape(-1, 2), entry.splits)
+    streams: dict[str, Any] = {}
+    known = np.fromfile(folder / "starts.bin", "<i8") if "starts.bin" in entry.files else None
+    learned = _learned(folder) if "learned.bin" in entry.files else None
+    for split, (start, end) in entry.splits.items():
+        tokens = arrays[0][start:end] if len(arrays) == 1 else JoinedTokens(arrays, start, end)
+        streams[split] = tokens
+        if known is not None and len(known):
+            wanted = None if learned is None else learned[start:end]
+            streams[split] = DocumentStream(tokens, known[(known >= start) & (known < end)] - start, wanted)
+    return streams
+
+
+def _learned(folder: Path) -> NDArray[np.bool_]:
+    """Return for each token of an entry whether it is to be predicted, mapped into memory."""
+    return np.memmap(folder / "learned.bin", "|b1", "r").view(np.ndarray)
+
+
+def _pair_streams(tokens: NDArray[Any], ends: NDArray[np.int64], splits: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """Cut the tokens of pairs of texts, which have `ends` [pairs, 2], into their splits."""
     streams, place, pair = {}, 0, 0
-    for split, (length, count) in entry.splits.items():
+    for split, (length, count) in splits.items():
         streams[split] = PairStream(tokens[place : place + length], ends[pair : pair + count])
         place, pair = place + length, pair + count
     return streams
 
 
 def read_entry(folder: Path, meta: dict[str, Any], vocab: int, deep: bool = True) -> TokenFiles:
-    """Read the description of a corpus in the cache, `meta`, and check the files in `folder` against it; `vocab`: most
+    """Read the description of a source in the cache, `meta`, and check the files in `folder` against it; `vocab`: most
     entries of the tokenizer; `deep`: read every token. Raises Malformed for an entry that no kind of source can have
     made, even if its hashes hold."""
     entry: TokenFiles = schema.read(TokenFiles, meta)
     try:
-        entries: int = tokenizer.load_tokenizer(folder / TOKENIZER).get_vocab_size()
-        tokens = np.memmap(folder / "tokens.bin", entry.dtype, mode="r")
+        vocabulary = open_vocabulary(folder)
+        entries = vocabulary.size if vocabulary else vocab
+        arrays = entry.tokens(folder)
     except Exception as error:  # the library raises its own for a file that it cannot parse
         raise Malformed(str(error)) from None
+    total = sum(map(len, arrays))
     train, held = (entry.splits.get(split, (-1, -1)) for split in ("train", "validation"))
-    if (folder / "ends.bin").exists():
-        fits = _pairs_fit(np.fromfile(folder / "ends.bin", "<i8"), train, held, len(tokens))
+    if "ends.bin" in entry.files:
+        fits = _pairs_fit(np.fromfile(folder / "ends.bin", "<i8"), train, held, total)
     else:
-        fits = 0 == train[0] <= train[1] == held[0] <= held[1] == len(tokens)
-    if not fits:
+        fits = 0 == train[0] <= train[1] == held[0] <= held[1] == total
+    if not fits or not _ascend(folder, entry, total):
         raise Malformed("its splits are not its tokens")
-    windows = range(0, len(tokens) if deep else 0, _WINDOW)
-    if entries > vocab or any(int(tokens[i : i + _WINDOW].max()) >= entries for i in windows):
+    if "learned.bin" in entry.files:
+        wanted = _learned(folder)
+        if len(wanted) != total or "starts.bin" not in entry.files or (deep and int(wanted.view("|u1").max()) > 1):
+            raise Malformed("what is to be learned is not said of its tokens")
+    if entries > vocab or (deep and not entry.arrays and _beyond(arrays[0], entries)):
         raise Malformed("a token is not in the vocabulary")
     return entry
+
+
+def _beyond(tokens: NDArray[Any], entries: int) -> bool:
+    """Return True if a token is not one of so many entries of a vocabulary."""
+    return any(int(tokens[i : i + _WINDOW].max()) >= entries for i in range(0, len(tokens), _WINDOW))
+
+
+def _ascend(folder: Path, entry: TokenFiles, total: int) -> bool:
+    """Return True if the beginnings of documents in starts.bin, if there is one, ascend within `total` tokens."""
+    if "starts.bin" not in entry.files:
+        return True
+    starts = np.fromfile(folder / "starts.bin", "<i8")
+    return not len(starts) or bool(starts[0] >= 0 and starts[-1] < total and (np.diff(starts) > 0).all())
 
 
 def _pairs_fit(ends: NDArray[np.int64], train: Sequence[int], held: Sequence[int], tokens: int) -> bool:
@@ -120,27 +195,36 @@ class _Common:
     """Description of what several sources have in common in the cache: a tokenizer, and the names of their entries."""
 
     entries: Annotated[list[Annotated[str, Text("[0-9a-f]{64}", "the name of an entry")]], Many(1, 1000)]
-    files: Annotated[dict[str, Any], OpenMap((), (TOKENIZER,))]
+    files: dict[str, Any]
 
 
-def open_common(sources: Sequence[DataSource], vocab: int, shared: Path | None) -> tuple[Path, list[str]]:
+def open_common(
+    sources: Sequence[DataSource], vocab: int, shared: Path | None, given: Vocabulary | None = None
+) -> tuple[Path, list[str]]:
     """Return the folder in the cache of the tokenizer that several sources share, of at most `vocab` entries, and the
-    names of their own entries. It is trained on all of them by the first process that asks."""
+    names of their own entries. Unless one is `given` it is trained on all of them by the first process that asks."""
     every = []
     for source in sources:
         with naming(source):
             kind = kind_of(source.data)
             every.append((source, kind, kind.find(source.data)))
+    textual = [(source, kind.texts, files) for source, kind, files in every if kind.texts and source.trained]
+    if textual and not given and (other := next((source for source, kind, _ in every if not kind.texts), None)):
+        made = "a tokenizer that is trained on text would not be that of these tokens"
+        raise ConfigError(f"{other.key}.kind={other.data.kind}: beside {textual[0][0].key}: {made}")
     decisive = [[*kind.decisive(source.data, files), source.data.validation] for source, kind, files in every]
-    place = cache.root(sources[0].data.cache) / hash_of([FORMAT, "common", decisive, vocab])
+    options = [given.digest] if given else training_options(sources[0].data)
+    place = cache.root(sources[0].data.cache) / cache.hash_of([FORMAT, "common", decisive, vocab, *options])
 
     def make(folder: Path) -> dict[str, Any]:
-        given = [_naming_texts(source, kind, files) for source, kind, files in every]
-        pieces = chain.from_iterable(texts.pieces for texts in given)
-        train_on(folder, Texts(pieces, sum(texts.characters for texts in given)), vocab)
-        return {
-            "entries": [_name(source.data, kind, files, vocab, folder / TOKENIZER) for source, kind, files in every]
-        }
+        made = given
+        if given:
+            given.save(folder)
+        elif textual:
+            found = [_naming_texts(*part) for part in textual]
+            texts = Texts(chain.from_iterable(t.pieces for t in found), sum(t.characters for t in found))
+            made = train_on(folder, texts, vocab, sources[0].data)
+        return {"entries": [_name(source.data, kind, files, vocab, made) for source, kind, files in every]}
 
     if shared:
         folder, found = cache.fetch_shared(place, shared, make, read_common)
@@ -148,7 +232,9 @@ def open_common(sources: Sequence[DataSource], vocab: int, shared: Path | None) 
     return place, cache.fetch(place, make, read_common).entries
 
 
-def _naming_texts(source: DataSource, kind: SourceKind, files: Sequence[DataFile]) -> Texts:
+def _naming_texts(
+    source: DataSource, read: Callable[[Sequence[DataFile], Data], Texts], files: Sequence[DataFile]
+) -> Texts:
     """Return the texts of a source to train a tokenizer on; what is refused in them names the source."""
 
     def pieces(given: Texts) -> Iterator[str]:
@@ -156,7 +242,7 @@ def _naming_texts(source: DataSource, kind: SourceKind, files: Sequence[DataFile
             yield from given.pieces
 
     with naming(source):
-        found = kind.texts(files, source.data)
+        found = read(files, source.data)
     return Texts(pieces(found), found.characters)
 
 

@@ -1,15 +1,102 @@
 """Streams of tokens, from which objectives make samples: an array of ids, or one of the classes here."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from platform.data.tokenizer import END_OF_TEXT
-
 PADDING = -1
+_WINDOW = 1 << 22  # tokens that are looked at once
 Ints = NDArray[np.int64]
+
+
+def beginnings(stream: Any, end: int) -> Ints:
+    """Return the positions at which the documents of a stream of tokens begin, ascending: those that it knows, or those
+    of the token `end`, of which -1 is none; the stream's first position is always among them."""
+    if (found := starts_of(stream)) is None:
+        windows = range(0, len(stream) if end >= 0 else 0, _WINDOW)
+        where = (np.arange(i, min(i + _WINDOW, len(stream))) for i in windows)
+        found = np.concatenate([np.empty(0, np.int64), *(place[np.asarray(stream[place]) == end] for place in where)])
+    return found if len(found) and found[0] == 0 else np.concatenate([np.zeros(1, np.int64), found])
+
+
+@dataclass(frozen=True)
+class PackedStream:
+    """Stream of tokens of which each row holds whole documents, laid end to end in pieces: row i is made of the pieces
+    [rows[i], rows[i + 1]), each (first token, tokens) of the stream. A longer document than a row is cut."""
+
+    tokens: Any
+    pieces: Ints
+    rows: Ints
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: Ints) -> NDArray[Any]:
+        return np.asarray(self.tokens[index])
+
+    def places(self, index: Ints, length: int) -> Ints:
+        """Return the positions in the stream of the tokens in the rows `index`, int64 [len(index), length]; -1 where a
+        row has no more."""
+        first, counts = self.rows[index], self.rows[index + 1] - self.rows[index]
+        piece = np.repeat(first - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
+        starts, sizes = self.pieces[piece].T
+        ends = np.cumsum(sizes)
+        token = np.repeat(starts - (ends - sizes), sizes) + np.arange(sizes.sum())
+        filled = np.diff(np.append(0, ends)[np.append(0, np.cumsum(counts))])
+        found = np.full((len(index), length), PADDING, np.int64)
+        found[np.arange(length) < filled[:, None]] = token
+        return found
+
+
+def _beneath(stream: Any) -> Any:
+    """Return the stream whose tokens a packed one lays into rows; any other as it is."""
+    return stream.tokens if isinstance(stream, PackedStream) else stream
+
+
+def starts_of(stream: Any) -> Ints | None:
+    """Return the positions at which the documents of a stream begin, if it knows them; None if a token tells."""
+    beneath = _beneath(stream)
+    return beneath.starts if isinstance(beneath, DocumentStream) else None
+
+
+def learned_of(stream: Any) -> NDArray[np.bool_] | None:
+    """Return for each token of a stream whether it is to be predicted; None for all."""
+    beneath = _beneath(stream)
+    return beneath.learned if isinstance(beneath, DocumentStream) else None
+
+
+def taken(stream: Any, place: Ints) -> Ints:
+    """Return the tokens of a stream at positions, int64; PADDING where a position is not in the stream."""
+    there = (place >= 0) & (place < len(stream))
+    return np.where(there, np.asarray(stream[np.where(there, place, 0)]).astype(np.int64), PADDING)
+
+
+def among(ascending: Ints, values: Ints) -> NDArray[np.bool_]:
+    """Return which of the values are among those that ascend."""
+    where = np.minimum(np.searchsorted(ascending, values), len(ascending) - 1)
+    return np.asarray(ascending)[where] == values if len(ascending) else np.zeros(values.shape, bool)
+
+
+def first_of_documents(stream: Any, place: Ints, tokens: Ints, end: int) -> NDArray[np.bool_]:
+    """Return which of the tokens [rows, length] at positions `place` of a stream begin a document, or a piece of one;
+    what follows a row's last piece, which is padding, counts as another."""
+    starts = starts_of(stream)
+    found = (tokens == end) & (end >= 0) if starts is None else among(starts, place)
+    if isinstance(stream, PackedStream):
+        before = np.pad(place[:, :-1], ((0, 0), (1, 0)), constant_values=PADDING - 1)
+        found = (found & (place >= 0)) | ((place != before + 1) & (place != before))
+    return found
+
+
+def documents(stream: Any, end: int) -> Iterator[NDArray[Any]]:
+    """Yield the tokens of each document of a stream, as `beginnings` divides it."""
+    starts = [*beginnings(stream, end).tolist(), len(stream)]
+    for start, until in pairwise(starts):
+        yield np.asarray(stream[np.arange(start, until)])
 
 
 @dataclass(frozen=True)
@@ -23,12 +110,50 @@ class PairStream:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def rows(self, side: int, index: Ints, length: int) -> Ints:
+    def rows(self, side: int, index: Ints, length: int, last: int) -> Ints:
         """Return token ids [len(index), length] of the pairs `index`: their sources (side 0) or targets (side 1), each
-        followed by END_OF_TEXT, cut or padded with -1 to `length`."""
+        followed by the id `last`, cut or padded with -1 to `length`."""
         bounds = np.concatenate([[0], self.ends.reshape(-1)])
         start, end = bounds[2 * index + side], bounds[2 * index + side + 1]
         offset = np.arange(length)
         place, size = start[:, None] + offset, (end - start)[:, None]
         ids = self.tokens[np.minimum(place, max(len(self.tokens) - 1, 0))].astype(np.int64)
-        return np.where(offset < size, ids, np.where(offset == size, END_OF_TEXT, PADDING))
+        return np.where(offset < size, ids, np.where(offset == size, last, PADDING))
+
+
+@dataclass(frozen=True)
+class JoinedTokens:
+    """Arrays of tokens that lie in several files, as one: tokens [start, end) of them all, end to end."""
+
+    arrays: Sequence[NDArray[Any]]
+    start: int
+    end: int
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+    def __getitem__(self, index: Ints) -> NDArray[Any]:
+        bounds = np.cumsum([0, *map(len, self.arrays)])
+        place = np.asarray(index) + self.start
+        which = np.searchsorted(bounds, place, "right") - 1
+        found = np.empty(place.shape, np.int64)
+        for number in np.unique(which):
+            here = which == number
+            found[here] = self.arrays[number][place[here] - bounds[number]]
+        return found
+
+
+@dataclass(frozen=True)
+class DocumentStream:
+    """Stream of tokens with what is known of its documents beside them. `starts`: the positions at which documents
+    begin, ascending; `learned`: for each token whether it is to be predicted, None for all."""
+
+    tokens: Any
+    starts: Ints
+    learned: NDArray[np.bool_] | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: Ints) -> NDArray[Any]:
+        return np.asarray(self.tokens[index])

@@ -29,8 +29,7 @@ class Starting(JournalEvent):
 
 
 class TookOver(JournalEvent):
-    """The driver before died without an end, and this one goes on in its place. `step`: the last one that it had done;
-    `steps_lost`: those of them that no checkpoint has."""
+    """The driver before died without an end after `step`. `steps_lost`: of its steps, those that no checkpoint has."""
 
     step: Steps
     steps_lost: Steps
@@ -43,8 +42,7 @@ class Refused(JournalEvent):
 
 
 class Changed(JournalEvent):
-    """The run goes on under another configuration. `keys`: key that changed -> its value in the run's last launch, and
-    now."""
+    """The run goes on under another configuration. `keys`: key that changed -> its value before, and now."""
 
     keys: dict[str, Any]
 
@@ -94,8 +92,7 @@ class NotWhole(JournalEvent):
 
 
 class NotProven(JournalEvent):
-    """New members (`numbers`) could not be compared with the driver, which could not write the probe files itself
-    (`reasons`)."""
+    """New members (`numbers`) could not be compared with the driver, which could not write probes (`reasons`)."""
 
     numbers: list[int]
     reasons: list[str]
@@ -152,6 +149,22 @@ class RolledBack(JournalEvent):
     lost_seconds: Seconds
 
 
+class Sampled(JournalEvent):
+    """Text that the model makes of one of eval.prompts after a step: a continuation of it, or an answer."""
+
+    step: Steps
+    prompt: str
+    text: str
+
+
+class LearnedOut(JournalEvent):
+    """Evaluations say that the run learns no more (eval.patience), and it ends; `best_...`: of the lowest loss."""
+
+    step: Steps
+    best_step: Steps
+    best_loss: float
+
+
 class Running(JournalEvent):
     """A generation is built and has its state, and begins with `step`. `uncompiled`: what kept it from compiling, where
     train.compile=auto would have."""
@@ -193,16 +206,14 @@ class Spike(JournalEvent):
 
 
 class Undecided(JournalEvent):
-    """Replicas of a tensor differ before a step, and nothing tells which is right. `tensors`: (ranks that hold it,
-    name) of each."""
+    """Replicas differ before a step, and nothing tells which is right. `tensors`: (ranks that hold it, name)."""
 
     step: Steps
     tensors: list[Any]
 
 
 class Damaged(JournalEvent):
-    """Ranks hold damaged values in tensors of which their replicas differ. `ranks`: (rank, names of its damaged
-    tensors) of each."""
+    """Ranks hold damaged values, from which their replicas differ. `ranks`: (rank, names of its tensors) of each."""
 
     step: Steps
     ranks: list[Any]

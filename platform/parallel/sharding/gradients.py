@@ -26,15 +26,17 @@ def counts_here(communicator: Communicator, axes: Iterable[str]) -> bool:
 
 def counted(plan: Plan, communicator: Communicator) -> dict[str, list[slice]]:
     """Return which stretches of a bucket's gradients, laid out as its masters, this rank counts in the norm: those of a
-    parameter that ranks replicate are counted by one of them, those of a tied one on its owner stage; what follow each
-    other are one stretch. By the name of the bucket's first parameter; `plan`: that of this rank's stage."""
+    parameter that ranks replicate are counted by one of them, those of a tied one on its owner stage, frozen ones by
+    none; what follow each other are one stretch. By the name of the bucket's first parameter; `plan`: that of this
+    rank's stage."""
     at, stage = communicator.coordinates, communicator.coordinates["stage"]
     out: dict[str, list[slice]] = {}
     for bucket in plan.buckets:
         before = communicator.index(plan.sharded) * (bucket.elements // plan.shards)  # elements of other shards
         stretches = out.setdefault(bucket.parameters[0].name, [])
         for p in bucket.parameters:
-            counts = plan.stages_of[p.name][0] == stage and counts_here(communicator, plan.split_over(p))
+            own = plan.stages_of[p.name][0] == stage and p.name not in plan.frozen
+            counts = own and counts_here(communicator, plan.split_over(p))
             start, stop = (bucket.ranges[p.name][0] + i - before for i in plan.shard_range(p, at))
             if counts and start < stop:
                 follows = stretches and stretches[-1].stop == start
@@ -57,10 +59,10 @@ def squared_norm(
     found = [flat[stretch] for name, flat in gradients.items() for stretch in counted[name]]
     if not found:
         return torch.zeros((), dtype=torch.float64, device=communicator.device)
-    return torch.stack([_squares(x) for x in found]).sum()
+    return torch.stack([squares(x) for x in found]).sum()
 
 
-def _squares(x: Tensor) -> Tensor:
+def squares(x: Tensor) -> Tensor:
     """Sum the squares of x [elements], which may be of any size."""
     most = ELEMENTS_AT_ONCE[x.device.type]
     if x.device.type == "cpu" and x.dtype == torch.float32 and len(x) > most:

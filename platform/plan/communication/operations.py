@@ -76,7 +76,11 @@ def _vectors(planner: Planner, operation: Operation) -> PlannedOperation:
 
 
 def _local(planner: Planner, operation: Operation) -> PlannedOperation:
-    return _planned(planner, operation, planner.layout(operation.outputs[0]))
+    """Plan an operation that moves nothing; the data tensor that it may read is laid out as its result."""
+    out = operation.outputs[0]
+    layout = planner.layout(out)
+    read = _read(planner, out, layout.restrict(("length", "batch"))) if operation.reads else {}
+    return _planned(planner, operation, layout, **read)
 
 
 def _mask_layout(layout: Layout) -> Layout:
@@ -258,6 +262,8 @@ _PLANS: dict[str, Callable[[Planner, Operation], PlannedOperation]] = {
     "rotate": _rotate,
     "sinusoid": _local,
     "dropout": _local,
+    "remember": _local,
+    "recall": _local,
     "fused_attention": _fused_attention,
     "expand_kv": _expand_kv,
     "softmax": _softmax,

@@ -59,10 +59,16 @@ class Bucket:
         return first, last
 
 
+def layer_of(name: str) -> str:
+    """Return the layer (`layers.3`), or the part of the model outside of layers (`embedding`), that the parameter
+    `name` belongs to."""
+    return _LAYER.match(name).group()  # type: ignore[union-attr]
+
+
 def common_name(names: Iterable[str]) -> str:
     """Return one short name for parameters of the given `names`: those of the layers (`layers.3`), or of the parts of
     the model outside of layers (`embedding`), that they belong to; of more than two, the first and the last."""
-    parts = list(dict.fromkeys(_LAYER.match(name).group() for name in names))  # type: ignore[union-attr]
+    parts = list(dict.fromkeys(map(layer_of, names)))
     return ", ".join(parts) if len(parts) <= 2 else f"{parts[0]} ... {parts[-1]}"
 
 

@@ -39,6 +39,7 @@ class Plan:
     others of a tied parameter hold copies. `scatter_gather`: stages send 1/n of a tensor that n ranks of a stage
     replicate. `sharded`: axes over which master copies, reduced gradients and optimizer state are kept in shards: equal
     parts of every bucket's flat buffer, one per rank. `zero`: 1 to 3, how much is sharded, see `build_plan`; 0 without.
+    `frozen`: names of the parameters that no update changes; their gradients are computed, and have no effect.
     `turns`: every backward pass follows its forward pass at once, so that what both need can be kept.
     """
 
@@ -53,6 +54,7 @@ class Plan:
     chunks: tuple[Chunk, ...]
     sharded: tuple[str, ...] = ()
     zero: int = 0
+    frozen: tuple[str, ...] = ()
     turns: bool = False
     scatter_gather: bool = True
     recompute: Recompute = NO_RECOMPUTATION
@@ -244,6 +246,12 @@ class Plan:
         """Return the number of elements of master copies, each with optimizer state, that the worker at `coordinates`
         updates."""
         return self._elements(coordinates, self.shards)
+
+    def frozen_at(self, coordinates: Mapping[str, int]) -> int:
+        """Return how many of the elements of `masters_at` no update changes."""
+        here = (p for p in self.at(coordinates["stage"]).parameters if p.name in self.frozen)
+        ranges = (self.shard_range(p, coordinates) for p in here if self.present(p, coordinates))
+        return sum(max(0, stop - start) for start, stop in ranges)
 
     def _elements(self, coordinates: Mapping[str, int], shards: int) -> int:
         """Return the elements of all buckets that the worker at `coordinates` has, if it has one of `shards` of each,

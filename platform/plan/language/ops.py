@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from platform.plan.language.functions import EPS, RotaryScaling
+from platform.plan.language.memory import Memory
 
 
 @dataclass(frozen=True)
@@ -106,9 +107,8 @@ class Recompute:
 NO_RECOMPUTATION = Recompute()
 
 
-class Ops(ABC):
-    """Interface that a model's forward is written against. Tensors are opaque to the model: symbols in the recorder,
-    plain local tensors at run time."""
+class Ops(Memory, ABC):
+    """Interface that a model is written against. Tensors are opaque to it: symbols in the recorder, else local ones."""
 
     dropout_rate: float = 0.0
     recompute: Recompute = NO_RECOMPUTATION
@@ -123,8 +123,7 @@ class Ops(ABC):
     def lookup(self, name: str, table: Parameter, tokens: Any, out: Spec) -> Any:
         """Return the rows of the parameter `table` [vocab, ...] that the data tensor `tokens` [length, batch] of ids
         selects, as an embedding does: `out` [length batch ...], an einsum with a one-hot that is never materialised,
-        over the table's first dim, whatever its name. At negative ids, which are padding, the row is finite but
-        unspecified."""
+        over the table's first dim, whatever its name. At negative ids, which are padding, a row is finite."""
 
     @abstractmethod
     def one_hot(self, name: str, ids: Any, out: Spec) -> Any:
@@ -193,9 +192,9 @@ class Ops(ABC):
         length (RoFormer; half-split pairs), with angles scaled as `scaling` says."""
 
     @abstractmethod
-    def sinusoid(self, name: str, x: Any, spec: Spec, scale: float) -> Any:
-        """Return scale * x plus the sinusoidal position encoding ("Attention Is All You Need", 3.5) at global positions
-        along length: sines at even indices of d_model, cosines at odd ones."""
+    def sinusoid(self, name: str, x: Any, spec: Spec, scale: float, positions: Any = None) -> Any:
+        """Return scale * x plus the sinusoidal encoding ("Attention Is All You Need", 3.5) of the index along length,
+        or the data tensor `positions` [length, batch]: sines at even indices of d_model, cosines at odd ones."""
 
     @abstractmethod
     def relative_bias(self, table: Parameter, scores: Spec, *, bidirectional: bool, distance: int) -> Any:
@@ -274,13 +273,15 @@ class Ops(ABC):
 
     @abstractmethod
     def pointwise_each(self, functions: Sequence[str], x: Any, spec: Spec, dim: str) -> Any:
-        """Apply the pointwise function named `functions[i]` to slice i of an activation along `dim`, such as one
-        activation function per expert or branch; a rank computes its own slices only."""
+        """Apply the pointwise function `functions[i]` to slice i of x along `dim`, such as one per expert or branch."""
 
     @abstractmethod
     def dropout(self, name: str, x: Any, spec: Spec) -> Any:
-        """Drop elements of an activation with probability `dropout_rate`; the random mask depends on global indices,
-        not on the plan."""
+        """Drop elements of an activation with probability `dropout_rate`, by masks that do not depend on the plan."""
+
+    def watch(self, name: str, x: Any, spec: Spec) -> Any:
+        """Return the activation x, the output of the layer `name`, which those who follow a run may see."""
+        return x
 
     def residual(self, name: str, x: Any, y: Any, spec: Spec) -> Any:
         """Return x plus y, both of type `spec`, with dropout `name` of y: a residual connection."""
@@ -342,10 +343,12 @@ class Ops(ABC):
         bias: Any = None,
     ) -> Any:
         """Return softmax(scale q k^T + bias) v in the region of `spec` [length batch heads d_kv]; k and v are of type
-        `kv`, with a length of their own in cross-attention. What hides scores, and `bias`, as in softmax.
+        `kv`, of a length of their own in cross-attention. What hides scores, and `bias`, as in softmax.
 
-        Runs one fused kernel (`fuses_attention`), or two einsums and a softmax over split dims.
+        Runs one fused kernel (`fuses_attention`), or two einsums and a softmax over split dims; `remember`s if causal.
         """
+        if causal:
+            k, v, kv = self.remember(name, k, v, kv)
         heads = replace(kv, dims=spec.dims)
         fused = self.fuses_attention(name, spec)
         masks = bool(window) or not all(t is None for t in (mask, begins, bias))

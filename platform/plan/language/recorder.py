@@ -151,8 +151,8 @@ class Recorder(Ops):
     def rotate(self, name, x, spec, theta, scaling=None):
         return self._record("rotate", name, [x], [spec], [spec], theta=theta, scaling=scaling)
 
-    def sinusoid(self, name, x, spec, scale):
-        return self._record("sinusoid", name, [x], [spec], [spec], scale=scale)
+    def sinusoid(self, name, x, spec, scale, positions=None):
+        return self._record("sinusoid", name, [x], [spec], [spec], positions, scale=scale)
 
     def relative_bias(self, table, scores, *, bidirectional, distance):
         more = {"bidirectional": bidirectional, "distance": distance}

@@ -251,7 +251,7 @@ class Metered(MeteredLosses):
         return self.apply(self.plain(out, [x], (), 0 if same else 2 * n, self.wide), leave)
 
     @where_present
-    def sinusoid(self, name, x, spec, scale):
+    def sinusoid(self, name, x, spec, scale, positions=None):
         scaled = self.new(x.elements)
         out = self.plain(self.block(spec), [x])
         del scaled

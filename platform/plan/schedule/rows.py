@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from platform.plan.schedule.lowering import lower
@@ -13,14 +13,19 @@ _KINDS = list(Kind)
 
 @dataclass(frozen=True)
 class StageRows:
-    """Lowered schedule rows of one pipeline stage, which the driver sends to its workers. `step`: a training step;
-    `forward`: a forward pass of one microbatch, number 0, for evaluation and sampling."""
+    """Lowered schedule rows of one pipeline stage, which the driver sends to its workers. `forward`: a forward pass of
+    one microbatch, number 0, for evaluation and sampling; `steps`: a training step, for each number of microbatches
+    that a batch of the run has, ascending."""
 
-    step: tuple[Action, ...]
     forward: tuple[Action, ...]
+    steps: tuple[tuple[Action, ...], ...]
+
+    def step(self, microbatches: int) -> tuple[Action, ...]:
+        """Return the row of a training step of so many microbatches; further ones in it are padding."""
+        return next(row for row in self.steps if _microbatches(row) >= microbatches)
 
     def plain(self) -> list[list[list[int]]]:
-        """Return both rows as lists of numbers: the actions' kinds, as positions in `Kind`, microbatches, chunks, and
+        """Return the rows as lists of numbers: the actions' kinds, as positions in `Kind`, microbatches, chunks, and
         peers, -1 for none."""
         return [
             [
@@ -29,26 +34,32 @@ class StageRows:
                 [a.chunk for a in row],
                 [-1 if a.peer is None else a.peer for a in row],
             ]
-            for row in (self.step, self.forward)
+            for row in (self.forward, *self.steps)
         ]
 
     @classmethod
     def from_plain(cls, rows: Sequence[Sequence[Sequence[int]]]) -> StageRows:
         """Make the rows of which `plain` returned `rows`. Raises ValueError for anything else."""
-        step, forward = (
+        forward, *steps = (
             tuple(
                 Action(_KINDS[kind], microbatch, chunk, None if peer < 0 else peer)
                 for kind, microbatch, chunk, peer in zip(*columns, strict=True)
             )
             for columns in rows
         )
-        return cls(step, forward)
+        return cls(forward, tuple(steps))
 
 
-def stage_rows(schedule: Schedule) -> list[StageRows]:
-    """Lower a pipeline schedule for the workers: return, by stage, the row of a training step and that of a forward
-    pass, both with sends and receives."""
-    chunks = (schedule.chunks_of(stage) for stage in range(schedule.stages))
+def _microbatches(row: Iterable[Action]) -> int:
+    return 1 + max(a.microbatch for a in row)
+
+
+def stage_rows(schedules: Sequence[Schedule]) -> list[StageRows]:
+    """Lower the pipeline schedules of a run for the workers, one for each number of microbatches that its batches have,
+    ascending: return, by stage, the rows of a forward pass and of training steps, all with sends and receives."""
+    some = schedules[-1]
+    chunks = (some.chunks_of(stage) for stage in range(some.stages))
     passes = tuple(tuple(Action(Kind.FORWARD, 0, chunk) for chunk in of_stage) for of_stage in chunks)
-    once = Schedule("forward", schedule.stages, schedule.chunks, 1, passes)
-    return [StageRows(step, forward) for step, forward in zip(lower(schedule), lower(once), strict=True)]
+    once = Schedule("forward", some.stages, some.chunks, 1, passes)
+    steps = zip(*map(lower, schedules), strict=True)
+    return [StageRows(forward, of_stage) for forward, of_stage in zip(lower(once), steps, strict=True)]

@@ -8,6 +8,7 @@ from typing import Annotated, Any, NamedTuple
 from platform.boundary import schema
 from platform.boundary.schema import Count, OneOf, Real, Span
 from platform.checkpoint.storage.report import FileReport
+from platform.train.protocol.asked import Scored, Written
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,8 @@ class StepReport:
 
     If `skipped`, nothing was updated: the loss or the gradient norm is not finite, the loss is too high, or replicas
     differ. `overflowed`: because the loss scale was too large, and has fallen. `seconds`: by clock section;
-    `comm_bytes`: by collective.
+    `comm_bytes`: by collective. `layer_gradients`, `layer_activations`: by layer, where monitor.layers asks for them: a
+    rank's own sums of squares; combined, the norm of the gradient, and the root mean square of what the layer returns.
     """
 
     step: Count
@@ -173,6 +175,8 @@ class StepReport:
     loss_scale: Real | None = None  # of this step; None unless it computed in fp16
     differences: Differences = field(default_factory=Differences)
     timeline: RankTimeline = field(default_factory=RankTimeline)
+    layer_gradients: dict[str, Real] = field(default_factory=dict)
+    layer_activations: dict[str, Real] = field(default_factory=dict)
     held: Count | None = None  # the newest step whose state all ranks hold in memory; None if there is none
 
 
@@ -216,6 +220,9 @@ _ANSWERS: dict[str, Any] = {
     "written": FileReport | Unwritten | None,
     "restore": Unrestored | None,
     "begin": Unrestored | None,
+    "continue_texts": list[Written],
+    "score_texts": list[Scored],
+    "measure_loss": Real,
 }
 
 

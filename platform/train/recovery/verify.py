@@ -13,6 +13,7 @@ from torch import Tensor
 from platform.checkpoint.blocks.box import Box
 from platform.checkpoint.blocks.placement import Block, HeldTensor, Share
 from platform.checkpoint.in_memory.snapshots import Snapshot
+from platform.optimizer.optimizers import AVERAGE
 from platform.parallel.sharding import gradients
 from platform.plan.core.plan import Plan
 from platform.train.protocol.answers import Damage, Differences, Dispute
@@ -103,6 +104,7 @@ def _tensors(trainer: Trainer) -> dict[str, Tensor]:
             out[f"model.{name}"] = master.detach()
             moments = trainer.optimizer.state[master].items()
             out |= {f"{k}.{name}": v for k, v in moments if isinstance(v, Tensor) and v.shape == master.shape}
+            out |= {f"{AVERAGE}.{name}": w for n, w in weights.averages.items() if n == name}
     for name, w in weights.compute.items():
         if not plan.storage and w.numel() and w is not weights.master[name]:
             out[f"{COPIES}.{name}"] = w.detach()

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from platform.parallel.communicator.base import Communicator
+from platform.parallel.watched import is_due, layers_of
 from platform.plan.communication.traffic import label
 from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import step_collectives
@@ -20,34 +21,57 @@ OWN_WORK = ("data", "forward", "backward", "optimizer")  # sections in which a r
 class Combiner:
     """Combines every rank's report on a training step into one on rank 0, through `communicator`, so that the driver
     reads one whatever the number of ranks. A rank whose own work (without waiting for others) takes more than `slow`
-    times the median of its pipeline stage is reported as slow; `slow` = 0 reports none."""
+    times the median of its pipeline stage is reported as slow; `slow` = 0 reports none. `layers`: monitor.layers, steps
+    between reports of the sizes of gradients and activations by layer."""
 
-    def __init__(self, plan: Plan, communicator: Communicator, slow: float):
-        self._communicator, self._slow = communicator, slow
+    def __init__(self, plan: Plan, communicator: Communicator, slow: float, layers: int = 0):
+        self._communicator, self._slow, self._every = communicator, slow, layers
         self._stages = torch.tensor([plan.mesh.coordinates(rank)["stage"] for rank in range(plan.mesh.size)])
         moved = {label(c.op, plan.mesh.ordered(c.axes)) for _, c, _ in step_collectives(plan)}
         self._moved = sorted(moved)
+        self._layers = layers_of(plan)
 
     def together(self, mine: StepReport) -> StepReport | Taken:
         """Combine the ranks' reports on a training step, of which `mine` is this rank's, returned by `Trainer.step`;
         all ranks call it together. Return on rank 0 its own report with `seconds` as means over the ranks, `comm_bytes`
-        as sums, `peak_memory_bytes` as the maximum, and the slow ranks; on the others an acknowledgement."""
+        as sums, `peak_memory_bytes` as the maximum, the slow ranks, and sizes by layer if they are due; on the others
+        an acknowledgement."""
         seconds, moved = mine.seconds, mine.comm_bytes
         assert moved.keys() <= set(self._moved), f"not planned: {moved.keys() - set(self._moved)}"
         own = sum(seconds[section] for section in OWN_WORK)
         told = [own, mine.peak_memory_bytes, *(seconds[s] for s in SECTIONS)]
         numbers = told + [moved.get(key, 0) for key in self._moved]
+        for squares in (mine.layer_gradients, mine.layer_activations) if is_due(self._every, mine.step) else ():
+            numbers += [squares.get(layer, 0.0) for layer in self._layers]
         ranks = self._communicator.collect(torch.tensor(numbers, dtype=torch.float64))
         if ranks is None:
             return Taken(mine.step, mine.timeline)
-        work, memory, sections, sums = ranks.split([1, 1, len(SECTIONS), len(self._moved)], 1)
+        sizes = [1, 1, len(SECTIONS), len(self._moved)]
+        work, memory, sections, sums, of_layers = ranks.split([*sizes, ranks.shape[1] - sum(sizes)], 1)
         total = dict(zip(self._moved, map(int, sums.sum(0).tolist()), strict=True))
+        of_gradients, of_activations = self._sizes(mine.samples, of_layers.sum(0).tolist())
         return replace(
             mine,
             seconds=dict(zip(SECTIONS, sections.mean(0).tolist(), strict=True)),
             comm_bytes={key: n for key, n in total.items() if n},
             peak_memory_bytes=int(memory.max()),
             slow=self._slower(work.flatten()),
+            layer_gradients=of_gradients,
+            layer_activations=of_activations,
+        )
+
+    def _sizes(self, samples: tuple[int, int], squares: list[float]) -> tuple[dict[str, float], dict[str, float]]:
+        """Return the sizes by layer of gradients and of activations in a step on `samples`, from the sums over all
+        ranks of both [layers, one behind the other], which are empty if they are not due. Layers whose activations
+        nobody has seen are left out."""
+        if not squares:
+            return {}, {}
+        count, sequences = len(self._layers), samples[1] - samples[0]
+        gradients = dict(zip(self._layers, squares[:count], strict=True))
+        seen = dict(zip(self._layers, squares[count:], strict=True))
+        return (
+            {layer: x**0.5 for layer, x in gradients.items()},
+            {layer: (x / sequences) ** 0.5 for layer, x in seen.items() if x},
         )
 
     def _slower(self, work: torch.Tensor) -> list[SlowRank]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from math import inf, isfinite, nan, sqrt
 from typing import Any
@@ -14,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from platform.config.fields import Config
+from platform.config.groups.batch_ramp import samples_of
 from platform.data.corpus import Corpus
-from platform.data.tokenizer import END_OF_TEXT
 from platform.model import build_model
 from platform.model.blocks import Activations
 from platform.model.encoder import Encoder
@@ -29,6 +30,7 @@ from platform.parallel.kernels.einsum import Deferred
 from platform.parallel.parallel_ops import ParallelOps, PassPosition
 from platform.parallel.pipeline import Accumulated, CompiledRows, Forward, PipelineExecutor, sum_tied
 from platform.parallel.sharding import gradients
+from platform.parallel.watched import Watched, gradient_squares, is_due
 from platform.plan.core.chunks import Chunk
 from platform.plan.core.plan import Plan
 from platform.plan.schedule.rows import StageRows
@@ -71,6 +73,8 @@ class Trainer:
         self.model = build_model(config.model)
         overlap, compiles = config.parallel.overlap, config.train.compile == "on"  # the driver has settled auto
         self.weights = Weights(self.stage, communicator, config.seed if fresh else None, overlap)
+        if config.train.ema:
+            self.weights.begin_averages()
         self.ops = ParallelOps(self.stage, communicator, self.weights.compute, config.model.dropout, compiles, overlap)
         self.ops.residency = self.weights.residency
         self._counted = gradients.counted(self.stage, communicator)
@@ -82,8 +86,8 @@ class Trainer:
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         """Construct the optimizer of the master weights that this rank owns, with weight decay for those that the model
-        marks."""
-        o, owned = self.config.optimizer, self.weights.owned
+        marks; frozen ones are none of its."""
+        o, owned = self.config.optimizer, self.weights.trained
         decayed = [owned[p.name] for p in self.stage.parameters if p.name in owned and p.decay]
         others = [owned[p.name] for p in self.stage.parameters if p.name in owned and not p.decay]
         groups = [{"params": decayed, "weight_decay": o.weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -107,7 +111,6 @@ class Trainer:
         the update, on all ranks: if it finds differences they are added to the report, and nothing is updated.
         """
         plan, communicator, clock = self.plan, self.communicator, self.clock
-        batch = self.config.train.global_batch
         communicator.moved.clear()
         if self.config.monitor.timeline:
             communicator.barrier()  # so that all ranks' clocks start together
@@ -116,19 +119,20 @@ class Trainer:
         if fault and fault.kind == "flip":
             flip(self.weights.owned if plan.storage else self.weights.compute)
         clock.entered = armed(fault) if fault and fault.kind not in ("nan", "flip") else None
+        watched = Watched(self.stage, communicator) if is_due(self.config.monitor.layers, step) else None
+        self.ops.watched = watched
         with clock.section("step"):
             loss, norm = self.compute_gradients(step)
+            sizes = gradient_squares(self.stage, communicator, self.weights.gradients) if watched else {}
             with clock.section("reduce"):
                 differences = verify() if verify else Differences()
             skipped = bool(differences) or not (isfinite(loss) and isfinite(norm) and loss <= limit)
             with clock.section("optimizer"):
                 lr = learning_rate(self.config.optimizer, step, self.config.train.steps)
                 self.weights.drop_gradients() if skipped else self._update(norm, lr)
-        scale, rules = self.loss_scale, self.config.loss_scale
-        overflowed = scale is not None and not differences and scale.overflowed(loss, norm, rules)
-        if scale and (overflowed or not skipped):
-            self.loss_scale = scale.after_overflow(rules) if overflowed else scale.after_update(rules)
-        reading = clock.read()
+        scale = self.loss_scale
+        overflowed = not differences and self._rescale(loss, norm, skipped)
+        samples, reading = samples_of(self.config.train, step), clock.read()
         seconds = reading.seconds
         return StepReport(
             step=step,
@@ -138,8 +142,8 @@ class Trainer:
             skipped=skipped,
             overflowed=overflowed,
             loss_scale=scale.scale if scale else None,
-            tokens=step * plan.tokens_per_step,
-            samples=((step - 1) * batch, step * batch),
+            tokens=samples[1] * plan.sizes["length"],
+            samples=samples,
             step_seconds=sum(seconds.values()),
             seconds={name: seconds.get(name, 0.0) for name in SECTIONS},
             comm_bytes=dict(communicator.moved),
@@ -147,8 +151,19 @@ class Trainer:
             world_size=plan.mesh.size,
             slow=[],
             differences=differences,
+            layer_gradients={name: float(x) / (scale.scale**2 if scale else 1) for name, x in sizes.items()},
+            layer_activations={name: float(x) for name, x in watched.sums.items()} if watched else {},
             timeline=_timeline(reading) if self.config.monitor.timeline else RankTimeline(),
         )
+
+    def _rescale(self, loss: float, norm: float, skipped: bool) -> bool:
+        """Set the loss scale of the next step, if there is one; return True if it was too large in a step of this loss
+        and gradient norm. `skipped`: nothing was updated."""
+        scale, rules = self.loss_scale, self.config.loss_scale
+        overflowed = scale is not None and scale.overflowed(loss, norm, rules)
+        if scale and (overflowed or not skipped):
+            self.loss_scale = scale.after_overflow(rules) if overflowed else scale.after_update(rules)
+        return overflowed
 
     def compute_gradients(self, step: int) -> tuple[float, float]:
         """Compute this rank's part of the gradient of the global mean loss in training step `step` into
@@ -170,16 +185,18 @@ class Trainer:
         """Run the forward and backward passes of training step `step`, and accumulate this rank's gradient of the
         global mean loss, whose reduction overlaps the passes. Return its summed loss (fp64 scalar) and the number of
         tokens of the global batch over which the mean is taken."""
-        first, end = (k * self.config.train.global_batch for k in (step - 1, step))
-        predicted = self.corpus.predicted("train", first, end)
+        first, end = samples_of(self.config.train, step)
+        predicted = max(1, self.corpus.predicted("train", first, end))  # rows of prompts alone teach nothing
         total = torch.zeros((), dtype=torch.float64, device=self.communicator.device)
-        row = self.rows.step
+        row = self.rows.step(-(-(end - first) // self.plan.sizes["batch"]))
         whole = all(a.kind is not Kind.WEIGHT for a in row)
         last = {a.chunk: a.microbatch for a in row if whole and a.kind is Kind.BACKWARD}
 
         def forward(chunk: Chunk, m: int, flow: Activations, deferred: Deferred | None) -> Activations:
             self.ops.position = PassPosition(self.config.seed, step, m * self.plan.sizes["batch"])
             self.ops.deferred = deferred
+            if self.ops.watched:
+                self.ops.watched.sequences = max(0, end - first - m * self.plan.sizes["batch"])
             out = self._part(chunk, flow, "train", first + m * self.plan.sizes["batch"], end)
             if last.get(chunk.number) == m:
                 for y in out.values():
@@ -274,50 +291,53 @@ class Trainer:
         optimizer.step()
         if self._divides:
             optimizer.grad_scale = None  # nothing of a step lives on
+        self.weights.average(self.config.train.ema)
         self.weights.refresh()
 
     def evaluate(self) -> dict[str, float]:
         """Compute the mean loss per token over the first `eval.batches` global batches of the held-out split of every
         source that has one, by the source's name; and under "" that of all, weighed by their shares in training. Equal
-        on every rank."""
+        on every rank. The weights are those that are trained, or their averages, as eval.averaged says."""
         held = self.corpus.validations
-        found = {name: self._evaluate(split) for name, (split, _) in held.items()}
+        end = self.config.eval.batches * self.config.train.global_batch
+        with self.weights.averaged() if self.config.eval.averaged else nullcontext():
+            found = {name: self.mean_loss(split, end) for name, (split, _) in held.items()}
         mean = sum(found[name] * share for name, (_, share) in held.items()) / sum(share for _, share in held.values())
         return {**found, "": mean}
 
     @torch.no_grad()
-    def _evaluate(self, split: str) -> float:
-        """Compute the mean loss per token over the first `eval.batches` global batches of the data's `split`."""
+    def mean_loss(self, split: str, end: int) -> float:
+        """Compute the mean loss per token over the first `end` samples of the data's `split`; equal on every rank."""
         total = torch.zeros((), dtype=torch.float64, device=self.communicator.device)
         together = self.plan.sizes["batch"]
-        end = self.config.eval.batches * self.config.train.global_batch
-        self.ops.position = PassPosition(training=False)
         for first in range(0, end, together):
 
             def forward(
                 chunk: Chunk, _: int, flow: Activations, deferred: Deferred | None, first: int = first
             ) -> Activations:
+                self.ops.position = PassPosition(training=False)  # of this pass: its masks are those of its documents
                 out = self._part(chunk, flow, split, first, end)
                 total.add_(out.get("loss", 0.0))
                 return out
 
             self._pipeline(forward).run(self.rows.forward)
         loss, _ = self._sum_over_world(total, torch.zeros_like(total))
-        return loss / self.corpus.predicted(split, 0, end)
+        return loss / max(1, self.corpus.predicted(split, 0, end))
 
     @torch.no_grad()
-    def sample(self, count: int, prompt: str = "def ", temperature: float = 0.8) -> str:
+    def sample(self, count: int, prompt: str, temperature: float = 0.8) -> str:
         """Sample a text of `count` tokens from the model that continues `prompt`, or answers it if an encoder reads it;
         equal on every rank."""
         assert not isinstance(self.model, Encoder), "platform.config.checks refuses monitor.sample"
         length, given = self.plan.sizes["length"], self.corpus.encode(prompt)
         answers = "source" in self.model.inputs
-        ids = [END_OF_TEXT] if answers else given[: length - 1]
+        ids = [self.corpus.special.start] if answers else given[: length - 1]
         source = self._row(given, self.config.model.source_length or length)
         self.ops.position = PassPosition(training=False)
         for i in range(count):
             window = ids[-length:]
-            logits = self._logits({"source": source, "tokens": self._row(window, length)}, len(window) - 1)
+            data = {**one_document(length), "source": source, "tokens": self._row(window, length)}
+            logits = self._logits(data, len(window) - 1)
             with self.clock.waiting_for_device():
                 p = torch.softmax(logits.double() / temperature, -1).cpu()
             draw = (random.bits(random.key(self.config.seed, "sample"), torch.tensor(i)) & 0xFFFFFFFF) * 2.0**-32
@@ -349,6 +369,11 @@ class Trainer:
     def _row(ids: list[int], length: int) -> Tensor:
         """Return token ids as a data tensor of one sequence: int64 [1, length], the ids and then padding (-1)."""
         return F.pad(torch.tensor([ids[:length]], dtype=torch.int64), (0, max(0, length - len(ids))), value=-1)
+
+
+def one_document(length: int) -> dict[str, Tensor]:
+    """Return the data tensors that tell of the documents in a sequence, int64 [1, length], for one that is whole."""
+    return {"begins": torch.zeros(1, length, dtype=torch.int64), "positions": torch.arange(length).unsqueeze(0)}
 
 
 def _timeline(reading: ClockReading) -> RankTimeline:

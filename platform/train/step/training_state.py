@@ -22,7 +22,7 @@ from platform.checkpoint.storage.image import Image
 from platform.checkpoint.storage.manifest import Corrupt, Manifest, Refused
 from platform.checkpoint.storage.storage import Storage
 from platform.config.fields import ConfigError, short_hash
-from platform.optimizer.optimizers import state_of
+from platform.optimizer.optimizers import AVERAGE, state_of
 from platform.parallel.communicator.base import Communicator
 from platform.plan.core.plan import Plan
 from platform.train.protocol.answers import Unrestored
@@ -33,22 +33,24 @@ from platform.weights.initial import InitialWeights, initial_weights
 
 
 def held_of(plan: Plan, moments: Iterable[str]) -> list[HeldTensor]:
-    """List all tensors of a run's training state under a plan, master weights and the optimizer's `moments`, each with
-    its global shape and the ranks that keep its blocks."""
+    """List all tensors of a run's training state under a plan, each with its global shape and the ranks that keep its
+    blocks: master weights, and `moments` of those that are trained."""
     dtype = DTYPES[plan.precision][1]
     masters = planned_tensors(plan, "model", dtype)  # moments are laid out like them
-    return masters + [replace(h, name=kind + h.name.removeprefix("model")) for kind in moments for h in masters]
+    trained = [h for h in masters if h.name.removeprefix("model.") not in plan.frozen]
+    return masters + [replace(h, name=kind + h.name.removeprefix("model")) for kind in moments for h in trained]
 
 
 class State:
     """Training state of one rank's trainer, as checkpoints and snapshots store it. `held`: all tensors of the run's
     state with the ranks that keep their blocks, equal on all ranks: model.PARAMETER, and MOMENT.PARAMETER for each of
-    the optimizer's `moments`."""
+    the `moments` that are kept of it: the optimizer's, and the average."""
 
     def __init__(self, trainer: Trainer):
         self._trainer, self._plan, self._communicator = trainer, trainer.plan, trainer.communicator
         dtype = DTYPES[self._plan.precision][1]
-        self.moments, self._numbers = state_of(trainer.config.optimizer, dtype, self._communicator.device)
+        own, self._numbers = state_of(trainer.config.optimizer, dtype, self._communicator.device)
+        self.moments = own + ([AVERAGE] if trainer.config.train.ema else [])
         self.held = held_of(self._plan, self.moments)
         self._image: Image | None = None
         self._blocks, self._where = LiveBlocks([]), [-1]  # the blocks, and the addresses of their tensors
@@ -66,7 +68,7 @@ class State:
         Moments that no update has made yet are zeros, which nothing reads."""
         kinds: dict[str, Mapping[str, Tensor]] = {"model": self._trainer.weights.master}
         for moment in self.moments:
-            kinds[moment] = {n: self._moment(w, moment) for n, w in self._trainer.weights.owned.items()}
+            kinds[moment] = {n: self._moment(n, w, moment) for n, w in self._trainer.weights.trained.items()}
         where = [tensor.data_ptr() for tensors in kinds.values() for tensor in tensors.values()]
         if where != self._where:  # the optimizer may have put another tensor in a moment's place
             here = self._communicator.coordinates
@@ -79,7 +81,7 @@ class State:
         (such as its count of steps), equal for all parameters and none before its first update, and the `loss_scale`
         of fp16. {} on a rank without parameters."""
         scale = self._trainer.loss_scale
-        for w in self._trainer.weights.owned.values():
+        for w in self._trainer.weights.trained.values():
             there = self._of(w)
             kept = [name for name in self._numbers if name in there]
             device = self._communicator.device
@@ -110,6 +112,8 @@ class State:
             held, blocks = _in_format_1(self._plan, held, blocks)
         fill_blocks(found.pieces, found.fetch, held, blocks, **self._world)
         self._trainer.weights.refresh()
+        if AVERAGE in self.moments:
+            self._trainer.weights.begin_averages()
 
     def _agreed_start(self) -> InitialWeights:
         """Open the weights of train.init. Raises Refused, alike on all ranks, if some cannot read what others can."""
@@ -153,18 +157,22 @@ class State:
         if self._trainer.loss_scale:
             first = LossScale(self._trainer.config.loss_scale.initial)
             self._trainer.loss_scale = _read(LossScale, scale, "loss scale") if scale else first
-        for w in self._trainer.weights.owned.values():
+        for w in self._trainer.weights.trained.values():
             state = self._of(w)
             state.clear()
             if fresh:
                 continue
-            state.update({moment: torch.zeros_like(w, requires_grad=False) for moment in self.moments})
+            own = (moment for moment in self.moments if moment != AVERAGE)
+            state.update({moment: torch.zeros_like(w, requires_grad=False) for moment in own})
             for name, number in self._numbers.items():
                 value = numbers[name]
                 state[name] = torch.full_like(number, value) if isinstance(number, Tensor) else type(number)(value)
 
-    def _moment(self, w: Tensor, moment: str) -> Tensor:
-        """Return one of the optimizer's moments of the master weight `w`, zeros if no update has made it yet."""
+    def _moment(self, name: str, w: Tensor, moment: str) -> Tensor:
+        """Return what is kept of the master weight `w` under the name of a moment, zeros if it is one of the
+        optimizer's and no update has made it yet."""
+        if moment == AVERAGE:
+            return self._trainer.weights.averages[name]
         found: Tensor | None = self._of(w).get(moment)
         return torch.zeros_like(w, requires_grad=False) if found is None else found
 

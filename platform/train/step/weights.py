@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -23,6 +24,9 @@ DTYPES = {
     "bf16": (torch.bfloat16, torch.float32),
     "fp16": (torch.float16, torch.float32),
 }
+
+
+_PIECE = 1 << 20  # elements that are swapped at once
 
 
 class Weights:
@@ -49,6 +53,7 @@ class Weights:
         by_name = {p.name: flat for flat in self.buckets for p in flat.bucket.parameters}
         self.compute = {p.name: by_name[p.name].compute[p.name] for p in plan.parameters}
         self.master = {p.name: by_name[p.name].master[p.name] for p in plan.parameters}
+        self.averages: dict[str, Tensor] = {}  # name -> average of a master copy over the updates, if they are kept
         self.residency = self._residency(communicator) if plan.storage else None
         self._reducing: deque[FlatBucket] = deque()
         self._early = overlap
@@ -71,6 +76,11 @@ class Weights:
     def owned(self) -> dict[str, Tensor]:
         """Return name -> master copy of the parameters of which this rank has a part."""
         return {n: w for n, w in self.master.items() if not absent(w)}
+
+    @property
+    def trained(self) -> dict[str, Tensor]:
+        """Return those of `owned` that updates change."""
+        return {n: w for n, w in self.owned.items() if n not in self._plan.frozen}
 
     @property
     def sums(self) -> Mapping[str, Tensor]:
@@ -155,6 +165,34 @@ class Weights:
         for coming in [flat.refresh() for flat in self.buckets]:
             if coming:
                 coming.wait()
+
+    @torch.no_grad()
+    def begin_averages(self) -> None:
+        """Keep averages of the master copies from now on, which begin with what these are."""
+        self.averages = {n: w.detach().clone() for n, w in self.trained.items()}
+
+    @torch.no_grad()
+    def average(self, decay: float) -> None:
+        """Add an update to the averages, if they are kept: average = decay * average + (1 - decay) * master."""
+        if self.averages:
+            torch._foreach_lerp_(list(self.averages.values()), list(self.trained.values()), 1 - decay)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Put the averages into the place of the master and compute copies; after it these are what they were, in every
+        bit. All ranks do so together."""
+        self._swap()
+        yield
+        self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for name, average in self.averages.items():
+            for a, b in zip(average.view(-1).split(_PIECE), self.master[name].view(-1).split(_PIECE), strict=True):
+                kept = a.clone()
+                a.copy_(b)
+                b.copy_(kept)
+        self.refresh()
 
     @torch.no_grad()
     def fresh(self) -> dict[str, Tensor]:

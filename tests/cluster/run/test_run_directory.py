@@ -7,7 +7,7 @@ import yaml
 
 from platform.checkpoint.storage.storage import open_storage
 from platform.cluster.run.directory import RunDirectory
-from platform.config.fields import Config, ConfigError
+from platform.config.fields import Config, ConfigError, Eval
 from platform.monitor import Journal
 from platform.monitor.records import events
 
@@ -107,7 +107,7 @@ def test_foreign_files_stay_and_a_foreign_configuration_is_refused(directory, co
 def test_a_directory_that_cannot_be(tmp_path, config):
     (tmp_path / "file").write_text("")
     directory = RunDirectory(tmp_path / "file" / "run")
-    assert not directory.finished(1)
+    assert not directory.finished(1, Eval())
     [line] = refusal(directory.claim, config, {})
     assert "Not a directory" in line and str(directory.path) in line
     (tmp_path / "run" / "config.yaml").mkdir(parents=True)
@@ -140,13 +140,13 @@ with RunDirectory(sys.argv[1]).claim(Config(), {}):
 
 
 def test_a_run_is_finished_when_its_journal_says_so(directory):
-    assert not directory.finished(5)
+    assert not directory.finished(5, Eval())
     directory.path.mkdir()
     journal = Journal(directory.journal)
     journal.write(events.FirstStep(step=1))
-    assert not directory.finished(5)
+    assert not directory.finished(5, Eval())
     journal.write(events.Done(step=5))
-    assert directory.finished(5) and directory.finished(4) and not directory.finished(6)
+    assert directory.finished(5, Eval()) and directory.finished(4, Eval()) and not directory.finished(6, Eval())
 
 
 def modes(directory):

@@ -26,8 +26,9 @@ CASES = {
 
 
 def steps(config, communicator):
+    config.monitor.layers = 2
     plan = make_plan(config)
-    trainer, report = trainer_of(config, plan, communicator), Combiner(plan, communicator, slow=1.5)
+    trainer, report = trainer_of(config, plan, communicator), Combiner(plan, communicator, slow=1.5, layers=2)
     found = []
     for step in (1, 2):
         mine = trainer.step(step)
@@ -75,7 +76,7 @@ def test_a_slow_rank_is_named():
         seconds = dict.fromkeys(SECTIONS, 0.0)
         seconds["forward"] = {0: 1.0, 1: 2.0}[communicator.coordinates["stage"]] * (4 if communicator.rank == 2 else 1)
         seconds["exposed_comm"] = 100.0 * communicator.rank
-        return Combiner(plan, communicator, slow=1.5).together(report(seconds))
+        return Combiner(plan, communicator, slow=1.5, layers=2).together(report(seconds))
 
     assert run_threads(plan.mesh, work)[0].slow == [SlowRank(2, 4.0)]
     assert "exposed_comm" not in OWN_WORK

@@ -26,7 +26,7 @@ from platform.plan.memory.hardware import dense_bf16_peak
 from platform.plan.schedule.rows import stage_rows
 from platform.plan.schedule.simulate import simulate
 from platform.plan.schedule.table import Schedule, table
-from platform.planning.choose_schedule import schedule_of
+from platform.planning.choose_schedule import schedules_of
 from platform.train.protocol.answers import Unrestored
 from platform.train.recovery.source import Formation, Source, take_seats
 from platform.weights.initial import initial_weights
@@ -58,7 +58,8 @@ class Former:
         """
         members, found = self.recruiter.wait(crew)
         plan, size = found.plan, found.plan.mesh.size
-        schedule = schedule_of(found.config, plan.replicas)
+        schedules = schedules_of(found.config, plan.replicas)
+        schedule = schedules[-1]
         number = self._journal.next_generation()
         mesh, made = dict(plan.mesh.axes), digest(plan)
         alive = len(members)
@@ -75,7 +76,7 @@ class Former:
         numbered = [vars(worker) | {"number": number} for worker, number in zip(workers, seats, strict=True)]
         self._journal.write(events.Formed(workers=numbered))
         domains = [members[number].node for number in seats]
-        of_stage = stage_rows(schedule)
+        of_stage = stage_rows(schedules)
         plain = [stage.plain() for stage in of_stage]
         init = not source and self._config.train.init not in ("", "random")
         fresh = not source and not self._checkpoints.step and not init
@@ -94,7 +95,7 @@ class Former:
         timeline = None
         if self._config.monitor.timeline:
             names, stages = [job.name(rank) for rank in range(size)], [c["stage"] for c in job.coordinates]
-            timeline = Timeline(schedule, [stage.step for stage in of_stage], names, stages)
+            timeline = Timeline(schedules, [stage.steps for stage in of_stage], names, stages)
         peak = dense_bf16_peak(built[0].device)
         formed = Formation(found.config, stage_of, domains, seats, built[0].moments, built[0].shared)
         tiers = tiers_of(seats, places(members))

@@ -12,6 +12,7 @@ from time import monotonic, perf_counter
 from typing import Any
 
 from platform.boundary.redaction import redact
+from platform.checkpoint.storage.carried import CarriedFiles
 from platform.checkpoint.storage.catalogue import find, quarantine, verify
 from platform.checkpoint.storage.lease import Lease
 from platform.checkpoint.storage.manifest import Meta, Refused
@@ -23,6 +24,7 @@ from platform.cluster.crew.base.crew import Crew
 from platform.cluster.crew.base.failures import GaveUp
 from platform.cluster.run.origin import Origin, origin, traced
 from platform.config.fields import Config, ConfigError, short_hash, violation
+from platform.config.groups.batch_ramp import samples_before
 from platform.config.identity import identity
 from platform.monitor import Journal
 from platform.monitor.records import events
@@ -44,12 +46,21 @@ Reports = Sequence[FileReport | Unwritten]  # by rank
 class Checkpoints:
     """Saves, finds and restores the checkpoints of one run, for its driver. `step`: updates in the newest good
     checkpoint that the run resumed from or made, 0 if there is none; `plan`: the plan under which the saved state was
-    computed; `found`: the checkpoint to resume from, None to start over.
+    computed; `found`: the checkpoint to resume from, None to start over; `files`: that every checkpoint carries.
 
     Methods that call the crew raise WorkerFailed, and GaveUp once another driver has taken over the run.
     """
 
-    def __init__(self, config: Config, plan: Plan, found: Origin | None, journal: Journal, say: Callable[[str], None]):
+    def __init__(
+        self,
+        config: Config,
+        plan: Plan,
+        found: Origin | None,
+        journal: Journal,
+        say: Callable[[str], None],
+        files: CarriedFiles | None = None,
+    ):
+        self._files = files or {}
         self._config, self.plan, self._origin, self._journal, self._say = config, plan, found, journal, say
         self._storage = open_storage(urls.home(config))
         c, owner = config.checkpoint, f"process {os.getpid()} on {socket.gethostname()}"
@@ -211,7 +222,7 @@ class Checkpoints:
         values: dict[str, Any] = next((s.values for s in snapshots if s.values), {"optimizer": {}})
         self._wanted, self._reports, self._useful = SimpleQueue(), SimpleQueue(), useful_seconds
         write = partial(_written, self._wanted, self._reports)
-        self._saver.save(snapshots[0].tensors, self._meta(step, values), write)
+        self._saver.save(snapshots[0].tensors, self._meta(step, values), write, self._files)
 
     def advance(self, crew: Crew, wait: float = 0.0) -> None:
         """Continue the save under way, between two training steps: tell the workers the directory to write to, collect
@@ -239,7 +250,7 @@ class Checkpoints:
         the state that is no tensor."""
         return Meta(
             step=step,
-            samples=step * self._config.train.global_batch,
+            samples=samples_before(self._config.train, step + 1),
             seed=self._config.seed,
             corpus=self._corpus,
             identity=identity(self._config),

@@ -1,0 +1,80 @@
+"""Table of losses: per token, word and byte of each held-out text, with what they mean as perplexities."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from platform.data.corpus import Corpus
+from platform.data.tokens.streams import PairStream
+
+AT_ONCE = 64  # samples whose text is counted at a time
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Loss of a model on a text: `nats`, the sum over its predicted `tokens`, which are `words` and `bytes`; 0 of these
+    if the text has no tokenizer."""
+
+    source: str
+    nats: float
+    tokens: int
+    words: int
+    size: int
+    samples: int
+
+    def plain(self) -> dict[str, Any]:
+        """Return the numbers of a row of the table; None for what has no words or bytes."""
+        per = {"token": self.tokens, "word": self.words, "byte": self.size}
+        found: dict[str, Any] = {"source": self.source, "samples": self.samples, "loss": self.nats / self.tokens}
+        for unit, count in per.items():
+            found[f"{unit}s"] = count or None
+            found[f"perplexity_per_{unit}"] = _perplexity(self.nats, count) if count else None
+        found["bits_per_byte"] = self.nats / math.log(2) / self.size if self.size else None
+        return found
+
+
+def _perplexity(nats: float, count: int) -> float | None:
+    """Return e^(nats / count), None if that is no finite number."""
+    try:
+        return math.exp(nats / count)
+    except OverflowError:
+        return None
+
+
+def units_of(corpus: Corpus, split: str, samples: int) -> tuple[int, int]:
+    """Return the words, between spaces, and the bytes of the text that the labels of the first samples of a split
+    spell, without special tokens; zeros if the corpus has no tokenizer."""
+    vocabulary = corpus.vocabulary
+    if vocabulary is None:
+        return 0, 0
+    apart = isinstance(next(iter(corpus.parts[0].streams.values())), PairStream)
+    words = size = 0
+    inside = False  # a word goes on from the samples before
+    for first in range(0, samples, AT_ONCE):
+        labels = corpus.batch(split, first, min(first + AT_ONCE, samples))["labels"]
+        texts = [corpus.decode(row[row >= 0].tolist()) for row in (labels if apart else [labels.reshape(-1)])]
+        text = ("\n" if apart else "").join(texts)
+        spelled = text
+        for token in vocabulary.special_tokens:
+            text, spelled = text.replace(token, ""), spelled.replace(token, "\n")
+        size += len(text.encode(errors="replace")) - apart * (len(texts) - 1)
+        words += len(spelled.split()) - (inside and bool(spelled) and not spelled[0].isspace())
+        inside = not apart and (not spelled[-1].isspace() if spelled else inside)
+    return words, size
+
+
+def print_losses(rows: Sequence[Measured], say: Callable[[str], None]) -> None:
+    """Print a table of losses."""
+    say(
+        f"{'source':<20} {'tokens':>12} {'loss':>9} {'per token':>11} {'per word':>12} {'per byte':>9} {'bits/byte':>9}"
+    )
+    for row in rows:
+        found = row.plain()
+        cells = [found[f"perplexity_per_{unit}"] for unit in ("token", "word", "byte")]
+        token, word, byte = ("-" if x is None else f"{x:.5g}" for x in cells)
+        bits = "-" if found["bits_per_byte"] is None else f"{found['bits_per_byte']:.4f}"
+        head = f"{row.source or '-':<20} {row.tokens:>12,} {found['loss']:>9.4f}"
+        say(f"{head} {token:>11} {word:>12} {byte:>9} {bits:>9}")

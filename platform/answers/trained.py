@@ -1,0 +1,154 @@
+"""Trained model that a command names: where its weights are, what it is, and its tokenizer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from math import prod
+from pathlib import Path
+
+from platform.boundary.redaction import bare_url
+from platform.boundary.schema import Malformed
+from platform.checkpoint.storage import catalogue
+from platform.checkpoint.storage.carried import read_carried
+from platform.checkpoint.storage.manifest import Refused
+from platform.checkpoint.storage.storage import open_storage
+from platform.cluster.run import traces
+from platform.composition.arguments import typed_values
+from platform.config.fields import Config, ConfigError, Model, violation
+from platform.config.groups.data_group import Data
+from platform.data.vocabulary import Vocabulary, given_vocabulary
+from platform.launch import compose, prepare
+from platform.plan.core.plan import Plan
+from platform.train.recovery import urls
+from platform.weights.beside import GENERATION, beside, vocabulary_in
+from platform.weights.folder import CONFIG, SavedModel
+from platform.weights.importing import source_keys
+from platform.weights.translate import stored_model
+
+NAME = "CHECKPOINT"
+AT_ONCE = 8  # sequences of a replica in a pass that measures a loss, if the layout's axes divide them
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """Model whose weights are at `url` (for train.init). `data`: what it was trained on, None if nobody says; `files`:
+    of its tokenizer and beside it, {} if it has none."""
+
+    url: str
+    model: Model
+    data: Data | None = None
+    seed: int = 0
+    files: Mapping[str, bytes] = field(default_factory=dict)
+
+    @property
+    def generation(self) -> bytes:
+        """Return the file that says how text is generated from it by default, b"" without one."""
+        return self.files.get(GENERATION, b"")
+
+
+def find_trained(given: str) -> TrainedModel:
+    """Find the model that `given` names: the directory of a run, a storage of checkpoints, which stands for its newest,
+    one checkpoint, or a folder that transformers saved; paths or URLs. Only documents are read. Raises ConfigError."""
+    url = given if "://" in given else os.path.abspath(os.path.expanduser(given))
+    local = Path(url)
+    if url.endswith(".safetensors"):
+        return _of_folder(url)
+    if "://" not in url and (local / traces.CONFIG).is_file():
+        return _of_checkpoint(_of_run(local))
+    try:
+        found = open_storage(url, NAME).list("")
+    except OSError as error:
+        raise ConfigError(violation(NAME, bare_url(given), f"cannot be read: {error}")) from None
+    if not found:
+        legal = ["a run directory", "a checkpoint's URL", "a folder that transformers saved"]
+        raise ConfigError(violation(NAME, bare_url(given), "there is nothing", legal))
+    return _of_folder(url) if CONFIG in found else _of_checkpoint(url)
+
+
+def _of_run(directory: Path) -> str:
+    """Return the storage to which the run in a directory saves its checkpoints. Raises ConfigError."""
+    try:
+        config = traces.configuration(directory)
+        assert config
+    except (OSError, Malformed) as error:
+        raise ConfigError(violation(NAME, directory, f"its {traces.CONFIG} cannot be read ({error})")) from None
+    config.run.dir = str(directory)
+    return urls.home(config)
+
+
+def _of_folder(url: str) -> TrainedModel:
+    """Return the model that transformers saved in a folder."""
+    files, _ = beside(SavedModel(url, NAME), NAME)
+    return TrainedModel(url, Model(**source_keys(url, NAME)), files=files)
+
+
+def _of_checkpoint(url: str) -> TrainedModel:
+    """Return the model of a checkpoint, or of the newest good one in a storage."""
+    at, name = catalogue.split_url(url)
+    storage = open_storage(at, NAME)
+    try:
+        if name is None:
+            found = catalogue.find(storage, deep=False, mark=False)
+            if not found.directory:
+                reasons = "; ".join(f"{directory}: {reason}" for directory, reason in found.refused)
+                raise Refused(f"holds no checkpoint{f' that can be read: {reasons}' if reasons else ''}")
+            name = found.directory
+        manifest = catalogue.load_manifest(storage, name)
+        identity = manifest.meta.identity
+        files = read_carried(storage, name, manifest)
+    except (Refused, OSError) as error:
+        raise ConfigError(violation(NAME, bare_url(url), str(error))) from None
+    try:
+        model = stored_model(identity)
+    except ConfigError as error:
+        raise ConfigError([violation(NAME, bare_url(url), line) for line in error.violations]) from None
+    given = identity.get("data")
+    data = Config.from_dict({"data": given}).data if isinstance(given, dict) else None
+    return TrainedModel(f"{at.rstrip('/')}/{name}", model, data, manifest.meta.seed, files)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Configuration and plan under which a model answers, and its vocabulary, None if it has no tokenizer."""
+
+    config: Config
+    plan: Plan
+    vocabulary: Vocabulary | None
+
+
+def plan_answers(
+    found: TrainedModel,
+    arguments: Sequence[str],
+    config_dir: str | None = None,
+    data: Data | None = None,
+    change: Callable[[Config], None] = lambda config: None,
+) -> Planned:
+    """Compose the configuration of a trained model with the user's `arguments` on top, and plan it: without any, one
+    process computes everything. `data`: what it reads, by default nothing; `change`: completes the configuration in
+    place. Raises ConfigError with all mistakes."""
+    typed = typed_values(arguments)
+    model = replace(found.model, within_documents=False)  # of texts that are continued, and else what the data says
+    stored = Config(model=model, data=data or replace(Data(), kind="synthetic"), seed=found.seed)
+    stored.train.init, stored.cluster.kind = found.url, "inline"
+    stored.elastic.snapshot_every = stored.monitor.sample = 0
+    stored.checkpoint.on_stop = False
+    config = compose(arguments, config_dir, stored=asdict(stored))
+    replicas = max(1, config.parallel.data)
+    if "train.microbatch" not in typed:  # as many sequences as any layout may divide
+        unit = prod([*config.tensor.axes.values(), *config.branch.axes.values()])
+        config.train.microbatch = unit * max(1, AT_ONCE // unit)
+    if "train.global_batch" not in typed:
+        config.train.global_batch = config.train.microbatch * replicas
+    change(config)
+    plan, wrong = prepare(config, [])
+    if wrong or not plan:
+        raise ConfigError(wrong)
+    if config.cluster.kind == "inline" and plan.mesh.size > 1 and not typed.keys() & {"cluster", "cluster.kind"}:
+        config.cluster.kind = "processes"
+    given = given_vocabulary(config.data) if "data.tokenizer" in typed else vocabulary_in(found.files)
+    if given and given.size > config.model.vocab:
+        reason = f"has {given.size} tokens, and the model has model.vocab={config.model.vocab}: it is another model's"
+        raise ConfigError(violation("data.tokenizer", config.data.tokenizer or found.url, reason))
+    return Planned(config, plan, given)

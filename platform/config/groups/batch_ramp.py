@@ -1,0 +1,74 @@
+"""Batch-size ramp: how many sequences each training step takes, and which, as functions of the step alone.
+
+GPT-3 (Brown et al. 2020, 2.3) and its successors begin with small batches. Megatron-LM's `--rampup-batch-size` names
+the same three numbers: the first size, what it grows by, and the samples over which it grows.
+
+    train.ramp_from=2 train.ramp_by=2 train.ramp_samples=8 train.global_batch=6
+
+    step             1  2   3  4   5   6 ...
+    sequences        2  2   4  6   6   6
+    samples before   0  2   4  8  14  20
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from platform.config.groups.train_group import Train
+
+
+class Phase(NamedTuple):
+    """Consecutive training steps with one batch size: the first of them, from 1; the samples consumed before it; and
+    the sequences of each."""
+
+    step: int
+    sample: int
+    batch: int
+
+
+def phases(train: Train) -> Sequence[Phase]:
+    """Return the phases of a run in order; the last has no end."""
+    return _phases(train.global_batch, train.ramp_from, train.ramp_by, train.ramp_samples)
+
+
+@lru_cache(maxsize=16)
+def _phases(full: int, start: int, by: int, samples: int) -> Sequence[Phase]:
+    if not start:
+        return (Phase(1, 0, full),)
+    found, step, sample, sizes = [], 1, 0, range(start, full, by)
+    for number, batch in enumerate(sizes, 1):
+        end = -(-samples * number // len(sizes))  # the first sample of the next size
+        if steps := max(0, -(-(end - sample) // batch)):
+            found.append(Phase(step, sample, batch))
+            step, sample = step + steps, sample + steps * batch
+    return (*found, Phase(step, sample, full))
+
+
+def batch_sizes(train: Train) -> list[int]:
+    """Return the sizes that batches of a run have, ascending; the last is train.global_batch."""
+    return [phase.batch for phase in phases(train)]
+
+
+def batch_of(train: Train, step: int) -> int:
+    """Return the sequences of training step `step` (from 1)."""
+    return _phase(train, step).batch
+
+
+def samples_before(train: Train, step: int) -> int:
+    """Return how many samples the training steps before `step` (from 1) consume."""
+    phase = _phase(train, step)
+    return phase.sample + (step - phase.step) * phase.batch
+
+
+def samples_of(train: Train, step: int) -> tuple[int, int]:
+    """Return the samples [first, end) of the global order that training step `step` (from 1) consumes."""
+    first = samples_before(train, step)
+    return first, first + batch_of(train, step)
+
+
+def _phase(train: Train, step: int) -> Phase:
+    found = phases(train)
+    return found[max(0, bisect_right(found, step, key=lambda phase: phase.step) - 1)]

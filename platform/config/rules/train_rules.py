@@ -1,0 +1,48 @@
+"""Rules that relate the keys of groups train and eval to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from platform.config.fields import Config, closest, violation
+from platform.plan.language.numbers import divisors
+
+
+def wrong_ramp(config: Config) -> Iterator[str]:
+    """Yield a refusal line for each mistake in how the batch grows (`platform.config.groups.batch_ramp`)."""
+    t = config.train
+    if not t.ramp_from:
+        if t.ramp_samples:
+            yield violation("train.ramp_samples", t.ramp_samples, "train.ramp_from=0: the batch does not grow", [0])
+        return
+    if t.ramp_from >= t.global_batch:
+        constraint = f"must be < train.global_batch={t.global_batch}"
+        yield violation("train.ramp_from", t.ramp_from, constraint, [t.global_batch // 2, 0])
+    elif (grows := t.global_batch - t.ramp_from) % t.ramp_by:
+        constraint = f"must divide train.global_batch - train.ramp_from = {grows}"
+        yield violation("train.ramp_by", t.ramp_by, constraint, closest(t.ramp_by, divisors(grows)))
+    elif not t.ramp_samples:
+        yield violation("train.ramp_samples", 0, "train.ramp_from needs the samples over which it grows", [grows])
+    if config.pipeline.kind == "file":
+        yield violation("train.ramp_from", t.ramp_from, "a schedule from a file has one number of microbatches", [0])
+
+
+def wrong_start(config: Config) -> Iterator[str]:
+    """Yield a refusal line if averaged weights are to be taken from nowhere."""
+    if config.train.init_averaged and config.train.init in ("", "random"):
+        yield violation("train.init_averaged", True, "train.init names no run whose averages could be taken", [False])
+
+
+def wrong_evaluation(config: Config) -> Iterator[str]:
+    """Yield a refusal line for each key of evaluations that never take place, or of averages that nobody keeps."""
+    e = config.eval
+    if e.patience and not e.every:
+        yield violation("eval.patience", e.patience, "eval.every=0: there are no evaluations", [0])
+    if e.prompts and not e.every:
+        yield violation("eval.prompts", e.prompts[0], "eval.every=0: there are no evaluations", [[]])
+    elif e.prompts and config.model.kind in ("encoder", "two_layer"):
+        yield violation("eval.prompts", e.prompts[0], f"model.kind={config.model.kind} generates no text", [[]])
+    if e.least_gain and not e.patience:
+        yield violation("eval.least_gain", e.least_gain, "only eval.patience reads it", [0])
+    if e.averaged and not config.train.ema:
+        yield violation("eval.averaged", True, "train.ema=0: no averages are kept", [False])

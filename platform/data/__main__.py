@@ -1,0 +1,102 @@
+"""Command line for data: tokenise it before a run, or write it as the .bin files of Megatron-LM or nanoGPT.
+
+Takes the arguments of platform.launch: data=, data.KEY=, model.vocab= and so on; an experiment if there is one.
+Exit status: 0 done; 1 a file cannot be written; 2 the data or the command line is wrong, and nothing is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from platform.boundary.redaction import register_url_secrets, shielded
+from platform.boundary.terminal import print_line, print_while_read
+from platform.config.fields import Config, ConfigError, violation
+from platform.config.groups.batch_ramp import samples_before
+from platform.data.corpus import Corpus, corpus_of
+from platform.data.sources.token_files import WRITERS
+from platform.data.tokenizers.tokenizer_files import JSON
+from platform.data.tokens.streams import PairStream, documents
+from platform.launch import DONE, FAILED, REFUSED, compose
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line `python -m platform.data`; return its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m platform.data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("prepare", help="tokenise data into data.cache, and tell what is in it")
+    command.set_defaults(run=_prepare)
+    _overrides(command)
+    command = commands.add_parser("convert", help="write the tokens of data as .bin files")
+    command.add_argument("format", choices=WRITERS, help="megatron: .bin with .idx; nanogpt: .bin alone")
+    command.add_argument("prefix", type=Path, help="the files are PREFIX-train.bin, PREFIX-validation.bin, ...")
+    command.set_defaults(run=_convert)
+    _overrides(command)
+    given = parser.parse_args(arguments)
+    register_url_secrets(list(sys.argv))
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    with shielded(sys.stdout, sys.stderr):
+        return print_while_read(lambda: _answer(given))
+
+
+def _overrides(command: argparse.ArgumentParser) -> None:
+    command.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for platform.launch")
+    command.add_argument("--config-dir", help="the user's own configuration files")
+
+
+def _answer(given: argparse.Namespace) -> int:
+    """Run a command; return its exit status, or print its refusal."""
+    try:
+        config = compose(given.overrides, given.config_dir)
+        given.run(given, config, corpus_of(config))
+    except BrokenPipeError:
+        raise
+    except ConfigError as error:
+        for line in error.violations:
+            print_line(f"config: {line}", sys.stderr)
+        return REFUSED
+    except OSError as error:
+        print_line(f"{error.filename}: {error.strerror}", sys.stderr)
+        return FAILED
+    return DONE
+
+
+def _prepare(given: argparse.Namespace, config: Config, corpus: Corpus) -> None:
+    """Tell what is in a corpus, which is in the cache now: of each source the samples of its splits, and how often a
+    run reads it."""
+    needed = samples_before(config.train, config.train.steps + 1)
+    for part, share in zip(corpus.parts, corpus.shares, strict=True):
+        of_part = {split: max(0, corpus.objective.samples(stream)) for split, stream in part.streams.items()}
+        read = needed * share / sum(corpus.shares) / max(1, of_part["train"])
+        counts = ", ".join(f"{count:,} {split} samples" for split, count in of_part.items())
+        name = f"{part.name}: " if part.name else ""
+        print_line(f"{name}{counts}; {config.train.steps} steps read it {read:.3g} times")
+    print_line(f"in {corpus.entry or 'no file'}")
+
+
+def _convert(given: argparse.Namespace, config: Config, corpus: Corpus) -> None:
+    """Write every split of every source of a corpus as .bin files, and its tokenizer if it has one of its own."""
+    prefix: Path = given.prefix
+    if any(isinstance(stream, PairStream) for part in corpus.parts for stream in part.streams.values()):
+        raise ConfigError(violation("data", config.data.kind, "pairs are no stream of tokens", ["data=text"]))
+    if not prefix.parent.is_dir():
+        raise ConfigError(f"{prefix}: there is no folder {prefix.parent}")
+    for part in corpus.parts:
+        for split, stream in part.streams.items():
+            if len(stream):
+                path = prefix.with_name("-".join(filter(None, [prefix.name, part.name, split])))
+                WRITERS[given.format](path, documents(stream, corpus.special.begin), corpus.vocab)
+                print_line(f"{path}.bin: {len(stream):,} tokens")
+    if JSON in corpus.files:
+        own = prefix.with_name(f"{prefix.name}-{JSON}")
+        own.write_bytes(corpus.files[JSON])
+        print_line(f"{own}: its tokenizer; documents begin with token {corpus.special.begin}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""Checks of data: what is wrong with its keys and the beginnings of its files, and splits without a sample."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from math import ceil
+from typing import Any
+
+import numpy as np
+
+from platform.config.fields import ConfigError, Data, violation
+from platform.config.surroundings import wrong_protocol
+from platform.data import tokenizer
+from platform.data.mixture import PATHS, DataSource, of_source, sources_of
+from platform.data.objectives import GIVEN, OBJECTIVES, Objective, SampleShape
+from platform.data.sources import iterables
+from platform.data.sources.texts import SOURCES
+from platform.data.tokens.entry import KINDS, kind_of
+from platform.data.vocabulary import added_tokens, given_vocabulary, template_of
+
+
+def check_data(data: Data, *, vocab: int = tokenizer.SMALLEST) -> list[str]:
+    """Return one refusal line per mistake in the keys of `data` that shows without tokenising, in well under a second:
+    kind, fraction, paths, beginnings of files. `vocab`: most entries of the tokenizer, which needs at least one per
+    byte value."""
+    if data.kind not in (kinds := _kinds()):
+        return [f"data={data.kind}: unknown; there are {', '.join(kinds)}"]
+    try:
+        sources = sources_of(data)
+    except ConfigError as error:
+        return error.violations
+    violations = [line for source in sources for line in _check_source(source)]
+    textual = any(kind_of(source.data).texts for source in sources)
+    return violations + ([] if data.kind == "synthetic" else _check_tokenizer(data, vocab, textual))
+
+
+def _kinds() -> list[str]:
+    """Return all kinds of data, a user's own among them."""
+    return [*dict.fromkeys([*SOURCES, *KINDS, *iterables.TEXTS, *iterables.TOKENS]), "synthetic", "mixture"]
+
+
+def _check_tokenizer(data: Data, vocab: int, textual: bool) -> list[str]:
+    """Return one refusal line per mistake in the keys of `data` that say which tokenizer is given, or how one is
+    trained, as `textual` data needs it."""
+    try:
+        given = given_vocabulary(data)
+        added_tokens(data), template_of(data)
+    except ConfigError as error:
+        return error.violations
+    if given and given.size > vocab:
+        reason = f"has {given.size} tokens, and the model has model.vocab={vocab}"
+        return [violation("data.tokenizer", data.tokenizer, reason, [f"model.vocab={given.size}"])]
+    if textual and not given and vocab < (least := tokenizer.SMALLEST + len(added_tokens(data))):
+        return [f"model.vocab={vocab}: a byte-level tokenizer needs at least {least}"]
+    return []
+
+
+def _check_source(source: DataSource) -> list[str]:
+    """Return one refusal line per mistake in the keys of one source that shows without tokenising."""
+    data, lines = source.data, []
+    if not (0 <= data.validation < 1 or (source.name and data.validation == 1)):
+        lines.append(f"data.validation={data.validation}: a fraction from 0 to below 1 is needed, such as 0.05")
+    if data.path and data.kind in ("stdlib", "synthetic"):
+        lines.append(f"data.path={data.path}: data={data.kind} reads no path; use data=text, or leave data.path empty")
+    elif data.kind != "synthetic":
+        urls = {f"data.{name}": getattr(data, name) for name in PATHS}
+        remote = {key: url for key, url in urls.items() if "://" in url}  # what is there shows when it is read
+        wrong = {key: wrong_protocol(url, writing=False) for key, url in remote.items()}
+        lines += [violation(key, remote[key], reason, ["a path"]) for key, reason in wrong.items() if reason]
+        lines += [] if remote else kind_of(data).check(data)
+    return [of_source(source, line) for line in lines]
+
+
+def too_small(source: DataSource, streams: Mapping[str, Any], objective: Objective, length: int) -> list[str]:
+    """Return a refusal line for each split of a source, its `streams`, that does not hold one whole sample, with the
+    nearest legal settings."""
+    tokens = {split: len(stream) for split, stream in streams.items()}
+    needed, total = objective.needs, sum(tokens.values())
+    violations = []
+    unread = "train" if not source.trained else "validation" if source.data.validation == 0 else ""
+    none = [split for split, stream in streams.items() if objective.samples(stream) < 1]
+    for split in (split for split in none if split != unread):
+        remedies = [f"model.length={tokens[split] - 1}"] if tokens[split] > 1 and needed > length else []
+        if split == "validation" and total >= 3 * needed:
+            remedies.append(f"{source.key}.validation={ceil(200 * needed / total) / 100:g}")
+        of = f" of {source.key}" if source.name else ""
+        violations.append(
+            f"model.length={length}: a sample is {needed} tokens, and the {split} split{of} has {tokens[split]}; "
+            f"nearest legal: {' or '.join([*remedies, 'more text'])}"
+        )
+    return violations
+
+
+def make_objective(name: str, shape: SampleShape) -> Objective:
+    """Make the objective that `data.objective` names, for samples of a shape. Raises ConfigError in place of any error
+    from a user's own."""
+    with _of_objective(name):
+        return OBJECTIVES[name](shape)
+
+
+def check_sample(name: str, batch: Callable[[], Mapping[str, Any]], lengths: Mapping[str, int]) -> None:
+    """Make a sample by the objective `name` and check that it is what the model reads: `lengths` has the length of each
+    data tensor. Raises ConfigError if it is not, or for any error from a user's own objective."""
+    with _of_objective(name):
+        found = dict(batch())
+    there = ", ".join(found) or "none"
+    if missing := [wanted for wanted in lengths if wanted not in found]:
+        raise ConfigError(f"data.objective={name}: makes no data tensor {missing[0]!r}, which the model reads: {there}")
+    for wanted, length in lengths.items():
+        shape, dtype = np.shape(found[wanted]), np.asarray(found[wanted]).dtype
+        if shape != (1, length) or dtype != np.int64:
+            made = f"makes {wanted!r} as {dtype} of shape {list(shape)}"
+            raise ConfigError(f"data.objective={name}: {made} for one sample; the model reads int64 [1, {length}]")
+
+
+@contextmanager
+def _of_objective(name: str) -> Iterator[None]:
+    """Raise ConfigError, naming the objective, in place of the errors that a user's own raises within the context."""
+    try:
+        yield
+    except (ConfigError, OSError):
+        raise
+    except Exception as error:
+        if name in GIVEN:
+            raise
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"data.objective={name}: raises {reason}") from error

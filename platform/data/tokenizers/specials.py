@@ -1,0 +1,89 @@
+"""Special tokens: which tokens of a tokenizer begin and end documents, hide, and stand in for others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+# Special tokens by role, for a tokenizer that does not say: the first that it has.
+USUAL: Mapping[str, tuple[str, ...]] = {
+    "eos": ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]"),
+    "bos": ("<|begin_of_text|>", "<s>", "<bos>", "[CLS]"),
+    "pad": ("<pad>", "[PAD]"),
+    "mask": ("<mask>", "[MASK]"),
+}
+_ALSO = {"eos": "sep", "bos": "cls"}  # what BERT calls them
+SENTINEL = "<extra_id_{}>"  # T5's, of which each has the id below that of the one before
+
+
+@dataclass(frozen=True)
+class SpecialIds:
+    """Ids of the special tokens with which samples are made. By default those of a tokenizer that is trained on the
+    corpus, in which the id 0 stands in front of every document.
+
+    `front`: the ids in front of every document: its last one begins this document, its first one ends the one before;
+    `start`: what a decoder reads first; `mask`: what stands for a hidden token, None: the vocabulary's last id;
+    `sentinel`: what stands for the first missing span, None: that too; the ids below stand for the others, so that
+    there are `sentinels` in all, 0: as many as are needed; `size`: of the vocabulary, 0: the model's.
+    """
+
+    front: tuple[int, ...] = (0,)
+    start: int = 0
+    mask: int | None = None
+    sentinel: int | None = None
+    sentinels: int = 0
+    size: int = 0
+
+    @property
+    def begin(self) -> int:
+        return self.front[-1]
+
+    @property
+    def end(self) -> int:
+        return self.front[0]
+
+
+def named_tokens(settings: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the special tokens by role (bos, eos, pad, ...) that `settings` name, such as tokenizer_config.json; of
+    several the first counts."""
+    out: dict[str, str] = {}
+    for found in settings:
+        for key, value in found.items():
+            role, _, kind = key.rpartition("_")
+            text = value.get("content") if isinstance(value, Mapping) else value
+            if kind == "token" and role and isinstance(text, str):
+                out.setdefault(role, text)
+    return out
+
+
+def with_usual(tokenizer: Tokenizer, named: Mapping[str, str]) -> dict[str, str]:
+    """Return special tokens by role, with the USUAL ones for a tokenizer that names none that ends documents, and for
+    the mask."""
+    silent = not named.keys() & {"eos", _ALSO["eos"]}
+    wanted = [role for role in USUAL if role not in named and (silent or role == "mask")]
+    found = {role: next((t for t in USUAL[role] if tokenizer.token_to_id(t) is not None), "") for role in wanted}
+    return {**named, **{role: text for role, text in found.items() if text}}
+
+
+def special_ids(tokenizer: Tokenizer, named: Mapping[str, str]) -> SpecialIds | None:
+    """Return the ids of a tokenizer's special tokens, of which `named` has the spellings by role; None if no token ends
+    documents."""
+
+    def of(role: str) -> int | None:
+        names = [named[r] for r in (role, _ALSO.get(role, "")) if r in named]
+        return next((i for name in names if (i := tokenizer.token_to_id(name)) is not None), None)
+
+    end, begin, pad, first = of("eos"), of("bos"), of("pad"), tokenizer.token_to_id(SENTINEL.format(0))
+    if end is None:
+        return None
+    front = (end,) if begin in (None, end) else (end, begin)
+    start = begin if begin not in (None, end) else pad if pad is not None else end
+    sentinels = 0
+    while first is not None and tokenizer.token_to_id(SENTINEL.format(sentinels)) == first - sentinels:
+        sentinels += 1
+    size = max(tokenizer.get_vocab().values()) + 1
+    return SpecialIds(front, start, of("mask"), first, sentinels, size)

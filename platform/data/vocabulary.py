@@ -1,0 +1,230 @@
+"""The vocabulary of a corpus: its tokenizer with its special tokens, trained on the corpus or given by its files."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from platform.boundary import documents
+from platform.boundary.schema import Malformed
+from platform.config.fields import ConfigError, Data, violation
+from platform.data.tokenizers.chat import CHATML, CHATML_TOKENS, ChatTemplate, Parts
+from platform.data.tokenizers.specials import SpecialIds, named_tokens, special_ids, with_usual
+from platform.data.tokenizers.tokenizer_files import (
+    CONFIG,
+    JSON,
+    KEY,
+    NAMES,
+    TEMPLATE,
+    TokenizerFiles,
+    chat_template,
+    parse_tokenizer,
+    read_files,
+    settings_of,
+    with_config,
+)
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+TRAIN = "train"  # data.tokenizer: a tokenizer of the corpus's own
+END = "<|endoftext|>"
+OWN = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": END, "eos_token": END}
+_LARGEST_TEMPLATE = 1 << 20  # bytes
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Tokenizer of a corpus: texts to ids and back. `files`: of which it is made, by name; `named`: its special tokens
+    by role, such as eos; `special`: their ids; `given`: it was not trained on the corpus, so that a document is only
+    encoded right as a whole."""
+
+    tokenizer: Tokenizer
+    files: TokenizerFiles
+    named: Mapping[str, str]
+    special: SpecialIds
+    given: bool
+
+    @cached_property
+    def size(self) -> int:
+        """Return the number of ids: one more than the highest."""
+        return max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @cached_property
+    def special_tokens(self) -> list[str]:
+        """Return the spellings of all special tokens, in the order of their ids."""
+        return [t.content for _, t in sorted(self.tokenizer.get_added_tokens_decoder().items()) if t.special]
+
+    @cached_property
+    def digest(self) -> str:
+        """Return a hash of its files: equal digests, equal ids, special tokens and templates."""
+        named = sorted((name, sha256(raw).hexdigest()) for name, raw in self.files.items())
+        return sha256(json.dumps(named).encode()).hexdigest()
+
+    def save(self, folder: Path) -> None:
+        """Write its files into a folder of ours, for `open_vocabulary`."""
+        for name, raw in self.files.items():
+            if self.given or name != CONFIG:
+                (folder / name).write_bytes(raw)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text, in which the spelling of a special token is text."""
+        return self.encode_all([text])[0]
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each of several texts, encoded side by side on all cores; as `encode`."""
+        if not self._spelled:
+            return [e.ids for e in self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+        parts = [self._spelled.split(text) for text in texts]
+        found = self.tokenizer.encode_batch_fast([part for some in parts for part in some], add_special_tokens=False)
+        ids = iter(e.ids for e in found)
+        return [[i for _ in some for i in next(ids)] for some in parts]
+
+    def encode_parts(self, documents: Sequence[Parts]) -> list[tuple[list[int], list[bool]]]:
+        """Return the ids of texts that are given in parts, and for each id whether it is of an answer. Parts between
+        special tokens are encoded together; the part that holds an id's last character decides about it."""
+        runs = [[list(run) for _, run in groupby(parts, itemgetter(1))] for parts in documents]
+        plain = ["".join(part[0] for part in run) for some in runs for run in some if not run[0][1]]
+        encoded, found = iter(self._with_ends(plain)), []
+        for some in runs:
+            ids: list[int] = []
+            answers: list[bool] = []
+            for run in some:
+                if run[0][1]:
+                    ids += [self.tokenizer.token_to_id(text) or 0 for text, _, _ in run]  # each has one
+                    answers += [answer for _, _, answer in run]
+                else:
+                    characters = [answer for text, _, answer in run for _ in text]
+                    ends = next(encoded)
+                    ids += [i for i, _ in ends]
+                    answers += [characters[max(0, end - 1)] for _, end in ends]
+            found.append((ids, answers))
+        return found
+
+    def _with_ends(self, texts: Sequence[str]) -> Iterator[list[tuple[int, int]]]:
+        """Yield (id, number of characters up to its end) of the tokens of each of several texts, as `encode_all`."""
+        parts = [self._spelled.split(text) if self._spelled else [text] for text in texts]
+        encoded = iter(self.tokenizer.encode_batch([p for some in parts for p in some], add_special_tokens=False))
+        for some in parts:
+            found: list[tuple[int, int]] = []
+            place = 0
+            for part in some:
+                e = next(encoded)
+                found += [(i, place + end) for i, (_, end) in zip(e.ids, e.offsets, strict=True)]
+                place += len(part)
+            yield found
+
+    def spelling(self, number: int) -> str:
+        """Return how one token is spelled."""
+        return str(self.tokenizer.id_to_token(number))
+
+    @cached_property
+    def _spelled(self) -> re.Pattern[str] | None:
+        """Return where a text is cut, so that no special token is made of its spelling: behind the first character of
+        each that the tokenizer would make of it, as unigram models do; None if it makes none."""
+        made = []
+        for number, token in self.tokenizer.get_added_tokens_decoder().items():
+            text = token.content
+            if token.special and len(text) > 1:
+                spellings = self.tokenizer.encode_batch_fast([text, f"a{text}", f" {text} "], add_special_tokens=False)
+                if any(number in e.ids for e in spellings) and text != self.named.get("unk"):
+                    made.append(f"(?<={re.escape(text[0])})(?={re.escape(text[1:])})")
+        return re.compile("|".join(made)) if made else None
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of ids, special tokens as they are spelled; ids that it has not are left out."""
+        return self.tokenizer.decode([i for i in ids if 0 <= i < self.size], skip_special_tokens=False)
+
+    @property
+    def has_chat(self) -> bool:
+        """Return True if it has a chat template."""
+        return bool(chat_template(self.files))
+
+    @cached_property
+    def chat(self) -> ChatTemplate:
+        """Return its chat template. Raises ConfigError if it has none."""
+        text = chat_template(self.files)
+        if not text:
+            raise ConfigError(violation("data.chat_template", "", "the tokenizer has none", ["chatml", "a file"]))
+        return ChatTemplate(text, self.named, self.special_tokens)
+
+
+def vocabulary_of(files: TokenizerFiles, given: bool = True) -> Vocabulary:
+    """Make a vocabulary of the files of a tokenizer. Raises Malformed if they are none, or if no token ends
+    documents."""
+    tokenizer = parse_tokenizer(files[JSON])
+    named = with_usual(tokenizer, named_tokens(settings_of(files)))
+    if not (special := special_ids(tokenizer, named)):
+        raise Malformed("names no token that ends documents; data.end_token=TOKEN does")
+    return Vocabulary(tokenizer, files, named, special, given)
+
+
+def open_vocabulary(folder: Path) -> Vocabulary | None:
+    """Open the vocabulary whose files lie in a folder of ours; None if there is none. Raises Malformed, OSError."""
+    found = {name: documents.read_bytes(folder / name, 1 << 30) for name in NAMES if (folder / name).is_file()}
+    if JSON not in found:
+        return None
+    return vocabulary_of(found) if CONFIG in found else vocabulary_of(own_files(found), given=False)
+
+
+def own_files(found: TokenizerFiles) -> dict[str, bytes]:
+    """Return the files of a tokenizer that was trained here, with what says which its special tokens are."""
+    return with_config(found, OWN)
+
+
+def given_vocabulary(data: Data) -> Vocabulary | None:
+    """Return the vocabulary that data.tokenizer names; None if one is to be trained. Raises ConfigError."""
+    files = given_files(data)
+    return vocabulary_of(files) if files else None
+
+
+def given_files(data: Data) -> dict[str, bytes] | None:
+    """Return the files of the tokenizer that data.tokenizer names, with what else the keys of data say of it; None if
+    one is to be trained. Raises ConfigError."""
+    if data.tokenizer in ("", TRAIN):
+        return None
+    found = read_files(data.tokenizer, data.tokenizer_words)
+    roles = {"eos_token": data.end_token, "bos_token": data.begin_token}
+    if said := {name: token for name, token in roles.items() if token}:
+        found = with_config(found, said)
+    template, added = template_of(data), added_tokens(data)
+    try:
+        tokenizer = parse_tokenizer(found[JSON])
+        if lacking := [token for token in said.values() if tokenizer.token_to_id(token) is None and token not in added]:
+            raise Malformed(f"has no token {lacking[0]!r}")
+        if added and tokenizer.add_special_tokens([t for t in added if tokenizer.token_to_id(t) is None]):
+            found = {**found, JSON: tokenizer.to_str().encode()}
+        named = vocabulary_of(found).named
+    except Malformed as error:
+        raise ConfigError(violation(KEY, data.tokenizer, str(error), [TRAIN])) from None
+    if CONFIG not in found:
+        found = with_config(
+            found, {"tokenizer_class": OWN["tokenizer_class"], **{f"{r}_token": t for r, t in named.items()}}
+        )
+    return {**found, TEMPLATE: template.encode()} if template else found
+
+
+def added_tokens(data: Data) -> list[str]:
+    """Return the special tokens that the keys of `data` add to a tokenizer's own."""
+    return [*data.special_tokens, *(CHATML_TOKENS if data.chat_template == "chatml" else ())]
+
+
+def template_of(data: Data) -> str:
+    """Return the chat template that data.chat_template names, "" if it names none. Raises ConfigError."""
+    if data.chat_template in ("", "chatml"):
+        return CHATML if data.chat_template else ""
+    try:
+        text = documents.read_bytes(data.chat_template, _LARGEST_TEMPLATE).decode()
+    except (Malformed, OSError, UnicodeDecodeError) as error:
+        line = documents.one_line(str(error).encode(errors="replace"))
+        raise ConfigError(violation("data.chat_template", data.chat_template, line, ["chatml"])) from None
+    ChatTemplate(text, {}, [])
+    return text

@@ -1,0 +1,199 @@
+"""Command line for measuring a trained model: `python -m platform.evaluate CHECKPOINT [KEY=VALUE ...]`.
+
+Prints the loss on what its training held out, or on the text that data.path=FILE names, and the perplexity per token,
+word and byte. CHECKPOINT and KEY=VALUE are those of platform.generate.
+Exit status: 0 done; 1 a worker failed; 2 the command line, the checkpoint or the data is wrong, and nothing is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from platform.boundary.redaction import forget_secrets, register_url_secrets, shielded
+from platform.boundary.terminal import flush_streams, print_line
+from platform.config.fields import Config, ConfigError, violation
+from platform.config.groups.data_group import Data
+from platform.generate import answered, sorted_words
+
+if TYPE_CHECKING:
+    from platform.answers.loss_table import Measured
+    from platform.answers.trained import TrainedModel
+    from platform.cluster.crew.base.crew import Crew
+    from platform.data.corpus import Corpus
+
+SPLITS = ("validation", "train")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line `python -m platform.evaluate`; return its exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    forget_secrets()
+    register_url_secrets(given)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    with shielded(sys.stdout, sys.stderr):
+        return answered("evaluate", lambda: _evaluate(_parser().parse_intermixed_args(given)))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m platform.evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkpoint", metavar="CHECKPOINT")
+    parser.add_argument(
+        "words", nargs="*", metavar="KEY=VALUE", help="as for platform.launch; data=... is what is read"
+    )
+    parser.add_argument("--split", choices=SPLITS, help="of the data; default: what is held out, all of a data.path=")
+    parser.add_argument("--samples", type=int, default=0, help="at most so many of each source; 0 (default): all")
+    parser.add_argument("--bleu", action="store_true", help="data=pairs: BLEU of its translations; needs sacrebleu")
+    parser.add_argument("--beams", type=int, default=4, help="--bleu: beams of the search (4)")
+    parser.add_argument("--tasks", metavar="NAMES", help="tasks of lm-eval, as NAME,NAME, instead of losses")
+    parser.add_argument("--include", metavar="FOLDER", default="", help="--tasks: your own are in it")
+    parser.add_argument("--shots", type=int, help="--tasks: examples in front of each document; default: as it says")
+    parser.add_argument("--json", metavar="FILE", help="write the table to it as well")
+    parser.add_argument("--config-dir", metavar="FOLDER", help="your own configuration files, as for platform.launch")
+    return parser
+
+
+def _evaluate(given: argparse.Namespace) -> int:
+    """Measure the model of a command line; return the exit status."""
+    overrides, others = sorted_words(given.words)
+    wrong = [violation("argument", word, "is no KEY=VALUE of the configuration") for word in others]
+    for flag, least in (("samples", 0), ("beams", 1), ("shots", 0)):
+        if (value := getattr(given, flag)) is not None and value < least:
+            wrong.append(violation(f"--{flag}", value, f"must be >= {least}", [least]))
+    for package, flag in (("sacrebleu", "bleu"), ("lm_eval", "tasks")):
+        if getattr(given, flag) and find_spec(package) is None:
+            wrong.append(f"--{flag}: needs the package {package}: pip install 'elastic-platform[eval]'")
+    if given.include and not os.path.isdir(given.include):
+        wrong.append(violation("--include", given.include, "there is no such folder"))
+    if given.json and not os.path.isdir(os.path.dirname(given.json) or "."):
+        wrong.append(violation("--json", given.json, "there is no such folder"))
+    if wrong:
+        raise ConfigError(wrong)
+    from platform.answers.loss_table import print_losses
+    from platform.answers.session import open_session
+    from platform.answers.trained import find_trained, plan_answers
+    from platform.composition.arguments import typed_values
+    from platform.data.corpus import corpus_of
+
+    trained, typed = find_trained(given.checkpoint), typed_values(overrides)
+    if given.tasks:
+        return _tasks(given, trained, overrides)
+    if trained.data is None and not any(key.startswith("data") for key in typed):
+        reason = f"{given.checkpoint} says nothing of data"
+        raise ConfigError(violation("data", "", reason, ["data=text data.path=FILE"]))
+    with ExitStack() as opened:
+        folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="tokenizer-")))
+        for name, raw in trained.files.items():
+            (folder / name).write_bytes(raw)
+        apart = trained.model.within_documents and "data.document_mask" not in typed
+        complete = partial(_complete, typed=typed, tokenizer=str(folder) if trained.files else "", apart=apart)
+        planned = plan_answers(trained, overrides, given.config_dir, trained.data or Data(), complete)
+        corpus = corpus_of(planned.config)
+        splits = _splits(corpus, given.split)
+        crew = opened.enter_context(open_session(planned.config, planned.plan, _note, str(corpus.entry or "")))
+        rows = [_measured(crew, corpus, name, split, given.samples) for name, split in splits.items()]
+        translated = {}
+        if given.bleu:
+            from platform.answers.asked_model import AskedModel
+            from platform.answers.translations import bleu
+
+            split, row = next(iter(splits.values())), rows[0]
+            translated = bleu(AskedModel(crew, planned), corpus, split, row.samples, given.beams)
+    print_losses(rows, print_line)
+    if translated:
+        print_line(f"BLEU {translated['bleu']:.2f} of {translated['pairs']} pairs ({translated['signature']})")
+    _keep(given.json, {"sources": [row.plain() for row in rows], **translated})
+    return 0
+
+
+def _tasks(given: argparse.Namespace, trained: TrainedModel, overrides: Sequence[str]) -> int:
+    """Run tasks of lm-eval on a trained model; return the exit status."""
+    from platform.answers.asked_model import AskedModel
+    from platform.answers.harness_tasks import run_tasks
+    from platform.answers.session import open_session
+    from platform.answers.trained import plan_answers
+
+    planned = plan_answers(trained, overrides, given.config_dir)
+    if planned.vocabulary is None:
+        reason = "there is none beside the model, and tasks are texts"
+        raise ConfigError(violation("data.tokenizer", "", reason, ["data.tokenizer=PATH"]))
+    names = [name for name in given.tasks.split(",") if name]
+    with open_session(planned.config, planned.plan, _note) as crew:
+        found = run_tasks(AskedModel(crew, planned), names, given.include, given.samples, given.shots)
+    for task, values in found.items():
+        for metric, value in values.items():
+            print_line(f"{task:<30} {metric:<20} {value:.4f}")
+    _keep(given.json, {"tasks": found})
+    return 0
+
+
+def _keep(path: str | None, found: dict[str, Any]) -> None:
+    """Write what was measured to a file, if one was asked for."""
+    if path:
+        Path(path).write_text(json.dumps(found, indent=2) + "\n")
+
+
+def _complete(config: Config, typed: dict[str, Any], tokenizer: str, apart: bool) -> None:
+    """Complete the keys of data in place: the tokenizer is that of the model, in the folder `tokenizer`, a path that
+    was typed is read as a whole, and if the model keeps documents `apart`, so does the data. Raises ConfigError if the
+    model has no tokenizer, and text needs one."""
+    data = config.data
+    if "data.tokenizer" not in typed and data.kind != "synthetic":
+        if not tokenizer and data.kind != "tokens":
+            reason = "there is none beside the model, and one that is trained gives other tokens than it knows"
+            raise ConfigError(violation("data.tokenizer", "", reason, ["data.tokenizer=PATH"]))
+        data.tokenizer, data.tokenizer_words, data.chat_template = tokenizer or data.tokenizer, "", ""
+        data.end_token = data.begin_token = ""
+        data.special_tokens = []
+    if apart and data.kind in ("stdlib", "text", "mixture"):
+        data.document_mask = config.model.within_documents = True
+    whole = not typed.keys() & {"data.validation", "data.validation_path"}
+    if "data.path" in typed and whole and data.kind in ("text", "tokens"):
+        from platform.data.data_checks import check_data
+
+        if not check_data(data, vocab=config.model.vocab):  # it is refused once
+            data.validation_path = data.path
+
+
+def _splits(corpus: Corpus, asked: str | None) -> dict[str, str]:
+    """Return the splits of a corpus to measure, by source. Raises ConfigError if there is none."""
+    if asked == "train":
+        return {"": "train"}
+    found = {name: split for name, (split, _) in corpus.validations.items()}
+    if not found:
+        raise ConfigError(violation("--split", asked or "validation", "the data holds nothing out", ["train"]))
+    return found
+
+
+def _measured(crew: Crew, corpus: Corpus, name: str, split: str, most: int) -> Measured:
+    """Measure the loss on a split, or on `most` samples of it if that is not 0."""
+    from platform.answers.loss_table import Measured, units_of
+
+    there = corpus.samples_of(split)
+    samples = min(there, most or there)
+    tokens = corpus.predicted(split, 0, samples)
+    loss = crew.call("measure_loss", split, samples)[0]
+    return Measured(name, loss * tokens, tokens, *units_of(corpus, split, samples), samples)
+
+
+def _note(line: str) -> None:
+    """Tell the user what is no result."""
+    print_line(line, sys.stderr)
+
+
+if __name__ == "__main__":
+    status = main()
+    flush_streams()
+    sys.exit(status)

@@ -1,0 +1,192 @@
+"""Command line for answers: `python -m platform.generate CHECKPOINT "prompt" [KEY=VALUE ...]`.
+
+CHECKPOINT is the directory of a run, a storage of checkpoints (its newest), one checkpoint, or a folder that
+transformers saved. KEY=VALUE are those of platform.launch: under which plan and on which workers it is computed;
+without any, in one process. A prompt is continued until the tokenizer's end of text.
+Exit status: 0 done; 1 a worker failed; 2 the command line, the checkpoint or a prompt is wrong, and nothing is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from platform.boundary.redaction import forget_secrets, register_url_secrets, shielded
+from platform.boundary.terminal import flush_streams, print_line
+from platform.config.fields import Config, ConfigError, violation
+
+TOKENS = 64  # of an answer, where nothing else is said and they fit
+OVERRIDE = re.compile(r"[+~]{0,2}([a-z_]+)([./][\w./-]+)*(@[\w.]+)?=.*", re.DOTALL)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line `python -m platform.generate`; return its exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    forget_secrets()
+    register_url_secrets(given)
+    with shielded(sys.stdout, sys.stderr):
+        return answered("generate", lambda: _generate(_parser().parse_intermixed_args(given)))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m platform.generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkpoint", metavar="CHECKPOINT")
+    parser.add_argument("words", nargs="*", metavar="PROMPT | KEY=VALUE")
+    parser.add_argument("--prompts", metavar="FILE", help="a prompt per line; .jsonl: one of prompt, messages and ids")
+    parser.add_argument(
+        "--out", metavar="FILE", help="write answers to it, a line of .jsonl each; else they are printed"
+    )
+    parser.add_argument("--tokens", type=int, help=f"the most of an answer (as many as fit, up to {TOKENS})")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 (default): the likeliest token each time")
+    parser.add_argument("--top-k", type=int, default=0, help="draw among the k likeliest; 0 (default): all")
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, help="draw among the fewest that are so likely together (1)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the draws (0)")
+    parser.add_argument("--beams", type=int, default=1, help="texts that a beam search keeps; 1 (default): no search")
+    parser.add_argument("--length-penalty", type=float, default=1.0, help="beams: log-probability / length^this (1)")
+    parser.add_argument("--batch", type=int, default=16, help="prompts at a time (16)")
+    parser.add_argument("--chat", action="store_true", help="a prompt is a user's message, in the tokenizer's template")
+    parser.add_argument("--bare", action="store_true", help="do not put in front of a prompt what begins a document")
+    parser.add_argument("--config-dir", metavar="FOLDER", help="your own configuration files, as for platform.launch")
+    return parser
+
+
+def answered(name: str, run: Callable[[], int]) -> int:
+    """Run a command that asks a trained model; return its exit status, or print its refusal or a worker's failure, each
+    line with the command's `name`."""
+    from platform.cluster.crew.base.failures import NoPlaces, WorkerFailed
+
+    try:
+        return run()
+    except ConfigError as error:
+        for line in error.violations:
+            print_line(f"{name}: {line}", sys.stderr)
+        return 2
+    except (WorkerFailed, NoPlaces, OSError) as error:
+        print_line(f"{name}: {error}", sys.stderr)
+        return 1
+
+
+def sorted_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the KEY=VALUE among the words of a command line, and the others; a text with an equals sign is no
+    KEY=VALUE unless it begins with a key or group of the configuration."""
+    from platform.composition.composer import CONF
+
+    known = {*Config.__dataclass_fields__, *(path.name for path in CONF.iterdir())}
+    mine = [bool(found := OVERRIDE.fullmatch(word)) and found[1] in known for word in words]  # type: ignore[index]
+    pairs = list(zip(words, mine, strict=True))
+    return [word for word, is_key in pairs if is_key], [word for word, is_key in pairs if not is_key]
+
+
+def _generate(given: argparse.Namespace) -> int:
+    """Answer the prompts of a command line; return the exit status."""
+    overrides, words = sorted_words(given.words)
+    if wrong := list(_wrong(given, words)):
+        raise ConfigError(wrong)
+    from platform.answers.asked_model import AskedModel
+    from platform.answers.prompts import Prompt, Reader, ends_of, read_prompts, room, too_long
+    from platform.answers.session import open_session
+    from platform.answers.trained import find_trained, plan_answers
+    from platform.train.protocol.asked import Choice
+
+    prompts = read_prompts(given.prompts) if given.prompts else [Prompt({"prompt": w}, repr(w)) for w in words]
+    trained = find_trained(given.checkpoint)
+    planned = plan_answers(trained, overrides, given.config_dir)
+    model, vocabulary = planned.config.model, planned.vocabulary
+    reader = Reader(model, vocabulary, given.chat, given.bare)
+    rows = _all(reader.ids, prompts)
+    tokens = min(TOKENS, room(rows, model)) if given.tokens is None else given.tokens
+    if wrong := list(too_long(prompts, rows, model, tokens)):
+        raise ConfigError(wrong)
+    from platform.train.answers.rank_pass import answering_model
+
+    answering_model(planned.config)
+    drawn = given.temperature, given.top_k, given.top_p, given.seed
+    how = Choice(vocabulary.size if vocabulary else model.vocab, *drawn, given.beams, given.length_penalty)
+    with ExitStack() as opened:
+        crew = opened.enter_context(open_session(planned.config, planned.plan, _note))
+        out = opened.enter_context(open(given.out, "x")) if given.out else None
+        asked = AskedModel(crew, planned, given.batch)
+        for number, found in asked.write(rows, tokens, how, ends_of(vocabulary, trained.generation)):
+            text = _shown(vocabulary, [] if asked.pairs else rows[number], found.ids)
+            _tell(out, prompts[number].given, text, found, alone=len(rows) == 1)
+    return 0
+
+
+def _all(task: Callable[[Any], Any], things: Sequence[Any]) -> list[Any]:
+    """Return what a task returns of each thing. Raises ConfigError with the mistakes of all."""
+    found, wrong = [], []
+    for thing in things:
+        try:
+            found.append(task(thing))
+        except ConfigError as error:
+            wrong += error.violations
+    if wrong:
+        raise ConfigError(list(dict.fromkeys(wrong)))
+    return found
+
+
+def _wrong(given: argparse.Namespace, words: Sequence[str]) -> Iterator[str]:
+    """Yield a refusal line per mistake in the flags of a command line, whose prompts are `words`."""
+    if bool(words) == bool(given.prompts):
+        yield 'a prompt is needed: "TEXT" or --prompts FILE, one of them'
+    if not (given.temperature >= 0 and math.isfinite(given.temperature)):
+        yield violation("--temperature", given.temperature, "must be >= 0", [0])
+    if not 0 < given.top_p <= 1:
+        yield violation("--top-p", given.top_p, "must be > 0 and <= 1", [1])
+    if not math.isfinite(given.length_penalty):
+        yield violation("--length-penalty", given.length_penalty, "must be a number", [1])
+    if given.tokens is not None and given.tokens < 1:
+        yield violation("--tokens", given.tokens, "must be >= 1", [1])
+    for flag, least in (("top_k", 0), ("seed", 0), ("beams", 1), ("batch", 1)):
+        value, most = getattr(given, flag), 1 << 53
+        if not least <= value <= most:
+            yield violation(f"--{flag.replace('_', '-')}", value, f"must be >= {least}", [least])
+    if given.beams > 1 and given.temperature > 0:
+        yield violation("--beams", given.beams, "a search draws nothing: --temperature=0", [1])
+    if given.out and os.path.exists(given.out):
+        yield violation("--out", given.out, "there is a file already", ["another name"])
+    elif given.out and not os.path.isdir(os.path.dirname(given.out) or "."):
+        yield violation("--out", given.out, "there is no such folder")
+
+
+def _shown(vocabulary: Any, before: Sequence[int], ids: Sequence[int]) -> str:
+    """Return the text that `ids` add to the text of the ids `before`: some tokenizers treat the beginning of a text
+    otherwise."""
+    if vocabulary is None:
+        return " ".join(map(str, ids))
+    start, whole = vocabulary.decode(before), vocabulary.decode([*before, *ids])
+    return whole[len(start) :] if whole.startswith(start) else vocabulary.decode(ids)
+
+
+def _tell(out: Any, given: Any, text: str, found: Any, *, alone: bool) -> None:
+    """Write an answer to the file `out`, as a line of JSON, or print it."""
+    if out:
+        more = {} if found.log_probability is None else {"log_probability": found.log_probability}
+        out.write(json.dumps({**given, "answer": text, "answer_ids": found.ids, "ended": found.ended, **more}) + "\n")
+        out.flush()
+        return
+    if not alone:
+        print_line(f"> {next((str(given[k]) for k in ('prompt', 'messages', 'ids') if k in given), '')[:100]}")
+    print(text)
+
+
+def _note(line: str) -> None:
+    """Tell the user what is no answer."""
+    print_line(line, sys.stderr)
+
+
+if __name__ == "__main__":
+    status = main()
+    flush_streams()
+    sys.exit(status)

@@ -1,0 +1,66 @@
+"""Sizes of activations and gradients by layer, for those who follow a run (`monitor.layers`): each rank sums the
+squares of what it counts; `platform.train.step.step_report` adds them up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from platform.parallel.communicator.base import Communicator
+from platform.parallel.sharding.gradients import counts_here, squares
+from platform.plan.core.buckets import layer_of
+from platform.plan.core.plan import Plan
+from platform.plan.language.ops import Spec
+
+Sums = dict[str, Any]  # name of a layer -> sum of squares that this rank counts, an fp64 scalar
+
+
+class Watched:
+    """Sums the mean squares of each sequence's activations that a rank's forward passes hand to `see`. `sequences`: of
+    the microbatch of all replicas that is computed next; those behind them are padding, and do not count."""
+
+    sequences = 0
+
+    def __init__(self, plan: Plan, communicator: Communicator):
+        self._plan, self._communicator = plan, communicator
+        self.sums: Sums = {}
+
+    @torch.no_grad()
+    def see(self, name: str, x: Tensor, spec: Spec) -> None:
+        """Add an activation x, this rank's block of `spec`, to the sum of the layer `name`."""
+        layout = self._plan.layout(spec)
+        if not x.numel() or not counts_here(self._communicator, layout.axes):
+            return
+        dim = spec.dims.index("batch")
+        first, extent = self._plan.block(spec, self._communicator.coordinates)[dim]
+        mine = x.narrow(dim, 0, min(max(0, self.sequences - first), extent)).detach().double()
+        whole = self._plan.global_shape(spec)
+        self.sums[name] = self.sums.get(name, 0.0) + (mine * mine).sum() * (whole[dim] / prod(whole))
+
+
+def is_due(every: int, step: int) -> bool:
+    """Return True if the layers of training step `step` are recorded; `every`: monitor.layers."""
+    return bool(every) and step % every == 0
+
+
+def layers_of(plan: Plan) -> list[str]:
+    """Return the layers of a whole plan's parameters, in order, as `Watched` and `gradient_squares` name them."""
+    return list(dict.fromkeys(layer_of(p.name) for p in plan.parameters))
+
+
+@torch.no_grad()
+def gradient_squares(plan: Plan, communicator: Communicator, gradients: Mapping[str, Tensor]) -> Sums:
+    """Return the sums of squares of reduced gradients by layer, of what this rank counts of them
+    (`platform.parallel.sharding.gradients.counted`). `plan`: that of this rank's stage; `gradients`: parameter -> what
+    of it this rank updates."""
+    found: Sums = {}
+    for p in plan.parameters:
+        own = plan.stages_of[p.name][0] == communicator.coordinates["stage"] and p.name not in plan.frozen
+        if own and p.name in gradients and counts_here(communicator, plan.split_over(p)):
+            layer = layer_of(p.name)
+            found[layer] = found.get(layer, 0.0) + squares(gradients[p.name].reshape(-1))
+    return found

@@ -1,0 +1,214 @@
+"""Passes of generation: plans of the same model for a few new tokens of every sequence, whose attention also reads what
+the passes before have left.
+
+A pass of one token has no length to split. So the axes that split length in training split batch instead: rows are
+rows, and the one communication rule says what moves. Weights stay as the run's plan lays them out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import lcm
+from typing import Any
+
+from platform.plan.communication.legality import IllegalPlan, violations
+from platform.plan.communication.operations import plan_operation
+from platform.plan.communication.planner import Planner
+from platform.plan.core.chunks import Chunk, RecordableModel, spans_in
+from platform.plan.core.plan import Plan
+from platform.plan.language.layout import Layout
+from platform.plan.language.memory import lengthened
+from platform.plan.language.mesh import Mesh
+from platform.plan.language.mistakes import ModelMistake, as_model_mistakes
+from platform.plan.language.ops import NO_RECOMPUTATION, Parameter, Spec
+from platform.plan.language.recorder import Recorder, Symbol
+from platform.plan.language.scheme import Scheme
+from platform.plan.schedule.table import Action, Kind
+
+HEAD = "head"  # the last unit of a model that is asked for logits
+
+
+@dataclass(frozen=True)
+class PassShape:
+    """Sizes of a pass: `tokens` new ones of each of `batch` sequences, of which all passes together hold `capacity`;
+    logits are asked of the last `asked` ones. `reads`: an encoder reads its source in this pass."""
+
+    tokens: int
+    batch: int
+    capacity: int
+    asked: int = 1
+    reads: bool = False
+
+
+def of_rows(scheme: Scheme) -> Scheme:
+    """Return the scheme of a pass of generation: the axes that split length split batch instead, behind its own."""
+
+    def rows(layout: Layout) -> Layout:
+        rules = {dim: axes for dim, axes in layout.items() if dim != "length"}
+        return Layout.of({**rules, "batch": (*layout["batch"], *layout["length"])}, layout.only)
+
+    return replace(scheme, regions={region: rows(layout) for region, layout in scheme.regions.items()})
+
+
+def rows_at_once(scheme: Scheme, mesh: Mesh) -> int:
+    """Return the number of which the sequences of a pass must be a multiple, so that the axes divide them."""
+    return lcm(*(mesh.extent(layout["batch"]) for layout in of_rows(scheme).regions.values()))
+
+
+def memory_unit(scheme: Scheme, mesh: Mesh) -> int:
+    """Return the number of which the tokens that passes hold must be a multiple, so that the axes divide them."""
+    return lcm(*(mesh.extent(layout["memory_length"]) for layout in scheme.regions.values()))
+
+
+@dataclass(frozen=True)
+class PassPlanner(Planner):
+    """Planner of a pass, in which parameters lie as they do in the run's plan: `lying`, by name. A position table whose
+    dim is length there is looked up by position here."""
+
+    lying: Mapping[str, Layout] = field(default_factory=dict)
+
+    def _layout(self, tensor: Spec | Parameter) -> Layout:
+        if not isinstance(tensor, Parameter):
+            return super()._layout(tensor)
+        there = self.lying[tensor.name]
+        rules = {"positions" if d == "length" and d not in tensor.dims else d: axes for d, axes in there.items()}
+        return Layout.of(rules, there.only)
+
+
+@dataclass
+class PassRecorder(Recorder):
+    """Records a pass, in which causal attention reads `capacity` keys and values: those of all passes so far, and empty
+    places behind them."""
+
+    capacity: int = 0
+
+    def remembered(self, spec):
+        return lengthened(spec, self.capacity)
+
+    def remember(self, name, k, v, kv):
+        out = self.remembered(kv)
+        return *self._record("remember", name, [k, v], [kv, kv], [out, out]), out
+
+    def recall(self, name, k, v, kv):
+        given = [] if k is None else [k, v]
+        return self._record("recall", name, given, [kv for _ in given], [kv, kv])
+
+    def softmax(self, name, x, spec, *, dim="memory_length", causal=False, **more):
+        if causal and dict(spec.sizes).get(dim) != self.capacity:
+            raise ModelMistake(name, "causal attention that is not of Ops.attention does not see the passes before")
+        return super().softmax(name, x, spec, dim=dim, causal=causal, **more)
+
+
+@dataclass(frozen=True)
+class PlannedPass:
+    """Pass as the ranks of one pipeline stage execute it: the `body` up to the head, and the `head` on the tokens that
+    are asked. `placement`: number -> stage of the chunks that take part. `logits`: their type; `told`: what flows into
+    the first chunk beside data."""
+
+    body: Plan
+    head: Plan
+    placement: Mapping[int, int]
+    logits: Spec
+    told: Mapping[str, None]
+
+
+def plan_pass(plan: Plan, model: RecordableModel, shape: PassShape, stage: int) -> PlannedPass:
+    """Plan a pass of `model` under the layouts of the run's `plan`, for one pipeline `stage`; the chunks are those of
+    `plan`, without the encoder's units in a pass that reads no source.
+
+    `model`: that of the run, with positions that are looked up. Raises ModelMistake for one that does not give logits
+    part by part, IllegalPlan if axes do not divide heads or what passes hold.
+    """
+    scheme, last = of_rows(plan.scheme), plan.chunks[-1]
+    lying = {p.name: plan.layout(p) for p in plan.parameters}
+    parameters = tuple(model.parameters())
+    if HEAD not in last.units:
+        raise ModelMistake(type(model).__name__, f"its last unit is not called {HEAD}, and gives no logits")
+
+    def planned(tokens: int, parts: Sequence[tuple[int, int, Sequence[str]]], flow: dict[str, Any]) -> Plan:
+        own = {"memory_length": shape.capacity, **model.sizes, "length": tokens, "batch": shape.batch}
+        planner = PassPlanner(plan.mesh, scheme, {**own, "vocab": plan.planner.sizes["vocab"]}, {}, lying)
+        chunks = tuple(_chunk(planner, model, shape, flow, *part) for part in parts)
+        return replace(
+            plan,
+            planner=planner,
+            microbatches=1,
+            sequences=shape.batch,
+            sizes=own,
+            parameters=parameters,
+            chunks=chunks,
+            recompute=NO_RECOMPUTATION,
+            warnings=(),
+        )
+
+    left_out = [u for c in plan.chunks for u in c.units if u == HEAD or (_encodes(u) and not shape.reads)]
+    told = {} if left_out == [HEAD] else {"memory": None}
+    parts = [(c.number, c.stage, tuple(u for u in c.units if u not in left_out)) for c in plan.chunks]
+    parts = [part for part in parts if part[2] or part[0] == last.number]  # those that the head follows
+    flow: dict[str, Any] = dict(told)
+    body = planned(shape.tokens, parts, flow)
+    stream = {"memory": None, "stream": Symbol(replace(flow["stream"].spec, sizes=()))}
+    head = planned(shape.asked, [(last.number, last.stage, (HEAD,))], stream)
+    *others, end = body.chunks
+    body = replace(body, chunks=(*others, replace(end, sends=())))
+    placement = {number: stage for number, stage, _ in parts}
+    return PlannedPass(body.at(stage), head.at(last.stage), placement, dict(head.chunks[-1].sends)["logits"], told)
+
+
+def pass_groups(plan: Plan, model: RecordableModel) -> set[tuple[str, ...]]:
+    """Return the mesh axes of every process group that passes of `model` need: those of their collectives, in mesh
+    order, each axis that splits the logits' vocabulary, and all axes together, to tell all ranks what was chosen."""
+    mesh = plan.mesh
+    found: set[tuple[str, ...]] = {(axis,) for axis in plan.scheme.regions["logits"].axes}
+    shape = PassShape(1, rows_at_once(plan.scheme, mesh), memory_unit(plan.scheme, mesh), reads=True)
+    for stage in range(plan.stages):
+        planned = plan_pass(plan, model, shape, stage)
+        operations = [o for part in (planned.body, planned.head) for o in part.operations.values()]
+        found |= {mesh.ordered(c.axes) for o in operations for c in o.collectives if c.phase == "forward"}
+        sent = [spec for c in planned.body.chunks for _, spec in (*c.receives, *c.sends)]
+        found |= {mesh.ordered(axes) for spec in sent if (axes := planned.body.shared_axes(spec))}
+    return (found | {mesh.ordered(mesh.axes)}) - {()}
+
+
+def _encodes(unit: str) -> bool:
+    """Return True for a unit of an encoder, which only a pass that reads a source runs."""
+    return unit.startswith("encoder.")
+
+
+def _chunk(
+    planner: PassPlanner,
+    model: RecordableModel,
+    shape: PassShape,
+    flow: dict[str, Any],
+    number: int,
+    stage: int,
+    units: Sequence[str],
+) -> Chunk:
+    """Record and plan one chunk of a pass, on the activations `flow`, which it replaces by those that it returns."""
+    ops = PassRecorder(planner.scheme, sizes=planner.sizes, capacity=shape.capacity)
+    receives = tuple((name, x.spec) for name, x in flow.items() if x is not None)
+    kept = {name: x for name, x in flow.items() if x is None}
+    inputs = {name: name for name in (*model.inputs, "positions", "begins") if name != "labels"}
+    with as_model_mistakes(model):
+        found = model.part(ops, inputs, dict(flow), units)  # type: ignore[attr-defined]
+    flow.clear()
+    flow.update(kept | found)
+    if illegal := violations(planner, ops.operations, shape.batch // (planner.mesh.axes["data"] * planner.scheme.zero)):
+        raise IllegalPlan(illegal)
+    operations = {(o.kind, o.name): plan_operation(planner, o) for o in ops.operations}
+    sends = tuple((name, x.spec) for name, x in found.items() if x is not None)
+    return Chunk(number, stage, tuple(units), receives, sends, operations, (), spans_in(ops))
+
+
+def pass_row(placement: Mapping[int, int], stage: int) -> tuple[Action, ...]:
+    """Return the row of a pipeline stage for a pass of one microbatch through the chunks of `placement`, number ->
+    stage, in order: its forward actions, with what it receives and sends."""
+    row: list[Action] = []
+    for chunk in sorted(placement):
+        before, after = (placement.get(chunk + way, placement[chunk]) for way in (-1, 1))
+        if placement[chunk] == stage:
+            row += [Action(Kind.RECV_F, 0, chunk, before)] if before != stage else []
+            row.append(Action(Kind.FORWARD, 0, chunk))
+            row += [Action(Kind.SEND_F, 0, chunk, after)] if after != stage else []
+    return tuple(row)

@@ -1,0 +1,69 @@
+"""Files beside a model's weights: its tokenizer, and how text is generated from it by default."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from platform.boundary.schema import Malformed
+from platform.checkpoint.storage.carried import read_carried
+from platform.checkpoint.storage.manifest import Manifest
+from platform.checkpoint.storage.storage import Storage
+from platform.config.fields import ConfigError, Model, violation
+from platform.data.tokenizers.tokenizer_files import CONFIG, JSON, has_tokenizer, json_of, read_files
+from platform.data.vocabulary import OWN, Vocabulary, vocabulary_of
+from platform.weights.folder import SavedModel
+
+GENERATION = "generation_config.json"
+_ROLES = ("bos", "eos", "pad")
+
+
+def beside(saved: SavedModel, key: str) -> tuple[dict[str, bytes], str]:
+    """Return the files beside a model that transformers saved, by name, and why its tokenizer is not among them, "" if
+    it is. Raises ConfigError, naming `key`, if they cannot be read."""
+    found: dict[str, bytes] = {}
+    if raw := saved.small(GENERATION):
+        found[GENERATION] = raw
+    if not has_tokenizer(saved.place):
+        return found, "there is none beside it"
+    try:
+        return {**found, **read_files(saved.place, key=key)}, ""
+    except ConfigError as error:
+        return found, error.violations[0]
+
+
+def to_export(source: str, storage: Storage, directory: str, manifest: Manifest, length: int) -> dict[str, bytes]:
+    """Return the files that go along with a checkpoint that is exported, by name: those of the tokenizer at `source`, a
+    path or URL of its file or folder, else those that the checkpoint carries. `length`: the most tokens of the model.
+    Raises ConfigError, Refused or OSError."""
+    carried = read_carried(storage, directory, manifest)
+    if not source:
+        found = carried
+    else:
+        found = read_files(source, key="--tokenizer")
+        found |= {GENERATION: carried[GENERATION]} if GENERATION in carried else {}
+    try:
+        if JSON in found and json_of(found, CONFIG) == OWN:  # trained here: it knows no longest text
+            described = json.dumps({**OWN, "model_max_length": length}, indent=2) + "\n"
+            return {**found, CONFIG: described.encode()}
+    except Malformed as error:
+        raise ConfigError(violation("--tokenizer", source, str(error))) from None
+    return found
+
+
+def vocabulary_in(files: Mapping[str, bytes]) -> Vocabulary | None:
+    """Return the vocabulary whose files are among `files`; None if there is none, or none that can be read."""
+    try:
+        return vocabulary_of(files) if JSON in files else None
+    except Malformed:
+        return None
+
+
+def token_ids(vocabulary: Vocabulary | None, model: Model) -> dict[str, Any]:
+    """Return the keys of a model's config.json that say which ids begin and end texts, and pad them."""
+    if vocabulary is None:
+        return {}
+    start = {"decoder_start_token_id": vocabulary.special.start} if model.kind == "encoder_decoder" else {}
+    tokens = {role: vocabulary.named[role] for role in _ROLES if role in vocabulary.named}
+    return start | {f"{role}_token_id": vocabulary.tokenizer.token_to_id(token) for role, token in tokens.items()}

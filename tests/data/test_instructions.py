@@ -1,0 +1,148 @@
+"""Instruction data: conversations as their template writes them, of which only the answers are learned."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from platform.config.fields import ConfigError, Data
+from platform.data.corpus import open_corpus
+from platform.data.data_checks import check_data
+
+TALKS = [
+    [
+        {"role": "system", "content": "You count sheep."},
+        {"role": "user", "content": f"How many are {i} and {i}?"},
+        {"role": "assistant", "content": f"They are {2 * i}: baa <|im_end|>"},
+        {"role": "user", "content": "Thanks"},
+        {"role": "assistant", "content": f"That was number {i} é"},
+    ]
+    for i in range(40)
+]
+SHAPE = {"length": 64, "vocab": 400, "seed": 0}
+
+
+@pytest.fixture
+def talks(tmp_path):
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in TALKS))
+    return Data(kind="instructions", path=str(tmp_path / "t.jsonl"), field="messages", chat_template="chatml",
+                packing="best_fit", cache=str(tmp_path / "cache"))  # fmt: skip
+
+
+def pair(tmp_path, **more):
+    rows = [{"prompt": f"{i} and {i}?", "response": f"are {2 * i}"} for i in range(40)] + [
+        {"prompt": "?", "response": " "}
+    ]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Data(kind="instructions", path=str(tmp_path / "p.jsonl"), field="prompt", target_field="response",
+                cache=str(tmp_path / "cache"), **more)  # fmt: skip
+
+
+def learned(corpus, split="train") -> list[str]:
+    """What is learned of each document, in the order of the stream."""
+    stream = corpus.parts[0].streams[split].tokens
+    texts = []
+    for start, end in zip(stream.starts, [*stream.starts[1:], len(stream)], strict=True):
+        place = np.arange(start, end)
+        texts.append(corpus.decode(stream[place[stream.learned[place]]].tolist()))
+    return texts
+
+
+def test_only_answers_are_learned(talks):
+    corpus = open_corpus(replace(talks, validation=0.1), **SHAPE)
+    answers = ["".join(f"{m['content']}<|im_end|>\n" for m in talk if m["role"] == "assistant") for talk in TALKS]
+    assert sorted(learned(corpus) + learned(corpus, "validation")) == sorted(answers)
+    batch = corpus.batch("train", 0, corpus.samples["train"])
+    found = [corpus.decode(row[row >= 0].tolist()) for row in batch["labels"]]
+    assert "How" not in "".join(found) and sum(text.count("baa") for text in found) == len(learned(corpus))
+    for row, labels in zip(batch["tokens"], batch["labels"], strict=True):  # a label is the token behind it
+        assert all(label == row[i + 1] for i, label in enumerate(labels[:-1]) if label >= 0 and row[i + 1] >= 0)
+    assert corpus.predicted("train", 0, 3) == (batch["labels"][:3] >= 0).sum()
+
+
+def test_the_text_is_the_templates(talks):
+    """The document is what the template writes, in its special tokens; a message that spells one gets none."""
+    corpus = open_corpus(talks, **SHAPE)
+    stream = corpus.parts[0].streams["train"].tokens
+    ids = stream[np.arange(stream.starts[0], stream.starts[1])].tolist()
+    number = int(corpus.decode(ids).partition("How many are ")[2].partition(" ")[0])
+    assert corpus.decode(ids) == corpus.vocabulary.chat.text(TALKS[number])
+    end = corpus.vocabulary.tokenizer.token_to_id("<|im_end|>")
+    assert ids.count(end) == len(TALKS[0]) and corpus.decode(ids).count("<|im_end|>") == len(TALKS[0]) + 1
+
+
+def test_prompts_and_answers_without_a_template(tmp_path):
+    corpus = open_corpus(pair(tmp_path, validation=0), **SHAPE)
+    stream = corpus.parts[0].streams["train"]
+    first = stream[np.arange(stream.starts[1])].tolist()
+    assert first[0] == first[-1] == 0 and corpus.decode(first).startswith("<|endoftext|>0 and 0?are 0")
+    learnt = corpus.decode(stream[np.nonzero(stream.learned)[0]].tolist())
+    assert learnt == "".join(f"are {2 * i}<|endoftext|>" for i in range(40)) and len(stream.starts) == 40
+
+
+def test_prompts_and_answers_by_a_template(tmp_path):
+    corpus = open_corpus(pair(tmp_path, chat_template="chatml", validation=0), **SHAPE)
+    stream = corpus.parts[0].streams["train"]
+    assert corpus.decode(stream[np.arange(stream.starts[1])].tolist()) == (
+        "<|im_start|>user\n0 and 0?<|im_end|>\n<|im_start|>assistant\nare 0<|im_end|>\n"
+    )
+
+
+def test_a_cut_stream_learns_no_prompt(talks):
+    corpus = open_corpus(replace(talks, packing="cut"), **SHAPE)
+    batch = corpus.batch("train", 0, corpus.samples["train"])
+    assert "How" not in corpus.decode(batch["labels"][batch["labels"] >= 0].tolist())
+    assert "How" in corpus.decode(batch["tokens"].reshape(-1).tolist())
+
+
+WRONG = {
+    "no_field": ({"text": "a"}, "line 2 has no messages in data.field=messages"),
+    "no_answer": ({"messages": TALKS[0][:2]}, "line 2 has no answer: no message with role assistant"),
+    "no_role": ({"messages": [{"content": "a"}]}, "line 2 has no messages"),
+    "empty": ({"messages": []}, "line 2 has no messages"),
+    "refused": (
+        {"messages": TALKS[0][1:3] * 2 + TALKS[0][1:2] * 2 + TALKS[0][2:3]},
+        "line 2: data.chat_template: refuses",
+    ),
+}
+STRICT = "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('turns') }}" \
+         "{% endif %}{{ m.content }}{% endfor %}"  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_records_are_refused_with_their_line(talks, tmp_path, name):
+    record, reason = WRONG[name]
+    (tmp_path / "strict").write_text(STRICT)
+    lines = [json.dumps({"messages": TALKS[0][1:3]}), json.dumps(record)]
+    (tmp_path / "t.jsonl").write_text("\n".join(lines))
+    with pytest.raises(ConfigError) as error:
+        open_corpus(replace(talks, chat_template=str(tmp_path / "strict")), **SHAPE)
+    assert "t.jsonl: " in str(error.value) and reason in str(error.value) and "\n" not in str(error.value)
+    assert not [*(tmp_path / "cache").glob("*")] if (tmp_path / "cache").exists() else True
+
+
+def test_what_shows_at_once(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    given = Data(kind="instructions", path=str(tmp_path / "a.txt"), field="messages")
+    assert "no file of records" in check_data(given)[0]
+    assert "needs a file of records" in check_data(replace(given, path=""))[0]
+    (tmp_path / "a.jsonl").write_text('{"a": 1}')
+    [line] = check_data(replace(given, path=str(tmp_path / "a.jsonl")))
+    assert "line 1 has no messages" in line and "its fields: a" in line
+
+
+def test_damaged_entries_are_made_again(talks):
+    """Each file of it, and of its rows, is verified when a run opens it."""
+    corpus = open_corpus(talks, **SHAPE)
+    wanted = corpus.batch("train", 0, 6)
+    files = sorted(file for file in corpus.entry.parent.glob("*/*") if file.is_file())
+    names = ("learned.bin", "starts.bin", "tokens.bin", "tokenizer.json", "meta.json", "train_rows.bin")
+    assert {file.name for file in files} >= set(names)
+    for file in files:
+        raw = bytearray(file.read_bytes())
+        raw[len(raw) // 2] ^= 1
+        file.write_bytes(raw)
+        found = open_corpus(talks, **SHAPE).batch("train", 0, 6)
+        assert all(np.array_equal(found[name], rows) for name, rows in wanted.items()), file.name
+        assert file.read_bytes() != raw, file.name

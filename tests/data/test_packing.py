@@ -1,0 +1,188 @@
+"""Rows of whole documents, and documents that are kept apart: nothing is lost, and a row teaches what its documents
+would teach one by one."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from platform.config.fields import ConfigError, Data
+from platform.data.corpus import open_corpus
+from platform.data.objectives import Causal
+from platform.data.tokenizers.specials import SpecialIds
+from platform.data.tokens.packing import best_fit
+from platform.data.tokens.streams import DocumentStream, PackedStream
+from platform.parallel.communicator.base import SingleRank
+from platform.planning.make_plan import make_plan
+from tests.harness import reference_transformer
+from tests.harness.oracle import configure, trainer_of
+
+LENGTH = 16
+
+
+def bounds(seed: int, documents: int, longest: int) -> np.ndarray:
+    sizes = np.random.default_rng(seed).integers(1, longest, documents)
+    return np.append(0, np.cumsum(sizes))
+
+
+def slow_best_fit(sizes: list[int], length: int) -> list[list[int]]:
+    """Best-fit decreasing as it is told in a sentence: rows of numbers of pieces."""
+    rows: list[list[int]] = []
+    for piece in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        rooms = {i: length - sum(sizes[j] for j in row) for i, row in enumerate(rows)}
+        fitting = [i for i in rooms if rooms[i] >= sizes[piece]]
+        if not fitting:
+            rows.append([piece])
+        else:
+            rows[min(fitting, key=lambda i: rooms[i])].append(piece)
+    return rows
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_best_fit_is_what_it_says(seed):
+    ends = bounds(seed, 60, 40)
+    pieces, rows = best_fit(ends, LENGTH)
+    parts = [pieces[a:b] for a, b in zip(rows[:-1], rows[1:], strict=True)]
+    assert sorted(np.concatenate([np.arange(a, a + n) for a, n in pieces])) == list(range(ends[-1]))
+    filled = [part[:, 1].sum() for part in parts]
+    assert max(filled) <= LENGTH
+    sizes = pieces[np.argsort(pieces[:, 0]), 1]
+    assert sorted(filled) == sorted(sizes[row].sum() for row in slow_best_fit(sizes.tolist(), LENGTH))
+    starts = [part[:, 0].min() for part in parts]
+    assert starts == sorted(starts) and all((np.diff(part[:, 0]) > 0).all() for part in parts)
+    cut = [n for a, n in pieces if a not in ends]  # pieces that continue a document
+    assert all(n <= LENGTH for n in cut) and len(pieces) == len(ends) - 1 + len(cut)
+    assert len(rows) - 1 <= 1.1 * ends[-1] / LENGTH  # little padding
+
+
+def test_nothing_and_one_long_document():
+    assert [len(part) for part in best_fit(np.array([0, 0]), LENGTH)] == [0, 1]
+    pieces, rows = best_fit(np.array([0, 2 * LENGTH + 3]), LENGTH)
+    assert pieces.tolist() == [[0, LENGTH], [LENGTH, LENGTH], [2 * LENGTH, 3]] and rows.tolist() == [0, 1, 2, 3]
+
+
+NONE = SpecialIds((-1,), -1)  # no token tells documents apart
+STARTS = np.array([0, 3, 8])
+STREAM = DocumentStream(np.arange(100, 110), STARTS)
+
+
+def causal(stream, length, *, within=True, special=NONE):
+    goal = Causal(length, special, within)
+    count = goal.samples(stream)
+    found = goal.batch(stream, np.arange(count), np.zeros(count, np.uint64))
+    assert goal.predicted(stream, np.arange(count)) == (found["labels"] >= 0).sum()
+    return {name: rows.tolist() for name, rows in found.items()}
+
+
+def test_windows_that_keep_documents_apart():
+    """No index token: what follows a document's last token is not predicted from it."""
+    found = causal(STREAM, 9)
+    assert found["tokens"] == [list(range(100, 109))]
+    assert found["labels"] == [[101, 102, -1, 104, 105, 106, 107, -1, 109]]
+    assert found["begins"] == [[0, 0, 0, 3, 3, 3, 3, 3, 8]]
+    assert found["positions"] == [[0, 1, 2, 0, 1, 2, 3, 4, 0]]
+    assert causal(STREAM, 9, within=False)["labels"] == [list(range(101, 110))]
+
+
+def test_packed_rows():
+    pieces, rows = best_fit(np.append(STARTS, 10), 6)
+    packed = PackedStream(STREAM, pieces, rows)
+    found = causal(packed, 6)
+    assert found["tokens"] == [[100, 101, 102, 108, 109, -1], [103, 104, 105, 106, 107, -1]]
+    assert found["labels"] == [[101, 102, -1, 109, -1, -1], [104, 105, 106, 107, -1, -1]]
+    assert found["begins"] == [[0, 0, 0, 3, 3, 5], [0, 0, 0, 0, 0, 5]]
+    assert found["positions"] == [[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 0]]
+    assert causal(packed, 6, within=False)["labels"] == found["labels"]  # what follows in the row is another document
+
+
+def test_what_ends_a_document_is_predicted():
+    """Of tokens alone, with one token between documents, and with two."""
+    one = np.array([0, 5, 6, 0, 7, 8, 9])
+    assert causal(one, 6, special=SpecialIds())["labels"] == [[5, 6, 0, 7, 8, 9]]
+    two = np.array([1, 2, 5, 6, 1, 2, 7, 8])  # 1 ends, 2 begins
+    found = causal(two, 7, special=SpecialIds((1, 2), 2))
+    assert found["labels"] == [[-1, 5, 6, 1, -1, 7, 8]] and found["begins"] == [[0, 1, 1, 1, 1, 5, 5]]
+
+
+def test_a_piece_of_a_document_predicts_its_next_token():
+    pieces, rows = best_fit(np.array([0, 10]), 4)
+    found = causal(PackedStream(DocumentStream(np.arange(10), np.array([0])), pieces, rows), 4)
+    assert found["labels"] == [[1, 2, 3, 4], [5, 6, 7, 8], [9, -1, -1, -1]]
+    assert found["begins"][2] == [0, 0, 2, 2] and found["begins"][1] == [0, 0, 0, 0]
+
+
+@pytest.fixture
+def records(tmp_path):
+    """Tokens of documents with lengths of every kind, as somebody else made them."""
+    draw = np.random.default_rng(0)
+    rows = [draw.integers(0, 61, n).tolist() for n in draw.integers(2, 40, 50)]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps({"ids": row}) + "\n" for row in rows))
+    return Data(kind="tokens", path=str(tmp_path / "t.jsonl"), field="ids", cache=str(tmp_path / "cache"),
+                packing="best_fit", document_mask=True)  # fmt: skip
+
+
+def test_every_token_of_an_epoch_comes_once(records):
+    corpus = open_corpus(records, length=LENGTH, vocab=61, seed=1)
+    count = corpus.samples["train"]
+    there = corpus.batch("train", 0, count)
+    stream = corpus.parts[0].streams["train"]
+    assert sorted(there["tokens"][there["tokens"] >= 0]) == sorted(stream[np.arange(len(stream))])
+    again = open_corpus(records, length=LENGTH, vocab=61, seed=1, entry=corpus.entry)
+    for name, rows in again.batch("train", 3, 9).items():
+        assert np.array_equal(rows, there[name][3:9])
+    cut = open_corpus(replace(records, packing="cut"), length=LENGTH, vocab=61, seed=1)
+    assert cut.digest == corpus.digest and cut.samples["train"] < count
+
+
+def test_rows_in_the_cache_are_checked(records):
+    corpus = open_corpus(records, length=LENGTH, vocab=61, seed=1)
+    [place] = {p.parent for p in corpus.entry.parent.glob("*/train_rows.bin")}
+    wanted = corpus.batch("train", 0, 8)
+    rows = np.fromfile(place / "train_pieces.bin", "<i8")
+    (place / "train_pieces.bin").write_bytes((rows + 1).astype("<i8").tobytes())
+    mended = open_corpus(records, length=LENGTH, vocab=61, seed=1).batch("train", 0, 8)
+    assert all(np.array_equal(mended[name], wanted[name]) for name in wanted)
+    (place / "train_rows.bin").unlink()
+    with pytest.raises(OSError):
+        open_corpus(records, length=LENGTH, vocab=61, seed=1, entry=corpus.entry)
+
+
+@pytest.mark.parametrize("positions", ["learned", "rope"])
+def test_a_packed_row_teaches_what_its_documents_teach_alone(records, positions):
+    """The loss and the gradient of a step on packed rows are those of a plain model that reads one document at a time;
+    one that sees across documents has others."""
+
+    def step(mask: bool):
+        c = configure(data=1, microbatch=2, global_batch=12, positions=positions, within_documents=mask, vocab=61)
+        plan = make_plan(replace(c, data=replace(records, document_mask=mask)))
+        corpus = open_corpus(replace(records, document_mask=mask), length=LENGTH, vocab=61, seed=1)
+        trainer = trainer_of(c, plan, SingleRank(plan.mesh), corpus)
+        loss, _ = trainer.compute_gradients(1)
+        return c, trainer, loss, corpus.batch("train", 0, 12)
+
+    c, trainer, loss, batch = step(True)
+    assert (batch["begins"].max(1) > 0).any()
+    weights = {name: w.detach().clone().requires_grad_() for name, w in trainer.weights.master.items()}
+    alone = {name: [] for name in ("tokens", "labels")}
+    for tokens, labels, begins in zip(batch["tokens"], batch["labels"], batch["begins"], strict=True):
+        for start in np.unique(begins[tokens >= 0]):
+            own = (begins == start) & (tokens >= 0)
+            alone["tokens"].append(np.pad(tokens[own], (0, LENGTH - own.sum())))
+            alone["labels"].append(np.pad(labels[own], (0, LENGTH - own.sum()), constant_values=-1))
+    plain = replace(c.model, within_documents=False)
+    wanted = reference_transformer.loss(plain, weights, {n: torch.tensor(np.stack(r)) for n, r in alone.items()})
+    assert loss == pytest.approx(wanted.item(), rel=1e-12)
+    wanted.backward()
+    for name, w in weights.items():
+        torch.testing.assert_close(trainer.weights.gradients[name].view_as(w), w.grad, rtol=1e-9, atol=1e-12)
+    assert step(False)[2] != pytest.approx(loss, rel=1e-4)
+
+
+def test_what_tells_no_documents_apart_is_refused(tmp_path):
+    np.arange(5000, dtype="<u2").tofile(tmp_path / "t.bin")
+    given = Data(kind="tokens", path=str(tmp_path / "t.bin"), cache=str(tmp_path / "cache"))
+    for more in ({"packing": "best_fit"}, {"document_mask": True}):
+        with pytest.raises(ConfigError, match=f"data.separator=-1: data.{[*more][0]} needs documents"):
+            open_corpus(replace(given, **more), length=LENGTH, vocab=5000, seed=0)

@@ -1,0 +1,93 @@
+"""Gradient norms and activations by layer: those of one process under every plan, padding left out."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+import torch
+
+from platform.parallel.communicator.base import SingleRank
+from platform.parallel.watched import Watched
+from platform.plan.core.buckets import layer_of
+from platform.planning.make_plan import make_plan
+from platform.train.step.step_report import Combiner
+from tests.harness.oracle import configure, trainer_of
+from tests.harness.threads import run_threads
+
+ODD = {"global_batch": 7, "microbatch": 2}  # the last microbatches are partly padding
+PLANS = {
+    "1d, zero 1": {"tensor": "1d", "axes": {"t": 2}, "data": 2, "zero": 1},
+    "1d_sp, stages, recomputed": {"tensor": "1d_sp", "axes": {"t": 2}, "pipeline": "1f1b", "stages": 2},
+    "3d, zero 3": {"tensor": "3d", "axes": {"x": 2, "y": 2}, "data": 2, "zero": 3},
+    "interleaved": {"pipeline": "interleaved", "stages": 2, "chunks": 2, "layers": 4, "data": 2},
+}
+
+
+def report(recompute: str = "none", **how):
+    """The combined report of a step with layers, and rank 0's gradients if it is alone."""
+    c = configure(recompute=recompute, **{"layers": 4, **how}, **ODD)
+    c.monitor.layers = 1
+    plan = make_plan(c)
+
+    def on_rank(communicator):
+        trainer = trainer_of(c, plan, communicator)
+        gradients: dict[str, torch.Tensor] = {}
+
+        def keep():
+            gradients.update((n, g.clone()) for n, g in trainer.weights.gradients.items())
+            return {}
+
+        mine = trainer.step(1, verify=keep)
+        return Combiner(plan, communicator, 0.0, layers=1).together(mine), gradients
+
+    ranks = [on_rank(SingleRank(plan.mesh))] if plan.mesh.size == 1 else run_threads(plan.mesh, on_rank)
+    return ranks[0]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return report()
+
+
+def test_gradients_make_up_the_whole_norm(alone):
+    found, gradients = alone
+    assert set(found.layer_gradients) == {"embedding", "position", *(f"layers.{i}" for i in range(4)), "norm"}
+    for layer, norm in found.layer_gradients.items():
+        squares = sum(float(g.square().sum()) for n, g in gradients.items() if layer_of(n) == layer)
+        assert norm == pytest.approx(squares**0.5, rel=1e-9)
+    assert sum(n * n for n in found.layer_gradients.values()) == pytest.approx(found.grad_norm**2, rel=1e-9)
+
+
+def test_activations_are_root_mean_squares_of_the_sequences_alone(alone, monkeypatch):
+    seen = defaultdict(list)
+
+    def see(self, name, x, spec):
+        assert spec.dims[1] == "batch"
+        seen[name].append(x[:, : self.sequences].detach())
+
+    monkeypatch.setattr(Watched, "see", see)
+    report()
+    rms = {name: torch.cat(blocks, 1).square().mean().sqrt().item() for name, blocks in seen.items()}
+    assert torch.cat(seen["layers.3"], 1).shape == (16, 7, 32)
+    assert alone[0].layer_activations == {f"layers.{i}": pytest.approx(rms[f"layers.{i}"]) for i in range(4)}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_every_plan_gives_the_same(alone, name):
+    found, _ = report(recompute="full" if "recomputed" in name else "none", **PLANS[name])
+    for ours, theirs in (
+        (found.layer_gradients, alone[0].layer_gradients),
+        (found.layer_activations, alone[0].layer_activations),
+    ):
+        assert ours == {layer: pytest.approx(size, rel=1e-9) for layer, size in theirs.items()}
+
+
+def test_nothing_is_recorded_unless_it_is_asked_for():
+    c = configure()
+    c.monitor.layers = 2
+    plan = make_plan(c)
+    trainer = trainer_of(c, plan, SingleRank(plan.mesh))
+    combiner = Combiner(plan, trainer.communicator, 0.0, layers=2)
+    kept = [bool(combiner.together(trainer.step(step)).layer_gradients) for step in (1, 2, 3)]
+    assert kept == [False, True, False]

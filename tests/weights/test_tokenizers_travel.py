@@ -1,0 +1,111 @@
+"""A tokenizer goes along with its model: from a folder of transformers into runs and checkpoints, and out again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from platform.data.tokenizer import train_tokenizer
+from platform.data.vocabulary import open_vocabulary
+from platform.weights.__main__ import main
+from tests.data.tokenizers.texts import sources
+from tests.weights.test_start import trained
+from tests.weights.written import written
+
+VOCAB = 320
+TEXT = "the quick brown fox jumps over the lazy dog </s> and back\n"
+CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", "note": "kept"}
+NAMES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    """A Llama with the files of its tokenizer."""
+    folder = written(tmp_path / "hf", "llama", ours={"vocab": VOCAB})
+    made = Tokenizer.from_str(train_tokenizer(sources(0, 2), VOCAB - 2).to_str())
+    made.add_special_tokens(["<s>", "</s>"])
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(CONFIG))
+    (folder / "generation_config.json").write_text('{"temperature": 0.6}')
+    return folder
+
+
+@pytest.fixture
+def text(tmp_path) -> list[str]:
+    root = tmp_path / "texts"
+    root.mkdir()
+    for i in range(8):
+        (root / f"{i}.txt").write_text(f"document {i}\n" + TEXT * 40)
+    return ["data=text", f"data.path={root}", f"data.cache={tmp_path / 'cache'}"]
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in NAMES if (folder / name).exists()}
+
+
+def test_a_run_reads_the_tokens_of_its_model(tmp_path, model, text):
+    trained(tmp_path, "model=from_hf", f"model.source={model}", *text, "train.stop_at=2")
+    (entry,) = (tmp_path / "cache").iterdir()
+    ours, theirs = open_vocabulary(entry), Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokens = np.fromfile(entry / "tokens.bin", "<u2")
+    begin, end = (theirs.token_to_id(token) for token in ("<s>", "</s>"))
+    assert tokens[:2].tolist() == [end, begin] and (tokens == begin).sum() == (tokens == end).sum() == 8
+    theirs.encode_special_tokens = True
+    first = ours.decode(tokens[2 : np.nonzero(tokens == end)[0][1]])
+    assert first in {path.read_text() for path in (tmp_path / "texts").iterdir()}  # with "</s>" as text
+    assert main(["export", str(tmp_path / "run" / "checkpoints"), str(tmp_path / "out")]) == 0
+    assert files(tmp_path / "out") == {k: raw for k, raw in files(model).items() if k != "generation_config.json"}
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"]) == (begin, end)
+
+
+def test_in_and_out_again_is_equal_in_every_byte(tmp_path, model, capsys):
+    assert main(["import", str(model), str(tmp_path / "storage")]) == 0
+    assert main(["export", str(tmp_path / "storage"), str(tmp_path / "out")]) == 0
+    assert files(tmp_path / "out") == files(model) and "without a tokenizer" not in capsys.readouterr().out
+    (checkpoint,) = (tmp_path / "storage").glob("step-*")
+    (checkpoint / "tokenizer.json").write_bytes(b"{}")
+    assert main(["export", str(tmp_path / "storage"), str(tmp_path / "again")]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("/tokenizer.json is not what was written") and not (tmp_path / "again").exists()
+
+
+def test_a_trained_tokenizer_travels_with_what_was_added(tmp_path, text):
+    model = "model.layers=1 model.d_model=32 model.length=16 model.vocab=320 model.activation=gelu_tanh".split()
+    added = ["data.special_tokens=[<tool>]", "data.chat_template=chatml"]
+    trained(tmp_path, *model, *text, *added, "train.stop_at=2")
+    assert main(["export", str(tmp_path / "run" / "checkpoints"), str(tmp_path / "out")]) == 0
+    found = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert found["model_max_length"] == 16 and found["eos_token"] == "<|endoftext|>"
+    made = open_vocabulary(tmp_path / "out")
+    assert made.special_tokens == ["<|endoftext|>", "<tool>", "<|im_start|>", "<|im_end|>"]
+    assert made.chat.text([{"role": "user", "content": "hi"}]).startswith("<|im_start|>user")
+    again = trained(tmp_path, *model, *text, *added, "train.stop_at=4")
+    assert "continues after step 2" in again
+    refused = trained(tmp_path, *model, *text, added[1], "resume.allow=[data]", "train.steps=6", status=2)
+    assert "data.special_tokens" in refused
+
+
+def test_what_does_not_fit_is_refused(tmp_path, model, text):
+    source = ["model=from_hf", f"model.source={model}"]
+    (line,) = _refused(tmp_path, *source, *text, "model.vocab=300", "train.init=random")
+    assert f"data.tokenizer={model}: has {VOCAB} tokens, and the model has model.vocab=300" in line
+    (line,) = _refused(tmp_path, *source, *text, "data.special_tokens=[<one more>]")
+    assert "has 321 tokens" in line and "model.vocab=321" in line
+    for name in NAMES[:2]:
+        (model / name).unlink()
+    (line,) = _refused(tmp_path, *source, *text)
+    assert f"data.tokenizer=: there is none beside the model in {model}" in line and "data.tokenizer=train" in line
+    (line,) = _refused(tmp_path, *text, "data.end_token=</s>")
+    assert line.startswith("data.end_token=</s>: says something of a tokenizer that data.tokenizer names")
+    trained(tmp_path, *source, *text, "data.tokenizer=train", "train.stop_at=1")
+
+
+def _refused(cwd: Path, *arguments: str) -> list[str]:
+    printed = trained(cwd, *arguments, status=2)
+    assert not (cwd / "run").exists()
+    return [line.removeprefix("config: ") for line in printed.splitlines() if "data." in line]
