@@ -53,7 +53,7 @@ def test_every_file_says_what_it_is_and_composes(group, option, tmp_path):
             "text": ["data.path=x"],
             "pairs": ["model=t5_tiny"],
             "file": ["pipeline.file=x"],
-            "from_hf": [f"model.source={tmp_path}/hf"],
+            "from_hf": [f"model.source={tmp_path}/hf", "data.tokenizer=train"],
         }.get(option, [])
         if option == "from_hf":
             written(tmp_path / "hf", "gpt2")

@@ -325,7 +325,7 @@ class Trainer:
         return loss / max(1, self.corpus.predicted(split, 0, end))
 
     @torch.no_grad()
-    def sample(self, count: int, prompt: str, temperature: float = 0.8) -> str:
+    def sample(self, count: int, prompt: str = "def ", temperature: float = 0.8) -> str:
         """Sample a text of `count` tokens from the model that continues `prompt`, or answers it if an encoder reads it;
         equal on every rank."""
         assert not isinstance(self.model, Encoder), "platform.config.checks refuses monitor.sample"

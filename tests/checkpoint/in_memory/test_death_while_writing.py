@@ -71,7 +71,7 @@ def torn(snapshots: list[Snapshot]) -> int:
 
 def test_nothing_torn_is_trusted():
     incomplete = 0
-    for _ in range(3):
+    for _ in range(10):
         snapshots = left_behind("")
         whole = [snapshot for snapshot in snapshots if snapshot.step is not None]
         assert whole and torn(snapshots) == 0, "the step before is whole, whenever it dies"

@@ -58,7 +58,7 @@ def test_the_same_processes_train_under_another_plan(tmp_path):
         size, ranks = len(members), ByRank(range(len(members)))
         formed = crew.call("form", ranks, size, c, crew.store, number, list(schedule.placement))
         assert [worker.pid for worker in formed] == [crew.members[member].pid for member in members]
-        crew.call("build", [stage.plain() for stage in stage_rows(schedule)][0])
+        crew.call("build", [stage.plain() for stage in stage_rows([schedule])][0])
 
     c = configure(data=4, global_batch=12, vocab=300)
     job = Job(c, [{"data": rank} for rank in range(4)], "cpu", tmp_path, "tests.doubles.failing_worker:KilledWorker")

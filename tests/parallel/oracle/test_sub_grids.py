@@ -165,7 +165,7 @@ def test_it_evaluates_and_writes_text():
     def outcome(c, plan, communicator):
         trainer = trainer_of(c, plan, communicator)
         trainer.step(1)
-        return trainer.evaluate()[""], trainer.sample(4, "def ")
+        return trainer.evaluate()[""], trainer.sample(4)
 
     one = configure(vocab=64, microbatch=8)
     expected = outcome(one, plan := make_plan(one), SingleRank(plan.mesh))
