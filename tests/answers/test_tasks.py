@@ -81,7 +81,7 @@ def test_local_tasks_of_lm_eval(learned, tmp_path):
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-def test_bleu_of_learned_translations(tmp_path):
+def test_bleu_of_learned_translations(learned, tmp_path):
     """Words and what they mean: a model that has learned them all translates them."""
     words = {"one": "uno due tre quattro cinque", "two": "sole mare cielo terra vento", "red": "rosso verde blu giallo"}
     rows = [{"source": word, "target": means} for word, means in words.items()] * 60
@@ -100,8 +100,7 @@ def test_bleu_of_learned_translations(tmp_path):
     assert (
         found["bleu"] > 90 and found["pairs"] == 6 and "BLEU " in done.stdout and "version:2.6.0" in found["signature"]
     )
-    refused = evaluated(tmp_path, "run", "--bleu", "data=text", f"data.path={tmp_path}/pairs.jsonl",
-                        "data.objective=span_denoising")  # fmt: skip
+    refused = evaluated(tmp_path, str(learned), "--bleu")
     assert refused.returncode == 2 and "the data are no pairs" in refused.stderr
 
 

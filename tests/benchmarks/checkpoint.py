@@ -166,7 +166,7 @@ def main() -> None:
             + (f" {statistics.median(of_read) / median:11.2f}" if of_read else "")
         )
     if arguments.step:
-        trainer = Trainer(c, plan, SingleRank(plan.mesh), Tokens(c), stage_rows(schedule_of(c, 1))[0])
+        trainer = Trainer(c, plan, SingleRank(plan.mesh), Tokens(c), stage_rows([schedule_of(c, 1)])[0])
         trainer.step(1)
         step = min(trainer.step(k).step_seconds for k in (2, 3))
         stall = statistics.median(wall for wall, _ in times["copy"])

@@ -62,7 +62,7 @@ class Sleep(torch.autograd.Function):
 
 def sleeping_stage(config, plan, communicator, seconds: float) -> Callable[[], object]:
     """One step of the executor on this stage, whose computations sleep."""
-    row = stage_rows(schedule_of(config, 1))[communicator.coordinates["stage"]].step
+    row = stage_rows([schedule_of(config, 1)])[communicator.coordinates["stage"]].steps[0]
     here = plan.at(communicator.coordinates["stage"])
     shape = config.model.length, config.train.microbatch, config.model.d_model
 
