@@ -20,7 +20,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from platform.boundary.redaction import forget_secrets, register_url_secrets, shielded
 from platform.boundary.terminal import flush_streams, print_line
 from platform.config.fields import Config, ConfigError, violation
 from platform.config.groups.data_group import Data
@@ -37,12 +36,8 @@ SPLITS = ("validation", "train")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line `python -m platform.evaluate`; return its exit status."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    forget_secrets()
-    register_url_secrets(given)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    with shielded(sys.stdout, sys.stderr):
-        return answered("evaluate", lambda: _evaluate(_parser().parse_intermixed_args(given)))
+    return answered("evaluate", _parser(), _evaluate, arguments)
 
 
 def _parser() -> argparse.ArgumentParser:

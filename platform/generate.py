@@ -28,11 +28,7 @@ OVERRIDE = re.compile(r"[+~]{0,2}([a-z_]+)([./][\w./-]+)*(@[\w.]+)?=.*", re.DOTA
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line `python -m platform.generate`; return its exit status."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    forget_secrets()
-    register_url_secrets(given)
-    with shielded(sys.stdout, sys.stderr):
-        return answered("generate", lambda: _generate(_parser().parse_intermixed_args(given)))
+    return answered("generate", _parser(), _generate, arguments)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -61,20 +57,29 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def answered(name: str, run: Callable[[], int]) -> int:
-    """Run a command that asks a trained model; return its exit status, or print its refusal or a worker's failure, each
-    line with the command's `name`."""
+def answered(
+    name: str,
+    parser: argparse.ArgumentParser,
+    run: Callable[[argparse.Namespace], int],
+    arguments: Sequence[str] | None,
+) -> int:
+    """Parse the arguments of a command that asks a trained model (None: those of this process), and run it; return its
+    exit status, or print its refusal or a worker's failure, each line with the command's `name`."""
     from platform.cluster.crew.base.failures import NoPlaces, WorkerFailed
 
-    try:
-        return run()
-    except ConfigError as error:
-        for line in error.violations:
-            print_line(f"{name}: {line}", sys.stderr)
-        return 2
-    except (WorkerFailed, NoPlaces, OSError) as error:
-        print_line(f"{name}: {error}", sys.stderr)
-        return 1
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    forget_secrets()
+    register_url_secrets(given)
+    with shielded(sys.stdout, sys.stderr):
+        try:
+            return run(parser.parse_intermixed_args(given))
+        except ConfigError as error:
+            for line in error.violations:
+                print_line(f"{name}: {line}", sys.stderr)
+            return 2
+        except (WorkerFailed, NoPlaces, OSError) as error:
+            print_line(f"{name}: {error}", sys.stderr)
+            return 1
 
 
 def sorted_words(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -86,16 +86,8 @@ def _of_folder(url: str) -> TrainedModel:
 
 def _of_checkpoint(url: str) -> TrainedModel:
     """Return the model of a checkpoint, or of the newest good one in a storage."""
-    at, name = catalogue.split_url(url)
-    storage = open_storage(at, NAME)
     try:
-        if name is None:
-            found = catalogue.find(storage, deep=False, mark=False)
-            if not found.directory:
-                reasons = "; ".join(f"{directory}: {reason}" for directory, reason in found.refused)
-                raise Refused(f"holds no checkpoint{f' that can be read: {reasons}' if reasons else ''}")
-            name = found.directory
-        manifest = catalogue.load_manifest(storage, name)
+        storage, name, manifest = catalogue.select(url, NAME)
         identity = manifest.meta.identity
         files = read_carried(storage, name, manifest)
     except (Refused, OSError) as error:
@@ -106,7 +98,9 @@ def _of_checkpoint(url: str) -> TrainedModel:
         raise ConfigError([violation(NAME, bare_url(url), line) for line in error.violations]) from None
     given = identity.get("data")
     data = Config.from_dict({"data": given}).data if isinstance(given, dict) else None
-    return TrainedModel(f"{at.rstrip('/')}/{name}", model, data, manifest.meta.seed, files)
+    return TrainedModel(
+        url if url.rstrip("/").endswith(name) else f"{url.rstrip('/')}/{name}", model, data, manifest.meta.seed, files
+    )
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from platform.parallel.communicator.base import Communicator
-from platform.parallel.sharding.gradients import counts_here, squares
+from platform.parallel.sharding.gradients import counts_gradient, counts_here, squares
 from platform.plan.core.buckets import layer_of
 from platform.plan.core.plan import Plan
 from platform.plan.language.ops import Spec
@@ -55,12 +55,11 @@ def layers_of(plan: Plan) -> list[str]:
 @torch.no_grad()
 def gradient_squares(plan: Plan, communicator: Communicator, gradients: Mapping[str, Tensor]) -> Sums:
     """Return the sums of squares of reduced gradients by layer, of what this rank counts of them
-    (`platform.parallel.sharding.gradients.counted`). `plan`: that of this rank's stage; `gradients`: parameter -> what
+    (`counts_gradient`). `plan`: that of this rank's stage; `gradients`: parameter -> what
     of it this rank updates."""
     found: Sums = {}
     for p in plan.parameters:
-        own = plan.stages_of[p.name][0] == communicator.coordinates["stage"] and p.name not in plan.frozen
-        if own and p.name in gradients and counts_here(communicator, plan.split_over(p)):
+        if p.name in gradients and counts_gradient(plan, communicator, p):
             layer = layer_of(p.name)
             found[layer] = found.get(layer, 0.0) + squares(gradients[p.name].reshape(-1))
     return found

@@ -14,8 +14,8 @@ from typing import Any
 from platform.boundary.redaction import bare_url, shielded
 from platform.boundary.terminal import print_while_read
 from platform.checkpoint.storage import catalogue
-from platform.checkpoint.storage.manifest import Manifest, Refused
-from platform.checkpoint.storage.storage import Storage, open_storage
+from platform.checkpoint.storage.manifest import Refused
+from platform.checkpoint.storage.storage import open_storage
 from platform.config.fields import ConfigError, violation
 from platform.data.tokenizers.tokenizer_files import has_tokenizer
 from platform.weights.averages import with_averages
@@ -92,7 +92,9 @@ def _import(given: argparse.Namespace) -> int:
 def _export(given: argparse.Namespace) -> int:
     """Write a checkpoint for transformers, with the files of its tokenizer if there are any."""
     most = _bytes(given.shard)
-    storage, directory, manifest = _newest(given.url)
+    storage, directory, manifest = catalogue.select(
+        given.url, "url", none=f"{bare_url(given.url)}: holds no checkpoint"
+    )
     manifest = with_averages(manifest) if given.averaged else manifest
     like = SavedModel(given.like, "--like").config if given.like else None
     length = stored_model(manifest.meta.identity).length
@@ -114,20 +116,6 @@ def _bytes(text: str) -> int:
     if not found or not int(found[1]):
         raise ConfigError(violation("--shard", text, "must be a number of bytes, KB, MB or GB", ["5GB", "500MB"]))
     return int(found[1]) * _UNITS[found[2]]
-
-
-def _newest(url: str) -> tuple[Storage, str, Manifest]:
-    """Return the storage, directory and manifest of the checkpoint that the URL names, or of the newest good one in the
-    storage. Raises Refused if there is none."""
-    at, name = catalogue.split_url(url)
-    storage = open_storage(at, "url")
-    if name:
-        return storage, name, catalogue.load_manifest(storage, name)
-    found: Any = catalogue.find(storage, deep=False, mark=False)
-    if found.manifest is None:
-        reasons = "; ".join(f"{directory}: {reason}" for directory, reason in found.refused)
-        raise Refused(f"{storage.url}: holds no checkpoint{f' that can be read: {reasons}' if reasons else ''}")
-    return storage, found.directory, found.manifest
 
 
 if __name__ == "__main__":

@@ -66,16 +66,8 @@ def _listed(url: str) -> dict[str, int]:
 def _of_checkpoint(url: str, model: Model, averaged: bool) -> InitialWeights:
     """Return the weights, or the averages of them, of the checkpoint that a URL names, or of the newest good one in the
     storage."""
-    at, name = catalogue.split_url(url)
-    storage = open_storage(at, KEY)
     try:
-        if name is None:
-            found = catalogue.find(storage, deep=False, mark=False)
-            if not found.directory:
-                reasons = "; ".join(f"{directory}: {reason}" for directory, reason in found.refused)
-                raise Refused(reasons or f"holds neither a checkpoint nor a {CONFIG}")
-            name = found.directory
-        manifest = catalogue.load_manifest(storage, name)
+        storage, name, manifest = catalogue.select(url, KEY, none=f"holds neither a checkpoint nor a {CONFIG}")
         manifest = with_averages(manifest) if averaged else manifest
     except (Refused, OSError) as error:
         raise ConfigError(violation(KEY, bare_url(url), str(error))) from None

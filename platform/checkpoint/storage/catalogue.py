@@ -14,7 +14,7 @@ from platform.checkpoint.storage import manifest as manifests
 from platform.checkpoint.storage.manifest import Corrupt, Manifest, Meta, Newer, Refused
 from platform.checkpoint.storage.read import stored_pieces, verify_pieces
 from platform.checkpoint.storage.report import FileReport
-from platform.checkpoint.storage.storage import UNKNOWN, Storage, read_note, write_note
+from platform.checkpoint.storage.storage import UNKNOWN, Storage, open_storage, read_note, write_note
 
 _DIRECTORY = r"step-([0-9]{8,15})-([0-9]{6,15})-([0-9a-f]{6})"
 _LOOKS = 5  # times that a storage is listed if it changes while it is read
@@ -46,6 +46,21 @@ def split_url(url: str) -> tuple[str, str | None]:
     """Split a checkpoint's URL into (URL of its storage, directory); return (url, None) for the URL of a storage."""
     folder, _, name = url.rstrip("/").rpartition("/")
     return (folder or ".", name) if re.fullmatch(_DIRECTORY, name) else (url, None)
+
+
+def select(url: str, key: str, none: str = "holds no checkpoint") -> tuple[Storage, str, Manifest]:
+    """Return the storage, directory and manifest of the checkpoint that a URL names, or of the newest good one in the
+    storage that it names. Marks nothing. Raises ConfigError, naming the configuration key `key`, for a URL that no
+    storage has; Refused, with the reason `none` where there is no checkpoint; OSError."""
+    at, name = split_url(url)
+    storage = open_storage(at, key)
+    if name:
+        return storage, name, load_manifest(storage, name)
+    found = find(storage, deep=False, mark=False)
+    if found.directory is None or found.manifest is None:
+        reasons = "; ".join(f"{directory}: {reason}" for directory, reason in found.refused)
+        raise Refused(f"{none}{f' that can be read: {reasons}' if reasons else ''}")
+    return storage, found.directory, found.manifest
 
 
 def begin(storage: Storage, step: int) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from platform.parallel.communicator.base import Communicator
 from platform.plan.core.plan import Plan
+from platform.plan.language.ops import Parameter
 
 ELEMENTS_AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 24}  # to be reduced: what fits a cache, or pays a launch
 
@@ -24,21 +25,25 @@ def counts_here(communicator: Communicator, axes: Iterable[str]) -> bool:
     return all(i == 0 for axis, i in communicator.coordinates.items() if axis not in split)
 
 
+def counts_gradient(plan: Plan, communicator: Communicator, p: Parameter) -> bool:
+    """Return True if this rank counts its part of the gradient of `p` in a sum over all ranks: of ranks that replicate
+    it one does, of a tied one the owner stage, of a frozen one nobody. `plan`: that of this rank's stage."""
+    own = plan.stages_of[p.name][0] == communicator.coordinates["stage"] and p.name not in plan.frozen
+    return own and counts_here(communicator, plan.split_over(p))
+
+
 def counted(plan: Plan, communicator: Communicator) -> dict[str, list[slice]]:
-    """Return which stretches of a bucket's gradients, laid out as its masters, this rank counts in the norm: those of a
-    parameter that ranks replicate are counted by one of them, those of a tied one on its owner stage, frozen ones by
-    none; what follow each other are one stretch. By the name of the bucket's first parameter; `plan`: that of this
-    rank's stage."""
-    at, stage = communicator.coordinates, communicator.coordinates["stage"]
+    """Return which stretches of a bucket's gradients, laid out as its masters, this rank counts in the norm
+    (`counts_gradient`); what follow each other are one stretch. By the name of the bucket's first parameter; `plan`:
+    that of this rank's stage."""
+    at = communicator.coordinates
     out: dict[str, list[slice]] = {}
     for bucket in plan.buckets:
         before = communicator.index(plan.sharded) * (bucket.elements // plan.shards)  # elements of other shards
         stretches = out.setdefault(bucket.parameters[0].name, [])
         for p in bucket.parameters:
-            own = plan.stages_of[p.name][0] == stage and p.name not in plan.frozen
-            counts = own and counts_here(communicator, plan.split_over(p))
             start, stop = (bucket.ranges[p.name][0] + i - before for i in plan.shard_range(p, at))
-            if counts and start < stop:
+            if start < stop and counts_gradient(plan, communicator, p):
                 follows = stretches and stretches[-1].stop == start
                 stretches.append(slice(stretches.pop().start if follows else start, stop))
     return out
