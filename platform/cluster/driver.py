@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 from platform.boundary.redaction import known_secrets
 from platform.boundary.undo import missing_directories, remove_empty
+from platform.cluster.asking.run_tasks import lacking, open_tasks
 from platform.cluster.control.forming.context import RunContext
-from platform.cluster.crew.base.job import WORKER, Job
+from platform.cluster.crew.base.job import ANSWERER, WORKER, Job
 from platform.cluster.crew.base.signals import Stopped, StopSignals
 from platform.cluster.crew.launchers import torchrun
 from platform.cluster.crew.open import open_crew
@@ -48,13 +49,13 @@ def run(
     *,
     experiment: str = "",
     command: Command | None = None,
-    worker: str = WORKER,
+    worker: str = "",
     guard: CallbackGuard | None = None,
     phases: Phases | None = None,
 ) -> int:
     """Train the model of `config` under `plan` to the run's last step, as its driver, and return the exit status
     (docs/design.md, section 7). `command`: the command line of the run, by default that of the experiment alone.
-    `worker`: "module:Class" of the workers. `guard`: calls the user's callbacks.
+    `worker`: "module:Class" of the workers, "" for the platform's own. `guard`: calls the user's callbacks.
     `phases`: those that the run has reached before.
 
     Raises ConfigError for what the user has to correct, before any process starts unless only the workers can see it (a
@@ -100,7 +101,7 @@ def _check_and_drive(
         early = "" if done >= steps else ", after which it learned no more"
         state.say(f"already done: {done} steps{early}, in {directory.path}")
         return DONE
-    if mistakes := [*check_data(config.data, vocab=config.model.vocab), *_impossible(config, plan)]:
+    if mistakes := [*check_data(config.data, vocab=config.model.vocab), *_impossible(config, plan), *lacking(config)]:
         raise ConfigError(mistakes)
     _check_memory(config, plan, config.cluster.device, state.say, stated=True)
     if config.data.kind == "stdlib" and (line := demonstration(config, plan, stdlib_bytes(config.data))):
@@ -118,6 +119,7 @@ def _check_and_drive(
     found = origin(config)
     if not (found and found.manifest):
         _check_initial(config)
+    tasks = open_tasks(config)
     places = places or reserve(state.say)
     for line in found_early:
         state.say(line)
@@ -129,6 +131,8 @@ def _check_and_drive(
     if saves(config):
         check_writable(config)
     corpus = _corpus(config, plan, directory.path, state.say)
+    if tasks:
+        tasks.check(corpus.vocabulary)
     orphan = directory.orphaned()
     changed = changes(there, found.manifest.meta if found and found.manifest else None, config, plan.mesh.axes)
     journal, monitor = _open_records(config, state, opened)
@@ -140,9 +144,9 @@ def _check_and_drive(
         device=places.device,
         run_dir=directory.path,
         secrets=known_secrets(),
-        worker=worker,
+        worker=worker or (ANSWERER if tasks else WORKER),
     )
-    run = RunContext(config, plan, job, steps, journal, monitor, signals, checkpoints, directory, places, corpus)
+    run = RunContext(config, plan, job, steps, journal, monitor, signals, checkpoints, directory, places, corpus, tasks)
     _drive(run, state, orphan)
     status = end(None, state)
     if config.cluster.check:

@@ -7,8 +7,7 @@ from math import log
 
 import pytest
 
-from platform.answers.asked_model import AskedModel
-from platform.answers.trained import Planned
+from platform.cluster.asking.asked_model import AskedModel
 from platform.evaluate import main as evaluate
 from platform.launch import main as launch
 from platform.train.protocol.asked import AskedTexts, Scored
@@ -129,9 +128,9 @@ class Uniform:
 def test_a_long_text_is_scored_window_by_window(count):
     """Each token once, and none with fewer tokens before it than its window has room for."""
     crew = Uniform()
-    asked = AskedModel(crew, Planned(configure(length=4), None, None), batch=2)
+    asked = AskedModel(crew.call, configure(length=4).model, None, batch=2)
     text = list(range(10, 10 + count))
-    assert asked.score_whole(text) == pytest.approx(-count * log(8))
+    assert asked.score_whole([text]) == [pytest.approx(-count * log(8))]
     scored = [(ids[start:], ids) for texts, starts in crew.asked for ids, start in zip(texts.ids, starts, strict=True)]
     assert sorted(i for tail, _ in scored for i in tail) == text
     assert all(len(ids) <= 5 for _, ids in scored)
@@ -140,6 +139,6 @@ def test_a_long_text_is_scored_window_by_window(count):
 
 def test_the_last_tokens_of_a_long_context_are_read():
     crew = Uniform()
-    AskedModel(crew, Planned(configure(length=4), None, None)).score([([1, 2, 3, 4, 5, 6], [7, 8]), ([], [9])])
+    AskedModel(crew.call, configure(length=4).model, None).score([([1, 2, 3, 4, 5, 6], [7, 8]), ([], [9])])
     ((texts, starts),) = crew.asked
     assert texts.ids == [[4, 5, 6, 7, 8], [0, 9]] and starts == [3, 1]

@@ -157,6 +157,13 @@ class Sampled(JournalEvent):
     text: str
 
 
+class NotScored(JournalEvent):
+    """The evaluation after a step gives no scores of eval.tasks, for this reason."""
+
+    step: Steps
+    reason: str
+
+
 class LearnedOut(JournalEvent):
     """Evaluations say that the run learns no more (eval.patience), and it ends; `best_...`: of the lowest loss."""
 
