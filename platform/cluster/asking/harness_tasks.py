@@ -186,7 +186,7 @@ def _line(error: Exception) -> str:
 
 @contextmanager
 def _seeded() -> Iterator[None]:
-    """Seed the process's random numbers as lm-eval's own command does, and put them back after the context."""
+    """Set the process's random numbers as lm-eval's own command does, and put them back after the context."""
     before = random.getstate(), np.random.get_state()
     random.seed(DEFAULT_RANDOM_SEED)
     np.random.seed(DEFAULT_OTHER_SEED)

@@ -26,7 +26,7 @@ class NotScored(Exception):
     """Signals that an evaluation gives no scores, and why, in a line; the run goes on."""
 
 
-def lacking(config: Config) -> Iterator[str]:
+def missing_for_tasks(config: Config) -> Iterator[str]:
     """Yield a refusal line if a run is to do tasks without the package that has them, or with a folder that is not
     there."""
     e = config.eval
