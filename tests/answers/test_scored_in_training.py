@@ -12,6 +12,8 @@ from platform.cluster.asking.asked_model import AskedModel
 from platform.parallel.communicator.base import Communicator, SingleRank
 from platform.planning.make_plan import make_plan
 from platform.train.answerer import Answerer
+from platform.train.answers.batch import Batch
+from platform.train.protocol.asked import AskedTexts
 from platform.train.step.trainer import Trainer
 from tests.answers.cached import uncached
 from tests.harness.oracle import MODELS, configure, trainer_of
@@ -80,6 +82,12 @@ def examine(how: str) -> None:
 @pytest.mark.parametrize("how", list(PLANS))
 def test_scores_are_those_of_one_process(how):
     examine(how)
+
+
+def test_texts_of_like_length_share_their_passes():
+    """Each new length of a pass is planned anew; none is longer than the model and the token that it predicts."""
+    asked = [AskedTexts([[1] * length, [2]]) for length in range(2, 34)]
+    assert {Batch(texts, 1, left=False, most=33).longest for texts in asked} == {17, 33}
 
 
 def test_negative_control_other_weights_score_otherwise(monkeypatch):

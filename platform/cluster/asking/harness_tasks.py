@@ -146,8 +146,8 @@ class HarnessTasks:
                 HarnessModel(asked), self._loaded, limit=limit or None, bootstrap_iters=0, log_samples=False
             )
         results = found["results"]
-        order = sorted(results, key=lambda name: name not in self._names)
-        return {name: _numbers(results[name]) for name in order}
+        order = dict.fromkeys([*self._names, *results])
+        return {name: _numbers(results[name]) for name in order if name in results}
 
 
 def _manager(names: set[str], folder: str) -> TaskManager:
