@@ -37,11 +37,10 @@ class SourceTokens:
     streams: Mapping[str, Any]  # by split (train, validation): ids at an array of positions, or a class of `streams`
     digest: str  # of documents, tokenizer and splits: equal digests, equal samples
 
-    @property
-    def beginnings(self) -> dict[str, Any]:
-        """Return the stream of each split; of one that is read block by block that of the first block."""
-        found = self.streams.items()
-        return {split: s.first() if isinstance(s, StreamedTokens) else s for split, s in found}
+    def beginning(self, split: str) -> Any:
+        """Return the stream of a split; of one that is read block by block that of the first block."""
+        stream = self.streams[split]
+        return stream.first() if isinstance(stream, StreamedTokens) else stream
 
 
 @dataclass(frozen=True)
@@ -137,7 +136,7 @@ class Corpus:
 
     def _samples(self, part: SourceTokens, split: str) -> int:
         """Return the samples of an epoch of a part; of one that is streamed, those of its first block."""
-        return max(0, self.objective.samples(part.beginnings[split]))
+        return max(0, self.objective.samples(part.beginning(split)))
 
 
 def corpus_of(config: Config, *, shared: Path | None = None, entry: str = "") -> Corpus:
@@ -173,7 +172,7 @@ def open_corpus(
 
     `source_length`: tokens per sequence of the encoder in an encoder-decoder; 0 = length. `segments`: of a sample that
     an encoder tells apart; 0 = none. `shared`: a folder in which other machines are to find its tokens too. `entry`:
-    where another process of this run has found it; then no text is read, tokenised or hashed.
+    where another process of this run has found it; then no text is read, tokenised or hashed, unless it is streamed.
 
     Text is tokenised by the first process that asks, and cached. Raises ConfigError for a user's mistakes: those that
     `check_data` finds, a fault deep inside a file, a split without one whole sample.
@@ -194,14 +193,22 @@ def open_corpus(
         corpus = _trusted(entry, sources, goal, small, seed, length)
     else:
         corpus = _tokenised(sources, goal, small, seed, length, shared, known)
-    if violations := [
-        line
-        for source, part in zip(sources, corpus.parts, strict=True)
-        for line in too_small(source, part.beginnings, goal, length)
-    ]:
-        raise ConfigError(violations)
-    samples = [max(1, goal.samples(part.beginnings[TRAIN])) for part in corpus.parts]
+    if not entry:
+        _check_sizes(corpus, sources, length)
+    streamed = any(
+        isinstance(part.streams[TRAIN], StreamedTokens) for part in corpus.parts
+    )  # and then weights are given
+    samples = [1 if streamed else max(1, goal.samples(part.streams[TRAIN])) for part in corpus.parts]
     return replace(corpus, shares=tuple(shares_of(sources, samples)))
+
+
+def _check_sizes(corpus: Corpus, sources: Sequence[DataSource], length: int) -> None:
+    """Raise ConfigError if a split of a source has no whole sample."""
+    violations = []
+    for source, part in zip(sources, corpus.parts, strict=True):
+        violations += too_small(source, {s: part.beginning(s) for s in part.streams}, corpus.objective, length)
+    if violations:
+        raise ConfigError(violations)
 
 
 def _synthetic(objective: Objective, vocab: int, seed: int) -> Corpus:
