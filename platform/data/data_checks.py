@@ -76,7 +76,7 @@ def too_small(source: DataSource, streams: Mapping[str, Any], objective: Objecti
     nearest legal settings."""
     tokens = {split: len(stream) for split, stream in streams.items()}
     needed, total = objective.needs, sum(tokens.values())
-    violations, more = [], f"a larger {source.key}.block" if is_streamed(source.data) else "more text"
+    violations, more = [], "a larger data.block" if is_streamed(source.data) else "more text"
     unread = "train" if not source.trained else "validation" if source.data.validation == 0 else ""
     none = [split for split, stream in streams.items() if objective.samples(stream) < 1]
     for split in (split for split in none if split != unread):

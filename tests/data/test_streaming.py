@@ -226,6 +226,10 @@ WRONG = {
         "nearest legal: 0, data.validation_path=FILE",
     ),
     "pairs": ({"kind": "pairs"}, "data.streaming=true: data=pairs is read as a whole; nearest legal: false"),
+    "tokens in place": (
+        {"kind": "tokens", "path": "tokens", "validation_path": "", "validation": 0},
+        "data.streaming=true: .bin files are read where they lie, without a copy; nearest legal: false",
+    ),
     "mixture": (
         {"kind": "mixture", "path": "", "sources": {"a": {"path": "A"}, "b": {"path": "A"}}},
         "data.sources.a.weight: must be given, as data.sources.a is streamed",
@@ -234,9 +238,25 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_keys(source, name):
+def test_wrong_keys(source, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tokens").mkdir()
+    np.arange(100, dtype="<u2").tofile(tmp_path / "tokens" / "a.bin")
     keys, line = WRONG[name]
     assert line in check_data(replace(source, **keys))
+
+
+def test_a_block_without_a_sample(source):
+    with pytest.raises(
+        ConfigError, match="the train split has .*; nearest legal: model.length=.* or a larger data.block"
+    ):
+        open_corpus(replace(source, block=100), **{**SHAPE, "length": 200})
+
+
+def test_files_at_a_url(source, no_thread):
+    wanted = samples(open_corpus(source, **SHAPE), 0, 300)
+    found = open_corpus(replace(source, path=f"file://{source.path}"), **SHAPE)
+    assert samples(found, 0, 300) == wanted
 
 
 def test_a_torn_file_is_named(source, no_thread):

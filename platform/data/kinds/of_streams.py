@@ -17,7 +17,7 @@ from platform.data.kinds.of_iterables import TEXT as OWN_TEXT
 from platform.data.kinds.of_iterables import TOKENS as OWN_TOKENS
 from platform.data.kinds.of_texts import TEXT
 from platform.data.kinds.of_tokens import RECORDS
-from platform.data.kinds.source_kind import SourceKind, Texts, held_files, tokenizer_for
+from platform.data.kinds.source_kind import SourceKind, Texts, checked, held_files, tokenizer_for
 from platform.data.sources import iterables
 from platform.data.sources.data_files import DataFile, content_hash, ending, stamp
 from platform.data.sources.record_files import ROWS
@@ -46,15 +46,27 @@ def check_stream(data: Data) -> list[str]:
     if data.validation and not data.validation_path:
         reason = "of a source that is never read as a whole no part can be held out"
         lines.append(violation("data.validation", data.validation, reason, [0, "data.validation_path=FILE"]))
-    if data.kind == "tokens" and data.path and ending(Path(data.path)) not in (*ROWS, ""):
-        lines.append(violation("data.streaming", True, ".bin files are read where they lie, without a copy", [False]))
     return lines
 
 
 def head_kind(kind: SourceKind, form: Form) -> SourceKind:
     """Return the kind of source of which only a head is written: its tokenizer, and its documents held out."""
-    texts = partial(_first_texts, form) if form.texts else None
-    return replace(kind, decisive=partial(_decisive, form), write=partial(_write_head, form), texts=texts)
+
+    def find(data: Data) -> Sequence[DataFile]:
+        files = kind.find(data)
+        if form is RECORDS and not all(ending(file) in ROWS for file in files):
+            reason = ".bin files are read where they lie, without a copy"
+            raise ConfigError(violation("data.streaming", True, reason, [False]))
+        return files
+
+    return replace(
+        kind,
+        find=find,
+        check=lambda data: kind.check(data) or checked(find, data),
+        decisive=partial(_decisive, form),
+        write=partial(_write_head, form),
+        texts=partial(_first_texts, form) if form.texts else None,
+    )
 
 
 class PiecePlace(NamedTuple):
