@@ -40,6 +40,7 @@ from platform.data.tokens.streams import Ints
 KEPT = 8  # blocks whose tokens stay in the cache
 _COUNT = Annotated[int, Span(0, 1 << 50)]
 _LAST = -1  # in place of a file: the source has no more
+_END = "end-{:08d}"
 
 T = TypeVar("T")
 
@@ -60,8 +61,8 @@ class _End:
 
 
 class _Located(NamedTuple):
-    """PiecePlace of a sample in the endless order: its epoch and block, the number of the block's first sample in that
-    epoch, and how many the block has."""
+    """Block of a sample in the endless order: its epoch and number, the number of its first sample in that order, and
+    how many it has."""
 
     epoch: int
     block: int
@@ -84,12 +85,13 @@ class StreamedTokens:
     seed: int
     _ends: dict[int, _End] = field(default_factory=dict)
     _opened: dict[int, Any] = field(default_factory=dict)
-    _newest: int = -1  # of the ends that are known to exist
+    _newest: int = -1  # of the ends that are there, from the first one on
     _turn: RLock = field(default_factory=RLock)
 
     def __post_init__(self) -> None:
-        found = [int(path.name.removeprefix("end-")) for path in self.folder.glob("end-[0-9]*")]
-        self._newest = max(found, default=-1)
+        there = {path.name for path in self.folder.glob("end-*")}
+        while _END.format(self._newest + 1) in there:
+            self._newest += 1
 
     def first(self) -> Any:
         """Return the stream of the first block. Raises ConfigError, OSError."""
@@ -101,77 +103,71 @@ class StreamedTokens:
         left = 0
         while left < len(numbers):
             epoch, block, first, samples = self._locate(int(numbers[left]))
-            begin = epoch * self._total + first if epoch else first
-            right = int(np.searchsorted(numbers, begin + samples))
-            index = order(self.seed, mix(epoch, block), samples, numbers[left:right] - begin)
+            right = int(np.searchsorted(numbers, first + samples))
+            index = order(self.seed, mix(epoch, block), samples, numbers[left:right] - first)
             yield self._open(block), np.arange(left, right), index
             left = right
 
-    @property
-    def _total(self) -> int:
-        """Return the samples of an epoch, once its last block has been seen."""
-        assert self._ends[self._newest].last
-        return self._ends[self._newest].samples
-
     def _locate(self, number: int) -> _Located:
-        """Find a sample by its number in the endless order; blocks up to its own are read if they have never been."""
+        """Find the block of a sample by its number in the endless order; blocks up to its own are read if they have
+        never been."""
         end = self._end(max(self._newest, 0))
         while not end.last and number >= end.samples:
             end = self._end(self._newest + 1)
-        epoch, number = divmod(number, end.samples) if end.last else (0, number)
-        block = bisect_right(range(self._newest + 1), number, key=lambda n: self._end(n).samples)
-        first = self._before(block)
-        return _Located(epoch, block, first, self._end(block).samples - first)
+        epoch, index = divmod(number, end.samples) if end.last else (0, number)
+        block = bisect_right(range(self._newest + 1), index, key=lambda n: self._end(n).samples)
+        before = self._before(block)
+        return _Located(epoch, block, number - index + before, self._end(block).samples - before)
 
     def _before(self, block: int) -> int:
         """Return the samples of the blocks before one."""
         return self._end(block - 1).samples if block else 0
 
-    def _end(self, block: int) -> _End:
-        """Return the end of a block, which is made if it has never been read."""
-        if block not in self._ends:
-            start, before = self._start(block), self._before(block)  # ends before it, of which none waits for this one
-
-            def make(_: Path) -> dict[str, Any]:
-                shutil.rmtree(self._place(block).parent, ignore_errors=True)  # of an interrupted run
-                after: list[PiecePlace | None] = []
-                samples = self.count(self._made(block, start, after))
-                if not after:  # another process that knows the end has just made its tokens again
-                    after.append(self.reader.block(start)[1])
-                file, piece = after[0] or PiecePlace(_LAST, 0)
-                return {"file": file, "piece": piece, "samples": before + samples}
-
-            self._ends[block] = self._once("ends", self.folder / f"end-{block:08d}", make, _read_end)
-            self._newest = max(self._newest, block)
-        return self._ends[block]
-
     def _start(self, block: int) -> PiecePlace:
         """Return where a block begins."""
         return PiecePlace(self._end(block - 1).file, self._end(block - 1).piece) if block else BEGIN
+
+    def _end(self, block: int) -> _End:
+        """Return the end of a block, which is read and tokenised if it has never been."""
+        if block not in self._ends:
+            entry = self.folder / _END.format(block)
+            if not (found := cache.verified(entry, _read_end)):
+                start, before = self._start(block), self._before(block)  # not while others wait for us
+
+                def make(_: Path) -> dict[str, Any]:
+                    documents, after = self.reader.block(start)
+                    shutil.rmtree(self._place(block).parent, ignore_errors=True)  # of an interrupted run
+                    file, piece = after or PiecePlace(_LAST, 0)
+                    samples = before + self.count(self._tokens(block, lambda: documents))
+                    return {"file": file, "piece": piece, "samples": samples}
+
+                found = self._once("ends", entry, make, _read_end)
+            self._ends[block] = found
+            self._newest = max(self._newest, block)
+        return self._ends[block]
 
     def _place(self, block: int) -> Path:
         """Return the entry of the tokens of a block; what is made of them lies beside it."""
         return self.folder / f"block-{block:08d}" / "tokens"
 
-    def _made(self, block: int, start: PiecePlace, after: list[PiecePlace | None]) -> Any:
-        """Return the stream of a block that begins at `start`; if it has to be made, append to `after` where it
-        ends."""
-
-        def write(folder: Path) -> dict[str, Any]:
-            documents, end = self.reader.block(start)
-            after.append(end)
-            return self.write(folder, documents)
-
+    def _tokens(self, block: int, documents: Callable[[], list[tuple[int, Any]]]) -> Any:
+        """Return the stream of a block, which is made of its documents if it is not there."""
         place = self._place(block)
-        return self.cut(place, self._once("blocks", place, write, self.read))
+        return self.cut(place, self._once("blocks", place, lambda folder: self.write(folder, documents()), self.read))
+
+    def _stream(self, block: int) -> Any:
+        """Return the stream of a block."""
+        self._end(block)
+        start = self._start(block)
+        return self._tokens(block, lambda: self.reader.block(start)[0])
 
     def _open(self, block: int) -> Any:
         """Return the stream of a block. One that this process has opened long before it is deleted; the next one is
         made meanwhile."""
         if block not in self._opened:
-            last = self._end(block).last
-            self._opened[block] = self._made(block, self._start(block), [])
-            Thread(target=self._prepare, args=(0 if last else block + 1,), daemon=True).start()
+            self._opened[block] = self._stream(block)
+            following = 0 if self._end(block).last else block + 1
+            Thread(target=self._prepare, args=(following,), daemon=True).start()
             for old in list(self._opened)[:-KEPT]:
                 self._opened.pop(old, None)
                 shutil.rmtree(self._place(old).parent, ignore_errors=True)
@@ -180,8 +176,7 @@ class StreamedTokens:
     def _prepare(self, block: int) -> None:
         """Make a block that will soon be asked for."""
         with suppress(Exception):  # who asks for it meets the same
-            self._end(block)
-            self._made(block, self._start(block), [])
+            self._stream(block)
 
     def _once(
         self,
