@@ -17,6 +17,7 @@ from platform.data.sources import iterables
 from platform.data.sources.texts import SOURCES
 from platform.data.tokens.entry import KINDS, kind_of
 from platform.data.vocabulary import added_tokens, given_vocabulary, template_of
+from platform.plan.language.functions import LABEL_WEIGHTS
 
 
 def check_data(data: Data, *, vocab: int = tokenizer.SMALLEST) -> list[str]:
@@ -108,9 +109,12 @@ def check_sample(name: str, batch: Callable[[], Mapping[str, Any]], lengths: Map
         raise ConfigError(f"data.objective={name}: makes no data tensor {missing[0]!r}, which the model reads: {there}")
     for wanted, length in lengths.items():
         shape, dtype = np.shape(found[wanted]), np.asarray(found[wanted]).dtype
-        if shape != (1, length) or dtype != np.int64:
+        kind = np.dtype(np.float64 if wanted == LABEL_WEIGHTS else np.int64)
+        if shape != (1, length) or dtype != kind:
             made = f"makes {wanted!r} as {dtype} of shape {list(shape)}"
-            raise ConfigError(f"data.objective={name}: {made} for one sample; the model reads int64 [1, {length}]")
+            raise ConfigError(f"data.objective={name}: {made} for one sample; the model reads {kind} [1, {length}]")
+        if not np.isfinite(found[wanted]).all():
+            raise ConfigError(f"data.objective={name}: makes {wanted!r} with a weight that is no finite number")
 
 
 @contextmanager
