@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -158,6 +158,7 @@ class Result:
     losses: list[float]
     moved: Counter[str]
     log: list[Launch]
+    averages: dict[str, Tensor] = field(default_factory=dict)
 
 
 def trainer_of(c: Config, plan: Plan, communicator: Communicator, corpus: Any = None, fresh: bool = True) -> Trainer:
@@ -243,6 +244,7 @@ def compare(c: Config, plan: Plan, results: Sequence[Result], expected: Result) 
         "initial": (lambda r: r.initial, 0.0, 0.0),
         "gradient": (lambda r: r.gradients, 1e-10, 1e-13 * largest),
         "final": (lambda r: r.final, 1e-10, 1e-10 * lr),
+        **({"average": (lambda r: r.averages, 1e-10, 1e-10 * lr)} if expected.averages else {}),
     }
     for what, (pick, relative, absolute) in parts.items():
         found, wanted = assemble(plan, results, pick), pick(expected)
