@@ -37,6 +37,7 @@ from platform.data.sources import register_documents, register_source
 from platform.launch import DONE, STOPPED, prepare
 from platform.launch import compose as compose_arguments
 from platform.model import register_model
+from platform.model.losses import register_loss
 from platform.monitor.records.events import JournalEvent
 from platform.monitor.records.metrics import MetricsLog, MetricsRow
 from platform.optimizer.learning_rate import register_schedule
@@ -55,6 +56,7 @@ __all__ = [
     "compose",
     "plan",
     "register_documents",
+    "register_loss",
     "register_model",
     "register_objective",
     "register_optimizer",

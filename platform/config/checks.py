@@ -20,7 +20,7 @@ from platform.config.identity import wrong_allowances
 from platform.config.key import SECONDS, WORKERS
 from platform.config.layout_map import axes_of, wrong_tables
 from platform.config.rules.data_rules import wrong_data, wrong_documents, wrong_objective
-from platform.config.rules.train_rules import wrong_evaluation, wrong_ramp, wrong_start
+from platform.config.rules.train_rules import wrong_evaluation, wrong_ramp, wrong_smoothing, wrong_start
 from platform.plan.language.numbers import divisors
 from platform.plan.language.scheme import RESERVED
 from platform.plan.memory.hardware import ACCELERATORS, memory_of
@@ -356,6 +356,7 @@ RELATIONS: tuple[tuple[set[str], Callable[[Config], Iterator[str]]], ...] = (
     ({"train.global_batch", "train.ramp_from", "train.ramp_by", "train.ramp_samples"}, wrong_ramp),
     ({"eval.every", "eval.patience", "eval.least_gain", "train.ema"}, wrong_evaluation),
     (set(), wrong_start),
+    ({"data.objective", "model.kind", "model.label_smoothing", "train.loss"}, wrong_smoothing),
     ({"run.time_limit"}, _time_limit),
     ({"checkpoint.every"}, _checkpoint_every),
     ({"elastic.min_workers", "elastic.max_workers"}, _workers),

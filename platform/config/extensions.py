@@ -1,6 +1,6 @@
 """Loading of the user's own code: the driver and every worker import the modules named in `extend=[my_module]`.
 
-While it is imported, such a module may call `platform.model.register_model`,
+While it is imported, such a module may call `platform.model.register_model`, `platform.model.losses.register_loss`,
 `platform.data.sources.register_source` and `register_documents`, `platform.data.objectives.register_objective`,
 `platform.optimizer.optimizers.register_optimizer`, `platform.optimizer.learning_rate.register_schedule` and
 `platform.planning.choose_schedule.register_pipeline`. Tensor schemes are configuration files, which `--config-dir`

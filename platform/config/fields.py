@@ -23,6 +23,7 @@ from platform.config.execution import Checkpoint, Cluster, Elastic, Monitor, Res
 from platform.config.groups.data_group import Data
 from platform.config.groups.train_group import Eval, LossScaling, Train
 from platform.config.key import WORKERS, key
+from platform.plan.language.functions import CROSS_ENTROPY
 from platform.plan.language.scheme import GATHERED, SLICE_VIA
 
 Rules = dict[str, dict[str, list[str]]]  # region or parameter role -> tensor dim -> mesh axes, major to minor
@@ -303,8 +304,17 @@ def allow_objective(kind: str, name: str) -> None:
 def objective_of(config: Config) -> str:
     """Return the training objective of a configuration, such as "causal": `data.objective`, else the default for
     `model.kind` and the data."""
-    default = "pairs" if config.data.kind == "pairs" else OBJECTIVES[config.model.kind][0]
+    default = "pairs" if config.data.kind == "pairs" else OBJECTIVES.get(config.model.kind, ("",))[0]
     return config.data.objective or default
+
+
+WEIGHTED: set[str] = set()  # values of data.objective whose samples say what each label counts
+LOSS_OF: dict[str, str] = {}  # value of data.objective -> the loss that it comes with, unless that is cross-entropy
+
+
+def loss_of(config: Config) -> str:
+    """Return the name of the loss that a configuration trains with: `train.loss`, else that of its objective."""
+    return config.train.loss or LOSS_OF.get(objective_of(config), CROSS_ENTROPY)
 
 
 def short_hash(values: Any) -> str:

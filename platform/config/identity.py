@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from platform.boundary.redaction import redact
-from platform.config.fields import Config, closest, short_hash, violation
+from platform.config.fields import Config, closest, loss_of, short_hash, violation
 
 # Keys of the identity that `resume.allow` can free: changing them leaves the saved tensors, the samples and their order
 # as they are. The corpus itself is always compared by its hash.
@@ -19,7 +19,7 @@ MAY_CHANGE = {
     "optimizer": ("lr", "betas", "eps", "weight_decay", "clip", "schedule", "warmup_steps", "min_lr"),
     "model": ("dropout", "fused_dropout", "label_smoothing"),
     "data": ("kind", "path", "target_path", "sources", "tokenizer", "chat_template"),
-    "train": ("init", "init_averaged"),
+    "train": ("init", "init_averaged", "loss"),
 }
 FREE = [f"{group}.{name}" for group, names in MAY_CHANGE.items() for name in names]
 _ORDER = "samples or their order would be others: some would come twice, some never"
@@ -52,6 +52,7 @@ def identity(config: Config) -> dict[str, Any]:
         "train.ramp_from": config.train.ramp_from,
         "train.ramp_by": config.train.ramp_by,
         "train.ramp_samples": config.train.ramp_samples,
+        "train.loss": loss_of(config),
         "train.init": config.train.init,
         "train.init_averaged": config.train.init_averaged,
         "train.freeze": config.train.freeze,

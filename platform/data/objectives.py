@@ -1,8 +1,9 @@
 """Training objectives, which turn a stream of tokens into samples of named data tensors and decide what is predicted.
 
 An objective returns sample `index` of a stream as int64 rows of fixed lengths, where -1 is padding: nothing to read in
-`tokens` and `source`, nothing to predict in `labels`. Its randomness is a function of the sample's key alone. Where a
-sample may span documents, `begins` or `segments` tell them apart. `register_objective` adds one.
+`tokens` and `source`, nothing to predict in `labels`; `label_weights` are fp64 rows. Its randomness is a function of
+the sample's key alone. Where a sample may span documents, `begins` or `segments` tell them apart. `register_objective`
+adds one.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from platform.config.bounds import allow
-from platform.config.fields import ConfigError, allow_objective
+from platform.config.fields import LOSS_OF, WEIGHTED, ConfigError, allow_objective
 from platform.data.permutation import mix
 from platform.data.tokenizers.specials import SpecialIds
 from platform.data.tokens.streams import (
@@ -26,6 +27,7 @@ from platform.data.tokens.streams import (
     starts_of,
     taken,
 )
+from platform.plan.language.functions import CROSS_ENTROPY
 
 NOISE = 0.15  # fraction of the tokens that are predicted (BERT; T5)
 SPAN = 3  # tokens per corrupted span, on average (T5)
@@ -266,11 +268,23 @@ GIVEN = frozenset(OBJECTIVES)  # not a user's own
 
 
 def register_objective(
-    name: str, make: Callable[[SampleShape], Objective], models: Sequence[str] = ("decoder",)
+    name: str,
+    make: Callable[[SampleShape], Objective],
+    models: Sequence[str] = ("decoder",),
+    *,
+    weighted: bool = False,
+    loss: str = "",
 ) -> None:
     """Register a user's objective as `data.objective=NAME`, for the kinds of models `models`: `make(shape)` returns one
-    that makes samples of this shape. A kind that `register_model` adds names it in its own `objectives`."""
+    that makes samples of this shape. A kind that `register_model` adds names it in its own `objectives`.
+
+    `weighted`: its samples have the data tensor `label_weights` too, fp64, what each label counts in training; the mean
+    is over the sum of their magnitudes. `loss`: what it trains with unless `train.loss` says otherwise; "" is
+    cross-entropy.
+    """
     OBJECTIVES[name] = make
+    (WEIGHTED.add if weighted else WEIGHTED.discard)(name)
+    LOSS_OF[name] = loss or CROSS_ENTROPY
     for kind in models:
         allow_objective(kind, name)
     allow("data.objective", name)

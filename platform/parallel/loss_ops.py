@@ -35,7 +35,8 @@ class PassPosition:
 
 class LossOps(Ops):
     """Executes a plan's losses on the rank of `communicator`; `platform.parallel.parallel_ops.ParallelOps` adds the
-    other operations. `deferred`: collects weight gradient computations that a schedule runs later, if not None."""
+    other operations. `deferred`: collects weight gradient computations that a schedule runs later, if not None.
+    `losses`: what a plan may name in place of cross-entropy; `label_weights`: of the pass, by operation."""
 
     plan: Plan
     communicator: Communicator
@@ -43,6 +44,8 @@ class LossOps(Ops):
     position: PassPosition
     deferred: Deferred | None
     ahead: Ahead[Pending]  # conversions of parameters
+    losses: Mapping[str, loss.TokenLoss | None]
+    label_weights: Mapping[tuple[str, str], Tensor]
     _blocks: Mapping[Spec, Sequence[tuple[int, int]]]  # activation -> (offset, extent) per dim of this rank's block
 
     def _planned(self, kind: str, name: str) -> PlannedOperation:
@@ -74,7 +77,7 @@ class LossOps(Ops):
             x,
             self.tensors[table.name],
             self._converted(self._planned("shift", bias.name))[0] if bias else None,
-            labels["cross_entropy", name],
+            self._targets(planned, labels),
             self._coming(product, 0),
             self._classes(planned, spec, smoothing),
             at_once=not absent(x) and gradients_at_once(product, planned, prod(rows), columns, x.shape[-1], wide),
@@ -82,15 +85,26 @@ class LossOps(Ops):
         )
 
     def cross_entropy(self, name, logits, spec, labels, smoothing=0.0):
-        classes = self._classes(self._planned("cross_entropy", name), spec, smoothing)
+        planned = self._planned("cross_entropy", name)
         if absent(logits):
             return logits.sum()
-        return loss.cross_entropy(logits, labels["cross_entropy", name], self.communicator, classes)
+        targets, classes = self._targets(planned, labels), self._classes(planned, spec, smoothing)
+        return loss.cross_entropy(logits, targets, self.communicator, classes)
+
+    def _targets(self, planned: PlannedOperation, labels: Mapping[tuple[str, str], Tensor]) -> loss.Targets:
+        """Return what a planned cross_entropy operation is to predict, by `labels`; weights are for training."""
+        use = planned.operation.kind, planned.operation.name
+        weights = self.label_weights.get(use) if self.position.training else None
+        return loss.Targets(labels[use].flatten(), None if weights is None else weights.flatten())
 
     def _classes(self, planned: PlannedOperation, spec: Spec, smoothing: float) -> loss.Classes:
-        """Return the classes of a planned cross_entropy operation of the logits `spec`; smoothing is for training."""
+        """Return the classes of a planned cross_entropy operation of the logits `spec`; smoothing is for training, and
+        so is a loss that takes the place of cross-entropy."""
         first, _ = self._blocks[spec][spec.dims.index("vocab")]
-        return loss.Classes(planned.over, first, self.plan.sizes["vocab"], smoothing * self.position.training)
+        vocab = self.plan.sizes["vocab"]
+        if not self.position.training:
+            return loss.Classes(planned.over, first, vocab)
+        return loss.Classes(planned.over, first, vocab, smoothing, self.losses[planned.operation["loss"]])
 
     def squared_error(self, name, y, target, spec, ids):
         padding = ids["squared_error", name] < 0

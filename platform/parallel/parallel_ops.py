@@ -26,6 +26,7 @@ from platform.plan.communication.planned import PlannedOperation
 from platform.plan.communication.rule import Conversion, relayout_steps
 from platform.plan.core.ahead import Ahead
 from platform.plan.core.plan import Plan
+from platform.plan.language.functions import CROSS_ENTROPY
 from platform.plan.language.layout import Layout
 from platform.plan.language.ops import Parameter, Spec
 
@@ -54,6 +55,7 @@ class ParallelOps(PointwiseOps):
         self.deferred: Deferred | None = None  # collects weight gradient computations that a schedule runs later
         self.recompute = plan.recompute
         self.offset = 0  # of the pass: tokens of its sequences that passes before have read (generation)
+        self.losses, self.label_weights = {CROSS_ENTROPY: None}, {}
         self.residency: Residency | None = None  # of parameters that are gathered for each block
         self.ahead = Ahead(plan, self._start, ahead)
         self.watched: Watched | None = None  # sums up the activations of training steps, where somebody follows them

@@ -8,13 +8,15 @@ from dataclasses import asdict, replace
 from itertools import islice
 from math import prod
 
-from platform.config.fields import Config, ConfigError, closest, violation
+from platform.config.fields import WEIGHTED, Config, ConfigError, closest, loss_of, objective_of, violation
 from platform.config.layout_map import axes_of
 from platform.model import build_model
+from platform.model.losses import wrong_loss
 from platform.optimizer.whole import split_violations
 from platform.plan.communication.legality import IllegalPlan
 from platform.plan.core.build import build_plan
 from platform.plan.core.plan import Plan
+from platform.plan.language.functions import LabelLoss
 from platform.plan.language.mistakes import ModelMistake
 from platform.plan.language.numbers import factorizations
 from platform.plan.language.ops import Recompute
@@ -74,6 +76,7 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
             dropout=config.model.dropout,
             fused_dropout=config.model.fused_dropout,
             attention_kernel=train.attention_kernel,
+            loss=LabelLoss(loss_of(config), objective_of(config) in WEIGHTED),
         )
     except ModelMistake as error:
         line = violation(
@@ -86,7 +89,8 @@ def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int
         also = f"; tensor.axes of as many workers that do: {' or '.join(meshes)}" if meshes else ""
         raise ConfigError([*lines, last + also]) from None
     plan = replace(plan, frozen=_frozen(config, plan))
-    if refused := [*split_violations(config, plan), *kernel_violations(config, plan), *_blind(config, plan)]:
+    checks = split_violations, kernel_violations, wrong_loss, _blind
+    if refused := [line for check in checks for line in check(config, plan)]:
         raise ConfigError(refused)
     return plan
 

@@ -1,3 +1,4 @@
+import hashlib
 import json
 import multiprocessing
 import os
@@ -56,7 +57,7 @@ def test_the_second_time_nothing_is_built(data, writing):
     )
 
 
-@pytest.mark.parametrize("file", ["tokens.bin", "tokenizer.json", "meta.json"])
+@pytest.mark.parametrize("file", ["tokens.bin", "tokenizer.json", "blocks.bin", "meta.json"])
 @pytest.mark.parametrize("damage", ["flipped", "cut", "longer", "empty", "missing"])
 def test_a_corrupt_entry_is_built_again(data, file, damage):
     first = open_corpus(data, **SIZES)
@@ -76,6 +77,95 @@ def test_a_corrupt_entry_is_built_again(data, file, damage):
     again = open_corpus(data, **SIZES)
     assert again.digest == digest and np.array_equal(again.batch("train", 0, 9)["labels"], batch)
     assert (_entry(data) / file).read_bytes() == content
+
+
+SIZE = (5 << 20) + 7
+
+
+def write(folder: Path) -> dict:
+    (folder / "tokens.bin").write_bytes(np.random.default_rng(0).bytes(SIZE))
+    (folder / "nothing.bin").touch()
+    return {}
+
+
+@pytest.fixture
+def large(tmp_path, monkeypatch) -> Path:
+    """An entry of several blocks, and nobody to build it again."""
+    monkeypatch.setattr(cache, "BLOCK", 1 << 20)
+    cache.fetch(tmp_path / "key", write, lambda folder, content: content)
+    monkeypatch.setattr(cache, "BLOCK", 1 << 24)  # what it was sealed with counts
+    monkeypatch.setattr(cache, "TELL_EVERY", 0.0)
+    return tmp_path / "key"
+
+
+class Built(Exception):
+    """An entry is built again."""
+
+
+def fetch(entry: Path) -> dict:
+    def build(folder: Path) -> dict:
+        raise Built
+
+    return cache.fetch(entry, build, lambda folder, content: content)
+
+
+def reseal(entry: Path, **files: bytes | None) -> None:
+    """Write an entry's files, or take them away, and its description as it would be with them alone."""
+    meta = entry / "meta.json"
+    content = json.loads(meta.read_text())["content"]
+    for name, raw in files.items():
+        file = entry / f"{name}.bin"
+        file.unlink() if raw is None else file.write_bytes(raw)
+        content["files"].pop(file.name)
+        if raw is not None:
+            content["files"][file.name] = {"bytes": len(raw), "sha256": cache.sha256(file)}
+    meta.write_text(json.dumps({"content": content, "sha256": cache._hash(content)}))
+
+
+def test_an_entry_is_verified_by_blocks(large, caplog):
+    caplog.set_level("INFO")
+    fetch(large)
+    assert (large / "blocks.bin").stat().st_size == 8 + 6 * 32  # an empty file has none
+    assert "verifying" in caplog.text and "of 0.0 GB" in caplog.text
+    tokens = bytearray((large / "tokens.bin").read_bytes())
+    tokens[3 << 20] ^= 1
+    (large / "tokens.bin").write_bytes(tokens)
+    with pytest.raises(Built):
+        fetch(large)
+    assert "tokens.bin, bytes 3,145,728 to 4,194,303: is not what was written" in caplog.text
+
+
+def test_a_file_that_is_torn_is_named(large, caplog):
+    caplog.set_level("INFO")
+    os.truncate(large / "tokens.bin", SIZE - 1)
+    with pytest.raises(Built):
+        fetch(large)
+    assert f"tokens.bin: has {SIZE - 1:,} bytes, not {SIZE:,}" in caplog.text
+
+
+def test_an_entry_of_an_earlier_version_is_used(large):
+    """Which has no blocks: each file is one. Of another content it is not."""
+    reseal(large, blocks=None)
+    fetch(large)
+    (large / "tokens.bin").write_bytes(bytes(SIZE))
+    with pytest.raises(Built):
+        fetch(large)
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"\0" * 8, b"\0" * (8 + 192), (1 << 20).to_bytes(8, "little") + bytes(160), bytes([255] * 200)]
+)
+def test_blocks_that_are_none_are_not_trusted(large, raw):
+    reseal(large, blocks=raw)
+    with pytest.raises(Built):
+        fetch(large)
+
+
+def test_the_size_of_blocks_is_the_entry_s_own(large):
+    """Resealed in blocks of another size it holds."""
+    digest = [hashlib.sha256((large / "tokens.bin").read_bytes()[i : i + (3 << 20)]).digest() for i in (0, 3 << 20)]
+    reseal(large, blocks=(3 << 20).to_bytes(8, "little") + b"".join(digest))
+    fetch(large)
 
 
 def test_a_changed_description_is_not_trusted(data):
@@ -98,7 +188,7 @@ def test_a_build_that_fails_leaves_nothing(tmp_path):
 
 
 def test_an_entry_that_does_not_read_back_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(cache, "_verified", lambda entry, read: None)
+    monkeypatch.setattr(cache, "verified", lambda entry, read: None)
     with pytest.raises(OSError, match="does not hold what was just written"):
         cache.fetch(tmp_path / "key", lambda folder: {"a": 1}, lambda folder, content: content)
 
@@ -124,6 +214,7 @@ def test_other_machines_find_it_in_a_shared_folder(data, tmp_path, monkeypatch, 
     assert first.entry.parent == tmp_path / "run"
     assert os.path.samefile(first.entry / "tokens.bin", tmp_path / "cache" / first.entry.name / "tokens.bin")
     monkeypatch.setattr(cache, "sha256", None)
+    monkeypatch.setattr(cache, "_Block", None)
     writing(None)
     elsewhere = replace(data, path=str(tmp_path / "no such text"), cache=str(tmp_path / "no such cache"))
     there = open_corpus(elsewhere, **SIZES, entry=first.entry)
@@ -145,7 +236,7 @@ def no_link(*_):
     raise OSError("another file system")
 
 
-def test_what_is_shared_is_verified_by_whoever_shares_it(data, tmp_path, monkeypatch):
+def test_what_is_shared_isverified_by_whoever_shares_it(data, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "link", no_link)
     first = open_corpus(data, **SIZES, shared=tmp_path / "run")
     tokens = first.entry / "tokens.bin"

@@ -11,6 +11,8 @@ from typing import Any
 
 from platform.config.checks import slices_heads
 from platform.config.fields import Branch, Config, Model, Parallel, Pipeline, Tensor
+from platform.model import build_model
+from platform.plan.language.numbers import divisors
 from platform.plan.language.scheme import ROLES, compose_scheme
 from platform.plan.schedule.csv_file import to_csv
 from platform.planning.choose_schedule import count_microbatches
@@ -46,6 +48,12 @@ SIZES: dict[int, Sequence[tuple[int, ...]]] = {  # ranks of the scheme -> sizes 
     6: ((2, 3), (3, 2), (6,)),
     8: ((2, 2, 2), (2, 4), (4, 2)),
 }
+OWN_LOSSES: dict[str, Any] = {
+    "focal": lambda of: -((1 - of.log_probability.exp()) ** 2) * of.log_probability,
+    "calm": lambda of: 0.01 * of.log_sum_exp**2 - 0.9 * of.log_probability - 0.1 * of.mean_log_probability,
+}
+WEIGHED = "weighed"  # an objective whose labels have weights
+RUN_WIDE = ("ema", "freeze", "ramp_from", "ramp_by", "ramp_samples", "loss")  # keys of train that a run keeps
 FACTORS: dict[int, Sequence[int]] = {1: (), 2: (2,), 3: (3,), 4: (2, 2), 6: (2, 3), 8: (2, 2, 2)}
 
 
@@ -201,6 +209,32 @@ def draw_batch(r: Random, configs: Sequence[Config], focus: str) -> None:
         c.train.global_batch = batch
 
 
+def draw_training(r: Random, configs: Sequence[Config]) -> None:
+    """Draw what shapes a run's weights beside the plan, alike for all plans: which are trained, averages, a batch that
+    grows, the loss and what labels count."""
+    train, batch, model = configs[0].train, configs[0].train.global_batch, configs[0].model
+    train.ema = r.choice((0.0, 0.0, 0.5))
+    if r.random() < 0.25:
+        train.freeze = [_pattern(r, p.name) for p in r.sample(build_model(model).parameters(), r.choice((1, 1, 2)))]
+    if r.random() < 0.3 and batch > 1 and all(c.pipeline.kind != "file" for c in configs):
+        train.ramp_from = r.randint(1, batch - 1)
+        train.ramp_by = r.choice(divisors(batch - train.ramp_from))
+        train.ramp_samples = r.randint(1, 3 * batch)
+    if model.kind != "two_layer" and not model.label_smoothing:
+        train.loss = r.choice(("", "", "", *OWN_LOSSES))
+        configs[0].data.objective = r.choice(("", "", WEIGHED))
+    for c in configs[1:]:
+        c.data.objective = configs[0].data.objective
+        for name in RUN_WIDE:
+            setattr(c.train, name, getattr(train, name))
+
+
+def _pattern(r: Random, name: str) -> str:
+    """Draw a pattern that matches the parameter `name`, and maybe others."""
+    layer, _, rest = name.rpartition(".")
+    return r.choice((name, name, f"{layer}.*" if layer else name, f"*{rest}"))
+
+
 def draw_table_of(r: Random, c: Config, folder: Path, name: str, broken: bool = False) -> None:
     """Draw the table of a plan with pipeline=file and write it."""
     p = c.pipeline
@@ -225,6 +259,7 @@ def draw_case(r: Random, scheme: str, schedule: str, focus: str, folder: Path) -
         c.optimizer.eps = 1e-6  # the gradient of a key bias is zero but for rounding, which must not become an update
         if c.pipeline.kind == "file":
             draw_table_of(r, c, folder, str(i))
+    draw_training(r, configs)
     return configs
 
 

@@ -1,4 +1,4 @@
-"""Random plans against one process in fp64: losses, gradients, their norm, and the weights after updates.
+"""Random plans against one process in fp64: losses, gradients, their norm, the weights after updates, and averages.
 
 A case is a run under one plan, or under two: after the first a checkpoint is written, which the second restores. Ranks
 are threads. What is illegal must be refused by ConfigError.
@@ -24,20 +24,25 @@ from platform.checkpoint.storage.manifest import Meta
 from platform.checkpoint.storage.storage import Storage, open_storage
 from platform.config.checks import wrong_configuration
 from platform.config.fields import Config, ConfigError
+from platform.config.groups.batch_ramp import batch_of, samples_of
+from platform.data.objectives import Causal, register_objective
+from platform.model.losses import register_loss
 from platform.parallel.communicator.base import Communicator, SingleRank
 from platform.plan.core.plan import Plan
 from platform.plan.core.step_collectives import communication
 from platform.planning.make_plan import make_plan
 from platform.train.step.trainer import Trainer
 from platform.train.step.training_state import State
-from tests.fuzz.draw_plans import RANKS, SCHEDULES, SCHEMES, changed, draw_case
+from tests.fuzz.draw_plans import OWN_LOSSES, RANKS, SCHEDULES, SCHEMES, WEIGHED, changed, draw_case
 from tests.harness.oracle import Result, Tokens, assemble, compare, configure, counted, trainer_of
+from tests.harness.registries import as_before
 from tests.harness.replay import replay
 from tests.harness.threads import run_threads
 
 FOCUSED = ("one token", "uneven replicas", "partial batch", "resume")
 CLASSES = (*(f"{scheme}, {schedule}" for scheme in SCHEMES for schedule in SCHEDULES), *FOCUSED, "changed", "refused")
 OFTEN = ("resume", "one token", "regions, zb_h1", "regions, table", "changed", "changed")  # many, or often refused
+KINDS = ("decoder", "encoder", "encoder_decoder")
 TRIES = 20  # draws until one is legal
 ENDS = {1: ((1,), (2,)), 2: ((1, 2), (1, 3), (2, 3))}  # plans of a run -> the last steps of each
 
@@ -49,7 +54,10 @@ def opened() -> Iterator[Callable[[int], str]]:
     """Yield `attempt`, which keeps its tables in a folder of its own."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder, as_before():
+        for name, loss in OWN_LOSSES.items():
+            register_loss(name, loss)
+        register_objective(WEIGHED, lambda shape: Causal(shape.length), KINDS, weighted=True)
         yield lambda seed: attempt(seed, Path(folder))
     torch.set_num_threads(threads)
 
@@ -96,8 +104,8 @@ def planned(configs: Sequence[Config]) -> list[Plan]:
 
 def suits(configs: Sequence[Config], plans: Sequence[Plan]) -> bool:
     """Say whether a case is small enough to be tried, and has a label to predict in every step."""
-    c, batch = configs[0], configs[0].train.global_batch
-    predicts = all(Tokens(c).predicted("train", k * batch, (k + 1) * batch) for k in range(c.train.steps))
+    c = configs[0]
+    predicts = all(Tokens(c).predicted("train", *samples_of(c.train, k + 1)) for k in range(c.train.steps))
     return predicts and all(plan.mesh.size <= RANKS for plan in plans)
 
 
@@ -120,7 +128,7 @@ def check(r: Random, configs: Sequence[Config], plans: Sequence[Plan]) -> None:
             except AssertionError:
                 nudged = alone(configs[0], phases, nudge=2.0**-52)[number]
                 compare(c, plan, without_shaky(results, wanted, nudged), wanted)
-            assert counted(results) == communication(plan), "bytes moved"
+            assert counted(results) == communication(of_batch(c, batch_of(c.train, steps[0]))), "bytes moved"
             assert replay([found.log for found in results]) is None, "order of launches"
             before = assemble(plan, results, lambda found: found.final)
     finally:
@@ -150,7 +158,9 @@ def alone(c: Config, phases: Phases, nudge: float = 0.0) -> list[Result]:
     """Compute the same steps in one process without any parallelism, from weights that differ by `nudge` (relative)."""
     batch = c.train.global_batch
     one = configure(global_batch=batch, microbatch=batch)
-    one.model, one.optimizer, one.seed, one.train.steps = c.model, c.optimizer, c.seed, c.train.steps
+    one.model, one.optimizer, one.seed = c.model, c.optimizer, c.seed
+    one.train = replace(c.train, microbatch=batch)
+    one.data.objective = c.data.objective
     plan = make_plan(one)
     trainer = trainer_of(one, plan, SingleRank(plan.mesh))
     generator = torch.Generator().manual_seed(0)
@@ -182,7 +192,7 @@ def run_phase(
     if end:
         reports = [written[0] for _, written in ranks]
         values = next((written[2] for _, written in ranks if written[2]), {})
-        meta = Meta(steps[-1], steps[-1] * c.train.global_batch, c.seed, "", {}, "", {}, values)
+        meta = Meta(steps[-1], samples_of(c.train, steps[-1])[1], c.seed, "", {}, "", {}, values)
         commit(storage, end, ranks[0][1][1], reports, meta)
     return [found for found, _ in ranks], end
 
@@ -207,7 +217,13 @@ def steps_of(trainer: Trainer, communicator: Communicator, steps: range) -> Resu
     final = {n: w.detach().clone() for n, w in trainer.weights.master.items()}
     (loss, norm), *numbers = [(report.loss, report.grad_norm) for report in reports]
     moved = Counter(reports[0].comm_bytes)
-    return Result(communicator.rank, loss, norm, gradients, initial, final, sum(numbers, ()), moved, log)
+    averages = final | {n: w.detach().clone() for n, w in trainer.weights.averages.items()}
+    return Result(communicator.rank, loss, norm, gradients, initial, final, sum(numbers, ()), moved, log, averages)
+
+
+def of_batch(c: Config, batch: int) -> Plan:
+    """Plan a configuration for steps of `batch` sequences alone."""
+    return make_plan(replace(c, train=replace(c.train, global_batch=batch, ramp_from=0, ramp_samples=0)))
 
 
 def describe(c: Config) -> str:

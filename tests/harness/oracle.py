@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,7 +13,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from platform.config.fields import Branch, Config, Pipeline
+from platform.config.fields import WEIGHTED, Branch, Config, Pipeline, objective_of
 from platform.config.fields import Model as ModelConfig
 from platform.config.fields import Tensor as TensorConfig
 from platform.data.tokenizers.specials import SpecialIds
@@ -105,11 +105,11 @@ class Tokens:
     special = SpecialIds()
 
     def __init__(self, c: Config):
-        self.model, self.vocab = c.model, c.model.vocab
+        self.model, self.vocab, self.weighted = c.model, c.model.vocab, objective_of(c) in WEIGHTED
 
     def batch(self, split: str, start: int, end: int) -> dict[str, np.ndarray]:
         draws = (np.random.default_rng([split == "train", i]) for i in range(start, end))
-        samples = [self.sample(draw) for draw in draws]
+        samples = [self.sample(draw) | (self.weights(draw) if self.weighted else {}) for draw in draws]
         return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
 
     def sample(self, draw: np.random.Generator) -> dict[str, np.ndarray]:
@@ -129,6 +129,10 @@ class Tokens:
             labels = np.where(draw.random(c.length) < 0.5, row[:-1], -1)
             return {"tokens": row[:-1], "labels": labels, "segments": segments}
         return {"source": source, "tokens": row[:-1], "labels": row[1:]}
+
+    def weights(self, draw: np.random.Generator) -> dict[str, np.ndarray]:
+        """Some labels count less, some not at all, some the other way."""
+        return {"label_weights": draw.choice([1.0, 0.1, 0.0, 3.0, -0.2], self.model.length)}
 
     def predicted(self, split: str, start: int, end: int) -> int:
         return int((self.batch(split, start, end)["labels"] >= 0).sum())
@@ -154,6 +158,7 @@ class Result:
     losses: list[float]
     moved: Counter[str]
     log: list[Launch]
+    averages: dict[str, Tensor] = field(default_factory=dict)
 
 
 def trainer_of(c: Config, plan: Plan, communicator: Communicator, corpus: Any = None, fresh: bool = True) -> Trainer:
@@ -239,6 +244,7 @@ def compare(c: Config, plan: Plan, results: Sequence[Result], expected: Result) 
         "initial": (lambda r: r.initial, 0.0, 0.0),
         "gradient": (lambda r: r.gradients, 1e-10, 1e-13 * largest),
         "final": (lambda r: r.final, 1e-10, 1e-10 * lr),
+        **({"average": (lambda r: r.averages, 1e-10, 1e-10 * lr)} if expected.averages else {}),
     }
     for what, (pick, relative, absolute) in parts.items():
         found, wanted = assemble(plan, results, pick), pick(expected)
@@ -265,10 +271,11 @@ _serial: dict[str, Result] = {}
 
 def serial(c: Config) -> Result:
     """One process: the same model, batch and optimizer without any parallelism. Computed once per model."""
-    key = repr((c.model, c.train.global_batch, c.optimizer, c.seed))
+    key = repr((c.model, c.train.global_batch, c.train.loss, c.data.objective, c.optimizer, c.seed))
     if key not in _serial:
         one = configure(global_batch=c.train.global_batch, microbatch=c.train.global_batch)
         one.model, one.optimizer, one.seed = c.model, c.optimizer, c.seed
+        one.train.loss, one.data.objective = c.train.loss, c.data.objective
         _serial[key] = run(one)[1][0]
     return _serial[key]
 

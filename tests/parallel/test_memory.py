@@ -138,7 +138,7 @@ def test_a_rank_reads_as_many_integers_as_the_plan_says(scheme, axes, model):
     """The source of an encoder-decoder has a length of its own."""
     c = configure(scheme, axes, **MODELS[model])
     plan = make_plan(c)
-    planned = {key: o.token_count for key, o in plan.operations.items() if o.operation.reads is not None}
+    planned = {key: o.token_count for key, o in plan.operations.items() if o.operation.reads}
 
     def read(communicator):
         inputs = trainer_of(c, plan, communicator).load("train", 0)

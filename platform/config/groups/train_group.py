@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from platform.config.key import key
 from platform.plan.language.attention_kernels import AUTO, KERNELS
+from platform.plan.language.functions import CROSS_ENTROPY
 
 
 @dataclass
@@ -26,6 +27,7 @@ class Train:
         "start from these weights: a checkpoint's URL, or a folder that transformers saved; random = from none;"
         ' "" = from model.source, if there is one',
     )
+    loss: str = key("", 'what a label costs; "" = as the objective says', ("", CROSS_ENTROPY), open=True)
     init_averaged: bool = key(False, "train.init: take the averages that train.ema kept of that run's weights")
     spike: float = key(0.0, "a loss above this factor times the median of the last 32 is a spike; 0 = never", ">= 0")
     verify_every: int = key(0, "steps between comparisons of the replicas' weights and moments; 0 = never", ">= 0")

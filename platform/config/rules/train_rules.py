@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from platform.config.fields import Config, closest, violation
+from platform.config.fields import Config, closest, loss_of, violation
+from platform.plan.language.functions import CROSS_ENTROPY
 from platform.plan.language.numbers import divisors
 
 
@@ -31,6 +32,14 @@ def wrong_start(config: Config) -> Iterator[str]:
     """Yield a refusal line if averaged weights are to be taken from nowhere."""
     if config.train.init_averaged and config.train.init in ("", "random"):
         yield violation("train.init_averaged", True, "train.init names no run whose averages could be taken", [False])
+
+
+def wrong_smoothing(config: Config) -> Iterator[str]:
+    """Yield a refusal line if labels are to be smoothed under a loss that says itself what a label costs."""
+    smoothing, loss = config.model.label_smoothing, loss_of(config)
+    if smoothing and loss != CROSS_ENTROPY:
+        constraint = f"the loss {loss} says itself what a label costs"
+        yield violation("model.label_smoothing", smoothing, constraint, [0, f"train.loss={CROSS_ENTROPY}"])
 
 
 def wrong_evaluation(config: Config) -> Iterator[str]:

@@ -1,9 +1,13 @@
-"""Cross-entropy over a vocab that may be split over ranks, chunk by chunk of tokens: of logits, or of a product that
-makes them. Logits are never gathered, and are in the type of statistics only one chunk at a time."""
+"""Losses over a vocab that may be split over ranks, chunk by chunk of tokens: of logits, or of a product that makes
+them. Logits are never gathered, and are in the type of statistics only one chunk at a time.
+
+A loss is cross-entropy, or any function of three numbers per label (`Likelihood`), which all ranks have in common. Its
+gradient by logit y_v is then whole * softmax(y)_v + every, and at the label + label (`Slopes`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,28 +25,72 @@ from platform.plan.communication.loss_chunks import chunk_rows
 
 
 @dataclass(frozen=True)
+class Likelihood:
+    """Statements of a model about labels, of which a loss is a function: three tensors of one number per label."""
+
+    log_probability: Tensor  # of the label
+    log_sum_exp: Tensor  # of all logits
+    mean_log_probability: Tensor  # over vocab
+
+
+TokenLoss = Callable[[Likelihood], Tensor]  # one number per label, each a function of this label's numbers alone
+
+
+@dataclass(frozen=True)
+class Slopes:
+    """Derivatives of losses, per label, that make up their gradients by logits: what multiplies all probabilities
+    (None: 1), what is added at the label, and what is added everywhere (None: nothing)."""
+
+    whole: Tensor | None
+    label: Tensor | float
+    every: Tensor | float | None
+
+    def times(self, weights: Tensor) -> Slopes:
+        """Return the derivatives of the losses times `weights`."""
+        every = None if self.every is None else self.every * weights
+        return Slopes(weights if self.whole is None else self.whole * weights, self.label * weights, every)
+
+
+@dataclass(frozen=True)
 class Classes:
     """Columns of the logits among which a token's label is one: `vocab` in all, split over the axes `over`, of which
     this rank has those from `first` on; its further columns are padding. `smoothing`: the share of the target that is
-    spread evenly over vocab."""
+    spread evenly over vocab; `loss`: what takes the place of cross-entropy, which then knows of no smoothing."""
 
     over: tuple[str, ...]
     first: int
     vocab: int
     smoothing: float = 0.0
+    loss: TokenLoss | None = None
+
+    @property
+    def sums(self) -> bool:
+        """Return True if the loss needs the sums of the logits."""
+        return self.loss is not None or self.smoothing > 0
 
 
-def _statistics(logits: Tensor, column: Tensor, smoothing: float) -> Tensor:
-    """Return per row of the logits [rows, columns]: log-sum-exp, the logit at `column` [rows, 1] and, with `smoothing`,
-    the sum; stacked [2 or 3, rows], in the type of statistics."""
+@dataclass(frozen=True)
+class Targets:
+    """Labels of tokens, int64 [rows], of which -1 does not count; and what the others count, [rows], None: 1."""
+
+    labels: Tensor
+    weights: Tensor | None = None
+
+    def __getitem__(self, rows: slice) -> Targets:
+        return Targets(self.labels[rows], None if self.weights is None else self.weights[rows])
+
+
+def _statistics(logits: Tensor, column: Tensor, sums: bool) -> Tensor:
+    """Return per row of the logits [rows, columns]: log-sum-exp, the logit at `column` [rows, 1] and, with `sums`, the
+    sum; stacked [2 or 3, rows], in the type of statistics."""
     wide = widened(logits)
     if not wide.shape[1]:  # a block of nothing but padding
-        nothing = wide.new_zeros(1 + bool(smoothing), len(wide))
+        nothing = wide.new_zeros(1 + sums, len(wide))
         return torch.cat((wide.new_full((1, len(wide)), -torch.inf), nothing))
     logs = torch.log_softmax(wide, -1)
     target = wide.gather(1, column)
     found = [(target - logs.gather(1, column)).squeeze(1), target.squeeze(1)]
-    return torch.stack([*found, wide.sum(1)] if smoothing else found)
+    return torch.stack([*found, wide.sum(1)] if sums else found)
 
 
 def _merged(found: Tensor, mine: Tensor, communicator: Communicator, over: Sequence[str]) -> Tensor:
@@ -60,57 +108,86 @@ def _chunks(logits: Tensor) -> Iterator[slice]:
     return (slice(i, i + size) for i in range(0, rows, size))
 
 
+def _judged(found: Tensor, classes: Classes, gradient: bool) -> tuple[Tensor, Slopes]:
+    """Return the loss of each row, of which `found` has the statistics, [rows], and with `gradient` its slopes."""
+    (logsumexp, target), smoothing, vocab = found[:2], classes.smoothing, classes.vocab
+    if not classes.loss:
+        losses = logsumexp - (1 - smoothing) * target
+        if smoothing:
+            losses = losses - smoothing / vocab * found[2]
+        return losses, Slopes(None, smoothing - 1, -smoothing / vocab if smoothing else None)
+    given = [x.detach().requires_grad_(gradient) for x in (target - logsumexp, logsumexp, found[2] / vocab - logsumexp)]
+    with torch.set_grad_enabled(gradient):
+        losses = classes.loss(Likelihood(*given))
+    if not gradient:
+        return losses, Slopes(None, 0.0, None)
+    ones = torch.ones_like(losses)
+    label, whole, mean = torch.autograd.grad(losses, given, ones, allow_unused=True, materialize_grads=True)
+    return losses.detach(), Slopes(whole - label - mean, label, mean / vocab)
+
+
 def loss_and_gradient(
-    logits: Tensor, labels: Tensor, communicator: Communicator, classes: Classes, gradient: bool
+    logits: Tensor, targets: Targets, communicator: Communicator, classes: Classes, gradient: bool
 ) -> Tensor:
-    """Return the sum of -log softmax(logits)[label] over local tokens as an fp64 scalar; with `gradient`, replace the
-    logits [rows, columns] by its gradient. Rows with the label -1 do not count."""
+    """Return the sum of the loss, -log softmax(logits)[label] or another, over local tokens as an fp64 scalar; with
+    `gradient`, replace the logits [rows, columns] by its gradient. Rows with the label -1 do not count."""
     real = min(max(classes.vocab - classes.first, 0), logits.shape[1])  # columns that are not padding
-    smoothing, known = classes.smoothing, logits[:, :real]
+    labels, known = targets.labels, logits[:, :real]
     column = labels - classes.first
     mine = (column >= 0) & (column < real)
     column = column.clamp(0, max(real - 1, 0)).unsqueeze(1)
-    found = torch.cat([_statistics(known[at], column[at], smoothing) for at in _chunks(logits)], 1)
+    found = torch.cat([_statistics(known[at], column[at], classes.sums) for at in _chunks(logits)], 1)
     if classes.over:
         found = _merged(found, mine, communicator, classes.over)
-    logsumexp, target = found[:2]
-    losses = logsumexp - (1 - smoothing) * target
-    if smoothing:
-        losses = losses - smoothing / classes.vocab * found[2]
+    losses, slopes = _judged(found, classes, gradient)
+    if targets.weights is not None:
+        weights = targets.weights.to(losses.dtype)
+        losses, slopes = losses * weights, slopes.times(weights)
     counts = labels >= 0
     if gradient:
         logits[:, real:] = 0
-        shift = logsumexp.where(counts, torch.inf).unsqueeze(1)  # rows that do not count get the gradient 0
-        known_here = (mine & counts).to(shift.dtype).unsqueeze(1)
-        spread = smoothing / classes.vocab * counts.to(shift.dtype).unsqueeze(1)
+
+        def counted(slope: Tensor | float, where: Tensor = counts) -> Tensor:
+            return torch.where(where, slope, found.new_zeros(())).unsqueeze(1)
+
+        shift = found[0].where(counts, torch.inf).unsqueeze(1)  # rows that do not count get the gradient 0
+        whole = None if slopes.whole is None else counted(slopes.whole)
+        every = None if slopes.every is None else counted(slopes.every)
+        share = counted(slopes.label, mine & counts)
+        share = share if every is None else share + every
         for at in _chunks(logits):
-            share = (smoothing - 1) * known_here[at] - spread[at]
-            _differentiate(known[at], shift[at], column[at], share, spread[at] if smoothing else None)
+            rows = [x if x is None else x[at] for x in (whole, every)]
+            _differentiate(known[at], shift[at], column[at], share[at], *rows)
     return losses.where(counts, 0.0).double().sum()
 
 
-def _differentiate(logits: Tensor, shift: Tensor, column: Tensor, share: Tensor, spread: Tensor | None) -> None:
-    """Replace `logits` by exp(logits - shift) - spread, all [rows, columns], but by exp(logits - shift) + share at
+def _differentiate(
+    logits: Tensor, shift: Tensor, column: Tensor, share: Tensor, whole: Tensor | None, every: Tensor | None
+) -> None:
+    """Replace `logits` by p = whole * exp(logits - shift) + every, all [rows, columns], but by p - every + share at
     `column`; the others are [rows, 1], in the type of statistics, in which it is computed."""
     if not logits.shape[1]:
         return
-    target = (logits.gather(1, column) - shift).exp() + share
+    target = (logits.gather(1, column) - shift).exp()
+    target = (target if whole is None else target * whole) + share
     found = (logits.sub_(shift) if logits.dtype == shift.dtype else logits - shift).exp_()
-    if spread is not None:
-        found -= spread
+    if whole is not None:
+        found *= whole
+    if every is not None:
+        found += every
     found.scatter_(1, column, target)
     if found is not logits:
         logits.copy_(found)
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Cross-entropy of given logits [rows, columns], which it leaves as they are, see `cross_entropy`."""
+    """Loss of given logits [rows, columns], which it leaves as they are, see `cross_entropy`."""
 
     @staticmethod
-    def forward(ctx, logits, labels, communicator, classes):
+    def forward(ctx, logits, targets, communicator, classes):
         gradient = logits.clone()
         ctx.save_for_backward(gradient)
-        return loss_and_gradient(gradient, labels, communicator, classes, True)
+        return loss_and_gradient(gradient, targets, communicator, classes, True)
 
     @staticmethod
     def backward(ctx, dloss):
@@ -118,25 +195,25 @@ class _CrossEntropy(torch.autograd.Function):
         return gradient * dloss, None, None, None
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, communicator: Communicator, classes: Classes) -> Tensor:
-    """Sum -log softmax(logits)[label] over local tokens, in fp64, without gathering logits: local blocks, logits [...,
-    columns] and labels [...]; tokens with label -1 do not count."""
-    logits, labels = logits.flatten(0, -2), labels.flatten()
+def cross_entropy(logits: Tensor, targets: Targets, communicator: Communicator, classes: Classes) -> Tensor:
+    """Sum -log softmax(logits)[label], or the loss of `classes`, over local tokens, in fp64, without gathering logits:
+    a local block [..., columns] of as many rows as the targets; tokens with label -1 do not count."""
+    logits = logits.flatten(0, -2)
     if torch.is_grad_enabled() and logits.requires_grad:
-        return _CrossEntropy.apply(logits, labels, communicator, classes)
-    return loss_and_gradient(logits, labels, communicator, classes, False)
+        return _CrossEntropy.apply(logits, targets, communicator, classes)
+    return loss_and_gradient(logits, targets, communicator, classes, False)
 
 
 class _AtOnce(torch.autograd.Function):
-    """Cross-entropy of x [rows, width] times `table` [columns, width] plus `bias` [columns], if there is one, whose
+    """Loss of x [rows, width] times `table` [columns, width] plus `bias` [columns], if there is one, whose
     gradients its forward pass computes with it, chunk by chunk, for a loss whose own gradient is 1."""
 
     @staticmethod
-    def forward(ctx, x, table, bias, labels, communicator, classes):
+    def forward(ctx, x, table, bias, targets, communicator, classes):
         gradients = torch.empty_like(x), torch.empty_like(table), None if bias is None else torch.zeros_like(bias)
         ctx.leaf = table if accumulates(table) else None
         ctx.save_for_backward(*gradients)
-        return _by_chunks(x, table, bias, labels, communicator, classes, gradients)
+        return _by_chunks(x, table, bias, targets, communicator, classes, gradients)
 
     @staticmethod
     def backward(ctx, dloss):
@@ -160,12 +237,12 @@ def _by_chunks(
     x: Tensor,
     table: Tensor,
     bias: Tensor | None,
-    labels: Tensor,
+    targets: Targets,
     communicator: Communicator,
     classes: Classes,
     gradients: tuple[Tensor, Tensor, Tensor | None] | None,
 ) -> Tensor:
-    """Return the cross-entropy of x [rows, width] times `table` [columns, width] plus `bias` [columns] against `labels`
+    """Return the loss of x [rows, width] times `table` [columns, width] plus `bias` [columns] against `targets`
     [rows], and fill `gradients`, shaped as these, with its gradients (that of the bias is added to zeros). One chunk of
     the logits exists at a time."""
     size = chunk_rows(len(x), len(table))
@@ -176,7 +253,7 @@ def _by_chunks(
         y = torch.mm(here, table.t(), out=logits[: len(here)])
         if bias is not None:
             y += bias
-        total += loss_and_gradient(y, labels[at], communicator, classes, gradients is not None)
+        total += loss_and_gradient(y, targets[at], communicator, classes, gradients is not None)
         if gradients:
             dx, dtable, dbias = gradients
             torch.mm(y, table, out=dx[at])
@@ -202,11 +279,11 @@ def _logits(x: Tensor, table: Tensor, bias: Tensor | None, coming: Operands) -> 
 
 
 class _Kept(torch.autograd.Function):
-    """Cross-entropy of a planned product of x and `table`, plus `bias`, whose gradient of the logits takes their place
+    """Loss of a planned product of x and `table`, plus `bias`, whose gradient of the logits takes their place
     until the backward pass. `deferred`: as in `platform.parallel.kernels.einsum`."""
 
     @staticmethod
-    def forward(ctx, x, table, bias, labels, coming: Operands, classes, deferred: Deferred | None):
+    def forward(ctx, x, table, bias, targets, coming: Operands, classes, deferred: Deferred | None):
         communicator, group, (e,) = coming.communicator, coming.group, coming.group.einsums
         whole, local, y = _logits(x, table, bias, coming)
         ctx.biased = bias if bias is None else bias.shape
@@ -214,7 +291,7 @@ class _Kept(torch.autograd.Function):
         ctx.leaf = table if accumulates(table) else None
         ctx.save_for_backward(x if group.regathered else whole, table if e.regathered else local, y)
         rows = y if absent(y) else y.view(-1, y.shape[-1])
-        return y.double().sum() if absent(y) else loss_and_gradient(rows, labels, communicator, classes, True)
+        return y.double().sum() if absent(y) else loss_and_gradient(rows, targets, communicator, classes, True)
 
     @staticmethod
     def backward(ctx, dloss):
@@ -256,7 +333,7 @@ def linear_cross_entropy(
     x: Tensor,
     table: Tensor,
     bias: Tensor | None,
-    labels: Tensor,
+    targets: Targets,
     coming: Operands,
     classes: Classes,
     *,
@@ -264,16 +341,16 @@ def linear_cross_entropy(
     deferred: Deferred | None,
 ) -> Tensor:
     """Sum -log softmax(x table + bias)[label] over local tokens, in fp64: the planned product of one einsum, whose
-    operand `coming` brings, and the cross-entropy of its result plus `bias`, which is in its layout already. `at_once`:
-    see `platform.plan.communication.loss_chunks`; `deferred`: as in `platform.parallel.kernels.einsum`."""
-    labels, communicator, (e,) = labels.flatten(), coming.communicator, coming.group.einsums
+    operand `coming` brings, and the `cross_entropy` of its result plus `bias`, which is in its layout already.
+    `at_once`: see `platform.plan.communication.loss_chunks`; `deferred`: as in `platform.parallel.kernels.einsum`."""
+    communicator, (e,) = coming.communicator, coming.group.einsums
     training = torch.is_grad_enabled()
     if at_once and deferred is None:
         x, table = x.flatten(0, -2), table if e.dims[-1] == e.x_dims[-1] else table.t()
         if training:
-            return _AtOnce.apply(x, table, bias, labels, communicator, classes)
-        return _by_chunks(x, table, bias, labels, communicator, classes, None)
+            return _AtOnce.apply(x, table, bias, targets, communicator, classes)
+        return _by_chunks(x, table, bias, targets, communicator, classes, None)
     if training:
-        return _Kept.apply(x, table, bias, labels, coming, classes, deferred)
+        return _Kept.apply(x, table, bias, targets, coming, classes, deferred)
     *_, y = _logits(x, table, bias, coming)
-    return y.double().sum() if absent(y) else loss_and_gradient(y.flatten(0, -2), labels, communicator, classes, False)
+    return y.double().sum() if absent(y) else loss_and_gradient(y.flatten(0, -2), targets, communicator, classes, False)

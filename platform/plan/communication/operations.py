@@ -14,6 +14,7 @@ from platform.plan.communication.einsums import plan_einsums
 from platform.plan.communication.planned import Collective, PlannedOperation
 from platform.plan.communication.planner import Planner
 from platform.plan.communication.rule import Conversion, Step
+from platform.plan.language.functions import CROSS_ENTROPY
 from platform.plan.language.layout import Layout, prefix
 from platform.plan.language.ops import Operation, Parameter, Spec
 
@@ -228,12 +229,12 @@ def _reshape(planner: Planner, operation: Operation) -> PlannedOperation:
 
 def _cross_entropy(planner: Planner, operation: Operation) -> PlannedOperation:
     """Plan a cross_entropy operation, which never gathers logits: over a split vocab, the maximum and then the sums of
-    each row are all-reduced; it reads the labels."""
+    each row are all-reduced; it reads the labels, and their weights if they have any."""
     spec = operation.inputs[0]
     layout, shape = planner.layout(spec), planner.shape(spec)
     over = layout["vocab"]
     rows = prod(shape) // shape[spec.dims.index("vocab")]
-    sums = 3 if operation["smoothing"] else 2
+    sums = 3 if operation["smoothing"] or operation["loss"] != CROSS_ENTROPY else 2
     found = [
         *planner.statistics(over, layout.only, rows, "forward"),
         *planner.statistics(over, layout.only, sums * rows, "forward"),

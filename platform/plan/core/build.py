@@ -14,6 +14,7 @@ from platform.plan.communication.planner import Planner
 from platform.plan.core.chunks import Chunk, RecordableModel, Recorded, einsum_flops, record
 from platform.plan.core.plan import Plan
 from platform.plan.language.attention_kernels import AUTO
+from platform.plan.language.functions import PLAIN, LabelLoss
 from platform.plan.language.layout import padded
 from platform.plan.language.mesh import Mesh
 from platform.plan.language.mistakes import ModelMistake, as_model_mistakes, check_parameters, check_used, defined_at
@@ -44,6 +45,7 @@ def build_plan(
     dropout: float = 0.0,
     fused_dropout: bool = False,
     attention_kernel: str = AUTO,
+    loss: LabelLoss = PLAIN,
     turns: bool = False,
 ) -> Plan:
     """Build the plan of a run: record the model's forward pass, divide it into chunks and plan the layouts and
@@ -53,21 +55,20 @@ def build_plan(
     `sequences`: per step, by default all that the microbatches hold, fewer if the last is partial; `stage_of`: the
     stage of every chunk. `scatter_gather`, `recompute`, `precision`, `turns`: as in Plan. `zero`: what is sharded over
     `data` (ZeRO, Rajbhandari et al. 2020): 0 nothing, 1 master copies and optimizer state, 2 gradients too, 3 also
-    parameters. `fused_dropout`: attention's kernel, `attention_kernel`, draws its masks. Raises ModelMistake for an
-    error in the model's code, IllegalPlan with all violations: an axis that would split two dims of one operation, a
-    dim (other than vocab) that its axes do not divide, or more chunks than the model has units.
+    parameters. Raises ModelMistake for an error in the model's code, IllegalPlan with all violations: an axis that
+    splits two dims of an operation, a dim (but vocab) that its axes do not divide, or more chunks than units.
     """
     mesh = Mesh.of({"stage": max(stage_of) + 1, **scheme.mesh_axes(data)})
     parameters, sizes = _declared(model, microbatch * data)
-    recorder = partial(Recorder, scheme, dropout, recompute, fused_dropout, attention_kernel, sizes=sizes)
+    recorder = partial(Recorder, scheme, dropout, recompute, fused_dropout, attention_kernel, loss, sizes=sizes)
     recorded = _recorded(model, partial(recorder, declared={p.name: p for p in parameters}), len(stage_of), sizes)
     operations = [o for chunk in recorded for o in chunk.operations]
     check_used(parameters, (p.name for o in operations for p in o.parameters), model)
-    sharded = mesh.ordered(("zero" if scheme.zero > 1 else "data",)) if zero else ()
     planner = Planner(mesh, scheme, _with_vocab_padded(sizes, scheme, mesh), {})
     if illegal := violations(planner, operations, microbatch):
         raise IllegalPlan(illegal)
     reductions, reduced_at_use = _reductions(planner, operations)
+    sharded = mesh.ordered(("zero" if scheme.zero > 1 else "data",)) if zero else ()
     assert all(set(axes) >= set(sharded) for axes in reductions.values()), "batch is split over data"
     planner = replace(planner, reduced_at_use=reduced_at_use)
     chunks = tuple(_planned_chunk(planner, n, *pair) for n, pair in enumerate(zip(stage_of, recorded, strict=True)))

@@ -29,7 +29,7 @@ def traits_of(plan: Plan, planned: PlannedOperation, dropout: float, determinist
         precision=plan.precision,
         d_kv=plan.local_shape(spec)[spec.dims.index("d_kv")],
         bias=operation["biased"],
-        mask=operation.reads is not None or operation["window"] > 0,
+        mask=bool(operation.reads) or operation["window"] > 0,
         dropout=dropout,
         grouped=_grouped(plan, operation.name),
         deterministic=deterministic,

@@ -280,12 +280,12 @@ class Plan:
 
     @cached_property
     def readers(self) -> dict[str, dict[tuple[str, str], Layout]]:
-        """Map each data tensor (token ids, labels, masks) to the operations that read it, (kind, name) -> layout over
-        batch and length in which the operation reads it."""
+        """Map each data tensor (token ids, labels, their weights, masks) to the operations that read it, (kind, name)
+        -> layout over batch and length in which the operation reads it."""
         out: dict[str, dict[tuple[str, str], Layout]] = defaultdict(dict)
         for key, o in self.operations.items():
-            if o.operation.reads is not None:
-                out[o.operation.reads][key] = o.tokens
+            for name in o.operation.reads:
+                out[name][key] = o.tokens
         return dict(out)
 
     @cached_property

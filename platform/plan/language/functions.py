@@ -1,5 +1,5 @@
 """Functions that the operations of a model apply, as data: pointwise ones by name, scalings of rotary angles, the
-epsilon of norms."""
+epsilon of norms, the loss of labels."""
 
 from __future__ import annotations
 
@@ -31,3 +31,19 @@ class RotaryScaling:
     low: float = 1.0
     high: float = 1.0
     magnitude: float = 1.0
+
+
+CROSS_ENTROPY = "cross_entropy"
+LABEL_WEIGHTS = "label_weights"  # data tensor of fp64 numbers: what each label counts
+
+
+@dataclass(frozen=True)
+class LabelLoss:
+    """Loss of labels in training: by name, cross-entropy or what takes its place; `weighted`: the data says what each
+    label counts."""
+
+    name: str = CROSS_ENTROPY
+    weighted: bool = False
+
+
+PLAIN = LabelLoss()

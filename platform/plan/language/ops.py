@@ -68,15 +68,15 @@ LOSSES = ("cross_entropy", "squared_error")  # kinds of operations that end the 
 
 @dataclass(frozen=True)
 class Operation:
-    """Operation of a model's recorded forward pass. `name` is unique within its kind; `reads` names the data tensor
-    that it takes beside its inputs, None if it takes none; `recomputed`: it runs again in the backward pass."""
+    """Operation of a model's recorded forward pass. `name` is unique within its kind; `reads` names the data tensors
+    that it takes beside its inputs, in one layout; `recomputed`: it runs again in the backward pass."""
 
     kind: str
     name: str
     inputs: tuple[Spec | Parameter, ...]
     outputs: tuple[Spec, ...]
     attributes: tuple[tuple[str, Any], ...] = ()
-    reads: str | None = None
+    reads: tuple[str, ...] = ()
     recomputed: bool = False
 
     @property
@@ -296,11 +296,9 @@ class Ops(Memory, ABC):
 
     @abstractmethod
     def cross_entropy(self, name: str, logits: Any, spec: Spec, labels: Any, smoothing: float = 0.0) -> Any:
-        """Return the sum over this rank's tokens of -log softmax(logits)[label] over vocab; never gathers logits.
-
-        Padding in the data tensor `labels` does not count. `smoothing`: the share of the target that is spread evenly
-        over vocab, in training (Szegedy et al. 2016).
-        """
+        """Return the sum over this rank's tokens of -log softmax(logits)[label] over vocab; never gathers logits. In
+        training the plan may name another loss, and weights of labels. Padding in the data tensor `labels` does not
+        count. `smoothing`: the share of the target spread evenly over vocab, in training (Szegedy et al. 2016)."""
 
     def linear_cross_entropy(
         self,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from platform.plan.language.attention_kernels import AUTO
-from platform.plan.language.functions import EPS, POINTWISE
+from platform.plan.language.functions import EPS, LABEL_WEIGHTS, PLAIN, POINTWISE, LabelLoss
 from platform.plan.language.mistakes import ModelMistake, check_specs
 from platform.plan.language.ops import (
     NO_RECOMPUTATION,
@@ -31,13 +31,14 @@ class Symbol:
 @dataclass
 class Recorder(Ops):
     """Records the operations of a model's forward pass as data, without computing anything; the scheme decides
-    `fuses_attention`. A data tensor is represented by its name."""
+    `fuses_attention`. A data tensor is represented by its name. `loss`: what cross-entropy is in training."""
 
     scheme: Scheme
     dropout_rate: float = 0.0
     recompute: Recompute = NO_RECOMPUTATION
     fused_dropout: bool = False
     attention_kernel: str = AUTO
+    loss: LabelLoss = PLAIN
     operations: list[Operation] = field(default_factory=list)
     kept: list[Spec] = field(default_factory=list)  # type of x of every recomputed function
     sizes: Mapping[str, int] = field(default_factory=dict)  # dim -> size; {}: dims are not checked
@@ -73,17 +74,18 @@ class Recorder(Ops):
         x: Sequence,
         inputs: Sequence,
         outputs: Sequence[Spec],
-        reads: str | None = None,
+        reads: Sequence[str | None] = (),
         **more: Any,
     ) -> Any:
         """Append an operation of a model to the list; return the symbol of its result, or a tuple of several. `x`: the
-        activations, checked against the types with which `inputs` starts; `reads`: the data tensor that it reads;
-        `more`: its attributes."""
+        activations, checked against the types with which `inputs` starts; `reads`: the data tensors that it reads,
+        if not None; `more`: its attributes."""
         for activation, declared in zip(x, inputs, strict=False):
             self._check(activation, declared)
         self._judge(kind, name, inputs, outputs)
         attributes = tuple(sorted(more.items()))
-        operation = Operation(kind, name, tuple(inputs), tuple(outputs), attributes, reads, self._recomputing)
+        read = tuple(name for name in reads if name)
+        operation = Operation(kind, name, tuple(inputs), tuple(outputs), attributes, read, self._recomputing)
         self.operations.append(operation)
         self.spans.append(self.span)
         symbols = tuple(Symbol(s) for s in outputs)
@@ -113,13 +115,13 @@ class Recorder(Ops):
             raise ModelMistake(str(x.spec), f"the model passes it where it declares {spec}", [str(spec)])
 
     def lookup(self, name, table, tokens, out):
-        return self._record("lookup", name, [], [table], [out], tokens)
+        return self._record("lookup", name, [], [table], [out], [tokens])
 
     def features(self, name, ids, out):
-        return self._record("features", name, [], [], [out], ids)
+        return self._record("features", name, [], [], [out], [ids])
 
     def one_hot(self, name, ids, out):
-        return self._record("one_hot", name, [], [], [out], ids)
+        return self._record("one_hot", name, [], [], [out], [ids])
 
     def project(self, x, spec, weights, outs, biases=()):
         self._record("project", weights[0].name, [x], [spec, *weights], outs)
@@ -152,7 +154,7 @@ class Recorder(Ops):
         return self._record("rotate", name, [x], [spec], [spec], theta=theta, scaling=scaling)
 
     def sinusoid(self, name, x, spec, scale, positions=None):
-        return self._record("sinusoid", name, [x], [spec], [spec], positions, scale=scale)
+        return self._record("sinusoid", name, [x], [spec], [spec], [positions], scale=scale)
 
     def relative_bias(self, table, scores, *, bidirectional, distance):
         more = {"bidirectional": bidirectional, "distance": distance}
@@ -177,7 +179,7 @@ class Recorder(Ops):
     ):
         self._check(bias or x, spec)
         hides = self._hides(name, causal, window, mask, begins)
-        return self._record("softmax", name, [x], [spec], [spec], mask or begins, dim=dim, scale=scale, **hides)
+        return self._record("softmax", name, [x], [spec], [spec], [mask, begins], dim=dim, scale=scale, **hides)
 
     def fused_attention(self, name, q, k, v, spec, kv, *, scale, causal, window=0, mask=None, begins=None, bias=None):
         if bias:
@@ -185,7 +187,7 @@ class Recorder(Ops):
         hides = self._hides(name, causal, window, mask, begins)
         more = {"scale": scale, "biased": bias is not None, "kernel": self.attention_kernel}
         specs = [spec, kv, kv]
-        return self._record("fused_attention", name, [q, k, v], specs, [spec], mask or begins, **more, **hides)
+        return self._record("fused_attention", name, [q, k, v], specs, [spec], [mask, begins], **more, **hides)
 
     def _hides(self, name: str, causal: bool, window: int, mask: str | None, begins: str | None) -> dict[str, Any]:
         """Return the attributes of an attention that say what hides its scores. Raises ModelMistake for a window or
@@ -234,8 +236,9 @@ class Recorder(Ops):
         return self._record("dropout", name, [x], [spec], [spec])
 
     def cross_entropy(self, name, logits, spec, labels, smoothing=0.0):
-        return self._record("cross_entropy", name, [logits], [spec], [], labels, smoothing=smoothing)
+        reads, more = [labels, LABEL_WEIGHTS if self.loss.weighted else None], {"loss": self.loss.name}
+        return self._record("cross_entropy", name, [logits], [spec], [], reads, smoothing=smoothing, **more)
 
     def squared_error(self, name, y, target, spec, ids):
         self._check(target, spec)
-        return self._record("squared_error", name, [y], [spec], [], ids)
+        return self._record("squared_error", name, [y], [spec], [], [ids])

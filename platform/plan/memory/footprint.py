@@ -91,8 +91,8 @@ def measure(
     meter.leaves = sums = MeteredSums(meter, chunk, there, early=not splits)
     flow = {name: meter.block(spec) for name, spec in chunk.receives}
     before = ledger.peak = ledger.now
-    readers = (o for o in chunk.operations.values() if o.operation.reads is not None)
-    read = {(o.operation.reads, o.tokens): o.token_count for o in readers}  # a tensor is read once per layout
+    readers = ((name, o) for o in chunk.operations.values() for name in o.operation.reads)
+    read = {(name, o.tokens): o.token_count for name, o in readers}  # a tensor is read once per layout
     tokens = meter.integers(sum(read.values()))
     meter.begin(chunk)
     out = run_chunk(meter, model, chunk, flow)

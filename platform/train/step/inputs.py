@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from platform.data.corpus import Corpus
 from platform.parallel.communicator.base import Communicator
 from platform.plan.core.plan import Plan
+from platform.plan.language.functions import LABEL_WEIGHTS
 from platform.plan.language.layout import Layout, block
 
 Blocks = dict[str, dict[tuple[str, str], Tensor]]  # data tensor -> operation that reads it -> [length, batch]
@@ -25,8 +28,8 @@ def place(
     tensor: of all data tensors that the plan reads, or of those whose names are in `only`.
 
     `rows(start, end)` returns every data tensor, by name, for sequences start..end of the microbatch: int64 [end -
-    start, length]. Blocks are int64 [length, batch], local; equal ones are read once and shared; an operation that only
-    other ranks compute gets an empty block.
+    start, length], weights fp64. Blocks are [length, batch], local; equal ones are read once and shared; an operation
+    that only other ranks compute gets an empty block.
     """
     dims = ("batch", "length")
     read: dict[tuple[int, int], Mapping[str, Any]] = {}
@@ -52,3 +55,15 @@ def place(
         blocks = {layout: load(name, layout) for layout in dict.fromkeys(readers.values())}
         out[name] = {operation: blocks[layout] for operation, layout in readers.items()}
     return out
+
+
+def share_of(plan: Plan, corpus: Corpus, first: int, end: int) -> float:
+    """Return what the loss summed over training samples [first, end) is divided by to be their mean: the number of
+    labels that count or, if labels have weights, the sum of their magnitudes."""
+    if LABEL_WEIGHTS not in plan.readers:
+        return max(1, corpus.predicted("train", first, end))  # rows of prompts alone teach nothing
+    total, at_once = 0.0, plan.sizes["batch"]
+    for start in range(first, end, at_once):
+        found = corpus.batch("train", start, min(start + at_once, end))
+        total += float(np.abs(found[LABEL_WEIGHTS])[found["labels"] >= 0].sum())
+    return total or 1.0

@@ -21,6 +21,7 @@ from platform.model import build_model
 from platform.model.blocks import Activations
 from platform.model.encoder import Encoder
 from platform.model.ends import LOGITS
+from platform.model.losses import LOSSES
 from platform.optimizer.learning_rate import learning_rate
 from platform.optimizer.optimizers import OPTIMIZERS
 from platform.parallel.communicator.base import Communicator
@@ -33,11 +34,12 @@ from platform.parallel.sharding import gradients
 from platform.parallel.watched import Watched, gradient_squares, is_due
 from platform.plan.core.chunks import Chunk
 from platform.plan.core.plan import Plan
+from platform.plan.language.functions import LABEL_WEIGHTS
 from platform.plan.schedule.rows import StageRows
 from platform.plan.schedule.table import Action, Kind
 from platform.train.protocol.answers import CollectiveSpan, Differences, RankTimeline, SectionSpan, StepReport
 from platform.train.step.faults import Fault, armed, flip
-from platform.train.step.inputs import Blocks, place
+from platform.train.step.inputs import Blocks, place, share_of
 from platform.train.step.loss_scale import LossScale
 from platform.train.step.weights import DTYPES, Weights
 
@@ -76,7 +78,7 @@ class Trainer:
         if config.train.ema:
             self.weights.begin_averages()
         self.ops = ParallelOps(self.stage, communicator, self.weights.compute, config.model.dropout, compiles, overlap)
-        self.ops.residency = self.weights.residency
+        self.ops.residency, self.ops.losses = self.weights.residency, LOSSES
         self._counted = gradients.counted(self.stage, communicator)
         self.optimizer = self._make_optimizer()
         self._divides = OPTIMIZERS[config.optimizer.kind].divides and DTYPES[plan.precision][1] == torch.float32
@@ -171,7 +173,7 @@ class Trainer:
 
         Return the loss and the whole gradient's 2-norm, both global and without the loss scale.
         """
-        loss, predicted = self._forward_backward(step)
+        loss, share = self._forward_backward(step)
         with self.clock.section("reduce"):
             reduced = self.weights.finish()
             sum_tied(self.stage, self.communicator, reduced)
@@ -179,14 +181,14 @@ class Trainer:
             squares = gradients.squared_norm(self.communicator, self._counted, reduced)
             self.settle()
             total, square = self._sum_over_world(loss, squares + self._poison)
-        return total / predicted, sqrt(square) / self._scale
+        return total / share, sqrt(square) / self._scale
 
-    def _forward_backward(self, step: int) -> tuple[Tensor, int]:
+    def _forward_backward(self, step: int) -> tuple[Tensor, float]:
         """Run the forward and backward passes of training step `step`, and accumulate this rank's gradient of the
-        global mean loss, whose reduction overlaps the passes. Return its summed loss (fp64 scalar) and the number of
-        tokens of the global batch over which the mean is taken."""
+        global mean loss, whose reduction overlaps the passes. Return its summed loss (fp64 scalar) and what that of the
+        global batch is divided by."""
         first, end = samples_of(self.config.train, step)
-        predicted = max(1, self.corpus.predicted("train", first, end))  # rows of prompts alone teach nothing
+        share = share_of(self.plan, self.corpus, first, end)
         total = torch.zeros((), dtype=torch.float64, device=self.communicator.device)
         row = self.rows.step(-(-(end - first) // self.plan.sizes["batch"]))
         whole = all(a.kind is not Kind.WEIGHT for a in row)
@@ -203,7 +205,7 @@ class Trainer:
                     y.register_hook(lambda _: self.weights.last(chunk.number))
             if "loss" in out:
                 total.add_(out["loss"].detach())
-                out = {"loss": out["loss"] / (predicted / self._scale)}
+                out = {"loss": out["loss"] / (share / self._scale)}
             return out
 
         def accumulated(action: Action, done: int | None) -> None:
@@ -213,7 +215,7 @@ class Trainer:
         pipeline = self._pipeline(forward, accumulated)
         pipeline.run(row)
         self.peak_live = pipeline.peak_live
-        return total, predicted
+        return total, share
 
     @property
     def _scale(self) -> float:
@@ -237,7 +239,7 @@ class Trainer:
     def _run(self, chunk: Chunk, flow: Activations, inputs: Blocks) -> Activations:
         """Run a model chunk on input blocks that are loaded, and the activations `flow` from the previous chunk; return
         its outputs."""
-        residency = self.weights.residency
+        residency, self.ops.label_weights = self.weights.residency, inputs.get(LABEL_WEIGHTS, {})
         self.ops.begin()
         if residency:
             residency.begin(chunk.number)

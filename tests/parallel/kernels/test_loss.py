@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from platform.model import build_model
 from platform.parallel.kernels import loss
-from platform.parallel.kernels.loss import Classes
+from platform.parallel.kernels.loss import Classes, Likelihood, Targets
 from platform.plan.communication import loss_chunks as chunks
 from platform.plan.communication.loss_chunks import chunk_rows, gradients_at_once
 from platform.plan.language.mesh import Mesh
@@ -54,7 +54,7 @@ def test_split_vocab(smoothing, dtype, small_chunks):
             over = ("t",) if ranks > 1 else ()
             mine = logits.chunk(ranks, 1)[communicator.rank].clone().requires_grad_()
             first = communicator.rank * mine.shape[1]
-            value = loss.cross_entropy(mine, labels, communicator, Classes(over, first, VOCAB, smoothing))
+            value = loss.cross_entropy(mine, Targets(labels), communicator, Classes(over, first, VOCAB, smoothing))
             (2 * value).backward()
             return value.detach(), mine.grad
 
@@ -62,6 +62,52 @@ def test_split_vocab(smoothing, dtype, small_chunks):
         value, gradient = expected(logits, labels, smoothing)
         assert all(abs(v - value) <= tolerance * value for v, _ in found)
         assert (torch.cat([g for _, g in found], 1) - 2 * gradient).abs().max() <= 2 * tolerance
+
+
+OWN = {
+    "focal": lambda of: -((1 - of.log_probability.exp()) ** 2) * of.log_probability,
+    "z": lambda of: 0.01 * of.log_sum_exp**2 - of.log_probability,
+    "smoothed": lambda of: -0.9 * of.log_probability - 0.1 * of.mean_log_probability,
+    "unlikelihood": lambda of: -torch.log1p(-0.99 * of.log_probability.exp()),
+}
+
+
+def whole_loss(name: str, logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    """The same by autograd of unsplit logits."""
+    logs, counts = logits.log_softmax(1), labels >= 0
+    label = logs.gather(1, labels.clamp(0).unsqueeze(1)).squeeze(1)
+    losses = OWN[name](Likelihood(label, logits.logsumexp(1), logs.mean(1)))
+    return ((losses if weights is None else losses * weights) * counts).sum()
+
+
+@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_loss_of_ones_own(name, weighted, small_chunks):
+    """As above: alone, over 4 ranks of which one has 2 real columns, over 5 of which one has none; and as labels that
+    are smoothed."""
+    logits, labels = drawn(columns=80)
+    weights = torch.linspace(-1, 2, ROWS, dtype=torch.float64) if weighted else None
+    whole = logits[:, :VOCAB].clone().requires_grad_()
+    expect = whole_loss(name, whole, labels, weights)
+    expect.backward()
+    for ranks in (1, 4, 5):
+
+        def work(communicator, ranks=ranks):
+            mine = logits[:, : 16 * max(ranks, 4)].chunk(ranks, 1)[communicator.rank].clone().requires_grad_()
+            over, first = ("t",) if ranks > 1 else (), communicator.rank * mine.shape[1]
+            classes = Classes(over, first, VOCAB, loss=OWN[name])
+            value = loss.cross_entropy(mine, Targets(labels, weights), communicator, classes)
+            (2 * value).backward()
+            return value.detach(), mine.grad
+
+        found = run_threads(Mesh.of({"t": ranks}), work) if ranks > 1 else [work(_alone())]
+        assert all(abs(value - expect) <= 1e-12 * abs(expect) for value, _ in found)
+        gradient = torch.cat([g for _, g in found], 1)
+        assert (gradient[:, :VOCAB] - 2 * whole.grad).abs().max() <= 1e-13
+        assert not gradient[:, VOCAB:].any()
+    if name == "smoothed" and not weighted:
+        value, _ = expected(logits, labels, 0.1)
+        assert abs(value - expect) <= 1e-12 * value
 
 
 def _alone():
@@ -100,9 +146,10 @@ def test_a_wrong_chunk_shows(small_chunks, monkeypatch):
     """Negative control: a table's gradient without the first chunk's."""
     right = loss._by_chunks
 
-    def wrong(x, table, bias, labels, communicator, classes, gradients):
-        value = right(x, table, bias, labels, communicator, classes, gradients)
-        right(x[8:], table, bias, labels[8:], communicator, classes, (gradients[0][8:].clone(), *gradients[1:]))
+    def wrong(x, table, bias, targets, communicator, classes, gradients):
+        value = right(x, table, bias, targets, communicator, classes, gradients)
+        later = targets[slice(8, None)]
+        right(x[8:], table, bias, later, communicator, classes, (gradients[0][8:].clone(), *gradients[1:]))
         return value
 
     monkeypatch.setattr(loss, "_by_chunks", wrong)

@@ -1,0 +1,79 @@
+"""Losses by name, in place of cross-entropy: what a label costs, as a function of what the model says of it.
+
+Pure Python without torch, so that refusals are quick; only a loss of one's own is tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from platform.config.bounds import allow
+from platform.config.fields import WEIGHTED, Config, loss_of, objective_of, violation
+from platform.plan.core.plan import Plan
+from platform.plan.language.functions import CROSS_ENTROPY
+from platform.plan.language.ops import LOSSES as KINDS
+
+if TYPE_CHECKING:
+    from platform.parallel.kernels.loss import TokenLoss
+
+LOSSES: dict[str, TokenLoss | None] = {CROSS_ENTROPY: None}
+
+
+def register_loss(name: str, loss: TokenLoss) -> None:
+    """Register a loss as `train.loss=NAME`. `loss` maps what a model says of labels
+    (`platform.parallel.kernels.loss.Likelihood`: `log_probability` of the label, `log_sum_exp` of the logits,
+    `mean_log_probability` over vocab, tensors of one number per label) to what each costs, elementwise and
+    differentiably. The loss of a step is the mean over its labels."""
+    LOSSES[name] = loss
+    allow("train.loss", name)
+
+
+def wrong_loss(config: Config, plan: Plan) -> Iterator[str]:
+    """Yield a refusal line if the loss of a configuration is not there, is no loss, or has no place in its plan; and if
+    labels have weights that the plan has no place for."""
+    name, objective = loss_of(config), objective_of(config)
+    key, value = ("train.loss", name) if config.train.loss else ("data.objective", objective)
+    own, weighted = name != CROSS_ENTROPY, objective in WEIGHTED
+    if name not in LOSSES:
+        yield violation(key, value, f"comes with the loss {name}, which nothing registers", ["register_loss"])
+    elif own and (mistake := _mistake(LOSSES[name])):
+        yield violation(key, value, f"the loss {name} {mistake}")
+    others = {kind for kind, _ in plan.operations if kind in KINDS} - {CROSS_ENTROPY}
+    if others and (own or weighted):
+        reason = f"model.kind={config.model.kind} ends in {min(others)}, which has neither weights nor another loss"
+        yield violation(key if own else "data.objective", value if own else objective, reason)
+
+
+@lru_cache
+def _mistake(loss: TokenLoss) -> str:
+    """Return what is wrong with a loss of a user's own, in words, "" if nothing: it is tried on a few labels."""
+    import torch
+
+    from platform.parallel.kernels.loss import Likelihood
+
+    logits = torch.randn(6, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    logs = logits.log_softmax(1)
+
+    def tried(rows: slice) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return the loss of some labels, and its gradients."""
+        given = [x[rows].clone().requires_grad_() for x in (logs[:, 0], logits.logsumexp(1), logs.mean(1))]
+        found = loss(Likelihood(*given))
+        if not isinstance(found, torch.Tensor) or found.shape != given[0].shape:
+            shape = list(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+            raise ValueError(f"{shape} for {len(given[0])} labels, of which each needs one number")
+        gradients = torch.autograd.grad(found.sum(), given, allow_unused=True, materialize_grads=True)
+        return found.detach(), list(gradients)
+
+    try:
+        whole, slopes = tried(slice(0, 6))
+        parts = [tried(rows) for rows in (slice(0, 2), slice(2, 6))]
+    except Exception as error:  # user code may raise anything
+        return f"raises {type(error).__name__}: {' '.join(str(error).split())}"
+    found = torch.stack([whole, *slopes])
+    if not found.isfinite().all():
+        return "is not finite, or its gradient is not, at ordinary probabilities"
+    if not torch.equal(found, torch.cat([torch.stack([part, *of_part]) for part, of_part in parts], 1)):
+        return "gives a label another value beside other labels, or another time"
+    return ""

@@ -1,0 +1,29 @@
+"""What a user's module registers in this process, taken back."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from platform.config import bounds
+from platform.config.fields import LOSS_OF, OBJECTIVES, WEIGHTED
+from platform.data import objectives
+from platform.model.losses import LOSSES
+
+TABLES = (LOSSES, LOSS_OF, OBJECTIVES, objectives.OBJECTIVES, bounds.KEYS)
+
+
+@contextmanager
+def as_before(*modules: str) -> Iterator[None]:
+    """Take back what is registered of objectives and losses within the context; forget `modules` of the user's."""
+    before = [dict(table) for table in TABLES]
+    try:
+        yield
+    finally:
+        for table, was in zip(TABLES, before, strict=True):
+            table.clear()
+            table.update(was)
+        WEIGHTED.clear()
+        for name in modules:
+            sys.modules.pop(name, None)
