@@ -9,6 +9,7 @@ import platform
 ROOT = Path(__file__).resolve().parent.parent
 os.environ.pop("RAY_ADDRESS", None)  # no test joins a Ray that it has not started
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: many small processes share few cores
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # and threads that wait spin in the place of others
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 if not hasattr(platform, "__path__"):  # pytest imported the standard library's module before we could
     platform.__path__ = [str(ROOT / "platform")]

@@ -7,7 +7,7 @@ import pytest
 
 from platform.launch import CONF, compose
 from platform.planning.make_plan import make_plan
-from tests.harness.pairwise import product
+from tests.harness.pairwise import cover, product
 from tests.harness.suite import suite
 from tests.weights.written import written
 
@@ -17,9 +17,10 @@ EXPERIMENTS, MODELS, TENSORS, BRANCHES = (
 
 
 CASES = product({"experiment": EXPERIMENTS, "tensor": TENSORS, "branch": BRANCHES}, lambda case: True)
+COVER = cover(CASES, plain={"experiment": ["gpt_quick", "t5_large_mod"], "branch": ["none", "dsp"]})
 
 
-@suite("experiments x schemes x branches", CASES)
+@suite("experiments x schemes x branches", CASES, COVER)
 def test_every_experiment_with_every_scheme(case):
     config = compose(
         [f"+{group}={option}" if group == "experiment" else f"{group}={option}" for group, option in case.items()]

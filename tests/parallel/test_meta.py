@@ -3,6 +3,7 @@ its synchronisations, the kernels and bytes of a layer, and the shapes of its pr
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import cache
 from math import prod
 
@@ -19,7 +20,8 @@ from tests.harness.meta import KernelCounter, alone, per_layer
 from tests.harness.suite import suite
 
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
-ON_GPUS = [name for name in EXPERIMENTS if compose([f"+experiment={name}"]).cluster.device == "cuda"]
+COMPOSED = {name: compose([f"+experiment={name}"]) for name in EXPERIMENTS}
+ON_GPUS = [name for name, c in COMPOSED.items() if c.cluster.device == "cuda"]
 
 
 def ranks(c: Config) -> list[int]:
@@ -34,7 +36,7 @@ def ranks(c: Config) -> list[int]:
 
 def small(name: str) -> Config:
     """An experiment with a layer per chunk, or two, and no more stages and microbatches than its ranks differ in."""
-    c = compose([f"+experiment={name}"])
+    c = deepcopy(COMPOSED[name])
     c.parallel.data = max(c.parallel.data, 1)  # -1: as many replicas as there are workers
     c.pipeline.stages, c.pipeline.chunks = min(c.pipeline.stages, 4), min(c.pipeline.chunks, 2)
     c.train.global_batch = c.train.microbatch * c.parallel.data * c.pipeline.stages
